@@ -1,0 +1,1 @@
+"""fusefs: an S3 bucket as a file system with a local cache, read at the disk's own speed."""
