@@ -1,0 +1,432 @@
+"""Listings: what is known of the names in a directory, and how long it is believed.
+
+What one LIST page tells is a *segment*: between two positions of a directory
+it names everything there is, so it answers for the names in it and, just as
+well, for the names that are not. A lookup in a directory of which nothing is
+known asks for the page that starts at that name, and thus learns of up to a
+thousand neighbours for the price of one; a directory stream reads segment
+after segment. Positions and the order are those of names.py.
+
+A page starts and ends at keys, a segment at positions, and the two differ for
+files: the file `a` stands at position `a/`, after `a-b`, for it has to be
+hidden if the prefix `a/` turns up. Files whose position lies behind the end
+of a page are carried into the next segment (`pending`). A segment that was
+not reached from its neighbour can't know what it would have been carried: its
+`doubtful` names (prefixes of its start, at most a few) are asked for by name.
+
+Segments are kept until they are out of date, and dropped, oldest first, when
+all of them together hold too many entries. While a directory stream is open
+it goes on believing what was current when it was opened.
+
+Everything here belongs to the event loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import bisect_right, insort
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Protocol
+
+import trio
+
+from fusefs.posix import names
+from fusefs.store.base import ListPage, ObjectInfo, Store
+from fusefs.store.errors import NotFoundError
+
+logger = logging.getLogger("fusefs.directories")
+
+# About 300 bytes each: 60 MB when full, a hundred times a usual data set's folder.
+MAX_ENTRIES = 200_000
+# Greater than any character that is likely in a key, and valid in XML.
+LAST_CHARACTER = "\U0010fffd"
+
+# An entry is a file's ObjectInfo, or None for a directory.
+Entry = ObjectInfo | None
+
+
+class Absent:
+    """The answer for a name that does not exist."""
+
+
+ABSENT = Absent()
+
+
+class Segment:
+    """All names of a directory at positions in (start, stop].
+
+    `stop` None means up to the end. Times are seconds of the monotonic clock.
+    """
+
+    __slots__ = ("doubtful", "entries", "expires", "fetched", "ordered", "pending", "start", "stop")
+
+    def __init__(self, start: str, stop: str | None, entries: dict[str, Entry]) -> None:
+        self.start = start
+        self.stop = stop
+        self.entries = entries
+        self.ordered = sorted(entries, key=names.position)
+        # Files that belong behind `stop`; None if that is not known.
+        self.pending: dict[str, ObjectInfo] | None = {}
+        self.doubtful: set[str] = set()
+        self.fetched = 0.0
+        self.expires = 0.0
+
+    def __lt__(self, other: Segment) -> bool:
+        return self.start < other.start
+
+    def holds(self, position: str) -> bool:
+        """Whether an entry at this position would be in the segment."""
+        return self.start < position and (self.stop is None or position <= self.stop)
+
+    def after(self, position: str) -> int:
+        """The index in `ordered` of the first entry behind a position."""
+        return bisect_right(self.ordered, position, key=names.position)
+
+    def overlaps(self, other: Segment) -> bool:
+        return (other.stop is None or self.start < other.stop) and (
+            self.stop is None or other.start < self.stop
+        )
+
+    def equals(self, other: Segment) -> bool:
+        return (self.start, self.stop, self.entries) == (other.start, other.stop, other.entries)
+
+    def part(self, start: str, stop: str | None) -> Segment:
+        """What this segment tells of a smaller stretch."""
+        low = self.after(start)
+        high = len(self.ordered) if stop is None else self.after(stop)
+        part = Segment(start, stop, {name: self.entries[name] for name in self.ordered[low:high]})
+        part.doubtful = {name for name in self.doubtful if part.holds(names.position(name))}
+        part.pending = self.pending if stop == self.stop else None
+        part.fetched, part.expires = self.fetched, self.expires
+        return part
+
+
+class Directory:
+    """The segments of one directory, in order and disjoint.
+
+    `generation` changes with everything that a stream might show differently.
+    """
+
+    __slots__ = ("generation", "loading", "prefix", "segments")
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        self.segments: list[Segment] = []
+        self.loading: dict[str, trio.Event] = {}
+        self.generation = 0
+
+    def segment_behind(self, position: str) -> Segment | None:
+        """The segment that tells what comes next behind a position."""
+        index = bisect_right(self.segments, position, key=lambda segment: segment.start) - 1
+        if index < 0:
+            return None
+        segment = self.segments[index]
+        return segment if segment.stop is None or position < segment.stop else None
+
+    def add(self, new: Segment) -> list[Segment]:
+        """Put a segment in; return those that went for it.
+
+        Of an older one that overlaps, the parts outside stay as segments of
+        their own, which the caller finds in `segments`.
+        """
+        replaced = [old for old in self.segments if old.overlaps(new)]
+        if len(replaced) != 1 or not replaced[0].equals(new):
+            self.generation += 1
+        for old in replaced:
+            self.segments.remove(old)
+            if old.start < new.start:
+                insort(self.segments, old.part(old.start, new.start))
+            if new.stop is not None and (old.stop is None or new.stop < old.stop):
+                insort(self.segments, old.part(new.stop, old.stop))
+        insort(self.segments, new)
+        return replaced
+
+    def is_complete(self, now: float) -> bool:
+        """Whether every name of the directory is known and still believed."""
+        at: str | None = ""
+        for segment in self.segments:
+            if at is None or segment.start > at or segment.expires <= now or segment.doubtful:
+                return False
+            at = segment.stop
+        return at is None
+
+
+@dataclass(slots=True)
+class HiddenKeys:
+    """Keys that no file name can express: counted, and told once."""
+
+    count: int = 0
+
+    def note(self, key: str, why: str) -> None:
+        if not self.count:
+            logger.warning("hiding the key %r: %s (further ones are only counted)", key, why)
+        self.count += 1
+
+
+class PageMemory(Protocol):
+    """Pages that a restart may reuse; see cache/metadata.py."""
+
+    async def load(self, prefix: str, start_after: str) -> tuple[ListPage, float] | None:
+        """A remembered page and its age in seconds."""
+
+    def save(self, prefix: str, start_after: str, page: ListPage) -> None:
+        """Remember a page, some time soon."""
+
+
+class Directories:
+    """What is known of all directories; see the module's text.
+
+    `ttl_s` is how long a listing is believed (`math.inf`: for ever).
+    """
+
+    def __init__(self, store: Store, ttl_s: float, memory: PageMemory | None = None) -> None:
+        self._store = store
+        self._ttl_s = ttl_s
+        self._memory = memory
+        self._known: dict[str, Directory] = {}
+        # All segments by age, for dropping the oldest.
+        self._by_age: OrderedDict[int, tuple[Directory, Segment]] = OrderedDict()
+        self._entries = 0
+        self.hidden = HiddenKeys()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def get(self, prefix: str) -> Directory:
+        directory = self._known.get(prefix)
+        if directory is None:
+            directory = self._known[prefix] = Directory(prefix)
+        return directory
+
+    def lookup_now(self, directory: Directory, name: str) -> tuple[Entry | Absent, float] | None:
+        """What is known and believed of a name, and until when; None if it must be asked for."""
+        segment = self._holding(directory, names.position(name))
+        if segment is None or segment.expires <= time.monotonic():
+            return None
+        found = segment.entries.get(name, ABSENT)
+        if found is ABSENT and name in segment.doubtful:
+            return None
+        return found, segment.expires
+
+    async def lookup(self, directory: Directory, name: str) -> tuple[Entry | Absent, float]:
+        """What there is under a name, and until when that is believed.
+
+        Raises:
+            StoreError: the bucket could not tell.
+        """
+        asked = time.monotonic()
+        for _ in range(3):
+            known = self.lookup_now(directory, name)
+            if known is not None:
+                return known
+            await self._load_around(directory, name)
+            segment = self._holding(directory, names.position(name))
+            # With a TTL of 0 the answer is out of date at once, but newer than the question.
+            if segment is not None and segment.fetched >= asked:
+                found = segment.entries.get(name, ABSENT)
+                if found is not ABSENT or name not in segment.doubtful:
+                    return found, segment.expires
+        return await self._ask_by_name(directory, name)
+
+    async def segment_behind(
+        self, directory: Directory, position: str, believed_since: float
+    ) -> Segment:
+        """The segment that tells what comes behind a position of a directory stream.
+
+        Segments that were still believed at `believed_since` will do.
+        """
+        while True:
+            segment = self.segment_now(directory, position, believed_since)
+            if segment is not None:
+                return segment
+            event = directory.loading.get(position)
+            if event is not None:
+                await event.wait()
+                continue
+            known = directory.segment_behind(position)
+            if known is not None and known.doubtful and known.expires > believed_since:
+                await self._settle_doubts(directory, known)
+                continue
+            return await self._load(directory, position, resolve_doubts=True)
+
+    def segment_now(
+        self, directory: Directory, position: str, believed_since: float
+    ) -> Segment | None:
+        """As `segment_behind`, if it is there already."""
+        segment = directory.segment_behind(position)
+        if segment is None or segment.doubtful or segment.expires <= believed_since:
+            return None
+        return segment
+
+    def correct(self, directory: Directory, name: str, info: ObjectInfo | None) -> None:
+        """A newer answer than the listing's: what a HEAD told about one file."""
+        segment = self._holding(directory, names.position(name))
+        if segment is None:
+            return
+        directory.generation += 1
+        if info is not None and name in segment.entries:
+            segment.entries[name] = info
+        else:
+            # Whether something else is there now, only a listing can tell.
+            segment.expires = 0.0
+
+    def _holding(self, directory: Directory, position: str) -> Segment | None:
+        index = bisect_right(directory.segments, position, key=lambda segment: segment.start) - 1
+        # A segment that starts exactly at the position does not hold it.
+        while index >= 0 and directory.segments[index].start == position:
+            index -= 1
+        if index >= 0 and directory.segments[index].holds(position):
+            return directory.segments[index]
+        return None
+
+    async def _load_around(self, directory: Directory, name: str) -> None:
+        """Load the page that starts at a name, or wait for one that may hold it."""
+        start = _just_before(name)
+        under_way = [other for other in directory.loading if other <= start]
+        if under_way:
+            await directory.loading[max(under_way)].wait()
+        else:
+            await self._load(directory, start)
+
+    async def _load(
+        self, directory: Directory, start: str, *, resolve_doubts: bool = False
+    ) -> Segment:
+        event = directory.loading[start] = trio.Event()
+        try:
+            segment = await self._fetch(directory, start)
+            if resolve_doubts and segment.doubtful:
+                await self._settle_doubts(directory, segment)
+            return segment
+        finally:
+            if directory.loading.get(start) is event:
+                del directory.loading[start]
+            event.set()
+
+    async def _fetch(self, directory: Directory, start: str) -> Segment:
+        """Get a page from memory or from the bucket and make a segment of it."""
+        start_after = _start_after(directory.prefix, start)
+        fetched = time.monotonic()
+        remembered = (
+            await self._memory.load(directory.prefix, start_after) if self._memory else None
+        )
+        if remembered is not None and remembered[1] < self._ttl_s:
+            page = remembered[0]
+            fetched -= remembered[1]
+        else:
+            page = await self._store.list_page(directory.prefix, start_after=start_after)
+            if self._memory is not None:
+                self._memory.save(directory.prefix, start_after, page)
+        return self._absorb(directory, start, page, fetched)
+
+    def _absorb(self, directory: Directory, start: str, page: ListPage, fetched: float) -> Segment:
+        """Make a segment of a page and put it in its place."""
+        previous = self._ending_at(directory, start)
+        carried = previous.pending if previous is not None else None
+        segment = self.segment_of(directory.prefix, start, page, carried or {})
+        if carried is None and start:
+            may_be_carried = _sorting_behind(start)
+            segment.doubtful = {
+                name for name in may_be_carried if segment.holds(names.position(name))
+            } - segment.entries.keys()
+        segment.fetched = fetched
+        segment.expires = segment.fetched + self._ttl_s
+        self.add(directory, segment)
+        return segment
+
+    def add(self, directory: Directory, segment: Segment) -> None:
+        before = {id(old): old for old in directory.segments}
+        for old in directory.add(segment):
+            del self._by_age[id(old)]
+            self._entries -= len(old.entries)
+        for new in directory.segments:
+            if id(new) not in before:
+                self._by_age[id(new)] = (directory, new)
+                self._entries += len(new.entries)
+        while self._entries > MAX_ENTRIES and len(self._by_age) > 1:
+            _, (owner, oldest) = self._by_age.popitem(last=False)
+            owner.segments.remove(oldest)
+            owner.generation += 1
+            self._entries -= len(oldest.entries)
+
+    def segment_of(
+        self, prefix: str, start: str, page: ListPage, carried: dict[str, ObjectInfo]
+    ) -> Segment:
+        """What a page, and the files carried over from the one before, tell of a directory."""
+        cut = len(prefix)
+        stop = page.last[cut:] if page.next_token is not None else None
+        entries: dict[str, Entry] = dict(carried)
+        for info in page.objects:
+            name = info.key[cut:]
+            if names.is_expressible(name):
+                entries[name] = info
+            elif name:
+                self.hidden.note(info.key, "no file name can express it")
+        pending = {}
+        if stop is not None:
+            for name in [*_sorting_behind(stop), stop]:
+                info_or_none = entries.pop(name, None)
+                if info_or_none is not None:
+                    pending[name] = info_or_none
+        for key in page.prefixes:
+            name = key[cut:-1]
+            if not names.is_expressible(name):
+                self.hidden.note(key, "no file name can express it")
+            elif names.position(name) > start:
+                hidden = entries.get(name)
+                if hidden is not None:
+                    self.hidden.note(hidden.key, "it is also a directory")
+                entries[name] = None
+        segment = Segment(start, stop, entries)
+        segment.pending = pending
+        return segment
+
+    def _ending_at(self, directory: Directory, start: str) -> Segment | None:
+        for segment in directory.segments:
+            if segment.stop == start:
+                return segment
+        return None
+
+    async def _settle_doubts(self, directory: Directory, segment: Segment) -> None:
+        """Ask for the names that a segment can't answer for."""
+        for name in sorted(segment.doubtful):
+            found, _ = await self._ask_by_name(directory, name)
+            if isinstance(found, ObjectInfo):
+                segment.entries[name] = found
+        segment.ordered = sorted(segment.entries, key=names.position)
+        segment.doubtful = set()
+
+    async def _ask_by_name(self, directory: Directory, name: str) -> tuple[Entry | Absent, float]:
+        """Ask for one name alone: as a directory and, if it is none, as a file."""
+        expires = time.monotonic() + self._ttl_s
+        key = directory.prefix + name
+        inside = await self._store.list_page(key + "/", delimiter="", max_keys=1)
+        if inside.objects:
+            return None, expires
+        try:
+            return await self._store.head(key), expires
+        except NotFoundError:
+            return ABSENT, expires
+
+
+def _just_before(name: str) -> str:
+    """A position that lies before a name and behind nearly all that sorts before it."""
+    last = ord(name[-1]) - 1
+    if 0xD800 <= last <= 0xDFFF:  # surrogates are not characters
+        last = 0xD7FF
+    # Control characters do not travel well in a request.
+    return name[:-1] + chr(last) + LAST_CHARACTER if last > 0x20 else name[:-1]
+
+
+def _start_after(prefix: str, start: str) -> str:
+    """The key behind which to list for what comes behind a position."""
+    if not start:
+        return ""
+    # Behind a directory means behind everything in it.
+    return prefix + start + (LAST_CHARACTER if start.endswith("/") else "")
+
+
+def _sorting_behind(key: str) -> list[str]:
+    """The names of files that sort before a key, and whose position lies behind it."""
+    return [key[:length] for length in range(1, len(key)) if key[length] < "/"]

@@ -1,0 +1,41 @@
+"""Object keys to file names and back.
+
+A directory is a prefix that ends in `/`; the names in it are what stands
+between that prefix and the next `/`. Most keys map one to one. Those that no
+file name can express are hidden, and counted by whoever lists them:
+
+- an empty segment (`a//b`), `.` and `..`;
+- a name of more than 255 bytes, or one with a NUL;
+- a file whose name is also a directory's (`a` beside `a/b`): the directory wins.
+
+Directory positions: entries are ordered by `name + "/"`, whether they are
+files or directories. S3 orders keys by their bytes, hence directories (which
+end in `/`) in just this order, and it makes a file stand where a directory of
+the same name would, so that one of the two can hide the other.
+"""
+
+from __future__ import annotations
+
+NAME_MAX = 255
+
+
+def is_expressible(name: str) -> bool:
+    """Whether a file name can stand for this segment of a key."""
+    if not name or name in (".", ".."):
+        return False
+    if "\0" in name or "/" in name:
+        return False
+    return len(name) <= 63 or len(name.encode()) <= NAME_MAX
+
+
+def decode(name: bytes) -> str | None:
+    """The segment of a key that a file name stands for; None if no key can hold it."""
+    try:
+        return name.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def position(name: str) -> str:
+    """Where an entry stands in its directory."""
+    return name + "/"
