@@ -105,8 +105,6 @@ async def stream(directories: Directories, prefix: str, at: str = "") -> list[tu
 
 # Characters on both sides of "/" in S3's order, few enough for names to be prefixes of others.
 NAME = st.text("ab-.0\U0001f600", min_size=1, max_size=4).filter(is_expressible)
-    lambda name: name not in (".", "..")
-)
 KEYS = st.sets(st.lists(NAME, min_size=1, max_size=3).map("/".join), min_size=1, max_size=40)
 PREFIXED = KEYS.map(lambda keys: {"p/" + key for key in keys})
 

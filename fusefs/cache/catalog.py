@@ -1,0 +1,198 @@
+"""What is on the cache disk, kept across restarts: one sqlite3 table.
+
+A row says which file holds which object version and which ranges of it have
+arrived. Rows are written after the bytes: a range in a row is in the file,
+also after a SIGKILL, because the page cache outlives the process. It does
+not outlive the machine, so a row carries the boot id, and after another boot
+only those rows count whose file was fdatasync'ed before the row was marked so.
+
+Several mounts may share a directory. Every update is therefore conditional on
+the file's generation and inode number (another mount may have evicted and
+fetched it again), ranges are merged with what the row holds, and the sum of
+all sizes is a row of its own that changes in the same transaction.
+
+All calls block, and run in one thread at a time (see files.py).
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from fusefs.cache.ranges import RangeMap
+
+FORMAT = 1
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS files (
+    name TEXT PRIMARY KEY,
+    generation TEXT NOT NULL,
+    st_ino INTEGER NOT NULL,
+    size INTEGER NOT NULL,
+    ranges BLOB NOT NULL,
+    bytes INTEGER NOT NULL,
+    is_synced INTEGER NOT NULL,
+    boot_id TEXT NOT NULL,
+    used_at REAL NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS total (bytes INTEGER NOT NULL);
+INSERT INTO total SELECT 0 WHERE NOT EXISTS (SELECT 1 FROM total);
+"""
+
+
+class DamagedCatalogError(Exception):
+    """The database can't be used; the message is for the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One file: `name` is the hash of what it holds, `used_at` in seconds since the epoch."""
+
+    name: str
+    generation: str
+    st_ino: int
+    size: int
+    ranges: bytes
+    used_at: float
+    is_synced: bool = False
+
+
+class Catalog:
+    """The table of one cache directory, as one mount uses it."""
+
+    def __init__(self, path: Path, boot_id: str) -> None:
+        """Open or create the database.
+
+        Raises:
+            DamagedCatalogError: it is not a database, or of another format.
+        """
+        self._boot_id = boot_id
+        try:
+            self._db = sqlite3.connect(path, timeout=30, check_same_thread=False)
+            self._db.isolation_level = None
+            self._db.execute("PRAGMA journal_mode=WAL")
+            # A lost commit only forgets; a synced row is committed after its data.
+            self._db.execute("PRAGMA synchronous=NORMAL")
+            version = self._db.execute("PRAGMA user_version").fetchone()[0]
+            if version not in (0, FORMAT):
+                raise DamagedCatalogError(f"{path} has format {version}, this is format {FORMAT}")
+            with self._transaction():
+                for statement in _SCHEMA.split(";"):
+                    self._db.execute(statement)
+                self._db.execute(f"PRAGMA user_version={FORMAT}")
+                # What was not on the disk when the machine stopped is not to be trusted.
+                self._db.execute(
+                    "DELETE FROM files WHERE boot_id != ? AND NOT is_synced", (boot_id,)
+                )
+                self._db.execute(
+                    "UPDATE total SET bytes = (SELECT coalesce(sum(bytes), 0) FROM files)"
+                )
+        except sqlite3.DatabaseError as error:
+            raise DamagedCatalogError(f"{path}: {error}") from error
+
+    def rows(self) -> list[Row]:
+        """All files, least recently used first."""
+        return [
+            _row(values)
+            for values in self._db.execute(f"SELECT {_COLUMNS} FROM files ORDER BY used_at")
+        ]
+
+    def find(self, name: str) -> Row | None:
+        values = self._db.execute(
+            f"SELECT {_COLUMNS} FROM files WHERE name = ?", (name,)
+        ).fetchone()
+        return _row(values) if values is not None else None
+
+    def record(self, rows: Iterable[Row]) -> tuple[list[bool], int]:
+        """Insert or extend rows; tell for each whether it is the row's file, and the total bytes.
+
+        A row of another generation is left alone, and the answer for it is False.
+        """
+        with self._transaction():
+            accepted = [self._record(row) for row in rows]
+            return accepted, self.total_bytes()
+
+    def mark_synced(self, row: Row) -> None:
+        """The file with the ranges of `row` is safely on the disk; more ranges make it unsafe."""
+        self._db.execute(
+            "UPDATE files SET is_synced = 1"
+            " WHERE name = ? AND generation = ? AND st_ino = ? AND ranges = ?",
+            (row.name, row.generation, row.st_ino, row.ranges),
+        )
+
+    def touch(self, times: Iterable[tuple[float, str, str]]) -> None:
+        """Set when files were last used: (seconds since the epoch, name, generation) of each."""
+        with self._transaction():
+            self._db.executemany(
+                "UPDATE files SET used_at = ? WHERE name = ? AND generation = ?", times
+            )
+
+    def remove(self, name: str, generation: str, st_ino: int) -> int:
+        """Remove a row if it is still of this file; return the total bytes."""
+        with self._transaction():
+            found = self._db.execute(
+                "SELECT bytes FROM files WHERE name = ? AND generation = ? AND st_ino = ?",
+                (name, generation, st_ino),
+            ).fetchone()
+            if found is not None:
+                self._db.execute("DELETE FROM files WHERE name = ?", (name,))
+                self._db.execute("UPDATE total SET bytes = bytes - ?", found)
+            return self.total_bytes()
+
+    def total_bytes(self) -> int:
+        """The bytes that all rows of all mounts stand for."""
+        return int(self._db.execute("SELECT bytes FROM total").fetchone()[0])
+
+    def close(self) -> None:
+        self._db.close()
+
+    def _record(self, row: Row) -> bool:
+        old = self.find(row.name)
+        ranges = RangeMap.unpack(row.ranges)
+        before = 0
+        if old is not None:
+            if (old.generation, old.st_ino) != (row.generation, row.st_ino):
+                return False
+            merged = RangeMap.unpack(old.ranges)
+            before = merged.total
+            for start, stop in ranges:
+                merged.add(start, stop)
+            ranges = merged
+        is_synced = old is not None and old.is_synced and ranges.total == before
+        self._db.execute(
+            "INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                row.name,
+                row.generation,
+                row.st_ino,
+                row.size,
+                ranges.pack(),
+                ranges.total,
+                is_synced,
+                self._boot_id,
+                row.used_at,
+            ),
+        )
+        self._db.execute("UPDATE total SET bytes = bytes + ?", (ranges.total - before,))
+        return True
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+
+_COLUMNS = "name, generation, st_ino, size, ranges, used_at, is_synced"
+
+
+def _row(values: tuple[str, str, int, int, bytes, float, int]) -> Row:
+    name, generation, st_ino, size, ranges, used_at, is_synced = values
+    return Row(name, generation, st_ino, size, ranges, used_at, bool(is_synced))

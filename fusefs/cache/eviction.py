@@ -1,0 +1,138 @@
+"""How much room the cache may take, and what goes when it is full.
+
+Room is reserved before a download starts, and the reservation shrinks as
+bytes arrive, so that thirty streams at once can't overshoot. When there is
+none, files that nobody uses are evicted, least recently used first. Files
+that are open can't be given up, and neither can the blocks of a file that was
+unlinked while a program has it mapped: both count. If these alone exceed the
+limit, a reservation is refused and the bytes are read without being kept.
+
+Two limits hold at once: the cache's own size, and a floor of free space on
+its disk, whoever fills it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import trio
+
+from fusefs.cache.files import CacheFile, is_unused
+
+if TYPE_CHECKING:
+    from fusefs.cache.files import FileCache
+
+logger = logging.getLogger("fusefs.cache")
+
+# How long the answer of statvfs is used; what is reserved since is subtracted.
+STATVFS_EVERY_S = 0.25
+# Evict some more than is asked for, so that not every download has to.
+SLACK = 0.01
+
+
+class Space:
+    """The room of one cache directory. Belongs to the event loop.
+
+    `limit` is in bytes (None: what the disk allows); `floor` tells how many
+    bytes of a disk of a given size have to stay free.
+    """
+
+    def __init__(self, directory: Path, limit: int | None, floor: Callable[[int], int]) -> None:
+        self._directory = directory
+        self._limit = limit
+        self._floor = floor
+        self._cache: FileCache | None = None
+        self.committed = 0  # what the catalog counts, for all mounts that share the directory
+        self.uncommitted = 0  # what has arrived since
+        self.reserved = 0
+        # Unlinked files that the kernel still uses: their descriptors and sizes.
+        self._ghosts: dict[int, int] = {}
+        self._free = 0
+        self._free_known_until = 0.0
+        self._evicting = trio.Lock()
+
+    def attach(self, cache: FileCache) -> None:
+        self._cache = cache
+
+    @property
+    def used(self) -> int:
+        """Bytes on the disk, including what is unlinked and still mapped."""
+        return self.committed + self.uncommitted + sum(self._ghosts.values())
+
+    @property
+    def limit(self) -> int:
+        """What the cache may use now: its size limit, or what the disk leaves it."""
+        room = max(0, self.used + self._headroom())
+        return room if self._limit is None else min(self._limit, room)
+
+    def excess(self, wanted: int) -> int:
+        """How many bytes have to go before `wanted` more fit."""
+        excess = self.reserved + wanted - self._headroom()
+        if self._limit is not None:
+            excess = max(excess, self.used + self.reserved + wanted - self._limit)
+        return excess
+
+    async def reserve(self, wanted: int) -> bool:
+        """Set room aside, evicting if need be; False if there is none to be had."""
+        if self.excess(wanted) <= 0:
+            self.reserved += wanted
+            return True
+        async with self._evicting:
+            await self._evict(wanted)
+            if self.excess(wanted) > 0:
+                return False
+            self.reserved += wanted
+            return True
+
+    def took(self, size: int) -> None:
+        """Note that bytes have been written that the catalog does not know."""
+        self.uncommitted += size
+        self._free -= size
+
+    def settle(self, wanted: int) -> None:
+        """Give back a part of a reservation: it arrived, or will not."""
+        self.reserved -= wanted
+
+    async def tend(self) -> None:
+        """Close what the kernel has let go of, and keep the limits against everybody else."""
+        for fd in [fd for fd in self._ghosts if is_unused(fd)]:
+            del self._ghosts[fd]
+            await trio.to_thread.run_sync(os.close, fd)
+        if self.excess(0) > 0:
+            async with self._evicting:
+                await self._evict(0)
+
+    async def _evict(self, wanted: int) -> None:
+        assert self._cache is not None
+        if self.excess(wanted) <= 0:
+            return
+        slack = wanted + int(SLACK * self.used)
+        for file in self._cache.victims():
+            if self.excess(slack) <= 0:
+                return
+            if not file.pins:  # it may have been opened while another was evicted
+                await self._evict_one(file)
+        self._free_known_until = 0.0
+
+    async def _evict_one(self, file: CacheFile) -> None:
+        assert self._cache is not None
+        size = file.present.total
+        fd = await self._cache.evict(file)
+        if fd >= 0:
+            self._ghosts[fd] = size
+        self._free += size
+
+    def _headroom(self) -> int:
+        """The bytes that may still be taken before the disk's floor is reached."""
+        now = time.monotonic()
+        if now >= self._free_known_until:
+            status = os.statvfs(self._directory)
+            size = status.f_blocks * status.f_frsize
+            self._free = status.f_bavail * status.f_frsize - self._floor(size)
+            self._free_known_until = now + STATVFS_EVERY_S
+        return self._free

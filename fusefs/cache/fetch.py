@@ -1,0 +1,283 @@
+"""Ranges on their way in: each is downloaded once, however many wait for it.
+
+A `Download` is one ranged GET into one cache file. It has a position, and
+everything before that has been written; a reader waits for the position to
+pass the end of what it needs, so it is woken when its bytes arrive and not
+when the range ends. Whoever needs bytes that no download will bring starts
+one; the next ones join it.
+
+A download ends early when nobody wants it any more: its readers were
+cancelled, and the prefetch that asked for it has been closed. What arrived
+until then is kept.
+
+When the cache has no room or its disk fails, `wait_for` says so, and the
+bytes are read without being kept (`read_unkept`).
+
+All of this belongs to the event loop; only the writing of chunks happens in
+the store's threads.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import trio
+
+from fusefs.cache.eviction import Space
+from fusefs.cache.files import CacheFile, FileCache
+from fusefs.store.base import ObjectVersion, Priority, Store
+from fusefs.store.errors import StoreError
+
+# What a random read brings at least: a request costs as much time as this many
+# bytes, so less would save nothing, and more would be wasted on a jumping reader.
+BLOCK = 256 << 10
+# One GET of a sequential reader: long enough to make requests cheap, short
+# enough for several to run side by side.
+PART = 8 << 20
+
+
+class NotKeptError(Exception):
+    """The cache cannot take the bytes: read them without it."""
+
+
+class Download:
+    """One range [start, stop) of one file on its way.
+
+    `position` is up to where bytes have arrived; `demanded` counts the readers
+    that wait, `is_wanted` is the interest of a prefetch.
+    """
+
+    __slots__ = (
+        "_waiters",
+        "cancel_scope",
+        "demanded",
+        "error",
+        "file",
+        "is_done",
+        "is_wanted",
+        "position",
+        "start",
+        "stop",
+    )
+
+    def __init__(self, file: CacheFile, start: int, stop: int) -> None:
+        self.file = file
+        self.start = start
+        self.stop = stop
+        self.position = start
+        self.demanded = 0
+        self.is_wanted = False
+        self.is_done = False
+        self.error: Exception | None = None
+        self.cancel_scope = trio.CancelScope()
+        self._waiters: list[tuple[int, trio.Event]] = []
+
+    def advance(self, position: int) -> None:
+        self.position = position
+        if self._waiters:
+            reached = [event for needed, event in self._waiters if needed <= position]
+            self._waiters = [waiter for waiter in self._waiters if waiter[0] > position]
+            for event in reached:
+                event.set()
+
+    def finish(self, error: Exception | None) -> None:
+        self.error = error
+        self.is_done = True
+        for _, event in self._waiters:
+            event.set()
+        self._waiters = []
+
+    async def reach(self, position: int) -> None:
+        """Wait until the bytes before `position` are there, or the download has ended.
+
+        The download goes on if the caller is cancelled and others want it.
+        """
+        event = trio.Event()
+        self._waiters.append((position, event))
+        self.demanded += 1
+        try:
+            await event.wait()
+        finally:
+            self.demanded -= 1
+            self._stop_if_unwanted()
+
+    def unwant(self) -> None:
+        """The prefetch has no more interest in it."""
+        self.is_wanted = False
+        self._stop_if_unwanted()
+
+    def _stop_if_unwanted(self) -> None:
+        if not self.demanded and not self.is_wanted and not self.is_done:
+            self.cancel_scope.cancel()
+
+
+class Fetcher:
+    """All downloads of one mount; they live in the nursery that it is given."""
+
+    def __init__(self, store: Store, cache: FileCache, space: Space, nursery: trio.Nursery) -> None:
+        self._store = store
+        self._cache = cache
+        self._space = space
+        self._nursery = nursery
+        self.under_way = 0
+
+    async def wait_for(self, file: CacheFile, start: int, stop: int) -> None:
+        """Return once the bytes [start, stop) are in the file, which the caller has pinned.
+
+        Starts or joins the downloads that are missing. Cancelling the caller
+        leaves them running for whoever else waits, and stops them when nobody does.
+
+        Raises:
+            StaleVersionError: the object in the bucket is no longer this version.
+            StoreError: S3 could not serve the range; `.errno` says how to answer.
+            NotKeptError: the cache has no room for it.
+        """
+        if not await self._cache.ensure_open(file):
+            raise NotKeptError
+        while (missing := file.present.first_missing(start, stop)) is not None:
+            download = self.find(file, missing[0])
+            if download is None:
+                download = self._demand(file, *missing)
+            await download.reach(min(stop, download.stop))
+            if download.error is not None and not file.present.covers(*missing):
+                raise download.error
+
+    def want(self, file: CacheFile, start: int, stop: int) -> list[Download]:
+        """Start what is missing of [start, stop) ahead of its use, in parts.
+
+        The caller keeps the downloads and says `unwant` when it loses interest.
+        """
+        started = []
+        at = start
+        while (gap := file.present.first_missing(at, stop)) is not None:
+            running = self.find(file, gap[0])
+            if running is not None:
+                at = running.stop
+                continue
+            part_stop = min(gap[1], gap[0] - gap[0] % PART + PART)
+            part_stop = self._free_until(file, gap[0], part_stop)
+            download = self._start(file, gap[0], part_stop, Priority.PREFETCH)
+            download.is_wanted = True
+            started.append(download)
+            at = part_stop
+        return started
+
+    def find(self, file: CacheFile, offset: int) -> Download | None:
+        """The download that will bring the byte at `offset`."""
+        for download in file.downloads:
+            is_ending = download.is_done or download.cancel_scope.cancel_called
+            if download.position <= offset < download.stop and not is_ending:
+                return download
+        return None
+
+    async def read_unkept(self, version: ObjectVersion, start: int, stop: int) -> bytearray:
+        """Download the bytes [start, stop) into memory, past the cache.
+
+        Raises:
+            StoreError: as for `wait_for`.
+        """
+        data = bytearray(stop - start)
+
+        def write(offset: int, chunk: memoryview) -> None:
+            data[offset - start : offset - start + len(chunk)] = chunk
+
+        await self._store.download(version, start, stop, write)
+        return data
+
+    def _demand(self, file: CacheFile, start: int, stop: int) -> Download:
+        """Start the download that a reader waits for, with what lies behind its range."""
+        stop = -(-max(stop, start + BLOCK) // BLOCK) * BLOCK
+        gap = file.present.first_missing(start, min(stop, file.size))
+        assert gap is not None
+        return self._start(file, start, self._free_until(file, *gap), Priority.DEMAND)
+
+    def _free_until(self, file: CacheFile, start: int, stop: int) -> int:
+        """Where the next download that is under way begins, `stop` at most."""
+        return min([stop, *(other.start for other in file.downloads if other.start > start)])
+
+    def _start(self, file: CacheFile, start: int, stop: int, priority: Priority) -> Download:
+        download = Download(file, start, stop)
+        file.downloads.append(download)
+        self._cache.pin_again(file)
+        self._nursery.start_soon(self._run, download, priority)
+        return download
+
+    async def _run(self, download: Download, priority: Priority) -> None:
+        """Bring one range in; its outcome is told to the waiters, never raised."""
+        file = download.file
+        self.under_way += 1
+        error: Exception | None = NotKeptError()
+        try:
+            with download.cancel_scope:
+                error = await self._bring(download, priority)
+        finally:
+            self.under_way -= 1
+            file.downloads.remove(download)
+            download.finish(error)
+            self._cache.unpin(file)
+
+    async def _bring(self, download: Download, priority: Priority) -> Exception | None:
+        size = download.stop - download.start
+        if not await self._cache.ensure_open(download.file):
+            return NotKeptError()
+        if not await self._space.reserve(size):
+            return NotKeptError()
+        reserved = _Reservation(self._space, size)
+        try:
+            await self._stream(download, reserved, priority)
+        except OSError as error:
+            # The cache disk, for the store raises nothing of this kind.
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                self._cache.refuse(download.file, error)
+            return NotKeptError()
+        except StoreError as error:
+            return error
+        finally:
+            reserved.close()
+        return None
+
+    async def _stream(self, download: Download, reserved: _Reservation, priority: Priority) -> None:
+        file = download.file
+        assert file.version is not None
+        fd = file.fd
+        token = trio.lowlevel.current_trio_token()
+        written_to = download.start
+
+        def arrived(start: int, stop: int) -> None:
+            self._cache.arrived(file, start, stop)
+            reserved.use(stop - start)
+            download.advance(stop)
+
+        def write(offset: int, chunk: memoryview) -> None:
+            nonlocal written_to
+            done = 0
+            while done < len(chunk):
+                done += os.pwrite(fd, chunk[done:], offset + done)
+            written_to = offset + done
+            token.run_sync_soon(arrived, offset, written_to)
+
+        try:
+            await self._store.download(
+                file.version, download.start, download.stop, write, priority=priority
+            )
+        finally:
+            # What has been written is noted before anybody lets go of the file.
+            with trio.CancelScope(shield=True):
+                while download.position < written_to:
+                    await trio.lowlevel.checkpoint()
+
+
+class _Reservation:
+    """Room set aside for one download."""
+
+    def __init__(self, space: Space, size: int) -> None:
+        self._space = space
+        self._left = size
+
+    def use(self, size: int) -> None:
+        self._left -= size
+        self._space.settle(size)
+
+    def close(self) -> None:
+        self.use(self._left)

@@ -1,0 +1,534 @@
+"""The cache directory: one sparse file per object version, and which ranges of it are there.
+
+A file is as long as its object, is filled range by range, and is never
+changed in any other way: it is not punched, truncated or rewritten, for the
+kernel may be reading it on behalf of a program (passthrough) without our
+knowledge. It is evicted whole, by unlink. Its name is a hash of everything
+that makes the content (endpoint, bucket, key, ETag, size) plus a random
+generation, so a file that was evicted and fetched again is another file.
+
+Whoever uses a file *pins* it. While a file is pinned its descriptor carries a
+shared flock, which keeps other mounts that share the directory from evicting
+it; a file registered for passthrough keeps the lock through the kernel.
+
+The state of all files is mirrored in memory and belongs to the event loop.
+The catalog learns of new ranges in batches; what a killed daemon had not told
+it is downloaded again.
+
+    DIRECTORY/format              "fusefs cache 1"
+    DIRECTORY/PRINCIPAL/catalog.sqlite3
+    DIRECTORY/PRINCIPAL/objects/ab/abcdef….GENERATION
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import secrets
+import sqlite3
+import time
+from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import trio
+
+from fusefs.cache.catalog import Catalog, DamagedCatalogError, Row
+from fusefs.cache.ranges import RangeMap
+from fusefs.store.base import ObjectVersion
+
+if TYPE_CHECKING:
+    from fusefs.cache.eviction import Space
+    from fusefs.cache.fetch import Download
+
+logger = logging.getLogger("fusefs.cache")
+
+Result = TypeVar("Result")
+
+FORMAT_MARK = "fusefs cache 1\n"
+RECORD_EVERY_S = 2.0
+TOUCH_EVERY = 30  # records
+# A complete file is left alone this long before it is synced: what is being
+# read for the first time should have the disk for itself.
+SYNC_AFTER_S = 5.0
+# Files without a row are swept when they are older than any batch of the catalog.
+ORPHAN_AGE_S = 60.0
+
+
+class CacheDirectoryError(Exception):
+    """The cache directory can't be used; the message is for the user."""
+
+
+class CacheFile:
+    """One file of the cache, there or about to be. Belongs to the event loop.
+
+    `fd` is -1 while nobody needs it open; `pins` counts users. `is_kept` turns
+    False when the disk refuses the file: its version is then read uncached.
+    """
+
+    __slots__ = (
+        "downloads",
+        "fd",
+        "generation",
+        "is_kept",
+        "name",
+        "opening",
+        "pins",
+        "present",
+        "recorded",
+        "size",
+        "st_ino",
+        "used_at",
+        "version",
+        "written_at",
+    )
+
+    def __init__(self, name: str, size: int) -> None:
+        self.name = name
+        self.size = size
+        self.version: ObjectVersion | None = None
+        self.generation = ""
+        self.st_ino = 0
+        self.fd = -1
+        self.pins = 0
+        self.present = RangeMap()
+        self.recorded = 0  # bytes of `present` that the catalog knows
+        self.is_kept = True
+        self.used_at = 0.0
+        self.written_at = 0.0
+        self.opening: trio.Lock | None = None
+        self.downloads: list[Download] = []
+
+    @property
+    def is_complete(self) -> bool:
+        return self.present.total == self.size
+
+    def row(self) -> Row:
+        ranges = self.present.pack()
+        return Row(self.name, self.generation, self.st_ino, self.size, ranges, self.used_at)
+
+
+class FileCache:
+    """All files of one principal's part of a cache directory.
+
+    `identity` is what makes objects of different stores different (endpoint
+    and bucket). `disk` limits the threads that wait for the disk.
+    """
+
+    def __init__(self, directory: Path, identity: str, space: Space) -> None:
+        """Open the directory and read the catalog. Blocks.
+
+        Raises:
+            CacheDirectoryError: it can't be used; the message says why.
+        """
+        self.directory = directory
+        self.space = space
+        self._identity = identity
+        self._objects = directory / "objects"
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        try:
+            for index in range(256):
+                (self._objects / f"{index:02x}").mkdir(parents=True, exist_ok=True)
+            self._catalog = Catalog(directory / "catalog.sqlite3", boot_id)
+            rows = self._catalog.rows()
+        except DamagedCatalogError as error:
+            raise CacheDirectoryError(
+                f"the cache directory {directory} is damaged ({error}): remove it"
+            ) from error
+        except OSError as error:
+            raise CacheDirectoryError(
+                f"can't use the cache directory {directory}: {error.strerror}"
+            ) from error
+        # In the order of their last use, oldest first.
+        self._files = {row.name: _from_row(row) for row in rows}
+        self._dirty: dict[str, CacheFile] = {}  # with ranges that the catalog does not know
+        self._used: dict[str, CacheFile] = {}  # since the catalog was last told
+        self._unsynced = {row.name: self._files[row.name] for row in rows if not row.is_synced}
+        self._disk = trio.CapacityLimiter(16)
+        self._database = trio.CapacityLimiter(1)
+        self.warning: str | None = None
+        # Called before an eviction; whoever holds the file open in the kernel lets go of it.
+        self.on_evict: Callable[[CacheFile], None] = lambda _file: None
+        self.evicted = 0
+        space.attach(self)
+        space.committed = self._catalog.total_bytes()
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def name_of(self, version: ObjectVersion) -> str:
+        told = "\0".join((self._identity, version.key, version.etag, str(version.size)))
+        return blake2b(told.encode(), digest_size=16).hexdigest()
+
+    def pin(self, version: ObjectVersion) -> CacheFile:
+        """Return the file of a version, made known if it is not; undone by `unpin`.
+
+        Asks the disk nothing: `ensure_open` does.
+        """
+        name = self.name_of(version)
+        file = self._files.get(name)
+        if file is None:
+            file = CacheFile(name, version.size)
+        file.version = version
+        self.pin_again(file)
+        return file
+
+    def pin_again(self, file: CacheFile) -> None:
+        """One more user of a file that is at hand."""
+        file.pins += 1
+        file.used_at = time.time()
+        self._used[file.name] = file
+        # Moves it to the end: the order is that of the last use.
+        self._files.pop(file.name, None)
+        self._files[file.name] = file
+
+    def unpin(self, file: CacheFile) -> None:
+        file.pins -= 1
+        if file.pins:
+            return
+        if file.fd >= 0:
+            os.close(file.fd)
+            file.fd = -1
+        if file.present.total and file.is_kept:
+            return
+        # Nothing of it is worth keeping, or it can't be kept under its name.
+        if self._files.get(file.name) is file:
+            del self._files[file.name]
+        self._dirty.pop(file.name, None)
+        self._unsynced.pop(file.name, None)
+        self.space.uncommitted -= file.present.total - file.recorded
+        if file.generation:
+            self._path(file).unlink(missing_ok=True)
+
+    async def ensure_open(self, file: CacheFile) -> bool:
+        """Have the file's descriptor open; the caller has it pinned.
+
+        Returns False if the disk refuses it (`is_kept` is then False too).
+        What is present may turn out to be less than it was: another mount may
+        have evicted the file. Cancelling leaves it open or closed, whole.
+        """
+        if file.fd >= 0:
+            return True
+        if not file.is_kept:
+            return False
+        if file.opening is None:
+            file.opening = trio.Lock()
+        async with file.opening:
+            if file.fd >= 0 or not file.is_kept:
+                return file.fd >= 0
+            try:
+                found = await trio.to_thread.run_sync(self._open, file, limiter=self._disk)
+            except OSError as error:
+                self.refuse(file, error)
+                return False
+            self._adopt(file, *found)
+            return True
+
+    def refuse(self, file: CacheFile, error: OSError) -> None:
+        """The disk did not take the file: read its version without a cache from now on."""
+        file.is_kept = False
+        self._warn(error.strerror or str(error))
+
+    def arrived(self, file: CacheFile, start: int, stop: int) -> int:
+        """Note that the bytes [start, stop) have been written; return how many are new."""
+        new = file.present.add(start, stop)
+        file.written_at = time.monotonic()
+        self._dirty[file.name] = file
+        self._unsynced[file.name] = file
+        self.space.took(new)
+        return new
+
+    async def run(self) -> None:
+        """Keep the catalog up to date and the space within its limits, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._sweep_orphans)
+            while True:
+                for _ in range(TOUCH_EVERY):
+                    await trio.sleep(RECORD_EVERY_S)
+                    await self.record()
+                    await self._sync_one(SYNC_AFTER_S)
+                    await self.space.tend()
+                await self._touch()
+
+    async def record(self) -> None:
+        """Tell the catalog of everything that has arrived since the last time."""
+        files = [file for file in self._dirty.values() if file.generation]
+        if not files:
+            return
+        self._dirty = {}
+        rows = [file.row() for file in files]
+        counted = [file.present.total for file in files]
+        try:
+            accepted, total = await self._in_database(self._catalog.record, rows)
+        except sqlite3.Error as error:
+            self._warn(f"its catalog can't be written ({error})")
+            self._dirty = {file.name: file for file in files} | self._dirty
+            return
+        self.space.committed = total
+        for file, is_ours, bytes_now in zip(files, accepted, counted, strict=True):
+            if is_ours:
+                self.space.uncommitted -= bytes_now - file.recorded
+                file.recorded = bytes_now
+            else:
+                # Another mount keeps this version already: ours goes with its last user.
+                file.is_kept = False
+
+    async def aclose(self) -> None:
+        """Record everything and make it safe; takes a few seconds at most."""
+        with trio.CancelScope(shield=True):
+            await self.record()
+            await self._touch()
+            with trio.move_on_after(SYNC_AFTER_S):
+                while await self._sync_one(idle_s=0.0):
+                    pass
+            for file in self._files.values():
+                if file.fd >= 0:
+                    os.close(file.fd)
+                    file.fd = -1
+            await self._in_database(self._catalog.close)
+
+    # Eviction: what space.py asks for.
+
+    def victims(self) -> list[CacheFile]:
+        """The files that nobody uses, least recently used first."""
+        return [file for file in self._files.values() if not file.pins and file.present.total]
+
+    async def evict(self, file: CacheFile) -> int:
+        """Unlink a file that nobody has pinned; return a descriptor if it is still mapped.
+
+        The descriptor (else -1) is for `space`, which closes it when the
+        kernel has let go of the blocks. Another mount's file stays.
+        """
+        self.on_evict(file)
+        del self._files[file.name]
+        self._dirty.pop(file.name, None)
+        self._unsynced.pop(file.name, None)
+        fd = await trio.to_thread.run_sync(self._unlink, file, limiter=self._disk)
+        if fd is None:
+            self._files.setdefault(file.name, file)
+            return -1
+        total = await self._in_database(
+            self._catalog.remove, file.name, file.generation, file.st_ino
+        )
+        self.space.committed = total
+        self.space.uncommitted -= file.present.total - file.recorded
+        self.evicted += 1
+        return fd
+
+    # What runs in threads.
+
+    def _path(self, file: CacheFile) -> Path:
+        return self._objects / file.name[:2] / f"{file.name}.{file.generation}"
+
+    def _open(self, file: CacheFile) -> tuple[int, str, int, bytes | None]:
+        """Open the file, another mount's, or a new one: (fd, generation, st_ino, its ranges)."""
+        for generation, st_ino, ranges in self._candidates(file):
+            path = self._objects / file.name[:2] / f"{file.name}.{generation}"
+            try:
+                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except FileNotFoundError:
+                continue
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            found = os.fstat(fd)
+            # Between open and flock another mount may have evicted it.
+            if found.st_nlink and found.st_ino == st_ino and found.st_size == file.size:
+                return fd, generation, st_ino, ranges
+            os.close(fd)
+        return self._create(file)
+
+    def _candidates(self, file: CacheFile) -> list[tuple[str, int, bytes | None]]:
+        candidates: list[tuple[str, int, bytes | None]] = []
+        if file.generation:
+            candidates.append((file.generation, file.st_ino, None))
+        row = self._catalog.find(file.name)
+        if row is not None and row.generation != file.generation:
+            candidates.append((row.generation, row.st_ino, row.ranges))
+        return candidates
+
+    def _create(self, file: CacheFile) -> tuple[int, str, int, bytes | None]:
+        generation = secrets.token_hex(4)
+        path = self._objects / file.name[:2] / f"{file.name}.{generation}"
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(path, flags, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            os.ftruncate(fd, file.size)
+            return fd, generation, os.fstat(fd).st_ino, b""
+        except OSError:
+            os.close(fd)
+            path.unlink()
+            raise
+
+    def _adopt(
+        self, file: CacheFile, fd: int, generation: str, st_ino: int, ranges: bytes | None
+    ) -> None:
+        file.fd = fd
+        if ranges is None:
+            return
+        # Not the file that the mirror knew: what it knew of ranges went with it.
+        self.space.uncommitted -= file.present.total - file.recorded
+        file.generation, file.st_ino = generation, st_ino
+        file.present = RangeMap.unpack(ranges)
+        file.recorded = file.present.total
+
+    def _unlink(self, file: CacheFile) -> int | None:
+        """Unlink a file: None if another mount uses it, a descriptor if it is mapped, else -1."""
+        path = self._path(file)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return -1
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        path.unlink(missing_ok=True)
+        if is_unused(fd):
+            os.close(fd)
+            return -1
+        return fd
+
+    async def _touch(self) -> None:
+        """Tell the catalog what has been used, for the order of eviction after a restart."""
+        used, self._used = self._used, {}
+        times = [(file.used_at, file.name, file.generation) for file in used.values()]
+        try:
+            await self._in_database(self._catalog.touch, times)
+        except sqlite3.Error as error:
+            self._warn(f"its catalog can't be written ({error})")
+
+    async def _sync_one(self, idle_s: float) -> bool:
+        """Make one file safe against a power cut that has been left alone for a while."""
+        now = time.monotonic()
+        for file in self._unsynced.values():
+            is_idle = now - file.written_at >= idle_s and not file.downloads
+            if is_idle and file.recorded == file.present.total:
+                del self._unsynced[file.name]  # it comes back if more arrives from here on
+                await self._sync(file)
+                return True
+        return False
+
+    async def _sync(self, file: CacheFile) -> None:
+        row, path = file.row(), self._path(file)
+
+        def sync() -> None:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                os.fdatasync(fd)
+            finally:
+                os.close(fd)
+
+        try:
+            await trio.to_thread.run_sync(sync, limiter=self._disk)
+        except OSError as error:
+            if error.errno != errno.ENOENT:
+                logger.info("can't sync %s: %s", path, error.strerror)
+            return
+        try:
+            await self._in_database(self._catalog.mark_synced, row)
+        except sqlite3.Error as error:
+            self._warn(f"its catalog can't be written ({error})")
+
+    async def _sweep_orphans(self) -> None:
+        """Remove files that no row tells of, as a killed daemon leaves them."""
+        for index in range(256):
+            folder = self._objects / f"{index:02x}"
+            names = await trio.to_thread.run_sync(os.listdir, folder, limiter=self._disk)
+            for entry in names:
+                name, _, generation = entry.partition(".")
+                file = self._files.get(name)
+                if file is None or file.generation != generation:
+                    await trio.to_thread.run_sync(
+                        self._remove_orphan, folder / entry, limiter=self._disk
+                    )
+            await trio.sleep(0.01)
+
+    def _remove_orphan(self, path: Path) -> None:
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            name, _, generation = path.name.partition(".")
+            row = self._catalog.find(name)
+            is_old = time.time() - os.fstat(fd).st_mtime > ORPHAN_AGE_S
+            if is_old and (row is None or row.generation != generation):
+                path.unlink()
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        finally:
+            os.close(fd)
+
+    def _warn(self, why: str) -> None:
+        if self.warning is None:
+            self.warning = f"the cache {self.directory} does not work, reading without it: {why}"
+            logger.warning("%s", self.warning)
+
+    async def _in_database(self, function: Callable[..., Result], *args: object) -> Result:
+        return await trio.to_thread.run_sync(function, *args, limiter=self._database)
+
+
+def is_unused(fd: int) -> bool:
+    """Whether no other open or mapping of the file is left, as the kernel knows it.
+
+    A write lease is granted to the only user alone (tried on ext4).
+    """
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # this file system has no leases: believe that it is
+    fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    return True
+
+
+def prepare_directory(directory: Path) -> None:
+    """Create the cache directory, or check that it is one, and ours alone. Blocks.
+
+    Raises:
+        CacheDirectoryError: it can't be used; the message says why.
+    """
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = directory.stat()
+        if status.st_uid != os.geteuid():
+            raise CacheDirectoryError(
+                f"the cache directory {directory} belongs to another user (uid {status.st_uid}):"
+                " choose another with --cache-dir"
+            )
+        directory.chmod(0o700)
+        mark = directory / "format"
+        if mark.exists():
+            if mark.read_text() != FORMAT_MARK:
+                raise CacheDirectoryError(
+                    f"the cache directory {directory} is damaged or of another version: remove it"
+                )
+        elif any(directory.iterdir()):
+            raise CacheDirectoryError(
+                f"{directory} is not empty and no cache of fusefs: choose another with --cache-dir"
+            )
+        else:
+            mark.write_text(FORMAT_MARK)
+    except OSError as error:
+        raise CacheDirectoryError(
+            f"can't use the cache directory {directory}: {error.strerror}"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise CacheDirectoryError(
+            f"the cache directory {directory} is damaged: remove it"
+        ) from error
+
+
+def _from_row(row: Row) -> CacheFile:
+    file = CacheFile(row.name, row.size)
+    file.generation, file.st_ino = row.generation, row.st_ino
+    file.present = RangeMap.unpack(row.ranges)
+    file.recorded = file.present.total
+    file.used_at = row.used_at
+    return file

@@ -1,0 +1,69 @@
+"""Which bytes of a file are there: a set of disjoint, ordered ranges [start, stop)."""
+
+from __future__ import annotations
+
+import struct
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+
+_PAIR = struct.Struct("<QQ")
+
+
+class RangeMap:
+    """Byte ranges that merge as they meet. `total` is the number of bytes in them."""
+
+    __slots__ = ("_starts", "_stops", "total")
+
+    def __init__(self, ranges: Iterator[tuple[int, int]] | None = None) -> None:
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+        self.total = 0
+        for start, stop in ranges or ():
+            self.add(start, stop)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter(zip(self._starts, self._stops, strict=True))
+
+    def add(self, start: int, stop: int) -> int:
+        """Add [start, stop); return how many bytes of it are new."""
+        if start >= stop:
+            return 0
+        low = bisect_left(self._stops, start)
+        high = bisect_right(self._starts, stop)
+        before = 0
+        for index in range(low, high):
+            before += self._stops[index] - self._starts[index]
+        if low < high:
+            start = min(start, self._starts[low])
+            stop = max(stop, self._stops[high - 1])
+        self._starts[low:high] = [start]
+        self._stops[low:high] = [stop]
+        new = stop - start - before
+        self.total += new
+        return new
+
+    def covers(self, start: int, stop: int) -> bool:
+        """Whether every byte of [start, stop) is there."""
+        if start >= stop:
+            return True
+        index = bisect_right(self._starts, start) - 1
+        return index >= 0 and stop <= self._stops[index]
+
+    def first_missing(self, start: int, stop: int) -> tuple[int, int] | None:
+        """The first stretch of [start, stop) that is not there; None if there is none."""
+        index = bisect_right(self._starts, start) - 1
+        if index >= 0:
+            start = max(start, self._stops[index])
+        if start >= stop:
+            return None
+        index += 1
+        if index < len(self._starts):
+            stop = min(stop, self._starts[index])
+        return start, stop
+
+    def pack(self) -> bytes:
+        return b"".join(_PAIR.pack(start, stop) for start, stop in self)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> RangeMap:
+        return cls((start, stop) for start, stop in _PAIR.iter_unpack(data))
