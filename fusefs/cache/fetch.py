@@ -32,6 +32,8 @@ from fusefs.store.errors import StoreError
 # What a random read brings at least: a request costs as much time as this many
 # bytes, so less would save nothing, and more would be wasted on a jumping reader.
 BLOCK = 256 << 10
+# What the first read of a file brings: who reads the beginning mostly goes on.
+FIRST_BYTES = 1 << 20
 # One GET of a sequential reader: long enough to make requests cheap, short
 # enough for several to run side by side.
 PART = 8 << 20
@@ -98,9 +100,11 @@ class Download:
         self.demanded += 1
         try:
             await event.wait()
-        finally:
+        except trio.Cancelled:
             self.demanded -= 1
             self._stop_if_unwanted()
+            raise
+        self.demanded -= 1
 
     def unwant(self) -> None:
         """The prefetch has no more interest in it."""
@@ -187,7 +191,8 @@ class Fetcher:
 
     def _demand(self, file: CacheFile, start: int, stop: int) -> Download:
         """Start the download that a reader waits for, with what lies behind its range."""
-        stop = -(-max(stop, start + BLOCK) // BLOCK) * BLOCK
+        least = BLOCK if start else FIRST_BYTES
+        stop = -(-max(stop, start + least) // BLOCK) * BLOCK
         gap = file.present.first_missing(start, min(stop, file.size))
         assert gap is not None
         return self._start(file, start, self._free_until(file, *gap), Priority.DEMAND)

@@ -17,6 +17,7 @@ order, as many at a time as have been of use so far.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 from fusefs.cache.fetch import PART, Download, Fetcher
 from fusefs.cache.files import CacheFile, FileCache
@@ -46,10 +47,6 @@ class Window:
         self._ahead = 0  # up to where downloads have been asked for
         self._size = 0
         self._downloads: list[Download] = []
-
-    def first_bytes(self) -> None:
-        """Fetch the beginning of a file that has just been opened."""
-        self._want(0, min(FIRST_WINDOW // 2, self._file.size))
 
     def reads(self, start: int, stop: int) -> None:
         """Note a read of [start, stop) and ask for what comes next. Does not wait."""
@@ -106,8 +103,12 @@ class Siblings:
         if self._opened < SIBLINGS_AFTER:
             return
         most = min(MOST_SIBLINGS, SIBLINGS_AFTER + 2 * self._useful)
-        while len(self._ahead) < most and (info_ahead := next(self._order, None)) is not None:
-            self._fetch(info_ahead)
+        if len(self._ahead) >= most:
+            return
+        for other in islice(self._order, MOST_SIBLINGS):
+            self._fetch(other)
+            if len(self._ahead) >= most:
+                return
 
     def close(self) -> None:
         for download in self._ahead.values():

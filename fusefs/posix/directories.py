@@ -183,7 +183,7 @@ class Directories:
 
     def __init__(self, store: Store, ttl_s: float, memory: PageMemory | None = None) -> None:
         self._store = store
-        self._ttl_s = ttl_s
+        self.ttl_s = ttl_s
         self._memory = memory
         self._known: dict[str, Directory] = {}
         # All segments by age, for dropping the oldest.
@@ -311,7 +311,7 @@ class Directories:
         remembered = (
             await self._memory.load(directory.prefix, start_after) if self._memory else None
         )
-        if remembered is not None and remembered[1] < self._ttl_s:
+        if remembered is not None and remembered[1] < self.ttl_s:
             page = remembered[0]
             fetched -= remembered[1]
         else:
@@ -331,7 +331,7 @@ class Directories:
                 name for name in may_be_carried if segment.holds(names.position(name))
             } - segment.entries.keys()
         segment.fetched = fetched
-        segment.expires = segment.fetched + self._ttl_s
+        segment.expires = segment.fetched + self.ttl_s
         self.add(directory, segment)
         return segment
 
@@ -399,7 +399,7 @@ class Directories:
 
     async def _ask_by_name(self, directory: Directory, name: str) -> tuple[Entry | Absent, float]:
         """Ask for one name alone: as a directory and, if it is none, as a file."""
-        expires = time.monotonic() + self._ttl_s
+        expires = time.monotonic() + self.ttl_s
         key = directory.prefix + name
         inside = await self._store.list_page(key + "/", delimiter="", max_keys=1)
         if inside.objects:

@@ -1,0 +1,119 @@
+"""Open files and open directories: what the kernel's file handles stand for.
+
+A file handle reads one version of one object until it is closed. It is either
+*served*, with reads answered here from the cache file, or *passthrough*, with
+reads that never come here. A directory handle is a position in a listing.
+
+Opening and closing is written to the journal before the reply, as with node
+ids (see inodes.py). The table belongs to the event loop.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+
+from fusefs.cache.files import CacheFile
+from fusefs.cache.prefetch import Window
+from fusefs.posix import journal
+from fusefs.posix.inodes import Inode
+from fusefs.posix.journal import NodeLog
+from fusefs.store.base import ObjectVersion
+
+
+class FileHandle:
+    """An open file. `unkept` is what was last read past the cache: (offset, bytes)."""
+
+    __slots__ = ("backing_id", "fh", "file", "inode", "unkept", "version", "window")
+
+    def __init__(
+        self, fh: int, inode: Inode, version: ObjectVersion, file: CacheFile, backing_id: int
+    ) -> None:
+        self.fh = fh
+        self.inode = inode
+        self.version = version
+        self.file = file
+        self.backing_id = backing_id
+        self.window: Window | None = None
+        self.unkept: tuple[int, bytearray] = (0, bytearray())
+
+
+class DirectoryHandle:
+    """An open directory: `position` is that of the entry with the offset `offset`.
+
+    `opened` is in seconds of the monotonic clock: listings that were believed
+    then are believed by this handle. `mentioned` are the inodes whose ids
+    serve as offsets only, for which the kernel holds no reference.
+    """
+
+    __slots__ = ("fh", "generation", "inode", "mentioned", "offset", "opened", "position")
+
+    def __init__(self, fh: int, inode: Inode, generation: int) -> None:
+        self.fh = fh
+        self.inode = inode
+        self.generation = generation
+        self.offset = 0
+        self.position = ""
+        self.opened = time.monotonic()
+        self.mentioned: list[Inode] = []
+
+
+class HandleTable:
+    """All open handles by number; numbers are never used twice."""
+
+    def __init__(self, log: NodeLog) -> None:
+        self._log = log
+        self._next = 1
+        self.files: dict[int, FileHandle] = {}
+        self.directories: dict[int, DirectoryHandle] = {}
+
+    def open_file(
+        self, inode: Inode, version: ObjectVersion, file: CacheFile, backing_id: int,
+        flags: int, unique: int,
+    ) -> FileHandle:  # fmt: skip
+        """Add a handle; a backing id of 0 means that it is served."""
+        handle = FileHandle(self._next, inode, version, file, backing_id)
+        self._next += 1
+        self.files[handle.fh] = handle
+        if backing_id:
+            inode.passthrough += 1
+        else:
+            inode.served += 1
+        mode = journal.PASSTHROUGH if backing_id else journal.SERVED
+        self._log.opened(unique, handle.fh, inode.nodeid, flags, mode, backing_id)
+        return handle
+
+    def close_file(self, fh: int) -> FileHandle | None:
+        """Remove a handle; None if it is not known (a RELEASE may come twice)."""
+        handle = self.files.pop(fh, None)
+        if handle is not None:
+            if handle.backing_id:
+                handle.inode.passthrough -= 1
+            else:
+                handle.inode.served -= 1
+            self._log.closed(fh)
+        return handle
+
+    def open_directory(self, inode: Inode, generation: int, unique: int) -> DirectoryHandle:
+        handle = DirectoryHandle(self._next, inode, generation)
+        self._next += 1
+        self.directories[handle.fh] = handle
+        self._log.opened(unique, handle.fh, inode.nodeid, 0, journal.DIRECTORY, 0)
+        return handle
+
+    def close_directory(self, fh: int) -> DirectoryHandle | None:
+        handle = self.directories.pop(fh, None)
+        if handle is not None:
+            self._log.closed(fh)
+        return handle
+
+    def directory(self, fh: int) -> DirectoryHandle:
+        """Return an open directory.
+
+        Raises:
+            OSError: EBADF, there is no such handle.
+        """
+        try:
+            return self.directories[fh]
+        except KeyError:
+            raise OSError(errno.EBADF, f"unknown directory handle {fh}") from None
