@@ -1,0 +1,385 @@
+"""Every setting of a mount, once: its name, type, default, help and group.
+
+A setting is a field of `MountSettings` whose metadata says how it is read from
+text and shown again (`Kind`), and what `--help` says about it. Everything that
+hands in settings gives text under the field's name: flags (`--cache-size`),
+the environment (`FUSEFS_CACHE_SIZE`), a TOML file (`cache-size = "50GiB"`) and
+the JSON that the command hands to the daemon. So there is one parser for a
+size, and one place that knows a default.
+
+A layer maps names to `Given` texts; `build` takes the layers from the most to
+the least binding. What cannot be read is a `SettingsError`, one line that
+names where the text came from.
+
+No secret is a setting: credentials come from boto3's own chain.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from fusefs.kinds import (
+    DURATION,
+    ID,
+    LIFETIME,
+    MIN_FREE,
+    MODE,
+    PATH,
+    SIZE,
+    SOURCE,
+    SWITCH,
+    URL,
+    WORD,
+    Addressing,
+    Kind,
+    LogLevel,
+    MinFree,
+    Passthrough,
+    SessionKind,
+    Source,
+    at_least,
+    choice,
+    whole_number,
+)
+from fusefs.units import MIB, plain_number
+
+
+class SettingsError(ValueError):
+    """A setting cannot be read; the message is one line for the user."""
+
+
+# --- how a field is declared --------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting as its users see it: flags, environment, file and help."""
+
+    name: str
+    kind: Kind[Any]
+    group: str
+    help: str
+    default: str  # as text, for `--help`
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.key
+
+    @property
+    def key(self) -> str:
+        return self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return "FUSEFS_" + self.name.upper()
+
+    @property
+    def is_switch(self) -> bool:
+        return self.kind is SWITCH
+
+
+def _about(kind: Kind[Any], group: str, help: str, *, otherwise: str = "") -> dict[str, Any]:
+    """A field's metadata; `otherwise` tells what a default that is not fixed means."""
+    return {"setting": (kind, group, help, otherwise)}
+
+
+def default_cache_dir() -> Path:
+    """Where the cache goes: the system's place for root, the user's for others."""
+    if os.geteuid() == 0:
+        return Path("/var/cache/fusefs")
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base).absolute() / "fusefs"
+
+
+# --- the settings -------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MountSettings:
+    """What one mount is to be. Every field but the first two is an option."""
+
+    source: Source
+    mountpoint: Path
+
+    endpoint_url: str | None = field(
+        default=None,
+        metadata=_about(URL, "S3", "the S3 endpoint", otherwise="AWS, or its configuration's"),
+    )
+    region: str | None = field(
+        default=None,
+        metadata=_about(WORD, "S3", "the bucket's region", otherwise="the AWS configuration's"),
+    )
+    profile: str | None = field(
+        default=None,
+        metadata=_about(WORD, "S3", "the AWS profile", otherwise="AWS_PROFILE, or default"),
+    )
+    anonymous: bool = field(
+        default=False,
+        metadata=_about(SWITCH, "S3", "send unsigned requests, for public buckets"),
+    )
+    addressing: Addressing = field(
+        default=Addressing.AUTO,
+        metadata=_about(choice(Addressing), "S3", "the bucket in the URL's path or host name"),
+    )
+    ca_bundle: Path | None = field(
+        default=None,
+        metadata=_about(PATH, "S3", "certificates to trust (PEM)", otherwise="the system's"),
+    )
+    requester_pays: bool = field(
+        default=False,
+        metadata=_about(SWITCH, "S3", "agree to pay for the requests"),
+    )
+
+    cache_dir: Path = field(
+        default_factory=default_cache_dir,
+        metadata=_about(
+            PATH,
+            "Cache",
+            "where objects are kept",
+            otherwise="/var/cache/fusefs for root, else ~/.cache/fusefs",
+        ),
+    )
+    shared_cache: bool = field(
+        default=False,
+        metadata=_about(SWITCH, "Cache", "share objects with mounts under other credentials"),
+    )
+    cache_size: int | None = field(
+        default=None,
+        metadata=_about(SIZE, "Cache", "the most to keep", otherwise="what the disk allows"),
+    )
+    min_free: MinFree = field(
+        default=MinFree(percent=10.0),
+        metadata=_about(MIN_FREE, "Cache", "disk space to leave free"),
+    )
+
+    metadata_ttl: float = field(
+        default=60.0,
+        metadata=_about(
+            LIFETIME,
+            "Metadata",
+            "how long listings and attributes are believed; indefinite if nothing ever changes",
+        ),
+    )
+
+    read_only: bool = field(
+        default=True,
+        metadata=_about(SWITCH, "Files", "refuse every change; so far the only mode"),
+    )
+    allow_other: bool = field(
+        default=False,
+        metadata=_about(SWITCH, "Files", "let the machine's other users in"),
+    )
+    uid: int | None = field(
+        default=None,
+        metadata=_about(ID, "Files", "the owner of all files", otherwise="you"),
+    )
+    gid: int | None = field(
+        default=None,
+        metadata=_about(ID, "Files", "the group of all files", otherwise="yours"),
+    )
+    file_mode: int = field(
+        default=0o644,
+        metadata=_about(MODE, "Files", "the permissions of files"),
+    )
+    dir_mode: int = field(
+        default=0o755,
+        metadata=_about(MODE, "Files", "the permissions of directories"),
+    )
+
+    session: SessionKind = field(
+        default=SessionKind.AUTO,
+        metadata=_about(choice(SessionKind), "Kernel", "who speaks FUSE with the kernel"),
+    )
+    passthrough: Passthrough = field(
+        default=Passthrough.AUTO,
+        metadata=_about(
+            choice(Passthrough),
+            "Kernel",
+            "let the kernel read cached files directly (as root, Linux 6.9 or newer)",
+        ),
+    )
+
+    max_connections: int = field(
+        default=32,
+        metadata=_about(whole_number(1, 1024), "Limits", "the most requests to S3 at a time"),
+    )
+    memory_limit: int = field(
+        default=256 * MIB,
+        metadata=_about(at_least(32 * MIB, SIZE), "Limits", "memory for data on its way"),
+    )
+    retry_time: float = field(
+        default=60.0,
+        metadata=_about(DURATION, "Limits", "how long a failing request is tried again"),
+    )
+
+    log_level: LogLevel = field(
+        default=LogLevel.INFO,
+        metadata=_about(choice(LogLevel), "Logging", "the least severe line to log"),
+    )
+    log_file: Path | None = field(
+        default=None,
+        metadata=_about(
+            PATH,
+            "Logging",
+            "where the log goes",
+            otherwise="/var/log/fusefs/ for root, else ~/.local/state/fusefs/; "
+            "in the foreground standard error",
+        ),
+    )
+    foreground: bool = field(
+        default=False,
+        metadata=_about(SWITCH, "Logging", "stay in the foreground until the mount ends"),
+    )
+
+    def to_json(self) -> str:
+        """This as JSON, for `from_json` in another process."""
+        given = {
+            name: kind.show(value)
+            for name, kind in _KINDS.items()
+            if (value := getattr(self, name)) is not None
+        }
+        return json.dumps(given)
+
+    @classmethod
+    def from_json(cls, text: str) -> MountSettings:
+        """The settings that `to_json` wrote.
+
+        Raises:
+            SettingsError: the text is something else.
+        """
+        try:
+            given = dict(json.loads(text))
+        except ValueError as error:
+            raise SettingsError(f"the settings are no JSON object: {error}") from error
+        return build({name: Given(str(value), name) for name, value in given.items()})
+
+
+def _setting(item: Field[Any]) -> Setting:
+    kind, group, help, otherwise = item.metadata["setting"]
+    return Setting(item.name, kind, group, help, otherwise or kind.show(item.default))
+
+
+SETTINGS: tuple[Setting, ...] = tuple(
+    _setting(item) for item in fields(MountSettings) if "setting" in item.metadata
+)
+_KINDS: dict[str, Kind[Any]] = {
+    "source": SOURCE,
+    "mountpoint": PATH,
+    **{setting.name: setting.kind for setting in SETTINGS},
+}
+_REQUIRED = frozenset(
+    item.name
+    for item in fields(MountSettings)
+    if item.default is MISSING and item.default_factory is MISSING
+)
+
+
+# --- where settings come from -------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The text of one setting, and what to call it when it cannot be read."""
+
+    text: str
+    origin: str
+
+
+Layer = Mapping[str, Given]
+
+
+def from_environment(environment: Mapping[str, str]) -> Layer:
+    """The settings among the environment's variables; an empty one is unset."""
+    return {
+        setting.name: Given(environment[setting.variable], setting.variable)
+        for setting in SETTINGS
+        if environment.get(setting.variable)
+    }
+
+
+def from_config(path: Path) -> Layer:
+    """The settings of a TOML file.
+
+    Raises:
+        SettingsError: the file cannot be read or holds something unknown.
+    """
+    try:
+        content = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: is not TOML: {error}") from error
+    by_key = {setting.key: setting for setting in SETTINGS}
+    layer = {}
+    for key, value in content.items():
+        if key not in by_key:
+            raise SettingsError(f"{path}: {key}: {_unknown(key, list(by_key))}")
+        origin = f"{path}: {key}"
+        layer[by_key[key].name] = Given(_toml_text(by_key[key], value, origin), origin)
+    return layer
+
+
+def _unknown(key: str, known: list[str]) -> str:
+    nearest = difflib.get_close_matches(key.replace("_", "-"), known, n=1)
+    hint = f"did you mean {nearest[0]}?" if nearest else "fusefs mount --help lists them all"
+    return f"there is no such setting; {hint}"
+
+
+def _toml_text(setting: Setting, value: object, origin: str) -> str:
+    match value:
+        case str():
+            return value
+        case bool() if setting.is_switch:
+            return SWITCH.show(value)
+        case int() | float() if setting.kind.takes_numbers and not isinstance(value, bool):
+            return plain_number(value)
+    wanted = "true or false" if setting.is_switch else "text in quotes"
+    raise SettingsError(f"{origin}: {value!r} has the wrong type; write {wanted}")
+
+
+def build(*layers: Layer) -> MountSettings:
+    """The settings that the layers give together; the first layer wins.
+
+    Raises:
+        SettingsError: a text cannot be read, or two settings exclude each other.
+    """
+    given: dict[str, Given] = {}
+    for layer in reversed(layers):
+        given.update(layer)
+    values: dict[str, Any] = {name: _read(name, text) for name, text in given.items()}
+    if missing := _REQUIRED - values.keys():
+        raise SettingsError(f"{min(missing)}: missing")
+    settings = MountSettings(**values)
+    _refuse_contradictions(settings, given)
+    return settings
+
+
+def _read(name: str, given: Given) -> object:
+    if name not in _KINDS:
+        raise SettingsError(f"{given.origin}: there is no such setting")
+    try:
+        return _KINDS[name].read(given.text)
+    except ValueError as error:
+        raise SettingsError(f"{given.origin}: {error}") from None
+
+
+def _refuse_contradictions(settings: MountSettings, given: Layer) -> None:
+    if settings.anonymous and settings.profile:
+        raise SettingsError(
+            f"{given['profile'].origin}: an anonymous mount uses no profile; drop one of the two"
+        )
+    if not settings.read_only:
+        raise SettingsError(
+            f"{given['read_only'].origin}: mounts are read-only so far; drop this setting"
+        )
+    for name, path in (("cache_dir", settings.cache_dir), ("log_file", settings.log_file)):
+        if path is not None and path.is_relative_to(settings.mountpoint):
+            origin = given[name].origin if name in given else name
+            raise SettingsError(f"{origin}: {path} is below the mountpoint; choose another place")
