@@ -1,0 +1,268 @@
+"""Which mounts there are: what the kernel says, and what their daemons left on record.
+
+Two sources. /proc/self/mountinfo tells what is mounted, and asking it touches
+no mount: a stat of a mountpoint whose daemon hangs would hang as well, so
+nothing here (and nothing in the commands) stats or opens one. The runtime
+directory (/run/fusefs for root, $XDG_RUNTIME_DIR/fusefs or /tmp/fusefs-UID for
+others) has one directory per mount, named by a hash of the mountpoint, with
+`mount.json` (who serves it) and `status.sock` (see `control`).
+
+A record names its daemon by pid and start time, so that a pid that was given
+to somebody else is not taken for it. Records of the dead are removed by
+whoever comes across them.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+FILESYSTEM_TYPE = "fuse.fusefs"
+
+MAX_LINKS = 40  # as many symbolic links as the kernel itself follows
+
+
+class MountsError(Exception):
+    """The record of mounts cannot be used; the message is for the user."""
+
+
+# --- what the kernel says -----------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class KernelMount:
+    """One line of mountinfo. `device` is "major:minor"."""
+
+    mountpoint: Path
+    device: str
+    filesystem: str
+    source: str
+    options: str
+
+    @property
+    def is_fusefs(self) -> bool:
+        return self.filesystem == FILESYSTEM_TYPE
+
+    @property
+    def connection(self) -> int:
+        """The number of the FUSE connection: the device's minor."""
+        return int(self.device.partition(":")[2])
+
+    @property
+    def owner(self) -> int | None:
+        """The uid that mounted it, where the file system tells."""
+        match = re.search(r"(?:^|,)user_id=(\d+)", self.options)
+        return int(match[1]) if match else None
+
+
+def parse_mountinfo(text: str) -> list[KernelMount]:
+    """The mounts in the text of /proc/PID/mountinfo, in its order."""
+    mounts = []
+    for line in text.splitlines():
+        before, separator, after = line.partition(" - ")
+        if separator:
+            device, _, mountpoint = before.split(" ")[2:5]
+            filesystem, source, options = after.split(" ", 2)
+            mounts.append(
+                KernelMount(
+                    Path(_unescape(mountpoint)), device, filesystem, _unescape(source), options
+                )
+            )
+    return mounts
+
+
+def _unescape(text: str) -> str:
+    """Undo the kernel's octal escapes of blank, tab, newline and backslash."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
+
+def kernel_mounts() -> list[KernelMount]:
+    """Everything that is mounted in this process' namespace."""
+    with open("/proc/self/mountinfo", errors="surrogateescape", newline="\n") as file:
+        return parse_mountinfo(file.read())
+
+
+def find_mount(mountpoint: Path) -> KernelMount | None:
+    """What is mounted at exactly `mountpoint`: the topmost, if several are."""
+    found = [mount for mount in kernel_mounts() if mount.mountpoint == mountpoint]
+    return found[-1] if found else None
+
+
+def is_mountpoint(path: Path) -> bool:
+    return find_mount(path) is not None
+
+
+def resolve(path: Path) -> Path:
+    """`path` absolute and without symbolic links, as mountinfo shows it.
+
+    Only readlink is asked, which the kernel answers for the root of a mount
+    without its daemon. What does not exist is kept as written.
+    """
+    resolved = Path("/")
+    todo = list(reversed(Path(os.path.abspath("/")).joinpath(Path.cwd(), path).parts[1:]))
+    links = 0
+    while todo:
+        part = todo.pop()
+        if part == "..":
+            resolved = resolved.parent
+            continue
+        target = _link_target(resolved / part)
+        if target is None:
+            resolved /= part
+            continue
+        links += 1
+        if links > MAX_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+        if target.is_absolute():
+            resolved = Path("/")
+        todo.extend(reversed([name for name in target.parts if name != "/"]))
+    return resolved
+
+
+def _link_target(path: Path) -> Path | None:
+    try:
+        return Path(os.readlink(path))
+    except OSError:
+        return None
+
+
+# --- processes ----------------------------------------------------------------
+
+
+def start_time(pid: int) -> int | None:
+    """When `pid` started, in clock ticks since boot; None if there is no such process.
+
+    A zombie has ended and counts as gone.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The second field is the command in parentheses and may hold anything.
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+# --- what the daemons left on record ------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """One mount and its daemon. `started` is the daemon's start time in ticks."""
+
+    mountpoint: str
+    source: str
+    pid: int
+    started: int
+
+    def is_alive(self) -> bool:
+        return start_time(self.pid) == self.started
+
+    @property
+    def directory(self) -> Path:
+        return runtime_directory() / _hashed(Path(self.mountpoint))
+
+    @property
+    def socket(self) -> Path:
+        return self.directory / "status.sock"
+
+
+def runtime_directory() -> Path:
+    """Where this user's mounts are on record; it need not exist."""
+    uid = os.geteuid()
+    if uid == 0:
+        return Path("/run/fusefs")
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(base) / "fusefs" if base else Path(f"/tmp/fusefs-{uid}")
+
+
+def _hashed(mountpoint: Path) -> str:
+    return hashlib.sha256(os.fsencode(mountpoint)).hexdigest()[:16]
+
+
+def mount_directory(mountpoint: Path) -> Path:
+    """The directory of one mount below the runtime directory, which is created.
+
+    Raises:
+        MountsError: the directory cannot be made, or belongs to somebody else.
+    """
+    directory = runtime_directory() / _hashed(mountpoint)
+    for path in (directory.parent, directory):
+        _make_private(path)
+    return directory
+
+
+def _make_private(path: Path) -> None:
+    """Make `path` a directory that only this user can use, or refuse.
+
+    /tmp is everybody's: who was there first may have planted it.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.lstat()
+    except OSError as error:
+        raise MountsError(f"{path} cannot be made: {error.strerror}") from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise MountsError(f"{path} is not a directory of this user; remove it")
+    if found.st_mode & 0o077:
+        path.chmod(0o700)
+
+
+def register(mountpoint: Path, source: str, pid: int) -> Registration:
+    """Put a mount and its running daemon on record."""
+    started = start_time(pid)
+    if started is None:
+        raise MountsError(f"there is no process {pid}")
+    registration = Registration(str(mountpoint), source, pid, started)
+    directory = mount_directory(mountpoint)
+    unfinished = directory / "mount.json.new"
+    unfinished.write_text(json.dumps(asdict(registration)) + "\n")
+    unfinished.replace(directory / "mount.json")
+    return registration
+
+
+def unregister(mountpoint: Path) -> None:
+    """Remove the record of a mount, if there is one."""
+    shutil.rmtree(runtime_directory() / _hashed(mountpoint), ignore_errors=True)
+
+
+def registration_of(mountpoint: Path) -> Registration | None:
+    """The record of the living daemon of `mountpoint`; a dead one's is removed."""
+    registration = _read(runtime_directory() / _hashed(mountpoint))
+    if registration is not None and not registration.is_alive():
+        unregister(mountpoint)
+        return None
+    return registration
+
+
+def all_mounts() -> list[Registration]:
+    """The records of all living daemons of this user, by mountpoint."""
+    found = (registration_of(Path(record.mountpoint)) for record in _records())
+    return sorted((record for record in found if record), key=lambda record: record.mountpoint)
+
+
+def _records() -> Iterator[Registration]:
+    try:
+        directories = list(runtime_directory().iterdir())
+    except OSError:
+        return
+    for directory in directories:
+        registration = _read(directory)
+        if registration is not None:
+            yield registration
+
+
+def _read(directory: Path) -> Registration | None:
+    try:
+        return Registration(**json.loads((directory / "mount.json").read_text()))
+    except (OSError, ValueError, TypeError):
+        # A mount that is just coming or going, or not one of ours.
+        return None
