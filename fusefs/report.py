@@ -1,0 +1,137 @@
+"""What `fusefs status` prints: the daemons' answers as text.
+
+A daemon answers with nested numbers (bytes, seconds, counts); here they get
+names and units for people. A value that an answer lacks is left out, so an
+older daemon can be asked by a newer command.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+Status = Mapping[str, Any]
+
+_LABEL_WIDTH = 12
+
+
+def human_size(size: float) -> str:
+    """`size` bytes in three or four digits."""
+    if size < 1024:
+        return f"{size:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        size /= 1024
+        if size < 1000:
+            break
+    else:
+        size, unit = size / 1024, "TiB"
+    return f"{size:.1f} {unit}" if size < 100 else f"{size:.0f} {unit}"
+
+
+def human_duration(seconds: float | None) -> str:
+    """The two largest units of a time; None stands for no end."""
+    if seconds is None or seconds == float("inf"):
+        return "indefinite"
+    if seconds < 60:
+        return f"{seconds:.0f} s" if seconds >= 10 or seconds % 1 == 0 else f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes} min"
+    return f"{hours // 24} d {hours % 24} h"
+
+
+def render(status: Status) -> str:
+    """One mount's status as a block of lines."""
+    rows: list[tuple[str, str]] = [("source", str(status.get("source", "")))]
+    for label, section, describe in (
+        ("session", status, _session),
+        ("cache", status.get("cache"), _cache),
+        ("hits", status.get("cache"), _hits),
+        ("S3", status.get("s3"), _s3),
+        ("metadata", status.get("metadata"), _metadata),
+        ("requests", status.get("requests"), _requests),
+        ("daemon", status.get("daemon"), _daemon),
+    ):
+        if section:
+            rows.append((label, describe(section)))
+    rows += [("warning", warning) for warning in _warnings(status)]
+    lines = [f"  {label:<{_LABEL_WIDTH}}{text}" for label, text in rows]
+    return "\n".join([str(status.get("mountpoint", "")), *lines])
+
+
+def render_silent(mountpoint: str, source: str, why: str) -> str:
+    """The block of a mount that gave no status."""
+    return f"{mountpoint}\n  {'source':<{_LABEL_WIDTH}}{source}\n  {'daemon':<{_LABEL_WIDTH}}{why}"
+
+
+def _session(status: Status) -> str:
+    passthrough = status.get("passthrough", {})
+    state = "on" if passthrough.get("on") else "off"
+    why = f" ({passthrough['why']})" if passthrough.get("why") else ""
+    mode = "read-only" if status.get("read_only") else "writable"
+    return f"{status.get('session', '?')}, {mode}, passthrough {state}{why}"
+
+
+def _cache(cache: Status) -> str:
+    used = human_size(cache.get("used_bytes", 0))
+    limit = cache.get("limit_bytes")
+    of_limit = f" of {human_size(limit)}" if limit is not None else ""
+    text = f"{used}{of_limit} in {_count(cache.get('files', 0), 'file')}"
+    evicted = cache.get("evicted_files", 0)
+    return f"{text}, {evicted:,} evicted, {cache.get('directory', '?')}"
+
+
+def _hits(cache: Status) -> str:
+    hits, misses = cache.get("hits", 0), cache.get("misses", 0)
+    share = f" ({hits / (hits + misses):.1%})" if hits + misses else ""
+    return (
+        f"{hits:,} of {hits + misses:,}{share}; {human_size(cache.get('hit_bytes', 0))} from here, "
+        f"{human_size(cache.get('miss_bytes', 0))} waited for"
+    )
+
+
+def _s3(s3: Status) -> str:
+    asked = ", ".join(
+        f"{s3.get(name, 0):,} {label}"
+        for name, label in (("gets", "GET"), ("heads", "HEAD"), ("lists", "LIST"))
+    )
+    troubles = ", ".join(
+        f"{s3[name]:,} {name}" for name in ("errors", "retries", "throttled") if s3.get(name)
+    )
+    text = f"{asked}; {human_size(s3.get('bytes_fetched', 0))} fetched"
+    return f"{text}; {troubles}" if troubles else f"{text}; no errors"
+
+
+def _metadata(metadata: Status) -> str:
+    text = (
+        f"believed for {human_duration(metadata.get('ttl_s'))}; "
+        f"{_count(metadata.get('listings', 0), 'listing')}, "
+        f"{_count(metadata.get('nodes', 0), 'node')}"
+    )
+    hidden = metadata.get("hidden_keys", 0)
+    return (
+        f"{text}; {_count(hidden, 'key')} hidden (docs/semantics.md says why)" if hidden else text
+    )
+
+
+def _requests(requests: Status) -> str:
+    return f"{requests.get('total', 0):,} answered, {requests.get('waiting', 0):,} waiting"
+
+
+def _daemon(daemon: Status) -> str:
+    return (
+        f"pid {daemon.get('pid', '?')}, {human_size(daemon.get('rss_bytes', 0))} of memory, "
+        f"up {human_duration(daemon.get('uptime_s', 0))}, {daemon.get('cpu_s', 0):.1f} s of CPU"
+    )
+
+
+def _warnings(status: Status) -> Iterable[str]:
+    warning = (status.get("cache") or {}).get("warning")
+    return [str(warning)] if warning else []
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
