@@ -1,0 +1,1 @@
+"""Measurements of fusefs against the bare disk, the bare client and the peers."""

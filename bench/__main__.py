@@ -1,0 +1,187 @@
+"""`python -m bench`: make the data, start the server, run, report, clean up.
+
+Needs root (it drops the page cache) and room on a real disk: `--scratch` is
+where data, caches and mounts go, in a directory of their own that is removed
+at the end, also after Ctrl-C or a failure. `--quick` is for trying things
+out; the figures that count come from a full run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+
+from bench import processes, report
+from bench.contenders import CONTENDERS, Contender, Place
+from bench.dataset import DataSet, Sizes
+from bench.processes import BenchError
+from bench.runner import Results, Runner
+from bench.server import Server
+from bench.workloads import WORKLOADS, Workload
+
+MIB = 1024 * 1024
+RESULTS = Path(__file__).parent / "results"
+
+# How long one random-read measurement may take: five seconds give the slowest
+# peer some fifty thousand reads.
+LIMIT_S = 5.0
+QUICK_LIMIT_S = 1.0
+
+# Memory-backed file systems, whose "disk" would be the page cache itself.
+MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
+
+
+def main() -> int:
+    arguments = _parser().parse_args()
+    workloads = [w for w in WORKLOADS if _matches(w.name, arguments.only)]
+    names = [name for name in CONTENDERS if _matches(name, arguments.contenders)]
+    if not workloads or not names:
+        return _refuse("nothing to run: no workload or no contender has such a name")
+    if os.geteuid() != 0:
+        return _refuse("needs root, to drop the page cache between measurements")
+    base: Path = arguments.scratch.resolve()
+    base.mkdir(parents=True, exist_ok=True)
+    if _file_system(base) in MEMORY_FILE_SYSTEMS:
+        return _refuse(f"{base} is in memory; name a directory on a disk with --scratch")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
+    try:
+        results = _run(arguments, workloads, names, base)
+    except KeyboardInterrupt:
+        return _refuse("interrupted; all is cleaned up")
+    except BenchError as error:
+        return _refuse(str(error))
+    return 1 if results.errors else 0
+
+
+def _run(
+    arguments: argparse.Namespace, workloads: Sequence[Workload], names: list[str], base: Path
+) -> Results:
+    sizes = Sizes().quick() if arguments.quick else Sizes()
+    if arguments.size:
+        sizes = replace(sizes, large=arguments.size * MIB)
+    rounds = arguments.rounds or (1 if arguments.quick else 3)
+    with ExitStack() as cleanup:
+        scratch = Path(tempfile.mkdtemp(prefix="run-", dir=base))
+        cleanup.callback(_remove, scratch, base)
+        (scratch / ".gitignore").write_text("*\n")
+        server = Server(scratch)
+        cleanup.callback(server.stop)
+        server.start()
+        data = DataSet(scratch / "native", scratch / "names.json", sizes)
+        print("making and uploading the data", file=sys.stderr, flush=True)
+        data.create()
+        data.upload(server.store())
+        place = Place(server.bucket, data.root, scratch)
+        contenders, skipped = _present(names, place)
+        runner = Runner(workloads, data, server, QUICK_LIMIT_S if arguments.quick else LIMIT_S)
+        runner.run(place, contenders, rounds)
+        options = {"rounds": rounds, "quick": arguments.quick, "large": sizes.large}
+        _publish(runner.results, contenders, skipped, options)
+        if runner.results.errors:
+            _keep_logs(scratch)
+    return runner.results
+
+
+def _present(names: list[str], place: Place) -> tuple[list[Contender], dict[str, str]]:
+    """Those of the contenders that can be measured, and why the others can't."""
+    present: list[Contender] = []
+    skipped: dict[str, str] = {}
+    for name in names:
+        contender = CONTENDERS[name](name, place)
+        reason = contender.missing()
+        if reason is None:
+            present.append(contender)
+        else:
+            skipped[name] = reason
+    return present, skipped
+
+
+def _publish(
+    results: Results,
+    contenders: list[Contender],
+    skipped: dict[str, str],
+    options: dict[str, object],
+) -> None:
+    print(report.as_text(results, [contender.name for contender in contenders], skipped))
+    RESULTS.mkdir(exist_ok=True)
+    target = RESULTS / f"{datetime.now():%Y%m%d-%H%M%S}.json"
+    target.write_text(json.dumps(report.as_json(results, contenders, skipped, options), indent=1))
+    print(f"written to {target}")
+
+
+def _keep_logs(scratch: Path) -> None:
+    """What the daemons said, for whoever looks into a failure; the next failure replaces it."""
+    target = RESULTS / "logs"
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir()
+    for log in scratch.glob("*.log"):
+        shutil.copy(log, target)
+    print(f"logs are in {target}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("--rounds", type=int, help="default 3, with --quick 1")
+    parser.add_argument(
+        "--only", default="*", metavar="PATTERNS",
+        help="workloads, as comma-separated patterns: " + " ".join(w.name for w in WORKLOADS),
+    )  # fmt: skip
+    parser.add_argument(
+        "--contenders", default="*", metavar="PATTERNS",
+        help="comma-separated patterns: " + " ".join(CONTENDERS),
+    )  # fmt: skip
+    parser.add_argument("--size", type=int, metavar="MIB", help="of the large object")
+    parser.add_argument(
+        "--scratch", type=Path, default=Path(".bench-scratch"),
+        help="directory on a real disk (default %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="a quarter of the data, one round")
+    return parser
+
+
+def _matches(name: str, patterns: str) -> bool:
+    return any(fnmatch.fnmatch(name, pattern.strip()) for pattern in patterns.split(","))
+
+
+def _file_system(path: Path) -> str:
+    command = ["stat", "--file-system", "--format=%T", str(path)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def _remove(scratch: Path, base: Path) -> None:
+    """Remove the run's directory, once nothing is mounted in it any more."""
+    for mountpoint in processes.mounts_below(scratch):
+        processes.unmount(mountpoint)
+    shutil.rmtree(scratch)
+    if not any(base.iterdir()):
+        base.rmdir()
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Stop the run; a second signal must not stop the cleaning up."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, lambda number, frame: None)
+    raise KeyboardInterrupt
+
+
+def _refuse(message: str) -> int:
+    print(f"bench: {message}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""What is read: the same files in a directory of the local disk and in the bucket.
+
+`large/object.bin` is one big object, `small/` a training set of small files in
+folders of a hundred, `tree/` many tiny files in a hundred folders and `flat/`
+as many in one. Contents are random, so that no layer can compress them or
+take one block for another. The local directory is made first; the bucket gets
+its files, and it is itself the contender that everything is compared with.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import obstore
+
+MIB = 1024 * 1024
+
+LARGE = "large/object.bin"
+SMALL_SIZE = 100 * 1024
+SMALL_FOLDER_FILES = 100
+TREE_FOLDERS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much of everything; the defaults are the full run's."""
+
+    large: int = 1024 * MIB
+    small: int = 2_000
+    listed: int = 10_000
+
+    def quick(self) -> Sizes:
+        """A quarter of it: enough to see that all works and roughly how fast."""
+        return Sizes(self.large // 4, self.small // 4, self.listed // 4)
+
+
+@dataclass(frozen=True, slots=True)
+class DataSet:
+    """The files below `root`; `names_file` lists those of `small/` for the readers."""
+
+    root: Path
+    names_file: Path
+    sizes: Sizes
+
+    def small_names(self) -> list[str]:
+        return [
+            f"d{number // SMALL_FOLDER_FILES:03}/f{number % SMALL_FOLDER_FILES:03}.bin"
+            for number in range(self.sizes.small)
+        ]
+
+    def listed_names(self) -> list[str]:
+        per_folder = self.sizes.listed // TREE_FOLDERS
+        tree = [
+            f"tree/d{folder:03}/f{number:03}.txt"
+            for folder in range(TREE_FOLDERS)
+            for number in range(per_folder)
+        ]
+        return tree + [f"flat/f{number:05}.txt" for number in range(self.sizes.listed)]
+
+    def create(self) -> None:
+        """Write all files, and have them on the disk."""
+        self._write(LARGE, self.sizes.large)
+        for name in self.small_names():
+            self._write(f"small/{name}", SMALL_SIZE)
+        for number, name in enumerate(self.listed_names()):
+            self._write(name, 16 + number % 64)  # sizes that differ, to be told apart
+        self.names_file.write_text(json.dumps(self.small_names()))
+        os.sync()
+
+    def _write(self, name: str, size: int) -> None:
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            for start in range(0, size, MIB):
+                file.write(os.urandom(min(MIB, size - start)))
+
+    def upload(self, store: Any) -> None:
+        """Put every file into the bucket under its own name."""
+
+        def put(name: str) -> None:
+            obstore.put(store, name, self.root / name, chunk_size=16 * MIB)
+
+        put(LARGE)
+        names = [f"small/{name}" for name in self.small_names()] + self.listed_names()
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(put, names))

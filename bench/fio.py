@@ -1,0 +1,60 @@
+"""Random reads by fio, whose own cost per read is far below a Python loop's.
+
+fio is told to leave the page cache alone (it would drop the file from it) and
+to give the kernel no advice (unmodified programs give none either, and advice
+on a FUSE file does not reach a file behind it). Every job has its own share
+of the file and reads each page of it once, so that after the page cache was
+dropped no read finds a page that an earlier one brought; `repeat` allows it
+to begin again. A job ends when it is through or at the time limit: slow
+contenders read less, the rate is what counts.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.processes import BenchError, capture
+
+PAGE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class RandomRead:
+    """One random-read measurement: how many jobs, which way in, for how long at most."""
+
+    jobs: int
+    limit_s: float
+    engine: str = "psync"
+    direct: bool = False
+    repeat: int = 1
+
+
+def is_installed() -> bool:
+    return shutil.which("fio") is not None
+
+
+def reads_per_second(path: Path, size: int, read: RandomRead) -> tuple[float, dict[str, Any]]:
+    """Run fio; returns reads per second of all jobs together, and the particulars."""
+    share = size // read.jobs // PAGE * PAGE
+    argv = [
+        "fio", "--name=read", f"--filename={path}", "--rw=randread", "--bs=4k", "--readonly",
+        "--allow_file_create=0", "--invalidate=0", "--fadvise_hint=0", "--gtod_reduce=1",
+        f"--ioengine={read.engine}", f"--direct={int(read.direct)}",
+        f"--numjobs={read.jobs}", f"--size={share}", f"--offset_increment={share}",
+        f"--loops={read.repeat}", f"--runtime={read.limit_s}", "--group_reporting",
+        "--output-format=json",
+    ]  # fmt: skip
+    return _rate(capture(argv, 60 + 3 * read.limit_s))
+
+
+def _rate(output: str) -> tuple[float, dict[str, Any]]:
+    # Warnings may come before the JSON on the same stream.
+    job = json.loads(output[output.index("{") :])["jobs"][0]
+    if job["error"]:
+        raise BenchError(f"fio: error {job['error']}")
+    reads = job["read"]
+    return float(reads["iops"]), {"reads": reads["total_ios"], "runtime_ms": reads["runtime"]}

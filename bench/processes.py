@@ -1,0 +1,211 @@
+"""Processes that the bench starts or watches, and mounts that have to go.
+
+A daemon is measured with all its descendants: memory is the sum of their peak
+resident sizes (VmHWM), processor time that of all of them together. Whatever
+is started here gets a session of its own, so that a Ctrl-C at the terminal
+reaches only the bench, which then ends everything in order.
+
+A mount that does not end when asked is aborted through the kernel's control
+file system before it is detached: a detached mount whose daemon hangs leaves
+processes behind that nothing can kill.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+STOP_WAIT_S = 10.0
+START_WAIT_S = 30.0
+
+
+class BenchError(Exception):
+    """Something that was to be measured could not be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a daemon and its descendants have used since they started."""
+
+    peak_rss_bytes: int
+    cpu_s: float
+
+
+def usage_of(pid: int) -> Usage:
+    """Peak memory and processor time of a process tree; zero when it is gone."""
+    peak, ticks = 0, 0
+    for member in _tree(pid):
+        with contextlib.suppress(OSError):
+            peak += _peak_rss(member)
+            ticks += sum(int(field) for field in _stat_fields(member)[11:15])
+    return Usage(peak, ticks / os.sysconf("SC_CLK_TCK"))
+
+
+def _tree(root: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                children.setdefault(int(_stat_fields(int(entry.name))[1]), []).append(
+                    int(entry.name)
+                )
+    found = [root]
+    for member in found:
+        found += children.get(member, [])
+    return found
+
+
+def _stat_fields(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat after the name, which may hold spaces."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+
+
+def _peak_rss(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def start(argv: Sequence[str], log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a long-running program in a session of its own, its output going to `log`."""
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+            env=dict(env), start_new_session=True,
+        )  # fmt: skip
+
+
+def capture(argv: Sequence[str], limit_s: float, env: Mapping[str, str] | None = None) -> str:
+    """Run a program to its end and return what it printed.
+
+    Whatever happens, also an interrupt, it and what it has forked are gone afterwards.
+
+    Raises:
+        BenchError: it failed, or did not end within `limit_s`.
+    """
+    what = " ".join(argv)[:120]
+    process = open_reader(argv, env)
+    try:
+        output, errors = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired as error:
+        raise BenchError(f"not within {limit_s:.0f} s: {what}") from error
+    finally:
+        kill_group(process)
+    if process.returncode != 0:
+        raise BenchError(f"{(errors or output).strip()[-300:]} (exit {process.returncode}: {what})")
+    return output
+
+
+def open_reader(argv: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    """Start a program in a session of its own, with pipes to talk to it."""
+    return subprocess.Popen(
+        argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=env, start_new_session=True,
+    )  # fmt: skip
+
+
+def kill_group(process: subprocess.Popen[str]) -> None:
+    """End a program and what it has forked; harmless if it has ended."""
+    if process.poll() is not None:
+        return
+    os.killpg(process.pid, signal.SIGKILL)
+    try:
+        process.wait(STOP_WAIT_S)
+    except subprocess.TimeoutExpired as error:
+        raise BenchError(f"process {process.pid} cannot be killed: its mount hangs") from error
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a program that `start` started: asked first, then killed with its group."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_WAIT_S)
+            return
+    raise BenchError(f"process {process.pid} cannot be killed")
+
+
+def wait_until(ready: Callable[[], bool], what: str, limit_s: float = START_WAIT_S) -> None:
+    """Poll until `ready()`; raises BenchError after `limit_s`."""
+    deadline = time.monotonic() + limit_s
+    while not ready():
+        if time.monotonic() > deadline:
+            raise BenchError(f"{what}: not within {limit_s:.0f} s")
+        time.sleep(0.02)
+
+
+def wait_gone(pid: int) -> None:
+    """Wait for a daemon that was told to end; one that does not is killed, and that is an error."""
+    gone = Path(f"/proc/{pid}")
+    try:
+        wait_until(lambda: not gone.exists(), f"end of daemon {pid}")
+    except BenchError:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        raise
+
+
+def tail(log: Path, lines: int = 3) -> str:
+    """The last lines of a log, for an error message."""
+    if not log.exists():
+        return ""
+    return " | ".join(log.read_text(errors="replace").strip().splitlines()[-lines:])
+
+
+def is_mounted(mountpoint: Path) -> bool:
+    return mountpoint in _mounts()
+
+
+def mounts_below(directory: Path) -> list[Path]:
+    return [mountpoint for mountpoint in _mounts() if directory in mountpoint.parents]
+
+
+def _mounts() -> dict[Path, str]:
+    """Mountpoints with their MAJOR:MINOR, from a file: a stat could hang."""
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    return {Path(fields[4]): fields[2] for fields in map(str.split, lines)}
+
+
+def unmount(mountpoint: Path) -> None:
+    """End a mount, by force if it does not end when asked. Nothing mounted is no error."""
+    device = _mounts().get(mountpoint)
+    if device is None:
+        return
+    with contextlib.suppress(subprocess.SubprocessError):
+        _quietly(["fusermount3", "-u", str(mountpoint)])
+    if not is_mounted(mountpoint):
+        return
+    with contextlib.suppress(OSError, subprocess.SubprocessError), _control() as control:
+        (control / device.partition(":")[2] / "abort").write_text("1")
+    with contextlib.suppress(subprocess.SubprocessError):
+        _quietly(["fusermount3", "-u", "-z", str(mountpoint)])
+    if is_mounted(mountpoint):
+        raise BenchError(f"{mountpoint} cannot be unmounted")
+
+
+def _quietly(argv: Sequence[str]) -> None:
+    subprocess.run(argv, check=True, capture_output=True, timeout=STOP_WAIT_S)
+
+
+@contextlib.contextmanager
+def _control() -> Iterator[Path]:
+    """FUSE's control file system, mounted for the moment if the system has it not."""
+    usual = Path("/sys/fs/fuse/connections")
+    if any(usual.iterdir()):
+        yield usual
+        return
+    with tempfile.TemporaryDirectory() as place:
+        _quietly(["mount", "-t", "fusectl", "none", place])
+        try:
+            yield Path(place)
+        finally:
+            _quietly(["umount", place])

@@ -1,0 +1,410 @@
+"""The readers: what runs in a process of its own and does the timed reading.
+
+Every contender is read by this code, started afresh for each measurement as
+`python -m bench.readers SPEC`, with SPEC a JSON object: `op` names one of the
+functions in `OPERATIONS`, the rest are its keyword arguments. The process
+prints one JSON object as its last line and ends. It imports nothing but the standard library
+(and obstore where obstore is what is measured), so that what is timed is the
+file system.
+
+Times are taken inside the process, from before the open to after the close.
+Readers that run at the same time are forked and wait at a barrier; the time
+of all is from the first start to the last stop (the clock is monotonic and
+the same in all processes).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import mmap
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+KIB = 1024
+MIB = 1024 * KIB
+PAGE = 4 * KIB
+
+# How a downloader usually cuts an object: parts that amortise a request, and
+# enough of them at a time to keep a link full.
+PART_SIZE = 8 * MIB
+PARTS_AT_A_TIME = 8
+
+Result = dict[str, Any]
+
+
+class ShortReadError(Exception):
+    """A file ended before the size that it should have."""
+
+
+def sequential(
+    path: str, size: int, readers: int = 1, passes: int = 1, warm_up: bool = False
+) -> Result:
+    """Read the file in 1 MiB reads into one buffer; each reader takes its share of it.
+
+    With `warm_up` one pass goes before the timed ones.
+    """
+    share = size // readers
+
+    def read_share(reader: int) -> None:
+        stop = size if reader == readers - 1 else (reader + 1) * share
+        with open(path, "rb", buffering=0) as file:
+            _read_range(file, reader * share, stop)
+
+    if warm_up:
+        run_together(readers, read_share)
+    seconds = [run_together(readers, read_share) for _ in range(passes)]
+    return {"seconds": seconds, "bytes": size}
+
+
+def read_and_hold(path: str, size: int) -> Result:
+    """Read the file once, tell the time at once, and keep it open until stdin ends."""
+    start = time.monotonic()
+    with open(path, "rb", buffering=0) as file:
+        _read_range(file, 0, size)
+        result = {"seconds": [time.monotonic() - start], "bytes": size}
+        print(json.dumps(result), flush=True)
+        sys.stdin.read()
+    return result
+
+
+def _read_range(file: FileIO, start: int, stop: int) -> None:
+    buffer = bytearray(MIB)
+    view = memoryview(buffer)
+    file.seek(start)
+    left = stop - start
+    while left > 0:
+        count = file.readinto(view if left >= MIB else view[:left])
+        if not count:
+            raise ShortReadError(f"{file.name}: {left} bytes are missing before {stop}")
+        left -= count
+
+
+def random_pages(
+    path: str,
+    size: int,
+    readers: int,
+    reads: int,
+    limit_s: float,
+    direct: bool = False,
+    mapped: bool = False,
+) -> Result:
+    """Read 4 KiB at random page offsets: the stand-in where fio is not installed.
+
+    Each reader keeps to its share of the file and stops after `reads` reads or
+    `limit_s` seconds.
+    """
+    offsets = [_page_offsets(reader, size // readers, reads) for reader in range(readers)]
+    done_reader, done_writer = os.pipe()
+
+    def read_pages(reader: int) -> None:
+        touch = _touch_mapped if mapped else _touch_read
+        done = touch(path, size, offsets[reader], time.monotonic() + limit_s, direct)
+        os.write(done_writer, done.to_bytes(8, "little"))
+
+    seconds = run_together(readers, read_pages)
+    total = sum(int.from_bytes(os.read(done_reader, 8), "little") for _ in range(readers))
+    return {"seconds": [seconds], "reads": total}
+
+
+def _page_offsets(reader: int, share: int, reads: int) -> list[int]:
+    """Every page of the reader's share in random order, begun again until there are enough."""
+    pages = list(range(reader * share // PAGE, (reader + 1) * share // PAGE))
+    random.Random(reader).shuffle(pages)
+    return [page * PAGE for page in itertools.islice(itertools.cycle(pages), reads)]
+
+
+def _touch_read(path: str, size: int, offsets: list[int], deadline: float, direct: bool) -> int:
+    # An anonymous mapping starts at a page, which is what O_DIRECT asks of a buffer.
+    buffers = [mmap.mmap(-1, PAGE)]
+    descriptor = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+    try:
+        return _until(deadline, (os.preadv(descriptor, buffers, o) for o in offsets))
+    finally:
+        os.close(descriptor)
+
+
+def _touch_mapped(path: str, size: int, offsets: list[int], deadline: float, direct: bool) -> int:
+    with open(path, "rb", buffering=0) as file:
+        mapping = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+    with mapping:
+        return _until(deadline, (len(mapping[o : o + PAGE]) for o in offsets))
+
+
+def _until(deadline: float, steps: Iterator[int]) -> int:
+    done = 0
+    for count in steps:
+        if count != PAGE:
+            raise ShortReadError(f"{count} bytes instead of a page")
+        done += 1
+        if done % 64 == 0 and time.monotonic() > deadline:
+            break
+    return done
+
+
+def small_files(
+    root: str,
+    names_file: str,
+    size: int,
+    threads: int,
+    passes: int = 1,
+    warm_up: bool = False,
+    seed: int = 0,
+) -> Result:
+    """Open, read and close every file, by threads, in an order that differs per pass."""
+    names = [f"{root}/{name}" for name in json.loads(Path(names_file).read_text())]
+    shuffle = random.Random(seed).shuffle
+    seconds = []
+    for attempt in range(passes + warm_up):
+        shuffle(names)
+        elapsed = _by_threads(names, threads, lambda mine: _read_files(mine, size))
+        if attempt or not warm_up:
+            seconds.append(elapsed)
+    return {"seconds": seconds, "files": len(names)}
+
+
+def _read_files(paths: Iterable[str], size: int) -> None:
+    buffers = [bytearray(size)]
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            count = os.readv(descriptor, buffers)
+        finally:
+            os.close(descriptor)
+        if count != size:
+            raise ShortReadError(f"{path}: {count} of {size} bytes")
+
+
+def _by_threads(names: list[str], threads: int, work: Callable[[list[str]], None]) -> float:
+    """Share the names among threads that start together; the seconds that it took."""
+    barrier = threading.Barrier(threads + 1)
+
+    def run(mine: list[str]) -> None:
+        barrier.wait()
+        work(mine)
+
+    with ThreadPoolExecutor(threads) as pool:
+        futures = [pool.submit(run, names[start::threads]) for start in range(threads)]
+        barrier.wait()
+        start = time.monotonic()
+        for future in futures:
+            future.result()
+        return time.monotonic() - start
+
+
+def walk(root: str, files: int, passes: int = 1) -> Result:
+    """List every directory below `root` and lstat every file, as a loader's start does."""
+    seconds = []
+    for _ in range(passes):
+        start = time.monotonic()
+        found = sum(1 for _ in _stats(root))
+        seconds.append(time.monotonic() - start)
+        if found != files:
+            raise ShortReadError(f"{root}: {found} of {files} files are listed")
+    return {"seconds": seconds, "files": files}
+
+
+def _stats(root: str) -> Iterator[tuple[str, os.stat_result]]:
+    for folder, _, names in os.walk(root, onerror=_raise):
+        for name in names:
+            path = f"{folder}/{name}"
+            yield path, os.lstat(path)
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def digest_file(path: str) -> Result:
+    """The SHA-256 of one file, read in 1 MiB reads."""
+    digest = hashlib.sha256()
+    buffer = bytearray(MIB)
+    view = memoryview(buffer)
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(view[:count])
+    return {"digest": digest.hexdigest()}
+
+
+def digest_files(root: str, names_file: str, threads: int) -> Result:
+    """One SHA-256 over the names and contents of many files, read by threads."""
+    return _digest_named(
+        json.loads(Path(names_file).read_text()),
+        lambda name: Path(root, name).read_bytes(),
+        threads,
+    )
+
+
+def digest_listing(root: str) -> Result:
+    """One SHA-256 over the relative names and sizes that a walk shows."""
+    lines = sorted(f"{path[len(root) :]} {stat.st_size}" for path, stat in _stats(root))
+    return {"digest": hashlib.sha256("\n".join(lines).encode()).hexdigest()}
+
+
+def _digest_named(names: list[str], load: Callable[[str], Any], threads: int) -> Result:
+    def line(name: str) -> str:
+        return f"{name} {hashlib.sha256(load(name)).hexdigest()}"
+
+    with ThreadPoolExecutor(threads) as pool:
+        lines = sorted(pool.map(line, names))
+    return {"digest": hashlib.sha256("\n".join(lines).encode()).hexdigest()}
+
+
+def download_parts(store: dict[str, str], key: str, target: str) -> Result:
+    """Download an object to a file with obstore, eight parts of 8 MiB at a time."""
+    import obstore
+
+    s3 = _store(store)
+    start = time.monotonic()
+    size = obstore.head(s3, key)["size"]
+    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+
+    def part(offset: int) -> None:
+        length = min(PART_SIZE, size - offset)
+        data = obstore.get_range(s3, key, start=offset, length=length)
+        if os.pwrite(descriptor, data, offset) != length:
+            raise ShortReadError(f"{key}: a part at {offset} was not written whole")
+
+    with ThreadPoolExecutor(PARTS_AT_A_TIME) as pool:
+        list(pool.map(part, range(0, size, PART_SIZE)))
+    os.close(descriptor)
+    return {"seconds": [time.monotonic() - start], "bytes": size}
+
+
+def download_stream(store: dict[str, str], key: str, target: str) -> Result:
+    """Download an object to a file with obstore, as one stream."""
+    import obstore
+
+    s3 = _store(store)
+    start = time.monotonic()
+    size = 0
+    with open(target, "wb", buffering=0) as file:
+        for data in obstore.get(s3, key).stream(min_chunk_size=MIB):
+            size += file.write(data)
+    return {"seconds": [time.monotonic() - start], "bytes": size}
+
+
+def get_objects(
+    store: dict[str, str], prefix: str, names_file: str, size: int, threads: int, seed: int = 0
+) -> Result:
+    """Get many small objects with obstore, by threads, in shuffled order."""
+    import obstore
+
+    s3 = _store(store)
+    names = json.loads(Path(names_file).read_text())
+    random.Random(seed).shuffle(names)
+
+    def get(mine: list[str]) -> None:
+        for name in mine:
+            count = len(obstore.get(s3, f"{prefix}/{name}").bytes())
+            if count != size:
+                raise ShortReadError(f"{name}: {count} of {size} bytes")
+
+    return {"seconds": [_by_threads(names, threads, get)], "files": len(names)}
+
+
+def digest_objects(store: dict[str, str], prefix: str, names_file: str, threads: int) -> Result:
+    """What `digest_files` gives, from objects read with obstore."""
+    import obstore
+
+    s3 = _store(store)
+    return _digest_named(
+        json.loads(Path(names_file).read_text()),
+        lambda name: obstore.get(s3, f"{prefix}/{name}").bytes(),
+        threads,
+    )
+
+
+def _store(options: dict[str, str]) -> Any:
+    from obstore.store import S3Store
+
+    return S3Store(
+        options["bucket"],
+        endpoint=options["endpoint"],
+        region=options["region"],
+        access_key_id=os.environ["AWS_ACCESS_KEY_ID"],
+        secret_access_key=os.environ["AWS_SECRET_ACCESS_KEY"],
+        client_options={"allow_http": True},
+    )
+
+
+def run_together(count: int, work: Callable[[int], None]) -> float:
+    """Run `work(0..count-1)` at the same time; the seconds from first start to last stop.
+
+    One reader runs in this process, several in forked ones: threads of one
+    Python process would wait for each other.
+    """
+    if count == 1:
+        start = time.monotonic()
+        work(0)
+        return time.monotonic() - start
+    times_reader, times_writer = os.pipe()
+    ready_reader, ready_writer = os.pipe()
+    go_reader, go_writer = os.pipe()
+    children = []
+    for number in range(count):
+        child = os.fork()
+        if child == 0:
+            os.close(go_writer)
+            _run_child(number, work, ready_writer, go_reader, times_writer)
+        children.append(child)
+    for _ in range(count):
+        os.read(ready_reader, 1)
+    os.close(go_writer)  # the children see the end of the pipe, all at once
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    if any(codes):
+        raise ShortReadError(f"{sum(map(bool, codes))} of {count} readers failed")
+    spans = [json.loads(os.read(times_reader, _SPAN)) for _ in range(count)]
+    for descriptor in (times_reader, times_writer, ready_reader, ready_writer, go_reader):
+        os.close(descriptor)
+    return float(max(stop for _, stop in spans) - min(start for start, _ in spans))
+
+
+# Each child reports its start and stop as JSON padded to this length, so that
+# reports are told apart in the pipe they share.
+_SPAN = 80
+
+
+def _run_child(number: int, work: Callable[[int], None], ready: int, go: int, times: int) -> None:
+    """Body of a forked reader; never returns into the parent's code."""
+    code = 1
+    try:
+        os.write(ready, b"r")
+        os.read(go, 1)
+        start = time.monotonic()
+        work(number)
+        span = json.dumps([start, time.monotonic()])
+        os.write(times, span.ljust(_SPAN).encode())
+        code = 0
+    except (OSError, ShortReadError) as error:
+        print(f"reader {number}: {error}", file=sys.stderr)
+    finally:
+        os._exit(code)
+
+
+OPERATIONS: dict[str, Callable[..., Result]] = {
+    operation.__name__: operation
+    for operation in (
+        sequential, read_and_hold, random_pages, small_files, walk,
+        digest_file, digest_files, digest_listing, digest_objects,
+        download_parts, download_stream, get_objects,
+    )
+}  # fmt: skip
+
+
+def main() -> None:
+    spec = json.loads(sys.argv[1])
+    print(json.dumps(OPERATIONS[spec.pop("op")](**spec)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""What came out: a table of medians, the targets with their ratios, and JSON.
+
+A target compares the median of one contender with the median of another of
+the same run; beside it stand the lowest and the highest ratio of the single
+rounds, so that a lucky median is seen for what it is. Rows and contenders
+that were not measured are left out rather than filled in.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.contenders import CONTENDERS, PEERS, Contender
+from bench.runner import Results
+from bench.workloads import WORKLOADS
+
+# What a run tells beside its workloads, with units.
+COSTS = {
+    "rss_mib": ("peak memory of the daemon and its children", "MiB"),
+    "cpu_s": ("processor time of the daemon and its children", "s"),
+    "s3_gets": ("GET requests", ""),
+    "s3_heads": ("HEAD requests", ""),
+    "s3_lists": ("LIST requests", ""),
+    "s3_bytes_fetched": ("bytes fetched", ""),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """`subject` has to reach `floor` times the best of `references` in a row.
+
+    Without references the floor is the value itself; `below` turns it round.
+    """
+
+    row: str
+    floor: float
+    references: tuple[str, ...] = ()
+    subject: str = "fusefs-kernel"
+    below: bool = False
+
+
+NATIVE = ("native",)
+
+TARGETS = (
+    Target("reread_warm", 0.90, NATIVE),
+    Target("reread_dropped", 0.90, NATIVE),
+    Target("par8_dropped", 0.90, NATIVE),
+    Target("held_warm", 0.90, NATIVE),
+    Target("rand4k_warm", 0.85, NATIVE),
+    Target("rand4k_dropped8", 0.85, NATIVE),
+    Target("mmap_warm", 0.85, NATIVE),
+    Target("mmap_dropped", 0.85, NATIVE),
+    Target("small_warm", 0.65, NATIVE),
+    Target("first_large", 0.80, ("obstore",)),
+    Target("first_large", 1.0, PEERS),
+    Target("first_small", 1.0, PEERS),
+    Target("tree_cold", 1.0, PEERS),
+    Target("tree_cold", 25_000),
+    Target("tree_warm", 1.0, PEERS),
+    Target("flat_cold", 1.0, PEERS),
+    Target("flat_cold", 25_000),
+    Target("flat_warm", 1.0, PEERS),
+    Target("direct8", 3.0, ("fusefs-pyfuse3",), subject="fusefs-nopt"),
+    Target("rss_mib", 250, below=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A target with what was measured; ratios are values where there is no reference."""
+
+    target: Target
+    value: float
+    reference: str
+    ratio: float
+    lowest: float
+    highest: float
+
+    @property
+    def is_met(self) -> bool:
+        if self.target.below:
+            return self.ratio < self.target.floor
+        return self.ratio >= self.target.floor
+
+
+def medians(results: Results) -> dict[str, dict[str, float]]:
+    """The median of each row and contender over the rounds."""
+    return {
+        row: {
+            name: statistics.median(sample.value for sample in samples.values())
+            for name, samples in by_contender.items()
+        }
+        for row, by_contender in results.samples.items()
+    }
+
+
+def verdicts(results: Results) -> list[Verdict]:
+    """The targets for which both sides were measured."""
+    found = (_verdict(target, results) for target in TARGETS)
+    return [verdict for verdict in found if verdict is not None]
+
+
+def _verdict(target: Target, results: Results) -> Verdict | None:
+    row = medians(results).get(target.row, {})
+    value = row.get(target.subject)
+    references = {name: row[name] for name in target.references if name in row}
+    if value is None or (target.references and not references):
+        return None
+    mine = results.samples[target.row][target.subject]
+    if not references:
+        values = [sample.value for sample in mine.values()]
+        return Verdict(target, value, "", value, min(values), max(values))
+    best = max(references, key=lambda name: references[name])
+    theirs = results.samples[target.row][best]
+    ratios = [mine[number].value / theirs[number].value for number in mine if number in theirs]
+    ratio = value / references[best]
+    return Verdict(
+        target, value, best, ratio, min(ratios, default=ratio), max(ratios, default=ratio)
+    )
+
+
+def as_text(results: Results, contenders: Sequence[str], skipped: dict[str, str]) -> str:
+    """Everything a person wants to see, as Markdown."""
+    parts = [_table(results, contenders), _targets(results)]
+    parts += [f"- not measured: {name}: {reason}" for name, reason in skipped.items()]
+    parts += [f"- failed: {error}" for error in results.errors]
+    return "\n".join(part for part in parts if part)
+
+
+def _table(results: Results, contenders: Sequence[str]) -> str:
+    rows = medians(results)
+    names = [name for name in CONTENDERS if name in contenders]
+    described = {w.name: (w.title, w.unit) for w in WORKLOADS} | COSTS
+    lines = [_line(["row", "unit", *names]), _line(["---", "---", *["---:"] * len(names)])]
+    for row, (_, unit) in described.items():
+        if row in rows:
+            lines.append(_line([row, unit, *(_cell(row, rows[row], name) for name in names)]))
+    return "\n".join(lines) + "\n"
+
+
+def _cell(row: str, values: dict[str, float], name: str) -> str:
+    """A value, with its ratio to the bare disk (or the bare client) where that was measured."""
+    if name not in values:
+        return ""
+    value = values[name]
+    base = values.get("native", values.get("obstore"))
+    if row in COSTS or base is None or name in ("native", "obstore"):
+        return _number(value)
+    return f"{_number(value)} ({value / base:.2f})"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _targets(results: Results) -> str:
+    lines = [
+        _line(["target", "measured", "compared with", "ratio", "rounds", "at least", "met"]),
+        _line(["---", "---:", "---", "---:", "---", "---:", "---"]),
+    ]
+    found = verdicts(results)
+    for verdict in found:
+        target = verdict.target
+        floor = f"{'under ' if target.below else ''}{target.floor:,g}"
+        form = ",.2f" if target.references else ",.0f"
+        spread = f"{verdict.lowest:{form}} to {verdict.highest:{form}}"
+        ratio = f"{verdict.ratio:.2f}" if target.references else ""
+        who = f"{target.subject} {target.row}"
+        met = "yes" if verdict.is_met else "NO"
+        lines.append(
+            _line([who, _number(verdict.value), verdict.reference, ratio, spread, floor, met])
+        )
+    return "\n".join(lines) + "\n" if found else ""
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def as_json(
+    results: Results, contenders: Sequence[Contender], skipped: dict[str, str],
+    options: dict[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """Everything, also the single rounds, with what is needed to judge it."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": _machine(),
+        "options": options,
+        "contenders": {
+            one.name: {"version": one.version(), "command": one.command()} for one in contenders
+        },
+        "skipped": skipped,
+        "medians": medians(results),
+        "samples": {
+            row: {name: [asdict(one) for one in rounds.values()] for name, rounds in by.items()}
+            for row, by in results.samples.items()
+        },
+        "targets": [{**asdict(verdict), "is_met": verdict.is_met} for verdict in verdicts(results)],
+        "errors": results.errors,
+    }
+
+
+def _machine() -> dict[str, Any]:
+    models = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    return {
+        "kernel": platform.release(),
+        "processors": os.cpu_count(),
+        "model": models[0] if models else platform.machine(),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "python": platform.python_version(),
+    }

@@ -1,0 +1,169 @@
+"""A run: every contender in every round, in an order that rotates.
+
+Before the rounds each contender is verified: what it reads first, what it
+reads again after the page cache was dropped, and what it lists must have the
+digests of the local files. A contender that fails is not measured. Then each
+round gives each contender a mount with an empty cache per group of workloads.
+A workload that fails is on record with its reason and does not stop the
+others; a contender that cannot be started loses that round's group.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from bench import pagecache
+from bench.contenders import Contender, Native, Place
+from bench.dataset import DataSet
+from bench.processes import BenchError, Usage
+from bench.server import Server
+from bench.session import Sample, Session
+from bench.workloads import GROUPS, Workload
+
+MIB = 1024 * 1024
+FAILURES = (BenchError, OSError, subprocess.SubprocessError, ValueError)
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What one mount's daemon used, and what it asked of S3."""
+
+    usage: Usage | None
+    requests: dict[str, int]
+
+
+@dataclass(slots=True)
+class Results:
+    """All that was measured; `samples[row][contender][round]`, without the rounds that failed."""
+
+    samples: dict[str, dict[str, dict[int, Sample]]] = field(default_factory=dict)
+    errors: list[str] = field(default_factory=list)
+
+    def add(self, row: str, contender: str, number: int, sample: Sample) -> None:
+        self.samples.setdefault(row, {}).setdefault(contender, {})[number] = sample
+
+
+class Runner:
+    """Runs workloads over contenders and collects what comes out in `results`."""
+
+    def __init__(
+        self, workloads: Sequence[Workload], data: DataSet, server: Server, limit_s: float
+    ) -> None:
+        self.results = Results()
+        self._workloads = workloads
+        self._data = data
+        self._server = server
+        self._limit_s = limit_s
+        self._begun = time.monotonic()
+
+    def run(self, place: Place, contenders: Sequence[Contender], rounds: int) -> None:
+        expected = self._digests(self._session(Native("native", place), 0))
+        trusted = [one for one in contenders if self._is_right(one, expected)]
+        for number in range(rounds):
+            shift = number % max(len(trusted), 1)
+            for contender in trusted[shift:] + trusted[:shift]:
+                self._measure(contender, number)
+
+    def _is_right(self, contender: Contender, expected: dict[str, str]) -> bool:
+        """Whether first and second reads give the right bytes; on record if not."""
+
+        def verify(session: Session) -> None:
+            for attempt in ("first read", "read again"):
+                found = self._digests(session)
+                wrong = [name for name in found if found[name] != expected[name]]
+                if wrong:
+                    raise BenchError(f"{attempt}: wrong content of {', '.join(wrong)}")
+                pagecache.drop()
+
+        right = self._with_session(contender, "verification", 0, verify)
+        self._say(f"{contender.name:15} {'verified' if right else 'NOT MEASURED'}")
+        return right
+
+    def _measure(self, contender: Contender, number: int) -> None:
+        """One round of one contender: each group of workloads on a mount of its own."""
+        costs: list[Costs] = []
+        for group in GROUPS:
+            chosen = [w for w in self._workloads if w.group == group and w.applies(contender)]
+            if chosen:
+                use = partial(self._run_all, number=number, chosen=chosen, costs=costs)
+                self._with_session(contender, f"round {number + 1} {group}", number, use)
+        for row, value in _total(costs).items():
+            self.results.add(row, contender.name, number, Sample(value, {}))
+
+    def _run_all(
+        self, session: Session, number: int, chosen: Sequence[Workload], costs: list[Costs]
+    ) -> None:
+        for workload in chosen:
+            if not workload.holds:
+                session.release()
+            self._run_one(workload, session, number)
+        costs.append(Costs(session.contender.usage(), session.contender.requests()))
+
+    def _run_one(self, workload: Workload, session: Session, number: int) -> None:
+        name = session.contender.name
+        try:
+            sample = workload.run(session)
+        except FAILURES as error:
+            self._fail(f"{name} round {number + 1} {workload.name}: {error}")
+            return
+        self.results.add(workload.name, name, number, sample)
+        self._say(f"{name:15} {workload.name:16} {sample.value:12,.0f} {workload.unit}")
+
+    def _with_session(
+        self, contender: Contender, what: str, seed: int, use: Callable[[Session], None]
+    ) -> bool:
+        """Start the contender, use it and stop it; False, and on record, if any of it failed."""
+        session = self._session(contender, seed)
+        try:
+            try:
+                contender.start()
+                use(session)
+            finally:
+                try:
+                    session.release()
+                finally:
+                    contender.stop()
+        except FAILURES as error:
+            self._fail(f"{contender.name} {what}: {error}")
+            return False
+        return True
+
+    def _session(self, contender: Contender, seed: int) -> Session:
+        return Session(contender, self._data, self._server, self._limit_s, seed)
+
+    def _digests(self, session: Session) -> dict[str, str]:
+        """The digest of each data set that the chosen workloads read."""
+        groups = {w.group for w in self._workloads if w.applies(session.contender)}
+        found: dict[str, str] = {}
+        if "data" in groups:
+            found["large"] = session.digest_large()
+            found["small"] = session.digest_small()
+        if "listing" in groups:
+            found["tree"] = session.digest_listing("tree")
+            found["flat"] = session.digest_listing("flat")
+        return found
+
+    def _fail(self, message: str) -> None:
+        self.results.errors.append(message)
+        self._say(f"FAILED {message}")
+
+    def _say(self, message: str) -> None:
+        print(f"{time.monotonic() - self._begun:6.0f} s  {message}", file=sys.stderr, flush=True)
+
+
+def _total(costs: Sequence[Costs]) -> dict[str, float]:
+    """The rows of a round's mounts together: the highest peak, the sum of the rest."""
+    rows: dict[str, float] = {}
+    usages = [cost.usage for cost in costs if cost.usage is not None]
+    if usages:
+        rows["rss_mib"] = max(usage.peak_rss_bytes for usage in usages) / MIB
+        rows["cpu_s"] = sum(usage.cpu_s for usage in usages)
+    for cost in costs:
+        for name, count in cost.requests.items():
+            rows[f"s3_{name}"] = rows.get(f"s3_{name}", 0) + count
+    return rows

@@ -1,0 +1,160 @@
+"""One contender, started, and the ways to read through it.
+
+Every reading is done by `bench.readers` in a process of its own, which ends
+with the reading. One exception: the reader that makes the first read of the
+large object keeps its handle open until `release`, so that what it costs the
+opens after it can be measured.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import pagecache, processes
+from bench.contenders import BareClient, Contender
+from bench.dataset import LARGE, SMALL_SIZE, DataSet
+from bench.processes import STOP_WAIT_S, BenchError
+from bench.server import Server
+
+MB = 1_000_000
+READER_WAIT_S = 240.0
+THREADS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One measured value and what it was made of."""
+
+    value: float
+    detail: dict[str, Any]
+
+
+class Session:
+    """One started contender with the data set, and the ways to read through it.
+
+    `has_large` and `has_small` tell what has been fetched since the start.
+    `limit_s` bounds each random-read measurement, `seed` orders the small files.
+    """
+
+    def __init__(
+        self, contender: Contender, data: DataSet, server: Server, limit_s: float, seed: int
+    ) -> None:
+        self.contender = contender
+        self.data = data
+        self.limit_s = limit_s
+        self.seed = seed
+        self._server = server
+        self.has_large = False
+        self.has_small = False
+        self._holder: subprocess.Popen[str] | None = None
+
+    @property
+    def large(self) -> Path:
+        return self.contender.root / LARGE
+
+    @property
+    def small(self) -> Path:
+        return self.contender.root / "small"
+
+    def read(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        """Run one operation of `bench.readers` in a process of its own."""
+        output = processes.capture(
+            _command(operation, arguments), READER_WAIT_S, self._environment()
+        )
+        return dict(json.loads(output))
+
+    def read_objects(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        """Like `read`, for the operations that go to the bucket without a file system."""
+        options = self.contender.place.bucket.reader_options()
+        return self.read(operation, store=options, **arguments)
+
+    def read_small(self, passes: int = 1, warm_up: bool = False) -> Sample:
+        result = self.read(
+            "small_files", root=str(self.small), names_file=str(self.data.names_file),
+            size=SMALL_SIZE, threads=THREADS, passes=passes, warm_up=warm_up, seed=self.seed,
+        )  # fmt: skip
+        return per_second(result, "files")
+
+    def fetch_large(self) -> Sample:
+        """First read of the large object, by a reader that then keeps its handle."""
+        self.has_large = True
+        arguments = {"path": str(self.large), "size": self.data.sizes.large}
+        command = _command("read_and_hold", arguments)
+        self._holder = processes.open_reader(command, self._environment())
+        return per_second(_first_line(self._holder), "bytes", MB)
+
+    def fetch_small(self) -> Sample:
+        """First read of the small files."""
+        self.has_small = True
+        return self.read_small()
+
+    def digest_large(self) -> str:
+        """SHA-256 of the large object as the contender shows it."""
+        if not isinstance(self.contender, BareClient):
+            return str(self.read("digest_file", path=str(self.large))["digest"])
+        target = self.contender.place.scratch / "download.bin"
+        self.read_objects("download_parts", key=LARGE, target=str(target))
+        try:
+            return str(self.read("digest_file", path=str(target))["digest"])
+        finally:
+            target.unlink()
+
+    def digest_small(self) -> str:
+        """SHA-256 over the small files as the contender shows them."""
+        arguments = {"names_file": str(self.data.names_file), "threads": THREADS}
+        if isinstance(self.contender, BareClient):
+            found = self.read_objects("digest_objects", prefix="small", **arguments)
+        else:
+            found = self.read("digest_files", root=str(self.small), **arguments)
+        return str(found["digest"])
+
+    def digest_listing(self, folder: str) -> str:
+        """SHA-256 over the names and sizes below a folder."""
+        found = self.read("digest_listing", root=str(self.contender.root / folder))
+        return str(found["digest"])
+
+    def release(self) -> None:
+        """End the reader that holds the large object, if there is one."""
+        if self._holder is not None:
+            holder, self._holder = self._holder, None
+            try:
+                holder.communicate(timeout=STOP_WAIT_S)  # the end of its input ends it
+            finally:
+                processes.kill_group(holder)
+
+    def make_cold(self) -> None:
+        """Empty the page cache of all but the server's data."""
+        pagecache.drop()
+        self._server.warm()
+
+    def _environment(self) -> dict[str, str]:
+        return self.contender.place.bucket.environment()
+
+
+def _command(operation: str, arguments: dict[str, Any]) -> list[str]:
+    return [sys.executable, "-m", "bench.readers", json.dumps({"op": operation, **arguments})]
+
+
+def _first_line(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """The result of a reader that goes on living afterwards."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    readable, _, _ = select.select([process.stdout], [], [], READER_WAIT_S)
+    line = process.stdout.readline() if readable else ""
+    if not line:
+        processes.kill_group(process)
+        raise BenchError(f"first read: {process.stderr.read().strip()[-300:] or 'timed out'}")
+    return dict(json.loads(line))
+
+
+def per_second(result: dict[str, Any], unit: str, scale: int = 1) -> Sample:
+    """The rate of a reader's median pass, in `scale` units a second."""
+    seconds = result["seconds"]
+    return Sample(result[unit] / statistics.median(seconds) / scale, {"seconds": seconds})

@@ -1,0 +1,265 @@
+"""What is measured, in the order in which it is run against one contender.
+
+A workload is a function of a `Session` that returns a `Sample`. Workloads of
+one group share a mount that began with an empty cache: "data" reads the large
+object and the small files, "listing" walks the directories. `applies` tells
+for whom a workload makes sense. A workload that needs its data in the
+contender's cache fetches it if no earlier one did, so that any selection
+works.
+
+The three states of the caches: *first*, nothing is local and the S3 server is
+warm in memory; *dropped*, the contender's cache is complete and the page cache
+is empty; *warm*, all of it was read just before in the same way.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from bench import fio, pagecache
+from bench.contenders import BareClient, Contender, Native
+from bench.dataset import LARGE, SMALL_SIZE
+from bench.fio import RandomRead
+from bench.session import MB, THREADS, Sample, Session, per_second
+
+WARM_PASSES = 3
+READERS = 8
+
+# Where fio is missing: how many reads a reader of the Python loop makes at most.
+FALLBACK_READS = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One row of the table.
+
+    `holds` workloads leave, or want, the handle of the first read open.
+    """
+
+    name: str
+    title: str
+    unit: str
+    group: str
+    run: Callable[[Session], Sample]
+    applies: Callable[[Contender], bool]
+    holds: bool = False
+
+
+def _has_cache(contender: Contender) -> bool:
+    """For all that is read as files: the mounts, and the bare disk."""
+    return not isinstance(contender, BareClient)
+
+
+def _comes_from_s3(contender: Contender) -> bool:
+    return not isinstance(contender, Native)
+
+
+def _answers_every_read(contender: Contender) -> bool:
+    return contender.name in ("fusefs-nopt", "fusefs-pyfuse3")
+
+
+def _first_large(session: Session) -> Sample:
+    session.make_cold()
+    if isinstance(session.contender, BareClient):
+        return _faster_download(session)
+    return session.fetch_large()
+
+
+def _faster_download(session: Session) -> Sample:
+    """obstore in parts and obstore as one stream: the better of the two is the floor."""
+    target = session.contender.place.scratch / "download.bin"
+    rates = {}
+    for operation in ("download_parts", "download_stream"):
+        session.make_cold()
+        result = session.read_objects(operation, key=LARGE, target=str(target))
+        target.unlink()
+        rates[operation] = per_second(result, "bytes", MB).value
+    return Sample(max(rates.values()), dict(rates))
+
+
+def _held_warm(session: Session) -> Sample:
+    _have_large(session)
+    return _read_large(session, readers=1, warm=True)
+
+
+def _reread_dropped(session: Session) -> Sample:
+    _have_large(session)
+    pagecache.drop()
+    return _read_large(session, readers=1, warm=False)
+
+
+def _reread_warm(session: Session) -> Sample:
+    _have_large(session)
+    return _read_large(session, readers=1, warm=True)
+
+
+def _parallel_dropped(session: Session) -> Sample:
+    _have_large(session)
+    pagecache.drop()
+    return _read_large(session, readers=READERS, warm=False)
+
+
+def _parallel_warm(session: Session) -> Sample:
+    _have_large(session)
+    return _read_large(session, readers=READERS, warm=True)
+
+
+def _have_large(session: Session) -> None:
+    if not session.has_large:
+        session.fetch_large()
+
+
+def _read_large(session: Session, readers: int, warm: bool) -> Sample:
+    result = session.read(
+        "sequential", path=str(session.large), size=session.data.sizes.large,
+        readers=readers, passes=WARM_PASSES if warm else 1, warm_up=warm,
+    )  # fmt: skip
+    return per_second(result, "bytes", MB)
+
+
+def _random_warm(session: Session) -> Sample:
+    # One pass over the pages takes a local disk a third of a second: too short.
+    return _random(session, RandomRead(1, session.limit_s, repeat=4), warm=True)
+
+
+def _random_dropped(session: Session) -> Sample:
+    return _random(session, RandomRead(READERS, session.limit_s), warm=False)
+
+
+def _mapped_warm(session: Session) -> Sample:
+    return _random(session, RandomRead(1, session.limit_s, engine="mmap"), warm=True)
+
+
+def _mapped_dropped(session: Session) -> Sample:
+    return _random(session, RandomRead(1, session.limit_s, engine="mmap"), warm=False)
+
+
+def _direct(session: Session) -> Sample:
+    _have_large(session)
+    # O_DIRECT goes past the mount's pages but not past those of the daemon's
+    # own file: with that in memory the daemon is measured, and not the disk.
+    pagecache.load(session.contender.cache)
+    read = RandomRead(READERS, session.limit_s, direct=True, repeat=100)
+    return _random_median(session, read)
+
+
+def _random(session: Session, read: RandomRead, warm: bool) -> Sample:
+    _have_large(session)
+    if not warm:
+        pagecache.drop()
+        return _random_once(session, read)
+    session.read("sequential", path=str(session.large), size=session.data.sizes.large)
+    return _random_median(session, read)
+
+
+def _random_median(session: Session, read: RandomRead) -> Sample:
+    samples = [_random_once(session, read) for _ in range(WARM_PASSES)]
+    rates = [sample.value for sample in samples]
+    return Sample(statistics.median(rates), {"rates": rates, **samples[-1].detail})
+
+
+def _random_once(session: Session, read: RandomRead) -> Sample:
+    size = session.data.sizes.large
+    if fio.is_installed():
+        return Sample(*fio.reads_per_second(session.large, size, read))
+    reads = min(size // read.jobs // fio.PAGE * read.repeat, FALLBACK_READS)
+    result = session.read(
+        "random_pages", path=str(session.large), size=size, readers=read.jobs,
+        reads=reads, limit_s=read.limit_s, direct=read.direct,
+        mapped=read.engine == "mmap",
+    )  # fmt: skip
+    return per_second(result, "reads")
+
+
+def _first_small(session: Session) -> Sample:
+    session.make_cold()
+    if isinstance(session.contender, BareClient):
+        result = session.read_objects(
+            "get_objects", prefix="small", names_file=str(session.data.names_file),
+            size=SMALL_SIZE, threads=THREADS, seed=session.seed,
+        )  # fmt: skip
+        return per_second(result, "files")
+    return session.fetch_small()
+
+
+def _small_dropped(session: Session) -> Sample:
+    _have_small(session)
+    pagecache.drop()
+    return session.read_small()
+
+
+def _small_warm(session: Session) -> Sample:
+    _have_small(session)
+    return session.read_small(passes=WARM_PASSES, warm_up=True)
+
+
+def _have_small(session: Session) -> None:
+    if not session.has_small:
+        session.fetch_small()
+
+
+def _walk_cold(folder: str) -> Callable[[Session], Sample]:
+    def run(session: Session) -> Sample:
+        session.make_cold()
+        return _walk(session, folder, passes=1)
+
+    return run
+
+
+def _walk_warm(folder: str) -> Callable[[Session], Sample]:
+    def run(session: Session) -> Sample:
+        _walk(session, folder, passes=1)
+        return _walk(session, folder, passes=WARM_PASSES)
+
+    return run
+
+
+def _walk(session: Session, folder: str, passes: int) -> Sample:
+    result = session.read(
+        "walk", root=str(session.contender.root / folder),
+        files=session.data.sizes.listed, passes=passes,
+    )  # fmt: skip
+    return per_second(result, "files")
+
+
+WORKLOADS = (
+    Workload("first_large", "first read of the large object, 1 MiB reads", "MB/s", "data",
+             _first_large, _comes_from_s3, holds=True),
+    Workload("held_warm", "page cache warm, while a handle is open since before the first read",
+             "MB/s", "data", _held_warm, _has_cache, holds=True),
+    Workload("reread_dropped", "read again, page cache dropped, one reader", "MB/s", "data",
+             _reread_dropped, _has_cache),
+    Workload("reread_warm", "read again, page cache warm, one reader", "MB/s", "data",
+             _reread_warm, _has_cache),
+    Workload("par8_dropped", "read again, page cache dropped, 8 readers", "MB/s", "data",
+             _parallel_dropped, _has_cache),
+    Workload("par8_warm", "read again, page cache warm, 8 readers", "MB/s", "data",
+             _parallel_warm, _has_cache),
+    Workload("rand4k_warm", "4 KiB random reads, page cache warm, one job", "reads/s", "data",
+             _random_warm, _has_cache),
+    Workload("rand4k_dropped8", "4 KiB random reads, page cache dropped, 8 jobs", "reads/s",
+             "data", _random_dropped, _has_cache),
+    Workload("mmap_warm", "mmap, scattered 4 KiB pages, page cache warm", "pages/s", "data",
+             _mapped_warm, _has_cache),
+    Workload("mmap_dropped", "mmap, scattered 4 KiB pages, page cache dropped", "pages/s", "data",
+             _mapped_dropped, _has_cache),
+    Workload("direct8", "4 KiB O_DIRECT reads that the daemon answers, 8 jobs", "reads/s", "data",
+             _direct, _answers_every_read),
+    Workload("first_small", "first read of the 100 KiB files, 8 threads", "files/s", "data",
+             _first_small, _comes_from_s3),
+    Workload("small_dropped", "100 KiB files again, page cache dropped, 8 threads", "files/s",
+             "data", _small_dropped, _has_cache),
+    Workload("small_warm", "100 KiB files again, page cache warm, 8 threads", "files/s", "data",
+             _small_warm, _has_cache),
+    Workload("tree_cold", "first walk with lstat, 100 folders", "files/s", "listing",
+             _walk_cold("tree"), _has_cache),
+    Workload("tree_warm", "walk again with lstat, 100 folders", "files/s", "listing",
+             _walk_warm("tree"), _has_cache),
+    Workload("flat_cold", "first walk with lstat, one folder", "files/s", "listing",
+             _walk_cold("flat"), _has_cache),
+    Workload("flat_warm", "walk again with lstat, one folder", "files/s", "listing",
+             _walk_warm("flat"), _has_cache),
+)  # fmt: skip
+GROUPS = ("data", "listing")
