@@ -117,9 +117,8 @@ def _add_mount(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--config", metavar="PATH", help=f"read settings from this TOML file ({CONFIG_VARIABLE})"
     )
-    groups = {
-        name: parser.add_argument_group(name) for name in _in_order(s.group for s in SETTINGS)
-    }
+    names = dict.fromkeys(setting.group for setting in SETTINGS)
+    groups = {name: parser.add_argument_group(name) for name in names}
     for setting in SETTINGS:
         _add_setting(groups[setting.group], setting)
     parser.set_defaults(run=_mount)

@@ -28,6 +28,7 @@ from typing import IO
 
 from fusefs import mounts
 from fusefs.kernel import unmount
+from fusefs.kernel.mount import may_mount
 from fusefs.settings import MountSettings
 
 FUSE_DEVICE = Path("/dev/fuse")
@@ -36,8 +37,6 @@ FUSE_CONFIGURATION = Path("/etc/fuse.conf")
 # What a start may take beyond the time in which S3 requests are retried.
 START_TIMEOUT_S = 30.0
 END_TIMEOUT_S = 10.0
-
-CAP_SYS_ADMIN = 21
 
 
 class LaunchError(Exception):
@@ -93,7 +92,7 @@ def _check_device() -> None:
 
 
 def _check_privileges(settings: MountSettings) -> None:
-    if _may_mount():
+    if may_mount():
         return
     if os.geteuid() == 0:
         raise LaunchError("mounting needs CAP_SYS_ADMIN, which this container does not have")
@@ -107,13 +106,6 @@ def _check_privileges(settings: MountSettings) -> None:
         raise LaunchError(
             "--allow-other by an ordinary user needs the line user_allow_other in /etc/fuse.conf"
         )
-
-
-def _may_mount() -> bool:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("CapEff:"):
-            return bool(int(line.split()[1], 16) >> CAP_SYS_ADMIN & 1)
-    return False
 
 
 def _has_user_allow_other() -> bool:

@@ -13,19 +13,19 @@ from typing import Any
 Status = Mapping[str, Any]
 
 _LABEL_WIDTH = 12
+_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def human_size(size: float) -> str:
     """`size` bytes in three or four digits."""
     if size < 1024:
         return f"{size:.0f} B"
-    for unit in ("KiB", "MiB", "GiB"):
-        size /= 1024
-        if size < 1000:
-            break
-    else:
-        size, unit = size / 1024, "TiB"
-    return f"{size:.1f} {unit}" if size < 100 else f"{size:.0f} {unit}"
+    exponent = 1
+    while size >= 1000 * 1024**exponent and exponent < len(_UNITS):
+        exponent += 1
+    value = size / 1024**exponent
+    digits = 1 if value < 100 else 0
+    return f"{value:.{digits}f} {_UNITS[exponent - 1]}"
 
 
 def human_duration(seconds: float | None) -> str:

@@ -20,12 +20,11 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from fusefs.kernel import libc
+from fusefs.kernel.mount import may_mount
+
 FUSECTL = Path("/sys/fs/fuse/connections")
 FUSERMOUNT_TIMEOUT_S = 30.0
-
-# umount2(2)
-MNT_DETACH = 2
-UMOUNT_NOFOLLOW = 8
 
 # The new mount interface has the same numbers on every architecture but alpha.
 _SYS_FSOPEN = 430
@@ -52,16 +51,15 @@ def umount_path(mountpoint: Path, *, is_lazy: bool = False) -> None:
     Raises:
         UnmountError: it is busy, not a mount, or not this user's to end.
     """
-    if os.geteuid() == 0:
-        _umount2(mountpoint, UMOUNT_NOFOLLOW | (MNT_DETACH if is_lazy else 0))
-    else:
+    if not may_mount():
         _fusermount(mountpoint, is_lazy=is_lazy)
-
-
-def _umount2(mountpoint: Path, flags: int) -> None:
-    if _libc.umount2(os.fsencode(mountpoint), flags) != 0:
-        number = ctypes.get_errno()
-        raise UnmountError(os.strerror(number), is_busy=number == errno.EBUSY)
+        return
+    flags = libc.UMOUNT_NOFOLLOW | (libc.MNT_DETACH if is_lazy else 0)
+    try:
+        libc.umount(os.fspath(mountpoint), flags)
+    except OSError as error:
+        message = error.strerror or str(error)
+        raise UnmountError(message, is_busy=error.errno == errno.EBUSY) from error
 
 
 def _fusermount(mountpoint: Path, *, is_lazy: bool) -> None:

@@ -1,0 +1,38 @@
+# make setup   the virtual environment in .venv, and the system packages it needs
+# make demo    mount a real S3 server's bucket and read it, in under two minutes
+# make test    style, types and tests
+# make bench   the measurements against the bare disk and other mounts
+
+SHELL := /bin/bash
+BIN := .venv/bin
+STAMP := .venv/.set-up
+SOURCES := fusefs tests examples $(wildcard bench)
+
+.PHONY: setup demo test lint bench clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml .ci/system-packages
+	.ci/system-packages
+	test -x $(BIN)/python || "$$(.ci/system-packages --python)" -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(BIN)/fusefs --version
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/python -m examples.demo
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy --strict fusefs
+
+bench: $(STAMP)
+	$(BIN)/python -m bench
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

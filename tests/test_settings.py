@@ -1,0 +1,282 @@
+"""Settings: one definition, read from flags, environment, file and JSON."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusefs.kinds import Addressing, MinFree, SessionKind, Source, parse_source
+from fusefs.settings import (
+    SETTINGS,
+    Given,
+    MountSettings,
+    SettingsError,
+    build,
+    from_config,
+    from_environment,
+)
+from fusefs.units import (
+    GIB,
+    MIB,
+    format_duration,
+    format_size,
+    parse_duration,
+    parse_size,
+)
+
+MOUNT = {
+    "source": Given("s3://bucket/some/prefix", "SOURCE"),
+    "mountpoint": Given("/mnt/data", "MOUNTPOINT"),
+}
+
+
+def settings_with(**texts: str) -> MountSettings:
+    return build({name: Given(text, "--" + name) for name, text in texts.items()}, MOUNT)
+
+
+def config_file(directory: Path, text: str) -> Path:
+    path = directory / "fusefs.toml"
+    path.write_text(text)
+    return path
+
+
+# --- units --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("4096", 4096),
+        ("50GiB", 50 * GIB),
+        ("50Gi", 50 * GIB),
+        ("1.5TB", 1_500_000_000_000),
+        (" 10 MiB ", 10 * MIB),
+        ("0", 0),
+        ("1kB", 1000),
+    ],
+)
+def test_a_size_is_read(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "50G", "-1", "5XB", "1e3", "1,5TB", "ten"])
+def test_a_size_that_is_none_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ValueError, match="write it like 50GiB"):
+        parse_size(text)
+
+
+@given(st.integers(min_value=0, max_value=2**62))
+def test_a_size_is_shown_as_text_that_reads_the_same(size: int) -> None:
+    assert parse_size(format_size(size)) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("60s", 60), ("500ms", 0.5), ("5m", 300), ("2h", 7200), ("7", 7)]
+)
+def test_a_duration_is_read(text: str, seconds: float) -> None:
+    assert parse_duration(text) == seconds
+
+
+@given(st.floats(min_value=0, max_value=1e9))
+def test_a_duration_is_shown_as_text_that_reads_the_same(seconds: float) -> None:
+    assert parse_duration(format_duration(seconds)) == seconds
+
+
+# --- single settings ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "prefix"),
+    [
+        ("s3://bucket", ""),
+        ("s3://bucket/", ""),
+        ("s3://bucket/a", "a/"),
+        ("s3://bucket/a/b/", "a/b/"),
+        ("S3://bucket/a b", "a b/"),
+    ],
+)
+def test_a_prefix_is_empty_or_ends_with_a_slash(url: str, prefix: str) -> None:
+    assert parse_source(url) == Source("bucket", prefix)
+
+
+@pytest.mark.parametrize("url", ["bucket", "http://bucket/a", "s3://", "s3:///a", "s3:/b", ""])
+def test_a_source_that_is_none_is_refused_with_an_example(url: str) -> None:
+    with pytest.raises(ValueError, match="write it like s3://bucket"):
+        parse_source(url)
+
+
+def test_the_floor_is_a_share_of_the_disk_or_a_size() -> None:
+    assert settings_with(min_free="10%").min_free.bytes_of(500) == 50
+    assert settings_with(min_free="50GiB").min_free.bytes_of(100 * GIB) == 50 * GIB
+
+
+def test_a_floor_is_never_more_than_the_disk() -> None:
+    assert MinFree(size=50 * GIB).bytes_of(GIB) == GIB
+
+
+@pytest.mark.parametrize("text", ["100%", "-1%", "x%", "10%%", "10%5"])
+def test_a_floor_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(SettingsError, match="write it like 10% or 50GiB"):
+        settings_with(min_free=text)
+
+
+def test_an_indefinite_lifetime_has_no_end() -> None:
+    assert settings_with(metadata_ttl="indefinite").metadata_ttl == math.inf
+
+
+def test_a_retry_time_must_end() -> None:
+    with pytest.raises(SettingsError, match="is not a duration"):
+        settings_with(retry_time="indefinite")
+
+
+def test_a_mode_is_octal() -> None:
+    assert settings_with(file_mode="0640").file_mode == 0o640
+    assert settings_with(dir_mode="700").dir_mode == 0o700
+    with pytest.raises(SettingsError, match="three octal digits"):
+        settings_with(file_mode="0888")
+
+
+def test_a_choice_names_what_there_is() -> None:
+    assert settings_with(session="kernel").session is SessionKind.KERNEL
+    with pytest.raises(SettingsError, match="none of auto, kernel, pyfuse3"):
+        settings_with(session="fast")
+
+
+@pytest.mark.parametrize("text", ["0", "2000", "many", "-1", "1.5"])
+def test_a_number_out_of_its_range_is_refused(text: str) -> None:
+    with pytest.raises(SettingsError, match="whole number from 1 to 1024"):
+        settings_with(max_connections=text)
+
+
+def test_too_little_memory_is_refused() -> None:
+    with pytest.raises(SettingsError, match="the least is 32MiB"):
+        settings_with(memory_limit="1MiB")
+
+
+def test_an_endpoint_takes_no_credentials() -> None:
+    with pytest.raises(SettingsError, match="no user or password"):
+        settings_with(endpoint_url="http://key:secret@localhost:9000")
+
+
+@pytest.mark.parametrize("url", ["localhost:9000", "ftp://host", "http://", "s3.example.org"])
+def test_an_endpoint_without_scheme_or_host_is_refused(url: str) -> None:
+    with pytest.raises(SettingsError, match="is not an endpoint"):
+        settings_with(endpoint_url=url)
+
+
+# --- what excludes each other -------------------------------------------------
+
+
+def test_an_anonymous_mount_uses_no_profile() -> None:
+    with pytest.raises(SettingsError, match=r"^--profile: an anonymous mount"):
+        settings_with(anonymous="true", profile="work")
+
+
+def test_a_writable_mount_is_refused_while_there_is_none() -> None:
+    with pytest.raises(SettingsError, match=r"^--read_only: mounts are read-only so far"):
+        settings_with(read_only="false")
+
+
+@pytest.mark.parametrize("path", ["/mnt/data", "/mnt/data/cache"])
+def test_the_cache_cannot_be_below_the_mountpoint(path: str) -> None:
+    with pytest.raises(SettingsError, match="below the mountpoint"):
+        settings_with(cache_dir=path)
+
+
+# --- where settings come from -------------------------------------------------
+
+
+def test_a_flag_wins_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
+    config = config_file(
+        tmp_path, 'cache-size = "1GiB"\nmetadata-ttl = "1s"\nregion = "from-file"\n'
+    )
+    environment = from_environment(
+        {"FUSEFS_CACHE_SIZE": "2GiB", "FUSEFS_METADATA_TTL": "2s", "HOME": "/root"}
+    )
+    flags = {**MOUNT, "cache_size": Given("3GiB", "--cache-size")}
+
+    settings = build(flags, environment, from_config(config))
+
+    assert settings.cache_size == 3 * GIB
+    assert settings.metadata_ttl == 2
+    assert settings.region == "from-file"
+    assert settings.addressing is Addressing.AUTO
+
+
+def test_an_empty_variable_is_unset() -> None:
+    assert from_environment({"FUSEFS_CACHE_SIZE": ""}) == {}
+
+
+def test_an_error_names_the_variable() -> None:
+    with pytest.raises(SettingsError, match=r"^FUSEFS_CACHE_SIZE: 'big' is not a size"):
+        build(MOUNT, from_environment({"FUSEFS_CACHE_SIZE": "big"}))
+
+
+def test_an_error_names_the_file_and_the_key(tmp_path: Path) -> None:
+    config = config_file(tmp_path, 'cache-size = "big"')
+    with pytest.raises(SettingsError, match=r"fusefs\.toml: cache-size: 'big' is not a size"):
+        build(MOUNT, from_config(config))
+
+
+def test_an_unknown_key_is_an_error_with_a_guess(tmp_path: Path) -> None:
+    config = config_file(tmp_path, 'cache_sise = "1GiB"')
+    with pytest.raises(SettingsError, match="did you mean cache-size"):
+        from_config(config)
+
+
+def test_a_file_may_give_numbers_and_truth_values(tmp_path: Path) -> None:
+    config = config_file(
+        tmp_path, "cache-size = 4096\nmetadata-ttl = 0.5\nmax-connections = 8\nanonymous = true\n"
+    )
+    settings = build(MOUNT, from_config(config))
+    assert settings.cache_size == 4096
+    assert settings.metadata_ttl == 0.5
+    assert settings.max_connections == 8
+    assert settings.anonymous
+
+
+@pytest.mark.parametrize("line", ["file-mode = 420", "region = 1", "anonymous = 1", "uid = [1]"])
+def test_a_value_of_the_wrong_type_is_an_error(tmp_path: Path, line: str) -> None:
+    with pytest.raises(SettingsError, match="has the wrong type"):
+        from_config(config_file(tmp_path, line))
+
+
+def test_a_file_that_is_missing_or_broken_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="cannot be read: No such file"):
+        from_config(tmp_path / "none.toml")
+    with pytest.raises(SettingsError, match="is not TOML"):
+        from_config(config_file(tmp_path, "cache-size"))
+
+
+# --- JSON for the daemon ------------------------------------------------------
+
+
+def test_settings_survive_json() -> None:
+    settings = settings_with(
+        cache_size="50GiB",
+        min_free="7.5%",
+        metadata_ttl="indefinite",
+        retry_time="100ms",
+        file_mode="0600",
+        uid="1000",
+        log_file="/var/log/x.log",
+        session="pyfuse3",
+    )
+    assert MountSettings.from_json(settings.to_json()) == settings
+
+
+def test_json_of_something_else_is_refused() -> None:
+    with pytest.raises(SettingsError, match="no JSON object"):
+        MountSettings.from_json("nonsense")
+    with pytest.raises(SettingsError, match="no such setting"):
+        MountSettings.from_json('{"colour": "red"}')
+
+
+def test_every_setting_has_a_help_text_and_a_default_that_it_can_show() -> None:
+    for setting in SETTINGS:
+        assert setting.help, setting.name
+        assert setting.default, setting.name
