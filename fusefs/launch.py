@@ -4,7 +4,7 @@
 mistakes get their sentence before anything is started. `start` then runs
 `python -m fusefs.daemon` in a session of its own. The settings go to its
 standard input as JSON; it answers with one JSON line on its standard output,
-`{"ready": true, "pid": ...}` or `{"error": "..."}`, and closes that. Its
+`{"ready": true}` or `{"error": "..."}`, and closes that. Its
 standard error is the log. A daemon that ends without that line has said why
 in the log, whose last line is then shown.
 
@@ -15,6 +15,7 @@ had already made is taken away.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import selectors
@@ -58,13 +59,7 @@ def check(settings: MountSettings) -> None:
 
 
 def _check_mountpoint(mountpoint: Path) -> None:
-    # First of all, since a mount there may not answer a stat.
-    mount = mounts.find_mount(mountpoint)
-    if mount is not None:
-        raise LaunchError(
-            f"{mountpoint} is already a mount ({mount.filesystem}, {mount.source}); "
-            "unmount it or choose another directory"
-        )
+    _refuse_mounted(mountpoint)  # first, since a mount there may not answer a stat
     try:
         if not stat.S_ISDIR(mountpoint.stat().st_mode):
             raise LaunchError(f"{mountpoint} is not a directory")
@@ -75,6 +70,15 @@ def _check_mountpoint(mountpoint: Path) -> None:
         raise LaunchError(f"{mountpoint} cannot be used: {error.strerror}") from error
     if not is_empty:
         raise LaunchError(f"{mountpoint} is not empty; choose an empty directory")
+
+
+def _refuse_mounted(mountpoint: Path) -> None:
+    mount = mounts.find_mount(mountpoint)
+    if mount is not None:
+        raise LaunchError(
+            f"{mountpoint} is already a mount ({mount.filesystem}, {mount.source}); "
+            "unmount it or choose another directory"
+        )
 
 
 def _check_device() -> None:
@@ -119,18 +123,18 @@ def _has_user_allow_other() -> bool:
 # --- starting -----------------------------------------------------------------
 
 
-def start(settings: MountSettings) -> int:
-    """Start the daemon and return its pid once the mount answers.
+def start(settings: MountSettings) -> None:
+    """Start the daemon and return once the mount answers.
 
     Raises:
         LaunchError: it did not come up; nothing is left of it.
     """
     log_path = settings.log_file or default_log_file(settings.mountpoint)
-    with _open_log(log_path) as log:
+    with _claim(settings.mountpoint), _open_log(log_path) as log:
         log_start = log.seek(0, os.SEEK_END)
         daemon = _spawn(settings, log)
         try:
-            return _wait_until_ready(daemon, settings.retry_time + START_TIMEOUT_S)
+            _wait_until_ready(daemon, settings.retry_time + START_TIMEOUT_S)
         except _DiedError:
             _clean_up(daemon, settings.mountpoint)
             last_line = _last_line(log_path, log_start) or f"exit status {daemon.returncode}"
@@ -138,6 +142,24 @@ def start(settings: MountSettings) -> int:
         except BaseException:  # Ctrl-C too leaves nothing behind
             _clean_up(daemon, settings.mountpoint)
             raise
+
+
+@contextlib.contextmanager
+def _claim(mountpoint: Path) -> Iterator[None]:
+    """Keep other commands from mounting on the same directory meanwhile.
+
+    Whoever opens it after the mount was made locks the mount's root instead,
+    hence the second look.
+    """
+    directory = os.open(mountpoint, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _refuse_mounted(mountpoint)
+        yield
+    except BlockingIOError:
+        raise LaunchError(f"{mountpoint} is just being mounted by another command") from None
+    finally:
+        os.close(directory)
 
 
 class _DiedError(Exception):
@@ -160,7 +182,7 @@ def _spawn(settings: MountSettings, log: IO[bytes]) -> subprocess.Popen[bytes]:
     return daemon
 
 
-def _wait_until_ready(daemon: subprocess.Popen[bytes], timeout_s: float) -> int:
+def _wait_until_ready(daemon: subprocess.Popen[bytes], timeout_s: float) -> None:
     line = _read_line(daemon, timeout_s)
     try:
         answer = json.loads(line)
@@ -168,7 +190,6 @@ def _wait_until_ready(daemon: subprocess.Popen[bytes], timeout_s: float) -> int:
         raise LaunchError(f"the daemon answered {line!r} instead of JSON") from None
     if "error" in answer:
         raise LaunchError(str(answer["error"]))
-    return int(answer["pid"])
 
 
 def _read_line(daemon: subprocess.Popen[bytes], timeout_s: float) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import json
 import os
@@ -36,7 +37,7 @@ STATUS: dict[str, Any] = {
         "warning": "the cache disk is full",
     },
     "s3": {"gets": 25, "heads": 1, "lists": 2, "bytes_fetched": 1 << 30, "errors": 1},
-    "metadata": {"ttl_s": 60.0, "listings": 1, "nodes": 2001, "hidden_keys": 3},
+    "metadata": {"ttl_s": 60.0, "directories": 12, "nodes": 2001, "hidden_keys": 3},
     "requests": {"total": 4096, "waiting": 1},
     "daemon": {"pid": 4711, "rss_bytes": 90 << 20, "uptime_s": 3725, "cpu_s": 1.25},
     "version": "0.1.0",
@@ -111,6 +112,15 @@ def test_a_mountpoint_in_use_is_refused(capsys: pytest.CaptureFixture[str]) -> N
     assert "/proc is already a mount" in refusal(capsys, "s3://bucket", "/proc")
 
 
+def test_a_mountpoint_that_another_command_is_mounting_is_refused(
+    mountpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = os.open(mountpoint, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    assert "by another command" in refusal(capsys, "s3://bucket", mountpoint)
+    os.close(other)
+
+
 def test_a_missing_device_is_named(
     mountpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,7 +182,7 @@ def test_mount_returns_when_the_daemon_is_ready(start_with: Callable[[str], int]
     script = (
         "import json, sys\n"
         "assert json.load(sys.stdin)['source'] == 's3://bucket/'\n"
-        'print(\'{"ready": true, "pid": 1}\', flush=True)\n'
+        'print(\'{"ready": true}\', flush=True)\n'
     )
     assert start_with(script) == 0
 
@@ -407,7 +417,7 @@ def test_a_status_is_shown_for_people() -> None:
         "3.0 GiB of 50.0 GiB in 2,000 files",
         "75 of 100 (75.0%); 1.0 GiB from here, 1.0 MiB waited for",
         "25 GET, 1 HEAD, 2 LIST; 1.0 GiB fetched; 1 errors",
-        "believed for 1 min; 1 listing, 2,001 nodes; 3 keys hidden",
+        "believed for 1 min; 12 directories, 2,001 nodes; 3 keys hidden",
         "4,096 answered, 1 waiting",
         "pid 4711, 90.0 MiB of memory, up 1 h 2 min, 1.2 s of CPU",
         "warning     the cache disk is full",
