@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 
 import trio
 
@@ -59,6 +60,7 @@ class Download:
         "is_done",
         "is_wanted",
         "position",
+        "since",
         "start",
         "stop",
     )
@@ -68,6 +70,7 @@ class Download:
         self.start = start
         self.stop = stop
         self.position = start
+        self.since = time.monotonic()
         self.demanded = 0
         self.is_wanted = False
         self.is_done = False
@@ -106,6 +109,13 @@ class Download:
             raise
         self.demanded -= 1
 
+    def describe(self) -> str:
+        key = self.file.version.key if self.file.version is not None else self.file.name
+        return (
+            f"downloading {key!r} [{self.start}, {self.stop}): at {self.position} for"
+            f" {time.monotonic() - self.since:.1f} s, {self.demanded} readers wait"
+        )
+
     def unwant(self) -> None:
         """The prefetch has no more interest in it."""
         self.is_wanted = False
@@ -124,7 +134,11 @@ class Fetcher:
         self._cache = cache
         self._space = space
         self._nursery = nursery
-        self.under_way = 0
+        self._running: set[Download] = set()
+
+    @property
+    def under_way(self) -> int:
+        return len(self._running)
 
     async def wait_for(self, file: CacheFile, start: int, stop: int) -> None:
         """Return once the bytes [start, stop) are in the file, which the caller has pinned.
@@ -189,6 +203,10 @@ class Fetcher:
         await self._store.download(version, start, stop, write)
         return data
 
+    def describe(self) -> list[str]:
+        """A line for each download that is under way."""
+        return [download.describe() for download in self._running]
+
     def _demand(self, file: CacheFile, start: int, stop: int) -> Download:
         """Start the download that a reader waits for, with what lies behind its range."""
         least = BLOCK if start else FIRST_BYTES
@@ -211,13 +229,13 @@ class Fetcher:
     async def _run(self, download: Download, priority: Priority) -> None:
         """Bring one range in; its outcome is told to the waiters, never raised."""
         file = download.file
-        self.under_way += 1
+        self._running.add(download)
         error: Exception | None = NotKeptError()
         try:
             with download.cancel_scope:
                 error = await self._bring(download, priority)
         finally:
-            self.under_way -= 1
+            self._running.discard(download)
             file.downloads.remove(download)
             download.finish(error)
             self._cache.unpin(file)

@@ -163,6 +163,10 @@ class FileCache:
         told = "\0".join((self._identity, version.key, version.etag, str(version.size)))
         return blake2b(told.encode(), digest_size=16).hexdigest()
 
+    def find(self, version: ObjectVersion) -> CacheFile | None:
+        """The file of a version if it is known."""
+        return self._files.get(self.name_of(version))
+
     def pin(self, version: ObjectVersion) -> CacheFile:
         """Return the file of a version, made known if it is not; undone by `unpin`.
 

@@ -82,6 +82,7 @@ FORGET_IN = Layout("fuse_forget_in", "nlookup:Q")
 FORGET_ONE = Layout("fuse_forget_one", "nodeid:Q nlookup:Q")
 BATCH_FORGET_IN = Layout("fuse_batch_forget_in", "count:I dummy:I")
 INTERRUPT_IN = Layout("fuse_interrupt_in", "unique:Q")
+NOTIFY_INVAL_INODE = Layout("fuse_notify_inval_inode_out", "ino:Q off:q len:q")
 BACKING_MAP = Layout("fuse_backing_map", "fd:i flags:I padding:Q")
 
 LAYOUTS = [value for value in list(globals().values()) if isinstance(value, Layout)]
@@ -162,6 +163,9 @@ MINOR = 45
 # The first interface with FUSE_READDIRPLUS, parallel directory operations and
 # 64-byte INIT replies that this code relies on (Linux 4.20, with max_pages).
 OLDEST_MINOR = 28
+
+# The only notification in use besides RESEND and INC_EPOCH.
+NOTIFY_INVAL_INODE_CODE = 2
 
 ROOT_ID = 1
 UNIQUE_RESEND = 1 << 63

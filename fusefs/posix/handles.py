@@ -24,12 +24,25 @@ from fusefs.store.base import ObjectVersion
 class FileHandle:
     """An open file. `unkept` is what was last read past the cache: (offset, bytes)."""
 
-    __slots__ = ("backing_id", "fh", "file", "inode", "unkept", "version", "window")
+    __slots__ = (
+        "backing_id",
+        "fh",
+        "file",
+        "flags",
+        "inode",
+        "unique",
+        "unkept",
+        "version",
+        "window",
+    )
 
     def __init__(
-        self, fh: int, inode: Inode, version: ObjectVersion, file: CacheFile, backing_id: int
-    ) -> None:
+        self, fh: int, inode: Inode, version: ObjectVersion, file: CacheFile, backing_id: int,
+        flags: int, unique: int,
+    ) -> None:  # fmt: skip
         self.fh = fh
+        self.flags = flags
+        self.unique = unique  # the request that opened it
         self.inode = inode
         self.version = version
         self.file = file
@@ -46,10 +59,11 @@ class DirectoryHandle:
     serve as offsets only, for which the kernel holds no reference.
     """
 
-    __slots__ = ("fh", "generation", "inode", "mentioned", "offset", "opened", "position")
+    __slots__ = ("fh", "generation", "inode", "mentioned", "offset", "opened", "position", "unique")
 
-    def __init__(self, fh: int, inode: Inode, generation: int) -> None:
+    def __init__(self, fh: int, inode: Inode, generation: int, unique: int) -> None:
         self.fh = fh
+        self.unique = unique
         self.inode = inode
         self.generation = generation
         self.offset = 0
@@ -72,16 +86,21 @@ class HandleTable:
         flags: int, unique: int,
     ) -> FileHandle:  # fmt: skip
         """Add a handle; a backing id of 0 means that it is served."""
-        handle = FileHandle(self._next, inode, version, file, backing_id)
+        handle = FileHandle(self._next, inode, version, file, backing_id, flags, unique)
         self._next += 1
         self.files[handle.fh] = handle
         if backing_id:
             inode.passthrough += 1
         else:
             inode.served += 1
-        mode = journal.PASSTHROUGH if backing_id else journal.SERVED
-        self._log.opened(unique, handle.fh, inode.nodeid, flags, mode, backing_id)
+        self.tell_file(handle)
         return handle
+
+    def tell_file(self, handle: FileHandle) -> None:
+        mode = journal.PASSTHROUGH if handle.backing_id else journal.SERVED
+        self._log.opened(
+            handle.unique, handle.fh, handle.inode.nodeid, handle.flags, mode, handle.backing_id
+        )
 
     def close_file(self, fh: int) -> FileHandle | None:
         """Remove a handle; None if it is not known (a RELEASE may come twice)."""
@@ -95,11 +114,14 @@ class HandleTable:
         return handle
 
     def open_directory(self, inode: Inode, generation: int, unique: int) -> DirectoryHandle:
-        handle = DirectoryHandle(self._next, inode, generation)
+        handle = DirectoryHandle(self._next, inode, generation, unique)
         self._next += 1
         self.directories[handle.fh] = handle
-        self._log.opened(unique, handle.fh, inode.nodeid, 0, journal.DIRECTORY, 0)
+        self.tell_directory(handle)
         return handle
+
+    def tell_directory(self, handle: DirectoryHandle) -> None:
+        self._log.opened(handle.unique, handle.fh, handle.inode.nodeid, 0, journal.DIRECTORY, 0)
 
     def close_directory(self, fh: int) -> DirectoryHandle | None:
         handle = self.directories.pop(fh, None)

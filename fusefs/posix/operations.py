@@ -31,7 +31,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import trio
 
@@ -50,7 +50,7 @@ logger = logging.getLogger("fusefs.operations")
 
 Result = TypeVar("Result")
 # An answer, or the coroutine that waits for it.
-Answer = Result | Coroutine[Any, Any, Result]
+Answer: TypeAlias = Result | Coroutine[Any, Any, Result]
 
 # The offsets of "." and ".." in a directory stream; all others are node ids.
 DOT, DOT_DOT = 2, 3
@@ -98,27 +98,31 @@ class Opened:
 class BackingFiles(Protocol):
     """What the kernel reads by itself; see kernel/passthrough.py."""
 
-    is_on: bool
+    @property
+    def is_on(self) -> bool: ...
 
-    def find(self, inode: Inode) -> tuple[int, CacheFile] | None:
-        """The backing id that is registered for an inode, and its file."""
+    def find(self, file: CacheFile) -> int:
+        """The id under which a file is registered, or 0."""
 
-    def register(self, inode: Inode, file: CacheFile) -> int:
-        """Register the file's open descriptor; 0 if the kernel refuses."""
-
-    def drop(self, file: CacheFile) -> None:
-        """Give back all ids of a file; none of its inodes is open."""
+    def register(self, file: CacheFile) -> int:
+        """Register a complete file whose descriptor is open; 0 if the kernel refuses."""
 
 
 class DirectoryBuffer(Protocol):
     """Where a session collects the entries of one reply."""
 
-    is_plus: bool
-    is_empty: bool
+    @property
+    def is_plus(self) -> bool:
+        """Whether an entry also hands out a reference to its inode."""
 
-    def has_room(self, name: bytes) -> bool: ...
-    def add_dot(self, name: bytes, ino: int, offset: int) -> None: ...
-    def add(self, name: bytes, inode: Inode, offset: int, valid_s: float) -> None: ...
+    @property
+    def is_empty(self) -> bool: ...
+
+    def add_dot(self, name: bytes, ino: int, offset: int) -> bool:
+        """Add "." or ".."; False if there is no room."""
+
+    def add(self, name: bytes, inode: Inode, valid_s: float) -> bool:
+        """Add an entry whose offset is its node id; False if there is no room."""
 
 
 class Operations:
@@ -214,13 +218,15 @@ class Operations:
             raise OSError(errno.EROFS, "the mount is read-only")
         if inode.info is None:
             raise OSError(errno.EISDIR, "a directory")
-        if inode.is_current and self._is_believed(inode):
-            registered = self._backing.find(inode)
-            if registered is not None and not inode.served:
-                backing_id, file = registered
-                self.counters.hit(inode.info.size)
-                return self._opened_passthrough(inode, file, backing_id, flags, caller)
-        return self._waiting(self._open_later(inode, flags, caller))
+        is_believed = self._is_believed(inode)
+        if inode.is_current and self._backing.is_on and is_believed:
+            file = self._cache.find(inode.info.version)
+            if file is not None and file.is_complete and not inode.served:
+                backing_id = self._backing.find(file)
+                if backing_id:
+                    self.counters.hit(file.size)
+                    return self._opened_passthrough(inode, file, backing_id, flags, caller)
+        return self._waiting(self._open_later(inode, flags, caller, is_believed))
 
     def _is_believed(self, inode: Inode) -> bool:
         """Whether the node may be opened without asking the bucket what its name stands for."""
@@ -229,8 +235,10 @@ class Operations:
             return True
         return inode.believed_until > time.monotonic()
 
-    async def _open_later(self, inode: Inode, flags: int, caller: Caller) -> Opened:
-        if not self._is_believed(inode):
+    async def _open_later(
+        self, inode: Inode, flags: int, caller: Caller, is_believed: bool
+    ) -> Opened:
+        if inode.is_current and not is_believed:
             await self._ask_again(inode)
         if not inode.is_current:
             return await self._open_elsewhere(inode, flags, caller)
@@ -245,7 +253,7 @@ class Operations:
                     self.inodes.supersede(inode)
                     return await self._open_elsewhere(inode, flags, caller)
                 if not inode.served:
-                    backing_id = self._register(inode, file)
+                    backing_id = self._backing.register(file)
                     if backing_id:
                         return self._opened_passthrough(inode, file, backing_id, flags, caller)
             return self._opened_served(inode, file, flags, caller, keep_cache=True)
@@ -362,16 +370,12 @@ class Operations:
     def _stale_key(self, inode: Inode, caller: Caller) -> tuple[int, str, int]:
         return (inode.parent.nodeid if inode.parent is not None else 0, inode.name, caller.pid)
 
-    def _register(self, inode: Inode, file: CacheFile) -> int:
-        registered = self._backing.find(inode)
-        return registered[0] if registered is not None else self._backing.register(inode, file)
-
     def _opened_either_way(
         self, inode: Inode, file: CacheFile, flags: int, caller: Caller, *, keep_cache: bool
     ) -> Opened:
         """Open in the mode that the node is in, or in the better one if it is in none."""
         if file.is_complete and file.size and self._backing.is_on and not inode.served:
-            backing_id = self._register(inode, file)
+            backing_id = self._backing.register(file)
             if backing_id:
                 return self._opened_passthrough(inode, file, backing_id, flags, caller)
         return self._opened_served(inode, file, flags, caller, keep_cache=keep_cache)
@@ -392,10 +396,10 @@ class Operations:
         assert inode.info is not None
         if inode.passthrough:
             # The kernel reads a file for this node; another mode would be an EIO.
-            registered = self._backing.find(inode)
-            if registered is None:
+            backing_id = self._backing.find(file)
+            if not backing_id:
                 raise OSError(errno.ESTALE, "the node is open for passthrough")
-            return self._opened_passthrough(inode, registered[1], registered[0], flags, caller)
+            return self._opened_passthrough(inode, file, backing_id, flags, caller)
         self._cache.pin_again(file)
         handle = self.handles.open_file(inode, inode.info.version, file, 0, flags, caller.unique)
         if not file.is_complete:
@@ -581,9 +585,8 @@ class Operations:
         parent = inode.parent if inode.parent is not None else inode
         for at, name, ino, own in ((0, b".", inode.ino, DOT), (DOT, b"..", parent.ino, DOT_DOT)):
             if handle.offset == at:
-                if not buffer.has_room(name):
+                if not buffer.add_dot(name, ino, own):
                     return False
-                buffer.add_dot(name, ino, own)
                 handle.offset = own
         return True
 
@@ -600,16 +603,15 @@ class Operations:
         ordered = segment.ordered
         for index in range(segment.after(handle.position), len(ordered)):
             name = ordered[index]
-            encoded = name.encode()
-            if not buffer.has_room(encoded):
-                return False
             inode = self._resolve(handle.inode, directory, name, segment.entries[name])
+            if not buffer.add(name.encode(), inode, valid_s):
+                self.inodes.drop_unknown(inode)
+                return False
             if buffer.is_plus:
                 self.inodes.count(inode, expires)
             else:
                 self.inodes.mention(inode)
                 handle.mentioned.append(inode)
-            buffer.add(encoded, inode, inode.nodeid, valid_s)
             handle.offset = inode.nodeid
             handle.position = name + "/"
         if segment.stop is None:
@@ -668,6 +670,19 @@ class Operations:
         return XATTRS if inode.info.version_id is None else (*XATTRS, XATTR_VERSION)
 
     # Helpers
+
+    async def retell(self, log: NodeLog) -> None:
+        """Write every inode and handle to a new log, a few at a time."""
+        for index, inode in enumerate(self.inodes.all()):
+            if inode.nlookup:
+                log.node(inode)
+            if index % 200 == 0:
+                await trio.lowlevel.checkpoint()
+        for handle in list(self.handles.files.values()):
+            if handle.fh in self.handles.files:
+                self.handles.tell_file(handle)
+        for directory in list(self.handles.directories.values()):
+            self.handles.tell_directory(directory)
 
     def _directory(self, nodeid: int) -> Inode:
         inode = self.inodes.get(nodeid)

@@ -1,0 +1,58 @@
+"""The system calls that Python does not offer, through the C library."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+
+logger = logging.getLogger("fusefs.session")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+MS_RDONLY = 1
+MS_NOSUID = 2
+MS_NODEV = 4
+MNT_FORCE = 1
+MNT_DETACH = 2
+UMOUNT_NOFOLLOW = 8
+
+
+def mount(source: str, target: str, kind: str, flags: int, options: str) -> None:
+    """mount(2).
+
+    Raises:
+        OSError: with the kernel's errno.
+    """
+    _check(
+        _libc.mount(
+            source.encode(), os.fsencode(target), kind.encode(), ctypes.c_ulong(flags),
+            options.encode(),
+        ),
+        target,
+    )  # fmt: skip
+
+
+def umount(target: str, flags: int) -> None:
+    """umount2(2).
+
+    Raises:
+        OSError: with the kernel's errno.
+    """
+    _check(_libc.umount2(os.fsencode(target), flags), target)
+
+
+def lock_memory(memory: mmap.mmap) -> None:
+    """Make private memory resident, and keep it so where the limits allow it."""
+    for at in range(0, len(memory), mmap.PAGESIZE):
+        memory[at] = 0
+    start = ctypes.c_char.from_buffer(memory)
+    if _libc.mlock(ctypes.byref(start), ctypes.c_size_t(len(memory))) < 0:
+        logger.debug("can't lock memory: %s", os.strerror(ctypes.get_errno()))
+
+
+def _check(result: int, target: str) -> None:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), target)

@@ -1,0 +1,177 @@
+"""Where a /dev/fuse descriptor comes from, and what the mount behind it is like.
+
+Root opens /dev/fuse and calls mount(2). Anybody else asks fusermount3, the
+setuid helper of libfuse, which does the same and sends the descriptor back
+over a socket (the environment variable _FUSE_COMMFD names its number).
+
+Nothing here touches the mount itself: a stat of it would wait for an answer
+of this very process.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import os
+import shutil
+import socket
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from fusefs.kernel import libc
+from fusefs.mounts import FILESYSTEM_TYPE, find_mount, kernel_mounts
+
+CAP_SYS_ADMIN = 21
+# What the kernel reads ahead of a sequential reader; a new mount has 128.
+READ_AHEAD_KIB = 4096
+MAX_READ = 1 << 20
+
+
+class MountError(Exception):
+    """The mount could not be made; the message is for the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class MountRequest:
+    """What to mount where: `source` is what `mount` shows as the device."""
+
+    source: str
+    mountpoint: Path
+    allow_other: bool
+    read_only: bool = True
+
+
+def may_mount() -> bool:
+    """Whether this process may call mount(2), and register files for passthrough."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("CapEff:"):
+            return bool(int(line.split()[1], 16) >> CAP_SYS_ADMIN & 1)
+    return False
+
+
+def open_mount(request: MountRequest) -> int:
+    """Mount, and return the non-blocking /dev/fuse descriptor; blocks shortly.
+
+    Nobody answers on it yet: whoever touches the mountpoint waits.
+
+    Raises:
+        MountError: with one sentence that says why.
+    """
+    fd = _mount_directly(request) if may_mount() else _mount_by_helper(request)
+    os.set_blocking(fd, False)
+    return fd
+
+
+def _mount_directly(request: MountRequest) -> int:
+    try:
+        fd = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise MountError(
+            f"can't open /dev/fuse: {error.strerror}; load the fuse module or pass the device in"
+        ) from error
+    options = [
+        f"fd={fd}",
+        "rootmode=40000",
+        f"user_id={os.geteuid()}",
+        f"group_id={os.getegid()}",
+        "default_permissions",
+        f"max_read={MAX_READ}",
+    ]
+    if request.allow_other:
+        options.append("allow_other")
+    flags = libc.MS_NOSUID | libc.MS_NODEV | (libc.MS_RDONLY if request.read_only else 0)
+    target = os.fspath(request.mountpoint)
+    try:
+        libc.mount(request.source, target, FILESYSTEM_TYPE, flags, ",".join(options))
+    except OSError as error:
+        os.close(fd)
+        raise MountError(f"can't mount on {target}: {error.strerror}") from error
+    return fd
+
+
+def _mount_by_helper(request: MountRequest) -> int:
+    helper = shutil.which("fusermount3")
+    if helper is None:
+        raise MountError("an ordinary user's mount needs fusermount3: install the package fuse3")
+    ours, its = socket.socketpair()
+    with ours, its:
+        result = subprocess.run(
+            [helper, "-o", _helper_options(request), "--", os.fspath(request.mountpoint)],
+            env={**os.environ, "_FUSE_COMMFD": str(its.fileno())},
+            pass_fds=[its.fileno()],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        its.close()
+        fd = _receive_descriptor(ours) if result.returncode == 0 else -1
+    if fd < 0:
+        why = result.stderr.strip().splitlines()
+        raise MountError(why[-1] if why else "fusermount3 failed without a message")
+    return fd
+
+
+def _helper_options(request: MountRequest) -> str:
+    source = request.source.replace("\\", "\\\\").replace(",", "\\,")
+    options = [
+        "nosuid",
+        "nodev",
+        "default_permissions",
+        f"max_read={MAX_READ}",
+        f"fsname={source}",
+        "subtype=" + FILESYSTEM_TYPE.removeprefix("fuse."),
+    ]
+    if request.read_only:
+        options.append("ro")
+    if request.allow_other:
+        options.append("allow_other")
+    return ",".join(options)
+
+
+def _receive_descriptor(sock: socket.socket) -> int:
+    descriptors = array.array("i")
+    _, ancillary, _, _ = sock.recvmsg(1, socket.CMSG_LEN(descriptors.itemsize))
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+    if not descriptors:
+        return -1
+    os.set_inheritable(descriptors[0], False)
+    return descriptors[0]
+
+
+def unmount(mountpoint: Path, *, lazy: bool = False) -> None:
+    """End the mount of this process; blocks, and needs the session to go on answering.
+
+    Raises:
+        OSError: EBUSY if it is in use and not `lazy`.
+    """
+    target = os.fspath(mountpoint)
+    if may_mount():
+        libc.umount(target, libc.UMOUNT_NOFOLLOW | (libc.MNT_DETACH if lazy else 0))
+        return
+    helper = shutil.which("fusermount3") or "fusermount3"
+    arguments = ["-u", "-q", *(["-z"] if lazy else []), "--", target]
+    if subprocess.run([helper, *arguments], check=False, capture_output=True).returncode:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), target)
+
+
+def raise_read_ahead(mountpoint: Path) -> bool:
+    """Let the kernel read ahead further, where this process may; tell if it did."""
+    mount = find_mount(mountpoint)
+    if mount is None:
+        return False
+    try:
+        Path(f"/sys/class/bdi/{mount.device}/read_ahead_kb").write_text(str(READ_AHEAD_KIB))
+    except OSError:
+        return False
+    return True
+
+
+def stack_depth(cache: Path) -> int:
+    """The FUSE stack depth that backing files in a directory need: 2 on overlayfs, else 1."""
+    real = cache.resolve()
+    under = [mount for mount in kernel_mounts() if real.is_relative_to(mount.mountpoint)]
+    deepest = max(under, key=lambda mount: len(mount.mountpoint.parts), default=None)
+    return 2 if deepest is not None and deepest.filesystem == "overlay" else 1

@@ -1,0 +1,242 @@
+"""The same operations run by pyfuse3 (libfuse), for `--session pyfuse3`.
+
+Everything works here but passthrough and taking over a mount. libfuse shows
+the node id as st_ino, so the inode table hands out the stable inode number as
+node id wherever it is free; a changed object gets a new one.
+"""
+
+from __future__ import annotations
+
+import errno
+import stat
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import pyfuse3
+import trio
+
+from fusefs.kernel.mount import MAX_READ, MountError, MountRequest
+from fusefs.kernel.session import Waiting
+from fusefs.kernel.wire import Opcode
+from fusefs.mounts import FILESYSTEM_TYPE
+from fusefs.posix.inodes import Inode
+from fusefs.posix.operations import Answer, Caller, Operations
+
+T = TypeVar("T")
+# How many requests are in work at once; the rest wait in the kernel.
+MOST_TASKS = 99
+
+
+class PyfuseSession:
+    """One mount under pyfuse3, which allows one to a process."""
+
+    name = "pyfuse3"
+
+    def __init__(self, request: MountRequest, operations: Operations) -> None:
+        self._request = request
+        self._handlers = Handlers(operations)
+        operations.invalidate_attributes = _invalidate_attributes
+
+    @property
+    def requests(self) -> int:
+        return self._handlers.requests
+
+    @property
+    def waiting(self) -> list[Waiting]:
+        return list(self._handlers.waiting.values())
+
+    @contextmanager
+    def mounted(self) -> Iterator[None]:
+        """Mount, and see to it that nothing stays mounted.
+
+        Raises:
+            MountError: libfuse refused.
+        """
+        try:
+            pyfuse3.init(self._handlers, str(self._request.mountpoint), _options(self._request))
+        except RuntimeError as error:
+            raise MountError(
+                f"libfuse can't mount on {self._request.mountpoint}: {error}"
+            ) from error
+        try:
+            yield
+        finally:
+            pyfuse3.close(unmount=True)
+
+    async def run(self) -> None:
+        """Answer requests until the file system is unmounted."""
+        await pyfuse3.main(max_tasks=MOST_TASKS)
+
+
+class Handlers(pyfuse3.Operations):
+    """pyfuse3's methods, in the protocol's order, each a call of ours."""
+
+    supports_dot_lookup = False
+    enable_writeback_cache = False
+    enable_acl = False
+
+    def __init__(self, operations: Operations) -> None:
+        super().__init__()
+        self._operations = operations
+        self.requests = 0
+        self.waiting: dict[int, Waiting] = {}
+
+    async def lookup(
+        self, parent: int, name: bytes, context: pyfuse3.RequestContext
+    ) -> pyfuse3.EntryAttributes:
+        with self._errors():
+            answer = self._operations.lookup(parent, name, _caller(context))
+            found = await self._result(Opcode.LOOKUP, parent, answer)
+        if found.inode is not None:
+            return self.pack(found.inode, found.valid_s)
+        if not found.valid_s:
+            raise pyfuse3.FUSEError(errno.ENOENT)
+        # Inode 0: there is no such name, and that may be remembered.
+        absent = pyfuse3.EntryAttributes()
+        absent.st_ino = 0
+        absent.entry_timeout = found.valid_s
+        return absent
+
+    async def forget(self, forgotten: Sequence[tuple[int, int]]) -> None:
+        for nodeid, nlookup in forgotten:
+            self._operations.forget(nodeid, nlookup)
+
+    async def getattr(
+        self, nodeid: int, context: pyfuse3.RequestContext
+    ) -> pyfuse3.EntryAttributes:
+        with self._errors():
+            inode, valid_s = self._operations.getattr(nodeid)
+            return self.pack(inode, valid_s)
+
+    async def open(
+        self, nodeid: int, flags: int, context: pyfuse3.RequestContext
+    ) -> pyfuse3.FileInfo:
+        with self._errors():
+            answer = self._operations.open(nodeid, flags, _caller(context))
+            opened = await self._result(Opcode.OPEN, nodeid, answer)
+        return pyfuse3.FileInfo(fh=opened.fh, keep_cache=opened.keep_cache)
+
+    async def read(self, fh: int, offset: int, size: int) -> bytes:
+        with self._errors():
+            data = await self._result(Opcode.READ, 0, self._operations.read(fh, offset, size))
+        # The memory of an answer at once is used again before libfuse sends it.
+        return data if isinstance(data, bytes) else bytes(data)
+
+    async def release(self, fh: int) -> None:
+        self._operations.release(fh)
+
+    async def opendir(self, nodeid: int, context: pyfuse3.RequestContext) -> int:
+        with self._errors():
+            handle, _ = self._operations.opendir(nodeid, _caller(context))
+            return handle.fh
+
+    async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
+        with self._errors():
+            buffer = _Entries(self, token)
+            await self._result(Opcode.READDIR, 0, self._operations.readdir(fh, start_id, buffer))
+
+    async def releasedir(self, fh: int) -> None:
+        self._operations.releasedir(fh)
+
+    async def statfs(self, context: pyfuse3.RequestContext) -> pyfuse3.StatvfsData:
+        shown = pyfuse3.StatvfsData()
+        # A bucket has no end: 2^60 bytes, all of them free.
+        shown.f_bsize = shown.f_frsize = 4096
+        shown.f_blocks = shown.f_bfree = shown.f_bavail = 1 << 48
+        shown.f_files = shown.f_ffree = shown.f_favail = 1 << 40
+        shown.f_namemax = 255
+        return shown
+
+    async def getxattr(self, nodeid: int, name: bytes, context: pyfuse3.RequestContext) -> bytes:
+        with self._errors():
+            answer = self._operations.getxattr(nodeid, name.decode(errors="replace"))
+            return await self._result(Opcode.GETXATTR, nodeid, answer)
+
+    async def listxattr(self, nodeid: int, context: pyfuse3.RequestContext) -> list[bytes]:
+        with self._errors():
+            return [name.encode() for name in self._operations.listxattr(nodeid)]
+
+    def pack(self, inode: Inode, valid_s: float) -> pyfuse3.EntryAttributes:
+        """The attributes of an inode in pyfuse3's form."""
+        shown = self._operations.attributes(inode)
+        entry = pyfuse3.EntryAttributes()
+        entry.st_ino = inode.nodeid
+        entry.st_mode = shown.mode
+        entry.st_nlink = shown.nlink
+        entry.st_uid, entry.st_gid = shown.uid, shown.gid
+        entry.st_size = shown.size
+        entry.st_blocks = -(-shown.size // 512)
+        entry.st_blksize = 4096
+        entry.st_atime_ns = entry.st_mtime_ns = entry.st_ctime_ns = shown.mtime_ns
+        entry.entry_timeout = entry.attr_timeout = valid_s
+        return entry
+
+    async def _result(self, opcode: Opcode, nodeid: int, answer: Answer[T]) -> T:
+        """The answer of an operation, and its errors in pyfuse3's form."""
+        if not isinstance(answer, Coroutine):
+            return answer
+        unique = id(answer)
+        self.waiting[unique] = Waiting(opcode, nodeid, 0, time.monotonic(), trio.CancelScope())
+        try:
+            result: T = await answer
+            return result
+        finally:
+            del self.waiting[unique]
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        self.requests += 1
+        try:
+            yield
+        except OSError as error:
+            raise pyfuse3.FUSEError(error.errno or errno.EIO) from error
+
+
+class _Entries:
+    """Where pyfuse3 collects the entries of one reply; always with their inodes."""
+
+    is_plus = True
+    is_empty = True
+
+    def __init__(self, handlers: Handlers, token: pyfuse3.ReaddirToken) -> None:
+        self._handlers = handlers
+        self._token = token
+
+    def add_dot(self, name: bytes, ino: int, offset: int) -> bool:
+        entry = pyfuse3.EntryAttributes()
+        entry.st_ino = ino
+        entry.st_mode = stat.S_IFDIR
+        return self._reply(name, entry, offset)
+
+    def add(self, name: bytes, inode: Inode, valid_s: float) -> bool:
+        return self._reply(name, self._handlers.pack(inode, valid_s), inode.nodeid)
+
+    def _reply(self, name: bytes, entry: pyfuse3.EntryAttributes, offset: int) -> bool:
+        has_room = bool(pyfuse3.readdir_reply(self._token, name, entry, offset))
+        self.is_empty = self.is_empty and not has_room
+        return has_room
+
+
+def _caller(context: pyfuse3.RequestContext) -> Caller:
+    return Caller(0, context.uid, context.gid, context.pid)
+
+
+def _invalidate_attributes(nodeid: int) -> None:
+    pyfuse3.invalidate_inode(nodeid, attr_only=True)
+
+
+def _options(request: MountRequest) -> set[str]:
+    source = request.source.replace("\\", "\\\\").replace(",", "\\,")
+    options = {
+        *pyfuse3.default_options,
+        f"fsname={source}",
+        "subtype=" + FILESYSTEM_TYPE.removeprefix("fuse."),
+        f"max_read={MAX_READ}",
+    }
+    if request.read_only:
+        options.add("ro")
+    if request.allow_other:
+        options.add("allow_other")
+    return options
