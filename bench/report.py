@@ -157,7 +157,7 @@ def _cell(row: str, values: dict[str, float], name: str) -> str:
 
 
 def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
 
 
 def _targets(results: Results) -> str:

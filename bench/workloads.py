@@ -195,6 +195,11 @@ def _small_warm(session: Session) -> Sample:
     return session.read_small(passes=WARM_PASSES, warm_up=True)
 
 
+def _small_warm_bare(session: Session) -> Sample:
+    _have_small(session)
+    return session.read_small(passes=WARM_PASSES, warm_up=True, bare=True)
+
+
 def _have_small(session: Session) -> None:
     if not session.has_small:
         session.fetch_small()
@@ -253,6 +258,8 @@ WORKLOADS = (
              "data", _small_dropped, _has_cache),
     Workload("small_warm", "100 KiB files again, page cache warm, 8 threads", "files/s", "data",
              _small_warm, _has_cache),
+    Workload("small_warm_bare", "the same by three system calls a file", "files/s", "data",
+             _small_warm_bare, _has_cache),
     Workload("tree_cold", "first walk with lstat, 100 folders", "files/s", "listing",
              _walk_cold("tree"), _has_cache),
     Workload("tree_warm", "walk again with lstat, 100 folders", "files/s", "listing",
