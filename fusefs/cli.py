@@ -323,7 +323,7 @@ def _ask(registration: mounts.Registration) -> dict[str, Any]:
 
 def _unregistered(mount: mounts.KernelMount) -> dict[str, Any]:
     is_ours = mount.owner in (None, os.geteuid())
-    why = "it has ended; fusefs umount --force" if is_ours else f"it is user {mount.owner}'s"
+    why = "it has ended; fusefs umount --force" if is_ours else f"it belongs to user {mount.owner}"
     return {
         "mountpoint": str(mount.mountpoint),
         "source": mount.source,

@@ -108,8 +108,8 @@ def _s3(s3: Status) -> str:
 def _metadata(metadata: Status) -> str:
     text = (
         f"believed for {human_duration(metadata.get('ttl_s'))}; "
-        f"{metadata.get('directories', 0):,} directories, "
-        f"{metadata.get('nodes', 0):,} nodes"
+        f"{_count(metadata.get('directories', 0), 'listing')}, "
+        f"{_count(metadata.get('nodes', 0), 'node')}"
     )
     hidden = metadata.get("hidden_keys", 0)
     return (

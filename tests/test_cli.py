@@ -182,7 +182,7 @@ def test_mount_returns_when_the_daemon_is_ready(start_with: Callable[[str], int]
     script = (
         "import json, sys\n"
         "assert json.load(sys.stdin)['source'] == 's3://bucket/'\n"
-        'print(\'{"ready": true}\', flush=True)\n'
+        "print('{\"ready\": true}', flush=True)\n"
     )
     assert start_with(script) == 0
 
@@ -406,7 +406,7 @@ def test_a_mount_of_somebody_else_is_shown_as_such(
 ) -> None:
     monkeypatch.setattr(mounts, "kernel_mounts", lambda: mounts.parse_mountinfo(MOUNTINFO)[1:2])
     assert run("status") == 0
-    assert "it is user 1000's" in capsys.readouterr().out
+    assert "it belongs to user 1000" in capsys.readouterr().out
 
 
 def test_a_status_is_shown_for_people() -> None:
@@ -417,7 +417,7 @@ def test_a_status_is_shown_for_people() -> None:
         "3.0 GiB of 50.0 GiB in 2,000 files",
         "75 of 100 (75.0%); 1.0 GiB from here, 1.0 MiB waited for",
         "25 GET, 1 HEAD, 2 LIST; 1.0 GiB fetched; 1 errors",
-        "believed for 1 min; 12 directories, 2,001 nodes; 3 keys hidden",
+        "believed for 1 min; 12 listings, 2,001 nodes; 3 keys hidden",
         "4,096 answered, 1 waiting",
         "pid 4711, 90.0 MiB of memory, up 1 h 2 min, 1.2 s of CPU",
         "warning     the cache disk is full",
