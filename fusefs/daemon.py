@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import resource
 import signal
@@ -42,13 +43,15 @@ from fusefs.kernel import mount
 from fusefs.kernel.mount import MountError, MountRequest
 from fusefs.kernel.passthrough import NoPassthrough, Passthrough
 from fusefs.kernel.session import Session, UnsupportedKernelError, Waiting
+from fusefs.kernel.unmount import UnmountError, umount_path
 from fusefs.posix.directories import Directories
 from fusefs.posix.inodes import Ownership
 from fusefs.posix.journal import Journal, NoJournal
 from fusefs.posix.operations import Operations
 from fusefs.settings import MountSettings, SettingsError
+from fusefs.store.clients import S3Settings
 from fusefs.store.errors import StoreError
-from fusefs.store.s3 import S3Settings, S3Store
+from fusefs.store.s3 import S3Store
 
 logger = logging.getLogger("fusefs.daemon")
 
@@ -246,10 +249,10 @@ class Daemon:
     async def _unmount(self) -> None:
         mountpoint = self.settings.mountpoint
         try:
-            await trio.to_thread.run_sync(mount.unmount, mountpoint)
-        except OSError as error:
-            logger.warning("%s is in use (%s): detaching it", mountpoint, error.strerror)
-            await trio.to_thread.run_sync(lambda: mount.unmount(mountpoint, lazy=True))
+            await trio.to_thread.run_sync(lambda: umount_path(mountpoint, is_lazy=False))
+        except UnmountError as error:
+            logger.warning("can't unmount, detaching instead: %s", error)
+            await trio.to_thread.run_sync(lambda: umount_path(mountpoint, is_lazy=True))
 
     def _log_waiting(self) -> None:
         """Answer SIGUSR2."""
@@ -291,7 +294,7 @@ class Daemon:
             },
             "s3": self._store.counters(),
             "metadata": {
-                "ttl_s": settings.metadata_ttl,
+                "ttl_s": None if math.isinf(settings.metadata_ttl) else settings.metadata_ttl,
                 "directories": len(self._directories),
                 "nodes": len(self.operations.inodes),
                 "hidden_keys": self._directories.hidden.count,
@@ -397,7 +400,10 @@ def main() -> int:
         os.close(null)
 
     try:
-        run(MountSettings.from_json(sys.stdin.read()), lambda: tell({"ready": True, "pid": os.getpid()}))
+        run(
+            MountSettings.from_json(sys.stdin.read()),
+            lambda: tell({"ready": True, "pid": os.getpid()}),
+        )
     except USER_ERRORS as error:
         tell({"error": str(error)})
         return 1

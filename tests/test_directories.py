@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from fusefs.posix.directories import ABSENT, Directories, Entry
 from fusefs.posix.names import is_expressible, position
-from fusefs.store.base import ChunkWriter, ListPage, ObjectInfo, ObjectVersion, Priority
+from fusefs.store.base import (
+    ChunkWriter,
+    ListPage,
+    ObjectInfo,
+    ObjectVersion,
+    Priority,
+    Urgency,
+    demanded,
+)
 from fusefs.store.errors import NotFoundError
 
 
@@ -67,7 +75,7 @@ class SortedKeys:
         stop: int,
         write: ChunkWriter,
         *,
-        priority: Priority = Priority.DEMAND,
+        priority: Urgency = demanded,
     ) -> None:
         raise AssertionError("nothing is read here")
 

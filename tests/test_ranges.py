@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,7 +43,7 @@ def test_ranges_are_disjoint_and_never_touch(added: list[tuple[int, int]]) -> No
     present = RangeMap(iter(added))
     ranges = list(present)
     assert all(start < stop for start, stop in ranges)
-    assert all(one[1] < other[0] for one, other in zip(ranges, ranges[1:], strict=False))
+    assert all(one[1] < other[0] for one, other in itertools.pairwise(ranges))
 
 
 @given(st.lists(RANGE))

@@ -109,6 +109,9 @@ class Download:
             raise
         self.demanded -= 1
 
+    def urgency(self) -> Priority:
+        return Priority.DEMAND if self.demanded else Priority.PREFETCH
+
     def describe(self) -> str:
         key = self.file.version.key if self.file.version is not None else self.file.name
         return (
@@ -175,7 +178,7 @@ class Fetcher:
                 continue
             part_stop = min(gap[1], gap[0] - gap[0] % PART + PART)
             part_stop = self._free_until(file, gap[0], part_stop)
-            download = self._start(file, gap[0], part_stop, Priority.PREFETCH)
+            download = self._start(file, gap[0], part_stop)
             download.is_wanted = True
             started.append(download)
             at = part_stop
@@ -213,34 +216,34 @@ class Fetcher:
         stop = -(-max(stop, start + least) // BLOCK) * BLOCK
         gap = file.present.first_missing(start, min(stop, file.size))
         assert gap is not None
-        return self._start(file, start, self._free_until(file, *gap), Priority.DEMAND)
+        return self._start(file, start, self._free_until(file, *gap))
 
     def _free_until(self, file: CacheFile, start: int, stop: int) -> int:
         """Where the next download that is under way begins, `stop` at most."""
         return min([stop, *(other.start for other in file.downloads if other.start > start)])
 
-    def _start(self, file: CacheFile, start: int, stop: int, priority: Priority) -> Download:
+    def _start(self, file: CacheFile, start: int, stop: int) -> Download:
         download = Download(file, start, stop)
         file.downloads.append(download)
         self._cache.pin_again(file)
-        self._nursery.start_soon(self._run, download, priority)
+        self._nursery.start_soon(self._run, download)
         return download
 
-    async def _run(self, download: Download, priority: Priority) -> None:
+    async def _run(self, download: Download) -> None:
         """Bring one range in; its outcome is told to the waiters, never raised."""
         file = download.file
         self._running.add(download)
         error: Exception | None = NotKeptError()
         try:
             with download.cancel_scope:
-                error = await self._bring(download, priority)
+                error = await self._bring(download)
         finally:
             self._running.discard(download)
             file.downloads.remove(download)
             download.finish(error)
             self._cache.unpin(file)
 
-    async def _bring(self, download: Download, priority: Priority) -> Exception | None:
+    async def _bring(self, download: Download) -> Exception | None:
         size = download.stop - download.start
         if not await self._cache.ensure_open(download.file):
             return NotKeptError()
@@ -248,7 +251,7 @@ class Fetcher:
             return NotKeptError()
         reserved = _Reservation(self._space, size)
         try:
-            await self._stream(download, reserved, priority)
+            await self._stream(download, reserved)
         except OSError as error:
             # The cache disk, for the store raises nothing of this kind.
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -260,7 +263,7 @@ class Fetcher:
             reserved.close()
         return None
 
-    async def _stream(self, download: Download, reserved: _Reservation, priority: Priority) -> None:
+    async def _stream(self, download: Download, reserved: _Reservation) -> None:
         file = download.file
         assert file.version is not None
         fd = file.fd
@@ -282,7 +285,7 @@ class Fetcher:
 
         try:
             await self._store.download(
-                file.version, download.start, download.stop, write, priority=priority
+                file.version, download.start, download.stop, write, priority=download.urgency
             )
         finally:
             # What has been written is noted before anybody lets go of the file.

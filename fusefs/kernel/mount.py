@@ -11,7 +11,6 @@ of this very process.
 from __future__ import annotations
 
 import array
-import errno
 import os
 import shutil
 import socket
@@ -139,22 +138,6 @@ def _receive_descriptor(sock: socket.socket) -> int:
         return -1
     os.set_inheritable(descriptors[0], False)
     return descriptors[0]
-
-
-def unmount(mountpoint: Path, *, lazy: bool = False) -> None:
-    """End the mount of this process; blocks, and needs the session to go on answering.
-
-    Raises:
-        OSError: EBUSY if it is in use and not `lazy`.
-    """
-    target = os.fspath(mountpoint)
-    if may_mount():
-        libc.umount(target, libc.UMOUNT_NOFOLLOW | (libc.MNT_DETACH if lazy else 0))
-        return
-    helper = shutil.which("fusermount3") or "fusermount3"
-    arguments = ["-u", "-q", *(["-z"] if lazy else []), "--", target]
-    if subprocess.run([helper, *arguments], check=False, capture_output=True).returncode:
-        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), target)
 
 
 def raise_read_ahead(mountpoint: Path) -> bool:

@@ -17,7 +17,7 @@ from typing import TypeVar
 import pyfuse3
 import trio
 
-from fusefs.kernel.mount import MAX_READ, MountError, MountRequest
+from fusefs.kernel.mount import MountError, MountRequest
 from fusefs.kernel.session import Waiting
 from fusefs.kernel.wire import Opcode
 from fusefs.mounts import FILESYSTEM_TYPE
@@ -233,7 +233,6 @@ def _options(request: MountRequest) -> set[str]:
         *pyfuse3.default_options,
         f"fsname={source}",
         "subtype=" + FILESYSTEM_TYPE.removeprefix("fuse."),
-        f"max_read={MAX_READ}",
     }
     if request.read_only:
         options.add("ro")

@@ -24,6 +24,16 @@ class Priority(enum.IntEnum):
     PREFETCH = 1
 
 
+# A download's priority is asked for when a connection is free: it rises when a
+# reader joins what a prefetch has started.
+Urgency = Callable[[], Priority]
+
+
+def demanded() -> Priority:
+    """The urgency of what somebody waits for."""
+    return Priority.DEMAND
+
+
 @dataclass(frozen=True, slots=True)
 class ObjectVersion:
     """One immutable content of one key: what a cache file holds.
@@ -109,7 +119,7 @@ class Store(Protocol):
         stop: int,
         write: ChunkWriter,
         *,
-        priority: Priority = Priority.DEMAND,
+        priority: Urgency = demanded,
     ) -> None:
         """Stream the bytes [start, stop) of exactly `version` into `write`.
 

@@ -1,0 +1,192 @@
+"""The two S3 clients of a store, made from one set of settings and credentials.
+
+Making them imports boto3 and may ask an identity service for credentials: it
+blocks, for half a second and more.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import urlsplit
+
+from fusefs.store import listing
+from fusefs.store.errors import AccessDeniedError, Failure
+from fusefs.store.stream import AttemptError
+
+if TYPE_CHECKING:
+    import boto3
+    from botocore.credentials import Credentials
+    from obstore.store import S3Store as ObjectStore
+
+DEFAULT_REGION = "us-east-1"
+# Credentials that tell no expiry are asked for again after this time: boto3
+# renews temporary ones by itself shortly before they expire.
+ASK_AGAIN = timedelta(minutes=5)
+# Credentials that stay the same until somebody changes them.
+_STATIC = ("env", "shared-credentials-file", "config-file", "explicit")
+
+
+@dataclass(frozen=True, slots=True)
+class S3Settings:
+    """Which bucket, where, as whom, and how patiently. No secret is a setting."""
+
+    bucket: str
+    endpoint_url: str | None = None
+    region: str | None = None
+    profile: str | None = None
+    anonymous: bool = False
+    addressing: str = "auto"
+    max_connections: int = 32
+    retry_time_s: float = 60.0
+    connect_timeout_s: float = 10.0
+    read_timeout_s: float = 20.0
+    ca_bundle: str | None = None
+    requester_pays: bool = False
+
+
+class Clients:
+    """`s3` is boto3's client, `objects` obstore's; `request` goes with every call of the former."""
+
+    def __init__(self, settings: S3Settings) -> None:
+        """Find the credentials and make the clients. Blocks.
+
+        Raises:
+            AttemptError: there are no credentials, or they can't be used.
+        """
+        import boto3
+
+        self._settings = settings
+        session = boto3.Session(profile_name=settings.profile, region_name=settings.region)
+        self._credentials: Credentials | None = None
+        if not settings.anonymous:
+            self._credentials = session.get_credentials()
+            if self._credentials is None:
+                raise AttemptError(_NO_CREDENTIALS)
+        self.request: dict[str, Any] = {"Bucket": settings.bucket}
+        if settings.requester_pays:
+            self.request["RequestPayer"] = "requester"
+        self.s3 = self._make_s3(session)
+        self.principal = self._name_principal(session)
+        self.objects = self._make_objects(session.region_name)
+
+    def _make_s3(self, session: boto3.Session) -> Any:
+        from botocore import UNSIGNED
+        from botocore.config import Config
+
+        settings = self._settings
+        # Without these, botocore checksums what need not be checksummed.
+        quiet: dict[str, Any] = {
+            "request_checksum_calculation": "when_required",
+            "response_checksum_validation": "when_required",
+            "parameter_validation": False,
+        }
+        if settings.anonymous:
+            quiet["signature_version"] = UNSIGNED
+        addressing = settings.addressing
+        if addressing == "auto" and settings.endpoint_url is not None:
+            addressing = "path"
+        config = Config(
+            max_pool_connections=settings.max_connections,
+            connect_timeout=settings.connect_timeout_s,
+            read_timeout=settings.read_timeout_s,
+            retries={"total_max_attempts": 1, "mode": "standard"},
+            s3=cast(Any, {"addressing_style": addressing}),
+            user_agent_extra="fusefs",
+            **quiet,
+        )
+        client = session.client(
+            "s3",
+            endpoint_url=settings.endpoint_url,
+            region_name=session.region_name or DEFAULT_REGION,
+            verify=settings.ca_bundle,
+            config=config,
+        )
+        listing.install(client)
+        return client
+
+    def _make_objects(self, region: str | None) -> ObjectStore:
+        from obstore.store import S3Store as ObjectStore
+
+        settings = self._settings
+        endpoint = self._custom_endpoint()
+        is_path = settings.addressing == "path" or (
+            settings.addressing == "auto" and (endpoint is not None or "." in settings.bucket)
+        )
+        options: dict[str, Any] = {
+            "connect_timeout": timedelta(seconds=settings.connect_timeout_s),
+            "read_timeout": timedelta(seconds=settings.read_timeout_s),
+            # An object may take hours; what must not take long is each read of it.
+            "timeout": timedelta(days=1),
+            "allow_http": endpoint is not None and endpoint.startswith("http://"),
+        }
+        if settings.ca_bundle is not None:
+            options["root_certificate"] = Path(settings.ca_bundle).read_bytes()
+        config: dict[str, Any] = {
+            "region": self._bucket_region() or region or DEFAULT_REGION,
+            "virtual_hosted_style_request": not is_path,
+        }
+        if settings.requester_pays:
+            config["request_payer"] = True
+        if endpoint is not None:
+            parts = urlsplit(endpoint)
+            config["endpoint"] = (
+                endpoint if is_path else f"{parts.scheme}://{settings.bucket}.{parts.netloc}"
+            )
+        if settings.anonymous:
+            config["skip_signature"] = True
+        else:
+            config["credential_provider"] = self._provide_credentials
+        return ObjectStore(
+            settings.bucket,
+            client_options=cast(Any, options),
+            retry_config={"max_retries": 0},
+            **config,
+        )
+
+    def _provide_credentials(self) -> dict[str, Any]:
+        """What obstore signs with; it asks again when they expire."""
+        assert self._credentials is not None
+        current = self._credentials.get_frozen_credentials()
+        return {
+            "access_key_id": current.access_key,
+            "secret_access_key": current.secret_key,
+            "token": current.token,
+            "expires_at": datetime.now(UTC) + ASK_AGAIN,
+        }
+
+    def _custom_endpoint(self) -> str | None:
+        """The endpoint if it is not AWS's own; boto3 also takes it from its configuration."""
+        endpoint = self.s3.meta.endpoint_url
+        host = urlsplit(endpoint).hostname or ""
+        is_aws = host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
+        return None if is_aws else endpoint
+
+    def _bucket_region(self) -> str | None:
+        """Where the bucket is, as S3 tells in the headers of any answer."""
+        if self._settings.region is not None or self._custom_endpoint() is not None:
+            return None
+        answer = self.s3.list_objects_v2(**self.request, MaxKeys=1)
+        region = answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region")
+        return str(region) if region else None
+
+    def _name_principal(self, session: boto3.Session) -> str:
+        if self._credentials is None:
+            return "anonymous"
+        method = self._credentials.method
+        current = self._credentials.get_frozen_credentials()
+        if method in _STATIC and not current.token:
+            return f"key {current.access_key}"
+        # Temporary keys change; what they are derived from does not.
+        role = os.environ.get("AWS_ROLE_ARN", "")
+        return f"{method} {session.profile_name} {role} uid {os.geteuid()}"
+
+
+_NO_CREDENTIALS = Failure(
+    AccessDeniedError,
+    "no AWS credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY,"
+    " name a --profile, or use --anonymous for a public bucket",
+)

@@ -1,0 +1,100 @@
+"""Who may use a connection to S3: a budget that knows priorities and bends when S3 asks.
+
+At most `maximum` requests run at once. When S3 throttles, the number that is
+allowed halves, at most once a second; each request that succeeds raises it
+again by a fraction, so that a full round of successes is worth one more
+connection (additive increase, multiplicative decrease). Demanded requests go
+before prefetching ones, which also leave a few connections free for the next
+demand.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import trio
+
+from fusefs.store.base import Priority
+
+BACK_OFF_EVERY_S = 1.0
+
+
+@dataclass(slots=True)
+class _Waiter:
+    """A request in the queue; its priority may rise while it waits."""
+
+    priority: Callable[[], Priority]
+    turn: trio.Event
+
+
+class Connections:
+    """The budget of one store. Belongs to the event loop."""
+
+    def __init__(self, maximum: int) -> None:
+        self.maximum = maximum
+        self._allowed = float(maximum)
+        self._in_use = 0
+        self._queue: list[_Waiter] = []
+        self._backed_off = -BACK_OFF_EVERY_S
+
+    @property
+    def allowed(self) -> int:
+        return max(1, int(self._allowed))
+
+    @property
+    def in_use(self) -> int:
+        return self._in_use
+
+    @asynccontextmanager
+    async def one(self, priority: Callable[[], Priority]) -> AsyncIterator[None]:
+        """Wait for a connection and hold it. Cancelling gives it back."""
+        await self._acquire(priority)
+        try:
+            yield
+        finally:
+            self._in_use -= 1
+            self._admit()
+
+    def throttled(self) -> None:
+        """S3 asked to slow down."""
+        now = time.monotonic()
+        if now - self._backed_off >= BACK_OFF_EVERY_S:
+            self._backed_off = now
+            self._allowed = max(1.0, self._allowed / 2)
+
+    def succeeded(self) -> None:
+        """A request went well."""
+        if self._allowed < self.maximum:
+            self._allowed = min(float(self.maximum), self._allowed + 1 / self._allowed)
+            self._admit()
+
+    async def _acquire(self, priority: Callable[[], Priority]) -> None:
+        waiter = _Waiter(priority, trio.Event())
+        self._queue.append(waiter)
+        self._admit()
+        try:
+            await waiter.turn.wait()
+        except trio.Cancelled:
+            if waiter.turn.is_set():
+                self._in_use -= 1
+            else:
+                self._queue.remove(waiter)
+            self._admit()
+            raise
+
+    def _admit(self) -> None:
+        """Give free connections to those who wait, the most urgent first."""
+        while self._queue and self._in_use < self.allowed:
+            waiter = min(self._queue, key=lambda one: one.priority())
+            is_prefetch = waiter.priority() == Priority.PREFETCH
+            if is_prefetch and self._in_use >= self.allowed - self._kept_for_demand():
+                return
+            self._queue.remove(waiter)
+            self._in_use += 1
+            waiter.turn.set()
+
+    def _kept_for_demand(self) -> int:
+        return min(self.allowed // 4, 4)

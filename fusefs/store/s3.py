@@ -1,0 +1,270 @@
+"""One bucket over S3: obstore for bytes, boto3 for everything else.
+
+obstore (Rust) streams ranges without holding the GIL; its chunks are written
+to the cache file as they come. boto3 finds the credentials the way its users
+expect and does LIST and HEAD; obstore asks it for credentials, and again
+before they expire. Keys that obstore's paths can't hold are read by boto3.
+
+Both libraries block, so each request runs in a thread, with one connection of
+the budget (connections.py). Retries are ours, for all requests alike: with
+full jitter, until `retry_time_s` has passed without progress. A download that
+broke goes on at its next byte.
+
+boto3 takes half a second to import, so that happens at the first request.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import trio
+
+from fusefs.store import listing
+from fusefs.store.base import (
+    ChunkWriter,
+    ListPage,
+    ObjectInfo,
+    ObjectVersion,
+    Priority,
+    Urgency,
+    demanded,
+)
+from fusefs.store.clients import Clients, S3Settings
+from fusefs.store.connections import Connections
+from fusefs.store.errors import (
+    Failure,
+    NotFoundError,
+    StaleVersionError,
+    StoreError,
+    ThrottledError,
+)
+from fusefs.store.stream import Attempt, AttemptError, Stream
+
+logger = logging.getLogger("fusefs.store")
+
+T = TypeVar("T")
+
+FIRST_PAUSE_S = 0.1
+LAST_PAUSE_S = 5.0
+CHECK_TIME_S = 5.0
+
+
+class S3Store:
+    """A bucket; see `fusefs.store.base.Store` for the contract."""
+
+    def __init__(self, settings: S3Settings) -> None:
+        self._settings = settings
+        self._connections = Connections(settings.max_connections)
+        # An abandoned thread keeps its place until its time-out.
+        self._threads = trio.CapacityLimiter(2 * settings.max_connections)
+        self._clients: Clients | None = None
+        self._connecting = trio.Lock()
+        self._counted: Counter[str] = Counter()
+        self._has_if_match = True
+
+    @property
+    def principal(self) -> str:
+        """Who reads, as a stable name without a secret; known after `check`."""
+        assert self._clients is not None
+        return self._clients.principal
+
+    def counters(self) -> dict[str, int]:
+        names = ("gets", "heads", "lists", "bytes_fetched", "errors", "retries", "throttled")
+        return {**{name: self._counted[name] for name in names},
+                "connections": self._connections.allowed}  # fmt: skip
+
+    async def check(self, prefix: str) -> None:
+        """See whether the bucket can be listed.
+
+        Raises:
+            StoreError: it can't; the message is one line for the user.
+        """
+        where = f"s3://{self._settings.bucket}/{prefix}"
+        endpoint = self._settings.endpoint_url
+        at = f" at {endpoint}" if endpoint else ""
+        try:
+            await self._retried("LIST", prefix, self._lister(prefix, "/", "", None, 1),
+                                retry_time_s=CHECK_TIME_S)  # fmt: skip
+        except StoreError as error:
+            raise type(error)(f"can't read {where}{at}: {error}") from error
+
+    async def aclose(self) -> None:
+        """Give up the connections."""
+        if self._clients is not None:
+            self._clients.s3.close()
+
+    async def list_page(
+        self,
+        prefix: str,
+        *,
+        delimiter: str = "/",
+        start_after: str = "",
+        token: str | None = None,
+        max_keys: int = 1000,
+        priority: Priority = Priority.DEMAND,
+    ) -> ListPage:
+        work = self._lister(prefix, delimiter, start_after, token, max_keys)
+        return await self._retried("LIST", prefix, work, lambda: priority)
+
+    def _lister(
+        self, prefix: str, delimiter: str, start_after: str, token: str | None, max_keys: int
+    ) -> Callable[[Clients], ListPage]:
+        arguments: dict[str, Any] = {"Prefix": prefix, "MaxKeys": max_keys, "EncodingType": "url"}
+        if delimiter:
+            arguments["Delimiter"] = delimiter
+        if start_after:
+            arguments["StartAfter"] = start_after
+        if token:
+            arguments["ContinuationToken"] = token
+
+        def work(clients: Clients) -> ListPage:
+            answer: Any = clients.s3.list_objects_v2(**clients.request, **arguments)
+            page: ListPage = answer[listing.PAGE]
+            return page
+
+        return work
+
+    async def head(self, key: str, *, priority: Priority = Priority.DEMAND) -> ObjectInfo:
+        def work(clients: Clients) -> ObjectInfo:
+            answer: Any = clients.s3.head_object(**clients.request, Key=key)
+            return ObjectInfo(
+                key,
+                answer["ContentLength"],
+                listing.quoted(answer["ETag"]),
+                int(answer["LastModified"].timestamp()) * 1_000_000_000,
+                answer.get("StorageClass", "STANDARD"),
+                answer.get("ContentType", "binary/octet-stream"),
+                answer.get("VersionId"),
+            )
+
+        return await self._retried("HEAD", key, work, lambda: priority)
+
+    async def download(
+        self,
+        version: ObjectVersion,
+        start: int,
+        stop: int,
+        write: ChunkWriter,
+        *,
+        priority: Urgency = demanded,
+    ) -> None:
+        stream = Stream(version, start, stop, write, self._note_bytes)
+        while True:
+            stream.has_if_match = self._has_if_match
+            try:
+                await self._retried("GET", version.key, stream.run, priority, stream=stream)
+                return
+            except StaleVersionError:
+                if not self._has_if_match or not await self._is_unchanged(version):
+                    raise
+                # This server's If-Match says no to the very ETag that it tells.
+                logger.info("%s: If-Match is not to be relied on here", self._settings.bucket)
+                self._has_if_match = False
+
+    def _note_bytes(self, count: int) -> None:
+        self._counted["bytes_fetched"] += count
+
+    async def _is_unchanged(self, version: ObjectVersion) -> bool:
+        return (await self.head(version.key)).version == version
+
+    async def _retried(
+        self,
+        operation: str,
+        key: str,
+        work: Callable[[Clients], T],
+        priority: Urgency = demanded,
+        *,
+        stream: Stream | None = None,
+        retry_time_s: float | None = None,
+    ) -> T:
+        """Run `work` in a thread with a connection, again and again while that may help.
+
+        Raises:
+            StoreError: it did not; there is one log line about it.
+        """
+        patience = _Patience(retry_time_s or self._settings.retry_time_s)
+        while True:
+            try:
+                async with self._connections.one(priority):
+                    result = await self._run(operation, work, stream)
+                self._connections.succeeded()
+                return result
+            except AttemptError as error:
+                failure = error.failure
+            if failure.kind is ThrottledError:
+                self._counted["throttled"] += 1
+                self._connections.throttled()
+            if stream is not None and stream.has_progressed():
+                patience.renew()
+            if not failure.is_retryable or not patience.is_left():
+                raise self._failed(operation, key, failure)
+            self._counted["retries"] += 1
+            logger.info("%s again: %s", operation, self._describe(key, failure))
+            await trio.sleep(patience.pause_s())
+
+    async def _run(self, operation: str, work: Callable[[Clients], T], stream: Stream | None) -> T:
+        """One attempt, in a thread; a cancelled one ends there on its own."""
+        clients = await self._connect()
+        self._counted[_COUNTERS[operation]] += 1
+        attempt = Attempt() if stream is None else stream.begin()
+        try:
+            return await trio.to_thread.run_sync(
+                attempt.guarded(work), clients, limiter=self._threads, abandon_on_cancel=True
+            )
+        except trio.Cancelled:
+            await attempt.abandon()
+            raise
+
+    async def _connect(self) -> Clients:
+        async with self._connecting:
+            if self._clients is None:
+                connect = Attempt().guarded(lambda: Clients(self._settings))
+                self._clients = await trio.to_thread.run_sync(connect)
+            return self._clients
+
+    def _failed(self, operation: str, key: str, failure: Failure) -> StoreError:
+        """Log a request that failed for good."""
+        self._counted["errors"] += 1
+        # A missing object is an answer, and lookups ask for many.
+        level = logging.DEBUG if failure.kind is NotFoundError else logging.WARNING
+        logger.log(level, "%s failed: %s", operation, self._describe(key, failure))
+        sentence = failure.sentence
+        if failure.request_id:
+            sentence += f" (request {failure.request_id})"
+        return failure.kind(sentence)
+
+    def _describe(self, key: str, failure: Failure) -> str:
+        return (
+            f"s3://{self._settings.bucket}/{key}: {failure.sentence}"
+            f" [status {failure.status} {failure.code}, request {failure.request_id or 'unknown'}]"
+        )
+
+
+_COUNTERS = {"GET": "gets", "HEAD": "heads", "LIST": "lists"}
+
+
+class _Patience:
+    """How long to go on trying, and how long to pause before the next attempt."""
+
+    def __init__(self, time_s: float) -> None:
+        self._time_s = time_s
+        self.renew()
+
+    def renew(self) -> None:
+        """Something has been achieved."""
+        self._end = time.monotonic() + self._time_s
+        self._attempts = 0
+
+    def is_left(self) -> bool:
+        return time.monotonic() < self._end
+
+    def pause_s(self) -> float:
+        # Full jitter: clients that failed together do not come back together.
+        self._attempts += 1
+        longest = min(LAST_PAUSE_S, FIRST_PAUSE_S * 2**self._attempts)
+        return random.uniform(0, longest)

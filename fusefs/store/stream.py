@@ -1,0 +1,181 @@
+"""One ranged GET in a worker thread: checked, counted, resumed, and abandoned without a trace.
+
+A thread that waits for the network can't be stopped, only left alone. Once an
+attempt has been abandoned its thread never writes again; if it was writing in
+that very moment, whoever abandons it waits for that write, which goes to the
+local disk.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+import trio
+
+from fusefs.store import listing
+from fusefs.store.base import ChunkWriter, ObjectVersion
+from fusefs.store.errors import Failure, StaleVersionError, StoreError, UnreachableError, translate
+
+if TYPE_CHECKING:
+    from fusefs.store.clients import Clients
+
+T = TypeVar("T")
+
+# The unit in which bytes are handed on: large enough that a chunk's share of
+# Python's work does not count, small enough that a reader need not wait long.
+CHUNK = 1 << 20
+
+
+class AttemptError(Exception):
+    """One attempt of a request failed."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.sentence)
+        self.failure = failure
+
+
+class _AbandonedError(Exception):
+    """Ends the thread of an abandoned attempt; nobody sees it."""
+
+
+class Attempt:
+    """One run of a request in a thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # held for a moment only, also by the event loop
+        self._is_abandoned = False
+        self._is_writing = False
+        self._token = trio.lowlevel.current_trio_token()
+        self._written = trio.Event()
+
+    def guarded(self, work: Callable[..., T]) -> Callable[..., T]:
+        """`work` with the libraries' exceptions as `AttemptError`; others are left as they are."""
+
+        def run(*arguments: object) -> T:
+            try:
+                return work(*arguments)
+            except Exception as error:
+                failure = translate(error)
+                if failure is None:
+                    raise
+                raise AttemptError(failure) from error
+
+        return run
+
+    def write(self, write: Callable[[], None]) -> None:
+        """Call `write` unless the attempt has been abandoned. Blocks, in the thread."""
+        with self._lock:
+            if self._is_abandoned:
+                raise _AbandonedError
+            self._is_writing = True
+        try:
+            write()
+        finally:
+            with self._lock:
+                self._is_writing = False
+                if self._is_abandoned:
+                    self._token.run_sync_soon(self._written.set)
+
+    async def abandon(self) -> None:
+        """Have no write running, now or later; waits for a local write at most."""
+        with self._lock:
+            self._is_abandoned = True
+            is_writing = self._is_writing
+        if is_writing:
+            with trio.CancelScope(shield=True):
+                await self._written.wait()
+
+
+class Stream:
+    """The bytes [start, stop) of a version on their way into `write`, over several attempts."""
+
+    def __init__(
+        self,
+        version: ObjectVersion,
+        start: int,
+        stop: int,
+        write: ChunkWriter,
+        note_bytes: Callable[[int], None],
+    ) -> None:
+        self._version = version
+        self._position = start
+        self._stop = stop
+        self._write = write
+        self._note_bytes = note_bytes
+        self._attempt: Attempt | None = None
+        self._began_at = start
+        self.has_if_match = True
+
+    def begin(self) -> Attempt:
+        self._attempt = Attempt()
+        self._began_at = self._position
+        return self._attempt
+
+    def has_progressed(self) -> bool:
+        """Whether the last attempt brought anything."""
+        return self._position > self._began_at
+
+    def run(self, clients: Clients) -> None:
+        """Stream what is missing. Blocks.
+
+        Raises:
+            AttemptError: the stream broke, or is not what was asked for.
+        """
+        if is_plain(self._version.key):
+            self._run_obstore(clients)
+        else:
+            self._run_boto(clients)
+        if self._position < self._stop:
+            raise AttemptError(
+                Failure(UnreachableError, "the answer was too short", is_retryable=True)
+            )
+
+    def _run_obstore(self, clients: Clients) -> None:
+        import obstore
+
+        options: obstore.GetOptions = {"range": (self._position, self._stop)}
+        if self.has_if_match:
+            options["if_match"] = self._version.etag
+        answer = obstore.get(clients.objects, self._version.key, options=options)
+        self._compare(answer.meta["e_tag"], answer.range[0])
+        for chunk in answer.stream(min_chunk_size=CHUNK):
+            self._take(memoryview(chunk))
+
+    def _run_boto(self, clients: Clients) -> None:
+        """For keys that obstore's paths can't hold."""
+        condition = {"IfMatch": self._version.etag} if self.has_if_match else {}
+        answer = clients.s3.get_object(
+            **clients.request,
+            **condition,
+            Key=self._version.key,
+            Range=f"bytes={self._position}-{self._stop - 1}",
+        )
+        shown = re.match(r"bytes (\d+)-", answer.get("ContentRange", ""))
+        self._compare(answer["ETag"], int(shown[1]) if shown else 0)
+        for chunk in answer["Body"].iter_chunks(CHUNK):
+            self._take(memoryview(chunk))
+
+    def _compare(self, etag: str | None, start: int) -> None:
+        """Some servers ignore If-Match, and some ignore ranges."""
+        if etag is None or listing.quoted(etag) != self._version.etag:
+            sentence = "the object has been replaced"
+            raise AttemptError(Failure(StaleVersionError, sentence))
+        if start != self._position:
+            raise AttemptError(Failure(StoreError, "S3 sent another range than it was asked for"))
+
+    def _take(self, chunk: memoryview) -> None:
+        assert self._attempt is not None
+        chunk = chunk[: self._stop - self._position]
+        self._attempt.write(lambda: self._write(self._position, chunk))
+        self._position += len(chunk)
+        self._note_bytes(len(chunk))
+
+
+def is_plain(key: str) -> bool:
+    """Whether obstore's path type can hold a key as it is."""
+    if any(character < " " or character == "\x7f" for character in key):
+        return False
+    return all(segment not in ("", ".", "..") for segment in key.split("/"))
