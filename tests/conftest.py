@@ -1,0 +1,88 @@
+"""What the tests share: one S3 server for all of them, a bucket and mounts for each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.mounting import Mount
+from tests.support.s3_server import S3Server
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A SeaweedFS for the whole run."""
+    with S3Server(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+@dataclass
+class Bucket:
+    """An empty bucket of a test's own."""
+
+    server: S3Server
+    name: str
+    client: Any
+
+    def put(self, key: str, data: bytes, **options: Any) -> str:
+        """Put an object and return its ETag."""
+        answer = self.client.put_object(Bucket=self.name, Key=key, Body=data, **options)
+        etag: str = answer["ETag"]
+        return etag
+
+    def delete(self, key: str) -> None:
+        self.client.delete_object(Bucket=self.name, Key=key)
+
+
+@pytest.fixture
+def bucket(s3: S3Server) -> Bucket:
+    return Bucket(s3, s3.new_bucket(), s3.client())
+
+
+@pytest.fixture(params=["kernel", "pyfuse3"])
+def session(request: pytest.FixtureRequest) -> str:
+    """Each of the two sessions in turn."""
+    if not os.path.exists("/dev/fuse"):
+        pytest.skip("there is no /dev/fuse here")
+    name: str = request.param
+    return name
+
+
+Mounter = Callable[..., Mount]
+
+
+@pytest.fixture
+def mounter(bucket: Bucket, tmp_path: Path) -> Iterator[Mounter]:
+    """Mounts the bucket: `mounter("--option", …, prefix="a/", endpoint_url=…)`."""
+    if not os.path.exists("/dev/fuse"):
+        pytest.skip("there is no /dev/fuse here")
+    mounts: list[Mount] = []
+
+    def mount(
+        *options: str, prefix: str = "", endpoint_url: str | None = None, cache: str = "cache"
+    ) -> Mount:
+        path = tmp_path / f"mnt{len(mounts)}"
+        path.mkdir()
+        new = Mount(
+            f"s3://{bucket.name}/{prefix}", path, tmp_path / cache,
+            endpoint_url or bucket.server.endpoint_url, bucket.server.environment,
+            tmp_path / f"fusefs{len(mounts)}.log", options,
+        )  # fmt: skip
+        mounts.append(new)
+        new.start()
+        return new
+
+    yield mount
+    for made in mounts:
+        made.clean_up()
+
+
+@pytest.fixture
+def mount(mounter: Mounter, session: str) -> Callable[..., Mount]:
+    """As `mounter`, under each session."""
+    return lambda *options, **places: mounter("--session", session, *options, **places)

@@ -1,0 +1,102 @@
+"""Mounts for tests: real daemons on real directories, ended for sure.
+
+A mount that a test leaves behind in whatever state is aborted at the end, so
+that no process hangs on it for ever.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FUSEFS = Path(sys.prefix) / "bin" / "fusefs"
+LIMIT_S = 60
+
+
+def fusefs(
+    *arguments: object, environment: dict[str, str] | None = None, check: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """Run the command; with `check` a failure is an error that shows what it said."""
+    result = subprocess.run(
+        [str(FUSEFS), *map(str, arguments)],
+        env={**_clean_environment(), **(environment or {})},
+        capture_output=True, text=True, timeout=LIMIT_S, check=False,
+    )  # fmt: skip
+    if check and result.returncode:
+        raise AssertionError(f"fusefs {arguments} failed: {result.stderr}")
+    return result
+
+
+def _clean_environment() -> dict[str, str]:
+    own = ("AWS_", "FUSEFS_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(own)}
+
+
+@dataclass
+class Mount:
+    """One mount of a bucket, from `start` to `end`; may be started again on the same cache."""
+
+    source: str
+    path: Path
+    cache: Path
+    endpoint_url: str
+    environment: dict[str, str]
+    log: Path
+    options: tuple[str, ...] = ()
+    _pids: list[int] = field(default_factory=list)
+
+    def start(self, *options: str) -> None:
+        fusefs(
+            "mount", self.source, self.path, "--endpoint-url", self.endpoint_url,
+            "--cache-dir", self.cache, "--log-file", self.log, "--log-level", "debug",
+            *self.options, *options, environment=self.environment,
+        )  # fmt: skip
+        self._pids.append(self.pid)
+
+    def status(self) -> dict[str, Any]:
+        result: dict[str, Any] = json.loads(fusefs("status", self.path, "--json").stdout)
+        return result
+
+    @property
+    def pid(self) -> int:
+        pid: int = self.status()["daemon"]["pid"]
+        return pid
+
+    def kill(self) -> None:
+        """SIGKILL the daemon, and take the dead mount away."""
+        pid = self.pid
+        handle = os.pidfd_open(pid)
+        os.kill(pid, signal.SIGKILL)
+        _wait_for(handle)
+        self.force()
+
+    def end(self) -> None:
+        """Unmount as a user would."""
+        fusefs("umount", self.path)
+
+    def force(self) -> None:
+        fusefs("umount", "--force", self.path, check=False)
+
+    def clean_up(self) -> None:
+        """Whatever the test did: no mount and no daemon afterwards."""
+        self.force()
+        for pid in self._pids:
+            try:
+                command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            except FileNotFoundError:
+                continue
+            if b"fusefs" in command:
+                os.kill(pid, signal.SIGKILL)
+
+
+def _wait_for(handle: int) -> None:
+    import select
+
+    with os.fdopen(handle) as process:
+        select.select([process], [], [], LIMIT_S)

