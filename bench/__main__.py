@@ -35,9 +35,9 @@ from bench.workloads import WORKLOADS, Workload
 MIB = 1024 * 1024
 RESULTS = Path(__file__).parent / "results"
 
-# How long one random-read measurement may take: five seconds give the slowest
-# peer some fifty thousand reads.
-LIMIT_S = 5.0
+# How long one random-read measurement may take: three seconds give the slowest
+# peer some thirty thousand reads.
+LIMIT_S = 3.0
 QUICK_LIMIT_S = 1.0
 
 # Memory-backed file systems, whose "disk" would be the page cache itself.
