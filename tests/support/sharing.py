@@ -1,0 +1,92 @@
+"""Mounts and buckets for a whole module, and contents that tell where they come from."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.support.mounting import Mount
+from tests.support.s3_server import S3Server
+
+# How long a test waits for what must happen, on a machine that others use too.
+PATIENCE_S = 30
+BLOCK = 4096
+
+
+def content(name: str, size: int) -> bytes:
+    """Bytes that look random and are the same whenever asked for."""
+    return random.Random(name).randbytes(size)
+
+
+def stamped(version: int, size: int) -> bytes:
+    """Blocks that each tell the version and their place: a mix of versions shows."""
+    blocks = (b"%-32d%-32d" % (version, number) for number in range(-(-size // BLOCK)))
+    return b"".join(block.ljust(BLOCK, b".") for block in blocks)[:size]
+
+
+def version_of(data: bytes) -> int:
+    """The version that a stamped content is, whole and unmixed."""
+    version = int(data[:32])
+    assert data == stamped(version, len(data)), "not one version"
+    return version
+
+
+@contextlib.contextmanager
+def mounted(
+    s3: S3Server, source: str, directory: Path, *options: str, endpoint_url: str | None = None
+) -> Iterator[Mount]:
+    """A mount below a directory, gone at the end whatever happened."""
+    path = directory / "mnt"
+    path.mkdir(parents=True)
+    mount = Mount(
+        source, path, directory / "cache", endpoint_url or s3.endpoint_url, s3.environment,
+        directory / "fusefs.log", options,
+    )  # fmt: skip
+    try:
+        mount.start()
+        yield mount
+    finally:
+        mount.clean_up()
+
+
+def until(condition: Callable[[], Any], what: str) -> Any:
+    """Wait until a condition holds, and return what it returned."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {what}"
+        time.sleep(0.02)
+    return value
+
+
+def drop_caches() -> None:
+    """Have the kernel drop page cache, dentries and inodes."""
+    os.sync()
+    Path("/proc/sys/vm/drop_caches").write_text("3")
+
+
+def python(code: str, *arguments: object, **options: Any) -> subprocess.Popen[str]:
+    """A Python process that runs some code."""
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        **options,
+    )  # fmt: skip
+
+
+def read_all(path: Path | str, size: int = 1 << 20) -> bytes:
+    """The file's bytes by read(2) alone."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        parts = []
+        while part := os.read(fd, size):
+            parts.append(part)
+        return b"".join(parts)
+    finally:
+        os.close(fd)
