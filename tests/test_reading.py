@@ -296,12 +296,12 @@ def test_copy_file_range_out_of_the_mount(world: World, tmp_path: Path) -> None:
 def _direct(path: Path, offset: int, size: int, memory_offset: int = 0) -> bytes:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
     try:
-        with mmap.mmap(-1, size + memory_offset + 4096) as memory:
-            view = memoryview(memory)[memory_offset : memory_offset + size]
-            count = os.preadv(fd, [view], offset)
-            got = bytes(view[:count])
-            view.release()
-            return got
+        with (
+            mmap.mmap(-1, size + memory_offset + 4096) as memory,
+            memoryview(memory) as whole,
+            whole[memory_offset : memory_offset + size] as view,
+        ):
+            return bytes(view[: os.preadv(fd, [view], offset)])
     finally:
         os.close(fd)
 
