@@ -86,13 +86,15 @@ class S3Server:
             f"-dir={self.data}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
             f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}",
             "-s3", f"-s3.port={s3}", f"-s3.config={config}", "-s3.port.iceberg=0",
-            "-s3.port.lance=0", "-master.telemetry=false", "-volume.max=100",
+            "-s3.port.lance=0", "-master.telemetry=false", "-volume.max=2000",
             "-master.volumeSizeLimitMB=1024", "-volume.minFreeSpace=0",
         ]  # fmt: skip
         with (self._directory / "weed.log").open("ab") as log:
             self._process = subprocess.Popen(
                 arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 start_new_session=True, preexec_fn=_die_with_parent,
+                # One volume to a bucket; with the usual seven a hundred are soon used up.
+                env={**os.environ, "WEED_MASTER_VOLUME_GROWTH_COPY_1": "1"},
             )  # fmt: skip
         self._wait_until_writable()
 
