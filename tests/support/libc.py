@@ -23,7 +23,6 @@ _libc.seekdir.argtypes = (ctypes.c_void_p, ctypes.c_long)
 _libc.rewinddir.argtypes = (ctypes.c_void_p,)
 _libc.closedir.argtypes = (ctypes.c_void_p,)
 _libc.readdir.argtypes = (ctypes.c_void_p,)
-_libc.mknod.argtypes = (ctypes.c_char_p, ctypes.c_uint, ctypes.c_ulong)
 
 
 class _Dirent(ctypes.Structure):
@@ -114,8 +113,3 @@ class DirectoryStream:
 
     def rewind(self) -> None:
         _libc.rewinddir(self._stream)
-
-
-def mknod(path: Path, mode: int) -> None:
-    if _libc.mknod(os.fsencode(path), mode, 0):
-        raise OSError(ctypes.get_errno(), "mknod", str(path))

@@ -1,0 +1,256 @@
+"""Objects that are replaced while programs have them open: one version, or ESTALE."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Bucket
+from tests.support.mounting import Mount
+from tests.support.semantics import states
+from tests.support.sharing import read_all, stamped, version_of
+
+MIB = 1 << 20
+SMALL = 300_000
+LARGE = 24 * MIB
+KINDS = {
+    "passthrough": ("--session", "kernel"),
+    "served": ("--session", "kernel", "--passthrough", "off"),
+    "pyfuse3": ("--session", "pyfuse3"),
+}
+
+
+@pytest.fixture(params=KINDS)
+def make(request: pytest.FixtureRequest, mounter: Callable[..., Mount]) -> Callable[..., Mount]:
+    """Mounts with a TTL of 0 unless told otherwise, of each kind."""
+    kind: tuple[str, ...] = KINDS[request.param]
+    return lambda *options: mounter(*kind, "--metadata-ttl", "0s", *options)
+
+
+def read_or_stale(fd: int, size: int, offset: int) -> bytes | None:
+    """What pread says; None for ESTALE, and nothing else is allowed."""
+    try:
+        return os.pread(fd, size, offset)
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
+        return None
+
+
+@states(
+    "An open file shows one version of its object, from open to close, whatever happens in the"
+    " bucket."
+)
+@pytest.mark.parametrize("new_size", [SMALL, SMALL // 3, SMALL * 2], ids=["same", "less", "more"])
+def test_an_old_handle_of_a_cached_file_keeps_its_version(
+    make: Callable[..., Mount], bucket: Bucket, new_size: int
+) -> None:
+    bucket.put("file", stamped(1, SMALL))
+    path = make().path / "file"
+    with path.open("rb", buffering=0) as old:
+        bucket.put("file", stamped(2, new_size))
+        assert read_all(path) == stamped(2, new_size)
+        assert os.stat(path).st_size == new_size
+        assert os.fstat(old.fileno()).st_size == SMALL
+        assert os.pread(old.fileno(), SMALL + 1, 0) == stamped(1, SMALL)
+
+
+@states("Both versions can be open at the same time, each with its own bytes and size.")
+def test_handles_of_three_versions_live_side_by_side(
+    make: Callable[..., Mount], bucket: Bucket
+) -> None:
+    mount = make()
+    fds = []
+    try:
+        for version in (1, 2, 3):
+            bucket.put("file", stamped(version, SMALL + version))
+            fds.append(os.open(mount.path / "file", os.O_RDONLY))
+        for version, fd in enumerate(fds, 1):
+            assert os.fstat(fd).st_size == SMALL + version
+            assert os.pread(fd, MIB, 0) == stamped(version, SMALL + version)
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+@states(
+    "A read of a range that is not in the cache fails with ESTALE if the object has been replaced"
+    " or deleted since the file was opened."
+)
+@pytest.mark.parametrize("case", ["replaced", "deleted", "truncated", "grown"])
+def test_an_old_handle_of_a_file_that_is_not_cached_gets_estale(
+    make: Callable[..., Mount], bucket: Bucket, case: str
+) -> None:
+    bucket.put("file", stamped(1, LARGE))
+    mount = make()
+    with (mount.path / "file").open("rb", buffering=0) as old:
+        first = os.pread(old.fileno(), 4096, 0)
+        if case == "deleted":
+            bucket.delete("file")
+        else:
+            size = {"replaced": LARGE, "truncated": 10_000, "grown": LARGE + 5 * MIB}[case]
+            bucket.put("file", stamped(2, size))
+        assert read_or_stale(old.fileno(), 4096, LARGE - 4096) is None
+        # What it has read once it can read again.
+        assert os.pread(old.fileno(), 4096, 0) == first == stamped(1, 4096)
+    if case == "deleted":
+        with pytest.raises(FileNotFoundError):
+            read_all(mount.path / "file")
+    else:
+        assert read_all(mount.path / "file") == stamped(2, size)
+
+
+@states("After ESTALE a new open reads the new version, whatever the metadata TTL is.")
+def test_a_version_that_proved_outdated_is_not_believed_until_the_ttl(
+    make: Callable[..., Mount], bucket: Bucket
+) -> None:
+    bucket.put("file", stamped(1, LARGE))
+    mount = make("--metadata-ttl", "1h")
+    with (mount.path / "file").open("rb", buffering=0) as old:
+        os.pread(old.fileno(), 4096, 0)
+        bucket.put("file", stamped(2, LARGE))
+        assert read_or_stale(old.fileno(), 4096, LARGE - 4096) is None
+    assert read_all(mount.path / "file") == stamped(2, LARGE)
+
+
+def test_an_outdated_listing_does_not_make_an_open_fail(
+    make: Callable[..., Mount], bucket: Bucket
+) -> None:
+    """The listing still tells the old version, of which nothing is cached."""
+    for name, size in (("small", SMALL), ("large", LARGE)):
+        bucket.put(name, stamped(1, size))
+    mount = make("--metadata-ttl", "1h")
+    assert os.listdir(mount.path) == ["large", "small"]
+    for name, size in (("small", SMALL), ("large", LARGE)):
+        bucket.put(name, stamped(2, size + 7))
+        assert read_all(mount.path / name) == stamped(2, size + 7)
+        assert (mount.path / name).stat().st_size == size + 7
+
+
+def test_a_deleted_object_that_is_still_listed_is_enoent_on_open(
+    make: Callable[..., Mount], bucket: Bucket
+) -> None:
+    bucket.put("gone", stamped(1, SMALL))
+    bucket.put("stays", b"")
+    mount = make("--metadata-ttl", "1h")
+    assert os.listdir(mount.path) == ["gone", "stays"]
+    bucket.delete("gone")
+    with pytest.raises(FileNotFoundError):
+        read_all(mount.path / "gone")
+
+
+def test_a_replaced_object_of_the_same_content_goes_on_as_one_version(
+    make: Callable[..., Mount], bucket: Bucket
+) -> None:
+    bucket.put("file", stamped(1, LARGE))
+    mount = make()
+    with (mount.path / "file").open("rb", buffering=0) as old:
+        os.pread(old.fileno(), 4096, 0)
+        bucket.put("file", stamped(1, LARGE))
+        assert os.pread(old.fileno(), 4096, LARGE - 4096) == stamped(1, LARGE)[-4096:]
+
+
+class Replacer:
+    """Replaces an object over and over, with versions 1, 2, 3 and so on."""
+
+    def __init__(self, bucket: Bucket, key: str, sizes: tuple[int, ...]) -> None:
+        self._bucket = bucket
+        self._key = key
+        self._sizes = sizes
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.version = 0
+        self.replace()
+
+    def replace(self) -> None:
+        size = self._sizes[self.version % len(self._sizes)]
+        self._bucket.put(self._key, stamped(self.version + 1, size))
+        self.version += 1
+
+    def _run(self) -> None:
+        while not self._done.is_set():
+            self.replace()
+
+    def __enter__(self) -> Replacer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+
+def read_through(path: Path, size: int) -> int | None:
+    """Read a file once from end to end: its version, or None if that was gone too early."""
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        # Replaced twice within one open.
+        if error.errno != errno.ESTALE:
+            raise
+        return None
+    try:
+        expected = os.fstat(fd).st_size
+        parts = []
+        while True:
+            part = os.read(fd, size)
+            if not part:
+                break
+            parts.append(part)
+        data = b"".join(parts)
+        assert len(data) == expected, "the end came early or late"
+        return version_of(data)
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
+        return None
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reads"),
+    [((SMALL,), 25), ((SMALL, 9_000, 2 * SMALL), 25), ((5 * MIB, 3 * MIB, 6 * MIB), 6)],
+    ids=["small", "of changing size", "large"],
+)
+def test_readers_of_an_object_that_is_being_replaced_see_whole_versions(
+    make: Callable[..., Mount], bucket: Bucket, sizes: tuple[int, ...], reads: int
+) -> None:
+    mount = make()
+    with Replacer(bucket, "file", sizes) as replacer:
+        path = mount.path / "file"
+
+        def work(size: int) -> list[int | None]:
+            return [read_through(path, size) for _ in range(reads)]
+
+        with ThreadPoolExecutor(4) as threads:
+            results = list(threads.map(work, (4096, 10_000, 128 << 10, MIB)))
+    seen = [[version for version in result if version is not None] for result in results]
+    assert all(versions == sorted(versions) for versions in seen), "back to an older version"
+    # At rest, everybody sees the last one.
+    assert read_through(path, MIB) == replacer.version
+    if len(sizes) == 1:
+        assert any(seen), "nobody could read anything"
+
+
+def test_a_mapping_of_a_cached_file_keeps_its_version(
+    make: Callable[..., Mount], bucket: Bucket
+) -> None:
+
+    bucket.put("file", stamped(1, SMALL))
+    mount = make()
+    with (
+        (mount.path / "file").open("rb") as file,
+        mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as view,
+    ):
+        assert version_of(view[:8192]) == 1
+        bucket.put("file", stamped(2, 2 * SMALL))
+        assert read_all(mount.path / "file") == stamped(2, 2 * SMALL)
+        assert view[:] == stamped(1, SMALL)
