@@ -103,7 +103,7 @@ class Daemon:
             await self._open_cache()
             async with trio.open_nursery() as nursery:
                 self._directories = Directories(
-                    self._store, self.settings.metadata_ttl, self._pages
+                    self._store, self.settings.metadata_ttl, self._pages, nursery
                 )
                 self._fetcher = Fetcher(self._store, self._cache, self._space, nursery)
                 nursery.start_soon(self._cache.run)

@@ -83,6 +83,8 @@ class Catalog:
                 for statement in _SCHEMA.split(";"):
                     self._db.execute(statement)
                 self._db.execute(f"PRAGMA user_version={FORMAT}")
+                # A row that was cut somewhere tells nothing.
+                self._db.execute("DELETE FROM files WHERE length(ranges) % 16")
                 # What was not on the disk when the machine stopped is not to be trusted.
                 self._db.execute(
                     "DELETE FROM files WHERE boot_id != ? AND NOT is_synced", (boot_id,)
@@ -90,6 +92,8 @@ class Catalog:
                 self._db.execute(
                     "UPDATE total SET bytes = (SELECT coalesce(sum(bytes), 0) FROM files)"
                 )
+        except sqlite3.OperationalError:
+            raise  # locked, or the disk is full: nothing is wrong with the database
         except sqlite3.DatabaseError as error:
             raise DamagedCatalogError(f"{path}: {error}") from error
 
@@ -115,13 +119,14 @@ class Catalog:
             accepted = [self._record(row) for row in rows]
             return accepted, self.total_bytes()
 
-    def mark_synced(self, row: Row) -> None:
-        """The file with the ranges of `row` is safely on the disk; more ranges make it unsafe."""
-        self._db.execute(
-            "UPDATE files SET is_synced = 1"
-            " WHERE name = ? AND generation = ? AND st_ino = ? AND ranges = ?",
-            (row.name, row.generation, row.st_ino, row.ranges),
-        )
+    def mark_synced(self, rows: Iterable[Row]) -> None:
+        """These files with these ranges are safely on the disk; more ranges make them unsafe."""
+        with self._transaction():
+            self._db.executemany(
+                "UPDATE files SET is_synced = 1"
+                " WHERE name = ? AND generation = ? AND st_ino = ? AND ranges = ?",
+                [(row.name, row.generation, row.st_ino, row.ranges) for row in rows],
+            )
 
     def touch(self, times: Iterable[tuple[float, str, str]]) -> None:
         """Set when files were last used: (seconds since the epoch, name, generation) of each."""

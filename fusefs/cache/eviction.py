@@ -85,6 +85,8 @@ class Space:
         async with self._evicting:
             await self._evict(wanted)
             if self.excess(wanted) > 0:
+                if self._cache is not None:
+                    self._cache.warn("there is no room, what is open takes all of it")
                 return False
             self.reserved += wanted
             return True
@@ -112,10 +114,20 @@ class Space:
         if self.excess(wanted) <= 0:
             return
         slack = wanted + int(SLACK * self.used)
+        await self._evict_until(slack)
+        if self.excess(wanted) > 0:
+            # What other mounts keep here may go as well.
+            await self._cache.learn()
+            await self._evict_until(slack)
+
+    async def _evict_until(self, wanted: int) -> None:
+        """Evict, oldest first, until `wanted` bytes fit or nothing is left to go."""
+        assert self._cache is not None
         for file in self._cache.victims():
-            if self.excess(slack) <= 0:
+            if self.excess(wanted) <= 0:
                 return
-            if not file.pins:  # it may have been opened while another was evicted
+            # It may have been opened, or gone, while another was evicted.
+            if not file.pins and file.present.total:
                 await self._evict_one(file)
         self._free_known_until = 0.0
 
@@ -125,7 +137,8 @@ class Space:
         fd = await self._cache.evict(file)
         if fd >= 0:
             self._ghosts[fd] = size
-        self._free += size
+        # Ask the disk instead of believing that the blocks are free.
+        self._free_known_until = 0.0
 
     def _headroom(self) -> int:
         """The bytes that may still be taken before the disk's floor is reached."""

@@ -48,7 +48,7 @@ class Download:
     """One range [start, stop) of one file on its way.
 
     `position` is up to where bytes have arrived; `demanded` counts the readers
-    that wait, `is_wanted` is the interest of a prefetch.
+    that wait, `wanted` the prefetches that are interested.
     """
 
     __slots__ = (
@@ -58,11 +58,11 @@ class Download:
         "error",
         "file",
         "is_done",
-        "is_wanted",
         "position",
         "since",
         "start",
         "stop",
+        "wanted",
     )
 
     def __init__(self, file: CacheFile, start: int, stop: int) -> None:
@@ -72,7 +72,7 @@ class Download:
         self.position = start
         self.since = time.monotonic()
         self.demanded = 0
-        self.is_wanted = False
+        self.wanted = 0
         self.is_done = False
         self.error: Exception | None = None
         self.cancel_scope = trio.CancelScope()
@@ -120,12 +120,12 @@ class Download:
         )
 
     def unwant(self) -> None:
-        """The prefetch has no more interest in it."""
-        self.is_wanted = False
+        """A prefetch has no more interest in it."""
+        self.wanted -= 1
         self._stop_if_unwanted()
 
     def _stop_if_unwanted(self) -> None:
-        if not self.demanded and not self.is_wanted and not self.is_done:
+        if not self.demanded and not self.wanted and not self.is_done:
             self.cancel_scope.cancel()
 
 
@@ -165,7 +165,7 @@ class Fetcher:
                 raise download.error
 
     def want(self, file: CacheFile, start: int, stop: int) -> list[Download]:
-        """Start what is missing of [start, stop) ahead of its use, in parts.
+        """Start or join what is missing of [start, stop) ahead of its use, in parts.
 
         The caller keeps the downloads and says `unwant` when it loses interest.
         """
@@ -174,12 +174,14 @@ class Fetcher:
         while (gap := file.present.first_missing(at, stop)) is not None:
             running = self.find(file, gap[0])
             if running is not None:
+                running.wanted += 1
+                started.append(running)
                 at = running.stop
                 continue
             part_stop = min(gap[1], gap[0] - gap[0] % PART + PART)
             part_stop = self._free_until(file, gap[0], part_stop)
             download = self._start(file, gap[0], part_stop)
-            download.is_wanted = True
+            download.wanted = 1
             started.append(download)
             at = part_stop
         return started
@@ -254,7 +256,9 @@ class Fetcher:
             await self._stream(download, reserved)
         except OSError as error:
             # The cache disk, for the store raises nothing of this kind.
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                self._cache.warn(error.strerror or "it is full")
+            else:
                 self._cache.refuse(download.file, error)
             return NotKeptError()
         except StoreError as error:

@@ -31,6 +31,7 @@ import sqlite3
 import time
 from collections.abc import Callable
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -54,8 +55,10 @@ TOUCH_EVERY = 30  # records
 # A complete file is left alone this long before it is synced: what is being
 # read for the first time should have the disk for itself.
 SYNC_AFTER_S = 5.0
+# How many files are made safe in one go.
+SYNC_AT_ONCE = 256
 # Files without a row are swept when they are older than any batch of the catalog.
-ORPHAN_AGE_S = 60.0
+ORPHAN_AGE_S = 15.0
 
 
 class CacheDirectoryError(Exception):
@@ -67,6 +70,8 @@ class CacheFile:
 
     `fd` is -1 while nobody needs it open; `pins` counts users. `is_kept` turns
     False when the disk refuses the file: its version is then read uncached.
+    `is_ours` turns False when another mount keeps the same version: this file
+    then goes with its last user.
     """
 
     __slots__ = (
@@ -74,6 +79,7 @@ class CacheFile:
         "fd",
         "generation",
         "is_kept",
+        "is_ours",
         "name",
         "opening",
         "pins",
@@ -97,6 +103,7 @@ class CacheFile:
         self.present = RangeMap()
         self.recorded = 0  # bytes of `present` that the catalog knows
         self.is_kept = True
+        self.is_ours = True
         self.used_at = 0.0
         self.written_at = 0.0
         self.opening: trio.Lock | None = None
@@ -105,6 +112,12 @@ class CacheFile:
     @property
     def is_complete(self) -> bool:
         return self.present.total == self.size
+
+    def forget(self) -> None:
+        """Nothing of it is on the disk any more."""
+        self.generation = ""
+        self.present = RangeMap()
+        self.recorded = 0
 
     def row(self) -> Row:
         ranges = self.present.pack()
@@ -134,18 +147,21 @@ class FileCache:
                 (self._objects / f"{index:02x}").mkdir(parents=True, exist_ok=True)
             self._catalog = Catalog(directory / "catalog.sqlite3", boot_id)
             rows = self._catalog.rows()
+            space.committed = self._catalog.total_bytes()
         except DamagedCatalogError as error:
             raise CacheDirectoryError(
                 f"the cache directory {directory} is damaged ({error}): remove it"
             ) from error
-        except OSError as error:
+        except (OSError, sqlite3.Error) as error:
             raise CacheDirectoryError(
-                f"can't use the cache directory {directory}: {error.strerror}"
+                f"can't use the cache directory {directory}: {error}"
             ) from error
         # In the order of their last use, oldest first.
         self._files = {row.name: _from_row(row) for row in rows}
         self._dirty: dict[str, CacheFile] = {}  # with ranges that the catalog does not know
         self._used: dict[str, CacheFile] = {}  # since the catalog was last told
+        # Rows whose files are gone, to be removed with the next record.
+        self._lost: list[tuple[str, str, int]] = []
         self._unsynced = {row.name: self._files[row.name] for row in rows if not row.is_synced}
         self._disk = trio.CapacityLimiter(16)
         self._database = trio.CapacityLimiter(1)
@@ -154,7 +170,6 @@ class FileCache:
         self.on_evict: Callable[[CacheFile], None] = lambda _file: None
         self.evicted = 0
         space.attach(self)
-        space.committed = self._catalog.total_bytes()
 
     def __len__(self) -> int:
         return len(self._files)
@@ -196,16 +211,19 @@ class FileCache:
         if file.fd >= 0:
             os.close(file.fd)
             file.fd = -1
-        if file.present.total and file.is_kept:
+        if file.present.total and file.is_kept and file.is_ours:
             return
         # Nothing of it is worth keeping, or it can't be kept under its name.
         if self._files.get(file.name) is file:
             del self._files[file.name]
-        self._dirty.pop(file.name, None)
-        self._unsynced.pop(file.name, None)
-        self.space.uncommitted -= file.present.total - file.recorded
+        self._forget_unrecorded(file)
         if file.generation:
-            self._path(file).unlink(missing_ok=True)
+            try:
+                self._path(file).unlink(missing_ok=True)
+            except OSError as error:
+                self.warn(error.strerror or str(error))
+            if file.recorded:
+                self._lost.append((file.name, file.generation, file.st_ino))
 
     async def ensure_open(self, file: CacheFile) -> bool:
         """Have the file's descriptor open; the caller has it pinned.
@@ -225,6 +243,9 @@ class FileCache:
                 return file.fd >= 0
             try:
                 found = await trio.to_thread.run_sync(self._open, file, limiter=self._disk)
+            except sqlite3.Error as error:
+                self.refuse(file, OSError(errno.EIO, f"its catalog can't be read ({error})"))
+                return False
             except OSError as error:
                 self.refuse(file, error)
                 return False
@@ -234,7 +255,15 @@ class FileCache:
     def refuse(self, file: CacheFile, error: OSError) -> None:
         """The disk did not take the file: read its version without a cache from now on."""
         file.is_kept = False
-        self._warn(error.strerror or str(error))
+        self.warn(error.strerror or str(error))
+
+    def _forget_unrecorded(self, file: CacheFile) -> None:
+        """What the catalog was to be told of a file, it need not know any more."""
+        if self._dirty.get(file.name) is file:
+            del self._dirty[file.name]
+        if self._unsynced.get(file.name) is file:
+            del self._unsynced[file.name]
+        self.space.uncommitted -= file.present.total - file.recorded
 
     def arrived(self, file: CacheFile, start: int, stop: int) -> int:
         """Note that the bytes [start, stop) have been written; return how many are new."""
@@ -253,32 +282,37 @@ class FileCache:
                 for _ in range(TOUCH_EVERY):
                     await trio.sleep(RECORD_EVERY_S)
                     await self.record()
-                    await self._sync_one(SYNC_AFTER_S)
+                    await self._sync(SYNC_AFTER_S)
                     await self.space.tend()
                 await self._touch()
 
     async def record(self) -> None:
-        """Tell the catalog of everything that has arrived since the last time."""
-        files = [file for file in self._dirty.values() if file.generation]
-        if not files:
-            return
+        """Tell the catalog of everything that has arrived, and see what others have."""
+        files = [file for file in self._dirty.values() if file.generation and file.is_ours]
+        lost, self._lost = self._lost, []
         self._dirty = {}
         rows = [file.row() for file in files]
         counted = [file.present.total for file in files]
-        try:
-            accepted, total = await self._in_database(self._catalog.record, rows)
-        except sqlite3.Error as error:
-            self._warn(f"its catalog can't be written ({error})")
-            self._dirty = {file.name: file for file in files} | self._dirty
+
+        def update() -> tuple[list[bool], int]:
+            for row in lost:
+                self._catalog.remove(*row)
+            return self._catalog.record(rows) if rows else ([], self._catalog.total_bytes())
+
+        answer = await self._in_database(update)
+        if answer is None:
+            self._dirty = {file.name: file for file in files if file.generation} | self._dirty
+            self._lost += lost
             return
-        self.space.committed = total
-        for file, is_ours, bytes_now in zip(files, accepted, counted, strict=True):
+        accepted, self.space.committed = answer
+        for file, row, is_ours, bytes_now in zip(files, rows, accepted, counted, strict=True):
+            if file.generation != row.generation:
+                continue  # evicted meanwhile
             if is_ours:
                 self.space.uncommitted -= bytes_now - file.recorded
                 file.recorded = bytes_now
             else:
-                # Another mount keeps this version already: ours goes with its last user.
-                file.is_kept = False
+                file.is_ours = False
 
     async def aclose(self) -> None:
         """Record everything and make it safe; takes a few seconds at most."""
@@ -286,13 +320,20 @@ class FileCache:
             await self.record()
             await self._touch()
             with trio.move_on_after(SYNC_AFTER_S):
-                while await self._sync_one(idle_s=0.0):
+                while await self._sync(idle_s=0.0):
                     pass
             for file in self._files.values():
                 if file.fd >= 0:
                     os.close(file.fd)
                     file.fd = -1
             await self._in_database(self._catalog.close)
+
+    async def learn(self) -> None:
+        """Get to know the files that other mounts have recorded in this directory."""
+        rows = await self._in_database(self._catalog.rows)
+        known = {row.name: _from_row(row) for row in rows or [] if row.name not in self._files}
+        # What others used is as good as ours: behind what nobody has used for long.
+        self._files = known | self._files
 
     # Eviction: what space.py asks for.
 
@@ -304,21 +345,29 @@ class FileCache:
         """Unlink a file that nobody has pinned; return a descriptor if it is still mapped.
 
         The descriptor (else -1) is for `space`, which closes it when the
-        kernel has let go of the blocks. Another mount's file stays.
+        kernel has let go of the blocks. A file that another mount uses, or
+        that is opened in this moment, stays. Not cancelled halfway.
         """
         self.on_evict(file)
-        del self._files[file.name]
-        self._dirty.pop(file.name, None)
-        self._unsynced.pop(file.name, None)
-        fd = await trio.to_thread.run_sync(self._unlink, file, limiter=self._disk)
+        generation = file.generation
+        fd: int | None = None
+        with trio.CancelScope(shield=True):
+            try:
+                fd = await trio.to_thread.run_sync(self._unlink, file, limiter=self._disk)
+            except OSError as error:
+                self.warn(error.strerror or str(error))
+            if fd is not None:
+                total = await self._in_database(
+                    self._catalog.remove, file.name, generation, file.st_ino
+                )
+                self.space.committed = self.space.committed if total is None else total
         if fd is None:
-            self._files.setdefault(file.name, file)
             return -1
-        total = await self._in_database(
-            self._catalog.remove, file.name, file.generation, file.st_ino
-        )
-        self.space.committed = total
-        self.space.uncommitted -= file.present.total - file.recorded
+        if file.generation == generation:
+            self._forget_unrecorded(file)
+            file.forget()
+        if not file.pins and self._files.get(file.name) is file:
+            del self._files[file.name]
         self.evicted += 1
         return fd
 
@@ -330,18 +379,27 @@ class FileCache:
     def _open(self, file: CacheFile) -> tuple[int, str, int, bytes | None]:
         """Open the file, another mount's, or a new one: (fd, generation, st_ino, its ranges)."""
         for generation, st_ino, ranges in self._candidates(file):
-            path = self._objects / file.name[:2] / f"{file.name}.{generation}"
-            try:
-                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            except FileNotFoundError:
-                continue
-            fcntl.flock(fd, fcntl.LOCK_SH)
-            found = os.fstat(fd)
-            # Between open and flock another mount may have evicted it.
-            if found.st_nlink and found.st_ino == st_ino and found.st_size == file.size:
+            fd = self._open_existing(file, generation, st_ino)
+            if fd >= 0:
                 return fd, generation, st_ino, ranges
-            os.close(fd)
+            # A row without its file would keep the version from ever being kept again.
+            self._catalog.remove(file.name, generation, st_ino)
         return self._create(file)
+
+    def _open_existing(self, file: CacheFile, generation: str, st_ino: int) -> int:
+        """The descriptor of a file that is really there, or -1."""
+        path = self._objects / file.name[:2] / f"{file.name}.{generation}"
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return -1
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        found = os.fstat(fd)
+        # Between open and flock another mount may have evicted it.
+        if found.st_nlink and found.st_ino == st_ino and found.st_size == file.size:
+            return fd
+        os.close(fd)
+        return -1
 
     def _candidates(self, file: CacheFile) -> list[tuple[str, int, bytes | None]]:
         candidates: list[tuple[str, int, bytes | None]] = []
@@ -391,6 +449,8 @@ class FileCache:
             os.close(fd)
             return None
         path.unlink(missing_ok=True)
+        # Whoever waits for the lock shall see that the file has gone.
+        fcntl.flock(fd, fcntl.LOCK_UN)
         if is_unused(fd):
             os.close(fd)
             return -1
@@ -400,48 +460,40 @@ class FileCache:
         """Tell the catalog what has been used, for the order of eviction after a restart."""
         used, self._used = self._used, {}
         times = [(file.used_at, file.name, file.generation) for file in used.values()]
-        try:
-            await self._in_database(self._catalog.touch, times)
-        except sqlite3.Error as error:
-            self._warn(f"its catalog can't be written ({error})")
+        await self._in_database(self._catalog.touch, times)
 
-    async def _sync_one(self, idle_s: float) -> bool:
-        """Make one file safe against a power cut that has been left alone for a while."""
+    async def _sync(self, idle_s: float) -> bool:
+        """Make files safe against a power cut that have been left alone; tell if there were any."""
         now = time.monotonic()
-        for file in self._unsynced.values():
-            is_idle = now - file.written_at >= idle_s and not file.downloads
-            if is_idle and file.recorded == file.present.total:
-                del self._unsynced[file.name]  # it comes back if more arrives from here on
-                await self._sync(file)
-                return True
-        return False
+        idle = [
+            file
+            for file in islice(self._unsynced.values(), SYNC_AT_ONCE)
+            if now - file.written_at >= idle_s
+            and not file.downloads
+            and file.recorded == file.present.total
+        ]
+        for file in idle:
+            del self._unsynced[file.name]  # it comes back if more arrives from here on
+        rows = [(file.row(), self._path(file)) for file in idle]
 
-    async def _sync(self, file: CacheFile) -> None:
-        row, path = file.row(), self._path(file)
+        def sync_all() -> list[Row]:
+            return [row for row, path in rows if _fdatasync(path)]
 
-        def sync() -> None:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                os.fdatasync(fd)
-            finally:
-                os.close(fd)
-
-        try:
-            await trio.to_thread.run_sync(sync, limiter=self._disk)
-        except OSError as error:
-            if error.errno != errno.ENOENT:
-                logger.info("can't sync %s: %s", path, error.strerror)
-            return
-        try:
-            await self._in_database(self._catalog.mark_synced, row)
-        except sqlite3.Error as error:
-            self._warn(f"its catalog can't be written ({error})")
+        if rows:
+            synced = await trio.to_thread.run_sync(sync_all, limiter=self._disk)
+            await self._in_database(self._catalog.mark_synced, synced)
+        return bool(rows)
 
     async def _sweep_orphans(self) -> None:
         """Remove files that no row tells of, as a killed daemon leaves them."""
+        await trio.sleep(2 * ORPHAN_AGE_S)
         for index in range(256):
             folder = self._objects / f"{index:02x}"
-            names = await trio.to_thread.run_sync(os.listdir, folder, limiter=self._disk)
+            try:
+                names = await trio.to_thread.run_sync(os.listdir, folder, limiter=self._disk)
+            except OSError as error:
+                self.warn(error.strerror or str(error))
+                return
             for entry in names:
                 name, _, generation = entry.partition(".")
                 file = self._files.get(name)
@@ -463,18 +515,42 @@ class FileCache:
             is_old = time.time() - os.fstat(fd).st_mtime > ORPHAN_AGE_S
             if is_old and (row is None or row.generation != generation):
                 path.unlink()
-        except (BlockingIOError, FileNotFoundError):
-            pass
+        except (OSError, sqlite3.Error) as error:
+            # Locked: somebody uses it. The rest is for the next start.
+            logger.debug("%s stays: %s", path, error)
         finally:
             os.close(fd)
 
-    def _warn(self, why: str) -> None:
+    def warn(self, why: str) -> None:
+        """The cache does not do what it is for: said once."""
         if self.warning is None:
             self.warning = f"the cache {self.directory} does not work, reading without it: {why}"
             logger.warning("%s", self.warning)
 
-    async def _in_database(self, function: Callable[..., Result], *args: object) -> Result:
-        return await trio.to_thread.run_sync(function, *args, limiter=self._database)
+    async def _in_database(self, function: Callable[..., Result], *args: object) -> Result | None:
+        """Call the catalog in its thread; None, and a warning, if it fails. Not cancelled."""
+        with trio.CancelScope(shield=True):
+            try:
+                return await trio.to_thread.run_sync(function, *args, limiter=self._database)
+            except sqlite3.Error as error:
+                self.warn(f"its catalog can't be written ({error})")
+        return None
+
+
+def _fdatasync(path: Path) -> bool:
+    """Have a file's bytes on the disk; False if it is gone or the disk failed."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        os.fdatasync(fd)
+    except OSError as error:
+        logger.info("can't sync %s: %s", path, error.strerror)
+        return False
+    finally:
+        os.close(fd)
+    return True
 
 
 def is_unused(fd: int) -> bool:
@@ -498,6 +574,7 @@ def prepare_directory(directory: Path) -> None:
     Raises:
         CacheDirectoryError: it can't be used; the message says why.
     """
+    mark = directory / "format"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.stat()
@@ -506,19 +583,18 @@ def prepare_directory(directory: Path) -> None:
                 f"the cache directory {directory} belongs to another user (uid {status.st_uid}):"
                 " choose another with --cache-dir"
             )
-        directory.chmod(0o700)
-        mark = directory / "format"
         if mark.exists():
             if mark.read_text() != FORMAT_MARK:
                 raise CacheDirectoryError(
                     f"the cache directory {directory} is damaged or of another version: remove it"
                 )
-        elif any(directory.iterdir()):
+        elif {entry.name for entry in directory.iterdir()} - {"lost+found"}:
             raise CacheDirectoryError(
                 f"{directory} is not empty and no cache of fusefs: choose another with --cache-dir"
             )
-        else:
-            mark.write_text(FORMAT_MARK)
+        # Only now that it is known to be ours, and nobody else's.
+        directory.chmod(0o700)
+        mark.write_text(FORMAT_MARK)
     except OSError as error:
         raise CacheDirectoryError(
             f"can't use the cache directory {directory}: {error.strerror}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
 import sqlite3
 import time
 from pathlib import Path
@@ -38,13 +39,22 @@ class RememberedPages:
         """Open the directory. Blocks."""
         self._identity = identity
         self._ttl_s = ttl_s
-        self._cache = diskcache.Cache(
-            directory, disk=diskcache.JSONDisk, disk_compress_level=1, size_limit=SIZE_LIMIT
-        )
-        # Only what an earlier daemon left is ever read.
-        self._left = {key for key in self._cache.iterkeys() if key.startswith(identity + "\0")}
+        try:
+            self._cache, self._left = self._open(directory)
+        except (sqlite3.DatabaseError, ValueError) as error:
+            logger.info("the remembered listings are damaged, forgetting them: %s", error)
+            shutil.rmtree(directory)
+            self._cache, self._left = self._open(directory)
         self._thread = trio.CapacityLimiter(1)
         self._send, self._receive = trio.open_memory_channel[tuple[str, ListPage, float]](QUEUE)
+
+    def _open(self, directory: Path) -> tuple[diskcache.Cache, set[str]]:
+        """The cache, and the keys that an earlier daemon left: nothing else is ever read."""
+        cache = diskcache.Cache(
+            directory, disk=diskcache.JSONDisk, disk_compress_level=1, size_limit=SIZE_LIMIT
+        )
+        own = self._identity + "\0"
+        return cache, {key for key in cache.iterkeys() if key.startswith(own)}
 
     async def load(self, prefix: str, start_after: str) -> tuple[ListPage, float] | None:
         """A page that an earlier daemon left and its age in seconds; each page once."""

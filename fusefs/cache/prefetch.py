@@ -54,6 +54,7 @@ class Window:
         if not -TOLERANCE <= distance <= TOLERANCE:
             self._size = 0
             self._expected = self._ahead = stop
+            self.close()
             return
         if stop <= self._expected:
             return
@@ -95,11 +96,16 @@ class Siblings:
         self._opened = 0
         self._useful = 0
 
-    def opened(self, info: ObjectInfo) -> None:
-        """Note that a small file of the directory is being opened; fetch others."""
-        self._opened += 1
+    def opened(self, info: ObjectInfo, *, was_there: bool) -> None:
+        """Note that a small file of the directory is being opened; fetch others.
+
+        `was_there` tells whether all of it was in the cache.
+        """
         if self._ahead.pop(info.key, None) is not None:
             self._useful += 1
+        elif was_there:
+            return  # no credit to us
+        self._opened += 1
         if self._opened < SIBLINGS_AFTER:
             return
         most = min(MOST_SIBLINGS, SIBLINGS_AFTER + 2 * self._useful)
@@ -117,6 +123,9 @@ class Siblings:
 
     def _fetch(self, info: ObjectInfo) -> None:
         if not 0 < info.size <= SMALL:
+            return
+        known = self._cache.find(info.version)
+        if known is not None and (known.is_complete or known.downloads):
             return
         file = self._cache.pin(info.version)
         try:

@@ -378,7 +378,9 @@ class Session:
 
     def _opendir(self, nodeid: int, _body: memoryview, caller: Caller) -> Payload:
         handle, is_cached = self._operations.opendir(nodeid, caller)
-        flags = Fopen.CACHE_DIR | (Fopen.KEEP_CACHE if is_cached else 0)
+        flags = 0
+        if self._operations.may_cache_directories:
+            flags = Fopen.CACHE_DIR | (Fopen.KEEP_CACHE if is_cached else 0)
         return wire.OPEN_OUT.pack(handle.fh, flags, 0)
 
     def _readdir(self, _nodeid: int, body: memoryview, _caller: Caller) -> Result:

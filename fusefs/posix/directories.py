@@ -14,6 +14,11 @@ of a page are carried into the next segment (`pending`). A segment that was
 not reached from its neighbour can't know what it would have been carried: its
 `doubtful` names (prefixes of its start, at most a few) are asked for by name.
 
+Two things are fetched ahead: the page behind the one that a stream is reading,
+and, when a program walks from one folder to the next (`find`, a data loader's
+scan), *flat* pages of their parent: keys without grouping, of which one page
+of a thousand fills many small folders, where each would cost a request.
+
 Segments are kept until they are out of date, and dropped, oldest first, when
 all of them together hold too many entries. While a directory stream is open
 it goes on believing what was current when it was opened.
@@ -27,19 +32,24 @@ import logging
 import time
 from bisect import bisect_right, insort
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 import trio
 
 from fusefs.posix import names
 from fusefs.store.base import ListPage, ObjectInfo, Store
-from fusefs.store.errors import NotFoundError
+from fusefs.store.errors import NotFoundError, StoreError
 
 logger = logging.getLogger("fusefs.directories")
 
 # About 300 bytes each: 60 MB when full, a hundred times a usual data set's folder.
 MAX_ENTRIES = 200_000
+# Folders opened in a row before a walk is believed to be one.
+WALK_AFTER = 3
+MOST_WALKS = 64
+# Beyond this many, hidden keys are not counted any more.
+MOST_HIDDEN = 100_000
 # Greater than any character that is likely in a key, and valid in XML.
 LAST_CHARACTER = "\U0010fffd"
 
@@ -109,13 +119,15 @@ class Directory:
     `generation` changes with everything that a stream might show differently.
     """
 
-    __slots__ = ("generation", "loading", "prefix", "segments")
+    __slots__ = ("additions", "generation", "loading", "prefix", "segments", "walk")
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
         self.segments: list[Segment] = []
         self.loading: dict[str, trio.Event] = {}
         self.generation = 0
+        self.additions = 0  # how many segments it ever got
+        self.walk: Walk | None = None  # the walk that filled it and goes on from here
 
     def segment_behind(self, position: str) -> Segment | None:
         """The segment that tells what comes next behind a position."""
@@ -132,7 +144,7 @@ class Directory:
         their own, which the caller finds in `segments`.
         """
         replaced = [old for old in self.segments if old.overlaps(new)]
-        if len(replaced) != 1 or not replaced[0].equals(new):
+        if replaced and (len(replaced) > 1 or not replaced[0].equals(new)):
             self.generation += 1
         for old in replaced:
             self.segments.remove(old)
@@ -141,6 +153,7 @@ class Directory:
             if new.stop is not None and (old.stop is None or new.stop < old.stop):
                 insort(self.segments, old.part(new.stop, old.stop))
         insort(self.segments, new)
+        self.additions += 1
         return replaced
 
     def is_complete(self, now: float) -> bool:
@@ -153,16 +166,80 @@ class Directory:
         return at is None
 
 
-@dataclass(slots=True)
-class HiddenKeys:
-    """Keys that no file name can express: counted, and told once."""
+class Walk:
+    """A program going through the folders of one directory, one after the other.
 
-    count: int = 0
+    `next` is the folder at which the next flat page begins, None at the end
+    or while that page is `loading`.
+    """
+
+    __slots__ = ("loading", "next", "pays", "prefix", "steps")
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        self.steps = 0
+        self.pays = True
+        self.next: str | None = None
+        self.loading: trio.Event | None = None
+
+
+def grouped(prefix: str, page: ListPage) -> dict[str, ListPage]:
+    """The directories below `prefix` that a flat page tells all of, each as a page of its own."""
+    objects: dict[str, list[ObjectInfo]] = {}
+    folders: dict[str, dict[str, None]] = {}
+    at = len(prefix)
+    for info in page.objects:
+        slash = info.key.rfind("/")
+        folder = info.key[: slash + 1]
+        if folder not in objects and slash >= at:
+            _add_folder(prefix, folder, objects, folders)
+        if slash >= at:
+            objects[folder].append(info)
+    return {
+        folder: ListPage(found, list(folders[folder]), None, "")
+        for folder, found in objects.items()
+        if page.next_token is None or not page.last.startswith(folder)
+    }
+
+
+def _add_folder(
+    prefix: str,
+    folder: str,
+    objects: dict[str, list[ObjectInfo]],
+    folders: dict[str, dict[str, None]],
+) -> None:
+    """Add a folder and those above it, each known to the one above."""
+    objects[folder], folders[folder] = [], {}
+    above = folder[: folder.rfind("/", 0, -1) + 1]
+    if len(above) > len(prefix):
+        if above not in objects:
+            _add_folder(prefix, above, objects, folders)
+        folders[above][folder] = None
+
+
+def cut_off(prefix: str, page: ListPage) -> str | None:
+    """The folder of `prefix` in which a flat page ends before its end."""
+    if page.next_token is None:
+        return None
+    slash = page.last.find("/", len(prefix))
+    return page.last[: slash + 1] if slash > 0 else None
+
+
+class HiddenKeys:
+    """Keys that no file name can express: each counted once, the first one told."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+
+    @property
+    def count(self) -> int:
+        return len(self._seen)
 
     def note(self, key: str, why: str) -> None:
-        if not self.count:
+        if not self._seen:
             logger.warning("hiding the key %r: %s (further ones are only counted)", key, why)
-        self.count += 1
+        if len(self._seen) < MOST_HIDDEN:
+            self._seen.add(hash(key))
 
 
 class PageMemory(Protocol):
@@ -181,8 +258,16 @@ class Directories:
     `ttl_s` is how long a listing is believed (`math.inf`: for ever).
     """
 
-    def __init__(self, store: Store, ttl_s: float, memory: PageMemory | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        ttl_s: float,
+        memory: PageMemory | None = None,
+        nursery: trio.Nursery | None = None,
+    ) -> None:
         self._store = store
+        self._nursery = nursery  # for what is fetched ahead; None: nothing is
+        self._walks: OrderedDict[str, Walk] = OrderedDict()
         self.ttl_s = ttl_s
         self._memory = memory
         self._known: dict[str, Directory] = {}
@@ -241,6 +326,8 @@ class Directories:
             segment = self.segment_now(directory, position, believed_since)
             if segment is not None:
                 return segment
+            if not position and await self._walk_to(directory):
+                continue
             event = directory.loading.get(position)
             if event is not None:
                 await event.wait()
@@ -258,7 +345,81 @@ class Directories:
         segment = directory.segment_behind(position)
         if segment is None or segment.doubtful or segment.expires <= believed_since:
             return None
+        if segment.stop is not None:
+            self._load_ahead(directory, segment.stop, believed_since)
+        elif directory.walk is not None:
+            self._walk_ahead(directory.walk, directory)
         return segment
+
+    def _load_ahead(self, directory: Directory, stop: str, believed_since: float) -> None:
+        """Have the page behind the one that is being read under way."""
+        following = directory.segment_behind(stop)
+        is_known = following is not None and following.expires > believed_since
+        if self._nursery is None or is_known or stop in directory.loading:
+            return
+        directory.loading[stop] = trio.Event()
+        self._nursery.start_soon(self._ahead, self._load, directory, stop)
+
+    async def _ahead(self, load: Callable[..., Awaitable[object]], *args: object) -> None:
+        """Fetch something that nobody waits for yet; if it fails, who wants it will ask again."""
+        try:
+            await load(*args)
+        except StoreError as error:
+            logger.info("a listing was not fetched ahead: %s", error)
+
+    async def _walk_to(self, directory: Directory) -> bool:
+        """Learn of a directory by the walk that leads to it; False if there is none."""
+        parent = directory.prefix[: directory.prefix.rfind("/", 0, -1) + 1]
+        if self._nursery is None or parent == directory.prefix:
+            return False
+        walk = self._walks.get(parent)
+        if walk is None:
+            walk = self._walks[parent] = Walk(parent)
+            while len(self._walks) > MOST_WALKS:
+                self._walks.popitem(last=False)
+        self._walks.move_to_end(parent)
+        walk.steps += 1
+        if walk.steps < WALK_AFTER or not walk.pays:
+            return False
+        known = directory.additions
+        if walk.loading is not None:
+            await walk.loading.wait()
+        else:
+            await self._load_flat(walk, directory.prefix)
+        return directory.additions != known
+
+    def _walk_ahead(self, walk: Walk, directory: Directory) -> None:
+        """Have the next flat page of a walk under way once its last one is being read."""
+        directory.walk = None
+        if self._nursery is not None and walk.next is not None and walk.loading is None:
+            start, walk.next = walk.next, None
+            walk.loading = trio.Event()
+            self._nursery.start_soon(self._ahead, self._load_flat, walk, start)
+
+    async def _load_flat(self, walk: Walk, first: str) -> None:
+        """Fill the directories from `first` on, as many as one page of their parent tells of."""
+        if walk.loading is None:
+            walk.loading = trio.Event()
+        event = walk.loading
+        try:
+            fetched = time.monotonic()
+            # "." is the character before "/": all that `first` holds comes behind.
+            start_after = first[:-1] + "." + LAST_CHARACTER
+            page = await self._store.list_page(walk.prefix, delimiter="", start_after=start_after)
+            pages = grouped(walk.prefix, page)
+            for prefix, part in pages.items():
+                segment = self.segment_of(prefix, "", part, {})
+                segment.fetched = fetched
+                segment.expires = fetched + self.ttl_s
+                directory = self.get(prefix)
+                self.add(directory, segment)
+                directory.walk = walk
+            walk.next = cut_off(walk.prefix, page)
+            # A folder that needs more than a page by itself is better listed alone.
+            walk.pays = bool(pages)
+        finally:
+            walk.loading = None
+            event.set()
 
     def correct(self, directory: Directory, name: str, info: ObjectInfo | None) -> None:
         """A newer answer than the listing's: what a HEAD told about one file."""
@@ -293,7 +454,7 @@ class Directories:
     async def _load(
         self, directory: Directory, start: str, *, resolve_doubts: bool = False
     ) -> Segment:
-        event = directory.loading[start] = trio.Event()
+        event = directory.loading.setdefault(start, trio.Event())
         try:
             segment = await self._fetch(directory, start)
             if resolve_doubts and segment.doubtful:

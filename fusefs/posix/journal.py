@@ -125,10 +125,14 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._log: _Log | None = _Log(path)
+        self._log: _Log | None = None
         self._next: _Log | None = None
         self._compacted_size = 0
         self._init_record = b""
+        try:
+            self._log = _Log(path)
+        except OSError as error:
+            self._give_up(error)
         self._append(_START, _start_payload())
 
     def node(self, inode: Inode) -> None:
@@ -178,7 +182,11 @@ class Journal:
     def finish_compaction(self) -> None:
         if self._log is None or self._next is None:
             return
-        os.replace(self._next.path, self._path)
+        try:
+            os.replace(self._next.path, self._path)
+        except OSError as error:
+            self._give_up(error)
+            return
         self._log.close()
         self._log, self._next = self._next, None
         self._compacted_size = self._log.size

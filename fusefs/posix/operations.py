@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import time
 from collections import OrderedDict
@@ -59,6 +60,8 @@ DOT, DOT_DOT = 2, 3
 UNKEPT = 2 << 20
 # One request is answered from a buffer of this size (max_pages of 4 KiB).
 MAX_READ = 1 << 20
+# Who asks for listings younger than this also wants rewinddir to ask again.
+CACHED_DIRECTORY_TTL_S = 10.0
 # Openers who were told ESTALE; more are not needed than opens are under way.
 MOST_STALE = 4096
 
@@ -204,6 +207,9 @@ class Operations:
         a name stands for is the business of lookups.
         """
         inode = self.inodes.get(nodeid)
+        if inode.info is None:
+            # A directory always looks the same, and every path leads through the root.
+            return inode, math.inf
         return inode, max(0.0, inode.believed_until - time.monotonic())
 
     def attributes(self, inode: Inode) -> Attributes:
@@ -338,6 +344,8 @@ class Operations:
         if not await self._cache.ensure_open(file):
             await self._ask_again(inode)
             return False
+        if info.size <= SMALL:
+            self._note_small(inode, info, was_there=file.is_complete)
         if file.is_complete:
             self.counters.hit(info.size)
             return True
@@ -347,8 +355,6 @@ class Operations:
             await self._ask_again(inode)
             return False
         self.counters.miss(needed)
-        if info.size <= SMALL:
-            self._fetch_siblings(inode, info)
         try:
             await self._fetcher.wait_for(file, 0, needed)
         except NotKeptError:
@@ -406,17 +412,19 @@ class Operations:
             handle.window = Window(self._fetcher, file)
         return Opened(handle.fh, keep_cache=keep_cache)
 
-    def _fetch_siblings(self, inode: Inode, info: ObjectInfo) -> None:
-        """Let the directory's prefetch know that one of its small files was not there."""
+    def _note_small(self, inode: Inode, info: ObjectInfo, *, was_there: bool) -> None:
+        """Let the directory's prefetch know that one of its small files is being opened."""
         assert inode.parent is not None
         prefix = self.inodes.key(inode.parent)
         siblings = self._siblings.get(prefix)
         if siblings is None:
+            if was_there:
+                return
             order = self._known_files(self._directories.get(prefix))
             siblings = self._siblings[prefix] = Siblings(self._fetcher, self._cache, order)
             while len(self._siblings) > 64:
                 self._siblings.popitem(last=False)[1].close()
-        siblings.opened(info)
+        siblings.opened(info, was_there=was_there)
 
     def _known_files(self, directory: Directory) -> Iterator[ObjectInfo]:
         """The files that listings have told of so far, in order."""
@@ -530,6 +538,11 @@ class Operations:
 
     # Directories
 
+    @property
+    def may_cache_directories(self) -> bool:
+        """Whether the kernel may keep listings, which rewinddir then shows again."""
+        return self._directories.ttl_s >= CACHED_DIRECTORY_TTL_S
+
     def opendir(self, nodeid: int, caller: Caller) -> tuple[DirectoryHandle, bool]:
         """Open a directory; also tell whether what the kernel has cached of it still holds."""
         inode = self._directory(nodeid)
@@ -571,6 +584,8 @@ class Operations:
         if offset == handle.offset:
             return
         handle.offset = offset
+        if not offset:
+            handle.opened = time.monotonic()  # rewound: as if opened now
         if offset in (0, DOT, DOT_DOT):
             handle.position = ""
             return
@@ -598,6 +613,8 @@ class Operations:
         buffer: DirectoryBuffer,
     ) -> bool:
         """Add a segment's entries and move on to the next; False if nothing more is to be added."""
+        if not handle.position:
+            handle.generation = directory.generation
         expires = segment.expires
         valid_s = max(0.0, expires - time.monotonic())
         ordered = segment.ordered
@@ -674,7 +691,7 @@ class Operations:
     async def retell(self, log: NodeLog) -> None:
         """Write every inode and handle to a new log, a few at a time."""
         for index, inode in enumerate(self.inodes.all()):
-            if inode.nlookup:
+            if inode.parent is not None and self.inodes.find(inode.nodeid) is inode:
                 log.node(inode)
             if index % 200 == 0:
                 await trio.lowlevel.checkpoint()
