@@ -195,7 +195,7 @@ def _why_unreachable(error: Any) -> str:
         return f"no secure connection to {whom}: {reason}"
     if isinstance(error, exceptions.ProxyConnectionError):
         return f"no connection to the proxy {urlsplit(error.kwargs['proxy_url']).hostname}"
-    if "NameResolutionError" in reason or "getaddrinfo" in reason:
+    if "resolve" in reason:
         return f"no connection to {whom}: the name is not known"
     number = re.search(r"\[Errno (\d+)\]", reason)
     if number:
@@ -232,5 +232,7 @@ def _from_obstore(error: Exception) -> Failure | None:
         return None
     if "body error" in text:
         return Failure(UnreachableError, "the answer broke off", is_retryable=True)
+    if "error sending request" in text:
+        return Failure(UnreachableError, "no answer from S3 in time", is_retryable=True)
     first_line = text.partition("\n")[0]
-    return Failure(UnreachableError, f"no answer: {first_line}", is_retryable=True)
+    return Failure(UnreachableError, f"no answer from S3: {first_line}", is_retryable=True)

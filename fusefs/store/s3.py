@@ -187,6 +187,7 @@ class S3Store:
             StoreError: it did not; there is one log line about it.
         """
         patience = _Patience(retry_time_s or self._settings.retry_time_s)
+        has_doubted = False
         while True:
             try:
                 async with self._connections.one(priority):
@@ -198,6 +199,10 @@ class S3Store:
             if operation == "LIST" and failure.kind is NotFoundError:
                 # Not the answer to a question for one object.
                 failure = replace(failure, kind=StoreError, sentence="there is no such bucket")
+            if (failure.status, failure.code) == (400, "") and not has_doubted:
+                # So S3 answers a HEAD with expired credentials, among other things.
+                has_doubted = True
+                failure = replace(failure, is_retryable=True, has_expired=True)
             if failure.has_expired:
                 self._reconnect()
             if failure.kind is ThrottledError:

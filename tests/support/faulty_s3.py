@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from tests.support.s3_server import ACCESS_KEY, REGION, SECRET_KEY
+
 PIECE = 64 << 10
 REQUEST_ID = "FAULTY00"
 HTTP_REASONS = {
@@ -102,7 +104,7 @@ class FaultyS3:
     """The server; a context manager. Its `rules` may be changed at any time."""
 
     def __init__(self, endpoint_url: str) -> None:
-        self._upstream = urlsplit(endpoint_url).netloc
+        self.upstream = urlsplit(endpoint_url).netloc
         self._lock = threading.Lock()
         self._rules: list[Rule] = []
         self._requests: list[Request] = []
@@ -168,7 +170,7 @@ class FaultyS3:
     def connected(self, client: socket.socket) -> Iterator[http.client.HTTPConnection]:
         with self._lock:
             self._sockets.add(client)
-        upstream = http.client.HTTPConnection(self._upstream, timeout=60)
+        upstream = http.client.HTTPConnection(self.upstream, timeout=60)
         try:
             yield upstream
         finally:
@@ -238,10 +240,23 @@ class _Client(socketserver.StreamRequestHandler):
         if rule.code is not None or rule.status is not None or rule.body is not None:
             self._answer(method, rule)
             return
-        if rule.ignore_if_match:
-            headers.pop("if-match", None)
+        if rule.ignore_if_match and "if-match" in headers:
+            headers = self._signed_anew(owner, method, target, headers)
         answer = self._ask(upstream, method, target, body, headers)
         self._pass_on(method, answer, rule)
+
+    def _signed_anew(
+        self, owner: FaultyS3, method: str, target: str, headers: dict[str, str]
+    ) -> dict[str, str]:
+        """The request without If-Match, which the old signature covers."""
+        from botocore.auth import S3SigV4Auth
+        from botocore.awsrequest import AWSRequest
+        from botocore.credentials import Credentials
+
+        kept = {"host": owner.upstream, "range": headers["range"]}
+        request = AWSRequest(method, f"http://{owner.upstream}{target}", headers=kept)
+        S3SigV4Auth(Credentials(ACCESS_KEY, SECRET_KEY), "s3", REGION).add_auth(request)
+        return dict(request.headers.items())
 
     def _ask(
         self, upstream: http.client.HTTPConnection, method: str, target: str, body: bytes,
