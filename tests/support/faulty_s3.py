@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import http.client
+import io
 import socket
 import socketserver
 import threading
@@ -297,33 +298,32 @@ class _Client(socketserver.StreamRequestHandler):
             answer.read()
             self._head(answer.status, headers, int(told) if told is not None else 0)
             return
-        if told is None:  # chunked, as SeaweedFS sends long listings
-            whole = answer.read()
-            self._head(answer.status, headers, len(whole))
-            self.wfile.write(whole)
-            return
-        length = int(told)
-        self._head(answer.status, headers, length if rule.short is None else rule.short)
-        self._send_body(answer, length, rule)
-        if rule.short is not None:
-            answer.read()
-
-    def _send_body(self, answer: http.client.HTTPResponse, length: int, rule: Rule) -> None:
-        marks = [rule.cut_after, rule.stall_after, rule.at[0] if rule.at else None]
+        # Without a length it is chunked, as SeaweedFS sends long listings.
+        whole = answer.read() if told is None else b""
+        body = answer if told is not None else io.BytesIO(whole)
+        length = int(told) if told is not None else len(whole)
         end = length if rule.short is None else min(length, rule.short)
+        self._head(answer.status, headers, end)
+        self._send_body(body, end, rule)
+        answer.read()
+
+    def _send_body(self, body: http.client.HTTPResponse | io.BytesIO, end: int, rule: Rule) -> None:
+        marks = [rule.cut_after, rule.stall_after, rule.at[0] if rule.at else None]
         sent = 0
-        while sent < end:
-            ahead = [mark - sent for mark in marks if mark is not None and mark > sent]
-            piece = answer.read(min([PIECE, end - sent, *ahead]))
-            if not piece:
-                raise _HangUpError
-            self.wfile.write(piece)
-            sent += len(piece)
-            if rule.bytes_per_s:
-                time.sleep(len(piece) / rule.bytes_per_s)
+        while True:
             if rule.at is not None and sent == rule.at[0]:
                 rule.at[1]()
             if sent == rule.stall_after:
                 rule.wait_for_release()
             if sent == rule.cut_after:
                 raise _HangUpError
+            ahead = [mark - sent for mark in marks if mark is not None and mark > sent]
+            piece = body.read(min([PIECE, end - sent, *ahead]))
+            if not piece:
+                break
+            self.wfile.write(piece)
+            sent += len(piece)
+            if rule.bytes_per_s:
+                time.sleep(len(piece) / rule.bytes_per_s)
+        if sent < end:
+            raise _HangUpError
