@@ -285,4 +285,4 @@ class _Patience:
         # Full jitter: clients that failed together do not come back together.
         self._attempts += 1
         longest = min(LAST_PAUSE_S, FIRST_PAUSE_S * 2**self._attempts)
-        return random.uniform(0, longest)
+        return min(random.uniform(0, longest), max(0.0, self._end - time.monotonic()))
