@@ -19,7 +19,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from fusefs import control, launch, mounts, report
 from fusefs.kernel import unmount
@@ -77,10 +77,16 @@ def _complain(what: object) -> None:
 # --- the command line ---------------------------------------------------------
 
 
+class _Parser(argparse.ArgumentParser):
+    """Complains in one line like everything else here, without the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        _complain(f"{message}; see {self.prog} --help")
+        sys.exit(2)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="fusefs", description="An S3 bucket as a file system with a local cache."
-    )
+    parser = _Parser(prog="fusefs", description="An S3 bucket as a file system with a local cache.")
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_mount(commands)
@@ -99,7 +105,7 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _add_mount(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_mount(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser = commands.add_parser(
         "mount",
         help="mount a bucket",
@@ -134,7 +140,7 @@ def _add_setting(group: argparse._ArgumentGroup, setting: Setting) -> None:
         group.add_argument(setting.flag, metavar=setting.kind.metavar, **shared)
 
 
-def _add_umount(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_umount(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser = commands.add_parser(
         "umount",
         help="end a mount",
@@ -152,7 +158,7 @@ def _add_umount(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.set_defaults(run=_umount)
 
 
-def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_status(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser = commands.add_parser(
         "status", help="show the mounts", description="Show one mount, or all of yours."
     )

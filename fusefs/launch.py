@@ -33,6 +33,7 @@ from fusefs.kernel.mount import may_mount
 from fusefs.settings import MountSettings
 
 FUSE_DEVICE = Path("/dev/fuse")
+FUSE_NUMBER = os.makedev(10, 229)  # as Linux has it in Documentation/admin-guide/devices.txt
 FUSE_CONFIGURATION = Path("/etc/fuse.conf")
 
 # What a start may take beyond the time in which S3 requests are retried.
@@ -83,10 +84,10 @@ def _refuse_mounted(mountpoint: Path) -> None:
 
 def _check_device() -> None:
     try:
-        is_device = stat.S_ISCHR(FUSE_DEVICE.stat().st_mode)
+        status = FUSE_DEVICE.stat()
     except OSError:
-        is_device = False
-    if not is_device:
+        status = None
+    if status is None or not stat.S_ISCHR(status.st_mode) or status.st_rdev != FUSE_NUMBER:
         raise LaunchError(
             "there is no /dev/fuse; load the kernel module (modprobe fuse), "
             "or give the container the device"

@@ -116,6 +116,7 @@ def test_listing_a_file_is_enotdir(tree: Mount) -> None:
         os.listdir(tree.path / "readme.txt")
 
 
+@states("`telldir` and `seekdir` go back to any place in an open directory.")
 def test_telldir_and_seekdir_go_back_to_any_place(tree: Mount) -> None:
     with DirectoryStream(tree.path / "many") as stream:
         places, names = [stream.tell()], []
@@ -265,6 +266,7 @@ def test_hidden_keys_are_counted_and_logged_once(unusual: Mount) -> None:
 # A directory of a hundred thousand objects
 
 
+@states("A directory of any size lists completely, each name once, in bounded memory.")
 @pytest.mark.parametrize("session", SESSIONS)
 def test_a_hundred_thousand_objects_list_completely_in_bounded_memory(
     session: str, s3: S3Server, tmp_path: Path
@@ -555,6 +557,7 @@ def test_the_mount_has_the_flags_that_keep_it_harmless(tree: Mount) -> None:
     assert {"ro", "nosuid", "nodev"} <= set(options.split(","))
 
 
+@states("A mount of `s3://BUCKET/PREFIX/` shows what is below that prefix, and nothing beside it.")
 def test_a_mount_of_a_prefix_shows_what_is_below_it(mounter: Mounter, bucket: Bucket) -> None:
     bucket.put("data/set/file", b"inside")
     bucket.put("data/settings", b"outside")

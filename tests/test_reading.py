@@ -23,6 +23,7 @@ from tests.conftest import Bucket
 from tests.support.libc import mapped
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
+from tests.support.semantics import states
 from tests.support.sharing import content, drop_caches, mounted, python, read_all
 
 MIB = 1 << 20
@@ -165,6 +166,10 @@ def test_a_read_at_the_end_returns_nothing(world: World) -> None:
         assert os.pread(file.fileno(), 100, SIZES[BIG]) == b""
 
 
+@states(
+    "A read returns all bytes that were asked for, fewer only at the end of the file, and none"
+    " behind it."
+)
 def test_a_read_across_the_end_returns_what_is_there(world: World) -> None:
     with world.big.open("rb", buffering=0) as file:
         got = os.pread(file.fileno(), 4096, SIZES[BIG] - 100)
@@ -216,6 +221,10 @@ def test_posix_fadvise_is_accepted_and_changes_no_bytes(world: World) -> None:
 # Mappings
 
 
+@states(
+    "Mappings, shared and private, show the object's bytes, also after the descriptor has been"
+    " closed."
+)
 @pytest.mark.parametrize("flags", [mmap.MAP_PRIVATE, mmap.MAP_SHARED], ids=["private", "shared"])
 def test_a_mapping_shows_the_objects_bytes_in_random_pages(world: World, flags: int) -> None:
     data = world.expected(BIG)
@@ -238,6 +247,10 @@ def test_a_private_mapping_can_be_written_without_touching_the_file(world: World
     assert path.read_bytes() == world.expected("small.bin")
 
 
+@states(
+    "Mappings, shared and private, show the object's bytes, also after the descriptor has been"
+    " closed."
+)
 def test_a_mapping_outlives_its_descriptor_as_in_c(world: World) -> None:
     data = world.expected(BIG)
     with mapped(world.big) as mapping:
@@ -317,6 +330,10 @@ def test_a_direct_read_across_the_end_returns_what_is_there(world: World) -> Non
     assert _direct(world.big, start, 8192) == world.expected(BIG)[start:]
 
 
+@states(
+    "With O_DIRECT a passthrough file has the cache disk's rules of alignment; a file that the"
+    " daemon reads has none."
+)
 def test_unaligned_direct_reads_are_free_unless_the_kernel_reads_the_cache_file(
     world: World,
 ) -> None:
@@ -357,25 +374,36 @@ def test_reading_does_not_wait_for_a_reader_elsewhere_in_the_file(world: World) 
 # Names
 
 
+@states(
+    "A key that the S3 client library can't express (one with control characters) is readable all"
+    " the same."
+)
 @pytest.mark.parametrize("name", NAMES, ids=ascii)
 def test_a_key_with_any_characters_is_readable(world: World, name: str) -> None:
     assert (world.path / "names" / name).read_bytes() == name.encode()
 
 
+@states(
+    "An object `a/b.txt` is the file `b.txt` in the directory `a`; names are the key's own"
+    " characters in UTF-8."
+)
 def test_a_listing_shows_names_as_they_are(world: World) -> None:
     assert sorted(os.listdir(world.path / "names")) == sorted(NAMES)
 
 
+@states("Names differ if one character differs: case and Unicode forms are kept apart, as on ext4.")
 def test_names_that_look_alike_are_different_names(world: World) -> None:
     assert not (world.path / "names" / "a b").exists()
     assert not (world.path / "names" / "É and é").exists()
     assert not (world.path / "names" / "GRÜSSE AN 東京 🚀.TXT").exists()
 
 
+@states("A name of more than 255 bytes is ENAMETOOLONG, and one that is not UTF-8 does not exist.")
 def test_a_name_of_256_bytes_is_too_long(world: World) -> None:
     with pytest.raises(OSError, match="File name too long"):
         os.stat(world.path / ("x" * 256))
 
 
+@states("A name of more than 255 bytes is ENAMETOOLONG, and one that is not UTF-8 does not exist.")
 def test_a_name_that_is_not_utf_8_does_not_exist(world: World) -> None:
     assert not os.path.exists(os.fsencode(world.path) + b"/\xff\xfe")

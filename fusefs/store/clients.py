@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
-from fusefs.store import listing
-from fusefs.store.errors import AccessDeniedError, Failure
+from fusefs.store.errors import NO_CREDENTIALS, Failure, StoreError
+from fusefs.store.lister import Lister
 from fusefs.store.stream import AttemptError
 
 if TYPE_CHECKING:
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from obstore.store import S3Store as ObjectStore
 
 DEFAULT_REGION = "us-east-1"
-# Credentials that tell no expiry are asked for again after this time: boto3
-# renews temporary ones by itself shortly before they expire.
-ASK_AGAIN = timedelta(minutes=5)
+# How long obstore may keep credentials. It asks again five minutes before the
+# end (at each request, if that is nearer); boto3 renews temporary ones at least
+# ten minutes before they expire.
+ASK_AGAIN = timedelta(minutes=10)
 # Credentials that stay the same until somebody changes them.
 _STATIC = ("env", "shared-credentials-file", "config-file", "explicit")
 
@@ -49,7 +50,10 @@ class S3Settings:
 
 
 class Clients:
-    """`s3` is boto3's client, `objects` obstore's; `request` goes with every call of the former."""
+    """`s3` is boto3's client, `objects` obstore's, `lister` does the LISTs.
+
+    `request` goes with every call of `s3`.
+    """
 
     def __init__(self, settings: S3Settings) -> None:
         """Find the credentials and make the clients. Blocks.
@@ -65,11 +69,12 @@ class Clients:
         if not settings.anonymous:
             self._credentials = session.get_credentials()
             if self._credentials is None:
-                raise AttemptError(_NO_CREDENTIALS)
+                raise AttemptError(NO_CREDENTIALS)
         self.request: dict[str, Any] = {"Bucket": settings.bucket}
         if settings.requester_pays:
             self.request["RequestPayer"] = "requester"
         self.s3 = self._make_s3(session)
+        self.lister = Lister(self.s3, self._credentials, self.request)
         self.principal = self._name_principal(session)
         self.objects = self._make_objects(session.region_name)
 
@@ -98,15 +103,13 @@ class Clients:
             user_agent_extra="fusefs",
             **quiet,
         )
-        client = session.client(
+        return session.client(
             "s3",
             endpoint_url=settings.endpoint_url,
             region_name=session.region_name or DEFAULT_REGION,
             verify=settings.ca_bundle,
             config=config,
         )
-        listing.install(client)
-        return client
 
     def _make_objects(self, region: str | None) -> ObjectStore:
         from obstore.store import S3Store as ObjectStore
@@ -124,7 +127,7 @@ class Clients:
             "allow_http": endpoint is not None and endpoint.startswith("http://"),
         }
         if settings.ca_bundle is not None:
-            options["root_certificate"] = Path(settings.ca_bundle).read_bytes()
+            options["root_certificate"] = _read_certificates(settings.ca_bundle)
         config: dict[str, Any] = {
             "region": self._bucket_region() or region or DEFAULT_REGION,
             "virtual_hosted_style_request": not is_path,
@@ -185,8 +188,9 @@ class Clients:
         return f"{method} {session.profile_name} {role} uid {os.geteuid()}"
 
 
-_NO_CREDENTIALS = Failure(
-    AccessDeniedError,
-    "no AWS credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY,"
-    " name a --profile, or use --anonymous for a public bucket",
-)
+def _read_certificates(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        sentence = f"the CA bundle {path} can't be read: {error.strerror}"
+        raise AttemptError(Failure(StoreError, sentence)) from error

@@ -22,7 +22,7 @@ from fusefs.store.base import Priority
 BACK_OFF_EVERY_S = 1.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Waiter:
     """A request in the queue; its priority may rise while it waits."""
 

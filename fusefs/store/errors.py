@@ -8,8 +8,12 @@ training job, a time-out that looks like a missing file is a lost sample.
 from __future__ import annotations
 
 import errno
+import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
 
 
 class StoreError(Exception):
@@ -53,6 +57,7 @@ class Failure:
     """One failed attempt: what it means, and what S3 said about it.
 
     `status` is 0 where there was no answer; `code` and `request_id` are S3's.
+    `has_expired` says that other credentials may help.
     """
 
     kind: type[StoreError]
@@ -61,16 +66,14 @@ class Failure:
     code: str = ""
     request_id: str = ""
     is_retryable: bool = False
-
-    def error(self) -> StoreError:
-        return self.kind(self.sentence)
+    has_expired: bool = False
 
 
 _THROTTLING = {
     "SlowDown", "TooManyRequests", "TooManyRequestsException", "Throttling",
     "ThrottlingException", "RequestLimitExceeded", "ServiceUnavailable",
 }  # fmt: skip
-# Credentials that botocore or the bucket's administrator will renew.
+# Credentials that their source or its administrator will renew.
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}
 
 _SENTENCES = {
@@ -81,6 +84,7 @@ _SENTENCES = {
     "PermanentRedirect": "the bucket is in another region: set --region",
     "AuthorizationHeaderMalformed": "the bucket is in another region: set --region",
     "RequestTimeTooSkewed": "the clock of this machine is wrong",
+    "InvalidToken": "the session token is not valid: check the credentials",
     **dict.fromkeys(_EXPIRED, "the credentials have expired"),
 }
 
@@ -93,10 +97,14 @@ def from_status(status: int, code: str, request_id: str) -> Failure:
         return Failure(kind, sentence, status, code, request_id, is_retryable)
 
     if code in _EXPIRED:
-        return failure(AccessDeniedError, "", is_retryable=True)
+        return Failure(
+            AccessDeniedError, _SENTENCES[code], status, code, request_id,
+            is_retryable=True, has_expired=True,
+        )  # fmt: skip
     if code == "InvalidObjectState":
         return failure(ArchivedError, "it is archived: restore it before it can be read")
-    if status == 429 or code in _THROTTLING:
+    # The answer to a HEAD has no body, and so no code.
+    if status in (429, 503) or code in _THROTTLING:
         return failure(ThrottledError, "S3 asks to slow down", is_retryable=True)
     if status >= 500:
         return failure(UnreachableError, f"S3 failed with status {status}", is_retryable=True)
@@ -109,9 +117,24 @@ def from_status(status: int, code: str, request_id: str) -> Failure:
     return failure(StoreError, f"S3 answered with status {status} {code}".strip())
 
 
-def translate(error: Exception) -> Failure | None:
-    """What an exception of boto3 or obstore means; None if it is not one of theirs."""
-    return _from_botocore(error) or _from_obstore(error)
+NO_CREDENTIALS = Failure(
+    AccessDeniedError,
+    "no AWS credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY,"
+    " name a --profile, or use --anonymous for a public bucket",
+)
+
+
+def translate(error: Exception) -> Failure:
+    """What an exception of a request means, be it boto3's, obstore's or an unforeseen one."""
+    known = _from_botocore(error) or _from_obstore(error)
+    if known is not None:
+        return known
+    if isinstance(error, OSError) and error.filename is not None:
+        return Failure(StoreError, f"{error.filename}: {error.strerror}")
+    # What a library trips over (an answer without the headers that it expects)
+    # ends one request, not the mount.
+    what = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    return Failure(StoreError, f"S3 can't be used: {what}{_one_line(error)}")
 
 
 def _from_botocore(error: Exception) -> Failure | None:
@@ -119,27 +142,80 @@ def _from_botocore(error: Exception) -> Failure | None:
     from botocore import exceptions
 
     if isinstance(error, exceptions.ClientError):
-        told = error.response
-        status = int(told.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-        code = str(told.get("Error", {}).get("Code", ""))
-        request_id = str(told.get("ResponseMetadata", {}).get("RequestId", ""))
-        return from_status(status, code, request_id)
+        return _from_answer(error.response)
     if isinstance(error, exceptions.NoCredentialsError | exceptions.PartialCredentialsError):
-        return Failure(
-            AccessDeniedError,
-            "no AWS credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY,"
-            " name a --profile, or use --anonymous for a public bucket",
-        )
-    if isinstance(error, exceptions.HTTPClientError):
-        return Failure(UnreachableError, f"no connection: {error}", is_retryable=True)
+        return NO_CREDENTIALS
+    if isinstance(error, exceptions.ProfileNotFound):
+        return Failure(AccessDeniedError, f"there is no AWS profile {error.kwargs['profile']!r}")
+    # SSLError, a failing proxy and a refused connection are no HTTPClientErrors.
+    if isinstance(
+        error,
+        exceptions.HTTPClientError | exceptions.ConnectionError | exceptions.IncompleteReadError,
+    ):
+        return Failure(UnreachableError, _why_unreachable(error), is_retryable=True)
+    if isinstance(
+        error,
+        exceptions.SSOError
+        | exceptions.TokenRetrievalError
+        | exceptions.CredentialRetrievalError
+        | exceptions.MetadataRetrievalError
+        | exceptions.RefreshWithMFAUnsupportedError,
+    ):
+        return Failure(AccessDeniedError, f"no credentials: {_one_line(error)}", is_retryable=True)
+    if isinstance(error, exceptions.ParamValidationError) and "bucket name" in str(error):
+        return Failure(StoreError, _SENTENCES["InvalidBucketName"])
     if isinstance(error, exceptions.BotoCoreError):
-        return Failure(StoreError, str(error))
+        return Failure(StoreError, f"the AWS configuration can't be used: {_one_line(error)}")
     return None
+
+
+def _from_answer(told: Mapping[str, Any]) -> Failure:
+    """What botocore has read from an answer that is an error."""
+    answer = told.get("ResponseMetadata", {})
+    code = str(told.get("Error", {}).get("Code") or "")
+    if code.isdigit():  # botocore's substitute where the answer has no body
+        code = ""
+    header = answer.get("HTTPHeaders", {}).get("x-amz-request-id", "")
+    request_id = str(answer.get("RequestId") or header)
+    return from_status(int(answer.get("HTTPStatusCode", 0)), code, request_id)
+
+
+def _why_unreachable(error: Any) -> str:
+    """One of botocore's connection errors, without its wording."""
+    from botocore import exceptions
+
+    url = urlsplit(str(error.kwargs.get("endpoint_url") or ""))
+    whom = f"{url.scheme}://{url.netloc}" if url.netloc else "S3"
+    if isinstance(error, exceptions.ConnectTimeoutError | exceptions.ReadTimeoutError):
+        return f"no answer from {whom} in time"
+    if isinstance(error, exceptions.IncompleteReadError | exceptions.ResponseStreamingError):
+        return "the answer broke off"
+    reason = str(error.kwargs.get("error", ""))
+    if isinstance(error, exceptions.SSLError):
+        return f"no secure connection to {whom}: {reason}"
+    if isinstance(error, exceptions.ProxyConnectionError):
+        return f"no connection to the proxy {urlsplit(error.kwargs['proxy_url']).hostname}"
+    if "resolve" in reason:
+        return f"no connection to {whom}: the name is not known"
+    number = re.search(r"\[Errno (\d+)\]", reason)
+    if number:
+        return f"no connection to {whom}: {os.strerror(int(number[1])).lower()}"
+    return f"no connection to {whom}"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(": ")
 
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([^<]*)</Code>")
 _REQUEST_ID = re.compile(r"<RequestId>([^<]*)</RequestId>")
+
+
+def from_body(status: int, text: str, request_id: str = "") -> Failure:
+    """What an answer with this status means, and with S3's error document somewhere in `text`."""
+    code, told_id = (match[1] if (match := p.search(text)) else "" for p in (_CODE, _REQUEST_ID))
+    return from_status(status, code, told_id or request_id)
 
 
 def _from_obstore(error: Exception) -> Failure | None:
@@ -149,15 +225,14 @@ def _from_obstore(error: Exception) -> Failure | None:
     if not isinstance(error, BaseError | FileNotFoundError):
         return None
     text = str(error)
-    status, code, request_id = (
-        match[1] if match else "" for match in (p.search(text) for p in _PATTERNS)
-    )
+    status = _STATUS.search(text)
     if status:
-        return from_status(int(status), code, request_id)
-    if isinstance(error, FileNotFoundError):
-        return Failure(NotFoundError, "there is no such object", 404)
+        return from_body(int(status[1]), text)
+    if isinstance(error, FileNotFoundError):  # a file of the configuration
+        return None
+    if "body error" in text:
+        return Failure(UnreachableError, "the answer broke off", is_retryable=True)
+    if "error sending request" in text:
+        return Failure(UnreachableError, "no answer from S3 in time", is_retryable=True)
     first_line = text.partition("\n")[0]
-    return Failure(UnreachableError, f"no answer: {first_line}", is_retryable=True)
-
-
-_PATTERNS = (_STATUS, _CODE, _REQUEST_ID)
+    return Failure(UnreachableError, f"no answer from S3: {first_line}", is_retryable=True)

@@ -20,6 +20,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import trio
@@ -52,6 +53,7 @@ T = TypeVar("T")
 FIRST_PAUSE_S = 0.1
 LAST_PAUSE_S = 5.0
 CHECK_TIME_S = 5.0
+RECONNECT_EVERY_S = 2.0
 
 
 class S3Store:
@@ -64,14 +66,16 @@ class S3Store:
         self._threads = trio.CapacityLimiter(2 * settings.max_connections)
         self._clients: Clients | None = None
         self._connecting = trio.Lock()
+        self._connected = 0.0
+        self._principal: str | None = None
         self._counted: Counter[str] = Counter()
         self._has_if_match = True
 
     @property
     def principal(self) -> str:
         """Who reads, as a stable name without a secret; known after `check`."""
-        assert self._clients is not None
-        return self._clients.principal
+        assert self._principal is not None
+        return self._principal
 
     def counters(self) -> dict[str, int]:
         names = ("gets", "heads", "lists", "bytes_fetched", "errors", "retries", "throttled")
@@ -86,11 +90,11 @@ class S3Store:
         """
         where = f"s3://{self._settings.bucket}/{prefix}"
         endpoint = self._settings.endpoint_url
-        at = f" at {endpoint}" if endpoint else ""
         try:
             await self._retried("LIST", prefix, self._lister(prefix, "/", "", None, 1),
                                 retry_time_s=CHECK_TIME_S)  # fmt: skip
         except StoreError as error:
+            at = f" at {endpoint}" if endpoint and endpoint not in str(error) else ""
             raise type(error)(f"can't read {where}{at}: {error}") from error
 
     async def aclose(self) -> None:
@@ -122,12 +126,7 @@ class S3Store:
         if token:
             arguments["ContinuationToken"] = token
 
-        def work(clients: Clients) -> ListPage:
-            answer: Any = clients.s3.list_objects_v2(**clients.request, **arguments)
-            page: ListPage = answer[listing.PAGE]
-            return page
-
-        return work
+        return lambda clients: clients.lister.page(arguments)
 
     async def head(self, key: str, *, priority: Priority = Priority.DEMAND) -> ObjectInfo:
         def work(clients: Clients) -> ObjectInfo:
@@ -188,6 +187,7 @@ class S3Store:
             StoreError: it did not; there is one log line about it.
         """
         patience = _Patience(retry_time_s or self._settings.retry_time_s)
+        has_doubted = False
         while True:
             try:
                 async with self._connections.one(priority):
@@ -196,6 +196,15 @@ class S3Store:
                 return result
             except AttemptError as error:
                 failure = error.failure
+            if operation == "LIST" and failure.kind is NotFoundError:
+                # Not the answer to a question for one object.
+                failure = replace(failure, kind=StoreError, sentence="there is no such bucket")
+            if (failure.status, failure.code) == (400, "") and not has_doubted:
+                # So S3 answers a HEAD with expired credentials, among other things.
+                has_doubted = True
+                failure = replace(failure, is_retryable=True, has_expired=True)
+            if failure.has_expired:
+                self._reconnect()
             if failure.kind is ThrottledError:
                 self._counted["throttled"] += 1
                 self._connections.throttled()
@@ -225,7 +234,16 @@ class S3Store:
             if self._clients is None:
                 connect = Attempt().guarded(lambda: Clients(self._settings))
                 self._clients = await trio.to_thread.run_sync(connect)
+                self._principal = self._principal or self._clients.principal
+                self._connected = time.monotonic()
             return self._clients
+
+    def _reconnect(self) -> None:
+        """Have the next request look for credentials anew."""
+        now = time.monotonic()
+        if self._clients is not None and now - self._connected >= RECONNECT_EVERY_S:
+            # Whoever is using the old ones keeps them until then.
+            self._clients = None
 
     def _failed(self, operation: str, key: str, failure: Failure) -> StoreError:
         """Log a request that failed for good."""
@@ -267,4 +285,4 @@ class _Patience:
         # Full jitter: clients that failed together do not come back together.
         self._attempts += 1
         longest = min(LAST_PAUSE_S, FIRST_PAUSE_S * 2**self._attempts)
-        return random.uniform(0, longest)
+        return min(random.uniform(0, longest), max(0.0, self._end - time.monotonic()))

@@ -48,20 +48,23 @@ class Attempt:
         self._lock = threading.Lock()  # held for a moment only, also by the event loop
         self._is_abandoned = False
         self._is_writing = False
+        self._write_error: Exception | None = None
         self._token = trio.lowlevel.current_trio_token()
         self._written = trio.Event()
 
     def guarded(self, work: Callable[..., T]) -> Callable[..., T]:
-        """`work` with the libraries' exceptions as `AttemptError`; others are left as they are."""
+        """`work` with all exceptions as `AttemptError` but those of `write`."""
 
         def run(*arguments: object) -> T:
             try:
                 return work(*arguments)
+            except (AttemptError, _AbandonedError):
+                raise
+            # Anything may come from two HTTP libraries fed with a stranger's answers.
             except Exception as error:
-                failure = translate(error)
-                if failure is None:
+                if error is self._write_error:
                     raise
-                raise AttemptError(failure) from error
+                raise AttemptError(translate(error)) from error
 
         return run
 
@@ -73,6 +76,9 @@ class Attempt:
             self._is_writing = True
         try:
             write()
+        except Exception as error:
+            self._write_error = error
+            raise
         finally:
             with self._lock:
                 self._is_writing = False

@@ -1,8 +1,9 @@
-"""An S3 server that only lists: generated keys, none of which exists anywhere.
+"""An S3 server that only lists: generated keys, of which no object can be read.
 
 It answers ListObjectsV2 (prefix, delimiter, start-after, max-keys,
 continuation-token, encoding-type=url) unsigned and in-process, so that a
-directory of a hundred thousand objects costs nothing to make.
+directory of a hundred thousand objects costs nothing to make. Requests for an
+object are answered with the error that a test has set.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ class ListingServer:
     def __init__(self, keys: Iterable[str]) -> None:
         self.keys = sorted(keys, key=str.encode)
         self.lists = 0
+        self.refusal = (404, "NoSuchKey")  # the answer for any object
+        self._is_stopped = False
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
 
     @property
@@ -37,9 +40,14 @@ class ListingServer:
         try:
             yield self
         finally:
-            self._server.shutdown()
-            self._server.server_close()
+            self.stop()
             thread.join()
+
+    def stop(self) -> None:
+        """Answer nothing more, and refuse connections; may be called twice."""
+        self._is_stopped = True
+        self._server.shutdown()
+        self._server.server_close()
 
     def page(self, prefix: str, delimiter: str, after: str, most: int) -> tuple[list[str], bool]:
         """Keys and common prefixes behind a key, and whether there are more."""
@@ -94,12 +102,21 @@ class ListingServer:
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
-                body = server.answer(parse_qs(urlsplit(self.path).query))
-                self.send_response(200)
+                if server._is_stopped:
+                    self.close_connection = True
+                    return
+                query = parse_qs(urlsplit(self.path).query)
+                status, code = (200, "") if "list-type" in query else server.refusal
+                body = f"<Error><Code>{code}</Code></Error>".encode() if code else b""
+                body = body or server.answer(query)
+                self.send_response(status)
                 self.send_header("Content-Type", "application/xml")
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
-                self.wfile.write(body)
+                if self.command == "GET":
+                    self.wfile.write(body)
+
+            do_HEAD = do_GET
 
             def log_message(self, *_: object) -> None:
                 """Say nothing."""

@@ -1,0 +1,39 @@
+"""Small disks of a test's own, which can be filled and made read-only."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+
+@contextmanager
+def small_disk(path: Path, size_mib: int) -> Iterator[Path]:
+    """A tmpfs at `path`; the test is skipped where none can be mounted."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small disk needs root")
+    path.mkdir()
+    options = f"size={size_mib}m"
+    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", os.fspath(path)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("this container may not mount a tmpfs")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", os.fspath(path)], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """Take all the space that is left, and return the file that does."""
+    path = disk / "filler"
+    with path.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(1 << 16))
+        except OSError:
+            pass
+    return path

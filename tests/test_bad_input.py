@@ -1,0 +1,332 @@
+"""Mistakes of whoever mounts: one clear line, and nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fusefs import mounts
+from tests.conftest import Bucket, Mounter
+from tests.support.faulty_s3 import FaultyS3
+from tests.support.mounting import FUSEFS, fusefs
+from tests.support.s3_server import S3Server
+
+# Found in /proc/PID/environ of whatever a refused command has left.
+MARK = "TEST_BAD_INPUT"
+NOBODY = 65534
+# Reading and entering what is root's (Python's own files here), and nothing else.
+AS_NOBODY = (
+    "setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups",
+    "--inh-caps=-all,+dac_read_search", "--ambient-caps=-all,+dac_read_search",
+    "--bounding-set=-all,+dac_read_search",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shared(s3: S3Server) -> Bucket:
+    return Bucket(s3, s3.new_bucket(), s3.client())
+
+
+class Attempts:
+    """Runs `fusefs mount` with one thing wrong."""
+
+    def __init__(self, bucket: Bucket, directory: Path) -> None:
+        self._bucket = bucket
+        self.directory = directory
+        self.mountpoint = directory / "mnt"
+        self.mountpoint.mkdir()
+        self.cache = directory / "cache"
+        self.environment = dict(bucket.server.environment)
+
+    def arguments(self, *options: object, source: str | None = None) -> list[str]:
+        given = [str(option) for option in options]
+        places = {
+            "--endpoint-url": self._bucket.server.endpoint_url,
+            "--cache-dir": str(self.cache),
+            "--log-file": str(self.directory / "log"),
+        }
+        for name, value in places.items():
+            if name not in given:
+                given += [name, value]
+        return ["mount", source or f"s3://{self._bucket.name}", str(self.mountpoint), *given]
+
+    def refused(
+        self, *options: object, source: str | None = None, before: tuple[str, ...] = ()
+    ) -> str:
+        """What the command says, after a look at what it leaves."""
+        mark = uuid.uuid4().hex
+        environment = {**self.environment, MARK: mark, "PATH": os.environ["PATH"]}
+        result = subprocess.run(
+            [*before, str(FUSEFS), *self.arguments(*options, source=source)],
+            env=environment, capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert result.returncode not in (0, -6, -11)
+        assert result.stdout == ""
+        (line,) = result.stderr.splitlines()
+        assert line.startswith("fusefs: ")
+        assert "Traceback" not in line
+        left = mounts.find_mount(self.mountpoint)
+        assert left is None or not left.is_fusefs
+        assert not list(_processes_with(mark))
+        return line.removeprefix("fusefs: ")
+
+
+def _processes_with(mark: str) -> Iterator[str]:
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{MARK}={mark}".encode() in (process / "environ").read_bytes():
+                yield (process / "cmdline").read_text()
+        except OSError:
+            continue
+
+
+@pytest.fixture
+def attempts(shared: Bucket, tmp_path: Path) -> Iterator[Attempts]:
+    if not os.path.exists("/dev/fuse"):
+        pytest.skip("there is no /dev/fuse here")
+    yield (made := Attempts(shared, tmp_path))
+    if mounts.is_mountpoint(made.mountpoint):
+        fusefs("umount", "--force", made.mountpoint, check=False)
+
+
+# --- the bucket -------------------------------------------------------------------
+
+
+def test_a_missing_bucket(attempts: Attempts) -> None:
+    line = attempts.refused(source="s3://no-such-bucket/a/b")
+    assert "s3://no-such-bucket/a/b" in line
+    assert "there is no such bucket" in line
+
+
+def test_a_bucket_that_is_not_ours(attempts: Attempts, s3: S3Server) -> None:
+    with FaultyS3(s3.endpoint_url) as faulty:
+        faulty.add(code="AccessDenied")
+        assert "access denied" in attempts.refused("--endpoint-url", faulty.endpoint_url)
+
+
+def test_anonymous_access_to_a_bucket_that_is_not_public(attempts: Attempts) -> None:
+    assert "access denied" in attempts.refused("--anonymous")
+
+
+def test_a_key_id_that_is_not_known(attempts: Attempts) -> None:
+    attempts.environment["AWS_ACCESS_KEY_ID"] = "UNKNOWN"
+    assert "the access key is not known there" in attempts.refused()
+
+
+def test_a_wrong_secret(attempts: Attempts) -> None:
+    attempts.environment["AWS_SECRET_ACCESS_KEY"] = "a wrong secret"
+    line = attempts.refused()
+    assert "the secret key does not match" in line
+    assert "a wrong secret" not in line
+
+
+def test_no_credentials(attempts: Attempts) -> None:
+    del attempts.environment["AWS_ACCESS_KEY_ID"]
+    del attempts.environment["AWS_SECRET_ACCESS_KEY"]
+    line = attempts.refused()
+    assert "no AWS credentials were found" in line
+    assert "--anonymous" in line
+
+
+def test_a_missing_profile_is_not_made_up_for_by_the_environment(attempts: Attempts) -> None:
+    assert "there is no AWS profile 'nope'" in attempts.refused("--profile", "nope")
+
+
+def test_expired_credentials(attempts: Attempts, s3: S3Server) -> None:
+    with FaultyS3(s3.endpoint_url) as faulty:
+        faulty.add(code="ExpiredToken")
+        line = attempts.refused("--endpoint-url", faulty.endpoint_url)
+    assert "the credentials have expired" in line
+
+
+def test_an_unreachable_endpoint(attempts: Attempts) -> None:
+    line = attempts.refused("--endpoint-url", "http://127.0.0.1:1")
+    assert line.endswith("no connection to http://127.0.0.1:1: connection refused")
+
+
+def test_an_endpoint_that_is_no_s3(attempts: Attempts, s3: S3Server) -> None:
+    with FaultyS3(s3.endpoint_url) as faulty:
+        faulty.add(body=b"<html><body>Welcome</body></html>")
+        line = attempts.refused("--endpoint-url", faulty.endpoint_url)
+    assert "the answer is not a listing" in line
+
+
+def test_a_missing_ca_bundle(attempts: Attempts) -> None:
+    assert "/nonexistent" in attempts.refused("--ca-bundle", "/nonexistent")
+
+
+# --- the command line ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (("--cache-size", "lots"), "--cache-size"),
+        (("--cache-size", "-1GiB"), "--cache-size"),
+        (("--metadata-ttl", "soon"), "--metadata-ttl"),
+        (("--max-connections", "0"), "--max-connections"),
+        (("--endpoint-url", "localhost"), "--endpoint-url"),
+        (("--session", "windows"), "--session"),
+    ],
+)
+def test_a_value_that_cannot_be_read(
+    attempts: Attempts, options: tuple[str, ...], part: str
+) -> None:
+    assert part in attempts.refused(*options)
+
+
+@pytest.mark.parametrize("source", ["bucket", "http://bucket", "s3://", "s3:///key", "s3://B_!"])
+def test_a_url_that_cannot_be_read(attempts: Attempts, source: str) -> None:
+    assert source in attempts.refused(source=source)
+
+
+def test_an_option_that_does_not_exist(attempts: Attempts) -> None:
+    assert "--no-such-option" in attempts.refused("--no-such-option")
+
+
+# --- the mountpoint -------------------------------------------------------------------
+
+
+def test_a_missing_mountpoint(attempts: Attempts) -> None:
+    attempts.mountpoint.rmdir()
+    assert attempts.refused() == f"{attempts.mountpoint} does not exist; create it first"
+
+
+def test_a_mountpoint_that_is_a_file(attempts: Attempts) -> None:
+    attempts.mountpoint.rmdir()
+    attempts.mountpoint.write_text("")
+    assert "is not a directory" in attempts.refused()
+
+
+def test_a_mountpoint_that_is_not_empty(attempts: Attempts) -> None:
+    (attempts.mountpoint / "file").write_text("")
+    assert "is not empty" in attempts.refused()
+
+
+def test_a_mountpoint_in_use(mounter: Mounter) -> None:
+    first = mounter()
+    pid = first.pid
+    result = fusefs(
+        "mount", first.source, first.path, "--endpoint-url", first.endpoint_url,
+        environment=first.environment, check=False,
+    )  # fmt: skip
+    (line,) = result.stderr.splitlines()
+    assert result.returncode == 1
+    assert line.startswith(f"fusefs: {first.path} is already a mount")
+    assert first.pid == pid
+    assert os.listdir(first.path) == []
+
+
+# --- the cache directory ------------------------------------------------------------------
+
+
+def test_a_file_in_the_place_of_the_cache(attempts: Attempts) -> None:
+    attempts.cache.write_text("")
+    assert str(attempts.cache) in attempts.refused()
+
+
+def test_a_cache_directory_below_a_file(attempts: Attempts) -> None:
+    (attempts.directory / "file").write_text("")
+    attempts.cache = attempts.directory / "file" / "cache"
+    assert str(attempts.cache) in attempts.refused()
+
+
+def test_a_cache_directory_that_cannot_be_written(attempts: Attempts) -> None:
+    attempts.cache.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", attempts.cache], check=True)
+    try:
+        line = attempts.refused()
+    finally:
+        subprocess.run(["umount", attempts.cache], check=True)
+    assert str(attempts.cache) in line
+    assert "read-only" in line.lower()
+
+
+def test_a_cache_directory_of_another_user(attempts: Attempts) -> None:
+    attempts.cache.mkdir()
+    os.chown(attempts.cache, NOBODY, NOBODY)
+    assert "belongs to another user" in attempts.refused()
+
+
+def test_a_directory_that_is_no_cache(attempts: Attempts) -> None:
+    attempts.cache.mkdir()
+    (attempts.cache / "letter.txt").write_text("dear reader")
+    assert "no cache of fusefs" in attempts.refused()
+    assert (attempts.cache / "letter.txt").read_text() == "dear reader"
+
+
+def _garbage_format(cache: Path) -> None:
+    (cache / "format").write_bytes(b"\xff\x00garbage")
+
+
+def _newer_format(cache: Path) -> None:
+    (cache / "format").write_text("fusefs cache 99\n")
+
+
+def _garbage_catalog(cache: Path) -> None:
+    (catalog,) = cache.glob("*/catalog.sqlite3")
+    for left in catalog.parent.glob("catalog.sqlite3-*"):
+        left.unlink()
+    catalog.write_bytes(os.urandom(100_000))
+
+
+@pytest.mark.parametrize("damage", [_garbage_format, _newer_format, _garbage_catalog])
+def test_a_damaged_cache(attempts: Attempts, damage: Callable[[Path], None]) -> None:
+    fusefs(*attempts.arguments(), environment=attempts.environment)
+    fusefs("umount", attempts.mountpoint)
+    damage(attempts.cache)
+    line = attempts.refused()
+    assert str(attempts.cache) in line
+    assert "remove it" in line
+
+
+def test_a_log_that_cannot_be_written(attempts: Attempts) -> None:
+    log = attempts.directory / "a directory"
+    log.mkdir()
+    assert f"the log {log} cannot be written" in attempts.refused("--log-file", log)
+
+
+# --- the machine -----------------------------------------------------------------------------
+
+
+def _in_namespace(command: str) -> tuple[str, ...]:
+    """Runs what follows where /dev/fuse is something else; nobody else notices."""
+    return ("unshare", "--mount", "sh", "-ec", f'{command}; exec "$@"', "sh")
+
+
+def test_no_device(attempts: Attempts) -> None:
+    line = attempts.refused(before=_in_namespace("mount --bind /dev/null /dev/fuse"))
+    assert "/dev/fuse" in line
+
+
+def test_no_device_at_all(attempts: Attempts) -> None:
+    line = attempts.refused(before=_in_namespace("mount -t tmpfs none /dev; : > /dev/null"))
+    assert line.startswith("there is no /dev/fuse")
+
+
+def test_root_without_the_right_to_mount(attempts: Attempts) -> None:
+    line = attempts.refused(before=("setpriv", "--bounding-set=-sys_admin", "--inh-caps=-all"))
+    assert "CAP_SYS_ADMIN" in line
+
+
+def test_allow_other_by_an_ordinary_user(attempts: Attempts) -> None:
+    # The directories of pytest are root's alone.
+    attempts.mountpoint = Path("/tmp") / f"fusefs-mnt-{uuid.uuid4().hex}"
+    attempts.mountpoint.mkdir()
+    os.chown(attempts.mountpoint, NOBODY, NOBODY)
+    node = attempts.directory / "fuse"
+    open_device = _in_namespace(
+        f"mknod -m 666 {node} c 10 229; mount --bind {node} /dev/fuse;"
+        f" : > {attempts.directory}/fuse.conf;"
+        f" mount --bind {attempts.directory}/fuse.conf /etc/fuse.conf"
+    )
+    try:
+        line = attempts.refused("--allow-other", before=(*open_device, *AS_NOBODY))
+    finally:
+        attempts.mountpoint.rmdir()
+    assert "user_allow_other" in line

@@ -1,0 +1,210 @@
+"""The catalog: rows that are merged, refused, summed up, and dropped when they can't be trusted."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusefs.cache.catalog import Catalog, DamagedCatalogError, Row
+from fusefs.cache.ranges import RangeMap
+
+BOOT, OTHER_BOOT = "boot-1", "boot-2"
+
+
+def catalog(directory: Path, boot_id: str = BOOT) -> Catalog:
+    return Catalog(directory / "catalog.sqlite3", boot_id)
+
+
+def row(name: str = "a", *ranges: tuple[int, int], generation: str = "g1", at: float = 1.0) -> Row:
+    return Row(name, generation, 7, 1000, RangeMap(iter(ranges)).pack(), at)
+
+
+def ranges(found: Row | None) -> list[tuple[int, int]]:
+    assert found is not None
+    return list(RangeMap.unpack(found.ranges))
+
+
+def test_a_row_comes_back_after_a_restart(tmp_path: Path) -> None:
+    first = catalog(tmp_path)
+    assert first.record([row("a", (0, 10), (20, 30))]) == ([True], 20)
+    first.close()
+    assert catalog(tmp_path).rows() == [row("a", (0, 10), (20, 30))]
+
+
+def test_rows_come_in_the_order_of_their_use(tmp_path: Path) -> None:
+    table = catalog(tmp_path)
+    table.record([row(name, (0, 1), at=at) for name, at in (("a", 3.0), ("b", 1.0), ("c", 2.0))])
+    table.touch([(9.0, "b", "g1"), (10.0, "c", "another")])
+    assert [one.name for one in table.rows()] == ["c", "a", "b"]
+
+
+def test_ranges_are_merged_with_what_another_mount_recorded(tmp_path: Path) -> None:
+    one, other = catalog(tmp_path), catalog(tmp_path)
+    one.record([row("a", (0, 10))])
+    assert other.record([row("a", (5, 20), (30, 40))]) == ([True], 30)
+    assert ranges(one.find("a")) == [(0, 20), (30, 40)]
+
+
+@pytest.mark.parametrize("stranger", [{"generation": "g2"}, {"st_ino": 8}])
+def test_a_row_of_another_file_is_left_alone(tmp_path: Path, stranger: dict[str, object]) -> None:
+    table = catalog(tmp_path)
+    table.record([row("a", (0, 10))])
+    assert table.record([replace(row("a", (0, 500)), **stranger)]) == ([False], 10)
+    other = replace(row("a"), **stranger)
+    assert table.remove(other.name, other.generation, other.st_ino) == 10
+    assert ranges(table.find("a")) == [(0, 10)]
+
+
+def test_removing_a_row_takes_its_bytes_off_the_total(tmp_path: Path) -> None:
+    table = catalog(tmp_path)
+    table.record([row("a", (0, 10)), row("b", (0, 5))])
+    assert table.remove("a", "g1", 7) == 5
+    assert table.remove("a", "g1", 7) == 5
+    assert table.find("a") is None
+
+
+def test_after_another_boot_only_synced_rows_count(tmp_path: Path) -> None:
+    table = catalog(tmp_path)
+    table.record([row("safe", (0, 10)), row("unsafe", (0, 10))])
+    table.mark_synced(row("safe", (0, 10)))
+    table.close()
+    again = catalog(tmp_path, OTHER_BOOT)
+    assert [one.name for one in again.rows()] == ["safe"]
+    assert again.total_bytes() == 10
+
+
+def test_after_the_same_boot_every_row_counts(tmp_path: Path) -> None:
+    catalog(tmp_path).record([row("a", (0, 10))])
+    assert len(catalog(tmp_path).rows()) == 1
+
+
+def test_a_synced_file_that_got_more_is_not_safe_any_more(tmp_path: Path) -> None:
+    table = catalog(tmp_path)
+    table.record([row("a", (0, 10))])
+    table.mark_synced(row("a", (0, 10)))
+    table.record([row("a", (0, 10))])
+    assert table.rows()[0].is_synced
+    table.record([row("a", (10, 20))])
+    assert catalog(tmp_path, OTHER_BOOT).rows() == []
+
+
+def test_a_file_that_got_more_while_it_was_synced_is_not_marked(tmp_path: Path) -> None:
+    table = catalog(tmp_path)
+    table.record([row("a", (0, 10))])
+    table.record([row("a", (0, 20))])
+    table.mark_synced(row("a", (0, 10)))
+    assert catalog(tmp_path, OTHER_BOOT).rows() == []
+
+
+def test_a_synced_row_of_an_earlier_boot_is_unsafe_once_more_has_arrived(tmp_path: Path) -> None:
+    table = catalog(tmp_path)
+    table.record([row("a", (0, 10))])
+    table.mark_synced(row("a", (0, 10)))
+    table.close()
+    second = catalog(tmp_path, OTHER_BOOT)
+    second.record([row("a", (10, 20))])
+    second.close()
+    assert len(catalog(tmp_path, OTHER_BOOT).rows()) == 1
+    assert catalog(tmp_path, "boot-3").rows() == []
+
+
+def test_a_wrong_total_is_put_right_at_the_start(tmp_path: Path) -> None:
+    table = catalog(tmp_path)
+    table.record([row("a", (0, 10))])
+    table.close()
+    with sqlite3.connect(tmp_path / "catalog.sqlite3") as db:
+        db.execute("UPDATE total SET bytes = 12345")
+    assert catalog(tmp_path).total_bytes() == 10
+
+
+def test_what_is_no_database_is_said_to_be_damaged(tmp_path: Path) -> None:
+    (tmp_path / "catalog.sqlite3").write_bytes(b"not a database" * 1000)
+    with pytest.raises(DamagedCatalogError, match=r"catalog\.sqlite3"):
+        catalog(tmp_path)
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    catalog(tmp_path).close()
+    with sqlite3.connect(tmp_path / "catalog.sqlite3") as db:
+        db.execute("PRAGMA user_version=99")
+    with pytest.raises(DamagedCatalogError, match="format 99"):
+        catalog(tmp_path)
+
+
+def test_a_failure_in_a_batch_leaves_none_of_it(tmp_path: Path) -> None:
+    table = catalog(tmp_path)
+    broken = replace(row("b", (0, 5)), size=None)
+    with pytest.raises(sqlite3.IntegrityError):
+        table.record([row("a", (0, 10)), broken])
+    assert table.rows() == []
+    assert table.total_bytes() == 0
+    assert table.record([row("a", (0, 10))]) == ([True], 10)
+
+
+def test_a_full_disk_fails_a_batch_and_not_the_next_one(tmp_path: Path) -> None:
+    table = catalog(tmp_path)
+    table.record([row("a", (0, 10))])
+    pages = table._db.execute("PRAGMA page_count").fetchone()[0]
+    table._db.execute(f"PRAGMA max_page_count={pages}")
+    many = [row(f"name-{number:060}", (0, 10)) for number in range(500)]
+    with pytest.raises(sqlite3.OperationalError):
+        table.record(many)
+    assert table.total_bytes() == 10
+    table._db.execute("PRAGMA max_page_count=1000000")
+    assert table.record(many)[1] == 5010
+
+
+def test_mounts_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
+    tables = [catalog(tmp_path) for _ in range(4)]
+
+    def write(index: int) -> None:
+        for number in range(50):
+            tables[index].record(
+                [row(f"{index}-{number}", (0, 3)), row("all", (number, number + 1))]
+            )
+
+    threads = [threading.Thread(target=write, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert tables[0].total_bytes() == 4 * 50 * 3 + 50
+    assert ranges(tables[0].find("all")) == [(0, 50)]
+
+
+RANGE = st.tuples(st.integers(0, 50), st.integers(1, 20)).map(lambda pair: (pair[0], sum(pair)))
+STEP = st.one_of(
+    st.tuples(st.just("record"), st.sampled_from("abc"), st.sampled_from(["g1", "g2"]), RANGE),
+    st.tuples(st.just("remove"), st.sampled_from("abc"), st.sampled_from(["g1", "g2"]), RANGE),
+)
+
+
+@given(st.lists(STEP, max_size=30))
+@settings(deadline=None, max_examples=50)
+def test_the_total_is_the_sum_of_all_ranges(steps: list[tuple[str, str, str, tuple]]) -> None:
+    table = Catalog(Path(":memory:"), BOOT)
+    model: dict[str, tuple[str, set[int]]] = {}
+    for action, name, generation, (start, stop) in steps:
+        known = model.get(name)
+        is_ours = known is None or known[0] == generation
+        if action == "record":
+            accepted, total = table.record([row(name, (start, stop), generation=generation)])
+            assert accepted == [is_ours]
+            if is_ours:
+                model.setdefault(name, (generation, set()))[1].update(range(start, stop))
+        else:
+            total = table.remove(name, generation, 7)
+            if known is not None and is_ours:
+                del model[name]
+        assert total == sum(len(present) for _, present in model.values())
+    found = {
+        one.name: {byte for start, stop in ranges(one) for byte in range(start, stop)}
+        for one in table.rows()
+    }
+    assert found == {name: present for name, (_, present) in model.items()}

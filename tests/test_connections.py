@@ -1,0 +1,203 @@
+"""The budget of connections: who goes first, how it shrinks and grows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import trio
+import trio.testing
+
+from fusefs.store import connections
+from fusefs.store.base import Priority
+from fusefs.store.connections import Connections
+
+
+def demand() -> Priority:
+    return Priority.DEMAND
+
+
+def prefetch() -> Priority:
+    return Priority.PREFETCH
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that connections see: change its only item."""
+    now = [1000.0]
+    monkeypatch.setattr(connections.time, "monotonic", lambda: now[0])
+    return now
+
+
+class Holders:
+    """Tasks that take a connection each, in a known order, and hold it until told."""
+
+    def __init__(self, budget: Connections, nursery: trio.Nursery) -> None:
+        self._budget = budget
+        self._nursery = nursery
+        self._scopes: dict[str, trio.CancelScope] = {}
+        self._ends: dict[str, trio.Event] = {}
+        self.holding: list[str] = []
+
+    async def start(self, name: str, priority: Callable[[], Priority]) -> None:
+        self._scopes[name] = trio.CancelScope()
+        self._ends[name] = trio.Event()
+        self._nursery.start_soon(self._hold, name, priority)
+        await trio.testing.wait_all_tasks_blocked()
+
+    async def _hold(self, name: str, priority: Callable[[], Priority]) -> None:
+        with self._scopes[name]:
+            async with self._budget.one(priority):
+                self.holding.append(name)
+                try:
+                    await self._ends[name].wait()
+                finally:
+                    self.holding.remove(name)
+
+    async def end(self, name: str) -> None:
+        self._ends[name].set()
+        await trio.testing.wait_all_tasks_blocked()
+
+    async def cancel(self, name: str) -> None:
+        self._scopes[name].cancel()
+        await trio.testing.wait_all_tasks_blocked()
+
+
+async def test_no_more_run_than_are_allowed(nursery: trio.Nursery) -> None:
+    holders = Holders(Connections(2), nursery)
+    for name in "abc":
+        await holders.start(name, demand)
+    assert holders.holding == ["a", "b"]
+    await holders.end("a")
+    assert holders.holding == ["b", "c"]
+    nursery.cancel_scope.cancel()
+
+
+async def test_a_demand_goes_before_a_prefetch_that_waits_longer(nursery: trio.Nursery) -> None:
+    holders = Holders(Connections(1), nursery)
+    await holders.start("running", demand)
+    await holders.start("prefetch", prefetch)
+    await holders.start("demand", demand)
+    await holders.end("running")
+    assert holders.holding == ["demand"]
+    nursery.cancel_scope.cancel()
+
+
+async def test_a_prefetch_that_a_reader_has_joined_goes_as_a_demand(nursery: trio.Nursery) -> None:
+    priority = Priority.PREFETCH
+    holders = Holders(Connections(1), nursery)
+    await holders.start("running", demand)
+    await holders.start("other prefetch", prefetch)
+    await holders.start("joined", lambda: priority)
+    priority = Priority.DEMAND
+    await holders.end("running")
+    assert holders.holding == ["joined"]
+    nursery.cancel_scope.cancel()
+
+
+async def test_prefetches_leave_connections_for_the_next_demand(nursery: trio.Nursery) -> None:
+    holders = Holders(Connections(8), nursery)
+    for number in range(8):
+        await holders.start(f"prefetch {number}", prefetch)
+    assert len(holders.holding) == 6
+    await holders.start("demand", demand)
+    assert "demand" in holders.holding
+    nursery.cancel_scope.cancel()
+
+
+async def test_one_connection_serves_prefetches_too(nursery: trio.Nursery) -> None:
+    holders = Holders(Connections(1), nursery)
+    await holders.start("prefetch", prefetch)
+    assert holders.holding == ["prefetch"]
+    nursery.cancel_scope.cancel()
+
+
+async def test_cancelling_a_holder_gives_the_connection_to_the_next(nursery: trio.Nursery) -> None:
+    holders = Holders(Connections(1), nursery)
+    await holders.start("a", demand)
+    await holders.start("b", demand)
+    await holders.cancel("a")
+    assert holders.holding == ["b"]
+    nursery.cancel_scope.cancel()
+
+
+async def test_cancelling_a_waiter_costs_nobody_a_turn(nursery: trio.Nursery) -> None:
+    budget = Connections(1)
+    holders = Holders(budget, nursery)
+    for name in "abc":
+        await holders.start(name, demand)
+    await holders.cancel("b")
+    await holders.end("a")
+    assert holders.holding == ["c"]
+    await holders.end("c")
+    assert budget.in_use == 0
+
+
+async def test_a_turn_that_comes_with_the_cancellation_is_passed_on(
+    nursery: trio.Nursery,
+) -> None:
+    budget = Connections(1)
+    holders = Holders(budget, nursery)
+    for name in "abc":
+        await holders.start(name, demand)
+    holders._ends["a"].set()
+    holders._scopes["b"].cancel()
+    await trio.testing.wait_all_tasks_blocked()
+    assert holders.holding == ["c"]
+    assert budget.in_use == 1
+    nursery.cancel_scope.cancel()
+
+
+def test_being_throttled_halves_what_is_allowed(clock: list[float]) -> None:
+    budget = Connections(32)
+    budget.throttled()
+    assert budget.allowed == 16
+
+
+def test_many_throttled_answers_at_once_count_as_one(clock: list[float]) -> None:
+    budget = Connections(32)
+    for _ in range(20):
+        budget.throttled()
+    assert budget.allowed == 16
+    clock[0] += connections.BACK_OFF_EVERY_S
+    budget.throttled()
+    assert budget.allowed == 8
+
+
+def test_one_connection_always_stays(clock: list[float]) -> None:
+    budget = Connections(4)
+    for _ in range(10):
+        budget.throttled()
+        clock[0] += connections.BACK_OFF_EVERY_S
+    assert budget.allowed == 1
+
+
+def test_a_round_of_successes_allows_one_more(clock: list[float]) -> None:
+    budget = Connections(16)
+    budget.throttled()
+    for _ in range(9):
+        budget.succeeded()
+    assert budget.allowed == 9
+
+
+def test_successes_never_allow_more_than_the_maximum(clock: list[float]) -> None:
+    budget = Connections(4)
+    budget.throttled()
+    for _ in range(100):
+        budget.succeeded()
+    assert budget.allowed == 4
+
+
+async def test_who_waits_goes_on_when_more_are_allowed(
+    nursery: trio.Nursery, clock: list[float]
+) -> None:
+    budget = Connections(2)
+    budget.throttled()
+    holders = Holders(budget, nursery)
+    await holders.start("a", demand)
+    await holders.start("b", demand)
+    assert holders.holding == ["a"]
+    budget.succeeded()
+    await trio.testing.wait_all_tasks_blocked()
+    assert holders.holding == ["a", "b"]
+    nursery.cancel_scope.cancel()

@@ -1,0 +1,183 @@
+"""Room: what is reserved, what goes first, and what may not go."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from fusefs.cache.fetch import NotKeptError
+from tests.support.local_cache import Parts, cache_in, until, version
+
+MIB = 1 << 20
+
+
+def kept(parts: Parts, *keys: str, size: int = MIB) -> list[str]:
+    """Those of the keys whose version is in the cache."""
+    found = [(key, parts.cache.find(version(key, size))) for key in keys]
+    return [key for key, file in found if file is not None and file.is_complete]
+
+
+async def test_the_least_recently_used_goes_first(tmp_path: Path) -> None:
+    async with cache_in(tmp_path, limit=4 * MIB) as parts:
+        for key in "abcd":
+            await parts.fetch(version(key, MIB))
+        await parts.fetch(version("a", MIB))
+        await parts.fetch(version("e", 2 * MIB - 100_000))
+        assert kept(parts, *"abcd") == ["a", "d"]
+
+
+async def test_the_order_of_use_outlives_a_restart(tmp_path: Path) -> None:
+    async with cache_in(tmp_path) as parts:
+        for key in "abc":
+            await parts.fetch(version(key, MIB))
+        await parts.cache.record()
+        await parts.fetch(version("a", MIB))
+    async with cache_in(tmp_path, limit=3 * MIB) as parts:
+        await parts.fetch(version("d", MIB))
+        assert kept(parts, *"abc")[0] == "a"
+        assert kept(parts, "b") == []
+
+
+async def test_files_that_are_open_stay(tmp_path: Path) -> None:
+    async with cache_in(tmp_path, limit=2 * MIB) as parts:
+        file = parts.cache.pin(version("open", MIB))
+        await parts.fetch(version("open", MIB))
+        for key in "abc":
+            await parts.fetch(version(key, MIB))
+        assert file.is_complete
+        assert parts.space.used <= 2 * MIB
+        parts.cache.unpin(file)
+
+
+async def test_when_open_files_fill_it_more_is_refused(tmp_path: Path) -> None:
+    async with cache_in(tmp_path, limit=2 * MIB) as parts:
+        file = parts.cache.pin(version("open", 2 * MIB))
+        await parts.fetch(version("open", 2 * MIB))
+        with pytest.raises(NotKeptError):
+            await parts.fetch(version("a", MIB))
+        parts.cache.unpin(file)
+        await parts.fetch(version("a", MIB))
+
+
+async def test_what_is_on_its_way_counts(tmp_path: Path) -> None:
+    async with cache_in(tmp_path, limit=3 * MIB) as parts:
+        parts.bucket.hold()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(parts.fetch, version("a", MIB))
+            nursery.start_soon(parts.fetch, version("b", MIB))
+            await until(lambda: parts.space.reserved == 2 * MIB)
+            assert not await parts.space.reserve(2 * MIB)
+            assert await parts.space.reserve(MIB)
+            parts.space.settle(MIB)
+            parts.bucket.let_go()
+        assert (parts.space.reserved, parts.space.used) == (0, 2 * MIB)
+
+
+async def test_the_floor_of_free_space_is_kept(tmp_path: Path) -> None:
+    status = os.statvfs(tmp_path)
+    free = status.f_bavail * status.f_frsize
+    async with cache_in(tmp_path, floor=free + (64 << 20)) as parts:
+        with pytest.raises(NotKeptError):
+            await parts.fetch(version("a", MIB))
+        assert parts.space.limit == 0
+        assert parts.space.used == 0
+
+
+async def test_a_lowered_limit_is_kept_without_a_reader(tmp_path: Path) -> None:
+    async with cache_in(tmp_path) as parts:
+        for key in "abcd":
+            await parts.fetch(version(key, MIB))
+        parts.space._limit = 2 * MIB
+        await parts.space.tend()
+        assert parts.space.used <= 2 * MIB
+        assert kept(parts, *"abcd") in (["c", "d"], ["d"])
+
+
+async def test_an_evicted_file_leaves_neither_bytes_nor_row(tmp_path: Path) -> None:
+    async with cache_in(tmp_path, limit=MIB) as parts:
+        await parts.fetch(version("a", MIB))
+        await parts.cache.record()
+        parts.space._limit = 0
+        await parts.space.tend()
+        assert parts.files() == []
+        assert parts.space.used == 0
+        assert parts.cache._catalog.rows() == []
+        assert parts.cache.evicted == 1
+
+
+async def test_a_mapped_file_counts_until_it_is_let_go(tmp_path: Path) -> None:
+    async with cache_in(tmp_path) as parts:
+        await parts.fetch(version("a", MIB))
+        [path] = parts.files()
+        with path.open("rb") as file:
+            mapping = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        parts.space._limit = 0
+        await parts.space.tend()
+        assert parts.files() == []
+        assert parts.space.used == MIB
+        before = bytes(mapping[:16])
+        await parts.space.tend()
+        assert (bytes(mapping[:16]), parts.space.used) == (before, MIB)
+        mapping.close()
+        await parts.space.tend()
+        assert parts.space.used == 0
+
+
+async def test_a_file_that_another_mount_has_open_stays(tmp_path: Path) -> None:
+    async with cache_in(tmp_path) as one, cache_in(tmp_path) as other:
+        a = version("a", MIB)
+        await one.fetch(a)
+        await one.cache.record()
+        file = other.cache.pin(a)
+        assert await other.cache.ensure_open(file)
+        one.space._limit = 0
+        await one.space.tend()
+        assert len(one.files()) == 1
+        other.cache.unpin(file)
+        await one.space.tend()
+        assert one.files() == []
+
+
+async def test_many_streams_at_once_stay_within_the_limit(tmp_path: Path) -> None:
+    limit, worst = 6 * MIB, 0
+    async with cache_in(tmp_path, limit=limit) as parts:
+
+        async def read(index: int) -> None:
+            for number in range(4):
+                one = version(f"{index}-{number}", 2 * MIB)
+                try:
+                    await parts.fetch(one)
+                except NotKeptError:
+                    assert len(await parts.fetcher.read_unkept(one, 0, one.size)) == one.size
+
+        async def watch() -> None:
+            nonlocal worst
+            while True:
+                worst = max(worst, parts.bytes_on_disk(), parts.space.used)
+                await trio.sleep(0.005)
+
+        async with trio.open_nursery() as watching:
+            watching.start_soon(watch)
+            async with trio.open_nursery() as nursery:
+                for index in range(8):
+                    nursery.start_soon(read, index)
+            watching.cancel_scope.cancel()
+        await parts.quiet()
+        assert parts.space.reserved == 0
+    assert worst <= limit
+
+
+async def test_a_cancelled_wait_for_room_takes_none(tmp_path: Path) -> None:
+    async with cache_in(tmp_path, limit=2 * MIB) as parts:
+        await parts.fetch(version("a", MIB))
+        async with parts.space._evicting, trio.open_nursery() as nursery:
+            nursery.start_soon(parts.space.reserve, 2 * MIB)
+            await wait_all_tasks_blocked()
+            nursery.cancel_scope.cancel()
+        assert parts.space.reserved == 0
+        assert kept(parts, "a") == ["a"]

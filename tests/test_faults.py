@@ -1,0 +1,280 @@
+"""What a program sees of a mount whose server fails: an honest error or the right bytes."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Bucket
+from tests.support.faulty_s3 import REQUEST_ID, FaultyS3
+from tests.support.mounting import Mount
+from tests.support.s3_server import S3Server
+
+# Larger than what is fetched in one request, and not the same anywhere.
+BIG = hashlib.shake_128(b"big").digest(12 << 20)
+OTHER = hashlib.shake_128(b"other").digest(12 << 20)
+SMALL = b"a small file\n" * 100
+LIMIT_S = 30
+RETRY_TIME = "1s"
+
+
+@pytest.fixture(scope="module")
+def faulty(s3: S3Server) -> Iterator[FaultyS3]:
+    with FaultyS3(s3.endpoint_url) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def shared(s3: S3Server) -> Bucket:
+    return Bucket(s3, s3.new_bucket(), s3.client())
+
+
+@pytest.fixture(scope="module")
+def mounted(
+    shared: Bucket, faulty: FaultyS3, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Mount]:
+    """One mount for all tests here, of which each has a directory of its own."""
+    if not os.path.exists("/dev/fuse"):
+        pytest.skip("there is no /dev/fuse here")
+    directory = tmp_path_factory.mktemp("faults")
+    path = directory / "mnt"
+    path.mkdir()
+    mount = Mount(
+        f"s3://{shared.name}", path, directory / "cache", faulty.endpoint_url,
+        shared.server.environment, directory / "log",
+        ("--session", "kernel", "--retry-time", RETRY_TIME, "--metadata-ttl", "0s"),
+    )  # fmt: skip
+    mount.start()
+    yield mount
+    faulty.clear()
+    mount.clean_up()
+
+
+class Folder:
+    """A test's own directory: in the bucket, and as the mount shows it."""
+
+    def __init__(self, bucket: Bucket, mount: Mount, name: str) -> None:
+        self._bucket = bucket
+        self._name = name
+        self.path = mount.path / name
+        self.log = mount.log
+
+    def key(self, name: str) -> str:
+        return f"{self._name}/{name}"
+
+    def put(self, name: str, data: bytes) -> Path:
+        self._bucket.put(self.key(name), data)
+        return self.path / name
+
+    def logged(self) -> list[str]:
+        """The log's lines about this directory."""
+        return [line for line in self.log.read_text().splitlines() if f"/{self._name}/" in line]
+
+
+@pytest.fixture
+def folder(
+    shared: Bucket, mounted: Mount, faulty: FaultyS3, request: pytest.FixtureRequest
+) -> Iterator[Folder]:
+    faulty.clear()
+    yield Folder(shared, mounted, hashlib.sha1(request.node.name.encode()).hexdigest()[:12])
+    faulty.clear()
+
+
+def outcome(action: Callable[[], Any]) -> str | None:
+    """The name of the errno with which an action fails; None if it does not."""
+    try:
+        action()
+    except OSError as error:
+        return errno.errorcode[error.errno or 0]
+    return None
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"cut_after": 300_000}, {"short": 300_000}, {"code": "SlowDown"}, {"code": "InternalError"},
+        {"code": "ExpiredToken"}, {"status": 502, "body": b"<html>"},
+    ],
+)  # fmt: skip
+def test_a_fault_that_passes_is_not_noticed(
+    folder: Folder, faulty: FaultyS3, fault: dict[str, Any]
+) -> None:
+    path = folder.put("big", BIG)
+    rule = faulty.add("GET", times=2, **fault)
+    assert path.read_bytes() == BIG
+    assert rule.used == 2
+
+
+def test_a_body_that_comes_in_short_pieces_is_whole_in_the_end(
+    folder: Folder, faulty: FaultyS3
+) -> None:
+    path = folder.put("big", BIG)
+    faulty.add("GET", short=1_000_000)
+    assert path.read_bytes() == BIG
+
+
+def test_a_list_that_fails_once_is_not_noticed(folder: Folder, faulty: FaultyS3) -> None:
+    folder.put("a", b"")
+    faulty.add("LIST", times=1, code="InternalError")
+    assert os.listdir(folder.path) == ["a"]
+
+
+@pytest.mark.parametrize(
+    "fault", [{"code": "InternalError"}, {"code": "SlowDown"}, {"status": 504}, {"cut_after": 0}]
+)
+def test_a_lookup_that_cannot_be_answered_is_never_a_missing_file(
+    folder: Folder, faulty: FaultyS3, fault: dict[str, Any]
+) -> None:
+    path = folder.put("a", b"")
+    faulty.add(**fault)
+    assert outcome(path.stat) == "EIO"
+    faulty.clear()
+    assert outcome(path.stat) is None
+
+
+def test_an_unreachable_server_is_an_error_until_it_is_back(
+    folder: Folder, faulty: FaultyS3
+) -> None:
+    path = folder.put("a", SMALL)
+    faulty.add(before=faulty.drop_connections, code="InternalError")
+    assert outcome(path.read_bytes) == "EIO"
+    faulty.clear()
+    assert path.read_bytes() == SMALL
+
+
+def test_a_big_file_is_read_on_after_the_server_was_away(folder: Folder, faulty: FaultyS3) -> None:
+    path = folder.put("big", BIG)
+    with path.open("rb", buffering=0) as file:
+        first = file.read(1000)
+        faulty.add("GET", code="InternalError")
+        assert outcome(lambda: os.pread(file.fileno(), 4096, 11 << 20)) == "EIO"
+        faulty.clear()
+        assert os.pread(file.fileno(), 4096, 11 << 20) == BIG[11 << 20 :][:4096]
+    assert first == BIG[:1000]
+
+
+def test_a_forbidden_object_is_not_permitted(folder: Folder, faulty: FaultyS3) -> None:
+    path = folder.put("a", SMALL)
+    faulty.add("GET", code="AccessDenied")
+    assert outcome(path.read_bytes) == "EACCES"
+
+
+def test_an_archived_object_is_an_error_and_the_log_says_to_restore_it(
+    folder: Folder, faulty: FaultyS3
+) -> None:
+    path = folder.put("a", SMALL)
+    faulty.add("GET", code="InvalidObjectState")
+    assert outcome(path.read_bytes) == "EIO"
+    (line,) = [line for line in folder.logged() if "WARNING" in line]
+    assert "restore it" in line
+    assert REQUEST_ID in line
+
+
+def test_a_replaced_object_is_never_read_as_a_mix(
+    folder: Folder, faulty: FaultyS3, shared: Bucket
+) -> None:
+    path = folder.put("big", BIG)
+    faulty.add(
+        "GET", times=1, cut_after=600_000,
+        at=(600_000, lambda: shared.put(folder.key("big"), OTHER)),
+    )  # fmt: skip
+    with path.open("rb", buffering=0) as file:
+        got = bytearray()
+        error = outcome(lambda: _read_on(file.fileno(), got))
+    assert error == "ESTALE" or bytes(got) in (BIG, OTHER)
+    assert BIG.startswith(got) or OTHER.startswith(got)
+    assert path.read_bytes() == OTHER
+
+
+def test_a_replaced_object_is_noticed_where_if_match_is_ignored(
+    folder: Folder, faulty: FaultyS3
+) -> None:
+    path = folder.put("big", BIG)
+    faulty.add("GET", ignore_if_match=True)
+    with path.open("rb", buffering=0) as file:
+        got = bytearray(file.read(1000))
+        folder.put("big", OTHER)
+        error = outcome(lambda: _read_on(file.fileno(), got))
+    assert error == "ESTALE"
+    assert BIG.startswith(got)
+
+
+def _read_on(fd: int, got: bytearray) -> None:
+    while piece := os.pread(fd, 256 << 10, len(got)):
+        got.extend(piece)
+
+
+def test_being_throttled_lowers_the_concurrency_and_it_rises_again(
+    folder: Folder, faulty: FaultyS3, mounted: Mount
+) -> None:
+    path = folder.put("a", SMALL)
+    before = mounted.status()["s3"]
+    faulty.add("GET", times=1, code="SlowDown")
+    assert path.read_bytes() == SMALL
+    after = mounted.status()["s3"]
+    assert after["throttled"] == before["throttled"] + 1
+    assert after["connections"] < 32
+
+    def has_risen() -> bool:
+        os.listdir(folder.path)
+        connections: int = mounted.status()["s3"]["connections"]
+        return connections > after["connections"]
+
+    assert eventually(has_risen)
+
+
+def test_a_reader_that_is_killed_while_the_server_is_silent_goes_at_once(
+    folder: Folder, faulty: FaultyS3
+) -> None:
+    path = folder.put("a", SMALL)
+    rule = faulty.add("GET", stall=True)
+    with subprocess.Popen(["cat", str(path)], stdout=subprocess.DEVNULL) as reader:
+        assert eventually(lambda: rule.used > 0)
+        reader.kill()
+        assert reader.wait(LIMIT_S) != 0
+    faulty.clear()
+    assert path.read_bytes() == SMALL
+
+
+def test_other_files_are_read_while_one_download_stalls(folder: Folder, faulty: FaultyS3) -> None:
+    slow, quick = folder.put("slow", SMALL), folder.put("quick", SMALL)
+    rule = faulty.add("GET", folder.key("slow"), stall=True)
+    with subprocess.Popen(["cat", str(slow)], stdout=subprocess.PIPE) as reader:
+        assert eventually(lambda: rule.used > 0)
+        assert quick.read_bytes() == SMALL
+        assert reader.poll() is None
+        rule.release()
+        assert reader.communicate(timeout=LIMIT_S)[0] == SMALL
+
+
+def test_a_failed_read_is_one_line_in_the_log(folder: Folder, faulty: FaultyS3) -> None:
+    path = folder.put("a", SMALL)
+    faulty.add("GET", code="AccessDenied")
+    assert outcome(path.read_bytes) == "EACCES"
+    lines = [line for line in folder.logged() if "WARNING" in line]
+    assert len(lines) == 1
+    for part in ("GET", "403", "AccessDenied", REQUEST_ID):
+        assert part in lines[0]
+
+
+def test_no_secret_gets_into_the_log(mounted: Mount, shared: Bucket) -> None:
+    text = mounted.log.read_text()
+    assert shared.server.secret_key not in text
+    assert "Signature=" not in text

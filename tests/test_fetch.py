@@ -1,0 +1,271 @@
+"""Downloads: joined, woken as bytes arrive, ended when nobody wants them, and never half done."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import random
+from pathlib import Path
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from fusefs.cache.fetch import BLOCK, FIRST_BYTES, PART, NotKeptError
+from fusefs.cache.files import CacheFile
+from fusefs.store.errors import StaleVersionError, UnreachableError
+from tests.support.local_cache import CHUNK, LIMIT_S, Parts, cache_in, content, until, version
+
+MIB = 1 << 20
+BIG = version("big", 20 * MIB + 123)
+
+
+async def test_many_readers_of_a_range_cost_one_request(tmp_path: Path) -> None:
+    async with cache_in(tmp_path) as parts, trio.open_nursery() as nursery:
+        for _ in range(20):
+            nursery.start_soon(parts.fetch, version("a", MIB))
+    assert parts.bucket.asked == [("a", 0, MIB)]
+
+
+async def test_a_reader_is_woken_when_its_bytes_are_there(tmp_path: Path) -> None:
+    async with cache_in(tmp_path) as parts:
+        stopped = trio.Event()
+
+        def stop_at_half(_key: str, offset: int) -> None:
+            if offset == MIB // 2:
+                parts.bucket.hold()
+                stopped.set()
+
+        parts.bucket.fault = stop_at_half
+        file = parts.cache.pin(BIG)
+        with trio.fail_after(LIMIT_S):
+            assert await parts.read_pinned(file, 0, 1000) == content(BIG)[:1000]
+            await stopped.wait()
+        assert parts.fetcher.under_way == 1
+        parts.bucket.let_go()
+        await parts.quiet()
+        parts.cache.unpin(file)
+
+
+async def test_a_first_read_brings_the_first_bytes_and_a_jump_a_block(tmp_path: Path) -> None:
+    async with cache_in(tmp_path) as parts:
+        await parts.read(BIG, 0, 10)
+        await parts.read(BIG, 10 * MIB + 5, 10 * MIB + 10)
+        await parts.quiet()
+    first, second = parts.bucket.asked
+    assert first == ("big", 0, FIRST_BYTES)
+    assert second[1] == 10 * MIB + 5
+    assert second[2] - second[1] <= 2 * BLOCK
+
+
+async def test_a_read_asks_only_for_what_is_missing(tmp_path: Path) -> None:
+    async with cache_in(tmp_path) as parts:
+        await parts.read(BIG, 4 * MIB, 5 * MIB)
+        await parts.read(BIG, 3 * MIB, 6 * MIB)
+        await parts.quiet()
+        asked = sorted((start, stop) for _, start, stop in parts.bucket.asked)
+        assert all(one[1] <= other[0] for one, other in itertools.pairwise(asked))
+
+
+async def test_a_range_is_asked_for_ahead_in_parts(tmp_path: Path) -> None:
+    async with cache_in(tmp_path) as parts:
+        file = parts.cache.pin(BIG)
+        parts.fetcher.want(file, 0, BIG.size)
+        assert parts.fetcher.want(file, 0, BIG.size) == []
+        await parts.quiet()
+        assert file.is_complete
+        parts.cache.unpin(file)
+    assert sorted(parts.bucket.asked) == [
+        ("big", 0, PART), ("big", PART, 2 * PART), ("big", 2 * PART, BIG.size)
+    ]  # fmt: skip
+
+
+async def test_a_download_ends_with_its_last_reader(tmp_path: Path) -> None:
+    async with cache_in(tmp_path) as parts:
+        parts.bucket.hold()
+        scopes = [trio.CancelScope(), trio.CancelScope()]
+
+        async def read(scope: trio.CancelScope) -> None:
+            with scope:
+                await parts.read(BIG, 0, 10)
+
+        async with trio.open_nursery() as nursery:
+            for scope in scopes:
+                nursery.start_soon(read, scope)
+            await until(lambda: len(parts.bucket.running) == 1)
+            await wait_all_tasks_blocked()
+            scopes[0].cancel()
+            await wait_all_tasks_blocked()
+            assert parts.fetcher.under_way == 1
+            scopes[1].cancel()
+        await parts.quiet()
+        assert parts.space.reserved == 0
+        assert parts.files() == []
+
+
+async def test_who_comes_when_a_download_was_given_up_gets_another(tmp_path: Path) -> None:
+    async with cache_in(tmp_path) as parts:
+        parts.bucket.hold()
+        file = parts.cache.pin(BIG)
+        [download] = parts.fetcher.want(file, 0, MIB)
+        await until(lambda: len(parts.bucket.running) == 1)
+        download.unwant()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(parts.read_pinned, file, 0, 10)
+            await wait_all_tasks_blocked()
+            parts.bucket.let_go()
+        await parts.quiet()
+        parts.cache.unpin(file)
+
+
+async def test_what_had_arrived_of_a_download_that_was_given_up_is_kept(tmp_path: Path) -> None:
+    async with cache_in(tmp_path) as parts:
+        file = parts.cache.pin(BIG)
+        [download] = parts.fetcher.want(file, 0, MIB)
+        parts.bucket.fault = lambda _key, at: download.unwant() if at == 4 * CHUNK else None
+        await parts.quiet()
+        assert file.present.covers(0, 4 * CHUNK)
+        assert not file.is_complete
+        assert parts.space.reserved == 0
+        assert parts.space.used == file.present.total
+        parts.cache.unpin(file)
+
+
+@pytest.mark.parametrize("error", [StaleVersionError("changed"), UnreachableError("gone")])
+async def test_an_error_of_the_store_is_told_to_every_reader(
+    tmp_path: Path, error: Exception
+) -> None:
+    def fail(_key: str, offset: int) -> None:
+        if offset >= MIB // 2:
+            raise error
+
+    async with cache_in(tmp_path) as parts:
+        parts.bucket.fault = fail
+        failed = 0
+
+        async def read() -> None:
+            nonlocal failed
+            with pytest.raises(type(error)):
+                await parts.read(version("a", MIB), 0, MIB)
+            failed += 1
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(5):
+                nursery.start_soon(read)
+        await parts.quiet()
+        assert failed == 5
+        # What came before is right, and kept.
+        a = version("a", MIB)
+        assert await parts.read(a, 0, MIB // 2) == content(a)[: MIB // 2]
+        assert parts.space.reserved == 0
+
+
+async def test_a_reader_whose_bytes_came_before_the_error_is_served(tmp_path: Path) -> None:
+    def fail(_key: str, offset: int) -> None:
+        if offset >= MIB // 2:
+            raise UnreachableError("gone")
+
+    async with cache_in(tmp_path) as parts:
+        parts.bucket.fault = fail
+        a = version("a", MIB)
+        assert await parts.read(a, 0, 100) == content(a)[:100]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS])
+async def test_a_disk_that_takes_no_more_sends_readers_past_the_cache(
+    tmp_path: Path, number: int
+) -> None:
+    def fail(_key: str, offset: int) -> None:
+        if offset >= MIB // 2:
+            raise OSError(number, os.strerror(number))
+
+    async with cache_in(tmp_path) as parts:
+        parts.bucket.fault = fail
+        a = version("a", MIB)
+        with trio.fail_after(LIMIT_S), pytest.raises(NotKeptError):
+            await parts.read(a, 0, MIB)
+        await parts.quiet()
+        assert parts.space.reserved == 0
+        parts.bucket.fault = lambda _key, _offset: None
+        assert await parts.fetcher.read_unkept(a, 5, MIB) == content(a)[5:]
+
+
+async def test_without_room_nothing_is_kept_and_nothing_leaks(tmp_path: Path) -> None:
+    async with cache_in(tmp_path, limit=MIB // 2) as parts:
+        with trio.fail_after(LIMIT_S), pytest.raises(NotKeptError):
+            await parts.read(version("a", MIB), 0, 10)
+        await parts.quiet()
+        assert (parts.space.reserved, parts.space.used) == (0, 0)
+        assert parts.files() == []
+
+
+async def test_a_directory_that_takes_no_file_sends_readers_past_the_cache(tmp_path: Path) -> None:
+    async with cache_in(tmp_path) as parts:
+        for folder in (tmp_path / "objects").iterdir():
+            folder.rmdir()
+        with pytest.raises(NotKeptError):
+            await parts.read(version("a", MIB), 0, 10)
+        assert parts.cache.warning is not None
+        assert parts.space.reserved == 0
+
+
+async def test_an_open_file_keeps_its_descriptor_and_a_closed_one_gives_it_back(
+    tmp_path: Path,
+) -> None:
+    async with cache_in(tmp_path) as parts:
+        before = len(os.listdir("/proc/self/fd"))
+        for number in range(20):
+            await parts.fetch(version(f"a{number}", CHUNK))
+        await parts.quiet()
+        assert len(os.listdir("/proc/self/fd")) <= before + 1
+
+
+async def _disturbed(parts: Parts, file: CacheFile, dice: random.Random) -> None:
+    """A reader that is cancelled at some checkpoint, or is not."""
+    start = dice.randrange(file.size)
+    stop = min(file.size, start + dice.randrange(1, MIB))
+    patience = dice.randrange(30)
+    parts.cache.pin_again(file)
+    try:
+        with trio.CancelScope() as scope:
+            async with trio.open_nursery() as nursery:
+
+                async def cancel() -> None:
+                    for _ in range(patience):
+                        await trio.lowlevel.checkpoint()
+                    scope.cancel()
+
+                if dice.random() < 0.7:
+                    nursery.start_soon(cancel)
+                found = await parts.read_pinned(file, start, stop)
+                assert file.version is not None
+                assert found == content(file.version)[start:stop]
+                nursery.cancel_scope.cancel()
+    finally:
+        parts.cache.unpin(file)
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_readers_cancelled_anywhere_leave_no_half_state(tmp_path: Path, seed: int) -> None:
+    dice = random.Random(seed)
+    async with cache_in(tmp_path) as parts:
+        versions = [version(f"f{number}", 3 * MIB + number) for number in range(4)]
+        files = [parts.cache.pin(one) for one in versions]
+        with trio.fail_after(LIMIT_S):
+            async with trio.open_nursery() as nursery:
+                for _ in range(60):
+                    nursery.start_soon(_disturbed, parts, dice.choice(files), dice)
+                    for _ in range(dice.randrange(4)):
+                        await trio.lowlevel.checkpoint()
+        await parts.quiet()
+        assert all(file.pins == 1 and not file.downloads for file in files)
+        assert parts.space.reserved == 0
+        assert parts.space.used == sum(file.present.total for file in files)
+        for file in files:
+            parts.cache.unpin(file)
+        for one in versions:
+            await parts.fetch(one)
+        await parts.cache.record()
+        assert parts.space.uncommitted == 0
+        assert parts.space.used == sum(one.size for one in versions)

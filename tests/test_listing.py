@@ -1,0 +1,159 @@
+"""Reading ListObjectsV2 answers of various servers."""
+
+from __future__ import annotations
+
+from urllib.parse import quote_plus
+from xml.etree import ElementTree
+from xml.sax.saxutils import escape
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusefs.store import listing
+from fusefs.store.listing import ListingError, parse
+
+AWS = ("Key", "LastModified", "ETag", "Size", "StorageClass")
+SEAWEEDFS = ("Key", "ETag", "Size", "StorageClass", "LastModified")
+NAMESPACE = ' xmlns="http://s3.amazonaws.com/doc/2006-03-01/"'
+DEFAULTS = {
+    "Key": "a", "LastModified": "2026-11-21T04:15:07.000Z", "ETag": "&quot;x&quot;",
+    "Size": "1", "StorageClass": "STANDARD",
+}  # fmt: skip
+
+
+def entry(order: tuple[str, ...] = AWS, **fields: str) -> str:
+    told = {**DEFAULTS, **fields}
+    return (
+        "<Contents>" + "".join(f"<{name}>{told[name]}</{name}>" for name in order) + "</Contents>"
+    )
+
+
+def document(*parts: str, namespace: str = NAMESPACE, encoding: str = "url") -> bytes:
+    told = f"<EncodingType>{encoding}</EncodingType>" if encoding else ""
+    return (
+        f'<?xml version="1.0" encoding="UTF-8"?>\n<ListBucketResult{namespace}>'
+        f"<Name>bucket</Name>{''.join(parts)}{told}</ListBucketResult>"
+    ).encode()
+
+
+@pytest.mark.parametrize("order", [AWS, SEAWEEDFS])
+@pytest.mark.parametrize("namespace", [NAMESPACE, ""])
+def test_an_entry_is_read_whole(order: tuple[str, ...], namespace: str) -> None:
+    body = document(
+        entry(order, Key="dir/a.bin", Size="12", StorageClass="GLACIER"), namespace=namespace
+    )
+    (info,) = parse(body).objects
+    assert (info.key, info.size, info.etag, info.storage_class) == (
+        "dir/a.bin", 12, '"x"', "GLACIER",
+    )  # fmt: skip
+    assert info.mtime_ns == 1795234507 * 10**9
+
+
+@pytest.mark.parametrize("etag", ["&quot;x&quot;", "&#34;x&#34;", '"x"', "x"])
+def test_an_etag_is_quoted_however_it_comes(etag: str) -> None:
+    assert parse(document(entry(ETag=etag))).objects[0].etag == '"x"'
+
+
+@pytest.mark.parametrize(
+    "when",
+    [
+        "2026-11-21T04:15:07Z", "2026-11-21T04:15:07.000Z", "2026-11-21T04:15:07+00:00",
+        "2026-11-21T05:15:07+01:00", "2026-11-21T04:15:07", "2026-11-21T04:15:07.000000000Z",
+    ],
+)  # fmt: skip
+def test_times_are_read_in_each_usual_form(when: str) -> None:
+    assert parse(document(entry(LastModified=when))).objects[0].mtime_ns == 1795234507 * 10**9
+
+
+def test_fractions_of_a_second_are_kept() -> None:
+    body = document(entry(LastModified="2026-11-21T04:15:07.123Z"))
+    assert parse(body).objects[0].mtime_ns == 1795234507 * 10**9 + 123_000_000
+
+
+@pytest.mark.parametrize(
+    ("told", "key"),
+    [
+        ("a+b", "a b"), ("a%2Bb", "a+b"), ("a%20b", "a b"), ("a%2520b", "a%20b"), ("%25", "%"),
+        ("%C3%BC/%F0%9F%98%80", "ü/😀"), ("x%01y", "x\x01y"), ("dir/", "dir/"), ("a%26b", "a&b"),
+    ],
+)  # fmt: skip
+def test_encoded_keys_are_decoded(told: str, key: str) -> None:
+    assert parse(document(entry(Key=told))).objects[0].key == key
+
+
+def test_keys_are_taken_as_they_are_where_nothing_is_encoded() -> None:
+    body = document(entry(Key="a+b%20c&amp;d"), encoding="")
+    assert parse(body).objects[0].key == "a+b%20c&d"
+
+
+def test_a_page_that_goes_on_has_a_token() -> None:
+    page = parse(
+        document(
+            "<IsTruncated>true</IsTruncated><NextContinuationToken>t&amp;1</NextContinuationToken>",
+            entry(Key="a"),
+            "<CommonPrefixes><Prefix>b%2B/</Prefix></CommonPrefixes>",
+        )
+    )
+    assert (page.next_token, page.prefixes, page.last) == ("t&1", ["b+/"], "b+/")
+
+
+def test_the_last_page_has_no_token() -> None:
+    body = document("<IsTruncated>false</IsTruncated><NextContinuationToken/>", entry())
+    assert parse(body).next_token is None
+
+
+def test_an_empty_listing_is_a_page() -> None:
+    page = parse(document("<Prefix></Prefix><KeyCount>0</KeyCount>"))
+    assert (page.objects, page.prefixes, page.next_token, page.last) == ([], [], None, "")
+
+
+def test_entries_that_differ_are_all_read() -> None:
+    body = document(
+        entry(Key="a"),
+        entry(SEAWEEDFS, Key="b"),
+        entry((*AWS, "ChecksumType"), Key="c", ChecksumType="FULL_OBJECT"),
+        "<Contents><Key>d</Key><LastModified>2026-11-21T04:15:07Z</LastModified><ETag>x</ETag>"
+        "<Size>1</Size><Owner><ID>1</ID></Owner></Contents>",
+    )
+    assert [info.key for info in parse(body).objects] == ["a", "b", "c", "d"]
+
+
+def test_a_missing_storage_class_is_the_standard_one() -> None:
+    body = document(entry(("Key", "Size", "ETag", "LastModified")))
+    assert parse(body).objects[0].storage_class == "STANDARD"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"<html>Sign in</html>", b"<html><body>Sign in", b"\xff\xfe", document()[:-5],
+        document(entry())[:200], document(entry(Size="")), document(entry(LastModified="soon")),
+        document("<CommonPrefixes/>"),
+    ],
+)  # fmt: skip
+def test_what_is_not_a_listing_is_an_error(body: bytes) -> None:
+    with pytest.raises(ListingError):
+        parse(body)
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), max_size=5))
+def test_every_key_arrives_as_it_is(keys: list[str]) -> None:
+    body = document(*(entry(Key=escape(quote_plus(key))) for key in keys))
+    assert [info.key for info in parse(body).objects] == keys
+
+
+@given(
+    st.lists(
+        st.tuples(st.text("ab+% &<é", min_size=1), st.integers(0, 2**50), st.sampled_from("xyz")),
+        max_size=8,
+    ),
+    st.sampled_from([AWS, SEAWEEDFS]),
+)
+def test_both_ways_of_reading_agree(
+    told: list[tuple[str, int, str]], order: tuple[str, ...]
+) -> None:
+    body = document(
+        *(entry(order, Key=quote_plus(key), Size=str(size), ETag=etag) for key, size, etag in told)
+    )
+    assert parse(body) == listing._page(ElementTree.fromstring(body), None)

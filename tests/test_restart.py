@@ -1,0 +1,319 @@
+"""Daemons that are killed, restarted, share a cache, or lose their disk: never wrong bytes."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fusefs import mounts
+from fusefs.cache.files import RECORD_EVERY_S
+from tests.conftest import Bucket, Mounter
+from tests.support.disks import fill, small_disk
+from tests.support.mounting import LIMIT_S, Mount, fusefs
+
+MIB = 1 << 20
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.02)
+
+
+def put_many(bucket: Bucket, count: int, size: int) -> dict[str, bytes]:
+    objects = {
+        f"o{number:02}": random.Random(number).randbytes(size + number) for number in range(count)
+    }
+    for key, data in objects.items():
+        bucket.put(key, data)
+    return objects
+
+
+def check_all(mount: Mount, objects: dict[str, bytes], workers: int = 4) -> None:
+    """Read every object through the mount; each has to be right."""
+
+    def check(key: str) -> None:
+        assert (mount.path / key).read_bytes() == objects[key], key
+
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        for result in [pool.submit(check, key) for key in objects]:
+            result.result(LIMIT_S)
+
+
+def warnings_of(mount: Mount) -> list[str]:
+    return [line for line in mount.log.read_text().splitlines() if "reading without it" in line]
+
+
+def recorded(mount: Mount) -> None:
+    """Wait until the catalog has been told of what has arrived."""
+    time.sleep(RECORD_EVERY_S + 0.5)
+    mount.status()
+
+
+@pytest.mark.parametrize("passthrough", ["auto", "off"])
+def test_what_was_on_record_is_used_after_a_kill(
+    bucket: Bucket, mounter: Mounter, passthrough: str
+) -> None:
+    objects = put_many(bucket, 4, 3 * MIB)
+    one = mounter("--passthrough", passthrough)
+    check_all(one, objects)
+    recorded(one)
+    one.kill()
+    one.start()
+    check_all(one, objects)
+    assert one.status()["s3"]["gets"] == 0
+    assert one.status()["cache"]["misses"] == 0
+
+
+def test_a_clean_restart_reuses_everything(bucket: Bucket, mount: Callable[..., Mount]) -> None:
+    objects = put_many(bucket, 6, MIB // 2)
+    bucket.put("d/e", b"deep")
+    one = mount("--metadata-ttl", "indefinite")
+    at_rest = one.status()["s3"]["lists"]
+    assert sorted(os.listdir(one.path)) == sorted([*objects, "d"])
+    assert os.listdir(one.path / "d") == ["e"]
+    check_all(one, objects)
+    assert (one.path / "d" / "e").read_bytes() == b"deep"
+    until(lambda: remembered_pages(one) >= 2)
+    one.end()
+    one.start()
+    assert sorted(os.listdir(one.path)) == sorted([*objects, "d"])
+    assert os.listdir(one.path / "d") == ["e"]
+    check_all(one, objects)
+    assert (one.path / "d" / "e").read_bytes() == b"deep"
+    told = one.status()["s3"]
+    assert (told["gets"], told["heads"], told["lists"]) == (0, 0, at_rest)
+
+
+def remembered_pages(mount: Mount) -> int:
+    import sqlite3
+
+    [path] = mount.cache.glob("*/metadata/cache.db")
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        return int(db.execute("SELECT count(*) FROM Cache").fetchone()[0])
+
+
+def test_a_changed_object_is_seen_after_a_restart(
+    bucket: Bucket, mount: Callable[..., Mount]
+) -> None:
+    bucket.put("a", b"old" * 1000)
+    one = mount("--metadata-ttl", "0s")
+    assert (one.path / "a").read_bytes() == b"old" * 1000
+    one.end()
+    bucket.put("a", b"new" * 1000)
+    one.start()
+    assert (one.path / "a").read_bytes() == b"new" * 1000
+
+
+def test_a_daemon_killed_at_any_moment_leaves_no_wrong_bytes(
+    bucket: Bucket, mounter: Mounter
+) -> None:
+    objects = put_many(bucket, 8, 5 * MIB)
+    one = mounter("--cache-size", "30MiB")
+    dice = random.Random(7)
+    for _ in range(5):
+        readers = [
+            subprocess.Popen(
+                ["sh", "-c", "cat * >/dev/null", "sh"], cwd=one.path,
+                stderr=subprocess.DEVNULL,
+            )
+            for _ in range(4)
+        ]  # fmt: skip
+        time.sleep(dice.uniform(0.05, 1.0))
+        one.kill()
+        for reader in readers:
+            reader.wait(LIMIT_S)
+        one.start()
+        check_all(one, objects)
+
+
+def test_two_mounts_share_a_cache(bucket: Bucket, mounter: Mounter) -> None:
+    objects = put_many(bucket, 8, 4 * MIB)
+    both = [mounter("--cache-size", "12MiB") for _ in range(2)]
+    for _ in range(2):
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            for result in [pool.submit(check_all, one, objects) for one in both]:
+                result.result(LIMIT_S)
+    for one in both:
+        assert one.status()["s3"]["errors"] == 0
+        one.end()
+    both[0].start()
+    check_all(both[0], objects)
+
+
+def test_a_mount_uses_what_another_fetched(bucket: Bucket, mounter: Mounter) -> None:
+    objects = put_many(bucket, 3, 2 * MIB)
+    one, other = mounter(), mounter()
+    check_all(one, objects)
+    recorded(one)
+    check_all(other, objects)
+    assert other.status()["s3"]["gets"] == 0
+
+
+class DiskUse:
+    """Looks at what the cache's files take on the disk, until it is left."""
+
+    def __init__(self, cache: Path) -> None:
+        self.most = 0
+        self._cache = cache
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+
+    def __enter__(self) -> DiskUse:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._ended.wait(0.05):
+            self.most = max(self.most, _taken(self._cache))
+
+
+def _taken(cache: Path) -> int:
+    taken = 0
+    for path in cache.glob("*/objects/*/*"):
+        with contextlib.suppress(FileNotFoundError):
+            taken += path.stat().st_blocks * 512
+    return taken
+
+
+def test_the_limit_holds_while_32_readers_stream_more_than_fits(
+    bucket: Bucket, mounter: Mounter
+) -> None:
+    objects = put_many(bucket, 32, 3 * MIB)
+    one = mounter("--cache-size", "24MiB")
+    with DiskUse(one.cache) as use:
+        check_all(one, objects, workers=32)
+    assert 0 < use.most <= 24 * MIB + 32 * 4096
+    assert one.status()["cache"]["used_bytes"] <= 24 * MIB
+
+
+# Disks
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """What the mount fixture calls its cache, on a small tmpfs."""
+    with small_disk(tmp_path / "disk", 64) as path:
+        yield path
+
+
+def test_the_floor_of_free_space_holds(bucket: Bucket, mounter: Mounter, disk: Path) -> None:
+    objects = put_many(bucket, 12, 6 * MIB)
+    one = mounter("--min-free", "20%", cache="disk/cache")
+    for _ in range(2):
+        check_all(one, objects)
+    status = os.statvfs(disk)
+    # The catalog's own pages may come on top.
+    assert status.f_bavail * status.f_frsize >= 0.2 * status.f_blocks * status.f_frsize - MIB
+    assert one.status()["cache"]["evicted_files"] > 0
+
+
+def test_a_cache_in_memory_is_read_like_any_other(
+    bucket: Bucket, mounter: Mounter, disk: Path
+) -> None:
+    objects = put_many(bucket, 3, 2 * MIB)
+    one = mounter("--passthrough", "off", cache="disk/cache")
+    for _ in range(2):
+        check_all(one, objects)
+    assert one.status()["s3"]["bytes_fetched"] == sum(map(len, objects.values()))
+
+
+def test_a_disk_that_is_full_degrades_to_reading_without_a_cache(
+    bucket: Bucket, mounter: Mounter, disk: Path
+) -> None:
+    objects = put_many(bucket, 4, 3 * MIB)
+    one = mounter("--min-free", "0", cache="disk/cache")
+    filler = fill(disk)
+    for _ in range(2):
+        check_all(one, objects)
+    filler.unlink()
+    check_all(one, objects)
+    one.end()
+
+
+@pytest.mark.parametrize("passthrough", ["auto", "off"])
+def test_a_disk_that_turns_read_only_degrades_to_reading_without_a_cache(
+    bucket: Bucket, mounter: Mounter, disk: Path, passthrough: str
+) -> None:
+    objects = put_many(bucket, 4, 3 * MIB)
+    one = mounter("--passthrough", passthrough, cache="disk/cache")
+    pid = one.pid
+    (one.path / "o00").read_bytes()
+    recorded(one)
+    # The journal is open for writing, so only the cache's own part can be turned.
+    with turned_read_only(one):
+        check_all(one, objects)
+        check_all(one, objects)
+        assert mounts.start_time(pid) is not None
+
+
+@contextlib.contextmanager
+def turned_read_only(mount: Mount) -> Iterator[None]:
+    """Make the cache's objects a read-only mount."""
+    [objects] = mount.cache.glob("*/objects")
+    subprocess.run(["mount", "--bind", objects, objects], check=True)
+    subprocess.run(["mount", "-o", "remount,ro,bind", objects], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", objects], check=True)
+
+
+def test_a_cache_of_another_user_is_refused(
+    bucket: Bucket, mounter: Mounter, tmp_path: Path
+) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("giving a directory away needs root")
+    (tmp_path / "cache").mkdir()
+    os.chown(tmp_path / "cache", 12345, 12345)
+    with pytest.raises(AssertionError, match="belongs to another user"):
+        mounter()
+    assert not mounts.is_mountpoint(tmp_path / "mnt0")
+
+
+def test_a_damaged_catalog_is_told_in_one_line(
+    bucket: Bucket, mounter: Mounter, tmp_path: Path
+) -> None:
+    one = mounter()
+    one.end()
+    [catalog] = one.cache.glob("*/catalog.sqlite3")
+    catalog.write_bytes(b"no database" * 1000)
+    for left in one.cache.glob("*/catalog.sqlite3-*"):
+        left.unlink()
+    arguments = ["mount", one.source, one.path, "--endpoint-url", one.endpoint_url]
+    refused = fusefs(
+        *arguments, "--cache-dir", one.cache, "--log-file", one.log,
+        environment=one.environment, check=False,
+    )  # fmt: skip
+    assert refused.returncode == 1
+    assert "damaged" in refused.stderr
+    assert refused.stderr.count("\n") == 1
+    assert not mounts.is_mountpoint(one.path)
+
+
+def test_a_signal_while_reading_ends_without_a_traceback(bucket: Bucket, mounter: Mounter) -> None:
+    objects = put_many(bucket, 4, 6 * MIB)
+    one = mounter()
+    pid = one.pid
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(check_all, one, objects)
+        os.kill(pid, signal.SIGTERM)
+        with contextlib.suppress(OSError):  # not yet open when the mount was detached
+            reading.result(LIMIT_S)
+    until(lambda: mounts.start_time(pid) is None)
+    assert "Traceback" not in one.log.read_text()
