@@ -30,10 +30,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from tests.support.s3_server import S3Server
-
 from fusefs import mounts
 from fusefs.report import human_size
+from tests.support.s3_server import S3Server
 
 MIB = 1 << 20
 CLASSES = 20

@@ -72,7 +72,7 @@ def test_removing_a_row_takes_its_bytes_off_the_total(tmp_path: Path) -> None:
 def test_after_another_boot_only_synced_rows_count(tmp_path: Path) -> None:
     table = catalog(tmp_path)
     table.record([row("safe", (0, 10)), row("unsafe", (0, 10))])
-    table.mark_synced(row("safe", (0, 10)))
+    table.mark_synced([row("safe", (0, 10))])
     table.close()
     again = catalog(tmp_path, OTHER_BOOT)
     assert [one.name for one in again.rows()] == ["safe"]
@@ -87,7 +87,7 @@ def test_after_the_same_boot_every_row_counts(tmp_path: Path) -> None:
 def test_a_synced_file_that_got_more_is_not_safe_any_more(tmp_path: Path) -> None:
     table = catalog(tmp_path)
     table.record([row("a", (0, 10))])
-    table.mark_synced(row("a", (0, 10)))
+    table.mark_synced([row("a", (0, 10))])
     table.record([row("a", (0, 10))])
     assert table.rows()[0].is_synced
     table.record([row("a", (10, 20))])
@@ -98,14 +98,14 @@ def test_a_file_that_got_more_while_it_was_synced_is_not_marked(tmp_path: Path) 
     table = catalog(tmp_path)
     table.record([row("a", (0, 10))])
     table.record([row("a", (0, 20))])
-    table.mark_synced(row("a", (0, 10)))
+    table.mark_synced([row("a", (0, 10))])
     assert catalog(tmp_path, OTHER_BOOT).rows() == []
 
 
 def test_a_synced_row_of_an_earlier_boot_is_unsafe_once_more_has_arrived(tmp_path: Path) -> None:
     table = catalog(tmp_path)
     table.record([row("a", (0, 10))])
-    table.mark_synced(row("a", (0, 10)))
+    table.mark_synced([row("a", (0, 10))])
     table.close()
     second = catalog(tmp_path, OTHER_BOOT)
     second.record([row("a", (10, 20))])

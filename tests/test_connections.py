@@ -201,3 +201,26 @@ async def test_who_waits_goes_on_when_more_are_allowed(
     await trio.testing.wait_all_tasks_blocked()
     assert holders.holding == ["a", "b"]
     nursery.cancel_scope.cancel()
+
+
+async def test_a_waiting_prefetch_that_a_reader_joins_takes_a_kept_connection(
+    nursery: trio.Nursery,
+) -> None:
+    budget = Connections(8)
+    joined = Priority.PREFETCH
+    holding: list[int] = []
+
+    async def hold(number: int) -> None:
+        async with budget.one(lambda: joined if number == 6 else Priority.PREFETCH):
+            holding.append(number)
+            await trio.sleep_forever()
+
+    for number in range(7):
+        nursery.start_soon(hold, number)
+        await trio.testing.wait_all_tasks_blocked()
+    assert 6 not in holding
+    joined = Priority.DEMAND
+    budget.look_again()
+    await trio.testing.wait_all_tasks_blocked()
+    assert 6 in holding
+    nursery.cancel_scope.cancel()

@@ -71,8 +71,9 @@ async def test_a_read_asks_only_for_what_is_missing(tmp_path: Path) -> None:
 async def test_a_range_is_asked_for_ahead_in_parts(tmp_path: Path) -> None:
     async with cache_in(tmp_path) as parts:
         file = parts.cache.pin(BIG)
-        parts.fetcher.want(file, 0, BIG.size)
-        assert parts.fetcher.want(file, 0, BIG.size) == []
+        started = parts.fetcher.want(file, 0, BIG.size)
+        # Who wants the same joins, and nothing is asked for twice.
+        assert parts.fetcher.want(file, 0, BIG.size) == started
         await parts.quiet()
         assert file.is_complete
         parts.cache.unpin(file)

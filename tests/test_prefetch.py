@@ -40,8 +40,8 @@ class Asked:
     def want(self, file: CacheFile, start: int, stop: int) -> list[Download]:
         assert file is self.file
         self.asked.append((start, stop))
-        download = Download(file, start, stop)
-        download.is_wanted = True
+        download = Download(file, start, stop, lambda: None)
+        download.wanted = 1
         self.downloads.append(download)
         return [download]
 
@@ -118,7 +118,7 @@ def test_closing_loses_interest_in_everything_under_way() -> None:
     window, asked = window_on(1 << 30)
     read_all(window, 0, 32 * MIB)
     window.close()
-    assert not any(download.is_wanted for download in asked.downloads)
+    assert not any(download.wanted for download in asked.downloads)
 
 
 @given(
@@ -186,10 +186,10 @@ async def test_a_few_files_of_a_directory_bring_others(tmp_path: Path) -> None:
         files = infos(50)
         siblings = Siblings(parts.fetcher, parts.cache, iter(files))
         for info in files[: SIBLINGS_AFTER - 1]:
-            siblings.opened(info)
+            siblings.opened(info, was_there=False)
         await wait_all_tasks_blocked()
         assert asked_for(parts) == set()
-        siblings.opened(files[SIBLINGS_AFTER - 1])
+        siblings.opened(files[SIBLINGS_AFTER - 1], was_there=False)
         await until(lambda: len(asked_for(parts)) >= SIBLINGS_AFTER)
         siblings.close()
 
@@ -199,7 +199,7 @@ async def test_siblings_that_nobody_opens_stay_few(tmp_path: Path) -> None:
         others = [ObjectInfo(f"e/{number}", 1000, '"1"', 0) for number in range(100)]
         siblings = Siblings(parts.fetcher, parts.cache, iter(infos(500)))
         for info in others:
-            siblings.opened(info)
+            siblings.opened(info, was_there=False)
         await until(lambda: len(asked_for(parts)) == SIBLINGS_AFTER)
         await wait_all_tasks_blocked()
         assert len(asked_for(parts)) == SIBLINGS_AFTER
@@ -211,7 +211,7 @@ async def test_siblings_that_are_opened_bring_more(tmp_path: Path) -> None:
         files = infos(200)
         siblings = Siblings(parts.fetcher, parts.cache, iter(files))
         for info in files[:60]:
-            siblings.opened(info)
+            siblings.opened(info, was_there=False)
             start_reading(parts, info)
         await until(lambda: len(asked_for(parts)) > 60 + 2 * SIBLINGS_AFTER)
         siblings.close()
@@ -222,7 +222,7 @@ async def test_large_and_empty_files_are_no_siblings(tmp_path: Path) -> None:
         order = infos(10, SMALL + 1) + infos(10, 0)
         siblings = Siblings(parts.fetcher, parts.cache, iter(order))
         for number in range(10):
-            siblings.opened(ObjectInfo(f"other{number}", 10, '"1"', 0))
+            siblings.opened(ObjectInfo(f"other{number}", 10, '"1"', 0), was_there=False)
         await wait_all_tasks_blocked()
         assert asked_for(parts) == set()
         siblings.close()
@@ -234,7 +234,7 @@ async def test_closed_siblings_end_their_downloads(tmp_path: Path) -> None:
         files = infos(50)
         siblings = Siblings(parts.fetcher, parts.cache, iter(files))
         for info in files[:8]:
-            siblings.opened(info)
+            siblings.opened(info, was_there=False)
         await until(lambda: bool(parts.bucket.running))
         siblings.close()
         await parts.quiet()

@@ -22,6 +22,7 @@ from __future__ import annotations
 import errno
 import os
 import time
+from collections.abc import Callable
 
 import trio
 
@@ -52,6 +53,7 @@ class Download:
     """
 
     __slots__ = (
+        "_hurry",
         "_waiters",
         "cancel_scope",
         "demanded",
@@ -65,8 +67,9 @@ class Download:
         "wanted",
     )
 
-    def __init__(self, file: CacheFile, start: int, stop: int) -> None:
+    def __init__(self, file: CacheFile, start: int, stop: int, hurry: Callable[[], None]) -> None:
         self.file = file
+        self._hurry = hurry
         self.start = start
         self.stop = stop
         self.position = start
@@ -101,6 +104,8 @@ class Download:
         event = trio.Event()
         self._waiters.append((position, event))
         self.demanded += 1
+        if self.demanded == 1:
+            self._hurry()
         try:
             await event.wait()
         except trio.Cancelled:
@@ -225,7 +230,7 @@ class Fetcher:
         return min([stop, *(other.start for other in file.downloads if other.start > start)])
 
     def _start(self, file: CacheFile, start: int, stop: int) -> Download:
-        download = Download(file, start, stop)
+        download = Download(file, start, stop, self._store.hurry)
         file.downloads.append(download)
         self._cache.pin_again(file)
         self._nursery.start_soon(self._run, download)

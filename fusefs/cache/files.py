@@ -277,7 +277,7 @@ class FileCache:
     async def run(self) -> None:
         """Keep the catalog up to date and the space within its limits, until cancelled."""
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._sweep_orphans)
+            nursery.start_soon(self._sweep_later)
             while True:
                 for _ in range(TOUCH_EVERY):
                     await trio.sleep(RECORD_EVERY_S)
@@ -484,9 +484,13 @@ class FileCache:
             await self._in_database(self._catalog.mark_synced, synced)
         return bool(rows)
 
+    async def _sweep_later(self) -> None:
+        """Sweep when what the last daemon left has come of age."""
+        await trio.sleep(2 * ORPHAN_AGE_S)
+        await self._sweep_orphans()
+
     async def _sweep_orphans(self) -> None:
         """Remove files that no row tells of, as a killed daemon leaves them."""
-        await trio.sleep(2 * ORPHAN_AGE_S)
         for index in range(256):
             folder = self._objects / f"{index:02x}"
             try:

@@ -25,9 +25,11 @@ import errno
 import logging
 import mmap
 import os
+import signal
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import trio
@@ -303,7 +305,9 @@ class Session:
         # Requests are read in order, so one that is not waiting has been answered.
         (unique,) = wire.INTERRUPT_IN.unpack_from(body)
         waiting = self._waiting.get(unique)
-        if waiting is not None:
+        # Any signal interrupts, also a profiler's timer; but no call on a local
+        # disk ever fails with EINTR, and programs do not expect it to.
+        if waiting is not None and _is_being_killed(waiting.pid):
             waiting.scope.cancel()
         return None
 
@@ -473,6 +477,23 @@ class _Entries:
 
 _DT_DIR, _DT_REG = 4, 8
 _DIRENTPLUS_SIZE = wire.ENTRY_OUT_HEAD.size + wire.ATTR.size + wire.DIRENT.size
+
+
+def _is_being_killed(pid: int) -> bool:
+    """Whether a SIGKILL is pending: the kernel sets it for every signal that ends a process.
+
+    A process that this one can't see is believed to go on; its request ends
+    with the retry time at the latest.
+    """
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    pending = [line.split()[1] for line in status.splitlines() if line[:7] in _PENDING]
+    return any(int(mask, 16) >> (signal.SIGKILL - 1) & 1 for mask in pending)
+
+
+_PENDING = ("SigPnd:", "ShdPnd:")
 
 
 def _refuse_change(_nodeid: int, _body: memoryview, _caller: Caller) -> Payload:

@@ -133,5 +133,8 @@ class Store(Protocol):
             StoreError: S3 could not serve the range in the retry time.
         """
 
+    def hurry(self) -> None:
+        """Look again at who waits for a connection: a priority has risen."""
+
     def counters(self) -> dict[str, int]:
         """Requests and bytes since the start, by the names that `status` shows."""

@@ -71,6 +71,10 @@ class Connections:
             self._allowed = min(float(self.maximum), self._allowed + 1 / self._allowed)
             self._admit()
 
+    def look_again(self) -> None:
+        """A waiter's priority has risen."""
+        self._admit()
+
     async def _acquire(self, priority: Callable[[], Priority]) -> None:
         waiter = _Waiter(priority, trio.Event())
         self._queue.append(waiter)

@@ -77,6 +77,9 @@ class S3Store:
         assert self._principal is not None
         return self._principal
 
+    def hurry(self) -> None:
+        self._connections.look_again()
+
     def counters(self) -> dict[str, int]:
         names = ("gets", "heads", "lists", "bytes_fetched", "errors", "retries", "throttled")
         return {**{name: self._counted[name] for name in names},

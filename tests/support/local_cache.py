@@ -113,6 +113,9 @@ class Bucket:
     async def head(self, key: str, *, priority: Priority = Priority.DEMAND) -> ObjectInfo:
         raise AssertionError("nothing is asked for here")
 
+    def hurry(self) -> None:
+        pass
+
     def counters(self) -> dict[str, int]:
         return {}
 

@@ -1,0 +1,56 @@
+"""Signals that a program handles do not fail its calls: no local disk answers EINTR."""
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.conftest import Bucket
+from tests.support.mounting import Mount
+from tests.support.sharing import content
+
+SOURCE = r"""
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/time.h>
+#include <unistd.h>
+static void handle(int number) { (void)number; }
+int main(int count, char **paths) {
+    struct sigaction action = {.sa_handler = handle, .sa_flags = SA_RESTART};
+    struct itimerval timer = {{0, 1000}, {0, 1000}};
+    sigaction(SIGALRM, &action, 0);
+    setitimer(ITIMER_REAL, &timer, 0);
+    char *buffer = aligned_alloc(4096, 65536);
+    for (int index = 1; index < count; index++) {
+        int fd = open(paths[index], O_RDONLY | (index % 2 ? O_DIRECT : 0));
+        if (fd < 0) { perror("open"); return 1; }
+        ssize_t size;
+        while ((size = read(fd, buffer, 65536)) > 0) {}
+        if (size < 0) { perror("read"); return 1; }
+        close(fd);
+    }
+    return 0;
+}
+"""
+
+
+def test_signals_that_a_program_handles_do_not_fail_its_calls(
+    mount: Callable[..., Mount], bucket: Bucket, tmp_path: Path
+) -> None:
+    (tmp_path / "signals.c").write_text(SOURCE)
+    program = tmp_path / "signals"
+    subprocess.run(["cc", "-o", program, tmp_path / "signals.c"], check=True)
+    for n in range(16):
+        bucket.put(f"f{n}", content(str(n), 200_000 if n % 4 else 5 << 20))
+    here = mount("--passthrough", "off")
+    result = subprocess.run(
+        [program, *(here.path / f"f{n}" for n in range(16))],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
