@@ -271,6 +271,7 @@ class Session:
             Opcode.STATFS: self._statfs,
             Opcode.GETXATTR: self._getxattr,
             Opcode.LISTXATTR: self._listxattr,
+            Opcode.IOCTL: _refuse_ioctl,
         }
         table.update(dict.fromkeys(_CHANGING, _refuse_change))
         return table
@@ -494,6 +495,14 @@ def _is_being_killed(pid: int) -> bool:
 
 
 _PENDING = ("SigPnd:", "ShdPnd:")
+
+
+def _refuse_ioctl(_nodeid: int, _body: memoryview, _caller: Caller) -> Payload:
+    # Python's open() asks each file whether it is a terminal.
+    raise _NO_TERMINAL
+
+
+_NO_TERMINAL = OSError(errno.ENOTTY, "not a terminal")
 
 
 def _refuse_change(_nodeid: int, _body: memoryview, _caller: Caller) -> Payload:

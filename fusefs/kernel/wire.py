@@ -121,6 +121,7 @@ class Opcode(enum.IntEnum):
     CREATE = 35
     INTERRUPT = 36
     DESTROY = 38
+    IOCTL = 39
     BATCH_FORGET = 42
     FALLOCATE = 43
     READDIRPLUS = 44
