@@ -148,6 +148,8 @@ class Daemon:
                 async with trio.open_nursery() as serving:
                     serving.start_soon(self._until_unmounted, session, serving)
                     await trio.to_thread.run_sync(mount.raise_read_ahead, mountpoint)
+                    if mounts.find_mount(mountpoint) is None:
+                        raise MountError(f"the mount on {mountpoint} ended at once; see the log")
                     logger.info("mounted %s on %s", self.settings.source, mountpoint)
                     ready()
                     serving.start_soon(self._compact)

@@ -1,12 +1,15 @@
 """Signals that a program handles do not fail its calls: no local disk answers EINTR."""
 
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 from tests.conftest import Bucket
+from tests.support.faulty_s3 import FaultyS3
 from tests.support.mounting import Mount
-from tests.support.sharing import content
+from tests.support.semantics import states
+from tests.support.sharing import content, until
 
 SOURCE = r"""
 #define _GNU_SOURCE
@@ -37,6 +40,10 @@ int main(int count, char **paths) {
 """
 
 
+@states(
+    "A signal that a program handles fails none of its calls with EINTR;"
+    " a process that is being killed does not wait for the bucket."
+)
 def test_signals_that_a_program_handles_do_not_fail_its_calls(
     mount: Callable[..., Mount], bucket: Bucket, tmp_path: Path
 ) -> None:
@@ -54,3 +61,18 @@ def test_signals_that_a_program_handles_do_not_fail_its_calls(
         timeout=60,
     )
     assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_a_killed_reader_does_not_wait_for_a_server_that_is_silent(
+    mounter: Callable[..., Mount], bucket: Bucket
+) -> None:
+    bucket.put("slow", content("slow", 3 << 20))
+    with FaultyS3(bucket.server.endpoint_url) as faulty:
+        here = mounter(endpoint_url=faulty.endpoint_url)
+        rule = faulty.add("GET", "slow", times=1, stall=True)
+        reader = subprocess.Popen(["cat", here.path / "slow"], stdout=subprocess.DEVNULL)
+        until(lambda: rule.used == 1, "the request that hangs")
+        reader.kill()
+        assert reader.wait(timeout=10) == -signal.SIGKILL
+        rule.release()
+        assert (here.path / "slow").read_bytes() == content("slow", 3 << 20)
