@@ -81,10 +81,12 @@ def _page(root: ElementTree.Element, objects: list[ObjectInfo] | None) -> ListPa
     prefixes = [
         _decode(element[0].text or "", is_encoded) for element in root.iterfind("{*}CommonPrefixes")
     ]
-    token = _text(root, "NextContinuationToken")
-    is_truncated = _text(root, "IsTruncated") == "true" and bool(token)
     last = max(objects[-1].key if objects else "", prefixes[-1] if prefixes else "")
-    return ListPage(objects, prefixes, token if is_truncated else None, last)
+    token = None
+    if _text(root, "IsTruncated") == "true" and last:
+        # Without a token the listing still goes on, behind its last key.
+        token = _text(root, "NextContinuationToken") or last
+    return ListPage(objects, prefixes, token, last)
 
 
 # --- entries that are all alike -------------------------------------------------

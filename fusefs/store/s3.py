@@ -162,7 +162,7 @@ class S3Store:
                 await self._retried("GET", version.key, stream.run, priority, stream=stream)
                 return
             except StaleVersionError:
-                if not self._has_if_match or not await self._is_unchanged(version):
+                if not stream.has_if_match or not await self._is_unchanged(version):
                     raise
                 # This server's If-Match says no to the very ETag that it tells.
                 logger.info("%s: If-Match is not to be relied on here", self._settings.bucket)
