@@ -252,7 +252,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _stop)
     began = time.monotonic()
     try:
-        with scratch_directory() as directory, running_server(directory) as server:
+        with scratch_directory() as directory, running_server(directory / "s3") as server:
             show(directory, server)
     except KeyboardInterrupt:
         print("\ndemo: interrupted; everything is cleaned up", file=sys.stderr)
