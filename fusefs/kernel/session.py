@@ -3,7 +3,8 @@
 One task waits until the descriptor is readable, then reads requests without
 blocking until there are none. What can be answered at once is answered right
 there; what has to wait (its operation returned a coroutine) becomes a task of
-its own in the session's nursery, cancelled by an INTERRUPT. Measured with
+its own in the session's nursery, cancelled by the INTERRUPT of a process that
+is being killed. Measured with
 4 KiB reads by eight readers: 88,000 requests a second inline, 41,000 with a
 task for each, 19,000 under pyfuse3.
 
@@ -207,7 +208,7 @@ class Session:
     async def _answer_later(
         self, unique: int, waiting: Waiting, result: Coroutine[Any, Any, Payload]
     ) -> None:
-        """Wait for an answer and give it; an interrupted request is answered EINTR."""
+        """Wait for an answer and give it; EINTR if the process is being killed."""
         try:
             with waiting.scope:
                 payload = await result
