@@ -14,7 +14,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from fusefs.cache.files import CacheFile
 from fusefs.posix.handles import HandleTable
 from fusefs.posix.inodes import FIRST_ID, ROOT_ID, Inode, InodeTable, Ownership, stable_ino
-from fusefs.posix.journal import Journal, NoJournal, replay
+from fusefs.posix.journal import Journal, NoJournal
+from fusefs.posix.replay import replay
 from fusefs.store.base import ObjectInfo
 
 OWNER = Ownership(1000, 100, 0o640, 0o750)
@@ -242,7 +243,7 @@ class Kernel(RuleBasedStateMachine):
 
     @invariant()
     def the_log_tells_what_is_held(self) -> None:
-        logged = replay(self.path).nodes
+        logged = replay(self.path).state.nodes
         for nodeid, count in self.held.items():
             inode = self.table.get(nodeid)
             assert logged[nodeid].nlookup >= count
@@ -251,6 +252,22 @@ class Kernel(RuleBasedStateMachine):
             assert inode.parent is not None
             assert logged[nodeid].parent == inode.parent.nodeid
         assert all(self.table.find(nodeid) is not None for nodeid in logged)
+
+    @invariant()
+    def another_process_knows_the_same(self) -> None:
+        restored = InodeTable("", NoJournal())
+        restored.restore(replay(self.path).state)
+        restored.prune()
+        assert {one.nodeid for one in restored.all()} == {one.nodeid for one in self.table.all()}
+        assert restored.next_id >= self.table.next_id
+        for inode in self.table.all():
+            other = restored.get(inode.nodeid)
+            assert (other.info, other.nlookup) == (inode.info, inode.nlookup)
+            assert other.is_current == inode.is_current
+            assert restored.key(other) == self.table.key(inode)
+            if inode.children is not None and other.children is not None:
+                ids = {name: child.nodeid for name, child in inode.children.items()}
+                assert {name: child.nodeid for name, child in other.children.items()} == ids
 
 
 TestKernel = Kernel.TestCase

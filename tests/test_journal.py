@@ -13,16 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusefs.posix import journal
+from fusefs.posix import journal, records
 from fusefs.posix.inodes import Inode
-from fusefs.posix.journal import (
-    Journal,
-    KernelState,
-    LoggedHandle,
-    LoggedNode,
-    UnusableJournalError,
-    replay,
-)
+from fusefs.posix.journal import Journal
+from fusefs.posix.records import LoggedHandle, LoggedNode
+from fusefs.posix.replay import KernelState, UnusableJournalError, replay
 from fusefs.store.base import ObjectInfo
 from tests.support.disks import small_disk
 
@@ -40,6 +35,8 @@ EVENT = st.one_of(
     st.tuples(st.just("opened"), U64, IDS, IDS, st.integers(0, 2**32 - 1), st.integers(0, 2)),
     st.tuples(st.just("closed"), IDS),
     st.tuples(st.just("negotiated"), st.binary(max_size=64)),
+    st.tuples(st.just("superseded"), IDS),
+    st.tuples(st.just("table"), U64, U64, st.integers(0, 2**63 - 1)),
 )
 
 
@@ -56,6 +53,7 @@ def tell(log: Journal, model: KernelState, event: tuple) -> None:
         case ("node", nodeid, parent, ino, name, info, count):
             log.node(inode(nodeid, parent, ino, name, info, count))
             model.nodes[nodeid] = LoggedNode(nodeid, parent, ino, name, count, info)
+            model.next_id = max(model.next_id, nodeid + 1)
         case ("count", nodeid, count):
             log.count(inode(nodeid, 1, 1, "", None, count))
             if nodeid in model.nodes:
@@ -63,24 +61,37 @@ def tell(log: Journal, model: KernelState, event: tuple) -> None:
         case ("gone", nodeid):
             log.gone(nodeid)
             model.nodes.pop(nodeid, None)
+            model.superseded.discard(nodeid)
         case ("opened", unique, fh, nodeid, flags, mode):
             log.opened(unique, fh, nodeid, flags, mode, 7)
             model.handles[fh] = LoggedHandle(unique, fh, nodeid, flags, mode, 7)
+            model.next_fh = max(model.next_fh, fh + 1)
         case ("closed", fh):
             log.closed(fh)
             model.handles.pop(fh, None)
         case ("negotiated", init_out):
             log.negotiated(init_out)
             model.init_out = init_out
+        case ("superseded", nodeid):
+            log.superseded(nodeid)
+            model.superseded.add(nodeid)
+        case ("table", next_id, next_fh, mounted_ns):
+            log.table(next_id, next_fh, mounted_ns)
+            model.next_id = max(model.next_id, next_id)
+            model.next_fh = max(model.next_fh, next_fh)
+            model.mounted_ns = mounted_ns
 
 
 def retell(log: Journal, model: KernelState) -> Iterator[None]:
     """Write every item that is still there, with a pause before each, as a compaction does."""
+    log.table(model.next_id, model.next_fh, model.mounted_ns)
     for nodeid in list(model.nodes):
         yield
         if nodeid in model.nodes:
             node = model.nodes[nodeid]
             log.node(inode(nodeid, node.parent, node.ino, node.name, node.info, node.nlookup))
+    for nodeid in list(model.superseded):
+        log.superseded(nodeid)
     for fh in list(model.handles):
         yield
         if fh in model.handles:
@@ -95,8 +106,7 @@ def append_raw(path: Path, at: int, data: bytes) -> None:
 
 
 def written_size(path: Path) -> int:
-    records = journal._records(path.read_bytes())
-    return sum(journal._RECORD.size + len(payload) for _, payload in records)
+    return replay(path).stop
 
 
 def filled(path: Path, count: int = 40) -> KernelState:
@@ -119,7 +129,7 @@ def test_what_is_read_back_is_what_was_written(events: list[tuple]) -> None:
         for event in events:
             tell(log, model, event)
         # Without a close, as after a SIGKILL.
-        assert replay(path) == model
+        assert replay(path).state == model
         log.close(remove=True)
 
 
@@ -138,14 +148,14 @@ def test_compaction_while_it_is_written_keeps_the_state(
         for event in meanwhile:
             next(writing, None)
             tell(log, model, event)
-            assert replay(path) == model
+            assert replay(path).state == model
         for _ in writing:
             pass
         log.finish_compaction()
-        assert replay(path) == model
+        assert replay(path).state == model
         for event in after:
             tell(log, model, event)
-        assert replay(path) == model
+        assert replay(path).state == model
         assert os.listdir(directory) == ["journal"]
         log.close(remove=True)
 
@@ -154,27 +164,27 @@ def test_a_log_cut_anywhere_is_a_usable_beginning(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     whole = filled(path, 8)
     data = path.read_bytes()[: written_size(path)]
-    first = journal._RECORD.unpack_from(data)[0] + journal._RECORD.size
+    first = records.RECORD.unpack_from(data)[0] + records.RECORD.size
     known = 0
     for cut in range(first, len(data) + 1):
         path.write_bytes(data[:cut])
-        found = replay(path)
+        found = replay(path).state
         assert found.nodes.items() <= whole.nodes.items()
         assert found.handles.items() <= whole.handles.items()
         assert len(found.nodes) + len(found.handles) >= known
         known = len(found.nodes) + len(found.handles)
-    assert replay(path) == whole
+    assert replay(path).state == whole
 
 
 def test_a_log_cut_in_its_first_record_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     filled(path)
     data = path.read_bytes()
-    first = journal._RECORD.unpack_from(data)[0] + journal._RECORD.size
+    first = records.RECORD.unpack_from(data)[0] + records.RECORD.size
     for cut in range(first):
         path.write_bytes(data[:cut])
         with pytest.raises(UnusableJournalError):
-            replay(path)
+            replay(path).state
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -183,25 +193,28 @@ def test_a_torn_record_ends_the_log(tmp_path: Path, seed: int) -> None:
     whole = filled(path)
     dice = random.Random(seed)
     append_raw(path, written_size(path), dice.randbytes(dice.randrange(1, 300)))
-    assert replay(path) == whole
+    assert replay(path).state == whole
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_damaged_byte_hides_only_what_comes_behind_it(tmp_path: Path, seed: int) -> None:
     path = tmp_path / "journal"
     whole = filled(path)
-    first = journal._RECORD.unpack_from(path.read_bytes())[0] + journal._RECORD.size
+    first = records.RECORD.unpack_from(path.read_bytes())[0] + records.RECORD.size
     dice = random.Random(seed)
     at = dice.randrange(first, written_size(path))
     append_raw(path, at, bytes([path.read_bytes()[at] ^ dice.randrange(1, 256)]))
-    found = replay(path)
+    found = replay(path).state
     assert found.nodes.items() <= whole.nodes.items()
     assert found.handles.items() <= whole.handles.items()
 
 
 def test_a_log_of_another_boot_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(tmp_path / "journal")
-    monkeypatch.setattr(journal, "_start_payload", lambda: b"fusefs journal 1 another-boot")
+    assert replay(tmp_path / "journal")
+    other = f"fusefs journal {records.FORMAT} another-boot".encode()
+    monkeypatch.setattr(journal, "start_payload", lambda: other)
+    filled(tmp_path / "journal")
     with pytest.raises(UnusableJournalError):
         replay(tmp_path / "journal")
 
@@ -209,10 +222,50 @@ def test_a_log_of_another_boot_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_log_of_another_format_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    unknown = records.start_payload(records.FORMAT + 1)
+    monkeypatch.setattr(journal, "start_payload", lambda: unknown)
     filled(tmp_path / "journal")
-    monkeypatch.setattr(journal, "FORMAT", 999)
     with pytest.raises(UnusableJournalError):
         replay(tmp_path / "journal")
+
+
+def test_a_log_of_the_previous_format_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    previous = records.start_payload(records.FORMAT - 1)
+    monkeypatch.setattr(journal, "start_payload", lambda: previous)
+    whole = filled(tmp_path / "journal")
+    assert replay(tmp_path / "journal").state == whole
+
+
+@given(st.lists(EVENT, max_size=40), st.lists(EVENT, max_size=40), st.binary(max_size=200))
+@settings(deadline=None, max_examples=100)
+def test_a_resumed_log_goes_on_behind_its_last_good_record(
+    before: list[tuple], after: list[tuple], torn: bytes
+) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "journal")
+        log, model = Journal(path), KernelState()
+        for event in before:
+            tell(log, model, event)
+        log.close(remove=False)
+        append_raw(path, replay(path).stop, torn)
+        resumed, state = Journal.resume(path)
+        assert state == model
+        for event in after:
+            tell(resumed, model, event)
+        assert replay(path).state == model
+        resumed.close(remove=True)
+
+
+def test_a_half_written_compaction_is_forgotten(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    whole = filled(path)
+    path.with_suffix(".next").write_bytes(path.read_bytes()[:100])
+    resumed, state = Journal.resume(path)
+    assert state == whole
+    assert os.listdir(tmp_path) == ["journal"]
+    resumed.close(remove=True)
 
 
 @pytest.mark.parametrize("data", [b"", b"\0" * 8192, b"not a journal"])
@@ -225,7 +278,7 @@ def test_what_is_no_log_is_refused(tmp_path: Path, data: bytes) -> None:
 def test_a_log_grows_with_its_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "STEP", 4096)
     whole = filled(tmp_path / "journal", 2000)
-    assert replay(tmp_path / "journal") == whole
+    assert replay(tmp_path / "journal").state == whole
 
 
 def test_many_nodes_take_little_room(tmp_path: Path) -> None:
@@ -239,7 +292,7 @@ def test_many_nodes_take_little_room(tmp_path: Path) -> None:
         )
     log.close(remove=False)
     assert written_size(tmp_path / "journal") < 200 * (1 << 20) * count // 1_000_000
-    assert len(replay(tmp_path / "journal").nodes) == count
+    assert len(replay(tmp_path / "journal").state.nodes) == count
 
 
 @pytest.fixture

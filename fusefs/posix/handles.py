@@ -15,9 +15,10 @@ import time
 
 from fusefs.cache.files import CacheFile
 from fusefs.cache.prefetch import Window
-from fusefs.posix import journal
+from fusefs.posix import records
 from fusefs.posix.inodes import Inode
 from fusefs.posix.journal import NodeLog
+from fusefs.posix.records import LoggedHandle
 from fusefs.store.base import ObjectVersion
 
 
@@ -55,11 +56,10 @@ class DirectoryHandle:
     """An open directory: `position` is that of the entry with the offset `offset`.
 
     `opened` is in seconds of the monotonic clock: listings that were believed
-    then are believed by this handle. `mentioned` are the inodes whose ids
-    serve as offsets only, for which the kernel holds no reference.
+    then are believed by this handle.
     """
 
-    __slots__ = ("fh", "generation", "inode", "mentioned", "offset", "opened", "position", "unique")
+    __slots__ = ("fh", "generation", "inode", "offset", "opened", "position", "unique")
 
     def __init__(self, fh: int, inode: Inode, generation: int, unique: int) -> None:
         self.fh = fh
@@ -69,7 +69,6 @@ class DirectoryHandle:
         self.offset = 0
         self.position = ""
         self.opened = time.monotonic()
-        self.mentioned: list[Inode] = []
 
 
 class HandleTable:
@@ -78,8 +77,45 @@ class HandleTable:
     def __init__(self, log: NodeLog) -> None:
         self._log = log
         self._next = 1
+        # Handles of an earlier process by the request that opened them.
+        self._restored: dict[int, int] = {}
         self.files: dict[int, FileHandle] = {}
         self.directories: dict[int, DirectoryHandle] = {}
+
+    @property
+    def next_fh(self) -> int:
+        """No handle number from here on has been used."""
+        return self._next
+
+    def restore_file(self, logged: LoggedHandle, inode: Inode, file: CacheFile) -> FileHandle:
+        """Take up a handle that an earlier process opened."""
+        assert inode.info is not None
+        handle = FileHandle(
+            logged.fh, inode, inode.info.version, file, logged.backing_id, logged.flags,
+            logged.unique,
+        )  # fmt: skip
+        self._add_file(handle)
+        self._restored[logged.unique] = logged.fh
+        return handle
+
+    def restore_directory(self, logged: LoggedHandle, inode: Inode) -> None:
+        """Take up an open directory; the next read says by its offset where the stream stands."""
+        handle = DirectoryHandle(logged.fh, inode, -1, logged.unique)
+        handle.offset = -1
+        self.directories[handle.fh] = handle
+        inode.served += 1
+        self._restored[logged.unique] = logged.fh
+
+    def go_on_from(self, next_fh: int) -> None:
+        """Number the next handles from `next_fh` on."""
+        self._next = next_fh
+
+    def opened_by(self, unique: int) -> int:
+        """The handle that an earlier process opened for this very request, else 0.
+
+        Its reply was lost, so the kernel asks again.
+        """
+        return self._restored.pop(unique, 0) if self._restored else 0
 
     def open_file(
         self, inode: Inode, version: ObjectVersion, file: CacheFile, backing_id: int,
@@ -88,16 +124,19 @@ class HandleTable:
         """Add a handle; a backing id of 0 means that it is served."""
         handle = FileHandle(self._next, inode, version, file, backing_id, flags, unique)
         self._next += 1
-        self.files[handle.fh] = handle
-        if backing_id:
-            inode.passthrough += 1
-        else:
-            inode.served += 1
+        self._add_file(handle)
         self.tell_file(handle)
         return handle
 
+    def _add_file(self, handle: FileHandle) -> None:
+        self.files[handle.fh] = handle
+        if handle.backing_id:
+            handle.inode.passthrough += 1
+        else:
+            handle.inode.served += 1
+
     def tell_file(self, handle: FileHandle) -> None:
-        mode = journal.PASSTHROUGH if handle.backing_id else journal.SERVED
+        mode = records.PASSTHROUGH if handle.backing_id else records.SERVED
         self._log.opened(
             handle.unique, handle.fh, handle.inode.nodeid, handle.flags, mode, handle.backing_id
         )
@@ -117,15 +156,17 @@ class HandleTable:
         handle = DirectoryHandle(self._next, inode, generation, unique)
         self._next += 1
         self.directories[handle.fh] = handle
+        inode.served += 1
         self.tell_directory(handle)
         return handle
 
     def tell_directory(self, handle: DirectoryHandle) -> None:
-        self._log.opened(handle.unique, handle.fh, handle.inode.nodeid, 0, journal.DIRECTORY, 0)
+        self._log.opened(handle.unique, handle.fh, handle.inode.nodeid, 0, records.DIRECTORY, 0)
 
     def close_directory(self, fh: int) -> DirectoryHandle | None:
         handle = self.directories.pop(fh, None)
         if handle is not None:
+            handle.inode.served -= 1
             self._log.closed(fh)
         return handle
 

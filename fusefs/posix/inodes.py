@@ -27,6 +27,7 @@ from fusefs.store.base import ObjectInfo
 
 if TYPE_CHECKING:
     from fusefs.posix.journal import NodeLog
+    from fusefs.posix.replay import KernelState
 
 ROOT_ID = 1
 # Below are the root and the offsets of "." and ".." in directory streams.
@@ -62,7 +63,9 @@ class Inode:
     `info` is the object version (None for a directory); `children` holds the
     current inode of each name (None for a file). `served` and `passthrough`
     count the open handles in each mode: one of them is always zero, because
-    the kernel refuses to mix them in one inode. `believed_until` is in seconds
+    the kernel refuses to mix them in one inode. A directory's are all served,
+    and `offsets` are the children that only its open streams may still name,
+    by their node ids as offsets. `believed_until` is in seconds
     of the monotonic clock; `looked_up` says that the kernel asked for the name
     since the last open. `packed` is the session's own form of the attributes.
     """
@@ -77,6 +80,7 @@ class Inode:
         "name",
         "nlookup",
         "nodeid",
+        "offsets",
         "packed",
         "parent",
         "passthrough",
@@ -93,6 +97,7 @@ class Inode:
         self.name = name
         self.info = info
         self.children: dict[str, Inode] | None = {} if info is None else None
+        self.offsets: set[Inode] | None = set() if info is None else None
         self.nlookup = 0
         self.served = 0
         self.passthrough = 0
@@ -153,6 +158,41 @@ class InodeTable:
     def all(self) -> list[Inode]:
         return list(self._by_id.values())
 
+    @property
+    def next_id(self) -> int:
+        """No node id from here on has been used."""
+        return self._next_id
+
+    def restore(self, state: KernelState) -> None:
+        """Take up the nodes that an earlier process told the kernel of.
+
+        Of the nodes of one name the youngest is current, unless it is on
+        record as superseded. Nothing is believed yet: an open asks the bucket.
+        """
+        self._next_id = state.next_id
+        for node in state.nodes.values():
+            self._by_id[node.nodeid] = Inode(node.nodeid, node.ino, None, node.name, node.info)
+        for node in state.nodes.values():
+            inode = self._by_id[node.nodeid]
+            inode.parent = self._by_id.get(node.parent, self.root)
+            inode.nlookup = node.nlookup
+            self._enlist(inode, is_current=node.nodeid not in state.superseded)
+
+    def _enlist(self, inode: Inode, *, is_current: bool) -> None:
+        assert inode.parent is not None
+        assert inode.parent.children is not None
+        rival = inode.parent.children.get(inode.name)
+        inode.is_current = is_current and (rival is None or rival.nodeid < inode.nodeid)
+        if inode.is_current:
+            inode.parent.children[inode.name] = inode
+            if rival is not None:
+                rival.is_current = False
+
+    def prune(self) -> None:
+        """Remove what was restored and serves neither the kernel nor an open stream."""
+        for inode in self.all():
+            self.drop_unknown(inode)
+
     def get(self, nodeid: int) -> Inode:
         """Return the inode of a node id.
 
@@ -192,7 +232,7 @@ class InodeTable:
                 inode.packed = None
                 self._log.node(inode)
                 return inode
-            inode.is_current = False
+            self.supersede(inode)
         ino = stable_ino(key)
         inode = Inode(self._new_id(ino), ino, parent, name, info)
         self._by_id[inode.nodeid] = inode
@@ -212,9 +252,23 @@ class InodeTable:
     def mention(self, inode: Inode) -> None:
         """Log that a directory stream is about to use this node id as an offset."""
         self._log.node(inode)
+        if not inode.nlookup:
+            self._keep_as_offset(inode)
+
+    def close_directory(self, inode: Inode) -> None:
+        """The last stream of a directory has been closed: its offsets mean nothing any more."""
+        assert inode.offsets is not None
+        offsets, inode.offsets = inode.offsets, set()
+        for child in offsets:
+            self.drop_unknown(child)
+        self.drop_unknown(inode)
 
     def supersede(self, inode: Inode) -> None:
         """Let the next lookup of its name make a new inode."""
+        self._log.superseded(inode.nodeid)
+        self._unlist(inode)
+
+    def _unlist(self, inode: Inode) -> None:
         inode.is_current = False
         siblings = inode.parent.children if inode.parent is not None else None
         if siblings is not None and siblings.get(inode.name) is inode:
@@ -232,22 +286,28 @@ class InodeTable:
         if inode is None or nodeid == ROOT_ID:
             return
         inode.nlookup = max(0, inode.nlookup - nlookup)
-        if inode.nlookup:
-            self._log.count(inode)
-        else:
-            self.drop_unknown(inode)
+        self._log.count(inode)
+        self.drop_unknown(inode)
 
     def drop_unknown(self, inode: Inode) -> None:
-        """Remove an inode that the kernel has no reference to."""
-        if inode.nlookup or inode.is_open or inode.children:
+        """Remove an inode that the kernel has no reference to, or keep it as an offset."""
+        parent = inode.parent
+        if inode.nlookup or inode.is_open or inode.children or parent is None:
             return
-        self.supersede(inode)
+        if parent.served:
+            self._keep_as_offset(inode)
+            return
+        self._unlist(inode)
         if self._by_id.pop(inode.nodeid, None) is not None:
             self._log.gone(inode.nodeid)
-        parent = inode.parent
         # A directory whose last child goes may itself have been forgotten before.
-        if parent is not None and not parent.nlookup:
+        if not parent.nlookup:
             self.drop_unknown(parent)
+
+    def _keep_as_offset(self, inode: Inode) -> None:
+        assert inode.parent is not None
+        assert inode.parent.offsets is not None
+        inode.parent.offsets.add(inode)
 
     def _new_id(self, ino: int) -> int:
         if self._ids_are_inos and ino not in self._by_id:

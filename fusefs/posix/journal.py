@@ -29,34 +29,38 @@ import errno
 import logging
 import mmap
 import os
-import struct
-import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from fusefs.posix.inodes import Inode
-from fusefs.store.base import ObjectInfo
+from fusefs.posix.records import (
+    CLOSED_TYPE,
+    COUNT,
+    COUNT_TYPE,
+    GONE_TYPE,
+    ID,
+    INIT_TYPE,
+    NODE_TYPE,
+    OPEN,
+    OPEN_TYPE,
+    STALE,
+    STALE_TYPE,
+    START_TYPE,
+    SUPERSEDED_TYPE,
+    TABLE,
+    TABLE_TYPE,
+    node_payload,
+    record,
+    start_payload,
+)
+from fusefs.posix.replay import KernelState, replay
 
 logger = logging.getLogger("fusefs.journal")
 
-FORMAT = 1
 # Grown by this much at a time: large enough to be rare, small enough for tmpfs.
 STEP = 4 << 20
 # A log is rewritten when it is this large and twice what its items need.
 COMPACT_FROM = 32 << 20
-
-_RECORD = struct.Struct("<HHI")  # length of the payload, type, CRC of type and payload
-_NODE = struct.Struct("<QQQQQqHHH")  # node id, parent, ino, lookups, size, mtime, 3 lengths
-_COUNT = struct.Struct("<QQ")
-_ID = struct.Struct("<Q")
-_OPEN = struct.Struct("<QQQIii")  # unique, fh, node id, flags, mode, backing id
-
-_START, _NODE_TYPE, _COUNT_TYPE, _GONE_TYPE, _OPEN_TYPE, _CLOSED_TYPE, _INIT_TYPE = range(1, 8)
-_DIRECTORY = 0xFFFF  # stands for the length of the ETag of a directory
-
-SERVED, PASSTHROUGH, DIRECTORY = range(3)  # the modes of an open handle
 
 
 class NodeLog(Protocol):
@@ -65,11 +69,14 @@ class NodeLog(Protocol):
     def node(self, inode: Inode) -> None: ...
     def count(self, inode: Inode) -> None: ...
     def gone(self, nodeid: int) -> None: ...
+    def superseded(self, nodeid: int) -> None: ...
+    def stale(self, nodeid: int, pid: int, *, is_told: bool) -> None: ...
     def opened(
         self, unique: int, fh: int, nodeid: int, flags: int, mode: int, backing_id: int
     ) -> None: ...
     def closed(self, fh: int) -> None: ...
     def negotiated(self, init_out: bytes) -> None: ...
+    def table(self, next_id: int, next_fh: int, mounted_ns: int) -> None: ...
 
 
 class NoJournal:
@@ -78,26 +85,32 @@ class NoJournal:
     def node(self, inode: Inode) -> None: ...
     def count(self, inode: Inode) -> None: ...
     def gone(self, nodeid: int) -> None: ...
+    def superseded(self, nodeid: int) -> None: ...
+    def stale(self, nodeid: int, pid: int, *, is_told: bool) -> None: ...
     def opened(
         self, unique: int, fh: int, nodeid: int, flags: int, mode: int, backing_id: int
     ) -> None: ...
     def closed(self, fh: int) -> None: ...
     def negotiated(self, init_out: bytes) -> None: ...
+    def table(self, next_id: int, next_fh: int, mounted_ns: int) -> None: ...
 
 
 class _Log:
-    """One mapped file that records are appended to."""
+    """One mapped file that records are appended to: a new one, or behind `size` of an old one."""
 
     __slots__ = ("_fd", "_limit", "_map", "path", "size")
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, size: int = 0) -> None:
         self.path = path
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        self.size = 0
-        self._limit = STEP
+        kept = 0 if size else os.O_TRUNC
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | kept | os.O_CLOEXEC, 0o600)
+        self.size = size
+        self._limit = -(-(size + 1) // STEP) * STEP
         try:
-            os.posix_fallocate(self._fd, 0, STEP)
-            self._map = mmap.mmap(self._fd, STEP)
+            # What a kill has torn is cut off, and reads as zeros from here on.
+            os.ftruncate(self._fd, size)
+            os.posix_fallocate(self._fd, 0, self._limit)
+            self._map = mmap.mmap(self._fd, self._limit)
         except OSError:
             os.close(self._fd)
             raise
@@ -133,28 +146,55 @@ class Journal:
             self._log = _Log(path)
         except OSError as error:
             self._give_up(error)
-        self._append(_START, _start_payload())
+        self._append(START_TYPE, start_payload())
+
+    @classmethod
+    def resume(cls, path: Path) -> tuple[Journal, KernelState]:
+        """Read the log of a daemon that is gone, and go on with it. Blocks.
+
+        Raises:
+            UnusableJournalError, OSError: as for `replay`.
+        """
+        path.with_suffix(".next").unlink(missing_ok=True)
+        read = replay(path)
+        journal = cls.__new__(cls)
+        journal._path = path
+        journal._next = None
+        journal._compacted_size = read.current_bytes
+        journal._init_record = read.state.init_out
+        journal._log = _Log(path, read.stop)
+        return journal, read.state
 
     def node(self, inode: Inode) -> None:
-        self._append(_NODE_TYPE, _node_payload(inode))
+        self._append(NODE_TYPE, node_payload(inode))
 
     def count(self, inode: Inode) -> None:
-        self._append(_COUNT_TYPE, _COUNT.pack(inode.nodeid, inode.nlookup))
+        self._append(COUNT_TYPE, COUNT.pack(inode.nodeid, inode.nlookup))
 
     def gone(self, nodeid: int) -> None:
-        self._append(_GONE_TYPE, _ID.pack(nodeid))
+        self._append(GONE_TYPE, ID.pack(nodeid))
+
+    def superseded(self, nodeid: int) -> None:
+        self._append(SUPERSEDED_TYPE, ID.pack(nodeid))
+
+    def stale(self, nodeid: int, pid: int, *, is_told: bool) -> None:
+        self._append(STALE_TYPE, STALE.pack(nodeid, pid, is_told))
 
     def opened(
         self, unique: int, fh: int, nodeid: int, flags: int, mode: int, backing_id: int
     ) -> None:
-        self._append(_OPEN_TYPE, _OPEN.pack(unique, fh, nodeid, flags, mode, backing_id))
+        self._append(OPEN_TYPE, OPEN.pack(unique, fh, nodeid, flags, mode, backing_id))
 
     def closed(self, fh: int) -> None:
-        self._append(_CLOSED_TYPE, _ID.pack(fh))
+        self._append(CLOSED_TYPE, ID.pack(fh))
 
     def negotiated(self, init_out: bytes) -> None:
         self._init_record = init_out
-        self._append(_INIT_TYPE, init_out)
+        self._append(INIT_TYPE, init_out)
+
+    def table(self, next_id: int, next_fh: int, mounted_ns: int) -> None:
+        """Numbers below these may have been used, also by what is not on record any more."""
+        self._append(TABLE_TYPE, TABLE.pack(next_id, next_fh, mounted_ns))
 
     @property
     def wants_compaction(self) -> bool:
@@ -176,8 +216,8 @@ class Journal:
         except OSError as error:
             self._give_up(error)
             return
-        self._append(_START, _start_payload())
-        self._append(_INIT_TYPE, self._init_record)
+        self._append(START_TYPE, start_payload())
+        self._append(INIT_TYPE, self._init_record)
 
     def finish_compaction(self) -> None:
         if self._log is None or self._next is None:
@@ -203,11 +243,11 @@ class Journal:
     def _append(self, kind: int, payload: bytes) -> None:
         if self._log is None:
             return
-        record = _RECORD.pack(len(payload), kind, zlib.crc32(payload, kind)) + payload
+        whole = record(kind, payload)
         try:
-            self._log.append(record)
+            self._log.append(whole)
             if self._next is not None:
-                self._next.append(record)
+                self._next.append(whole)
         except OSError as error:
             self._give_up(error)
 
@@ -218,124 +258,3 @@ class Journal:
             os.strerror(error.errno or errno.EIO),
         )
         self.close(remove=True)
-
-
-@dataclass(slots=True)
-class LoggedNode:
-    """A node as the log tells it; `info` is None for a directory."""
-
-    nodeid: int
-    parent: int
-    ino: int
-    name: str
-    nlookup: int
-    info: ObjectInfo | None
-
-
-@dataclass(slots=True)
-class LoggedHandle:
-    """An open file or directory; `unique` is the request that opened it."""
-
-    unique: int
-    fh: int
-    nodeid: int
-    flags: int
-    mode: int
-    backing_id: int
-
-
-@dataclass(slots=True)
-class KernelState:
-    """All that a log tells: what the kernel held when the last record was written."""
-
-    init_out: bytes = b""
-    nodes: dict[int, LoggedNode] = field(default_factory=dict)
-    handles: dict[int, LoggedHandle] = field(default_factory=dict)
-
-
-class UnusableJournalError(Exception):
-    """The log is of another boot or another format, or not a log at all."""
-
-
-def replay(path: Path) -> KernelState:
-    """Read a log back.
-
-    Raises:
-        UnusableJournalError: it must not be used; the message says why.
-        OSError: it can't be read.
-    """
-    records = _records(path.read_bytes())
-    if next(records, None) != (_START, _start_payload()):
-        raise UnusableJournalError(f"{path} is of another boot, another format, or damaged")
-    state = KernelState()
-    for kind, payload in records:
-        _apply(state, kind, payload)
-    return state
-
-
-def _records(data: bytes) -> Iterator[tuple[int, bytes]]:
-    at = 0
-    while at + _RECORD.size <= len(data):
-        length, kind, crc = _RECORD.unpack_from(data, at)
-        payload = data[at + _RECORD.size : at + _RECORD.size + length]
-        if kind == 0 or len(payload) < length or zlib.crc32(payload, kind) != crc:
-            return
-        yield kind, payload
-        at += _RECORD.size + length
-
-
-def _apply(state: KernelState, kind: int, payload: bytes) -> None:
-    if kind == _NODE_TYPE:
-        node = _parse_node(payload)
-        state.nodes[node.nodeid] = node
-    elif kind == _COUNT_TYPE:
-        nodeid, nlookup = _COUNT.unpack(payload)
-        if nodeid in state.nodes:
-            state.nodes[nodeid].nlookup = nlookup
-    elif kind == _GONE_TYPE:
-        state.nodes.pop(_ID.unpack(payload)[0], None)
-    elif kind == _OPEN_TYPE:
-        handle = LoggedHandle(*_OPEN.unpack(payload))
-        state.handles[handle.fh] = handle
-    elif kind == _CLOSED_TYPE:
-        state.handles.pop(_ID.unpack(payload)[0], None)
-    elif kind == _INIT_TYPE:
-        state.init_out = payload
-
-
-def _start_payload() -> bytes:
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"fusefs journal {FORMAT} {boot_id}".encode()
-
-
-def _node_payload(inode: Inode) -> bytes:
-    parent = inode.parent.nodeid if inode.parent is not None else 0
-    name = inode.name.encode()
-    info = inode.info
-    if info is None:
-        head = _NODE.pack(
-            inode.nodeid, parent, inode.ino, inode.nlookup, 0, 0, len(name), _DIRECTORY, 0
-        )
-        return head + name
-    etag, storage_class = info.etag.encode(), info.storage_class.encode()
-    head = _NODE.pack(
-        inode.nodeid, parent, inode.ino, inode.nlookup, info.size, info.mtime_ns,
-        len(name), len(etag), len(storage_class),
-    )  # fmt: skip
-    return b"".join((head, name, etag, storage_class, info.key.encode()))
-
-
-def _parse_node(payload: bytes) -> LoggedNode:
-    nodeid, parent, ino, nlookup, size, mtime_ns, name_len, etag_len, class_len = _NODE.unpack_from(
-        payload
-    )
-    at = _NODE.size
-    name = payload[at : at + name_len].decode()
-    if etag_len == _DIRECTORY:
-        return LoggedNode(nodeid, parent, ino, name, nlookup, None)
-    at += name_len
-    etag = payload[at : at + etag_len].decode()
-    storage_class = payload[at + etag_len : at + etag_len + class_len].decode()
-    key = payload[at + etag_len + class_len :].decode()
-    info = ObjectInfo(key, size, etag, mtime_ns, storage_class)
-    return LoggedNode(nodeid, parent, ino, name, nlookup, info)

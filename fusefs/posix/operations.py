@@ -628,7 +628,6 @@ class Operations:
                 self.inodes.count(inode, expires)
             else:
                 self.inodes.mention(inode)
-                handle.mentioned.append(inode)
             handle.offset = inode.nodeid
             handle.position = name + "/"
         if segment.stop is None:
@@ -640,9 +639,8 @@ class Operations:
 
     def releasedir(self, fh: int) -> None:
         handle = self.handles.close_directory(fh)
-        if handle is not None:
-            for inode in handle.mentioned:
-                self.inodes.drop_unknown(inode)
+        if handle is not None and not handle.inode.served:
+            self.inodes.close_directory(handle.inode)
 
     # What an object has beside its bytes
 
