@@ -2,15 +2,15 @@
 
 `Bucket` keeps no bytes: an object's content follows from its key and version,
 so tests can compare whatever they read. It can be held up (`hold`), fail
-(`fault`), and tells which ranges were asked for (`asked`) and are under way
-(`running`).
+(`fault`), and counts what it is asked.
 """
 
 from __future__ import annotations
 
 import os
 import random
-from collections.abc import AsyncIterator, Callable
+from bisect import bisect_right
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,15 +22,8 @@ import trio.testing
 from fusefs.cache.eviction import Space
 from fusefs.cache.fetch import Fetcher
 from fusefs.cache.files import CacheFile, FileCache
-from fusefs.store.base import (
-    ChunkWriter,
-    ListPage,
-    ObjectInfo,
-    ObjectVersion,
-    Priority,
-    Urgency,
-    demanded,
-)
+from fusefs.store.base import ChunkWriter, ListPage, ObjectInfo, ObjectVersion
+from fusefs.store.errors import NotFoundError
 
 CHUNK = 64 << 10
 LIMIT_S = 60
@@ -54,9 +47,17 @@ def version(key: str, size: int, etag: str = '"1"') -> ObjectVersion:
 
 
 class Bucket:
-    """A store of which only downloads are used."""
+    """A store in memory. It lists `keys`, and gives any version of anything.
 
-    def __init__(self) -> None:
+    `page_size` is the most that one answer lists; `lists` and `heads` count
+    the questions, `asked` and `running` tell the ranges (key, start, stop).
+    """
+
+    def __init__(self, keys: Iterable[str] = (), page_size: int = 1000) -> None:
+        self.keys = sorted(keys)
+        self.page_size = page_size
+        self.lists = 0
+        self.heads = 0
         self.asked: list[tuple[str, int, int]] = []
         self.running: list[tuple[str, int, int]] = []
         self.overlapped = False
@@ -73,13 +74,7 @@ class Bucket:
         self.open.set()
 
     async def download(
-        self,
-        version: ObjectVersion,
-        start: int,
-        stop: int,
-        write: ChunkWriter,
-        *,
-        priority: Urgency = demanded,
+        self, version: ObjectVersion, start: int, stop: int, write: ChunkWriter, **_: object
     ) -> None:
         assert 0 <= start < stop <= version.size
         mine = (version.key, start, stop)
@@ -104,20 +99,40 @@ class Bucket:
         *,
         delimiter: str = "/",
         start_after: str = "",
-        token: str | None = None,
         max_keys: int = 1000,
-        priority: Priority = Priority.DEMAND,
+        **_: object,
     ) -> ListPage:
-        raise AssertionError("nothing is listed here")
+        await trio.lowlevel.checkpoint()
+        self.lists += 1
+        entries: dict[str, bool] = {}  # whether it is a common prefix
+        for key in self.keys[bisect_right(self.keys, start_after) if start_after else 0 :]:
+            if key.startswith(prefix):
+                cut = key.find(delimiter, len(prefix)) if delimiter else -1
+                entries[key if cut < 0 else key[: cut + 1]] = cut >= 0
+        page = list(entries)[: min(self.page_size, max_keys)]
+        return ListPage(
+            [info(key) for key in page if not entries[key]],
+            [key for key in page if entries[key]],
+            "more" if len(page) < len(entries) else None,
+            page[-1] if page else "",
+        )
 
-    async def head(self, key: str, *, priority: Priority = Priority.DEMAND) -> ObjectInfo:
-        raise AssertionError("nothing is asked for here")
+    async def head(self, key: str, **_: object) -> ObjectInfo:
+        await trio.lowlevel.checkpoint()
+        self.heads += 1
+        if key not in self.keys:
+            raise NotFoundError(key)
+        return info(key)
 
     def hurry(self) -> None:
         pass
 
     def counters(self) -> dict[str, int]:
         return {}
+
+
+def info(key: str) -> ObjectInfo:
+    return ObjectInfo(key, 1, '"e"', 0)
 
 
 @dataclass
