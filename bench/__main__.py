@@ -25,12 +25,13 @@ from pathlib import Path
 from types import FrameType
 
 from bench import processes, report
+from bench.bucket import Bucket
 from bench.contenders import CONTENDERS, Contender, Place
 from bench.dataset import DataSet, Sizes
 from bench.processes import BenchError
 from bench.runner import Results, Runner
-from bench.server import Server
 from bench.workloads import WORKLOADS, Workload
+from tests.support.s3_server import S3Server, ServerError
 
 MIB = 1024 * 1024
 RESULTS = Path(__file__).parent / "results"
@@ -62,7 +63,7 @@ def main() -> int:
         results = _run(arguments, workloads, names, base)
     except KeyboardInterrupt:
         return _refuse("interrupted; all is cleaned up")
-    except BenchError as error:
+    except (BenchError, ServerError) as error:
         return _refuse(str(error))
     return 1 if results.errors else 0
 
@@ -78,16 +79,15 @@ def _run(
         scratch = Path(tempfile.mkdtemp(prefix="run-", dir=base))
         cleanup.callback(_remove, scratch, base)
         (scratch / ".gitignore").write_text("*\n")
-        server = Server(scratch)
-        cleanup.callback(server.stop)
-        server.start()
+        server = cleanup.enter_context(S3Server(scratch / "server"))
+        bucket = Bucket(server, server.new_bucket())
         data = DataSet(scratch / "native", scratch / "names.json", sizes)
         print("making and uploading the data", file=sys.stderr, flush=True)
         data.create()
-        data.upload(server.store())
-        place = Place(server.bucket, data.root, scratch)
+        data.upload(bucket.store())
+        place = Place(bucket, data.root, scratch)
         contenders, skipped = _present(names, place)
-        runner = Runner(workloads, data, server, QUICK_LIMIT_S if arguments.quick else LIMIT_S)
+        runner = Runner(workloads, data, QUICK_LIMIT_S if arguments.quick else LIMIT_S)
         runner.run(place, contenders, rounds)
         options = {"rounds": rounds, "quick": arguments.quick, "large": sizes.large}
         _publish(runner.results, contenders, skipped, options)

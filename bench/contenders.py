@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench import processes
+from bench.bucket import Bucket
 from bench.processes import BenchError, Usage
-from bench.server import ACCESS_KEY, SECRET_KEY, Bucket
+from tests.support.s3_server import ACCESS_KEY, REGION, SECRET_KEY
 
 COMMAND_WAIT_S = 60.0
 
@@ -178,7 +179,7 @@ class Fusefs(Mount):
         bucket = self.place.bucket
         return [
             "mount", f"s3://{bucket.name}", str(self.root),
-            "--endpoint-url", bucket.endpoint, "--region", bucket.region,
+            "--endpoint-url", bucket.server.endpoint_url, "--region", REGION,
             "--cache-dir", str(self.cache), "--read-only",
             "--log-file", str(self.log.with_suffix(".daemon.log")), *self._options,
         ]  # fmt: skip
@@ -269,8 +270,8 @@ class Rclone(Peer):
             "RCLONE_CONFIG": str(self.place.scratch / "rclone.conf"),
             "RCLONE_CONFIG_BENCH_TYPE": "s3",
             "RCLONE_CONFIG_BENCH_PROVIDER": "SeaweedFS",
-            "RCLONE_CONFIG_BENCH_ENDPOINT": self.place.bucket.endpoint,
-            "RCLONE_CONFIG_BENCH_REGION": self.place.bucket.region,
+            "RCLONE_CONFIG_BENCH_ENDPOINT": self.place.bucket.server.endpoint_url,
+            "RCLONE_CONFIG_BENCH_REGION": REGION,
             "RCLONE_CONFIG_BENCH_ACCESS_KEY_ID": ACCESS_KEY,
             "RCLONE_CONFIG_BENCH_SECRET_ACCESS_KEY": SECRET_KEY,
         }
@@ -290,7 +291,7 @@ class S3fs(Peer):
 
     def _argv(self) -> list[str]:
         options = [
-            f"url={self.place.bucket.endpoint}", "use_path_request_style", "ro",
+            f"url={self.place.bucket.server.endpoint_url}", "use_path_request_style", "ro",
             f"use_cache={self.cache}", f"passwd_file={self._passwords()}", "allow_other",
             "kernel_cache", "big_writes", "max_write=131072", "max_readahead=1048576",
             "parallel_count=20", "multireq_max=30", "multipart_size=16",

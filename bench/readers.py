@@ -24,7 +24,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
@@ -287,7 +287,7 @@ def download_parts(store: dict[str, str], key: str, target: str) -> Result:
     """Download an object to a file with obstore, eight parts of 8 MiB at a time."""
     import obstore
 
-    s3 = _store(store)
+    s3 = open_store(store)
     start = time.monotonic()
     size = obstore.head(s3, key)["size"]
     descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -308,7 +308,7 @@ def download_stream(store: dict[str, str], key: str, target: str) -> Result:
     """Download an object to a file with obstore, as one stream."""
     import obstore
 
-    s3 = _store(store)
+    s3 = open_store(store)
     start = time.monotonic()
     size = 0
     with open(target, "wb", buffering=0) as file:
@@ -323,7 +323,7 @@ def get_objects(
     """Get many small objects with obstore, by threads, in shuffled order."""
     import obstore
 
-    s3 = _store(store)
+    s3 = open_store(store)
     names = json.loads(Path(names_file).read_text())
     random.Random(seed).shuffle(names)
 
@@ -337,7 +337,7 @@ def digest_objects(store: dict[str, str], prefix: str, names_file: str, threads:
     """What `digest_files` gives, from objects read with obstore."""
     import obstore
 
-    s3 = _store(store)
+    s3 = open_store(store)
     return _digest_named(
         json.loads(Path(names_file).read_text()),
         lambda name: obstore.get(s3, f"{prefix}/{name}").bytes(),
@@ -345,15 +345,16 @@ def digest_objects(store: dict[str, str], prefix: str, names_file: str, threads:
     )
 
 
-def _store(options: dict[str, str]) -> Any:
+def open_store(options: dict[str, str], keys: Mapping[str, str] = os.environ) -> Any:
+    """A client for the bucket that `options` name."""
     from obstore.store import S3Store
 
     return S3Store(
         options["bucket"],
         endpoint=options["endpoint"],
         region=options["region"],
-        access_key_id=os.environ["AWS_ACCESS_KEY_ID"],
-        secret_access_key=os.environ["AWS_SECRET_ACCESS_KEY"],
+        access_key_id=keys["AWS_ACCESS_KEY_ID"],
+        secret_access_key=keys["AWS_SECRET_ACCESS_KEY"],
         client_options={"allow_http": True},
     )
 

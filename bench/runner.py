@@ -21,7 +21,6 @@ from bench import pagecache
 from bench.contenders import Contender, Native, Place
 from bench.dataset import DataSet
 from bench.processes import BenchError, Usage
-from bench.server import Server
 from bench.session import Sample, Session
 from bench.workloads import GROUPS, Workload
 
@@ -51,13 +50,10 @@ class Results:
 class Runner:
     """Runs workloads over contenders and collects what comes out in `results`."""
 
-    def __init__(
-        self, workloads: Sequence[Workload], data: DataSet, server: Server, limit_s: float
-    ) -> None:
+    def __init__(self, workloads: Sequence[Workload], data: DataSet, limit_s: float) -> None:
         self.results = Results()
         self._workloads = workloads
         self._data = data
-        self._server = server
         self._limit_s = limit_s
         self._begun = time.monotonic()
 
@@ -134,7 +130,7 @@ class Runner:
         return True
 
     def _session(self, contender: Contender, seed: int) -> Session:
-        return Session(contender, self._data, self._server, self._limit_s, seed)
+        return Session(contender, self._data, self._limit_s, seed)
 
     def _digests(self, session: Session) -> dict[str, str]:
         """The digest of each data set that the chosen workloads read."""

@@ -21,7 +21,6 @@ from bench import pagecache, processes
 from bench.contenders import BareClient, Contender
 from bench.dataset import LARGE, SMALL_SIZE, DataSet
 from bench.processes import STOP_WAIT_S, BenchError
-from bench.server import Server
 
 MB = 1_000_000
 READER_WAIT_S = 240.0
@@ -43,14 +42,11 @@ class Session:
     `limit_s` bounds each random-read measurement, `seed` orders the small files.
     """
 
-    def __init__(
-        self, contender: Contender, data: DataSet, server: Server, limit_s: float, seed: int
-    ) -> None:
+    def __init__(self, contender: Contender, data: DataSet, limit_s: float, seed: int) -> None:
         self.contender = contender
         self.data = data
         self.limit_s = limit_s
         self.seed = seed
-        self._server = server
         self.has_large = False
         self.has_small = False
         self._holder: subprocess.Popen[str] | None = None
@@ -134,7 +130,7 @@ class Session:
     def make_cold(self) -> None:
         """Empty the page cache of all but the server's data."""
         pagecache.drop()
-        self._server.warm()
+        self.contender.place.bucket.warm()
 
     def _environment(self) -> dict[str, str]:
         return self.contender.place.bucket.environment()

@@ -32,7 +32,7 @@ from typing import NoReturn
 
 from fusefs import mounts
 from fusefs.report import human_size
-from tests.support.s3_server import S3Server
+from tests.support.s3_server import S3Server, ServerError
 
 MIB = 1 << 20
 CLASSES = 20
@@ -165,16 +165,6 @@ def scratch_directory() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def running_server(directory: Path) -> Iterator[S3Server]:
-    server = S3Server(directory)
-    try:
-        server.start()
-        yield server
-    finally:
-        server.stop()
-
-
-@contextlib.contextmanager
 def unmounted_at_last(mountpoint: Path) -> Iterator[None]:
     try:
         yield
@@ -192,12 +182,8 @@ def show(directory: Path, server: S3Server) -> None:
     bucket = server.new_bucket()
     upload(source, server, bucket)
 
-    environment = os.environ | {
-        "PATH": f"{FUSEFS.parent}:{os.environ['PATH']}",
-        "AWS_ACCESS_KEY_ID": server.access_key,
-        "AWS_SECRET_ACCESS_KEY": server.secret_key,
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
+    path = {"PATH": f"{FUSEFS.parent}:{os.environ['PATH']}"}
+    environment = os.environ | server.environment | path
     with unmounted_at_last(mountpoint):
         say("Mounting it")
         shell(
@@ -252,12 +238,12 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _stop)
     began = time.monotonic()
     try:
-        with scratch_directory() as directory, running_server(directory / "s3") as server:
+        with scratch_directory() as directory, S3Server(directory / "s3") as server:
             show(directory, server)
     except KeyboardInterrupt:
         print("\ndemo: interrupted; everything is cleaned up", file=sys.stderr)
         return 130
-    except (DemoError, OSError, subprocess.SubprocessError) as error:
+    except (DemoError, ServerError, OSError, subprocess.SubprocessError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
     print(f"\ndone in {time.monotonic() - began:.0f} s; nothing is left behind")

@@ -30,10 +30,13 @@ _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
 
+class ServerError(Exception):
+    """The server did not start."""
+
+
 class S3Server:
     """A SeaweedFS with its data below `directory`, from `start` to `stop`."""
 
-    access_key = ACCESS_KEY
     secret_key = SECRET_KEY
 
     def __init__(self, directory: Path) -> None:
@@ -43,7 +46,11 @@ class S3Server:
         self._numbers = itertools.count(1)
 
     def __enter__(self) -> S3Server:
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -72,7 +79,11 @@ class S3Server:
         }
 
     def start(self) -> None:
-        """Start it; returns when a bucket can be made and written to."""
+        """Start it; returns when a bucket can be made and written to.
+
+        Raises:
+            ServerError: it ended, or was not ready in START_LIMIT_S.
+        """
         self.data.mkdir(parents=True, exist_ok=True)
         credentials = [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}]
         actions = ["Admin", "Read", "Write", "List", "Tagging"]
@@ -141,9 +152,8 @@ class S3Server:
             except (BotoCoreError, ClientError) as error:
                 assert self._process is not None
                 if self._process.poll() is not None or time.monotonic() > deadline:
-                    log = self._directory / "weed.log"
-                    self.stop()
-                    raise RuntimeError(f"the S3 server did not start, see {log}") from error
+                    log = (self._directory / "weed.log").read_text(errors="replace")
+                    raise ServerError(f"the S3 server did not start: {log[-300:]}") from error
             time.sleep(0.1)
 
 
@@ -158,7 +168,7 @@ def _free_ports() -> list[int]:
         ports = list(range(first, first + 4))
         if all(_is_free(port) and _is_free(port + GRPC_DISTANCE) for port in ports):
             return ports
-    raise RuntimeError("no free ports for the S3 server")
+    raise ServerError("no free ports for the S3 server")
 
 
 def _is_free(port: int) -> bool:

@@ -1,0 +1,41 @@
+"""The bucket of a run, and its server's memory.
+
+A first read is to measure the reader and not the server's disk, so `warm`
+brings the server's files into the page cache before each one; dropping the
+page cache, which the bench does all the time, takes them out again.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from bench import pagecache, readers
+from tests.support.s3_server import REGION, S3Server
+
+if TYPE_CHECKING:
+    from obstore.store import S3Store
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Where the objects are, and what gives a program access to them."""
+
+    server: S3Server
+    name: str
+
+    def environment(self) -> dict[str, str]:
+        return os.environ | self.server.environment
+
+    def reader_options(self) -> dict[str, str]:
+        """What the readers need to reach it, without the keys."""
+        return {"bucket": self.name, "endpoint": self.server.endpoint_url, "region": REGION}
+
+    def store(self) -> S3Store:
+        """A client for the upload of the data set."""
+        return readers.open_store(self.reader_options(), self.server.environment)
+
+    def warm(self) -> None:
+        """Read the server's own files once, so that it serves from memory."""
+        pagecache.load(self.server.data)
