@@ -13,7 +13,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from fusefs.cache.fetch import BLOCK, FIRST_BYTES, PART, NotKeptError
-from fusefs.cache.files import CacheFile
+from fusefs.cache.files import CacheFile, OpenFile
 from fusefs.store.errors import StaleVersionError, UnreachableError
 from tests.support.local_cache import CHUNK, LIMIT_S, Parts, cache_in, content, until, version
 
@@ -117,6 +117,35 @@ async def test_who_comes_when_a_download_was_given_up_gets_another(tmp_path: Pat
             await wait_all_tasks_blocked()
             parts.bucket.let_go()
         await parts.quiet()
+        parts.cache.unpin(file)
+
+
+async def test_a_small_file_given_up_while_it_is_created_is_created_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = version("small", 4 * CHUNK)
+    async with cache_in(tmp_path) as parts, trio.open_nursery() as nursery:
+        file = parts.cache.pin(small)
+        [download] = parts.fetcher.want(file, 0, small.size)
+        create = parts.cache.create
+
+        async def give_up_and_come_back() -> None:
+            download.unwant()
+            nursery.start_soon(parts.read_pinned, file, 0, small.size)
+            with trio.CancelScope(shield=True):
+                await wait_all_tasks_blocked()
+
+        def create_slowly(created: CacheFile) -> OpenFile:
+            found = create(created)
+            monkeypatch.undo()
+            trio.from_thread.run(give_up_and_come_back)
+            return found
+
+        monkeypatch.setattr(parts.cache, "create", create_slowly)
+        await until(lambda: file.is_complete)
+        await parts.quiet()
+        assert len(parts.files()) == 1
+        assert parts.space.used == small.size
         parts.cache.unpin(file)
 
 

@@ -92,6 +92,7 @@ class Catalog:
                 self._db.execute(
                     "UPDATE total SET bytes = (SELECT coalesce(sum(bytes), 0) FROM files)"
                 )
+            self._data_version = self._read_data_version()
         except sqlite3.OperationalError:
             raise  # locked, or the disk is full: nothing is wrong with the database
         except sqlite3.DatabaseError as error:
@@ -151,8 +152,16 @@ class Catalog:
         """The bytes that all rows of all mounts stand for."""
         return int(self._db.execute("SELECT bytes FROM total").fetchone()[0])
 
+    def has_changed(self) -> bool:
+        """Whether another mount has written since this was last asked."""
+        before, self._data_version = self._data_version, self._read_data_version()
+        return self._data_version != before
+
     def close(self) -> None:
         self._db.close()
+
+    def _read_data_version(self) -> int:
+        return int(self._db.execute("PRAGMA data_version").fetchone()[0])
 
     def _record(self, row: Row) -> bool:
         old = self.find(row.name)

@@ -27,7 +27,7 @@ from collections.abc import Callable
 import trio
 
 from fusefs.cache.eviction import Space
-from fusefs.cache.files import CacheFile, FileCache
+from fusefs.cache.files import CacheFile, FileCache, OpenFile
 from fusefs.store.base import ObjectVersion, Priority, Store
 from fusefs.store.errors import StoreError
 
@@ -159,7 +159,7 @@ class Fetcher:
             StoreError: S3 could not serve the range; `.errno` says how to answer.
             NotKeptError: the cache has no room for it.
         """
-        if not await self._cache.ensure_open(file):
+        if not self._cache.is_new(file) and not await self._cache.ensure_open(file):
             raise NotKeptError
         while (missing := file.present.first_missing(start, stop)) is not None:
             download = self.find(file, missing[0])
@@ -248,17 +248,28 @@ class Fetcher:
             self._running.discard(download)
             file.downloads.remove(download)
             download.finish(error)
+            if download.wanted and file.is_complete and file.fd >= 0:
+                self._cache.linger(file)
             self._cache.unpin(file)
 
     async def _bring(self, download: Download) -> Exception | None:
-        size = download.stop - download.start
-        if not await self._cache.ensure_open(download.file):
+        file = download.file
+        if download.stop - download.start == file.size and self._cache.is_new(file):
+            # The thread that brings a small file creates it as well: one wait less.
+            async with file.opening:
+                if self._cache.is_new(file):
+                    return await self._keep(download)
+        if not await self._cache.ensure_open(file):
             return NotKeptError()
+        return await self._keep(download)
+
+    async def _keep(self, download: Download) -> Exception | None:
+        size = download.stop - download.start
         if not await self._space.reserve(size):
             return NotKeptError()
         reserved = _Reservation(self._space, size)
         try:
-            await self._stream(download, reserved)
+            await self._stream(download, _Incoming(self._cache, download, reserved))
         except OSError as error:
             # The cache disk, for the store raises nothing of this kind.
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -272,35 +283,56 @@ class Fetcher:
             reserved.close()
         return None
 
-    async def _stream(self, download: Download, reserved: _Reservation) -> None:
+    async def _stream(self, download: Download, incoming: _Incoming) -> None:
         file = download.file
         assert file.version is not None
-        fd = file.fd
-        token = trio.lowlevel.current_trio_token()
-        written_to = download.start
-
-        def arrived(start: int, stop: int) -> None:
-            self._cache.arrived(file, start, stop)
-            reserved.use(stop - start)
-            download.advance(stop)
-
-        def write(offset: int, chunk: memoryview) -> None:
-            nonlocal written_to
-            done = 0
-            while done < len(chunk):
-                done += os.pwrite(fd, chunk[done:], offset + done)
-            written_to = offset + done
-            token.run_sync_soon(arrived, offset, written_to)
-
         try:
             await self._store.download(
-                file.version, download.start, download.stop, write, priority=download.urgency
+                file.version,
+                download.start,
+                download.stop,
+                incoming.write,
+                priority=download.urgency,
             )
         finally:
             # What has been written is noted before anybody lets go of the file.
-            with trio.CancelScope(shield=True):
-                while download.position < written_to:
-                    await trio.lowlevel.checkpoint()
+            incoming.note()
+
+
+class _Incoming:
+    """The bytes of one download on their way from a thread into the file, and into the books."""
+
+    def __init__(self, cache: FileCache, download: Download, reserved: _Reservation) -> None:
+        self._cache = cache
+        self._download = download
+        self._reserved = reserved
+        self._fd = download.file.fd
+        self._created: OpenFile | None = None
+        self._written_to = download.start
+        self._token = trio.lowlevel.current_trio_token()
+
+    def write(self, offset: int, chunk: memoryview) -> None:
+        """Write a chunk, in a thread. Blocks."""
+        if self._fd < 0:
+            self._created = self._cache.create(self._download.file)
+            self._fd = self._created.fd
+        done = 0
+        while done < len(chunk):
+            done += os.pwrite(self._fd, chunk[done:], offset + done)
+        self._written_to = offset + done
+        if self._written_to < self._download.stop:  # the end is noted with the download's own
+            self._token.run_sync_soon(self.note)
+
+    def note(self) -> None:
+        """Note what has been written by now, in the event loop."""
+        download, stop = self._download, self._written_to
+        if self._created is not None:
+            self._cache.adopt(download.file, self._created)
+            self._created = None
+        if download.position < stop:
+            self._cache.arrived(download.file, download.position, stop)
+            self._reserved.use(stop - download.position)
+            download.advance(stop)
 
 
 class _Reservation:

@@ -26,14 +26,14 @@ import errno
 import fcntl
 import logging
 import os
-import secrets
+import random
 import sqlite3
 import time
 from collections.abc import Callable
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import trio
 
@@ -57,6 +57,9 @@ TOUCH_EVERY = 30  # records
 SYNC_AFTER_S = 5.0
 # How many files are made safe in one go.
 SYNC_AT_ONCE = 256
+# A file that was fetched ahead stays open this long for who wants it, and so many of them.
+LINGER_S = 10.0
+MOST_LINGERING = 512
 # Files without a row are swept when they are older than any batch of the catalog.
 ORPHAN_AGE_S = 15.0
 
@@ -75,13 +78,13 @@ class CacheFile:
     """
 
     __slots__ = (
+        "_opening",
         "downloads",
         "fd",
         "generation",
         "is_kept",
         "is_ours",
         "name",
-        "opening",
         "pins",
         "present",
         "recorded",
@@ -106,12 +109,19 @@ class CacheFile:
         self.is_ours = True
         self.used_at = 0.0
         self.written_at = 0.0
-        self.opening: trio.Lock | None = None
+        self._opening: trio.Lock | None = None
         self.downloads: list[Download] = []
 
     @property
     def is_complete(self) -> bool:
         return self.present.total == self.size
+
+    @property
+    def opening(self) -> trio.Lock:
+        """Held by whoever opens or creates the file."""
+        if self._opening is None:
+            self._opening = trio.Lock()
+        return self._opening
 
     def forget(self) -> None:
         """Nothing of it is on the disk any more."""
@@ -122,6 +132,15 @@ class CacheFile:
     def row(self) -> Row:
         ranges = self.present.pack()
         return Row(self.name, self.generation, self.st_ino, self.size, ranges, self.used_at)
+
+
+class OpenFile(NamedTuple):
+    """A file as a thread has opened it; `ranges` is None if it is the one that was known."""
+
+    fd: int
+    generation: str
+    st_ino: int
+    ranges: bytes | None
 
 
 class FileCache:
@@ -169,6 +188,10 @@ class FileCache:
         # Called before an eviction; whoever holds the file open in the kernel lets go of it.
         self.on_evict: Callable[[CacheFile], None] = lambda _file: None
         self.evicted = 0
+        self._lingering: dict[str, tuple[CacheFile, float]] = {}  # and until when, longest first
+        # Whether other mounts write in this directory: only then is the catalog
+        # asked for files that nothing is known of.
+        self._has_neighbours = False
         space.attach(self)
 
     def __len__(self) -> int:
@@ -225,6 +248,23 @@ class FileCache:
             if file.recorded:
                 self._lost.append((file.name, file.generation, file.st_ino))
 
+    def is_new(self, file: CacheFile) -> bool:
+        """Whether nothing of a file is on the disk, so that who brings its bytes may create it."""
+        return file.is_kept and not file.generation and not self._has_neighbours
+
+    def linger(self, file: CacheFile) -> None:
+        """Keep a pinned file open for a while longer: it was fetched ahead of its first open."""
+        if file.name not in self._lingering:
+            self.pin_again(file)
+            self._lingering[file.name] = (file, time.monotonic() + LINGER_S)
+            if len(self._lingering) > MOST_LINGERING:
+                self._let_go(1)
+
+    def _let_go(self, count: int) -> None:
+        """Close those that have lingered longest."""
+        for name in list(islice(self._lingering, count)):
+            self.unpin(self._lingering.pop(name)[0])
+
     async def ensure_open(self, file: CacheFile) -> bool:
         """Have the file's descriptor open; the caller has it pinned.
 
@@ -236,8 +276,6 @@ class FileCache:
             return True
         if not file.is_kept:
             return False
-        if file.opening is None:
-            file.opening = trio.Lock()
         async with file.opening:
             if file.fd >= 0 or not file.is_kept:
                 return file.fd >= 0
@@ -249,7 +287,7 @@ class FileCache:
             except OSError as error:
                 self.refuse(file, error)
                 return False
-            self._adopt(file, *found)
+            self.adopt(file, found)
             return True
 
     def refuse(self, file: CacheFile, error: OSError) -> None:
@@ -282,6 +320,8 @@ class FileCache:
                 for _ in range(TOUCH_EVERY):
                     await trio.sleep(RECORD_EVERY_S)
                     await self.record()
+                    now = time.monotonic()
+                    self._let_go(sum(until <= now for _, until in self._lingering.values()))
                     await self._sync(SYNC_AFTER_S)
                     await self.space.tend()
                 await self._touch()
@@ -294,17 +334,21 @@ class FileCache:
         rows = [file.row() for file in files]
         counted = [file.present.total for file in files]
 
-        def update() -> tuple[list[bool], int]:
+        def update() -> tuple[list[bool], int, bool]:
             for row in lost:
                 self._catalog.remove(*row)
-            return self._catalog.record(rows) if rows else ([], self._catalog.total_bytes())
+            accepted, total = (
+                self._catalog.record(rows) if rows else ([], self._catalog.total_bytes())
+            )
+            return accepted, total, self._catalog.has_changed()
 
         answer = await self._in_database(update)
         if answer is None:
             self._dirty = {file.name: file for file in files if file.generation} | self._dirty
             self._lost += lost
             return
-        accepted, self.space.committed = answer
+        accepted, self.space.committed, has_changed = answer
+        self._has_neighbours = self._has_neighbours or has_changed
         for file, row, is_ours, bytes_now in zip(files, rows, accepted, counted, strict=True):
             if file.generation != row.generation:
                 continue  # evicted meanwhile
@@ -339,6 +383,7 @@ class FileCache:
 
     def victims(self) -> list[CacheFile]:
         """The files that nobody uses, least recently used first."""
+        self._let_go(len(self._lingering))
         return [file for file in self._files.values() if not file.pins and file.present.total]
 
     async def evict(self, file: CacheFile) -> int:
@@ -376,15 +421,15 @@ class FileCache:
     def _path(self, file: CacheFile) -> Path:
         return self._objects / file.name[:2] / f"{file.name}.{file.generation}"
 
-    def _open(self, file: CacheFile) -> tuple[int, str, int, bytes | None]:
-        """Open the file, another mount's, or a new one: (fd, generation, st_ino, its ranges)."""
+    def _open(self, file: CacheFile) -> OpenFile:
+        """Open the file, another mount's, or a new one."""
         for generation, st_ino, ranges in self._candidates(file):
             fd = self._open_existing(file, generation, st_ino)
             if fd >= 0:
-                return fd, generation, st_ino, ranges
+                return OpenFile(fd, generation, st_ino, ranges)
             # A row without its file would keep the version from ever being kept again.
             self._catalog.remove(file.name, generation, st_ino)
-        return self._create(file)
+        return self.create(file)
 
     def _open_existing(self, file: CacheFile, generation: str, st_ino: int) -> int:
         """The descriptor of a file that is really there, or -1."""
@@ -410,30 +455,34 @@ class FileCache:
             candidates.append((row.generation, row.st_ino, row.ranges))
         return candidates
 
-    def _create(self, file: CacheFile) -> tuple[int, str, int, bytes | None]:
-        generation = secrets.token_hex(4)
+    def create(self, file: CacheFile) -> OpenFile:
+        """Create an empty file for a version, under a new generation. Blocks.
+
+        Raises:
+            OSError: the disk refuses it.
+        """
+        generation = f"{random.getrandbits(32):08x}"
         path = self._objects / file.name[:2] / f"{file.name}.{generation}"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(path, flags, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_SH)
             os.ftruncate(fd, file.size)
-            return fd, generation, os.fstat(fd).st_ino, b""
+            return OpenFile(fd, generation, os.fstat(fd).st_ino, b"")
         except OSError:
             os.close(fd)
             path.unlink()
             raise
 
-    def _adopt(
-        self, file: CacheFile, fd: int, generation: str, st_ino: int, ranges: bytes | None
-    ) -> None:
-        file.fd = fd
-        if ranges is None:
+    def adopt(self, file: CacheFile, found: OpenFile) -> None:
+        """Take over what a thread has opened or created."""
+        file.fd = found.fd
+        if found.ranges is None:
             return
         # Not the file that the mirror knew: what it knew of ranges went with it.
         self.space.uncommitted -= file.present.total - file.recorded
-        file.generation, file.st_ino = generation, st_ino
-        file.present = RangeMap.unpack(ranges)
+        file.generation, file.st_ino = found.generation, found.st_ino
+        file.present = RangeMap.unpack(found.ranges)
         file.recorded = file.present.total
 
     def _unlink(self, file: CacheFile) -> int | None:

@@ -341,7 +341,7 @@ class Operations:
         """
         if not info.size:
             return False
-        if not await self._cache.ensure_open(file):
+        if not self._cache.is_new(file) and not await self._cache.ensure_open(file):
             await self._ask_again(inode)
             return False
         if info.size <= SMALL:

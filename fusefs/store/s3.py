@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import trio
@@ -45,6 +46,7 @@ from fusefs.store.errors import (
     ThrottledError,
 )
 from fusefs.store.stream import Attempt, AttemptError, Stream
+from fusefs.store.threads import Threads
 
 logger = logging.getLogger("fusefs.store")
 
@@ -63,7 +65,7 @@ class S3Store:
         self._settings = settings
         self._connections = Connections(settings.max_connections)
         # An abandoned thread keeps its place until its time-out.
-        self._threads = trio.CapacityLimiter(2 * settings.max_connections)
+        self._threads = Threads(2 * settings.max_connections)
         self._clients: Clients | None = None
         self._connecting = trio.Lock()
         self._connected = 0.0
@@ -102,6 +104,7 @@ class S3Store:
 
     async def aclose(self) -> None:
         """Give up the connections."""
+        self._threads.close()
         if self._clients is not None:
             self._clients.s3.close()
 
@@ -221,13 +224,11 @@ class S3Store:
 
     async def _run(self, operation: str, work: Callable[[Clients], T], stream: Stream | None) -> T:
         """One attempt, in a thread; a cancelled one ends there on its own."""
-        clients = await self._connect()
+        clients = self._clients or await self._connect()
         self._counted[_COUNTERS[operation]] += 1
         attempt = Attempt() if stream is None else stream.begin()
         try:
-            return await trio.to_thread.run_sync(
-                attempt.guarded(work), clients, limiter=self._threads, abandon_on_cancel=True
-            )
+            return await self._threads.run(attempt.guarded(partial(work, clients)))
         except trio.Cancelled:
             await attempt.abandon()
             raise
