@@ -13,6 +13,7 @@ import json
 import shutil
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,7 +143,7 @@ class Fusefs(Mount):
             self._clear()
 
     def _end(self) -> None:
-        pid = self._daemon_pid()
+        pid = self.daemon_pid()
         try:
             self._run("umount", str(self.root))
         except BenchError:
@@ -152,7 +153,7 @@ class Fusefs(Mount):
             processes.wait_gone(pid)
 
     def usage(self) -> Usage | None:
-        pid = self._daemon_pid()
+        pid = self.daemon_pid()
         return None if pid is None else processes.usage_of(pid)
 
     def requests(self) -> dict[str, int]:
@@ -163,11 +164,25 @@ class Fusefs(Mount):
             if name in counts
         }
 
-    def _daemon_pid(self) -> int | None:
+    def daemon_pid(self) -> int | None:
+        """The daemon's process; None if there is none that answers."""
         try:
             return int(self._status()["daemon"]["pid"])
         except (BenchError, KeyError):
             return None
+
+    def wait_for_daemon(self, other_than: int | None) -> int:
+        """The process of a daemon that answers and is not the one that was killed."""
+        found: list[int] = []
+
+        def is_new() -> bool:
+            pid = self.daemon_pid()
+            if pid is not None and pid != other_than:
+                found.append(pid)
+            return bool(found)
+
+        processes.wait_until(is_new, f"a daemon after {other_than}")
+        return found[0]
 
     def _status(self) -> dict[str, dict[str, int]]:
         answer = json.loads(self._run("status", str(self.root), "--json"))
@@ -201,7 +216,7 @@ class Fusefs(Mount):
         return output.read_text()
 
 
-class Peer(Mount):
+class Peer(Mount, ABC):
     """Another program that mounts a bucket, run in the foreground by the bench."""
 
     def __init__(self, name: str, place: Place, program: str | None) -> None:
@@ -243,8 +258,9 @@ class Peer(Mount):
             raise BenchError(f"{self.name} ended: {processes.tail(self.log)}")
         return processes.is_mounted(self.root)
 
+    @abstractmethod
     def _argv(self) -> list[str]:
-        raise NotImplementedError
+        """The command that mounts it and stays in the foreground."""
 
     def _environment(self) -> dict[str, str]:
         return self.place.bucket.environment()

@@ -24,10 +24,9 @@ PAGE = 4096
 
 @dataclass(frozen=True, slots=True)
 class RandomRead:
-    """One random-read measurement: how many jobs, which way in, for how long at most."""
+    """One random-read measurement: how many jobs, which way in, how often each page."""
 
     jobs: int
-    limit_s: float
     engine: str = "psync"
     direct: bool = False
     repeat: int = 1
@@ -37,7 +36,9 @@ def is_installed() -> bool:
     return shutil.which("fio") is not None
 
 
-def reads_per_second(path: Path, size: int, read: RandomRead) -> tuple[float, dict[str, Any]]:
+def reads_per_second(
+    path: Path, size: int, read: RandomRead, limit_s: float
+) -> tuple[float, dict[str, Any]]:
     """Run fio; returns reads per second of all jobs together, and the particulars."""
     share = size // read.jobs // PAGE * PAGE
     argv = [
@@ -45,10 +46,10 @@ def reads_per_second(path: Path, size: int, read: RandomRead) -> tuple[float, di
         "--allow_file_create=0", "--invalidate=0", "--fadvise_hint=0", "--gtod_reduce=1",
         f"--ioengine={read.engine}", f"--direct={int(read.direct)}",
         f"--numjobs={read.jobs}", f"--size={share}", f"--offset_increment={share}",
-        f"--loops={read.repeat}", f"--runtime={read.limit_s}", "--group_reporting",
+        f"--loops={read.repeat}", f"--runtime={limit_s}", "--group_reporting",
         "--output-format=json",
     ]  # fmt: skip
-    return _rate(capture(argv, 60 + 3 * read.limit_s))
+    return _rate(capture(argv, 60 + 3 * limit_s))
 
 
 def _rate(output: str) -> tuple[float, dict[str, Any]]:

@@ -3,14 +3,12 @@
 Every contender is read by this code, started afresh for each measurement as
 `python -m bench.readers SPEC`, with SPEC a JSON object: `op` names one of the
 functions in `OPERATIONS`, the rest are its keyword arguments. The process
-prints one JSON object as its last line and ends. It imports nothing but the standard library
-(and obstore where obstore is what is measured), so that what is timed is the
-file system.
+prints one JSON object as its last line and ends. It imports nothing but the
+standard library (and obstore where obstore is what is measured), so that what
+is timed is the file system.
 
-Times are taken inside the process, from before the open to after the close.
-Readers that run at the same time are forked and wait at a barrier; the time
-of all is from the first start to the last stop (the clock is monotonic and
-the same in all processes).
+Times are taken inside the process, from before the open to after the close;
+together.py says how they are taken for readers that run at the same time.
 """
 
 from __future__ import annotations
@@ -21,14 +19,16 @@ import json
 import mmap
 import os
 import random
+import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
 from typing import Any
+
+from bench.together import ShortReadError, by_tasks, by_threads, run_together
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -40,10 +40,6 @@ PART_SIZE = 8 * MIB
 PARTS_AT_A_TIME = 8
 
 Result = dict[str, Any]
-
-
-class ShortReadError(Exception):
-    """A file ended before the size that it should have."""
 
 
 def sequential(
@@ -173,9 +169,9 @@ def small_files(
     for attempt in range(passes + warm_up):
         shuffle(names)
         if bare:
-            elapsed = _by_threads(names, threads, lambda mine: _read_barely(mine, size))
+            elapsed = by_threads(names, threads, lambda mine: _read_barely(mine, size))
         else:
-            elapsed = _by_tasks(names, threads, _read_whole, size)
+            elapsed = by_tasks(names, threads, _read_whole, size)
         if attempt or not warm_up:
             seconds.append(elapsed)
     return {"seconds": seconds, "files": len(names)}
@@ -196,33 +192,6 @@ def _read_barely(paths: Iterable[str], size: int) -> None:
             os.close(descriptor)
         if count != size:
             raise ShortReadError(f"{path}: {count} of {size} bytes")
-
-
-def _by_tasks(names: list[str], threads: int, load: Callable[[str], int], size: int) -> float:
-    """Load every name as a task of its own; the seconds that it took."""
-    with ThreadPoolExecutor(threads) as pool:
-        start = time.monotonic()
-        for name, count in zip(names, pool.map(load, names), strict=True):
-            if count != size:
-                raise ShortReadError(f"{name}: {count} of {size} bytes")
-        return time.monotonic() - start
-
-
-def _by_threads(names: list[str], threads: int, work: Callable[[list[str]], None]) -> float:
-    """Share the names among threads that start together; the seconds that it took."""
-    barrier = threading.Barrier(threads + 1)
-
-    def run(mine: list[str]) -> None:
-        barrier.wait()
-        work(mine)
-
-    with ThreadPoolExecutor(threads) as pool:
-        futures = [pool.submit(run, names[start::threads]) for start in range(threads)]
-        barrier.wait()
-        start = time.monotonic()
-        for future in futures:
-            future.result()
-        return time.monotonic() - start
 
 
 def walk(root: str, files: int, passes: int = 1) -> Result:
@@ -246,6 +215,17 @@ def _stats(root: str) -> Iterator[tuple[str, os.stat_result]]:
 
 def _raise(error: OSError) -> None:
     raise error
+
+
+def kill_and_ask(pid: int, path: str, size: int) -> Result:
+    """Kill a mount's daemon; the seconds until a file's attributes are there, and its bytes."""
+    start = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    os.lstat(path)
+    answer_s = time.monotonic() - start
+    if _read_whole(path) != size:
+        raise ShortReadError(path)
+    return {"answer_s": answer_s, "read_s": time.monotonic() - start}
 
 
 def digest_file(path: str) -> Result:
@@ -330,7 +310,7 @@ def get_objects(
     def get(name: str) -> int:
         return len(obstore.get(s3, f"{prefix}/{name}").bytes())
 
-    return {"seconds": [_by_tasks(names, threads, get, size)], "files": len(names)}
+    return {"seconds": [by_tasks(names, threads, get, size)], "files": len(names)}
 
 
 def digest_objects(store: dict[str, str], prefix: str, names_file: str, threads: int) -> Result:
@@ -359,64 +339,10 @@ def open_store(options: dict[str, str], keys: Mapping[str, str] = os.environ) ->
     )
 
 
-def run_together(count: int, work: Callable[[int], None]) -> float:
-    """Run `work(0..count-1)` at the same time; the seconds from first start to last stop.
-
-    One reader runs in this process, several in forked ones: threads of one
-    Python process would wait for each other.
-    """
-    if count == 1:
-        start = time.monotonic()
-        work(0)
-        return time.monotonic() - start
-    times_reader, times_writer = os.pipe()
-    ready_reader, ready_writer = os.pipe()
-    go_reader, go_writer = os.pipe()
-    children = []
-    for number in range(count):
-        child = os.fork()
-        if child == 0:
-            os.close(go_writer)
-            _run_child(number, work, ready_writer, go_reader, times_writer)
-        children.append(child)
-    for _ in range(count):
-        os.read(ready_reader, 1)
-    os.close(go_writer)  # the children see the end of the pipe, all at once
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    if any(codes):
-        raise ShortReadError(f"{sum(map(bool, codes))} of {count} readers failed")
-    spans = [json.loads(os.read(times_reader, _SPAN)) for _ in range(count)]
-    for descriptor in (times_reader, times_writer, ready_reader, ready_writer, go_reader):
-        os.close(descriptor)
-    return float(max(stop for _, stop in spans) - min(start for start, _ in spans))
-
-
-# Each child reports its start and stop as JSON padded to this length, so that
-# reports are told apart in the pipe they share.
-_SPAN = 80
-
-
-def _run_child(number: int, work: Callable[[int], None], ready: int, go: int, times: int) -> None:
-    """Body of a forked reader; never returns into the parent's code."""
-    code = 1
-    try:
-        os.write(ready, b"r")
-        os.read(go, 1)
-        start = time.monotonic()
-        work(number)
-        span = json.dumps([start, time.monotonic()])
-        os.write(times, span.ljust(_SPAN).encode())
-        code = 0
-    except (OSError, ShortReadError) as error:
-        print(f"reader {number}: {error}", file=sys.stderr)
-    finally:
-        os._exit(code)
-
-
 OPERATIONS: dict[str, Callable[..., Result]] = {
     operation.__name__: operation
     for operation in (
-        sequential, read_and_hold, random_pages, small_files, walk,
+        sequential, read_and_hold, random_pages, small_files, walk, kill_and_ask,
         digest_file, digest_files, digest_listing, digest_objects,
         download_parts, download_stream, get_objects,
     )

@@ -2,10 +2,10 @@
 
 A workload is a function of a `Session` that returns a `Sample`. Workloads of
 one group share a mount that began with an empty cache: "data" reads the large
-object and the small files, "listing" walks the directories. `applies` tells
-for whom a workload makes sense. A workload that needs its data in the
-contender's cache fetches it if no earlier one did, so that any selection
-works.
+object and the small files, "listing" walks the directories, "recovery" kills
+the daemon. `applies` tells for whom a workload makes sense. A workload that
+needs its data in the contender's cache fetches it if no earlier one did, so
+that any selection works.
 
 The three states of the caches: *first*, nothing is local and the S3 server is
 warm in memory; *dropped*, the contender's cache is complete and the page cache
@@ -15,11 +15,11 @@ is empty; *warm*, all of it was read just before in the same way.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bench import fio, pagecache
-from bench.contenders import BareClient, Contender, Native
+from bench.contenders import BareClient, Contender, Fusefs, Native
 from bench.dataset import LARGE, SMALL_SIZE
 from bench.fio import RandomRead
 from bench.session import MB, THREADS, Sample, Session, per_second
@@ -28,37 +28,14 @@ WARM_PASSES = 3
 DROPPED_TIMES = 3
 READERS = 8
 
+KILLS = 5
+MAPPED = RandomRead(1, engine="mmap")
+
 # Where fio is missing: how many reads a reader of the Python loop makes at most.
 FALLBACK_READS = 100_000
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """One row of the table.
-
-    `holds` workloads leave, or want, the handle of the first read open.
-    """
-
-    name: str
-    title: str
-    unit: str
-    group: str
-    run: Callable[[Session], Sample]
-    applies: Callable[[Contender], bool]
-    holds: bool = False
-
-
-def _has_cache(contender: Contender) -> bool:
-    """For all that is read as files: the mounts, and the bare disk."""
-    return not isinstance(contender, BareClient)
-
-
-def _comes_from_s3(contender: Contender) -> bool:
-    return not isinstance(contender, Native)
-
-
-def _answers_every_read(contender: Contender) -> bool:
-    return contender.name in ("fusefs-nopt", "fusefs-pyfuse3")
+Run = Callable[[Session], Sample]
 
 
 def _first_large(session: Session) -> Sample:
@@ -80,29 +57,20 @@ def _faster_download(session: Session) -> Sample:
     return Sample(max(rates.values()), dict(rates))
 
 
-def _held_warm(session: Session) -> Sample:
-    _have_large(session)
-    return _read_large(session, readers=1, warm=True)
+def _large_dropped(readers: int) -> Run:
+    def run(session: Session) -> Sample:
+        _have_large(session)
+        return _median_dropped(lambda: _read_large(session, readers=readers))
+
+    return run
 
 
-def _reread_dropped(session: Session) -> Sample:
-    _have_large(session)
-    return _median_dropped(lambda: _read_large(session, readers=1, warm=False))
+def _large_warm(readers: int) -> Run:
+    def run(session: Session) -> Sample:
+        _have_large(session)
+        return _read_large(session, readers=readers, passes=WARM_PASSES, warm_up=True)
 
-
-def _reread_warm(session: Session) -> Sample:
-    _have_large(session)
-    return _read_large(session, readers=1, warm=True)
-
-
-def _parallel_dropped(session: Session) -> Sample:
-    _have_large(session)
-    return _median_dropped(lambda: _read_large(session, readers=READERS, warm=False))
-
-
-def _parallel_warm(session: Session) -> Sample:
-    _have_large(session)
-    return _read_large(session, readers=READERS, warm=True)
+    return run
 
 
 def _have_large(session: Session) -> None:
@@ -110,29 +78,30 @@ def _have_large(session: Session) -> None:
         session.fetch_large()
 
 
-def _read_large(session: Session, readers: int, warm: bool) -> Sample:
-    result = session.read(
-        "sequential", path=str(session.large), size=session.data.sizes.large,
-        readers=readers, passes=WARM_PASSES if warm else 1, warm_up=warm,
-    )  # fmt: skip
+def _read_large(session: Session, **how: int) -> Sample:
+    size = session.data.sizes.large
+    result = session.read("sequential", path=str(session.large), size=size, **how)
     return per_second(result, "bytes", MB)
 
 
-def _random_warm(session: Session) -> Sample:
-    # One pass over the pages takes a local disk a third of a second: too short.
-    return _random(session, RandomRead(1, session.limit_s, repeat=4), warm=True)
+def _random_warm(read: RandomRead) -> Run:
+    def run(session: Session) -> Sample:
+        _have_large(session)
+        _read_large(session)
+        return _random_median(session, read)
+
+    return run
 
 
 def _random_dropped(session: Session) -> Sample:
-    return _random(session, RandomRead(READERS, session.limit_s), warm=False)
-
-
-def _mapped_warm(session: Session) -> Sample:
-    return _random(session, RandomRead(1, session.limit_s, engine="mmap"), warm=True)
+    _have_large(session)
+    pagecache.drop()  # so many reads that one measurement is steady, and slow for some
+    return _random_once(session, RandomRead(READERS))
 
 
 def _mapped_dropped(session: Session) -> Sample:
-    return _random(session, RandomRead(1, session.limit_s, engine="mmap"), warm=False)
+    _have_large(session)
+    return _median_dropped(lambda: _random_once(session, MAPPED))
 
 
 def _direct(session: Session) -> Sample:
@@ -140,38 +109,38 @@ def _direct(session: Session) -> Sample:
     # O_DIRECT goes past the mount's pages but not past those of the daemon's
     # own file: with that in memory the daemon is measured, and not the disk.
     pagecache.load(session.contender.cache)
-    read = RandomRead(READERS, session.limit_s, direct=True, repeat=100)
-    return _random_median(session, read)
-
-
-def _random(session: Session, read: RandomRead, warm: bool) -> Sample:
-    _have_large(session)
-    if not warm and read.jobs > 1:
-        pagecache.drop()  # so many reads that one measurement is steady, and slow for some
-        return _random_once(session, read)
-    if not warm:
-        return _median_dropped(lambda: _random_once(session, read))
-    session.read("sequential", path=str(session.large), size=session.data.sizes.large)
-    return _random_median(session, read)
+    return _random_median(session, RandomRead(READERS, direct=True, repeat=100))
 
 
 def _random_median(session: Session, read: RandomRead) -> Sample:
-    samples = [_random_once(session, read) for _ in range(WARM_PASSES)]
-    rates = [sample.value for sample in samples]
-    return Sample(statistics.median(rates), {"rates": rates, **samples[-1].detail})
+    return _median([_random_once(session, read) for _ in range(WARM_PASSES)])
 
 
 def _random_once(session: Session, read: RandomRead) -> Sample:
     size = session.data.sizes.large
     if fio.is_installed():
-        return Sample(*fio.reads_per_second(session.large, size, read))
+        return Sample(*fio.reads_per_second(session.large, size, read, session.limit_s))
     reads = min(size // read.jobs // fio.PAGE * read.repeat, FALLBACK_READS)
     result = session.read(
         "random_pages", path=str(session.large), size=size, readers=read.jobs,
-        reads=reads, limit_s=read.limit_s, direct=read.direct,
+        reads=reads, limit_s=session.limit_s, direct=read.direct,
         mapped=read.engine == "mmap",
     )  # fmt: skip
     return per_second(result, "reads")
+
+
+def _median_dropped(measure: Callable[[], Sample]) -> Sample:
+    """The median of three, the page cache dropped before each: one alone is noisy."""
+    samples = []
+    for _ in range(DROPPED_TIMES):
+        pagecache.drop()
+        samples.append(measure())
+    return _median(samples)
+
+
+def _median(samples: Sequence[Sample]) -> Sample:
+    rates = [sample.value for sample in samples]
+    return Sample(statistics.median(rates), {"rates": rates, **samples[-1].detail})
 
 
 def _first_small(session: Session) -> Sample:
@@ -190,24 +159,12 @@ def _small_dropped(session: Session) -> Sample:
     return _median_dropped(session.read_small)
 
 
-def _median_dropped(measure: Callable[[], Sample]) -> Sample:
-    """The median of three, the page cache dropped before each: one alone is noisy."""
-    samples = []
-    for _ in range(DROPPED_TIMES):
-        pagecache.drop()
-        samples.append(measure())
-    rates = [sample.value for sample in samples]
-    return Sample(statistics.median(rates), {"rates": rates})
+def _small_warm(*, bare: bool = False) -> Run:
+    def run(session: Session) -> Sample:
+        _have_small(session)
+        return session.read_small(passes=WARM_PASSES, warm_up=True, bare=bare)
 
-
-def _small_warm(session: Session) -> Sample:
-    _have_small(session)
-    return session.read_small(passes=WARM_PASSES, warm_up=True)
-
-
-def _small_warm_bare(session: Session) -> Sample:
-    _have_small(session)
-    return session.read_small(passes=WARM_PASSES, warm_up=True, bare=True)
+    return run
 
 
 def _have_small(session: Session) -> None:
@@ -215,7 +172,7 @@ def _have_small(session: Session) -> None:
         session.fetch_small()
 
 
-def _walk_cold(folder: str) -> Callable[[Session], Sample]:
+def _walk_cold(folder: str) -> Run:
     def run(session: Session) -> Sample:
         session.make_cold()
         return _walk(session, folder, passes=1)
@@ -223,7 +180,7 @@ def _walk_cold(folder: str) -> Callable[[Session], Sample]:
     return run
 
 
-def _walk_warm(folder: str) -> Callable[[Session], Sample]:
+def _walk_warm(folder: str) -> Run:
     def run(session: Session) -> Sample:
         _walk(session, folder, passes=1)
         return _walk(session, folder, passes=WARM_PASSES)
@@ -239,44 +196,97 @@ def _walk(session: Session, folder: str, passes: int) -> Sample:
     return per_second(result, "files")
 
 
+def _recovery(session: Session) -> Sample:
+    """Kill the daemon some times, each time asking for a name that nobody asked for before."""
+    assert isinstance(session.contender, Fusefs)
+    _walk(session, "tree", passes=1)
+    answers, reads, killed = [], [], None
+    for name in session.data.small_names()[:: session.data.sizes.small // KILLS][:KILLS]:
+        killed = session.contender.wait_for_daemon(other_than=killed)
+        result = session.read(
+            "kill_and_ask", pid=killed, path=str(session.small / name), size=SMALL_SIZE
+        )
+        answers.append(result["answer_s"] * 1000)
+        reads.append(result["read_s"] * 1000)
+    session.contender.wait_for_daemon(other_than=killed)
+    return Sample(statistics.median(answers), {"answers_ms": answers, "reads_ms": reads})
+
+
+def _has_cache(contender: Contender) -> bool:
+    """For all that is read as files: the mounts, and the bare disk."""
+    return not isinstance(contender, BareClient)
+
+
+def _comes_from_s3(contender: Contender) -> bool:
+    return not isinstance(contender, Native)
+
+
+def _answers_every_read(contender: Contender) -> bool:
+    return contender.name in ("fusefs-nopt", "fusefs-pyfuse3")
+
+
+def _survives(contender: Contender) -> bool:
+    return contender.name == "fusefs-kernel"
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One row of the table.
+
+    `holds` workloads leave, or want, the handle of the first read open.
+    """
+
+    name: str
+    title: str
+    unit: str
+    run: Run
+    group: str = "data"
+    applies: Callable[[Contender], bool] = _has_cache
+    holds: bool = False
+
+
 WORKLOADS = (
-    Workload("first_large", "first read of the large object, 1 MiB reads", "MB/s", "data",
-             _first_large, _comes_from_s3, holds=True),
+    Workload("first_large", "first read of the large object, 1 MiB reads", "MB/s", _first_large,
+             applies=_comes_from_s3, holds=True),
     Workload("held_warm", "page cache warm, while a handle is open since before the first read",
-             "MB/s", "data", _held_warm, _has_cache, holds=True),
-    Workload("reread_dropped", "read again, page cache dropped, one reader", "MB/s", "data",
-             _reread_dropped, _has_cache),
-    Workload("reread_warm", "read again, page cache warm, one reader", "MB/s", "data",
-             _reread_warm, _has_cache),
-    Workload("par8_dropped", "read again, page cache dropped, 8 readers", "MB/s", "data",
-             _parallel_dropped, _has_cache),
-    Workload("par8_warm", "read again, page cache warm, 8 readers", "MB/s", "data",
-             _parallel_warm, _has_cache),
-    Workload("rand4k_warm", "4 KiB random reads, page cache warm, one job", "reads/s", "data",
-             _random_warm, _has_cache),
+             "MB/s", _large_warm(1), holds=True),
+    Workload("reread_dropped", "read again, page cache dropped, one reader", "MB/s",
+             _large_dropped(1)),
+    Workload("reread_warm", "read again, page cache warm, one reader", "MB/s", _large_warm(1)),
+    Workload("par8_dropped", "read again, page cache dropped, 8 readers", "MB/s",
+             _large_dropped(READERS)),
+    Workload("par8_warm", "read again, page cache warm, 8 readers", "MB/s", _large_warm(READERS)),
+    # One pass over the pages takes a local disk a third of a second: too short.
+    Workload("rand4k_warm", "4 KiB random reads, page cache warm, one job", "reads/s",
+             _random_warm(RandomRead(1, repeat=4))),
     Workload("rand4k_dropped8", "4 KiB random reads, page cache dropped, 8 jobs", "reads/s",
-             "data", _random_dropped, _has_cache),
-    Workload("mmap_warm", "mmap, scattered 4 KiB pages, page cache warm", "pages/s", "data",
-             _mapped_warm, _has_cache),
-    Workload("mmap_dropped", "mmap, scattered 4 KiB pages, page cache dropped", "pages/s", "data",
-             _mapped_dropped, _has_cache),
-    Workload("direct8", "4 KiB O_DIRECT reads that the daemon answers, 8 jobs", "reads/s", "data",
-             _direct, _answers_every_read),
-    Workload("first_small", "first read of the 100 KiB files, 8 threads", "files/s", "data",
-             _first_small, _comes_from_s3),
+             _random_dropped),
+    Workload("mmap_warm", "mmap, scattered 4 KiB pages, page cache warm", "pages/s",
+             _random_warm(MAPPED)),
+    Workload("mmap_dropped", "mmap, scattered 4 KiB pages, page cache dropped", "pages/s",
+             _mapped_dropped),
+    Workload("direct8", "4 KiB O_DIRECT reads that the daemon answers, 8 jobs", "reads/s",
+             _direct, applies=_answers_every_read),
+    Workload("first_small", "first read of the 100 KiB files, 8 threads", "files/s", _first_small,
+             applies=_comes_from_s3),
     Workload("small_dropped", "100 KiB files again, page cache dropped, 8 threads", "files/s",
-             "data", _small_dropped, _has_cache),
-    Workload("small_warm", "100 KiB files again, page cache warm, 8 threads", "files/s", "data",
-             _small_warm, _has_cache),
-    Workload("small_warm_bare", "the same by three system calls a file", "files/s", "data",
-             _small_warm_bare, _has_cache),
-    Workload("tree_cold", "first walk with lstat, 100 folders", "files/s", "listing",
-             _walk_cold("tree"), _has_cache),
-    Workload("tree_warm", "walk again with lstat, 100 folders", "files/s", "listing",
-             _walk_warm("tree"), _has_cache),
-    Workload("flat_cold", "first walk with lstat, one folder", "files/s", "listing",
-             _walk_cold("flat"), _has_cache),
-    Workload("flat_warm", "walk again with lstat, one folder", "files/s", "listing",
-             _walk_warm("flat"), _has_cache),
+             _small_dropped),
+    Workload("small_warm", "100 KiB files again, page cache warm, 8 threads", "files/s",
+             _small_warm()),
+    Workload("small_warm_bare", "the same by three system calls a file", "files/s",
+             _small_warm(bare=True)),
+    Workload("tree_cold", "first walk with lstat, 100 folders", "files/s", _walk_cold("tree"),
+             group="listing"),
+    Workload("tree_warm", "walk again with lstat, 100 folders", "files/s", _walk_warm("tree"),
+             group="listing"),
+    Workload("flat_cold", "first walk with lstat, one folder", "files/s", _walk_cold("flat"),
+             group="listing"),
+    Workload("flat_warm", "walk again with lstat, one folder", "files/s", _walk_warm("flat"),
+             group="listing"),
+    Workload("recovery", "from SIGKILL of the daemon to its first answer", "ms", _recovery,
+             group="recovery", applies=_survives),
 )  # fmt: skip
-GROUPS = ("data", "listing")
+# Each group has a mount of its own; the last one's daemons are killed, so what they use tells
+# nothing.
+GROUPS = ("data", "listing", "recovery")
+COUNTED_GROUPS = ("data", "listing")
