@@ -1,0 +1,126 @@
+"""The keeper: a process that lets a mount outlive its daemon.
+
+It holds the /dev/fuse descriptor, starts the daemon, and starts it again when
+it dies; requests wait meanwhile instead of failing. It is the only privileged
+part: it mounts, and has files registered for passthrough, so that the daemon
+can be an ordinary user's process. And it sees to it that a pause has an end:
+a daemon that says nothing for `hang_s` is replaced, and a mount that nobody
+serves for `max_pause_s`, or whose daemons die one after the other, is aborted,
+so that whoever waits for it gets an error and can die.
+
+The keeper is one loop over descriptors and deadlines, and touches nothing that
+could wait: what comes from a daemon goes through a clerk (`keeper_clerk`), a
+child that also takes the keeper's place if that is killed. If both are, the
+daemon starts a keeper that adopts it.
+
+It is started by `python -I -S -c`, calls `main`, and is configured by one JSON
+object on standard input (`Configuration` and `begin`). Standard output belongs
+to the first daemon; the keeper writes there only if it could not start one.
+Standard error is the log. Few modules are imported, so that it stays small.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+
+from fusefs.kernel import keeper_system as system
+from fusefs.kernel import keeper_wire as wire
+from fusefs.kernel.keeper_clerk import Clerk
+from fusefs.kernel.keeper_control import listen
+from fusefs.kernel.keeper_daemon import Daemon
+from fusefs.kernel.keeper_household import BecomeClerk, point_to_null
+from fusefs.kernel.keeper_ledger import Configuration, Ledger, Program, log
+from fusefs.kernel.keeper_master import Keeper
+
+TYPE_CHECKING = False  # typing itself is not imported: it is large
+if TYPE_CHECKING:
+    from typing import Any
+
+
+def begin(
+    given: dict[str, Any], configuration: Configuration, listener: socket.socket | None
+) -> Keeper:
+    """A keeper that has started its first daemon.
+
+    With `fuse_fd` the mount is there already, and `table` tells what is
+    registered with it, as [id, st_ino] pairs. With `adopt_pid` too, that
+    process serves it, and `daemon_fd` is our end of its socket.
+
+    Raises:
+        OSError: the daemon could not be started.
+        BecomeClerk: in the child.
+    """
+    ledger = Ledger(Program(given["command"], given["settings"]))
+    if "fuse_fd" in given:
+        ledger.fuse_fd = given["fuse_fd"]
+        os.set_inheritable(ledger.fuse_fd, False)
+        ledger.connection = system.connection_at(configuration.mountpoint) or 0
+        ledger.has_served = ledger.has_resend = True
+        for backing_id, inode in given["table"]:
+            ledger.opened(backing_id, inode)
+    elif configuration.is_privileged:
+        ledger.fuse_fd = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    keeper = Keeper(configuration, ledger, listener)
+    if "adopt_pid" in given:
+        channel = socket.socket(fileno=given["daemon_fd"])
+        channel.set_inheritable(False)
+        channel.setblocking(False)
+        pid = given["adopt_pid"]
+        daemon = Daemon(pid, os.pidfd_open(pid), channel, ledger.program)
+        clerk = Clerk(configuration, ledger, channel, pid, daemon.pidfd, wire.TAKE_OVER)
+        clerk.attach()
+        log(f"the daemon {pid} is adopted")
+        keeper.adopt(daemon, clerk)
+    else:
+        keeper.start()
+    return keeper
+
+
+def succeed(clerk: Clerk, listener: socket.socket | None) -> Keeper:
+    """What a clerk becomes whose keeper is dead.
+
+    Raises:
+        BecomeClerk: in the child, with the same clerk.
+    """
+    log("the keeper is dead; its clerk goes on in its place")
+    keeper = Keeper(clerk.configuration, clerk.ledger, listener)
+    daemon = Daemon(clerk.pid, clerk.pidfd, clerk.daemon, clerk.ledger.program)
+    keeper.adopt(daemon, clerk)
+    return keeper
+
+
+Role = Keeper | BecomeClerk | int
+
+
+def main() -> int:
+    """Be the keeper, and in its children what they become; return the exit status."""
+    with open(0, "rb", closefd=False) as stdin:
+        given = json.load(stdin)
+    point_to_null(0)
+    os.chdir("/")
+    try:
+        configuration = Configuration(given)
+        listener = listen(configuration.control)
+        role: Role = begin(given, configuration, listener)
+    except OSError as error:
+        os.write(1, json.dumps({"error": f"no daemon can be started: {error}"}).encode() + b"\n")
+        return 1
+    except BecomeClerk as fork:
+        role = fork
+    while not isinstance(role, int):
+        role = _play(role, listener)
+    return role
+
+
+def _play(role: Role, listener: socket.socket | None) -> Role:
+    """Be a keeper or a clerk until there is something else to be, or an exit status."""
+    try:
+        if isinstance(role, Keeper):
+            return role.run()
+        if isinstance(role, BecomeClerk) and role.clerk.serve(role.channel):
+            return succeed(role.clerk, listener)
+    except BecomeClerk as fork:
+        return fork
+    return 0

@@ -1,0 +1,190 @@
+"""What a keeper knows about its mount: the part that outlives daemons and keepers.
+
+The keeper has one ledger; each clerk is forked with a copy and keeps it up to
+date from what it sees, so that it can go on as the keeper. Both do it through
+the same few methods.
+"""
+
+from __future__ import annotations
+
+import array
+import bisect
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+from fusefs.kernel.keeper_system import Credentials
+from fusefs.kernel.libc import MS_RDONLY
+
+TYPE_CHECKING = False  # typing itself is not imported: it is large
+if TYPE_CHECKING:
+    from typing import Any
+
+
+def log(sentence: str) -> None:
+    """Write one line to the log, which is standard error."""
+    line = f"{time.strftime('%Y-%m-%dT%H:%M:%S')} keeper: {sentence}\n"
+    try:
+        os.write(2, line.encode(errors="surrogateescape"))
+    except OSError:  # a full disk or a reader that is gone must not end a mount
+        return
+
+
+class Configuration:
+    """What does not change, from the JSON object on the keeper's standard input."""
+
+    __slots__ = (
+        "cache_device",
+        "control",
+        "credentials",
+        "hang_s",
+        "holder",
+        "is_privileged",
+        "is_read_only",
+        "max_pause_s",
+        "most_backing_ids",
+        "mount_data",
+        "mount_flags",
+        "mountpoint",
+        "source",
+    )
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        self.mountpoint: str = given["mountpoint"]
+        self.source: str = given["source"]
+        # The options of mount(2) but fd=, and its MS_ flags.
+        self.mount_data: str = given["mount_data"]
+        self.mount_flags: int = given["mount_flags"]
+        self.is_read_only = bool(self.mount_flags & MS_RDONLY)
+        self.is_privileged: bool = given["privileged"]
+        self.credentials = Credentials(given["uid"], given["gid"], given["groups"])
+        self.cache_device = os.stat(given["cache_dir"]).st_dev
+        self.control: str = given["control"]
+        self.most_backing_ids: int = given["most_backing_ids"]
+        self.hang_s = float(given["hang_s"])
+        self.max_pause_s = float(given["max_pause_s"])
+        self.holder: str | None = given.get("holder")
+
+
+class Program:
+    """How a daemon is started; `settings` go to its standard input."""
+
+    __slots__ = ("command", "settings")
+
+    def __init__(self, command: list[str], settings: str) -> None:
+        self.command = command
+        self.settings = settings
+
+
+class FileTable:
+    """Registered files: backing id to st_ino. They are all on one device.
+
+    In arrays, for 16 bytes a file where a dict takes 120: there may be ten
+    thousands, and the keeper is to stay small.
+    """
+
+    def __init__(self) -> None:
+        self._ids = array.array("Q")  # ascending, as the kernel gives them out
+        self._inodes = array.array("Q")
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __contains__(self, backing_id: int) -> bool:
+        at = bisect.bisect_left(self._ids, backing_id)
+        return at < len(self._ids) and self._ids[at] == backing_id
+
+    def items(self) -> Iterator[tuple[int, int]]:
+        return zip(self._ids, self._inodes, strict=True)
+
+    def add(self, backing_id: int, inode: int) -> None:
+        at = bisect.bisect_left(self._ids, backing_id)
+        self._ids.insert(at, backing_id)
+        self._inodes.insert(at, inode)
+
+    def remove(self, backing_id: int) -> None:
+        if backing_id in self:
+            at = bisect.bisect_left(self._ids, backing_id)
+            del self._ids[at], self._inodes[at]
+
+
+class Ledger:
+    """The mount, its registered files and its history. Times are monotonic seconds."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        # What to return to while the program of an upgrade has not served yet.
+        self.fallback: Program | None = None
+        self.fuse_fd = -1
+        self.connection = 0  # 0: not mounted yet
+        self.has_served = False
+        self.has_resend = False
+        self.files = FileTable()
+        self.last_id = 0
+        # An id that was about to be given back when its clerk was last heard.
+        self.doubtful_id = 0
+        self.in_flight = 0
+        self.restarts = 0
+        self.quick_deaths = 0
+        self.last_death_ns = 0
+        self.last_reason = ""
+        self.pause_since: float | None = None
+        self.longest_pause_s = 0.0
+
+    def opened(self, backing_id: int, inode: int) -> None:
+        self.files.add(backing_id, inode)
+        self.last_id = max(self.last_id, backing_id)
+
+    def closing(self, backing_id: int) -> None:
+        """Told before the kernel is: an id that is lost costs less than one that is wrong."""
+        self.files.remove(backing_id)
+        self.doubtful_id = backing_id
+
+    def unaccounted_ids(self) -> list[int]:
+        """What a clerk that was killed may have left open.
+
+        The kernel numbers them in order, so it is the next one, or the one
+        that was being closed.
+        """
+        following = [self.last_id + 1] if self.last_id else []
+        return following + ([self.doubtful_id] if self.doubtful_id else [])
+
+    def paused(self, since: float) -> None:
+        if self.pause_since is None:
+            self.pause_since = since
+
+    def serving(self, has_resend: bool) -> float:
+        """A daemon answers requests; returns how long none did, in seconds."""
+        self.has_served = True
+        self.has_resend = has_resend
+        self.fallback = None
+        return self.resumed()
+
+    def resumed(self) -> float:
+        """The pause is over; returns how long it was, in seconds."""
+        if self.pause_since is None:
+            return 0.0
+        pause_s = time.monotonic() - self.pause_since
+        self.longest_pause_s = max(self.longest_pause_s, pause_s)
+        self.pause_since = None
+        return pause_s
+
+    def died(self, reason: str) -> None:
+        self.restarts += 1
+        self.last_death_ns = time.time_ns()
+        self.last_reason = reason
+        self.in_flight = 0
+
+
+def describe_end(status: int | None) -> str:
+    """The end of a process, from what waitpid told; None where it was not our child."""
+    if status is None:
+        return "ended while another keeper watched it"
+    code = os.waitstatus_to_exitcode(status)
+    return f"killed by signal {-code}" if code < 0 else f"exited with {code}"
+
+
+def was_killed(status: int | None) -> bool:
+    """Whether it is not to blame for its end: SIGKILL, or nobody knows."""
+    return status is None or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL)

@@ -1,0 +1,267 @@
+"""What the keeper asks of Linux beyond Python's `os`.
+
+Credentials are those of the calling thread; keeper and clerk have one each.
+Capability sets are changed by capset(2), where only the effective set moves:
+what a process may do is lowered for as long as it deals with a daemon, and
+raised again when it becomes the keeper.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+from collections.abc import Callable, Sequence
+
+from fusefs.kernel import libc
+
+FILESYSTEM_TYPE = "fuse.fusefs"
+FUSE_DEVICE = os.makedev(10, 229)
+FUSECTL = "/sys/fs/fuse/connections"
+
+CAP_SYS_ADMIN = 21
+_CAPABILITY_VERSION_3 = 0x20080522
+_PR_SET_NO_NEW_PRIVS = 38
+
+# The new mount interface has the same numbers on every architecture but alpha.
+_SYS_FSOPEN = 430
+_SYS_FSCONFIG = 431
+_SYS_FSMOUNT = 432
+_CLOEXEC = 1
+_FSCONFIG_CMD_CREATE = 6
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Header(ctypes.Structure):
+    _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int))
+
+
+class _Capabilities(ctypes.Structure):
+    """struct __user_cap_data_struct: the low 32 capabilities, then the high."""
+
+    _fields_ = (
+        ("effective", ctypes.c_uint32),
+        ("permitted", ctypes.c_uint32),
+        ("inheritable", ctypes.c_uint32),
+    )
+
+
+# --- credentials --------------------------------------------------------------
+
+
+def lower_privileges(uid: int, gid: int) -> None:
+    """Act on files as `uid` and `gid`, with CAP_SYS_ADMIN as the only effective capability."""
+    _libc.setfsgid(gid)
+    _libc.setfsuid(uid)
+    _set_effective(lambda permitted: permitted & (1 << CAP_SYS_ADMIN))
+
+
+def raise_privileges() -> None:
+    """Undo `lower_privileges`."""
+    _libc.setfsuid(os.geteuid())
+    _libc.setfsgid(os.getegid())
+    _set_effective(lambda permitted: permitted)
+
+
+def _set_effective(choose: Callable[[int], int]) -> None:
+    header = _Header(_CAPABILITY_VERSION_3, 0)
+    sets = (_Capabilities * 2)()
+    _check(_libc.capget(ctypes.byref(header), sets))
+    permitted = sets[0].permitted | sets[1].permitted << 32
+    effective = choose(permitted)
+    sets[0].effective = effective & 0xFFFFFFFF
+    sets[1].effective = effective >> 32
+    _check(_libc.capset(ctypes.byref(header), sets))
+
+
+# --- mounts -------------------------------------------------------------------
+
+
+def connection_at(mountpoint: str) -> int | None:
+    """The number of the FUSE connection that is mounted on top at `mountpoint`.
+
+    Nothing but mountinfo is asked, so a wedged mount does not matter.
+    """
+    found = None
+    for device, filesystem, path in _mounts():
+        if path == _escape(mountpoint):
+            is_fuse = filesystem == "fuse" or filesystem.startswith("fuse.")
+            found = int(device.partition(":")[2]) if is_fuse else None
+    return found
+
+
+def is_mounted(connection: int) -> bool:
+    """Whether the FUSE connection has a mount in this namespace."""
+    return any(
+        device == f"0:{connection}" and filesystem.startswith("fuse")
+        for device, filesystem, _ in _mounts()
+    )
+
+
+def _mounts() -> list[tuple[str, str, str]]:
+    with open("/proc/self/mountinfo", errors="surrogateescape", newline="\n") as file:
+        lines = [line.partition(" - ") for line in file]
+    return [
+        (before.split(" ")[2], after.split(" ")[0], before.split(" ")[4])
+        for before, _, after in lines
+    ]
+
+
+def _escape(path: str) -> str:
+    for character in "\\ \t\n#":
+        path = path.replace(character, f"\\{ord(character):03o}")
+    return path
+
+
+def detach(mountpoint: str) -> None:
+    """Take the mount out of sight, by fusermount3 where this process may not.
+
+    Raises:
+        OSError: it is not there, or not ours to end.
+    """
+    try:
+        libc.umount(mountpoint, libc.MNT_DETACH | libc.UMOUNT_NOFOLLOW)
+    except PermissionError:
+        command = ["fusermount3", "-u", "-z", "-q", "--", mountpoint]
+        os.waitpid(os.posix_spawnp(command[0], command, os.environ), 0)
+
+
+def is_disconnected(fuse_fd: int) -> bool:
+    """Whether the mount behind the descriptor is gone, or its connection aborted."""
+    poll = select.poll()
+    poll.register(fuse_fd, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
+
+
+def abort_connection(connection: int) -> None:
+    """Let everybody who waits for the daemon fail; the mount stays where it is.
+
+    fusectl does it, opened as a detached mount where nobody has mounted it.
+
+    Raises:
+        OSError: there is no such connection, or it is not ours to abort.
+    """
+    try:
+        _write_one(f"{FUSECTL}/{connection}/abort", None)
+        return
+    except FileNotFoundError:
+        context = _syscall(_SYS_FSOPEN, b"fusectl", _CLOEXEC)
+    try:
+        _syscall(_SYS_FSCONFIG, context, _FSCONFIG_CMD_CREATE, None, None, 0)
+        root = _syscall(_SYS_FSMOUNT, context, _CLOEXEC, 0)
+    finally:
+        os.close(context)
+    try:
+        _write_one(f"{connection}/abort", root)
+    finally:
+        os.close(root)
+
+
+def _write_one(path: str, directory: int | None) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=directory)
+    try:
+        os.write(fd, b"1")
+    finally:
+        os.close(fd)
+
+
+# --- processes ----------------------------------------------------------------
+
+
+class Credentials:
+    """Whom a daemon runs as. Nothing is dropped for a uid that is our own."""
+
+    __slots__ = ("gid", "groups", "uid")
+
+    def __init__(self, uid: int, gid: int, groups: Sequence[int]) -> None:
+        self.uid = uid
+        self.gid = gid
+        self.groups = list(groups)
+
+
+def spawn(
+    command: Sequence[str],
+    *,
+    stdin: int,
+    stdout: int,
+    kept: int,
+    environment: dict[str, str],
+    credentials: Credentials,
+) -> int:
+    """Start a program in a session of its own, with `kept` as its only further descriptor.
+
+    Returns its pid, once it has been executed.
+
+    Raises:
+        OSError: it could not be.
+    """
+    receiver, sender = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.dup2(stdin, 0)
+            os.dup2(stdout, 1)
+            os.set_inheritable(kept, True)
+            _become(credentials)
+            _close_all_but(sender, kept)
+            os.execvpe(command[0], list(command), environment)
+        except OSError as error:
+            os.write(sender, str(error.errno).encode())
+        finally:
+            os._exit(127)
+    os.close(sender)
+    with open(receiver, "rb") as answer:
+        number = answer.read()
+    if number:
+        os.waitpid(pid, 0)
+        raise OSError(int(number), os.strerror(int(number)), command[0])
+    return pid
+
+
+def _become(credentials: Credentials) -> None:
+    os.setsid()
+    for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
+    if credentials.uid == os.geteuid():
+        return
+    os.setgroups(credentials.groups)
+    os.setresgid(credentials.gid, credentials.gid, credentials.gid)
+    os.setresuid(credentials.uid, credentials.uid, credentials.uid)
+    _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, *(ctypes.c_ulong(n) for n in (1, 0, 0, 0))))
+
+
+def _close_all_but(*kept: int) -> None:
+    start = 3
+    for fd in sorted(kept):
+        os.closerange(start, fd)
+        start = fd + 1
+    os.closerange(start, os.sysconf("SC_OPEN_MAX"))
+
+
+def has_ended(pidfd: int) -> bool:
+    """Whether the process is gone, all of its threads included."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def send_signal(pidfd: int, number: int) -> None:
+    """Signal a process that may have ended already."""
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(pidfd, number)
+
+
+def _syscall(number: int, *arguments: bytes | int | None) -> int:
+    # Without a prototype ctypes passes an int as 32 bits, so each is widened.
+    widened = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
+    return _check(int(_libc.syscall(ctypes.c_long(number), *widened)))
+
+
+def _check(result: int) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return result

@@ -1,0 +1,207 @@
+"""Real keepers with a stand-in for the daemon, each ended for sure."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusefs.kernel import unmount
+from fusefs.kernel.keeper_system import connection_at
+from fusefs.kernel.mount import stack_depth
+
+PROJECT = Path(__file__).parents[2]
+STANDIN = PROJECT / "tests" / "support" / "standin_daemon.py"
+LIMIT_S = 60.0
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+needs_fuse = pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="there is no /dev/fuse")
+
+
+def keeper_command(python: str = sys.executable, project: Path = PROJECT) -> list[str]:
+    return [
+        python, "-I", "-S", "-c",
+        f"import sys; sys.path.insert(0, {str(project)!r}); "
+        "from fusefs.kernel.keeper import main; sys.exit(main())",
+    ]  # fmt: skip
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    """Wait for something to come about, and return it."""
+    deadline = time.monotonic() + LIMIT_S
+    while not (result := condition()):
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.02)
+    return result
+
+
+class Kept:
+    """One mount and its keeper, in a directory of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.mountpoint = directory / "mnt"
+        self.cache = directory / "cache"
+        self.facts_directory = directory / "facts"
+        self.hold = directory / "hold"
+        self.control = directory / "control.sock"
+        self.log = directory / "log"
+        for path in (self.mountpoint, self.cache, self.facts_directory):
+            path.mkdir(exist_ok=True)
+            path.chmod(0o777)
+        self.connection: int | None = None
+        self.process: subprocess.Popen[bytes]
+        self.settings: dict[str, Any] = {}
+        self.configuration: dict[str, Any] = {}
+
+    # --- starting ---
+
+    def start(
+        self,
+        behaviour: dict[str, Any] | None = None,
+        *,
+        command: list[str] | None = None,
+        is_expected_to_serve: bool = True,
+        **overrides: Any,
+    ) -> str:
+        """Start the keeper; returns what came on its standard output."""
+        self.settings = {
+            "behaviour": behaviour or {},
+            "mountpoint": str(self.mountpoint),
+            "cache": str(self.cache),
+            "facts": str(self.facts_directory),
+            "hold": str(self.hold),
+            "stack_depth": stack_depth(self.cache),
+        }
+        self.configuration = {
+            "mountpoint": str(self.mountpoint),
+            "source": "standin",
+            "mount_data": "rootmode=40000,user_id=0,group_id=0,default_permissions,allow_other",
+            "mount_flags": 2 | 4,
+            "privileged": True,
+            "uid": os.geteuid(),
+            "gid": os.getegid(),
+            "groups": [],
+            "command": command or [sys.executable, str(STANDIN)],
+            "cache_dir": str(self.cache),
+            "control": str(self.control),
+            "most_backing_ids": 100,
+            "hang_s": 30.0,
+            "max_pause_s": 300.0,
+            "keeper_command": keeper_command(),
+        } | overrides
+        self.settings["keeper"] = self.configuration
+        given = self.configuration | {"settings": json.dumps(self.settings)}
+        with open(self.log, "ab") as log:
+            self.process = subprocess.Popen(
+                keeper_command(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+                env={**os.environ, **self._mark}, start_new_session=True,
+            )  # fmt: skip
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with self.process.stdin as stdin:
+            stdin.write(json.dumps(given).encode())
+        with self.process.stdout as stdout:
+            said = stdout.read().decode()
+        if is_expected_to_serve:
+            assert said == '{"ready": true}\n', (said, self.said())
+            self.connection = self.status()["connection"]
+        return said
+
+    # --- asking ---
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.settimeout(LIMIT_S)
+            sock.connect(str(self.control))
+            sock.sendall(json.dumps(request).encode() + b"\n")
+            answer: dict[str, Any] = json.loads(sock.makefile().readline())
+        return answer
+
+    def status(self) -> dict[str, Any]:
+        return self.ask({"do": "status"})
+
+    def facts(self, pid: int) -> dict[str, Any]:
+        """What the daemon `pid` has on record, once it has come that far."""
+        path = self.facts_directory / str(pid)
+        until(path.exists)
+        facts: dict[str, Any] = json.loads(path.read_text())
+        return facts
+
+    def served_by_another_than(self, pid: int) -> dict[str, Any]:
+        """The status once another daemon serves."""
+
+        def look() -> dict[str, Any] | None:
+            with contextlib.suppress(OSError, ValueError):
+                status = self.status()
+                if status["is_serving"] and status["daemon"] not in (None, pid):
+                    return status
+            return None
+
+        found: dict[str, Any] = until(look)
+        return found
+
+    def said(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def connection_now(self) -> int | None:
+        return connection_at(str(self.mountpoint))
+
+    # --- ending ---
+
+    def kill_daemon(self) -> int:
+        pid: int = self.status()["daemon"]
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def wait(self) -> int:
+        """The keeper's exit status."""
+        return self.process.wait(LIMIT_S)
+
+    def umount(self) -> None:
+        unmount.umount_path(self.mountpoint)
+
+    def processes(self) -> list[int]:
+        """All that are left of the keeper, its clerks and its daemons."""
+        [(name, value)] = self._mark.items()
+        mark = os.fsencode(f"{name}={value}")
+        found = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            with contextlib.suppress(OSError):
+                text = (entry / "environ").read_bytes()
+                if mark in text.split(b"\0") and not _is_zombie(entry):
+                    found.append(int(entry.name))
+        return found
+
+    @property
+    def _mark(self) -> dict[str, str]:
+        return {"KEPT_IN": str(self.directory)}
+
+    def clean_up(self) -> None:
+        """Whatever the test did: no mount and no process afterwards."""
+        connection = self.connection_now() or self.connection
+        if connection:
+            with contextlib.suppress(unmount.UnmountError):
+                unmount.abort_connection(connection)
+        while self.connection_now() is not None:
+            unmount.umount_path(self.mountpoint, is_lazy=True)
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait(LIMIT_S)
+
+
+def _is_zombie(process: Path) -> bool:
+    return (process / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
