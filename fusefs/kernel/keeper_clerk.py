@@ -65,7 +65,7 @@ _ALWAYS = frozenset((wire.TICK, wire.ENDING))
 NEW = frozenset((wire.HELLO,))
 UNMOUNTED = _ALWAYS | {wire.MOUNT, wire.DEPOSIT}
 PREPARING = _ALWAYS | {wire.PREPARED}
-ATTACHED = _ALWAYS | {wire.SERVING, wire.BACKING_OPEN, wire.BACKING_CLOSE}
+ATTACHED = _ALWAYS | {wire.SERVING, wire.BACKING_OPEN, wire.BACKING_CLOSE, wire.UNMOUNT}
 
 
 class Clerk:
@@ -107,6 +107,7 @@ class Clerk:
             wire.BACKING_CLOSE: self._backing_close,
             wire.TICK: self._tick,
             wire.ENDING: self._report,
+            wire.UNMOUNT: self._report,
         }
 
     def attach(self) -> None:

@@ -83,6 +83,7 @@ class Household:
         self._spare: Clerkship | None = None
         self._lingering: list[int] = []  # pidfds
         self._corpses: dict[int, float] = {}  # pids, and since when
+        self._aside: dict[str, int] = {}  # pids
 
     # --- beginning ---
 
@@ -165,6 +166,22 @@ class Household:
         for daemon in (self.current, self.incoming):
             if daemon is not None and daemon.clerk is not None:
                 daemon.clerk.channel.close()
+
+    def do_aside(self, name: str, work: Callable[[], None]) -> None:
+        """Do what may wait in a child, unless it is still at the last work of this name."""
+        if self._aside.get(name) in self._corpses:
+            return
+        pid = os.fork()
+        if pid == 0:
+            try:
+                self._let_go()
+                work()
+            except Exception as error:
+                log(f"{name}: {error}")
+            finally:
+                os._exit(0)
+        self._aside[name] = pid
+        self._corpses[pid] = time.monotonic()
 
     # --- time ---
 
@@ -320,9 +337,10 @@ class Household:
 
     def _dismiss(self, clerk: Clerkship | None) -> None:
         if clerk is not None and clerk.pid not in self._corpses:
+            # First of all: it would take a closed channel for our death.
+            os.kill(clerk.pid, signal.SIGKILL)
             self._loop.forget(clerk.channel.fileno())
             clerk.channel.close()
-            os.kill(clerk.pid, signal.SIGKILL)
             self._corpses[clerk.pid] = time.monotonic()
 
 

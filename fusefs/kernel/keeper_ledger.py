@@ -47,6 +47,7 @@ class Configuration:
         "mount_data",
         "mount_flags",
         "mountpoint",
+        "read_ahead_kib",
         "source",
     )
 
@@ -64,6 +65,9 @@ class Configuration:
         self.most_backing_ids: int = given["most_backing_ids"]
         self.hang_s = float(given["hang_s"])
         self.max_pause_s = float(given["max_pause_s"])
+        # What the kernel reads ahead of a sequential reader; set after mounting.
+        self.read_ahead_kib: int | None = given.get("read_ahead_kib")
+        # The named socket of a second holder.
         self.holder: str | None = given.get("holder")
 
 

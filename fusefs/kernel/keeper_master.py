@@ -173,6 +173,8 @@ class Keeper:
             self._prepared(daemon)
         elif kind == wire.SERVING:
             self._serving(daemon, bool(message.a))
+        elif kind == wire.UNMOUNT:
+            self._household.do_aside("unmounting", self._unmount)
         elif kind == wire.ENDING:
             daemon.is_ending = True
 
@@ -191,10 +193,22 @@ class Keeper:
             self._mounted(daemon)
 
     def _mounted(self, daemon: Daemon) -> None:
-        ledger = self._ledger
-        ledger.connection = system.connection_at(self._configuration.mountpoint) or 0
+        ledger, configuration = self._ledger, self._configuration
+        ledger.connection = system.connection_at(configuration.mountpoint) or 0
+        if configuration.is_privileged and configuration.read_ahead_kib is not None:
+            system.raise_read_ahead(ledger.connection, configuration.read_ahead_kib)
         if daemon.clerk is not None:
             daemon.clerk.tell(wire.pack(MOUNT_MADE, ledger.connection))
+
+    def _unmount(self) -> None:
+        if self._is_in_place():
+            system.unmount(self._configuration.mountpoint)
+
+    def _is_in_place(self) -> bool:
+        connection = self._ledger.connection
+        return bool(connection) and (
+            system.connection_at(self._configuration.mountpoint) == connection
+        )
 
     def _serving(self, daemon: Daemon, has_resend: bool) -> None:
         pause_s = self._ledger.serving(has_resend)
@@ -211,10 +225,10 @@ class Keeper:
             return
         end = daemon.reason or describe_end(daemon.status)
         log(f"the daemon {daemon.pid} is gone: {end}")
-        if self._is_terminating or not self._ledger.has_served:
-            self._end_mount(0 if self._ledger.has_served else _exit_code(daemon.status))
-        elif daemon.is_incoming:
+        if daemon.is_incoming:
             self._answer_upgrade({"error": f"the new daemon is gone: {end}; the old one goes on"})
+        elif self._is_terminating or not self._ledger.has_served:
+            self._end_mount(0 if self._ledger.has_served else _exit_code(daemon.status))
         elif self._is_over(daemon):
             self._exit_code = 0
         elif daemon.is_quiesced and self._household.incoming is not None:
@@ -232,11 +246,15 @@ class Keeper:
         ledger = self._ledger
         ledger.died(end)
         ledger.paused(time.monotonic())
+        is_falling_back = ledger.fallback is not None
         if ledger.fallback is not None:
             ledger.program, ledger.fallback = ledger.fallback, None
             self._answer_upgrade({"error": f"the new daemon is gone: {end}; the old is started"})
-        elif self._household.incoming is not None:
+        if self._household.incoming is not None:
             self._household.kill(self._household.incoming, "the daemon before it died meanwhile")
+        if not is_falling_back and _cannot_take_over(daemon.status):
+            self._abort("its daemon cannot take it over")
+            return
         if not ledger.has_resend:
             self._abort("this kernel cannot send requests again")
             return
@@ -316,12 +334,12 @@ class Keeper:
     def _end_mount(self, exit_code: int) -> None:
         """Take away what a daemon may have left; the connection ends with our descriptor."""
         self._exit_code = exit_code
-        mountpoint, connection = self._configuration.mountpoint, self._ledger.connection
-        if connection and system.connection_at(mountpoint) == connection:
-            try:
+        mountpoint = self._configuration.mountpoint
+        try:
+            if self._is_in_place():
                 system.detach(mountpoint)
-            except OSError as error:
-                log(f"{mountpoint} cannot be unmounted: {error.strerror}")
+        except OSError as error:
+            log(f"{mountpoint} cannot be unmounted: {error.strerror}")
 
     def _clean_up(self) -> None:
         self._household.end()
@@ -367,6 +385,10 @@ class Keeper:
             "connection": ledger.connection,
             "is_privileged": self._configuration.is_privileged,
         }
+
+
+def _cannot_take_over(status: int | None) -> bool:
+    return status is not None and (os.waitstatus_to_exitcode(status) == wire.CANNOT_TAKE_OVER)
 
 
 def _exit_code(status: int | None) -> int:

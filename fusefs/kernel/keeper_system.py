@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import select
 import signal
@@ -20,6 +21,7 @@ from fusefs.kernel import libc
 FILESYSTEM_TYPE = "fuse.fusefs"
 FUSE_DEVICE = os.makedev(10, 229)
 FUSECTL = "/sys/fs/fuse/connections"
+_BDI = "/sys/class/bdi"
 
 CAP_SYS_ADMIN = 21
 _CAPABILITY_VERSION_3 = 0x20080522
@@ -114,6 +116,26 @@ def _escape(path: str) -> str:
     for character in "\\ \t\n#":
         path = path.replace(character, f"\\{ord(character):03o}")
     return path
+
+
+def raise_read_ahead(connection: int, kib: int) -> None:
+    """Let the kernel read ahead further, where sysfs can be written."""
+    with contextlib.suppress(OSError), open(f"{_BDI}/0:{connection}/read_ahead_kb", "w") as file:
+        file.write(str(kib))
+
+
+def unmount(mountpoint: str) -> None:
+    """Take the mount away, or out of sight if it is in use. May wait for requests under way.
+
+    Raises:
+        OSError: it is not there, or not ours to end.
+    """
+    try:
+        libc.umount(mountpoint, libc.UMOUNT_NOFOLLOW)
+    except OSError as error:
+        if error.errno not in (errno.EBUSY, errno.EPERM):
+            raise
+        detach(mountpoint)
 
 
 def detach(mountpoint: str) -> None:

@@ -19,6 +19,8 @@ Daemon to keeper, in the order in which they come:
     BACKING_OPEN  a: a number of the daemon's; + the file. Answered by BACKING_OPENED.
     BACKING_CLOSE a: a number of the daemon's, b: id. Answered by BACKING_CLOSED.
     TICK          a: requests in flight. Each second, from the event loop.
+    UNMOUNT       have the mount taken away, or out of sight if it is in use. Not
+                  answered: the daemon serves until the kernel says that it is gone.
     ENDING        the daemon ends on purpose: unmounted, told to, or quiesced
 
 Keeper to daemon:
@@ -34,6 +36,8 @@ Keeper to daemon:
     BACKING_OPENED error; a: as asked, b: id
     BACKING_CLOSED error; a: as asked
     QUIESCE        read no more requests, answer those in flight, say ENDING, exit 0
+
+A daemon that exits with CANNOT_TAKE_OVER is not followed by another one.
 
 The socket's end before TAKE or MOUNTED means that nobody wants this daemon any
 more; afterwards, that keeper and clerk are dead and the mount needs a new
@@ -60,6 +64,7 @@ BACKING_OPEN = 6
 BACKING_CLOSE = 7
 TICK = 8
 ENDING = 9
+UNMOUNT = 10
 
 WELCOME = 32
 MOUNTED = 33
@@ -74,7 +79,10 @@ FRESH = 0
 TAKE_OVER = 1
 PREPARE = 2
 
-FROM_DAEMON = frozenset(range(HELLO, ENDING + 1))
+# The exit status of a daemon for which the mount's state cannot be used.
+CANNOT_TAKE_OVER = 3
+
+FROM_DAEMON = frozenset(range(HELLO, UNMOUNT + 1))
 FROM_KEEPER = frozenset(range(WELCOME, QUIESCE + 1))
 _WITH_DESCRIPTOR = frozenset((DEPOSIT, BACKING_OPEN, MOUNTED, TAKE))
 

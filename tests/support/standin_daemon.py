@@ -98,7 +98,7 @@ class Standin:
     def misbehave(self, moment: str) -> None:
         what = self.behaviour.get(moment)
         if what == "exit":
-            sys.exit(3)
+            sys.exit(5)
         if what == "hang":
             while True:
                 time.sleep(60)
