@@ -1,0 +1,168 @@
+"""Who may do what through a mount: other users, permission bits, and changes, all refused."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Bucket, Mounter
+from tests.support.mounting import Mount
+from tests.support.s3_server import S3Server
+from tests.support.semantics import states
+from tests.support.sharing import mounted, read_all
+
+NOBODY = 65534
+SESSIONS = ("kernel", "pyfuse3")
+
+
+def as_nobody(*command: object) -> subprocess.CompletedProcess[str]:
+    """Run a command as an ordinary user."""
+    ids = [f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
+    return subprocess.run(
+        ["setpriv", *ids, *map(str, command)], check=False, capture_output=True, text=True
+    )
+
+
+@pytest.fixture
+def reachable(mount: Callable[..., Mount], tmp_path: Path) -> Callable[..., Mount]:
+    """As `mount`, below directories that every user may pass."""
+    passed = [tmp_path, *tmp_path.parents]
+    for directory in passed:
+        if directory.stat().st_uid == os.geteuid() and not directory.stat().st_mode & 0o001:
+            directory.chmod(directory.stat().st_mode | 0o011)
+    return mount
+
+
+needs_root = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv"
+)
+
+
+@needs_root
+@states("Only the user who mounted may use the mount, not even root, unless `--allow-other`.")
+def test_another_user_is_refused(reachable: Callable[..., Mount], bucket: Bucket) -> None:
+    bucket.put("file", b"secret")
+    here = reachable("--file-mode", "0666", "--dir-mode", "0777")
+    result = as_nobody("cat", here.path / "file")
+    assert (result.returncode, "Permission denied" in result.stderr) == (1, True)
+
+
+@needs_root
+@states("With `--allow-other` the permission bits decide who may read.")
+def test_another_user_is_let_in_by_allow_other_as_far_as_the_mode_says(
+    reachable: Callable[..., Mount], bucket: Bucket
+) -> None:
+    bucket.put("file", b"public")
+    here = reachable("--allow-other")
+    assert as_nobody("cat", here.path / "file").stdout == "public"
+    assert as_nobody("ls", here.path).stdout == "file\n"
+
+
+@needs_root
+def test_mode_bits_are_enforced(reachable: Callable[..., Mount], bucket: Bucket) -> None:
+    bucket.put("d/file", b"private")
+    here = reachable("--allow-other", "--file-mode", "0600", "--dir-mode", "0711")
+    assert "Permission denied" in as_nobody("cat", here.path / "d" / "file").stderr
+    assert "Permission denied" in as_nobody("ls", here.path / "d").stderr
+    assert as_nobody("stat", here.path / "d" / "file").returncode == 0
+    assert read_all(here.path / "d" / "file") == b"private"
+
+
+@needs_root
+@states("Owner, group and permissions are those of `--uid`, `--gid`, `--file-mode`, `--dir-mode`.")
+def test_uid_gid_and_modes_are_what_the_options_say(
+    reachable: Callable[..., Mount], bucket: Bucket
+) -> None:
+    bucket.put("d/file", b"mine")
+    here = reachable(
+        "--allow-other", "--uid", NOBODY, "--gid", 4321, "--file-mode", "0400", "--dir-mode", "0500"
+    )
+    file, directory = (here.path / "d" / "file").stat(), (here.path / "d").stat()
+    assert (file.st_uid, file.st_gid, file.st_mode & 0o7777) == (NOBODY, 4321, 0o400)
+    assert (directory.st_uid, directory.st_gid, directory.st_mode & 0o7777) == (
+        NOBODY, 4321, 0o500,
+    )  # fmt: skip
+    assert as_nobody("cat", here.path / "d" / "file").stdout == "mine"
+
+
+@pytest.fixture(scope="module", params=SESSIONS)
+def tree(
+    request: pytest.FixtureRequest, s3: S3Server, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Mount]:
+    """A file and an empty directory, mounted as without options."""
+    bucket = Bucket(s3, s3.new_bucket(), s3.client())
+    bucket.put("readme.txt", b"readme")
+    bucket.put("marker/", b"")
+    directory = tmp_path_factory.mktemp(request.param)
+    with mounted(s3, f"s3://{bucket.name}", directory, "--session", request.param) as mount:
+        yield mount
+
+
+def test_without_options_files_belong_to_the_one_who_mounted(tree: Mount) -> None:
+    file, directory = (tree.path / "readme.txt").stat(), tree.path.stat()
+    assert (file.st_uid, file.st_gid, file.st_mode) == (os.geteuid(), os.getegid(), 0o100644)
+    assert (directory.st_uid, directory.st_mode) == (os.geteuid(), 0o40755)
+
+
+CHANGES: dict[str, Callable[[Path], Any]] = {
+    "create": lambda root: (root / "new").open("xb"),
+    "open for writing": lambda root: (root / "readme.txt").open("r+b"),
+    "open for appending": lambda root: (root / "readme.txt").open("ab"),
+    "truncate by open": lambda root: (root / "readme.txt").open("wb"),
+    "truncate": lambda root: os.truncate(root / "readme.txt", 0),
+    "unlink": lambda root: os.unlink(root / "readme.txt"),
+    "mkdir": lambda root: os.mkdir(root / "new"),
+    "rmdir": lambda root: os.rmdir(root / "marker"),
+    "rename": lambda root: os.rename(root / "readme.txt", root / "renamed"),
+    "link": lambda root: os.link(root / "readme.txt", root / "linked"),
+    "symlink": lambda root: os.symlink("readme.txt", root / "linked"),
+    "chmod": lambda root: os.chmod(root / "readme.txt", 0o600),
+    "chown": lambda root: os.chown(root / "readme.txt", 1, 1),
+    "utimens": lambda root: os.utime(root / "readme.txt", (1, 1)),
+    "setxattr": lambda root: os.setxattr(root / "readme.txt", "user.mine", b"1"),
+    "removexattr": lambda root: os.removexattr(root / "readme.txt", "user.s3.key"),
+    "mknod": lambda root: os.mknod(root / "fifo", stat.S_IFIFO | 0o600),
+    "temporary file": lambda root: os.open(root, os.O_TMPFILE | os.O_RDWR),
+}
+
+
+@states("Every change is refused with EROFS.")
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_change_is_erofs(tree: Mount, change: str) -> None:
+    with pytest.raises(OSError, match="Read-only file system") as caught:
+        CHANGES[change](tree.path)
+    assert caught.value.errno == errno.EROFS
+
+
+@states("`access` grants no one the right to write.")
+def test_access_denies_writing(tree: Mount) -> None:
+    assert os.access(tree.path / "readme.txt", os.R_OK)
+    assert not os.access(tree.path / "readme.txt", os.W_OK)
+    assert not os.access(tree.path, os.W_OK)
+
+
+@states("The mount is `nosuid` and `nodev`, and `ro`.")
+def test_the_mount_has_the_flags_that_keep_it_harmless(tree: Mount) -> None:
+    options = next(
+        line.split()[5]
+        for line in Path("/proc/self/mountinfo").read_text().splitlines()
+        if line.split()[4] == str(tree.path)
+    )
+    assert {"ro", "nosuid", "nodev"} <= set(options.split(","))
+
+
+@states("A mount of `s3://BUCKET/PREFIX/` shows what is below that prefix, and nothing beside it.")
+def test_a_mount_of_a_prefix_shows_what_is_below_it(mounter: Mounter, bucket: Bucket) -> None:
+    bucket.put("data/set/file", b"inside")
+    bucket.put("data/settings", b"outside")
+    here = mounter(prefix="data/set/")
+    assert os.listdir(here.path) == ["file"]
+    assert read_all(here.path / "file") == b"inside"
