@@ -1,4 +1,4 @@
-"""The command `fusefs`: mount, umount, status.
+"""The command `fusefs`: mount, umount, status, upgrade, keeper.
 
 `mount` reads the settings (see `settings`), checks what can be told without
 S3 and starts the daemon (see `launch`). `umount` and `status` find the daemon
@@ -12,6 +12,7 @@ status: 0 done, 1 it failed, 2 the command line or a setting cannot be read.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import select
@@ -24,6 +25,7 @@ from typing import Any, NoReturn
 from fusefs import control, launch, mounts, report
 from fusefs.kernel import unmount
 from fusefs.settings import (
+    FIXED,
     SETTINGS,
     Given,
     MountSettings,
@@ -37,6 +39,7 @@ from fusefs.settings import (
 STATUS_TIMEOUT_S = 2.0
 UMOUNT_TIMEOUT_S = 30.0
 FORCE_TIMEOUT_S = 5.0
+UPGRADE_TIMEOUT_S = 90.0
 
 CONFIG_VARIABLE = "FUSEFS_CONFIG"
 
@@ -92,6 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_mount(commands)
     _add_umount(commands)
     _add_status(commands)
+    _add_upgrade(commands)
+    _add_keeper(commands)
     return parser
 
 
@@ -123,11 +128,15 @@ def _add_mount(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser.add_argument(
         "--config", metavar="PATH", help=f"read settings from this TOML file ({CONFIG_VARIABLE})"
     )
-    names = dict.fromkeys(setting.group for setting in SETTINGS)
-    groups = {name: parser.add_argument_group(name) for name in names}
-    for setting in SETTINGS:
-        _add_setting(groups[setting.group], setting)
+    _add_settings(parser, SETTINGS)
     parser.set_defaults(run=_mount)
+
+
+def _add_settings(parser: argparse.ArgumentParser, settings: Sequence[Setting]) -> None:
+    names = dict.fromkeys(setting.group for setting in settings)
+    groups = {name: parser.add_argument_group(name) for name in names}
+    for setting in settings:
+        _add_setting(groups[setting.group], setting)
 
 
 def _add_setting(group: argparse._ArgumentGroup, setting: Setting) -> None:
@@ -167,6 +176,30 @@ def _add_status(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser.set_defaults(run=_status)
 
 
+def _add_upgrade(commands: argparse._SubParsersAction[_Parser]) -> None:
+    parser = commands.add_parser(
+        "upgrade",
+        help="replace a mount's daemon by this version",
+        description="Start this version's daemon, let the old one finish what it is answering, "
+        "and hand the mount over; programs see a pause. The settings stay as they are but for "
+        "those that are given. If the new daemon can't start, the old one goes on.",
+    )
+    parser.add_argument("mountpoint", metavar="MOUNTPOINT")
+    _add_settings(parser, [setting for setting in SETTINGS if setting.name not in FIXED])
+    parser.set_defaults(run=_upgrade)
+
+
+def _add_keeper(commands: argparse._SubParsersAction[_Parser]) -> None:
+    parser = commands.add_parser(
+        "keeper",
+        help="hold the mounts of others",
+        description="Hold the /dev/fuse descriptors of mounts made with --holder, so that they "
+        "outlive their own keepers, too. Root's alone.",
+    )
+    parser.add_argument("--socket", metavar="PATH", required=True, help="where to listen")
+    parser.set_defaults(run=_keeper)
+
+
 # --- mount --------------------------------------------------------------------
 
 
@@ -174,9 +207,7 @@ def _mount(options: argparse.Namespace) -> int:
     settings = _settings(options, os.environ)
     launch.check(settings)
     if settings.foreground:
-        from fusefs.daemon import run_foreground
-
-        return run_foreground(settings)
+        return launch.run_foreground(settings)
     launch.start(settings)
     return 0
 
@@ -186,13 +217,47 @@ def _settings(options: argparse.Namespace, environment: Mapping[str, str]) -> Mo
         "source": Given(options.source, "SOURCE"),
         "mountpoint": Given(str(mounts.resolve(Path(options.mountpoint))), "MOUNTPOINT"),
     }
+    given |= _flags(options)
+    config = options.config or environment.get(CONFIG_VARIABLE)
+    return build(given, from_environment(environment), from_config(Path(config)) if config else {})
+
+
+def _flags(options: argparse.Namespace) -> dict[str, Given]:
+    """The settings among the options of the command line."""
+    given = {}
     for setting in SETTINGS:
         if hasattr(options, setting.name):
             value = getattr(options, setting.name)
             text = str(value).lower() if isinstance(value, bool) else value
             given[setting.name] = Given(text, setting.flag)
-    config = options.config or environment.get(CONFIG_VARIABLE)
-    return build(given, from_environment(environment), from_config(Path(config)) if config else {})
+    return given
+
+
+# --- upgrade, keeper ----------------------------------------------------------
+
+
+def _upgrade(options: argparse.Namespace) -> int:
+    mountpoint = mounts.resolve(Path(options.mountpoint))
+    socket = mounts.keeper_socket(mountpoint)
+    try:
+        told = control.exchange(socket, {"do": "settings"}, STATUS_TIMEOUT_S)
+    except control.NotAnsweringError:
+        raise CommandError(f"{mountpoint} has no keeper: unmount it and mount it again") from None
+    settings = MountSettings.from_json(json.loads(told["settings"])["settings"])
+    request = {
+        "do": "upgrade",
+        "command": launch.DAEMON,
+        "settings": launch.daemon_input(settings.changed(_flags(options))),
+    }
+    answer = control.exchange(socket, request, settings.retry_time + UPGRADE_TIMEOUT_S)
+    print(f"{mountpoint}: pid {answer['pid']} serves it now, after {answer['pause_s']:.1f} s")
+    return 0
+
+
+def _keeper(options: argparse.Namespace) -> int:
+    from fusefs.kernel import holder
+
+    return holder.main(options.socket)
 
 
 # --- umount -------------------------------------------------------------------
@@ -212,6 +277,9 @@ def _umount(options: argparse.Namespace) -> int:
 
 
 def _end(mountpoint: Path, registration: mounts.Registration | None, *, is_lazy: bool) -> None:
+    if registration and not registration.is_alive():
+        registration = None
+    keeper = _keeper_pid(mountpoint)
     try:
         unmount.umount_path(mountpoint, is_lazy=is_lazy)
     except unmount.UnmountError as error:
@@ -219,11 +287,14 @@ def _end(mountpoint: Path, registration: mounts.Registration | None, *, is_lazy:
             raise CommandError(f"{mountpoint} is in use{_by_whom(mountpoint)}") from None
         raise CommandError(f"{mountpoint}: {error}") from None
     # A lazy end may be hours away: it comes when the last user has gone.
-    if not is_lazy and registration and not _has_ended(registration, UMOUNT_TIMEOUT_S):
-        raise CommandError(
-            f"{mountpoint} is unmounted, but its daemon (pid {registration.pid}) has not "
-            f"ended within {UMOUNT_TIMEOUT_S:.0f} s"
-        )
+    if is_lazy:
+        return
+    for pid in (registration.pid if registration else None, keeper):
+        if pid is not None and not _has_ended(pid, UMOUNT_TIMEOUT_S):
+            raise CommandError(
+                f"{mountpoint} is unmounted, but its process {pid} has not ended "
+                f"within {UMOUNT_TIMEOUT_S:.0f} s"
+            )
 
 
 def _by_whom(mountpoint: Path) -> str:
@@ -247,35 +318,45 @@ def _end_by_force(mount: mounts.KernelMount, registration: mounts.Registration |
     except unmount.UnmountError as error:
         if registration is None:
             failure = error
+    keeper = _keeper_pid(mount.mountpoint)
     unmount.umount_path(mount.mountpoint, is_lazy=True)
-    if registration and not _has_ended(registration, FORCE_TIMEOUT_S):
-        _kill(registration)
+    if registration and registration.is_alive():
+        _see_out(registration.pid)
+    if keeper is not None:
+        _see_out(keeper)
     mounts.unregister(mount.mountpoint)
     if failure is not None:
         raise failure
 
 
-def _has_ended(registration: mounts.Registration, timeout_s: float) -> bool:
-    """Wait until the registered daemon is gone; False if it is still there."""
+def _keeper_pid(mountpoint: Path) -> int | None:
+    """The process that keeps a mount, if there is one."""
+    socket = mounts.keeper_socket(mountpoint)
     try:
-        process = os.pidfd_open(registration.pid)
+        return int(control.exchange(socket, {"do": "status"}, STATUS_TIMEOUT_S)["pid"])
+    except control.ControlError:
+        return control.peer(socket)
+
+
+def _has_ended(pid: int, timeout_s: float) -> bool:
+    """Wait until a process is gone; False if it is still there."""
+    try:
+        process = os.pidfd_open(pid)
     except ProcessLookupError:
         return True
     try:
-        # The descriptor was opened first, so this cannot be about another process.
-        if not registration.is_alive():
-            return True
         return bool(select.select([process], [], [], timeout_s)[0])
     finally:
         os.close(process)
 
 
-def _kill(registration: mounts.Registration) -> None:
-    if not registration.is_alive():
+def _see_out(pid: int) -> None:
+    """Wait until a process of the mount ends, and kill it if it does not."""
+    if _has_ended(pid, FORCE_TIMEOUT_S):
         return
-    os.kill(registration.pid, signal.SIGKILL)
-    if not _has_ended(registration, FORCE_TIMEOUT_S):
-        raise CommandError(f"the daemon (pid {registration.pid}) does not die; see the kernel log")
+    os.kill(pid, signal.SIGKILL)
+    if not _has_ended(pid, FORCE_TIMEOUT_S):
+        raise CommandError(f"the process {pid} does not die; see the kernel log")
 
 
 # --- status -------------------------------------------------------------------
@@ -316,15 +397,34 @@ def _one_status(mountpoint: Path) -> dict[str, Any]:
 
 
 def _ask(registration: mounts.Registration) -> dict[str, Any]:
+    mountpoint = Path(registration.mountpoint)
     try:
-        return control.request(registration.socket, "status", STATUS_TIMEOUT_S)
+        status = control.request(registration.socket, "status", STATUS_TIMEOUT_S)
     except control.ControlError as error:
-        return {
+        status = {
             "mountpoint": registration.mountpoint,
             "source": registration.source,
             "daemon": {"pid": registration.pid},
             "not_answering": str(error),
         }
+    with contextlib.suppress(control.ControlError):
+        socket = mounts.keeper_socket(mountpoint)
+        status["keeper"] = control.exchange(socket, {"do": "status"}, STATUS_TIMEOUT_S)
+    waiting = _waiting_in_kernel(mountpoint)
+    if waiting is not None:
+        status.setdefault("requests", {})["in_kernel"] = waiting
+    return status
+
+
+def _waiting_in_kernel(mountpoint: Path) -> int | None:
+    """How many requests the kernel waits for an answer to, where it tells."""
+    mount = mounts.find_mount(mountpoint)
+    if mount is None:
+        return None
+    try:
+        return int((unmount.FUSECTL / str(mount.connection) / "waiting").read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def _unregistered(mount: mounts.KernelMount) -> dict[str, Any]:
@@ -338,13 +438,7 @@ def _unregistered(mount: mounts.KernelMount) -> dict[str, Any]:
 
 
 def _as_text(status: Mapping[str, Any]) -> str:
-    if "not_answering" not in status:
-        return report.render(status)
-    pid = status.get("daemon", {}).get("pid")
-    who = f"not answering, pid {pid}" if pid else "not answering"
-    return report.render_silent(
-        status["mountpoint"], status["source"], f"{who} ({status['not_answering']})"
-    )
+    return report.render_silent(status) if "not_answering" in status else report.render(status)
 
 
 if __name__ == "__main__":

@@ -151,7 +151,27 @@ def _message(line: bytes) -> Message:
 
 
 def request(path: Path, command: str, timeout_s: float) -> Message:
-    """Ask the daemon behind `path` and return its answer.
+    """Ask the daemon behind `path`; see `exchange`."""
+    return exchange(path, {"command": command}, timeout_s)
+
+
+def peer(path: Path) -> int | None:
+    """The process that listens on `path`, whether it answers or not; None if nobody does."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.settimeout(CLIENT_TIMEOUT_S)
+            with _short_name(path) as name:
+                sock.connect(name)
+            credentials = sock.getsockopt(
+                socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size
+            )
+    except OSError:
+        return None
+    return int(_PEER_CREDENTIALS.unpack(credentials)[0])
+
+
+def exchange(path: Path, message: Message, timeout_s: float) -> Message:
+    """Send one message to whoever listens on `path`, and return the answer.
 
     Raises:
         NotAnsweringError: there was none within `timeout_s`.
@@ -163,7 +183,7 @@ def request(path: Path, command: str, timeout_s: float) -> Message:
             sock.settimeout(timeout_s)
             with _short_name(path) as name:
                 sock.connect(name)
-            sock.sendall(json.dumps({"command": command}).encode() + b"\n")
+            sock.sendall(json.dumps(message).encode() + b"\n")
             answer = _message(_read_line(sock, deadline))
     except OSError as error:
         raise NotAnsweringError(error.strerror or str(error)) from error

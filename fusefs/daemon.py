@@ -17,10 +17,10 @@ what, and for how long.
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import json
 import logging
-import math
 import os
 import resource
 import signal
@@ -28,26 +28,29 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any, Protocol
 
 import trio
 
-import fusefs
-from fusefs import control, mounts
+from fusefs import control, mounts, status
 from fusefs.cache.eviction import Space
 from fusefs.cache.fetch import Fetcher
 from fusefs.cache.files import CacheDirectoryError, FileCache, prepare_directory
 from fusefs.cache.metadata import RememberedPages
+from fusefs.handover import Handover, TakeOverError
 from fusefs.kernel import mount
+from fusefs.kernel.keeper_wire import CANNOT_TAKE_OVER
+from fusefs.kernel.keeping import KeeperError, Keeping
 from fusefs.kernel.mount import MountError, MountRequest
 from fusefs.kernel.passthrough import NoPassthrough, Passthrough
 from fusefs.kernel.session import Session, UnsupportedKernelError, Waiting
 from fusefs.kernel.unmount import UnmountError, umount_path
+from fusefs.kinds import SessionKind
 from fusefs.posix.directories import Directories
 from fusefs.posix.inodes import Ownership
 from fusefs.posix.journal import Journal, NoJournal
 from fusefs.posix.operations import Operations
+from fusefs.posix.restoring import restore
 from fusefs.settings import MountSettings, SettingsError
 from fusefs.store.clients import S3Settings
 from fusefs.store.errors import StoreError
@@ -58,7 +61,9 @@ logger = logging.getLogger("fusefs.daemon")
 USER_ERRORS = (
     StoreError,
     CacheDirectoryError,
+    KeeperError,
     MountError,
+    TakeOverError,
     UnsupportedKernelError,
     mounts.MountsError,
     SettingsError,
@@ -71,7 +76,10 @@ INIT_TIMEOUT_S = 30
 
 
 class RunningSession(Protocol):
-    """What the daemon needs of either session."""
+    """What the daemon needs of either session.
+
+    `survival` says whether and why the mount outlives this process.
+    """
 
     name: str
 
@@ -79,7 +87,9 @@ class RunningSession(Protocol):
     def requests(self) -> int: ...
     @property
     def waiting(self) -> list[Waiting]: ...
-    async def run(self) -> None: ...
+    @property
+    def survival(self) -> tuple[bool, str]: ...
+    async def run(self) -> bool: ...
 
 
 class Daemon:
@@ -87,78 +97,98 @@ class Daemon:
 
     def __init__(self, settings: MountSettings) -> None:
         self.settings = settings
-        self._started = time.monotonic()
-        self._session: RunningSession | None = None
-        self._backing: Passthrough | NoPassthrough = NoPassthrough("not mounted yet")
+        self.started = time.monotonic()
+        self.session: RunningSession | None = None
+        self.backing: Passthrough | NoPassthrough = NoPassthrough("not mounted yet")
+        self._handover: Handover | None = None
+        self._is_unmounted = False
 
     async def run(self, ready: Callable[[], None]) -> None:
-        """Mount, call `ready`, and serve until unmounted.
+        """Mount or take over, call `ready`, and serve until unmounted or replaced.
 
         Raises:
-            USER_ERRORS: it can't be started; nothing stays mounted.
+            USER_ERRORS: it can't be started; nothing new stays mounted.
         """
-        self._store = S3Store(_s3_settings(self.settings))
+        if self.settings.session != SessionKind.PYFUSE3:
+            self._handover = await Handover.begin(self.settings)
+        self.store = S3Store(_s3_settings(self.settings))
         try:
-            await self._store.check(self.settings.source.prefix)
+            if self._handover is None or self._handover.checks_first:
+                await self.store.check(self.settings.source.prefix)
+            if self._handover is not None and not self._handover.is_fresh:
+                await self._handover.take()
             await self._open_cache()
             async with trio.open_nursery() as nursery:
-                self._directories = Directories(
-                    self._store, self.settings.metadata_ttl, self._pages, nursery
+                self.directories = Directories(
+                    self.store, self.settings.metadata_ttl, self.pages, nursery
                 )
-                self._fetcher = Fetcher(self._store, self._cache, self._space, nursery)
-                nursery.start_soon(self._cache.run)
-                nursery.start_soon(self._pages.run)
+                self.fetcher = Fetcher(self.store, self.cache, self.space, nursery)
                 nursery.start_soon(self._watch_signals)
                 try:
                     await self._serve(nursery, ready)
                 finally:
                     nursery.cancel_scope.cancel()
-            await self._cache.aclose()
-            self._pages.close()
+            await self.cache.aclose(sync=self._is_unmounted)
+            self.pages.close()
         finally:
             with trio.CancelScope(shield=True):
-                await self._store.aclose()
+                await self.store.aclose()
+            if self._handover is not None:
+                self._handover.keeping.ending()
 
     async def _open_cache(self) -> None:
         settings = self.settings
-        principal = "shared" if settings.shared_cache else self._store.principal
-        digest = hashlib.blake2b(principal.encode(), digest_size=8).hexdigest()
-        directory = settings.cache_dir / digest
+        directory = settings.cache_dir / self._principal_directory()
         identity = f"{settings.endpoint_url or 'aws'}/{settings.source.bucket}"
-        self._space = Space(directory, settings.cache_size, settings.min_free.bytes_of)
+        self.space = Space(directory, settings.cache_size, settings.min_free.bytes_of)
 
         def open_all() -> tuple[FileCache, RememberedPages]:
             prepare_directory(settings.cache_dir)
-            cache = FileCache(directory, identity, self._space)
+            cache = FileCache(directory, identity, self.space)
             pages = RememberedPages(directory / "metadata", identity, settings.metadata_ttl)
             return cache, pages
 
-        self._cache, self._pages = await trio.to_thread.run_sync(open_all)
+        self.cache, self.pages = await trio.to_thread.run_sync(open_all)
+        if self._handover is not None:
+            self._handover.remember(directory.name)
+
+    def _principal_directory(self) -> str:
+        """The part of the cache that is read with these credentials."""
+        handover = self._handover
+        if handover is not None and not handover.is_fresh:
+            # Who the credentials belong to takes a second to find out; it stays as it was.
+            return handover.recall()
+        principal = "shared" if self.settings.shared_cache else self.store.principal
+        return hashlib.blake2b(principal.encode(), digest_size=8).hexdigest()
 
     async def _serve(self, nursery: trio.Nursery, ready: Callable[[], None]) -> None:
-        is_pyfuse = self.settings.session == "pyfuse3"
-        opened = self._pyfuse_session() if is_pyfuse else self._kernel_session()
+        is_pyfuse = self.settings.session == SessionKind.PYFUSE3
+        opened = self._pyfuse_session() if is_pyfuse else self._kernel_session(nursery)
         async with opened as session:
-            self._session = session
+            self.session = session
             mountpoint = self.settings.mountpoint
             mounts.register(mountpoint, str(self.settings.source), os.getpid())
             try:
                 socket = mounts.mount_directory(mountpoint) / "status.sock"
                 await nursery.start(control.serve, socket, self._answer)
                 async with trio.open_nursery() as serving:
-                    serving.start_soon(self._until_unmounted, session, serving)
+                    serving.start_soon(self._until_ended, session, serving)
                     await trio.to_thread.run_sync(mount.raise_read_ahead, mountpoint)
                     if mounts.find_mount(mountpoint) is None:
                         raise MountError(f"the mount on {mountpoint} ended at once; see the log")
-                    logger.info("mounted %s on %s", self.settings.source, mountpoint)
+                    logger.info("serving %s on %s", self.settings.source, mountpoint)
                     ready()
+                    nursery.start_soon(self.cache.run)
+                    nursery.start_soon(self.pages.run)
                     serving.start_soon(self._compact)
             finally:
-                mounts.unregister(mountpoint)
+                if self._is_unmounted or self._handover is None:
+                    mounts.unregister(mountpoint)
 
-    async def _until_unmounted(self, session: RunningSession, serving: trio.Nursery) -> None:
-        await session.run()
-        logger.info("unmounted %s", self.settings.mountpoint)
+    async def _until_ended(self, session: RunningSession, serving: trio.Nursery) -> None:
+        self._is_unmounted = await session.run()
+        how = "unmounted" if self._is_unmounted else "leaving to another daemon:"
+        logger.info("%s %s", how, self.settings.mountpoint)
         serving.cancel_scope.cancel()
 
     def _operations(self, log: Journal | NoJournal, *, ids_are_inos: bool = False) -> Operations:
@@ -171,50 +201,75 @@ class Daemon:
         )
         self._log = log
         self.operations = Operations(
-            self._store, self._directories, self._cache, self._fetcher, self._backing, log,
+            self.store, self.directories, self.cache, self.fetcher, self.backing, log,
             owner, settings.source.prefix, ids_are_inos=ids_are_inos,
         )  # fmt: skip
         return self.operations
 
     @asynccontextmanager
-    async def _kernel_session(self) -> AsyncIterator[Session]:
-        """Mount, negotiate, and hand out the session that serves on."""
-        settings = self.settings
-        state = settings.cache_dir / "mounts" / mounts.mount_directory(settings.mountpoint).name
-        state.mkdir(mode=0o700, parents=True, exist_ok=True)
-        request = MountRequest(
-            str(settings.source), settings.mountpoint, settings.allow_other, settings.read_only
-        )
-        fd = await trio.to_thread.run_sync(mount.open_mount, request)
-        log = Journal(state / "journal")
+    async def _kernel_session(self, nursery: trio.Nursery) -> AsyncIterator[Session]:
+        """Hand out the session that serves: of a new mount, or of one that is taken over."""
+        settings, handover = self.settings, self._handover
+        assert handover is not None
+        if handover.is_fresh:
+            await handover.mount()
+        log, state = await handover.open_journal()
+        passthrough = self._passthrough(handover)
+        depth = mount.stack_depth(settings.cache_dir) if passthrough is not None else 0
+        operations = self._operations(log)
+        session = Session(handover.fd, operations, log, max_stack_depth=depth)
+        nursery.start_soon(handover.keep, lambda: len(session.waiting))
         try:
-            depth = 0
-            if settings.passthrough == "off":
-                self._backing = NoPassthrough("turned off by --passthrough off")
-            elif not mount.may_mount():
-                self._backing = NoPassthrough("needs CAP_SYS_ADMIN: mount as root")
+            if state is None:
+                with trio.fail_after(INIT_TIMEOUT_S):
+                    await session.negotiate()
+                operations.tell_table(log)
             else:
-                self._backing = Passthrough(fd)
-                depth = mount.stack_depth(settings.cache_dir)
-            session = Session(fd, self._operations(log), log, max_stack_depth=depth)
-            with trio.fail_after(INIT_TIMEOUT_S):
-                await session.negotiate()
-            if isinstance(self._backing, Passthrough):
-                self._backing.turn_on(session.has_passthrough, self._cache.directory)
-                self._cache.on_evict = self._backing.drop
+                assert handover.taken is not None
+                await restore(operations, state, handover.taken.backing)
+                if passthrough is not None:
+                    registered = handover.taken.backing
+                    inodes = {st_ino for _, st_ino in registered.values()}
+                    whole = await self.cache.whole_files(inodes)
+                    passthrough.take_over(registered, operations.handles, whole)
+                session.adopt(state.init_out)
+            if passthrough is not None:
+                await passthrough.turn_on(session.has_passthrough, self.cache.directory)
+            nursery.start_soon(self._leave_when_told, handover, session)
+            handover.keeping.serving(has_resend=session.has_resend)
             yield session
         finally:
-            if isinstance(self._backing, Passthrough):
-                self._backing.close()
-            os.close(fd)
-            log.close(remove=True)
+            os.close(handover.fd)
+            log.close(remove=self._is_unmounted or (handover.is_fresh and self.session is None))
+
+    def _passthrough(self, handover: Handover) -> Passthrough | None:
+        if self.settings.passthrough == "off":
+            self.backing = NoPassthrough("turned off by --passthrough off")
+            return None
+        if handover.is_fresh and not handover.is_privileged:
+            self.backing = NoPassthrough("needs CAP_SYS_ADMIN: mount as root")
+            return None
+        passthrough = self.backing = Passthrough(handover.keeping)
+        self.cache.on_evict = passthrough.drop
+
+        def move(keeping: Keeping) -> None:
+            passthrough.registrar = keeping
+
+        handover.on_revival = move
+        handover.table = passthrough.table
+        return passthrough
+
+    async def _leave_when_told(self, handover: Handover, session: Session) -> None:
+        """Answer what has been read, and leave the rest to the daemon of an upgrade."""
+        await handover.keeping.quiesced.wait()
+        session.stop_reading()
 
     @asynccontextmanager
     async def _pyfuse_session(self) -> AsyncIterator[RunningSession]:
         from fusefs.kernel.pyfuse import PyfuseSession
 
         settings = self.settings
-        self._backing = NoPassthrough("the pyfuse3 session has none")
+        self.backing = NoPassthrough("the pyfuse3 session has none")
         operations = self._operations(NoJournal(), ids_are_inos=True)
         session = PyfuseSession(
             MountRequest(
@@ -250,6 +305,9 @@ class Daemon:
 
     async def _unmount(self) -> None:
         mountpoint = self.settings.mountpoint
+        if self._handover is not None and self._handover.is_privileged:
+            self._handover.keeping.unmount()
+            return
         try:
             await trio.to_thread.run_sync(lambda: umount_path(mountpoint, is_lazy=False))
         except UnmountError as error:
@@ -259,61 +317,17 @@ class Daemon:
     def _log_waiting(self) -> None:
         """Answer SIGUSR2."""
         now = time.monotonic()
-        waiting = self._session.waiting if self._session is not None else []
+        waiting = self.session.waiting if self.session is not None else []
         logger.warning("%d requests wait", len(waiting))
         for request in sorted(waiting, key=lambda one: one.since):
             logger.warning("%s", request.describe(now, self.operations))
-        for line in self._fetcher.describe():
+        for line in self.fetcher.describe():
             logger.warning("%s", line)
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         if request.get("command") != "status":
             raise control.ControlError("the only command is status")
-        return self._status()
-
-    def _status(self) -> dict[str, Any]:
-        settings, counters = self.settings, self.operations.counters
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        assert self._session is not None
-        return {
-            "version": fusefs.__version__,
-            "mountpoint": str(settings.mountpoint),
-            "source": str(settings.source),
-            "read_only": settings.read_only,
-            "session": self._session.name,
-            "passthrough": {"on": self._backing.is_on, "why": self._backing.why},
-            "cache": {
-                "directory": str(self._cache.directory),
-                "used_bytes": self._space.used,
-                "limit_bytes": self._space.limit,
-                "files": len(self._cache),
-                "hits": counters.hits,
-                "hit_bytes": counters.hit_bytes,
-                "misses": counters.misses,
-                "miss_bytes": counters.miss_bytes,
-                "evicted_files": self._cache.evicted,
-                "warning": self._cache.warning,
-            },
-            "s3": self._store.counters(),
-            "metadata": {
-                "ttl_s": None if math.isinf(settings.metadata_ttl) else settings.metadata_ttl,
-                "directories": len(self._directories),
-                "nodes": len(self.operations.inodes),
-                "hidden_keys": self._directories.hidden.count,
-            },
-            "requests": {
-                "total": self._session.requests,
-                "waiting": len(self._session.waiting),
-                "downloads": self._fetcher.under_way,
-            },
-            "daemon": {
-                "pid": os.getpid(),
-                "rss_bytes": _resident_bytes(),
-                "peak_rss_bytes": used.ru_maxrss << 10,
-                "cpu_s": used.ru_utime + used.ru_stime,
-                "uptime_s": time.monotonic() - self._started,
-            },
-        }
+        return status.collect(self)
 
 
 def _s3_settings(settings: MountSettings) -> S3Settings:
@@ -332,23 +346,13 @@ def _s3_settings(settings: MountSettings) -> S3Settings:
     )
 
 
-def _resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
 def _raise_descriptor_limit() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _set_up_logging(settings: MountSettings) -> None:
-    handler: logging.Handler
-    if settings.log_file is None:
-        handler = logging.StreamHandler()
-    else:
-        handler = logging.FileHandler(settings.log_file)
-        settings.log_file.chmod(0o600)
+    handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
     root.addHandler(handler)
@@ -363,6 +367,8 @@ def run(settings: MountSettings, ready: Callable[[], None]) -> None:
         USER_ERRORS: it can't be started.
     """
     _set_up_logging(settings)
+    # The keeper asks a daemon that is silent where it hangs; works in a busy loop, too.
+    faulthandler.register(signal.SIGUSR1)
     _raise_descriptor_limit()
     # Files are created for this user alone, whatever the shell's umask is.
     os.umask(0o077)
@@ -380,14 +386,15 @@ def _first(group: BaseExceptionGroup[Exception]) -> Exception:
     return error
 
 
-def run_foreground(settings: MountSettings) -> int:
-    """Serve in this process; the exit status of the command."""
-    try:
-        run(settings, lambda: None)
-    except USER_ERRORS as error:
-        print(f"fusefs: {error}", file=sys.stderr)
-        return 1
-    return 0
+def _read_input(text: str) -> MountSettings:
+    """The settings that the launcher wrote, and the AWS configuration as files of this process."""
+    told = json.loads(text)
+    for variable, content in told["files"].items():
+        # In memory alone: it holds secrets.
+        fd = os.memfd_create(variable)
+        os.write(fd, content.encode())
+        os.environ[variable] = f"/proc/self/fd/{fd}"
+    return MountSettings.from_json(told["settings"])
 
 
 def main() -> int:
@@ -403,12 +410,13 @@ def main() -> int:
 
     try:
         run(
-            MountSettings.from_json(sys.stdin.read()),
+            _read_input(sys.stdin.read()),
             lambda: tell({"ready": True, "pid": os.getpid()}),
         )
     except USER_ERRORS as error:
+        logger.error("%s", error)
         tell({"error": str(error)})
-        return 1
+        return CANNOT_TAKE_OVER if isinstance(error, TakeOverError) else 1
     return 0
 
 

@@ -1,12 +1,13 @@
 """Starting a mount's daemon: what can be told beforehand, and the wait for it.
 
 `check` looks at what the machine says without asking S3, so that the usual
-mistakes get their sentence before anything is started. `start` then runs
-`python -m fusefs.daemon` in a session of its own. The settings go to its
-standard input as JSON; it answers with one JSON line on its standard output,
-`{"ready": true}` or `{"error": "..."}`, and closes that. Its
-standard error is the log. A daemon that ends without that line has said why
-in the log, whose last line is then shown.
+mistakes get their sentence before anything is started. `start` then runs the
+keeper (kernel/keeper.py), which starts `python -m fusefs.daemon`; under
+pyfuse3 there is no keeper. The settings go to the standard input as JSON; the
+daemon answers with one JSON line on the standard output, `{"ready": true}` or
+`{"error": "..."}`, and closes that. Its standard error is the log. A daemon
+that ends without that line has said why in the log, whose last line is then
+shown.
 
 Whatever goes wrong, nothing is left: the daemon is ended, and a mount that it
 had already made is taken away.
@@ -15,30 +16,47 @@ had already made is taken away.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import selectors
+import signal
 import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import IO
+from types import FrameType
+from typing import IO, Any
 
-from fusefs import mounts
+from fusefs import mounts, users
 from fusefs.kernel import unmount
-from fusefs.kernel.mount import may_mount
+from fusefs.kernel.mount import READ_AHEAD_KIB, MountRequest, may_mount, mount_arguments
+from fusefs.kinds import SessionKind
 from fusefs.settings import MountSettings
 
 FUSE_DEVICE = Path("/dev/fuse")
 FUSE_NUMBER = os.makedev(10, 229)  # as Linux has it in Documentation/admin-guide/devices.txt
 FUSE_CONFIGURATION = Path("/etc/fuse.conf")
 
+# -P keeps the working directory, which is "/", out of the module path.
+DAEMON = [sys.executable, "-P", "-m", "fusefs.daemon"]
+# With nothing but the interpreter's own modules: it stays small.
+_START_KEEPER = (
+    f"import sys; sys.path.insert(0, {os.fspath(Path(__file__).parents[1])!r});"
+    " from fusefs.kernel.keeper import main; sys.exit(main())"
+)
+KEEPER = [sys.executable, "-I", "-S", "-c", _START_KEEPER]
+# Each keeps a file open in the kernel; the daemon closes the least used before.
+MOST_BACKING_IDS = 20_000
+
 # What a start may take beyond the time in which S3 requests are retried.
 START_TIMEOUT_S = 30.0
 END_TIMEOUT_S = 10.0
+DEAD_TIMEOUT_S = 2.0
 
 
 class LaunchError(Exception):
@@ -54,6 +72,7 @@ def check(settings: MountSettings) -> None:
     Raises:
         LaunchError: with what is wrong and what to do.
     """
+    _clear_dead_mount(settings.mountpoint)
     _check_mountpoint(settings.mountpoint)
     _check_device()
     _check_privileges(settings)
@@ -124,25 +143,41 @@ def _has_user_allow_other() -> bool:
 # --- starting -----------------------------------------------------------------
 
 
-def start(settings: MountSettings) -> None:
-    """Start the daemon and return once the mount answers.
+def start(settings: MountSettings) -> subprocess.Popen[bytes]:
+    """Start the mount and return its process once it answers: the keeper, or pyfuse3's daemon.
 
     Raises:
         LaunchError: it did not come up; nothing is left of it.
     """
-    log_path = settings.log_file or default_log_file(settings.mountpoint)
+    log_path = settings.log_file
+    if log_path is None and not settings.foreground:
+        log_path = default_log_file(settings.mountpoint)
     with _claim(settings.mountpoint), _open_log(log_path) as log:
-        log_start = log.seek(0, os.SEEK_END)
-        daemon = _spawn(settings, log)
+        log_start = log.seek(0, os.SEEK_END) if log_path is not None else 0
+        process = _spawn(settings, log)
         try:
-            _wait_until_ready(daemon, settings.retry_time + START_TIMEOUT_S)
+            _wait_until_ready(process, settings.retry_time + START_TIMEOUT_S)
         except _DiedError:
-            _clean_up(daemon, settings.mountpoint)
-            last_line = _last_line(log_path, log_start) or f"exit status {daemon.returncode}"
-            raise LaunchError(f"the daemon ended while starting: {last_line}") from None
+            _clean_up(process, settings.mountpoint)
+            last_line = _last_line(log_path, log_start) if log_path is not None else ""
+            why = last_line or f"exit status {process.returncode}"
+            raise LaunchError(f"the daemon ended while starting: {why}") from None
         except BaseException:  # Ctrl-C too leaves nothing behind
-            _clean_up(daemon, settings.mountpoint)
+            _clean_up(process, settings.mountpoint)
             raise
+    return process
+
+
+def run_foreground(settings: MountSettings) -> int:
+    """Start the mount, and stay until it has ended; what ends this process ends the mount."""
+    process = start(settings)
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        process.terminate()
+
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, end)
+    return process.wait()
 
 
 @contextlib.contextmanager
@@ -168,19 +203,117 @@ class _DiedError(Exception):
 
 
 def _spawn(settings: MountSettings, log: IO[bytes]) -> subprocess.Popen[bytes]:
-    # -P keeps the working directory, which is "/", out of the module path.
-    daemon = subprocess.Popen(
-        [sys.executable, "-P", "-m", "fusefs.daemon"],
+    if settings.session == SessionKind.PYFUSE3:
+        return _popen(DAEMON, daemon_input(settings), log)
+    user = _choose_user(settings)
+    settings = _with_owner(settings)
+    mounts.hand_over(settings.mountpoint, user.uid, user.gid)
+    _prepare_cache(settings.cache_dir, user)
+    return _popen(KEEPER, json.dumps(_keeper_configuration(settings, user)), log)
+
+
+def _popen(command: Sequence[str], told: str, log: IO[bytes]) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=log,
         cwd="/",
         start_new_session=True,
+        env=os.environ | {mounts.RUNTIME_VARIABLE: os.fspath(mounts.runtime_directory())},
     )
-    assert daemon.stdin is not None
-    with contextlib.suppress(BrokenPipeError), daemon.stdin:
-        daemon.stdin.write(settings.to_json().encode())
-    return daemon
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin:
+        process.stdin.write(told.encode())
+    return process
+
+
+def _choose_user(settings: MountSettings) -> users.User:
+    try:
+        return users.choose(settings)
+    except users.UserError as error:
+        raise LaunchError(str(error)) from None
+
+
+def _with_owner(settings: MountSettings) -> MountSettings:
+    """The files belong to whoever mounts, and not to the daemon's user."""
+    return replace(
+        settings,
+        uid=os.geteuid() if settings.uid is None else settings.uid,
+        gid=os.getegid() if settings.gid is None else settings.gid,
+    )
+
+
+def _prepare_cache(directory: Path, user: users.User) -> None:
+    """Make the cache directory the daemon's, if it is new."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not user.is_own and not any(directory.iterdir()):
+            os.chown(directory, user.uid, user.gid)
+    except OSError as error:
+        raise LaunchError(f"can't use the cache directory {directory}: {error.strerror}") from error
+
+
+def daemon_input(settings: MountSettings) -> str:
+    """What a daemon is told on its standard input.
+
+    With the contents of AWS's configuration, which another user can't read.
+    """
+    files = {name: path.read_text(errors="replace") for name, path in users.aws_files()}
+    return json.dumps({"settings": settings.to_json(), "files": files})
+
+
+def _keeper_configuration(settings: MountSettings, user: users.User) -> dict[str, Any]:
+    """What a keeper is told; see kernel/keeper.py."""
+    flags, data = mount_arguments(
+        MountRequest(
+            str(settings.source), settings.mountpoint, settings.allow_other, settings.read_only
+        )
+    )
+    return {
+        "mountpoint": os.fspath(settings.mountpoint),
+        "source": str(settings.source),
+        "mount_flags": flags,
+        "mount_data": data,
+        "read_ahead_kib": READ_AHEAD_KIB,
+        "privileged": may_mount(),
+        "uid": user.uid,
+        "gid": user.gid,
+        "groups": list(user.groups),
+        "command": DAEMON,
+        "settings": daemon_input(settings),
+        "cache_dir": os.fspath(settings.cache_dir),
+        "control": os.fspath(mounts.keeper_socket(settings.mountpoint)),
+        "holder": os.fspath(settings.holder) if settings.holder else None,
+        "most_backing_ids": MOST_BACKING_IDS,
+        "hang_s": settings.hang_timeout,
+        "max_pause_s": settings.max_pause,
+    }
+
+
+def revive_keeper(
+    settings: MountSettings, fuse_fd: int, daemon_fd: int, table: list[tuple[int, int]]
+) -> None:
+    """Start a keeper for this process, which serves a mount whose keeper is gone.
+
+    It has this process's privilege and no more. `table` are the registered
+    files, as (id, st_ino).
+    """
+    own = users.User("", os.geteuid(), os.getegid(), tuple(os.getgroups()))
+    told = _keeper_configuration(settings, own) | {
+        "adopt_pid": os.getpid(), "fuse_fd": fuse_fd, "daemon_fd": daemon_fd, "table": table,
+    }  # fmt: skip
+    process = subprocess.Popen(
+        KEEPER,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        cwd="/",
+        start_new_session=True,
+        pass_fds=(fuse_fd, daemon_fd),
+    )
+    assert process.stdin is not None
+    with process.stdin:
+        process.stdin.write(json.dumps(told).encode())
 
 
 def _wait_until_ready(daemon: subprocess.Popen[bytes], timeout_s: float) -> None:
@@ -208,6 +341,41 @@ def _read_line(daemon: subprocess.Popen[bytes], timeout_s: float) -> bytes:
                 raise _DiedError
             line += chunk
     return line
+
+
+def _clear_dead_mount(mountpoint: Path) -> None:
+    """Take away a mount of ours that nobody serves any more, and say so."""
+    mount = mounts.find_mount(mountpoint)
+    if mount is None or not mount.is_fusefs or not _is_dead(mountpoint):
+        return
+    try:
+        unmount.umount_path(mountpoint, is_lazy=True)
+    except unmount.UnmountError as error:
+        raise LaunchError(f"the dead mount on {mountpoint} can't be taken away: {error}") from None
+    print(f"fusefs: {mountpoint} was a dead mount; mounting anew", file=sys.stderr)
+
+
+def _is_dead(mountpoint: Path) -> bool:
+    """Whether nobody holds the mount any more, so that every call on it fails.
+
+    Asked in a child, since the call waits for ever while somebody holds the
+    mount and does not answer.
+    """
+    child = os.fork()
+    if not child:
+        try:
+            os.statvfs(mountpoint)
+            os._exit(0)
+        except OSError as error:
+            os._exit(1 if error.errno == errno.ENOTCONN else 0)
+    deadline = time.monotonic() + DEAD_TIMEOUT_S
+    while time.monotonic() < deadline:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status) == 1
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    return False
 
 
 def _clean_up(daemon: subprocess.Popen[bytes], mountpoint: Path) -> None:
@@ -241,14 +409,18 @@ def default_log_file(mountpoint: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _open_log(path: Path) -> Iterator[IO[bytes]]:
-    """The log for appending, created for the user alone."""
+def _open_log(path: Path | None) -> Iterator[IO[bytes]]:
+    """The log for appending, the user's alone; without a path it is standard error."""
+    if path is None:
+        yield sys.stderr.buffer
+        return
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise LaunchError(f"the log {path} cannot be written: {error.strerror}") from error
     with open(descriptor, "ab") as log:
+        os.fchmod(descriptor, 0o600)
         yield log
 
 

@@ -27,6 +27,7 @@ from pathlib import Path
 
 FILESYSTEM_TYPE = "fuse.fusefs"
 
+RUNTIME_VARIABLE = "FUSEFS_RUNTIME_DIRECTORY"
 MAX_LINKS = 40  # as many symbolic links as the kernel itself follows
 
 
@@ -176,7 +177,14 @@ class Registration:
 
 
 def runtime_directory() -> Path:
-    """Where this user's mounts are on record; it need not exist."""
+    """Where this user's mounts are on record; it need not exist.
+
+    A daemon runs as another user than the one who mounts, and is told by the
+    environment.
+    """
+    told = os.environ.get(RUNTIME_VARIABLE)
+    if told:
+        return Path(told)
     uid = os.geteuid()
     if uid == 0:
         return Path("/run/fusefs")
@@ -195,25 +203,38 @@ def mount_directory(mountpoint: Path) -> Path:
         MountsError: the directory cannot be made, or belongs to somebody else.
     """
     directory = runtime_directory() / _hashed(mountpoint)
-    for path in (directory.parent, directory):
-        _make_private(path)
+    # Root's is passed through by the daemons of other users.
+    _make(directory.parent, 0o711 if os.geteuid() == 0 else 0o700, owners=(0, os.geteuid()))
+    _make(directory, 0o700, owners=(os.geteuid(),))
     return directory
 
 
-def _make_private(path: Path) -> None:
-    """Make `path` a directory that only this user can use, or refuse.
+def hand_over(mountpoint: Path, uid: int, gid: int) -> None:
+    """Make the mount's directory the property of the user who will serve it."""
+    directory = runtime_directory() / _hashed(mountpoint)
+    shutil.rmtree(directory, ignore_errors=True)
+    os.chown(mount_directory(mountpoint), uid, gid)
+
+
+def keeper_socket(mountpoint: Path) -> Path:
+    """Where the mount's keeper listens: beside the directory, which is the daemon's."""
+    return runtime_directory() / f"{_hashed(mountpoint)}.keeper"
+
+
+def _make(path: Path, mode: int, *, owners: tuple[int, ...]) -> None:
+    """Make `path` a directory that only its owner can change, or refuse.
 
     /tmp is everybody's: who was there first may have planted it.
     """
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.mkdir(mode=mode, parents=True, exist_ok=True)
         found = path.lstat()
     except OSError as error:
         raise MountsError(f"{path} cannot be made: {error.strerror}") from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid not in owners:
         raise MountsError(f"{path} is not a directory of this user; remove it")
-    if found.st_mode & 0o077:
-        path.chmod(0o700)
+    if stat.S_IMODE(found.st_mode) != mode and found.st_uid == os.geteuid():
+        path.chmod(mode)
 
 
 def register(mountpoint: Path, source: str, pid: int) -> Registration:
@@ -235,9 +256,15 @@ def unregister(mountpoint: Path) -> None:
 
 
 def registration_of(mountpoint: Path) -> Registration | None:
-    """The record of the living daemon of `mountpoint`; a dead one's is removed."""
+    """The record of the daemon of `mountpoint`; that of a mount that is no more is removed.
+
+    Of a mount that waits for its next daemon, it is the record of the last one.
+    """
     registration = _read(runtime_directory() / _hashed(mountpoint))
     if registration is not None and not registration.is_alive():
+        mount = find_mount(mountpoint)
+        if mount is not None and mount.is_fusefs:
+            return registration
         unregister(mountpoint)
         return None
     return registration

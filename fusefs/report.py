@@ -7,6 +7,7 @@ older daemon can be asked by a newer command.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -54,17 +55,32 @@ def render(status: Status) -> str:
         ("metadata", status.get("metadata"), _metadata),
         ("requests", status.get("requests"), _requests),
         ("daemon", status.get("daemon"), _daemon),
+        ("survival", status if "survival" in status else None, _survival),
     ):
         if section:
             rows.append((label, describe(section)))
     rows += [("warning", warning) for warning in _warnings(status)]
+    return _block(status, rows)
+
+
+def render_silent(status: Status) -> str:
+    """The block of a mount whose daemon gave no status."""
+    pid = status.get("daemon", {}).get("pid")
+    who = f"not answering, pid {pid}" if pid else "not answering"
+    rows = [
+        ("source", str(status.get("source", ""))),
+        ("daemon", f"{who} ({status['not_answering']})"),
+    ]
+    if "requests" in status:
+        rows.append(("requests", _requests(status["requests"])))
+    if "keeper" in status:
+        rows.append(("survival", _survival(status)))
+    return _block(status, rows)
+
+
+def _block(status: Status, rows: Iterable[tuple[str, str]]) -> str:
     lines = [f"  {label:<{_LABEL_WIDTH}}{text}" for label, text in rows]
     return "\n".join([str(status.get("mountpoint", "")), *lines])
-
-
-def render_silent(mountpoint: str, source: str, why: str) -> str:
-    """The block of a mount that gave no status."""
-    return f"{mountpoint}\n  {'source':<{_LABEL_WIDTH}}{source}\n  {'daemon':<{_LABEL_WIDTH}}{why}"
 
 
 def _session(status: Status) -> str:
@@ -118,7 +134,26 @@ def _metadata(metadata: Status) -> str:
 
 
 def _requests(requests: Status) -> str:
-    return f"{requests.get('total', 0):,} answered, {requests.get('waiting', 0):,} waiting"
+    waiting = requests.get("in_kernel", requests.get("waiting", 0))
+    answered = f"{requests['total']:,} answered, " if "total" in requests else ""
+    return f"{answered}{waiting:,} waiting"
+
+
+def _survival(status: Status) -> str:
+    """Whether the mount outlives its daemon, and what it has outlived so far."""
+    keeper = status.get("keeper")
+    if keeper is None:
+        survival = status.get("survival", {})
+        return f"{'on' if survival.get('on') else 'off'} ({survival.get('why', '?')})"
+    restarts = keeper.get("restarts", 0)
+    text = f"keeper pid {keeper.get('pid', '?')}, {_count(restarts, 'restart')}"
+    if not restarts:
+        return text
+    ago = max(0.0, time.time() - keeper.get("last_death_ns", 0) / 1e9)
+    return (
+        f"{text}, the last {human_duration(ago)} ago ({keeper.get('last_reason', '?')}); "
+        f"longest pause {human_duration(keeper.get('longest_pause_s', 0.0))}"
+    )
 
 
 def _daemon(daemon: Status) -> str:

@@ -206,6 +206,34 @@ class MountSettings:
         ),
     )
 
+    user: str | None = field(
+        default=None,
+        metadata=_about(
+            WORD,
+            "Survival",
+            "who the daemon runs as when root mounts",
+            otherwise="fusefs or nobody, where they can run it",
+        ),
+    )
+    max_pause: float = field(
+        default=300.0,
+        metadata=_about(
+            DURATION, "Survival", "how long a mount without a daemon waits before it fails"
+        ),
+    )
+    hang_timeout: float = field(
+        default=30.0,
+        metadata=_about(
+            DURATION, "Survival", "how long a daemon may be silent before it is replaced"
+        ),
+    )
+    holder: Path | None = field(
+        default=None,
+        metadata=_about(
+            PATH, "Survival", "the socket of a `fusefs keeper` that holds the mount, too"
+        ),
+    )
+
     max_connections: int = field(
         default=32,
         metadata=_about(whole_number(1, 1024), "Limits", "the most requests to S3 at a time"),
@@ -260,6 +288,22 @@ class MountSettings:
             raise SettingsError(f"the settings are no JSON object: {error}") from error
         return build({name: Given(str(value), name) for name, value in given.items()})
 
+    def changed(self, given: Layer) -> MountSettings:
+        """These settings with others in their place.
+
+        Raises:
+            SettingsError: one cannot be read, or can't be changed while mounted.
+        """
+        for name, text in given.items():
+            if name in FIXED:
+                raise SettingsError(f"{text.origin}: cannot be changed while mounted")
+        own = {
+            name: Given(kind.show(value), name)
+            for name, kind in _KINDS.items()
+            if (value := getattr(self, name)) is not None
+        }
+        return build(given, own)
+
 
 def _setting(item: Field[Any]) -> Setting:
     kind, group, help, otherwise = item.metadata["setting"]
@@ -280,6 +324,15 @@ _REQUIRED = frozenset(
     if item.default is MISSING and item.default_factory is MISSING
 )
 
+
+# What the mount itself, its keeper or its state depends on.
+FIXED = frozenset(
+    (
+        "source", "mountpoint", "cache_dir", "shared_cache", "session", "passthrough",
+        "allow_other", "read_only", "user", "max_pause", "hang_timeout", "holder", "foreground",
+        "log_file",
+    )
+)  # fmt: skip
 
 # --- where settings come from -------------------------------------------------
 

@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import trio
 
 from fusefs.cache.files import CacheFile
 from fusefs.kernel.passthrough import Passthrough
@@ -426,47 +427,66 @@ print(hashlib.sha256(view[:]).hexdigest(), flush=True)
     assert lines == [hashlib.sha256(data).hexdigest() + "\n"] * 2
 
 
-class CountedIds(Passthrough):
-    """Backing ids without a kernel behind them."""
+class CountingRegistrar:
+    """Gives ids without a kernel behind them."""
 
-    def __init__(self, most: int) -> None:
-        super().__init__(-1, most)
-        self.is_on = True
+    def __init__(self) -> None:
         self.given: set[int] = set()
         self._numbers = itertools.count(1)
 
-    def _open(self, fd: int) -> int:
+    async def open_backing(self, fd: int) -> int:
+        await trio.lowlevel.checkpoint()
         number = next(self._numbers)
         self.given.add(number)
         return number
 
-    def _close(self, backing_id: int) -> None:
+    def close_backing(self, backing_id: int) -> None:
         self.given.remove(backing_id)
 
 
-def test_backing_ids_are_bounded_and_given_back() -> None:
-    ids = CountedIds(most=3)
+def counted_ids(most: int) -> tuple[Passthrough, set[int]]:
+    registrar = CountingRegistrar()
+    ids = Passthrough(registrar, most)
+    ids.is_on = True
+    return ids, registrar.given
+
+
+async def test_backing_ids_are_bounded_and_given_back() -> None:
+    ids, given = counted_ids(most=3)
     files = [CacheFile(f"file-{n}", 1) for n in range(8)]
     for file in files:
-        ids.register(file)
-    assert len(ids.given) == len(ids) == 3
+        await ids.register(file)
+    assert len(given) == len(ids) == 3
     assert ids.find(files[0]) == 0
     kept = ids.find(files[7])
-    assert kept == ids.register(files[7]) != 0
+    assert kept == await ids.register(files[7]) != 0
     ids.drop(files[7])
-    assert kept not in ids.given
-    ids.close()
-    assert ids.given == set()
+    assert kept not in given
 
 
-def test_the_backing_id_of_an_open_file_is_not_given_back() -> None:
-    ids = CountedIds(most=2)
+async def test_the_backing_id_of_an_open_file_is_not_given_back() -> None:
+    ids, _ = counted_ids(most=2)
     files = [CacheFile(f"file-{n}", 1) for n in range(6)]
     for file in files[:3]:
         file.pins = 1
     for file in files:
-        ids.register(file)
+        await ids.register(file)
     assert all(ids.find(file) for file in files[:3])
+
+
+async def test_a_file_that_is_opened_by_two_at_once_gets_one_backing_id() -> None:
+    ids, given = counted_ids(most=3)
+    file = CacheFile("file", 1)
+    got: list[int] = []
+
+    async def register() -> None:
+        got.append(await ids.register(file))
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(5):
+            nursery.start_soon(register)
+    assert set(got) == given
+    assert len(given) == 1
 
 
 def test_many_handles_of_many_files_share_their_backing_ids(

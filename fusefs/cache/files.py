@@ -29,7 +29,7 @@ import os
 import random
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
@@ -205,6 +205,15 @@ class FileCache:
         """The file of a version if it is known."""
         return self._files.get(self.name_of(version))
 
+    async def whole_files(self, inodes: Container[int]) -> dict[int, CacheFile]:
+        """The complete files that have one of these inode numbers, as the disk tells."""
+        files = [one for one in self._files.values() if one.is_complete and one.st_ino in inodes]
+
+        def check() -> dict[int, CacheFile]:
+            return {file.st_ino: file for file in files if _has_inode(self._path(file), file)}
+
+        return await trio.to_thread.run_sync(check, limiter=self._disk)
+
     def pin(self, version: ObjectVersion) -> CacheFile:
         """Return the file of a version, made known if it is not; undone by `unpin`.
 
@@ -312,6 +321,22 @@ class FileCache:
         self.space.took(new)
         return new
 
+    async def trust(self, file: CacheFile, st_ino: int) -> None:
+        """Know a pinned file as whole, since the kernel reads it; `st_ino` says which one it is.
+
+        The process that filled it may have died before it told the catalog.
+        """
+        if file.is_complete and file.st_ino == st_ino:
+            return
+        found = await trio.to_thread.run_sync(
+            self._generation_of, file.name, st_ino, limiter=self._disk
+        )
+        if found is not None:
+            self._forget_unrecorded(file)
+            file.forget()
+            file.generation, file.st_ino = found, st_ino
+            self.arrived(file, 0, file.size)
+
     async def run(self) -> None:
         """Keep the catalog up to date and the space within its limits, until cancelled."""
         async with trio.open_nursery() as nursery:
@@ -358,13 +383,13 @@ class FileCache:
             else:
                 file.is_ours = False
 
-    async def aclose(self) -> None:
-        """Record everything and make it safe; takes a few seconds at most."""
+    async def aclose(self, *, sync: bool = True) -> None:
+        """Record everything and (with `sync`) make it safe; takes a few seconds at most."""
         with trio.CancelScope(shield=True):
             await self.record()
             await self._touch()
             with trio.move_on_after(SYNC_AFTER_S):
-                while await self._sync(idle_s=0.0):
+                while sync and await self._sync(idle_s=0.0):
                     pass
             for file in self._files.values():
                 if file.fd >= 0:
@@ -445,6 +470,15 @@ class FileCache:
             return fd
         os.close(fd)
         return -1
+
+    def _generation_of(self, name: str, st_ino: int) -> str | None:
+        """The generation of the file of this name that has this inode."""
+        with os.scandir(self._objects / name[:2]) as entries:
+            for entry in entries:
+                base, _, generation = entry.name.partition(".")
+                if base == name and entry.inode() == st_ino:
+                    return generation
+        return None
 
     def _candidates(self, file: CacheFile) -> list[tuple[str, int, bytes | None]]:
         candidates: list[tuple[str, int, bytes | None]] = []
@@ -588,6 +622,13 @@ class FileCache:
             except sqlite3.Error as error:
                 self.warn(f"its catalog can't be written ({error})")
         return None
+
+
+def _has_inode(path: Path, file: CacheFile) -> bool:
+    try:
+        return path.stat().st_ino == file.st_ino
+    except OSError:
+        return False
 
 
 def _fdatasync(path: Path) -> bool:

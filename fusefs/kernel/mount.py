@@ -1,8 +1,9 @@
 """Where a /dev/fuse descriptor comes from, and what the mount behind it is like.
 
-Root opens /dev/fuse and calls mount(2). Anybody else asks fusermount3, the
-setuid helper of libfuse, which does the same and sends the descriptor back
-over a socket (the environment variable _FUSE_COMMFD names its number).
+For root, the keeper opens /dev/fuse and calls mount(2) (keeper.py). Anybody
+else asks fusermount3, the setuid helper of libfuse, which does the same and
+sends the descriptor back over a socket (the environment variable _FUSE_COMMFD
+names its number).
 
 Nothing here touches the mount itself: a stat of it would wait for an answer
 of this very process.
@@ -50,28 +51,9 @@ def may_mount() -> bool:
     return False
 
 
-def open_mount(request: MountRequest) -> int:
-    """Mount, and return the non-blocking /dev/fuse descriptor; blocks shortly.
-
-    Nobody answers on it yet: whoever touches the mountpoint waits.
-
-    Raises:
-        MountError: with one sentence that says why.
-    """
-    fd = _mount_directly(request) if may_mount() else _mount_by_helper(request)
-    os.set_blocking(fd, False)
-    return fd
-
-
-def _mount_directly(request: MountRequest) -> int:
-    try:
-        fd = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
-    except OSError as error:
-        raise MountError(
-            f"can't open /dev/fuse: {error.strerror}; load the fuse module or pass the device in"
-        ) from error
+def mount_arguments(request: MountRequest) -> tuple[int, str]:
+    """The flags and the data of mount(2), but for "fd=N,"."""
     options = [
-        f"fd={fd}",
         "rootmode=40000",
         f"user_id={os.geteuid()}",
         f"group_id={os.getegid()}",
@@ -81,16 +63,17 @@ def _mount_directly(request: MountRequest) -> int:
     if request.allow_other:
         options.append("allow_other")
     flags = libc.MS_NOSUID | libc.MS_NODEV | (libc.MS_RDONLY if request.read_only else 0)
-    target = os.fspath(request.mountpoint)
-    try:
-        libc.mount(request.source, target, FILESYSTEM_TYPE, flags, ",".join(options))
-    except OSError as error:
-        os.close(fd)
-        raise MountError(f"can't mount on {target}: {error.strerror}") from error
-    return fd
+    return flags, ",".join(options)
 
 
-def _mount_by_helper(request: MountRequest) -> int:
+def mount_by_helper(request: MountRequest) -> int:
+    """Mount as an ordinary user; return the non-blocking descriptor. Blocks shortly.
+
+    Nobody answers on it yet: whoever touches the mountpoint waits.
+
+    Raises:
+        MountError: with one sentence that says why.
+    """
     helper = shutil.which("fusermount3")
     if helper is None:
         raise MountError("an ordinary user's mount needs fusermount3: install the package fuse3")
@@ -109,6 +92,7 @@ def _mount_by_helper(request: MountRequest) -> int:
     if fd < 0:
         why = result.stderr.strip().splitlines()
         raise MountError(why[-1] if why else "fusermount3 failed without a message")
+    os.set_blocking(fd, False)
     return fd
 
 

@@ -1,35 +1,46 @@
 """Backing files: what the kernel reads by itself.
 
-`FUSE_DEV_IOC_BACKING_OPEN` registers an open cache file under an id, and an
-OPEN reply that names the id makes the kernel read that file directly: reads,
-mmaps and splices of the handle never come here, and run at the disk's speed.
-The kernel keeps the file; our descriptor may be closed.
+A cache file is registered with the kernel under an id, and an OPEN reply that
+names the id makes the kernel read that file directly: reads, mmaps and splices
+of the handle never come here, and run at the disk's speed. The kernel keeps
+the file; our descriptor may be closed. The call needs privilege, so the
+keeper makes it (keeper_wire.py), which also remembers the ids for the daemon
+that comes after this one.
 
 An id belongs to a cache file, and all inodes and handles of that version share
-it. Registering costs an open and an ioctl, so ids are kept after the last
-close, the least recently used going first when there are too many. An id is
-only given back while nobody has the file open: the kernel would refuse every
-further open of such an inode.
+it. Registering costs an open and a message to the keeper, so ids are kept
+after the last close, the least recently used going first when there are too
+many. An id is only given back while nobody has the file open: the kernel would
+refuse every further open of such an inode.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
-import struct
 import tempfile
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
+
+import trio
 
 from fusefs.cache.files import CacheFile
-from fusefs.kernel import wire
+from fusefs.posix.handles import HandleTable
 
 logger = logging.getLogger("fusefs.passthrough")
 
 # Each keeps a file open in the kernel (about 1 KiB), outside of RLIMIT_NOFILE.
 MOST_IDS = 16384
+
+
+class Registrar(Protocol):
+    """Who may register files: the keeper (see keeping.py)."""
+
+    async def open_backing(self, fd: int) -> int: ...
+    def close_backing(self, backing_id: int) -> None: ...
 
 
 class NoPassthrough:
@@ -43,35 +54,40 @@ class NoPassthrough:
     def find(self, file: CacheFile) -> int:
         return 0
 
-    def register(self, file: CacheFile) -> int:
+    async def register(self, file: CacheFile) -> int:
         return 0
 
     def drop(self, file: CacheFile) -> None:
         pass
 
+    def table(self) -> list[tuple[int, int]]:
+        return []
+
 
 class Passthrough:
-    """The backing ids of one mount. Belongs to the event loop; nothing here waits."""
+    """The backing ids of one mount. Belongs to the event loop."""
 
-    def __init__(self, device: int, most: int = MOST_IDS) -> None:
-        self._device = device
+    def __init__(self, registrar: Registrar, most: int = MOST_IDS) -> None:
+        self.registrar = registrar
         self._most = most
         self.is_on = False
         self.why = "not negotiated yet"
         # By the name of the cache file, least recently used first.
         self._ids: OrderedDict[str, tuple[int, CacheFile]] = OrderedDict()
+        self._registering: dict[str, trio.Event] = {}
 
     def __len__(self) -> int:
         return len(self._ids)
 
-    def turn_on(self, is_negotiated: bool, cache: Path) -> None:
-        """Try whether the kernel takes files of the cache's directory. Blocks shortly."""
+    async def turn_on(self, is_negotiated: bool, cache: Path) -> None:
+        """Try whether the kernel takes files of the cache's directory."""
+        self.is_on = False
         if not is_negotiated:
             self.why = "this kernel has no FUSE passthrough (Linux 6.9 or later has)"
             return
         try:
             with tempfile.TemporaryFile(dir=cache) as probe:
-                self._close(self._open(probe.fileno()))
+                self.registrar.close_backing(await self.registrar.open_backing(probe.fileno()))
         except OSError as error:
             self.why = _explain(error)
             return
@@ -86,31 +102,63 @@ class Passthrough:
         self._ids.move_to_end(file.name)
         return found[0]
 
-    def register(self, file: CacheFile) -> int:
-        """Register a complete file whose descriptor is open; 0 if the kernel refuses."""
+    async def register(self, file: CacheFile) -> int:
+        """Register a pinned file whose descriptor is open; 0 if the kernel refuses."""
+        while (event := self._registering.get(file.name)) is not None:
+            await event.wait()
         known = self.find(file)
         if known or not self.is_on:
             return known
+        event = self._registering[file.name] = trio.Event()
         try:
-            backing_id = self._open(file.fd)
+            backing_id = await self.registrar.open_backing(file.fd)
         except OSError as error:
             logger.warning("the kernel refused a file for passthrough: %s", _explain(error))
             return 0
-        self._ids[file.name] = (backing_id, file)
+        finally:
+            del self._registering[file.name]
+            event.set()
+        self.adopt(file, backing_id)
         self._shrink()
         return backing_id
+
+    def adopt(self, file: CacheFile, backing_id: int) -> None:
+        """Take over an id that is registered already."""
+        self._ids[file.name] = (backing_id, file)
+
+    def table(self) -> list[tuple[int, int]]:
+        """What is registered, as (id, st_ino)."""
+        return [(backing_id, file.st_ino) for backing_id, file in self._ids.values()]
+
+    def take_over(
+        self,
+        registered: Mapping[int, tuple[int, int]],
+        handles: HandleTable,
+        whole: Mapping[int, CacheFile],
+    ) -> None:
+        """Know the ids again that an earlier process registered, as {id: (st_dev, st_ino)}.
+
+        `whole` are the complete files of the cache by inode number. An id that
+        belongs to neither an open handle nor one of them is given back.
+        """
+        used = {handle.backing_id for handle in handles.files.values()}
+        for handle in handles.files.values():
+            if handle.backing_id:
+                self.adopt(handle.file, handle.backing_id)
+        for backing_id, (_, st_ino) in registered.items():
+            file = whole.get(st_ino)
+            if backing_id in used:
+                continue
+            if file is not None and file.name not in self._ids:
+                self.adopt(file, backing_id)
+            else:
+                self.registrar.close_backing(backing_id)
 
     def drop(self, file: CacheFile) -> None:
         """Give a file's id back; nobody has the file open."""
         found = self._ids.pop(file.name, None)
         if found is not None:
-            self._close(found[0])
-
-    def close(self) -> None:
-        """Give all ids back, at the end of the mount."""
-        for backing_id, _ in self._ids.values():
-            self._close(backing_id)
-        self._ids.clear()
+            self.registrar.close_backing(found[0])
 
     def _shrink(self) -> None:
         while len(self._ids) > self._most:
@@ -118,19 +166,6 @@ class Passthrough:
             if unused is None:
                 return
             self.drop(unused)
-
-    def _open(self, fd: int) -> int:
-        # A mutable buffer: with an immutable one Python loses the return value.
-        request = bytearray(wire.BACKING_MAP.pack(fd, 0, 0))
-        backing_id: int = fcntl.ioctl(self._device, wire.DEV_IOC_BACKING_OPEN, request)
-        return backing_id
-
-    def _close(self, backing_id: int) -> None:
-        try:
-            fcntl.ioctl(self._device, wire.DEV_IOC_BACKING_CLOSE, struct.pack("=I", backing_id))
-        except OSError as error:
-            if error.errno != errno.ENODEV:
-                logger.warning("backing id %d: %s", backing_id, error.strerror)
 
 
 def _explain(error: OSError) -> str:

@@ -65,9 +65,15 @@ class PyfuseSession:
         finally:
             pyfuse3.close(unmount=True)
 
-    async def run(self) -> None:
+    @property
+    def survival(self) -> tuple[bool, str]:
+        """Whether the mount outlives this process, and why."""
+        return False, "a mount of the pyfuse3 session ends with its daemon"
+
+    async def run(self) -> bool:
         """Answer requests until the file system is unmounted."""
         await pyfuse3.main(max_tasks=MOST_TASKS)
+        return True
 
 
 class Handlers(pyfuse3.Operations):

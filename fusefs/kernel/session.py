@@ -18,6 +18,10 @@ Replies are written from bytes that have been read, never from a mapping.
 
 Only two notifications are ever written, both of which return at once. The
 others can wait in the kernel for an answer of this very process.
+
+A session can go on where that of another process ended (`adopt`). What that
+one had read and not answered is sent again, with a mark in the request's
+unique number that the answer must keep.
 """
 
 from __future__ import annotations
@@ -79,6 +83,9 @@ Payload = Buffer | None  # None: no reply is due
 Result = Payload | Coroutine[Any, Any, Payload]
 
 
+_UNMARKED = wire.UNIQUE_RESEND - 1
+
+
 class UnsupportedKernelError(Exception):
     """The kernel lacks what the session needs; the message is for the user."""
 
@@ -119,7 +126,9 @@ class Session:
         self._memory = mmap.mmap(-1, BUFFER_SIZE)
         lock_memory(self._memory)
         self._buffer = memoryview(self._memory)
+        # By their unique numbers, without the mark.
         self._waiting: dict[int, Waiting] = {}
+        self._reading = trio.CancelScope()
         self.negotiated = Init(0)
         self.requests = 0
         self._handlers = self._handler_table()
@@ -132,6 +141,18 @@ class Session:
     @property
     def has_passthrough(self) -> bool:
         return Init.PASSTHROUGH in self.negotiated
+
+    @property
+    def has_resend(self) -> bool:
+        """Whether another process could go on: Linux 6.9 and later."""
+        return Init.HAS_RESEND in self.negotiated
+
+    @property
+    def survival(self) -> tuple[bool, str]:
+        """Whether the mount outlives this process, and why."""
+        if self.has_resend:
+            return True, "a keeper holds the mount"
+        return False, "this kernel cannot send requests again (Linux 6.9 or later can)"
 
     async def negotiate(self) -> None:
         """Answer the first request, INIT, and nothing else.
@@ -146,15 +167,35 @@ class Session:
             raise UnsupportedKernelError(f"the kernel began with request {opcode} instead of INIT")
         self._reply(unique, self._init(self._buffer[wire.IN_HEADER.size : size]))
 
-    async def run(self) -> None:
-        """Answer requests until the file system is unmounted.
+    def adopt(self, init_out: bytes) -> None:
+        """Go on with what an earlier process answered to INIT, and have the unanswered sent again.
 
-        Cancelling stops in between two requests and leaves the mount as it is.
+        The caller has restored the tables: the kernel's next request may be
+        about any of its nodes and handles.
         """
+        answer = wire.INIT_OUT.unpack_from(init_out)
+        self.negotiated = Init(answer[3] | answer[10] << 32)
+        header = wire.OUT_HEADER.pack(wire.OUT_HEADER.size, wire.NOTIFY_RESEND_CODE, 0)
+        os.write(self._fd, header)
+
+    async def run(self) -> bool:
+        """Answer requests until the file system is unmounted, or `stop_reading` was called.
+
+        Tells whether it was unmounted. Cancelling stops in between two
+        requests and leaves the mount as it is.
+        """
+        is_unmounted = False
         async with trio.open_nursery() as nursery:
-            await self._serve(nursery)
-            # The mount is gone, and with it everybody who waited for an answer.
-            nursery.cancel_scope.cancel()
+            with self._reading:
+                await self._serve(nursery)
+                is_unmounted = True
+                # The mount is gone, and with it everybody who waited for an answer.
+                nursery.cancel_scope.cancel()
+        return is_unmounted
+
+    def stop_reading(self) -> None:
+        """Leave what comes to another process; `run` returns when what was read is answered."""
+        self._reading.cancel()
 
     async def _serve(self, nursery: trio.Nursery) -> None:
         while True:
@@ -194,7 +235,7 @@ class Session:
         try:
             if handler is None:
                 raise OSError(errno.ENOSYS, "not implemented")
-            result = handler(nodeid, body, Caller(unique, uid, gid, pid))
+            result = handler(nodeid, body, Caller(unique & _UNMARKED, uid, gid, pid))
         except OSError as error:
             self._reply_error(unique, error)
             return
@@ -202,7 +243,7 @@ class Session:
             self._reply(unique, result)
         elif result is not None:
             waiting = Waiting(opcode, nodeid, pid, time.monotonic(), trio.CancelScope())
-            self._waiting[unique] = waiting
+            self._waiting[unique & _UNMARKED] = waiting
             nursery.start_soon(self._answer_later, unique, waiting, result)
 
     async def _answer_later(
@@ -219,7 +260,7 @@ class Session:
         except OSError as error:
             self._reply_error(unique, error)
         finally:
-            del self._waiting[unique]
+            del self._waiting[unique & _UNMARKED]
 
     def _reply(self, unique: int, payload: Buffer) -> None:
         header = wire.OUT_HEADER.pack(wire.OUT_HEADER.size + len(payload), 0, unique)
@@ -304,9 +345,10 @@ class Session:
         return b""
 
     def _interrupt(self, _nodeid: int, body: memoryview, _caller: Caller) -> Payload:
-        # Requests are read in order, so one that is not waiting has been answered.
+        # Requests are read in order, so one that is not waiting has been answered;
+        # with one that is sent again its interruption comes again, too.
         (unique,) = wire.INTERRUPT_IN.unpack_from(body)
-        waiting = self._waiting.get(unique)
+        waiting = self._waiting.get(unique & _UNMARKED)
         # Any signal interrupts, also a profiler's timer; but no call on a local
         # disk ever fails with EINTR, and programs do not expect it to.
         if waiting is not None and _is_being_killed(waiting.pid):

@@ -165,8 +165,9 @@ MINOR = 45
 # 64-byte INIT replies that this code relies on (Linux 4.20, with max_pages).
 OLDEST_MINOR = 28
 
-# The only notification in use besides RESEND and INC_EPOCH.
+# The only notifications in use.
 NOTIFY_INVAL_INODE_CODE = 2
+NOTIFY_RESEND_CODE = 7
 
 ROOT_ID = 1
 UNIQUE_RESEND = 1 << 63

@@ -107,8 +107,8 @@ class BackingFiles(Protocol):
     def find(self, file: CacheFile) -> int:
         """The id under which a file is registered, or 0."""
 
-    def register(self, file: CacheFile) -> int:
-        """Register a complete file whose descriptor is open; 0 if the kernel refuses."""
+    async def register(self, file: CacheFile) -> int:
+        """Register a pinned file whose descriptor is open; 0 if the kernel refuses."""
 
 
 class DirectoryBuffer(Protocol):
@@ -146,7 +146,8 @@ class Operations:
     ) -> None:
         self._store = store
         self._directories = directories
-        self._cache = cache
+        self._log = log
+        self.cache = cache
         self._fetcher = fetcher
         self._backing = backing
         self.owner = owner
@@ -154,8 +155,8 @@ class Operations:
         self.inodes = InodeTable(prefix, log, ids_are_inos=ids_are_inos)
         self.handles = HandleTable(log)
         self.counters = ReadCounters()
-        # (directory, name, process) of opens that were told ESTALE and no lookup since.
-        self._told_stale: OrderedDict[tuple[int, str, int], None] = OrderedDict()
+        # (directory, name, process) of opens that were told ESTALE and no lookup since: the node.
+        self._told_stale: OrderedDict[tuple[int, str, int], int] = OrderedDict()
         self._siblings: OrderedDict[str, Siblings] = OrderedDict()
         self._read_buffer = memoryview(bytearray(MAX_READ))
         self._nowait = os.RWF_NOWAIT
@@ -172,7 +173,9 @@ class Operations:
         if text is None or not names.is_expressible(text):
             return Found(None, 0.0) if len(name) <= names.NAME_MAX else _too_long()
         if self._told_stale:
-            self._told_stale.pop((parent_id, text, caller.pid), None)
+            told = self._told_stale.pop((parent_id, text, caller.pid), None)
+            if told is not None:
+                self._log.stale(told, caller.pid, is_told=False)
         directory = self._directories.get(self.inodes.key(parent))
         known = self._directories.lookup_now(directory, text)
         if known is None:
@@ -225,14 +228,21 @@ class Operations:
         if inode.info is None:
             raise OSError(errno.EISDIR, "a directory")
         is_believed = self._is_believed(inode)
-        if inode.is_current and self._backing.is_on and is_believed:
-            file = self._cache.find(inode.info.version)
+        if known := self.handles.opened_by(caller.unique):
+            return self._opened_before(known)
+        if inode.is_current and is_believed:
+            file = self.cache.find(inode.info.version)
             if file is not None and file.is_complete and not inode.served:
                 backing_id = self._backing.find(file)
                 if backing_id:
                     self.counters.hit(file.size)
                     return self._opened_passthrough(inode, file, backing_id, flags, caller)
         return self._waiting(self._open_later(inode, flags, caller, is_believed))
+
+    def _opened_before(self, fh: int) -> Opened:
+        """An open that the last process had logged, but not answered."""
+        backing_id = self.handles.files[fh].backing_id
+        return Opened(fh, keep_cache=bool(backing_id), backing_id=backing_id)
 
     def _is_believed(self, inode: Inode) -> bool:
         """Whether the node may be opened without asking the bucket what its name stands for."""
@@ -249,22 +259,23 @@ class Operations:
         if not inode.is_current:
             return await self._open_elsewhere(inode, flags, caller)
         assert inode.info is not None
-        file = self._cache.pin(inode.info.version)
+        file = self.cache.pin(inode.info.version)
         try:
             is_whole = await self._prepare(inode, inode.info, file)
+            # A file that is not whole is registered for its lock, which the
+            # kernel keeps when this process dies: nobody evicts it then.
+            backing_id = await self._backing.register(file) if file.fd >= 0 else 0
             if not inode.is_current:
                 return await self._open_elsewhere(inode, flags, caller)
-            if is_whole and self._backing.is_on:
-                if inode.served and not self._was_told_stale(inode, caller):
+            if is_whole and backing_id:
+                if not inode.served:
+                    return self._opened_passthrough(inode, file, backing_id, flags, caller)
+                if not self._was_told_stale(inode, caller):
                     self.inodes.supersede(inode)
                     return await self._open_elsewhere(inode, flags, caller)
-                if not inode.served:
-                    backing_id = self._backing.register(file)
-                    if backing_id:
-                        return self._opened_passthrough(inode, file, backing_id, flags, caller)
             return self._opened_served(inode, file, flags, caller, keep_cache=True)
         finally:
-            self._cache.unpin(file)
+            self.cache.unpin(file)
 
     async def _ask_again(self, inode: Inode) -> None:
         """Ask what the name stands for now; if for something else, the inode is current no more."""
@@ -290,7 +301,8 @@ class Operations:
             OSError: ESTALE, for the kernel to look the name up again.
         """
         if not self._was_told_stale(inode, caller):
-            self._told_stale[self._stale_key(inode, caller)] = None
+            self._told_stale[self._stale_key(inode, caller.pid)] = inode.nodeid
+            self._log.stale(inode.nodeid, caller.pid, is_told=True)
             while len(self._told_stale) > MOST_STALE:
                 self._told_stale.popitem(last=False)
             raise OSError(errno.ESTALE, "the name stands for something else now")
@@ -306,12 +318,12 @@ class Operations:
             OSError: ESTALE, neither is possible.
         """
         assert inode.info is not None
-        file = self._cache.pin(inode.info.version)
+        file = self.cache.pin(inode.info.version)
         try:
-            if file.is_complete and await self._cache.ensure_open(file) and file.is_complete:
-                return self._opened_either_way(inode, file, flags, caller, keep_cache=True)
+            if file.is_complete and await self.cache.ensure_open(file) and file.is_complete:
+                return await self._opened_either_way(inode, file, flags, caller, keep_cache=True)
         finally:
-            self._cache.unpin(file)
+            self.cache.unpin(file)
         info = await self._current_info(inode)
         if inode.is_open or info is None:
             raise OSError(errno.ESTALE, "the object has been replaced while it was open")
@@ -319,12 +331,12 @@ class Operations:
         if is_new:
             self.inodes.replace_version(inode, info)
             self.invalidate_attributes(inode.nodeid)
-        file = self._cache.pin(info.version)
+        file = self.cache.pin(info.version)
         try:
             await self._prepare(inode, info, file)
-            return self._opened_either_way(inode, file, flags, caller, keep_cache=not is_new)
+            return await self._opened_either_way(inode, file, flags, caller, keep_cache=not is_new)
         finally:
-            self._cache.unpin(file)
+            self.cache.unpin(file)
 
     async def _current_info(self, inode: Inode) -> ObjectInfo | None:
         assert inode.info is not None
@@ -341,7 +353,7 @@ class Operations:
         """
         if not info.size:
             return False
-        if not self._cache.is_new(file) and not await self._cache.ensure_open(file):
+        if not self.cache.is_new(file) and not await self.cache.ensure_open(file):
             await self._ask_again(inode)
             return False
         if info.size <= SMALL:
@@ -371,18 +383,24 @@ class Operations:
         self.inodes.supersede(inode)
 
     def _was_told_stale(self, inode: Inode, caller: Caller) -> bool:
-        return self._stale_key(inode, caller) in self._told_stale
+        return self._stale_key(inode, caller.pid) in self._told_stale
 
-    def _stale_key(self, inode: Inode, caller: Caller) -> tuple[int, str, int]:
-        return (inode.parent.nodeid if inode.parent is not None else 0, inode.name, caller.pid)
+    def recall_stale(self, nodeid: int, pid: int) -> None:
+        """A process that was told ESTALE, and may have no name to look up."""
+        inode = self.inodes.find(nodeid)
+        if inode is not None:
+            self._told_stale[self._stale_key(inode, pid)] = nodeid
 
-    def _opened_either_way(
+    def _stale_key(self, inode: Inode, pid: int) -> tuple[int, str, int]:
+        return (inode.parent.nodeid if inode.parent is not None else 0, inode.name, pid)
+
+    async def _opened_either_way(
         self, inode: Inode, file: CacheFile, flags: int, caller: Caller, *, keep_cache: bool
     ) -> Opened:
         """Open in the mode that the node is in, or in the better one if it is in none."""
-        if file.is_complete and file.size and self._backing.is_on and not inode.served:
-            backing_id = self._backing.register(file)
-            if backing_id:
+        if file.is_complete and file.size and not inode.served:
+            backing_id = await self._backing.register(file)
+            if backing_id and not inode.served:
                 return self._opened_passthrough(inode, file, backing_id, flags, caller)
         return self._opened_served(inode, file, flags, caller, keep_cache=keep_cache)
 
@@ -390,7 +408,7 @@ class Operations:
         self, inode: Inode, file: CacheFile, backing_id: int, flags: int, caller: Caller
     ) -> Opened:
         assert inode.info is not None
-        self._cache.pin_again(file)
+        self.cache.pin_again(file)
         handle = self.handles.open_file(
             inode, inode.info.version, file, backing_id, flags, caller.unique
         )
@@ -406,7 +424,7 @@ class Operations:
             if not backing_id:
                 raise OSError(errno.ESTALE, "the node is open for passthrough")
             return self._opened_passthrough(inode, file, backing_id, flags, caller)
-        self._cache.pin_again(file)
+        self.cache.pin_again(file)
         handle = self.handles.open_file(inode, inode.info.version, file, 0, flags, caller.unique)
         if not file.is_complete:
             handle.window = Window(self._fetcher, file)
@@ -421,7 +439,7 @@ class Operations:
             if was_there:
                 return
             order = self._known_files(self._directories.get(prefix))
-            siblings = self._siblings[prefix] = Siblings(self._fetcher, self._cache, order)
+            siblings = self._siblings[prefix] = Siblings(self._fetcher, self.cache, order)
             while len(self._siblings) > 64:
                 self._siblings.popitem(last=False)[1].close()
         siblings.opened(info, was_there=was_there)
@@ -483,7 +501,7 @@ class Operations:
 
     async def _read_later(self, handle: FileHandle, offset: int, stop: int) -> bytes | bytearray:
         file = handle.file
-        self._cache.pin_again(file)  # the handle may be released before the answer is there
+        self.cache.pin_again(file)  # the handle may be released before the answer is there
         try:
             if file.is_kept:
                 try:
@@ -498,7 +516,7 @@ class Operations:
             self._forget_listing(handle.inode)
             raise
         finally:
-            self._cache.unpin(file)
+            self.cache.unpin(file)
 
     async def _read_kept(self, handle: FileHandle, offset: int, stop: int) -> bytes:
         file = handle.file
@@ -507,14 +525,14 @@ class Operations:
             if handle.window is not None:
                 handle.window.reads(offset, stop)
             await self._fetcher.wait_for(file, offset, stop)
-        elif not await self._cache.ensure_open(file):
+        elif not await self.cache.ensure_open(file):
             raise NotKeptError
         try:
             return await trio.to_thread.run_sync(
                 read_fully, file.fd, offset, stop - offset, limiter=self._disk
             )
         except OSError as error:
-            self._cache.refuse(file, error)
+            self.cache.refuse(file, error)
             raise NotKeptError from error
 
     async def _read_unkept(self, handle: FileHandle, offset: int, stop: int) -> bytearray:
@@ -534,7 +552,7 @@ class Operations:
             return
         if handle.window is not None:
             handle.window.close()
-        self._cache.unpin(handle.file)
+        self.cache.unpin(handle.file)
 
     # Directories
 
@@ -546,6 +564,8 @@ class Operations:
     def opendir(self, nodeid: int, caller: Caller) -> tuple[DirectoryHandle, bool]:
         """Open a directory; also tell whether what the kernel has cached of it still holds."""
         inode = self._directory(nodeid)
+        if known := self.handles.opened_by(caller.unique):
+            return self.handles.directories[known], False
         directory = self._directories.get(self.inodes.key(inode))
         is_cached = inode.streamed_generation == directory.generation and directory.is_complete(
             time.monotonic()
@@ -688,9 +708,12 @@ class Operations:
 
     async def retell(self, log: NodeLog) -> None:
         """Write every inode and handle to a new log, a few at a time."""
+        self.tell_table(log)
         for index, inode in enumerate(self.inodes.all()):
             if inode.parent is not None and self.inodes.find(inode.nodeid) is inode:
                 log.node(inode)
+                if not inode.is_current:
+                    log.superseded(inode.nodeid)
             if index % 200 == 0:
                 await trio.lowlevel.checkpoint()
         for handle in list(self.handles.files.values()):
@@ -698,6 +721,10 @@ class Operations:
                 self.handles.tell_file(handle)
         for directory in list(self.handles.directories.values()):
             self.handles.tell_directory(directory)
+
+    def tell_table(self, log: NodeLog) -> None:
+        """Put on record which numbers may have been used, and when the mount was made."""
+        log.table(self.inodes.next_id, self.handles.next_fh, self.mounted_ns)
 
     def _directory(self, nodeid: int) -> Inode:
         inode = self.inodes.get(nodeid)

@@ -1,0 +1,181 @@
+"""How a daemon gets its mount, and what it leaves to the next one.
+
+A mount under the kernel session outlives its daemons. The keeper
+(kernel/keeper.py) starts each of them and says what there is to do:
+
+- *fresh*: nothing is mounted. Check everything, then have it mounted.
+- *take over*: the last daemon died. Take the descriptor, read its journal, go
+  on. Nothing asks the bucket before requests are answered.
+- *prepare*: an upgrade. The last daemon still serves; check everything, and
+  read its journal as a trial. What fails now fails without harm.
+
+When keeper and clerk are both gone, the daemon starts a keeper itself; as an
+ordinary user's process that one cannot register files, which `status` shows.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import trio
+
+from fusefs import launch, mounts
+from fusefs.kernel import mount
+from fusefs.kernel.keeper_wire import FRESH, PREPARE
+from fusefs.kernel.keeping import KeeperError, Keeping, Taken
+from fusefs.kernel.mount import MountError, MountRequest
+from fusefs.posix.journal import Journal
+from fusefs.posix.replay import KernelState, UnusableJournalError, replay
+from fusefs.settings import MountSettings
+
+logger = logging.getLogger("fusefs.handover")
+
+Result = TypeVar("Result")
+
+REVIVE_PAUSE_S = 1.0
+
+
+class TakeOverError(Exception):
+    """The mount cannot be taken over; the message is for the log."""
+
+
+class Handover:
+    """One daemon's dealings with its keeper. Use `begin`."""
+
+    def __init__(self, settings: MountSettings, keeping: Keeping, state: int, died_ns: int) -> None:
+        self._settings = settings
+        self.keeping = keeping
+        self._state = state
+        self.died_ns = died_ns
+        self.is_privileged = False
+        self.fd = -1
+        self.taken: Taken | None = None
+        # What another keeper has to know, and what is to be done when it is there.
+        self.table: Callable[[], list[tuple[int, int]]] = list
+        self.on_revival: Callable[[Keeping], None] = lambda _keeping: None
+
+    @classmethod
+    async def begin(cls, settings: MountSettings) -> Handover:
+        """Say hello to the keeper that has started this process.
+
+        Raises:
+            KeeperError: there is none.
+        """
+        keeping = Keeping.from_environment()
+        if keeping is None:
+            raise KeeperError("the daemon is started by `fusefs mount`, through a keeper")
+        welcome = await keeping.hello()
+        handover = cls(settings, keeping, welcome.state, welcome.died_ns)
+        handover.is_privileged = welcome.is_privileged
+        return handover
+
+    @property
+    def is_fresh(self) -> bool:
+        return self._state == FRESH
+
+    @property
+    def checks_first(self) -> bool:
+        """Whether somebody waits to hear what is wrong, rather than for answers."""
+        return self._state in (FRESH, PREPARE)
+
+    @property
+    def _directory(self) -> Path:
+        """The mount's state directory."""
+        name = mounts.mount_directory(self._settings.mountpoint).name
+        return self._settings.cache_dir / "mounts" / name
+
+    def remember(self, cache: str) -> None:
+        """Put the name of the mount's part of the cache on record. Blocks shortly."""
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (self._directory / "cache").write_text(cache)
+
+    def recall(self) -> str:
+        """The name that was put on record.
+
+        Raises:
+            TakeOverError: there is none.
+        """
+        try:
+            return (self._directory / "cache").read_text()
+        except OSError as error:
+            raise TakeOverError(f"what the last daemon knew can't be read: {error}") from error
+
+    async def take(self) -> None:
+        """Get hold of a mount that exists; of an upgrade's, when its daemon has finished.
+
+        Raises:
+            TakeOverError: the journal can't be used.
+        """
+        if self._state == PREPARE:
+            await self._read(replay)
+            self.keeping.prepared()
+        self.taken = await self.keeping.take()
+        self.fd = self.taken.fd
+        if self.taken.lingers:
+            logger.warning("the last daemon is still in the kernel, its disk may be stuck")
+
+    async def mount(self) -> None:
+        """Have the bucket mounted.
+
+        Raises:
+            MountError: with one sentence that says why.
+        """
+        settings = self._settings
+        if self.is_privileged:
+            try:
+                self.fd = await self.keeping.mount()
+            except OSError as error:
+                raise MountError(
+                    f"can't mount on {settings.mountpoint}: {error.strerror}"
+                ) from error
+            os.set_blocking(self.fd, False)
+            return
+        request = MountRequest(
+            str(settings.source), settings.mountpoint, settings.allow_other, settings.read_only
+        )
+        self.fd = await trio.to_thread.run_sync(mount.mount_by_helper, request)
+        self.keeping.deposit(self.fd)
+
+    async def open_journal(self) -> tuple[Journal, KernelState | None]:
+        """A new journal, or the last daemon's and what it tells.
+
+        Raises:
+            TakeOverError: the last daemon's can't be used.
+        """
+        if self.taken is None:
+            return Journal(self._directory / "journal"), None
+        return await self._read(Journal.resume)
+
+    async def _read(self, function: Callable[[Path], Result]) -> Result:
+        try:
+            return await trio.to_thread.run_sync(function, self._directory / "journal")
+        except (OSError, UnusableJournalError) as error:
+            raise TakeOverError(f"what the last daemon knew can't be read: {error}") from error
+
+    async def keep(self, in_flight: Callable[[], int]) -> None:
+        """Tick for the keeper, and put another one in its place when it is gone."""
+        while True:
+            await self.keeping.run(in_flight)
+            logger.warning("the keeper is gone: starting another")
+            await trio.sleep(REVIVE_PAUSE_S)
+            await self._revive()
+
+    async def _revive(self) -> None:
+        ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with its:
+            try:
+                await trio.to_thread.run_sync(
+                    launch.revive_keeper, self._settings, self.fd, its.fileno(), self.table()
+                )
+            except OSError as error:
+                logger.warning("no keeper can be started: %s", error)
+        quiesced = self.keeping.quiesced
+        self.keeping = Keeping(ours)
+        self.keeping.quiesced = quiesced
+        self.keeping.serving(has_resend=True)
+        self.on_revival(self.keeping)

@@ -1,0 +1,48 @@
+"""Going on where another process ended: its nodes and open handles, from the journal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import trio
+
+from fusefs.posix import records
+from fusefs.posix.operations import Operations
+from fusefs.posix.records import LoggedHandle
+from fusefs.posix.replay import KernelState
+
+Backing = Mapping[int, tuple[int, int]]
+
+
+async def restore(operations: Operations, state: KernelState, backing: Backing) -> None:
+    """Take up what the kernel holds.
+
+    `backing` are the files that the kernel reads by itself, as {id: (st_dev,
+    st_ino)}: such a file was whole, also where the catalog had not heard of it.
+    """
+    operations.inodes.restore(state)
+    if state.mounted_ns:
+        operations.mounted_ns = state.mounted_ns
+    for index, logged in enumerate(state.handles.values()):
+        await _restore_handle(operations, logged, backing)
+        if index % 200 == 0:
+            await trio.lowlevel.checkpoint()
+    for nodeid, pid in state.stale:
+        operations.recall_stale(nodeid, pid)
+    operations.inodes.prune()
+    operations.handles.go_on_from(state.next_fh)
+
+
+async def _restore_handle(operations: Operations, logged: LoggedHandle, backing: Backing) -> None:
+    inode = operations.inodes.find(logged.nodeid)
+    if inode is None:
+        return  # its RELEASE comes, and is answered
+    if inode.info is None:
+        operations.handles.restore_directory(logged, inode)
+        return
+    cache = operations.cache
+    file = cache.pin(inode.info.version)
+    if logged.mode == records.PASSTHROUGH:
+        _, st_ino = backing.get(logged.backing_id, (0, 0))
+        await cache.trust(file, st_ino)
+    operations.handles.restore_file(logged, inode, file)

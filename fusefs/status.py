@@ -1,0 +1,80 @@
+"""What a daemon tells about itself when `fusefs status` asks."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import fusefs
+
+if TYPE_CHECKING:
+    from fusefs.daemon import Daemon
+
+
+def collect(daemon: Daemon) -> dict[str, Any]:
+    """The daemon's facts: bytes, seconds and counts, by section."""
+    settings = daemon.settings
+    session = daemon.session
+    assert session is not None
+    return {
+        "version": fusefs.__version__,
+        "mountpoint": str(settings.mountpoint),
+        "source": str(settings.source),
+        "read_only": settings.read_only,
+        "session": session.name,
+        "passthrough": {"on": daemon.backing.is_on, "why": daemon.backing.why},
+        "survival": dict(zip(("on", "why"), session.survival, strict=True)),
+        "cache": _cache(daemon),
+        "s3": daemon.store.counters(),
+        "metadata": {
+            "ttl_s": None if math.isinf(settings.metadata_ttl) else settings.metadata_ttl,
+            "directories": len(daemon.directories),
+            "nodes": len(daemon.operations.inodes),
+            "hidden_keys": daemon.directories.hidden.count,
+        },
+        "requests": {
+            "total": session.requests,
+            "waiting": len(session.waiting),
+            "downloads": daemon.fetcher.under_way,
+        },
+        "daemon": _process(daemon),
+    }
+
+
+def _cache(daemon: Daemon) -> dict[str, Any]:
+    counters = daemon.operations.counters
+    return {
+        "directory": str(daemon.cache.directory),
+        "used_bytes": daemon.space.used,
+        "limit_bytes": daemon.space.limit,
+        "files": len(daemon.cache),
+        "hits": counters.hits,
+        "hit_bytes": counters.hit_bytes,
+        "misses": counters.misses,
+        "miss_bytes": counters.miss_bytes,
+        "evicted_files": daemon.cache.evicted,
+        "warning": daemon.cache.warning,
+    }
+
+
+def _process(daemon: Daemon) -> dict[str, Any]:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    resident = _resident_bytes()
+    return {
+        "pid": os.getpid(),
+        "uid": os.geteuid(),
+        "rss_bytes": resident,
+        # The kernel brings the peak up to date only now and then.
+        "peak_rss_bytes": max(resident, used.ru_maxrss << 10),
+        "cpu_s": used.ru_utime + used.ru_stime,
+        "uptime_s": time.monotonic() - daemon.started,
+    }
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
