@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import pwd
@@ -22,6 +23,7 @@ import pytest
 from fusefs import control, mounts
 from tests.conftest import Bucket
 from tests.support import survival_data as data
+from tests.support.cgroup import memory_group
 from tests.support.mounting import Mount, fusefs
 from tests.support.ordinary_user import runnable_by_all
 from tests.support.s3_server import S3Server
@@ -286,6 +288,125 @@ def test_a_mount_that_lost_everything_is_made_anew(survival: Mount) -> None:
 def children_of(pid: int) -> list[int]:
     text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
     return [int(child) for child in text.split()]
+
+
+def test_daemons_that_the_kernel_kills_for_memory_are_replaced(survival: Mount) -> None:
+    with memory_group("fusefs-test-oom") as group, survivors(survival):
+        if group is None:
+            pytest.skip("no memory cgroup can be made here")
+        for _ in range(3):
+            victim = serving_pid(survival)
+            group.add(victim)
+            group.limit(1 << 20)
+            # What it has stays charged elsewhere, so a megabyte more is the end.
+            wait_until(lambda old=victim: serving_pid(survival) != old, "it was not killed")
+            group.limit(1 << 40)
+    assert "signal 9" in keeper_status(survival)["last_reason"]
+
+
+def test_daemons_that_are_killed_under_memory_pressure_go_unnoticed(survival: Mount) -> None:
+    with memory_group("fusefs-test-pressure") as group, survivors(survival):
+        if group is None:
+            pytest.skip("no memory cgroup can be made here")
+
+        def blow() -> None:
+            signal_daemon(survival, signal.SIGKILL)
+            group.add(serving_pid(survival))
+            group.limit(24 << 20)
+
+        storm(blow)
+        group.limit(1 << 40)
+        serving_pid(survival)
+
+
+@states("A mount whose kernel cannot send requests again is aborted when its daemon dies.")
+def test_without_resend_the_death_of_the_daemon_is_an_error_and_no_hang(
+    filled: Bucket, mounter_of: Mounter
+) -> None:
+    mount = mounter_of(filled, FUSEFS_TEST="no-resend")
+    status = mount.status()
+    assert not status["survival"]["on"]
+    with open(mount.path / data.small_name(1), "rb"):
+        os.kill(status["daemon"]["pid"], signal.SIGKILL)
+        expect_not_connected(mount)
+    mount.start()
+    assert (mount.path / data.small_name(1)).read_bytes() == data.small(1)
+
+
+@states(
+    "A mount that nobody serves for the longest pause is aborted: calls that wait fail with"
+    " ECONNABORTED and later ones with ENOTCONN, as the kernel has it, so nobody waits for ever."
+)
+def test_a_pause_has_an_end(filled: Bucket, mounter_of: Mounter) -> None:
+    mount = mounter_of(filled, FUSEFS_MAX_PAUSE="2s")
+    serving = mount.status()["daemon"]["pid"]
+    os.kill(serving, signal.SIGSTOP)  # so that its request has been read when it dies
+    reader = subprocess.Popen(
+        ["cat", mount.path / data.large_name(1)], stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while reader.poll() is None:
+            assert time.monotonic() < deadline, "the reader waits for ever"
+            with contextlib.suppress(control.ControlError):
+                signal_daemon(mount, signal.SIGKILL)
+            time.sleep(0.005)
+    finally:
+        reader.kill()
+    assert os.strerror(errno.ECONNABORTED) in reader.communicate()[1]
+    expect_not_connected(mount)
+
+
+def expect_not_connected(mount: Mount) -> None:
+    def is_dead() -> bool:
+        try:
+            os.statvfs(mount.path)
+        except OSError as error:
+            return error.errno == errno.ENOTCONN
+        return False
+
+    wait_until(is_dead, "the mount was not given up")
+
+
+@states("A mount of the pyfuse3 session ends with its daemon.")
+def test_a_mount_of_the_pyfuse3_session_ends_with_its_daemon(
+    filled: Bucket, mounter_of: Mounter
+) -> None:
+    mount = mounter_of(filled, FUSEFS_SESSION="pyfuse3")
+    status = mount.status()
+    assert status["survival"] == {
+        "on": False, "why": "a mount of the pyfuse3 session ends with its daemon"
+    }  # fmt: skip
+    assert "ends with its daemon" in fusefs("status", mount.path).stdout
+    os.kill(status["daemon"]["pid"], signal.SIGKILL)
+    expect_not_connected(mount)
+
+
+Mounter = Callable[..., Mount]
+
+
+@pytest.fixture
+def mounter_of(tmp_path: Path) -> Iterator[Mounter]:
+    """Mounts a bucket with variables in the environment; what is left is cleaned up."""
+    if os.geteuid() or not os.path.exists("/dev/fuse"):
+        pytest.skip("needs root and /dev/fuse")
+    made: list[Mount] = []
+
+    def mount(bucket: Bucket, **environment: str) -> Mount:
+        path = tmp_path / f"mnt{len(made)}"
+        path.mkdir()
+        new = Mount(
+            f"s3://{bucket.name}/", path, tmp_path / "cache", bucket.server.endpoint_url,
+            bucket.server.environment | environment, tmp_path / "log",
+        )  # fmt: skip
+        made.append(new)
+        new.start()
+        return new
+
+    yield mount
+    for one in made:
+        one.clean_up()
 
 
 def test_the_daemon_of_root_s_mount_is_an_ordinary_user_s(filled: Bucket, tmp_path: Path) -> None:

@@ -55,6 +55,8 @@ MAX_PAGES = 256
 # Requests between two checkpoints: about 2 ms of them.
 BATCH = 64
 FOREVER_S = 1 << 40
+# Has tests and measurements do without something: "no-resend", "no-journal".
+TEST_VARIABLE = "FUSEFS_TEST"
 
 _WANTED = (
     Init.ASYNC_READ
@@ -332,6 +334,8 @@ class Session:
         wanted = _WANTED | (Init.INIT_EXT if flags & Init.INIT_EXT else 0)
         if self._max_stack_depth:
             wanted |= Init.PASSTHROUGH
+        if "no-resend" in os.environ.get(TEST_VARIABLE, ""):
+            wanted &= ~Init.HAS_RESEND
         self.negotiated = Init(flags & wanted)
         answer = wire.INIT_OUT.pack(
             wire.MAJOR, wire.MINOR, max_readahead, self.negotiated & 0xFFFFFFFF,
