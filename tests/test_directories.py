@@ -6,10 +6,12 @@ import math
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
+import pytest
 import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fusefs.posix import directories as directories_module
 from fusefs.posix.directories import Directories
 from fusefs.posix.names import is_expressible, position
 from fusefs.posix.segments import ABSENT, Entry
@@ -150,6 +152,20 @@ def test_looking_up_every_file_costs_a_request_a_page_at_most() -> None:
                 assert isinstance(entry, ObjectInfo)
         assert bucket.lists + bucket.heads <= 40
 
+    trio.run(check)
+
+
+def test_listings_hold_no_more_entries_than_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def check() -> None:
+        folders = [f"p{number}/" for number in range(5)]
+        keys = [f"{folder}{number:04}" for folder in folders for number in range(1000)]
+        async with listings(Bucket(keys, 100)) as directories:
+            for folder in folders:
+                assert len(await stream(directories, folder)) == 1000
+                held = [one for prefix in folders for one in directories.get(prefix).segments]
+                assert sum(len(one.entries) for one in held) <= 700
+
+    monkeypatch.setattr(directories_module, "MAX_ENTRIES", 700)
     trio.run(check)
 
 

@@ -155,6 +155,11 @@ def _inos(tree: Mount) -> dict[str, int]:
 
 
 @states("Inode numbers are a stable hash of the key, the same at any time and on any machine.")
+def test_inode_numbers_are_these_wherever_it_is_mounted(tree: Mount) -> None:
+    assert os.stat(tree.path / "a" / "one").st_ino == 3485176655373686114
+    assert os.stat(tree.path / "a").st_ino == 1045322673537638017
+
+
 def test_inode_numbers_stay_when_the_kernel_has_forgotten_them(tree: Mount) -> None:
     first = _inos(tree)
     nodes = tree.status()["metadata"]["nodes"]
