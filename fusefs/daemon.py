@@ -18,6 +18,7 @@ what, and for how long.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import hashlib
 import json
 import logging
@@ -213,6 +214,9 @@ class Daemon:
         assert handover is not None
         if handover.is_fresh:
             await handover.mount()
+        else:
+            # A million restored nodes are looked through once, by the restoring.
+            gc.disable()
         log, state = await handover.open_journal()
         passthrough = self._passthrough(handover)
         depth = mount.stack_depth(settings.cache_dir) if passthrough is not None else 0
@@ -233,6 +237,8 @@ class Daemon:
                     whole = await self.cache.whole_files(inodes)
                     passthrough.take_over(registered, operations.handles, whole)
                 session.adopt(state.init_out)
+            gc.freeze()
+            gc.enable()
             if passthrough is not None:
                 await passthrough.turn_on(session.has_passthrough, self.cache.directory)
             nursery.start_soon(self._leave_when_told, handover, session)
