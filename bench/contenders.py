@@ -143,7 +143,7 @@ class Fusefs(Mount):
             self._clear()
 
     def _end(self) -> None:
-        pid = self.daemon_pid()
+        pid = self._pid("daemon")
         try:
             self._run("umount", str(self.root))
         except BenchError:
@@ -153,7 +153,8 @@ class Fusefs(Mount):
             processes.wait_gone(pid)
 
     def usage(self) -> Usage | None:
-        pid = self.daemon_pid()
+        # The daemon is a child of its keeper, where it has one.
+        pid = self._pid("keeper") or self._pid("daemon")
         return None if pid is None else processes.usage_of(pid)
 
     def requests(self) -> dict[str, int]:
@@ -164,10 +165,10 @@ class Fusefs(Mount):
             if name in counts
         }
 
-    def daemon_pid(self) -> int | None:
-        """The daemon's process; None if there is none that answers."""
+    def _pid(self, process: str) -> int | None:
+        """One of the mount's processes, by its name in the status; None if it has none."""
         try:
-            return int(self._status()["daemon"]["pid"])
+            return int(self._status()[process]["pid"])
         except (BenchError, KeyError):
             return None
 
@@ -176,7 +177,7 @@ class Fusefs(Mount):
         found: list[int] = []
 
         def is_new() -> bool:
-            pid = self.daemon_pid()
+            pid = self._pid("daemon")
             if pid is not None and pid != other_than:
                 found.append(pid)
             return bool(found)
