@@ -32,7 +32,7 @@ import mmap
 import os
 import signal
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,11 +40,11 @@ from typing import Any
 import trio
 
 from fusefs.kernel import wire
+from fusefs.kernel.handlers import Buffer, Handler, Handlers, Payload
 from fusefs.kernel.libc import lock_memory
-from fusefs.kernel.wire import Fopen, Init, Opcode
-from fusefs.posix.inodes import Inode
+from fusefs.kernel.wire import Init, Opcode
 from fusefs.posix.journal import NodeLog
-from fusefs.posix.operations import Caller, Found, Opened, Operations
+from fusefs.posix.operations import Caller, Operations
 
 logger = logging.getLogger("fusefs.session")
 
@@ -54,7 +54,6 @@ BUFFER_SIZE = MAX_WRITE + 4096
 MAX_PAGES = 256
 # Requests between two checkpoints: about 2 ms of them.
 BATCH = 64
-FOREVER_S = 1 << 40
 # Has tests and measurements do without something: "no-resend", "no-journal".
 TEST_VARIABLE = "FUSEFS_TEST"
 
@@ -73,17 +72,6 @@ _WANTED = (
 )
 # Without these the file system would not be what it promises.
 _NEEDED = Init.PARALLEL_DIROPS | Init.MAX_PAGES | Init.DO_READDIRPLUS
-
-_CHANGING = (
-    Opcode.SETATTR, Opcode.SYMLINK, Opcode.MKNOD, Opcode.MKDIR, Opcode.UNLINK, Opcode.RMDIR,
-    Opcode.RENAME, Opcode.RENAME2, Opcode.LINK, Opcode.WRITE, Opcode.SETXATTR,
-    Opcode.REMOVEXATTR, Opcode.CREATE, Opcode.FALLOCATE, Opcode.COPY_FILE_RANGE, Opcode.TMPFILE,
-)  # fmt: skip
-
-Buffer = bytes | bytearray | memoryview
-Payload = Buffer | None  # None: no reply is due
-Result = Payload | Coroutine[Any, Any, Payload]
-
 
 _UNMARKED = wire.UNIQUE_RESEND - 1
 
@@ -133,7 +121,10 @@ class Session:
         self._reading = trio.CancelScope()
         self.negotiated = Init(0)
         self.requests = 0
-        self._handlers = self._handler_table()
+        self._handlers: dict[int, Handler] = Handlers(operations).table | {
+            Opcode.DESTROY: self._destroy,
+            Opcode.INTERRUPT: self._interrupt,
+        }
         operations.invalidate_attributes = self.invalidate_attributes
 
     @property
@@ -296,30 +287,6 @@ class Session:
         except OSError as error:
             self._note_lost_reply(error)
 
-    def _handler_table(self) -> dict[int, Callable[[int, memoryview, Caller], Result]]:
-        table: dict[int, Callable[[int, memoryview, Caller], Result]] = {
-            Opcode.DESTROY: self._destroy,
-            Opcode.INTERRUPT: self._interrupt,
-            Opcode.LOOKUP: self._lookup,
-            Opcode.FORGET: self._forget,
-            Opcode.BATCH_FORGET: self._batch_forget,
-            Opcode.GETATTR: self._getattr,
-            Opcode.OPEN: self._open,
-            Opcode.READ: self._read,
-            Opcode.FLUSH: self._flush,
-            Opcode.RELEASE: self._release,
-            Opcode.OPENDIR: self._opendir,
-            Opcode.READDIR: self._readdir,
-            Opcode.READDIRPLUS: self._readdirplus,
-            Opcode.RELEASEDIR: self._releasedir,
-            Opcode.STATFS: self._statfs,
-            Opcode.GETXATTR: self._getxattr,
-            Opcode.LISTXATTR: self._listxattr,
-            Opcode.IOCTL: _refuse_ioctl,
-        }
-        table.update(dict.fromkeys(_CHANGING, _refuse_change))
-        return table
-
     # The session itself
 
     def _init(self, body: memoryview) -> bytes:
@@ -359,173 +326,6 @@ class Session:
             waiting.scope.cancel()
         return None
 
-    # Names
-
-    def _lookup(self, nodeid: int, body: memoryview, caller: Caller) -> Result:
-        answer = self._operations.lookup(nodeid, bytes(body[:-1]), caller)
-        if isinstance(answer, Found):
-            return self._entry(answer)
-        return self._when_there(answer, self._entry)
-
-    def _entry(self, found: Found) -> bytes:
-        if found.inode is None:
-            if not found.valid_s:
-                raise OSError(errno.ENOENT, "no such name")
-            seconds, rest = _valid(found.valid_s)
-            return wire.ENTRY_OUT_HEAD.pack(0, 0, seconds, 0, rest, 0) + bytes(wire.ATTR.size)
-        return self._packed_entry(found.inode, found.valid_s)
-
-    def _packed_entry(self, inode: Inode, valid_s: float) -> bytes:
-        seconds, rest = _valid(valid_s)
-        head = wire.ENTRY_OUT_HEAD.pack(inode.nodeid, 0, seconds, seconds, rest, rest)
-        return head + (inode.packed or self._pack(inode))
-
-    def _pack(self, inode: Inode) -> bytes:
-        """Pack the attributes of an inode, and keep them with it."""
-        shown = self._operations.attributes(inode)
-        seconds, rest = divmod(shown.mtime_ns, 1_000_000_000)
-        inode.packed = wire.ATTR.pack(
-            shown.ino, shown.size, -(-shown.size // 512), seconds, seconds, seconds,
-            rest, rest, rest, shown.mode, shown.nlink, shown.uid, shown.gid, 0, 4096, 0,
-        )  # fmt: skip
-        return inode.packed
-
-    def _forget(self, nodeid: int, body: memoryview, _caller: Caller) -> Payload:
-        self._operations.forget(nodeid, wire.FORGET_IN.unpack_from(body)[0])
-        return None
-
-    def _batch_forget(self, _nodeid: int, body: memoryview, _caller: Caller) -> Payload:
-        count, _ = wire.BATCH_FORGET_IN.unpack_from(body)
-        for index in range(count):
-            at = wire.BATCH_FORGET_IN.size + index * wire.FORGET_ONE.size
-            self._operations.forget(*wire.FORGET_ONE.unpack_from(body, at))
-        return None
-
-    def _getattr(self, nodeid: int, _body: memoryview, _caller: Caller) -> Payload:
-        inode, valid_s = self._operations.getattr(nodeid)
-        seconds, rest = _valid(valid_s)
-        return wire.ATTR_OUT_HEAD.pack(seconds, rest, 0) + (inode.packed or self._pack(inode))
-
-    # Files
-
-    def _open(self, nodeid: int, body: memoryview, caller: Caller) -> Result:
-        flags, _ = wire.OPEN_IN.unpack_from(body)
-        answer = self._operations.open(nodeid, flags, caller)
-        if isinstance(answer, Opened):
-            return _open_out(answer)
-        return self._when_there(answer, _open_out)
-
-    def _read(self, _nodeid: int, body: memoryview, _caller: Caller) -> Result:
-        fh, offset, size, *_ = wire.READ_IN.unpack_from(body)
-        return self._operations.read(fh, offset, size)
-
-    def _flush(self, _nodeid: int, _body: memoryview, _caller: Caller) -> Payload:
-        return b""  # nothing was written
-
-    def _release(self, _nodeid: int, body: memoryview, _caller: Caller) -> Payload:
-        self._operations.release(wire.RELEASE_IN.unpack_from(body)[0])
-        return b""
-
-    # Directories
-
-    def _opendir(self, nodeid: int, _body: memoryview, caller: Caller) -> Payload:
-        handle, is_cached = self._operations.opendir(nodeid, caller)
-        flags = 0
-        if self._operations.may_cache_directories:
-            flags = Fopen.CACHE_DIR | (Fopen.KEEP_CACHE if is_cached else 0)
-        return wire.OPEN_OUT.pack(handle.fh, flags, 0)
-
-    def _readdir(self, _nodeid: int, body: memoryview, _caller: Caller) -> Result:
-        return self._read_directory(body, is_plus=False)
-
-    def _readdirplus(self, _nodeid: int, body: memoryview, _caller: Caller) -> Result:
-        return self._read_directory(body, is_plus=True)
-
-    def _read_directory(self, body: memoryview, *, is_plus: bool) -> Result:
-        fh, offset, size, *_ = wire.READ_IN.unpack_from(body)
-        buffer = _Entries(self, size, is_plus=is_plus)
-        answer = self._operations.readdir(fh, offset, buffer)
-        if answer is None:
-            return buffer.data
-        return self._when_there(answer, lambda _none: buffer.data)
-
-    def _releasedir(self, _nodeid: int, body: memoryview, _caller: Caller) -> Payload:
-        self._operations.releasedir(wire.RELEASE_IN.unpack_from(body)[0])
-        return b""
-
-    def _statfs(self, _nodeid: int, _body: memoryview, _caller: Caller) -> Payload:
-        # A bucket has no end: 2^60 bytes, all of them free.
-        blocks = 1 << 48
-        return wire.STATFS.pack(
-            blocks, blocks, blocks, 1 << 40, 1 << 40, 4096, 255, 4096, 0, bytes(24)
-        )
-
-    # Extended attributes
-
-    def _getxattr(self, nodeid: int, body: memoryview, _caller: Caller) -> Result:
-        size, _ = wire.GETXATTR_IN.unpack_from(body)
-        name = bytes(body[wire.GETXATTR_IN.size : -1]).decode(errors="replace")
-        answer = self._operations.getxattr(nodeid, name)
-        if isinstance(answer, bytes):
-            return _sized(answer, size)
-        return self._when_there(answer, lambda value: _sized(value, size))
-
-    def _listxattr(self, nodeid: int, body: memoryview, _caller: Caller) -> Payload:
-        size, _ = wire.GETXATTR_IN.unpack_from(body)
-        names = self._operations.listxattr(nodeid)
-        return _sized(b"".join(name.encode() + b"\0" for name in names), size)
-
-    async def _when_there(
-        self, answer: Coroutine[Any, Any, Any], pack: Callable[[Any], Payload]
-    ) -> Payload:
-        return pack(await answer)
-
-
-class _Entries:
-    """The entries of one READDIR or READDIRPLUS reply, packed as they come."""
-
-    __slots__ = ("_session", "_size", "data", "is_plus")
-
-    def __init__(self, session: Session, size: int, *, is_plus: bool) -> None:
-        self._session = session
-        self._size = size
-        self.is_plus = is_plus
-        self.data = bytearray()
-
-    @property
-    def is_empty(self) -> bool:
-        return not self.data
-
-    def add_dot(self, name: bytes, ino: int, offset: int) -> bool:
-        if not self._has_room(name):
-            return False
-        if self.is_plus:
-            # Node id 0: the kernel takes no reference.
-            self.data += bytes(wire.ENTRY_OUT_HEAD.size + wire.ATTR.size)
-        self._add_dirent(name, ino, offset, _DT_DIR)
-        return True
-
-    def add(self, name: bytes, inode: Inode, valid_s: float) -> bool:
-        if not self._has_room(name):
-            return False
-        if self.is_plus:
-            self.data += self._session._packed_entry(inode, valid_s)
-        self._add_dirent(name, inode.ino, inode.nodeid, _DT_DIR if inode.info is None else _DT_REG)
-        return True
-
-    def _has_room(self, name: bytes) -> bool:
-        head = _DIRENTPLUS_SIZE if self.is_plus else wire.DIRENT.size
-        return len(self.data) + wire.pad(head + len(name)) <= self._size
-
-    def _add_dirent(self, name: bytes, ino: int, offset: int, kind: int) -> None:
-        length = len(name)
-        self.data += wire.DIRENT.pack(ino, offset, length, kind)
-        self.data += name + bytes(-length % 8)
-
-
-_DT_DIR, _DT_REG = 4, 8
-_DIRENTPLUS_SIZE = wire.ENTRY_OUT_HEAD.size + wire.ATTR.size + wire.DIRENT.size
-
 
 def _is_being_killed(pid: int) -> bool:
     """Whether a SIGKILL is pending: the kernel sets it for every signal that ends a process.
@@ -542,42 +342,3 @@ def _is_being_killed(pid: int) -> bool:
 
 
 _PENDING = ("SigPnd:", "ShdPnd:")
-
-
-def _refuse_ioctl(_nodeid: int, _body: memoryview, _caller: Caller) -> Payload:
-    # Python's open() asks each file whether it is a terminal.
-    raise _NO_TERMINAL
-
-
-_NO_TERMINAL = OSError(errno.ENOTTY, "not a terminal")
-
-
-def _refuse_change(_nodeid: int, _body: memoryview, _caller: Caller) -> Payload:
-    raise OSError(errno.EROFS, "the mount is read-only")
-
-
-def _open_out(opened: Opened) -> bytes:
-    # Handles that cannot write have nothing to flush.
-    flags = Fopen.NOFLUSH
-    if opened.backing_id:
-        flags |= Fopen.PASSTHROUGH
-    elif opened.keep_cache:
-        flags |= Fopen.KEEP_CACHE
-    return wire.OPEN_OUT.pack(opened.fh, flags, opened.backing_id)
-
-
-def _sized(value: bytes, size: int) -> bytes:
-    """Answer an extended attribute call that has room for `size` bytes (0: asks for the size)."""
-    if not size:
-        return wire.GETXATTR_OUT.pack(len(value), 0)
-    if len(value) > size:
-        raise OSError(errno.ERANGE, "too long for the buffer")
-    return value
-
-
-def _valid(seconds: float) -> tuple[int, int]:
-    """How long something holds, as whole seconds and nanoseconds."""
-    if seconds >= FOREVER_S:
-        return FOREVER_S, 0
-    whole = int(seconds)
-    return whole, int((seconds - whole) * 1_000_000_000)
