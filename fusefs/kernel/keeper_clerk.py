@@ -250,7 +250,7 @@ class Clerk:
         status = os.fstat(message.fd)
         if not stat.S_ISCHR(status.st_mode) or status.st_rdev != FUSE_DEVICE:
             raise wire.ProtocolError("DEPOSIT of something else than /dev/fuse")
-        self._allowed = _ALWAYS
+        self._allowed = ATTACHED
         self.ledger.fuse_fd = message.fd
         self._tell(wire.pack(wire.DEPOSIT), message.fd)
 

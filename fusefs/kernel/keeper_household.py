@@ -9,6 +9,7 @@ not go, because they hang in the kernel, are remembered and left behind.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -19,7 +20,7 @@ from functools import partial
 
 from fusefs.kernel import keeper_system as system
 from fusefs.kernel import keeper_wire as wire
-from fusefs.kernel.keeper_clerk import CUT_OFF, FROM_CLERK, Clerk
+from fusefs.kernel.keeper_clerk import CUT_OFF, FROM_CLERK, REGISTERED, Clerk
 from fusefs.kernel.keeper_control import Loop
 from fusefs.kernel.keeper_daemon import (
     ALIVE,
@@ -278,7 +279,10 @@ class Household:
             self._dismiss(daemon.clerk)
         else:
             self.current = None
-            self._spare = daemon.clerk
+            if daemon.is_drained:
+                self._spare = daemon.clerk
+            else:
+                self._abandon(daemon)
         self._master_buries(daemon)
 
     # --- clerks ---
@@ -334,6 +338,18 @@ class Household:
             self._bury(daemon)
         elif daemon.step != KILLED:
             self.kill(daemon, "lost its clerk")
+
+    def _abandon(self, daemon: Daemon) -> None:
+        """Take what a clerk has said so far, and no more: it hangs, or still has a peer."""
+        clerk, daemon.clerk = daemon.clerk, None
+        if clerk is None:
+            return
+        os.kill(clerk.pid, signal.SIGKILL)
+        with contextlib.suppress(BlockingIOError):
+            while message := wire.receive(clerk.channel, FROM_CLERK):
+                if message.kind in (REGISTERED, wire.BACKING_CLOSE):
+                    self._master_notes(daemon, message)
+        self._dismiss(clerk)
 
     def _dismiss(self, clerk: Clerkship | None) -> None:
         if clerk is not None and clerk.pid not in self._corpses:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from fusefs.kernel import unmount
+from fusefs.kernel import keeper_wire, unmount
 from fusefs.kernel.keeper_system import connection_at
 from fusefs.kernel.mount import stack_depth
 
@@ -25,6 +25,10 @@ STANDIN = PROJECT / "tests" / "support" / "standin_daemon.py"
 LIMIT_S = 60.0
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+needs_passthrough = pytest.mark.skipif(
+    tuple(int(part) for part in os.uname().release.split(".")[:2]) < (6, 9),
+    reason="this kernel has no FUSE passthrough (Linux 6.9 or later has)",
+)
 needs_fuse = pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="there is no /dev/fuse")
 
 
@@ -61,6 +65,8 @@ class Kept:
             path.chmod(0o777)
         self.connection: int | None = None
         self.process: subprocess.Popen[bytes]
+        self.command = [sys.executable, str(STANDIN)]
+        self._started: list[subprocess.Popen[bytes]] = []
         self.settings: dict[str, Any] = {}
         self.configuration: dict[str, Any] = {}
 
@@ -72,9 +78,12 @@ class Kept:
         *,
         command: list[str] | None = None,
         is_expected_to_serve: bool = True,
+        user: int | None = None,
+        more_settings: dict[str, Any] | None = None,
         **overrides: Any,
     ) -> str:
-        """Start the keeper; returns what came on its standard output."""
+        """Start the keeper, as `user` if given; returns what came on its standard output."""
+        program = command or self.command
         self.settings = {
             "behaviour": behaviour or {},
             "mountpoint": str(self.mountpoint),
@@ -82,7 +91,7 @@ class Kept:
             "facts": str(self.facts_directory),
             "hold": str(self.hold),
             "stack_depth": stack_depth(self.cache),
-        }
+        } | (more_settings or {})
         self.configuration = {
             "mountpoint": str(self.mountpoint),
             "source": "standin",
@@ -92,21 +101,24 @@ class Kept:
             "uid": os.geteuid(),
             "gid": os.getegid(),
             "groups": [],
-            "command": command or [sys.executable, str(STANDIN)],
+            "command": program,
             "cache_dir": str(self.cache),
             "control": str(self.control),
             "most_backing_ids": 100,
             "hang_s": 30.0,
             "max_pause_s": 300.0,
-            "keeper_command": keeper_command(),
+            "keeper_command": keeper_command(program[0] if user else sys.executable),
         } | overrides
         self.settings["keeper"] = self.configuration
         given = self.configuration | {"settings": json.dumps(self.settings)}
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(
-                keeper_command(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+                self.configuration["keeper_command"],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
                 env={**os.environ, **self._mark}, start_new_session=True,
+                user=user, group=user, extra_groups=None if user is None else [],
             )  # fmt: skip
+        self._started.append(self.process)
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         with self.process.stdin as stdin:
@@ -138,6 +150,24 @@ class Kept:
         facts: dict[str, Any] = json.loads(path.read_text())
         return facts
 
+    def process_of(self, state: int) -> int:
+        """The daemon that was told `state` in WELCOME, once there is one."""
+
+        def look() -> int | None:
+            for path in self.facts_directory.iterdir():
+                if path.suffix != ".new" and json.loads(path.read_text())["state"] == state:
+                    return int(path.name)
+            return None
+
+        pid: int = until(look)
+        return pid
+
+    def attack_facts(self) -> dict[str, Any]:
+        """The facts of the first daemon, once its attack is over."""
+        pid = self.process_of(keeper_wire.FRESH)
+        until(lambda: "attack" in self.facts(pid))
+        return self.facts(pid)
+
     def served_by_another_than(self, pid: int) -> dict[str, Any]:
         """The status once another daemon serves."""
 
@@ -163,6 +193,10 @@ class Kept:
         pid: int = self.status()["daemon"]
         os.kill(pid, signal.SIGKILL)
         return pid
+
+    def abort(self) -> None:
+        assert self.connection is not None
+        unmount.abort_connection(self.connection)
 
     def wait(self) -> int:
         """The keeper's exit status."""
@@ -191,7 +225,9 @@ class Kept:
 
     def clean_up(self) -> None:
         """Whatever the test did: no mount and no process afterwards."""
-        connection = self.connection_now() or self.connection
+        connection = self.connection_now()
+        if connection is None and self.processes():
+            connection = self.connection  # detached; otherwise it may be another one's by now
         if connection:
             with contextlib.suppress(unmount.UnmountError):
                 unmount.abort_connection(connection)
@@ -200,7 +236,9 @@ class Kept:
         for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self.process.wait(LIMIT_S)
+        until(lambda: not self.processes())
+        for process in self._started:
+            process.wait(LIMIT_S)
 
 
 def _is_zombie(process: Path) -> bool:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from fusefs.kernel import keeper_wire, wire
+from fusefs.kernel import keeper_wire, libc, wire
 from fusefs.kernel.wire import Fopen, Init, Opcode
 
 NAMES = {b"plain": 2, b"held": 3, b"through": 4}
@@ -42,7 +42,7 @@ class Standin:
         self.facts: dict = {"pid": os.getpid(), "uid": os.getuid(), "registered": []}
         self.fuse = -1
         self.table: dict[int, tuple[int, int]] = {}
-        self.held: list[int] = []
+        self.held: list[tuple[int, bytes]] = []
         self.is_serving = False
         self.is_told_to_end = False
 
@@ -76,6 +76,7 @@ class Standin:
         self.misbehave({0: "fresh", 1: "take_over", 2: "prepare"}[state])
         if state == keeper_wire.FRESH:
             self.mount(bool(welcome.d))
+            self.misbehave("mounted")
         else:
             if state == keeper_wire.PREPARE:
                 self.say(keeper_wire.PREPARED)
@@ -88,18 +89,27 @@ class Standin:
         if state == keeper_wire.FRESH:
             os.write(1, b'{"ready": true}\n')
             os.close(1)
-            attack = self.behaviour.get("attack")
-            if attack:
-                from tests.support import standin_attacks
-
-                self.facts["attack"] = getattr(standin_attacks, attack)(self)
+            self.tell_facts()
+            self.misbehave("after_serving")
+            self.attack()
         self.tell_facts()
+
+    def attack(self) -> None:
+        name = self.behaviour.get("attack")
+        if name:
+            from tests.support import standin_attacks
+
+            self.facts["attack"] = getattr(standin_attacks, name)(self)
 
     def misbehave(self, moment: str) -> None:
         what = self.behaviour.get(moment)
         if what == "exit":
             sys.exit(5)
-        if what == "hang":
+        if what == "cannot":
+            sys.exit(keeper_wire.CANNOT_TAKE_OVER)
+        if what == "close":
+            self.channel.close()
+        if what in ("hang", "close"):
             while True:
                 time.sleep(60)
 
@@ -111,15 +121,25 @@ class Standin:
                 os.write(1, b'{"error": "not mounted"}\n')
                 sys.exit(4)
         else:
-            from fusefs.kernel.mount import MountRequest, open_mount
-
-            path = Path(self.settings["mountpoint"])
-            self.fuse = open_mount(MountRequest("standin", path, allow_other=False))
+            self.fuse = self.mount_alone()
             self.say(keeper_wire.DEPOSIT, fd=self.fuse)
         poll = select.poll()
         poll.register(self.fuse, select.POLLIN)
         poll.poll()
         self.answer(os.read(self.fuse, 1 << 21))
+
+    def mount_alone(self) -> int:
+        path = self.settings["mountpoint"]
+        if os.geteuid() != 0:
+            from fusefs.kernel.mount import MountRequest, mount_by_helper
+
+            fd = mount_by_helper(MountRequest("standin", Path(path), allow_other=False))
+        else:
+            fd = os.open("/dev/fuse", os.O_RDWR | os.O_NONBLOCK)
+            options = f"fd={fd},{self.settings['keeper']['mount_data']}"
+            libc.mount("standin", path, "fuse.fusefs", 0, options)
+        os.set_blocking(fd, False)
+        return fd
 
     def take(self) -> None:
         message = self.hear(keeper_wire.TAKE)
@@ -182,8 +202,11 @@ class Standin:
                     self.say(keeper_wire.TICK, len(self.held))
             if self.held and not os.path.exists(self.settings["hold"]):
                 self.answer_held()
-            if self.is_told_to_end:
+            if self.is_told_to_end and self.behaviour.get("on_sigterm") == "exit":
                 self.end()
+            if self.is_told_to_end:
+                self.is_told_to_end = False
+                self.say(keeper_wire.UNMOUNT)
             if self.channel.fileno() in ready:
                 self.hear_keeper(poll)
             if self.fuse in ready:
@@ -196,6 +219,7 @@ class Standin:
             poll.unregister(old)
             self.adopt_a_keeper()
         elif message.kind == keeper_wire.QUIESCE:
+            self.misbehave("quiesced")
             self.answer_held()
             self.end()
 
@@ -204,8 +228,8 @@ class Standin:
         sys.exit(0)
 
     def answer_held(self) -> None:
-        for unique in self.held:
-            self.write(unique, 0, CONTENT[3])
+        for unique, data in self.held:
+            self.write(unique, 0, data)
         self.held = []
 
     def read_requests(self) -> None:
@@ -224,13 +248,13 @@ class Standin:
         body = request[wire.IN_HEADER.size :]
         if opcode in (Opcode.FORGET, Opcode.BATCH_FORGET, Opcode.INTERRUPT):
             return
-        if opcode == Opcode.READ and nodeid == 3 and os.path.exists(self.settings["hold"]):
-            self.held.append(unique)
-            return
         try:
             data = self.reply(opcode, nodeid, body)
         except OSError as error:
             self.write(unique, -(error.errno or errno.EIO))
+            return
+        if opcode == Opcode.READ and nodeid == 3 and os.path.exists(self.settings["hold"]):
+            self.held.append((unique, data))
         else:
             self.write(unique, 0, data)
 

@@ -1,0 +1,256 @@
+"""A daemon that has been taken over, and runs as nobody, against its keeper."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusefs.kernel import libc
+from fusefs.kernel.keeper_wire import FRESH
+from tests.support.keeping import (
+    LIMIT_S,
+    PROJECT,
+    STANDIN,
+    Kept,
+    needs_fuse,
+    needs_passthrough,
+    needs_root,
+    until,
+)
+from tests.support.ordinary_user import runnable_by_all
+
+pytestmark = [needs_root, needs_fuse, needs_passthrough]
+
+NOBODY = 65534
+HOSTILE = PROJECT / "tests" / "support" / "hostile_fuse.py"
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Iterator[Kept]:
+    """Not started yet; what it starts runs as nobody."""
+    directory = Path(tempfile.mkdtemp(prefix="kept-"))
+    directory.chmod(0o755)
+    one = Kept(directory)
+    for name, owner in (("through", NOBODY), ("roots", 0)):
+        path = one.cache / name
+        path.write_bytes(b"content")
+        path.chmod(0o666)
+        os.chown(path, owner, owner)
+    with runnable_by_all(tmp_path) as (command, _):
+        one.command = [command[0], str(STANDIN)]
+        yield one
+        one.clean_up()
+    shutil.rmtree(directory)
+
+
+def attack(kept: Kept, name: str, **overrides: Any) -> Any:
+    """Start a daemon that attacks; return what it got, once it is over."""
+    start(kept, name, **overrides)
+    return kept.attack_facts()["attack"]
+
+
+def start(kept: Kept, name: str, **overrides: Any) -> None:
+    kept.start({"attack": name}, uid=NOBODY, gid=NOBODY, **overrides)
+
+
+def serves(kept: Kept) -> bool:
+    return (kept.mountpoint / "plain").read_bytes() == b"plain content"
+
+
+# --- files that are not to be read or written by the kernel -----------------------
+
+
+@pytest.mark.parametrize("name", ["good_file", "unlinked_file"])
+def test_a_file_of_the_daemons_own_is_registered(kept: Kept, name: str) -> None:
+    assert attack(kept, name) == 0
+    assert kept.status()["backing_ids"] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("path_descriptor", errno.EBADF),
+        ("path_descriptor_for_writing", errno.EBADF),
+        ("read_only_descriptor", errno.EBADF),
+        ("write_only_descriptor", errno.EBADF),
+        ("system_file", errno.EBADF),
+        ("roots_file", errno.EPERM),
+        ("linked_file", errno.EMLINK),
+        ("directory", errno.EBADF),
+        ("fifo", errno.EINVAL),
+        ("socket_descriptor", errno.EINVAL),
+        ("device", errno.EINVAL),
+        ("the_mounts_own_descriptor", errno.EINVAL),
+        ("file_elsewhere", errno.EXDEV),
+    ],
+)
+def test_any_other_descriptor_is_refused(kept: Kept, name: str, number: int) -> None:
+    assert attack(kept, name) == number
+    assert kept.status()["backing_ids"] == 0
+    assert kept.status()["restarts"] == 0
+    assert serves(kept)
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("read_only_descriptor", 0),
+        ("write_only_descriptor", errno.EBADF),
+        ("path_descriptor", errno.EBADF),
+        ("roots_read_only_file", errno.EPERM),
+        ("system_file", errno.EPERM),
+        ("directory", errno.EINVAL),
+    ],
+)
+def test_a_read_only_mount_takes_files_of_the_daemons_own_that_can_be_read(
+    kept: Kept, name: str, number: int
+) -> None:
+    assert attack(kept, name, mount_flags=libc.MS_NOSUID | libc.MS_RDONLY) == number
+
+
+def test_only_so_many_files_are_registered(kept: Kept) -> None:
+    assert attack(kept, "more_than_allowed", most_backing_ids=50) == [errno.ENOSPC, 50]
+    assert kept.status()["backing_ids"] == 50
+
+
+def test_only_what_was_opened_is_closed(kept: Kept) -> None:
+    assert attack(kept, "ids_of_nobody") == [errno.ENOENT] * 4 + [0, errno.ENOENT]
+    assert kept.status()["backing_ids"] == 0
+    assert kept.status()["restarts"] == 0
+
+
+def test_a_registered_file_is_used_with_the_daemons_ids_and_no_capability(kept: Kept) -> None:
+    assert attack(kept, "good_file") == 0
+    status = Path(f"/proc/{kept.status()['clerk']}/status").read_text()
+    [uids] = [line.split() for line in status.splitlines() if line.startswith("Uid:")]
+    [capabilities] = [line.split() for line in status.splitlines() if line.startswith("CapEff:")]
+    assert uids == ["Uid:", "0", "0", "0", str(NOBODY)]
+    assert int(capabilities[1], 16) == 1 << 21
+
+
+# --- messages that the protocol does not have -------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "two_descriptors",
+        "many_descriptors",
+        "no_descriptor",
+        "no_descriptor_with_an_error",
+        "descriptor_with_a_tick",
+        "short_message",
+        "long_message",
+        "huge_message",
+        "empty_message_with_a_descriptor",
+        "message_of_kind_0",
+        "message_of_kind_max",
+        "message_of_the_keepers",
+        "message_of_the_clerks",
+        "second_hello",
+        "second_mount",
+        "deposit_with_a_privileged_keeper",
+        "prepared_without_an_upgrade",
+    ],
+)
+def test_a_breach_of_the_protocol_ends_the_daemon(kept: Kept, name: str) -> None:
+    start(kept, name)
+    status = kept.served_by_another_than(kept.process_of(FRESH))
+    assert status["last_reason"] == "broke the protocol"
+    assert status["backing_ids"] == 0
+    assert serves(kept)
+
+
+def test_an_empty_message_is_the_end_of_the_session(kept: Kept) -> None:
+    start(kept, "empty_message")
+    status = kept.served_by_another_than(kept.process_of(FRESH))
+    assert status["restarts"] == 1
+    assert serves(kept)
+
+
+@pytest.mark.parametrize("name", ["flood_of_ticks", "flood_of_everything"])
+def test_a_flood_of_messages_holds_nobody_up(kept: Kept, name: str) -> None:
+    start(kept, name)
+    for _ in range(10):
+        assert kept.status()["is_serving"]
+    assert kept.attack_facts()["attack"] > 0
+    assert serves(kept)
+    kept.served_by_another_than(kept.kill_daemon())
+
+
+def test_a_daemon_that_does_not_listen_is_not_listened_to(kept: Kept) -> None:
+    start(kept, "flood_without_listening", hang_s=1)
+    pid = kept.process_of(FRESH)
+    kept.served_by_another_than(pid)
+    assert serves(kept)
+
+
+# --- what hangs whoever touches it --------------------------------------------------
+
+
+@contextlib.contextmanager
+def hostile_mount(kept: Kept, attributes_valid_s: int) -> Iterator[Path]:
+    mountpoint = kept.directory / "hostile"
+    mountpoint.mkdir()
+    command = [sys.executable, HOSTILE, mountpoint, str(NOBODY), str(attributes_valid_s)]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE)
+    try:
+        assert server.stdout is not None
+        assert server.stdout.readline() == b"ready\n"
+        yield mountpoint
+    finally:
+        server.kill()
+        server.communicate(timeout=LIMIT_S)
+        libc.umount(str(mountpoint), libc.MNT_DETACH)
+
+
+@pytest.mark.parametrize("attributes_valid_s", [0, 3600], ids=["fstat hangs", "close hangs"])
+@pytest.mark.parametrize("name", ["hostile_file", "hostile_files_in_one_message"])
+def test_a_descriptor_that_hangs_does_not_hang_the_keeper(
+    kept: Kept, name: str, attributes_valid_s: int
+) -> None:
+    with hostile_mount(kept, attributes_valid_s) as hostile:
+        start(kept, name, hang_s=1, more_settings={"hostile": str(hostile)})
+        old = kept.process_of(FRESH)
+        status = kept.served_by_another_than(old)
+        assert serves(kept)
+        # The daemon itself cannot close its descriptor either.
+        assert kept.facts(status["daemon"])["is_lingering"] is True
+        assert os.path.exists(f"/proc/{old}")
+        kept.served_by_another_than(kept.kill_daemon())
+        assert serves(kept)
+    until(lambda: not os.path.exists(f"/proc/{old}"))
+
+
+def test_a_file_of_the_mount_itself_does_not_hang_the_keeper(kept: Kept) -> None:
+    start(kept, "file_of_the_mount_itself")
+    assert kept.status()["is_serving"]
+    until(lambda: serves(kept))
+    kept.served_by_another_than(kept.kill_daemon())
+    assert kept.status()["backing_ids"] == 0
+
+
+def test_a_child_that_goes_on_talking_is_not_heard(kept: Kept) -> None:
+    start(kept, "child_that_keeps_the_socket")
+    status = kept.served_by_another_than(kept.kill_daemon())
+    assert status["restarts"] == 1
+    assert serves(kept)
+
+
+# --- other ways to get at the keeper ------------------------------------------------
+
+
+def test_the_daemon_can_neither_signal_nor_trace_nor_rob_keeper_and_clerk(kept: Kept) -> None:
+    results = attack(kept, "reach_for_the_keeper")
+    assert len(results) == 12
+    assert set(results.values()) <= {errno.EPERM, errno.EACCES}
