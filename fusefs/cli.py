@@ -12,17 +12,15 @@ status: 0 done, 1 it failed, 2 the command line or a setting cannot be read.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import select
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fusefs import control, launch, mounts, report
+from fusefs import control, ending, launch, mounts, overview
+from fusefs.control import CommandError
 from fusefs.kernel import unmount
 from fusefs.settings import (
     FIXED,
@@ -37,15 +35,9 @@ from fusefs.settings import (
 )
 
 STATUS_TIMEOUT_S = 2.0
-UMOUNT_TIMEOUT_S = 30.0
-FORCE_TIMEOUT_S = 5.0
 UPGRADE_TIMEOUT_S = 90.0
 
 CONFIG_VARIABLE = "FUSEFS_CONFIG"
-
-
-class CommandError(Exception):
-    """The command failed; the message is one line for the user."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -260,185 +252,27 @@ def _keeper(options: argparse.Namespace) -> int:
     return holder.main(options.socket)
 
 
-# --- umount -------------------------------------------------------------------
+# --- umount, status -----------------------------------------------------------
 
 
 def _umount(options: argparse.Namespace) -> int:
     mountpoint = mounts.resolve(Path(options.mountpoint))
-    mount = mounts.find_mount(mountpoint)
-    registration = mounts.registration_of(mountpoint)
-    if mount is None or not mount.is_fusefs:
-        raise CommandError(f"{mountpoint} is not a mount of fusefs")
-    if options.force:
-        _end_by_force(mount, registration)
-    else:
-        _end(mountpoint, registration, is_lazy=options.lazy)
+    ending.end_mount(mountpoint, is_forced=options.force, is_lazy=options.lazy)
     return 0
-
-
-def _end(mountpoint: Path, registration: mounts.Registration | None, *, is_lazy: bool) -> None:
-    if registration and not registration.is_alive():
-        registration = None
-    keeper = _keeper_pid(mountpoint)
-    try:
-        unmount.umount_path(mountpoint, is_lazy=is_lazy)
-    except unmount.UnmountError as error:
-        if error.is_busy:
-            raise CommandError(f"{mountpoint} is in use{_by_whom(mountpoint)}") from None
-        raise CommandError(f"{mountpoint}: {error}") from None
-    # A lazy end may be hours away: it comes when the last user has gone.
-    if is_lazy:
-        return
-    for pid in (registration.pid if registration else None, keeper):
-        if pid is not None and not _has_ended(pid, UMOUNT_TIMEOUT_S):
-            raise CommandError(
-                f"{mountpoint} is unmounted, but its process {pid} has not ended "
-                f"within {UMOUNT_TIMEOUT_S:.0f} s"
-            )
-
-
-def _by_whom(mountpoint: Path) -> str:
-    users = unmount.users_of(mountpoint)
-    if not users:
-        return "; close what uses it, or use --lazy"
-    shown = ", ".join(f"{command} (pid {pid})" for pid, command in users[:5])
-    more = f" and {len(users) - 5} more" if len(users) > 5 else ""
-    return f" by {shown}{more}"
-
-
-def _end_by_force(mount: mounts.KernelMount, registration: mounts.Registration | None) -> None:
-    """Abort the connection, take the mount away and see the daemon out.
-
-    Without the right to abort (an ordinary user in a container) killing the
-    daemon does the same, as nobody else holds the connection then.
-    """
-    failure: unmount.UnmountError | None = None
-    try:
-        unmount.abort_connection(mount.connection)
-    except unmount.UnmountError as error:
-        if registration is None:
-            failure = error
-    keeper = _keeper_pid(mount.mountpoint)
-    unmount.umount_path(mount.mountpoint, is_lazy=True)
-    if registration and registration.is_alive():
-        _see_out(registration.pid)
-    if keeper is not None:
-        _see_out(keeper)
-    mounts.unregister(mount.mountpoint)
-    if failure is not None:
-        raise failure
-
-
-def _keeper_pid(mountpoint: Path) -> int | None:
-    """The process that keeps a mount, if there is one."""
-    socket = mounts.keeper_socket(mountpoint)
-    try:
-        return int(control.exchange(socket, {"do": "status"}, STATUS_TIMEOUT_S)["pid"])
-    except control.ControlError:
-        return control.peer(socket)
-
-
-def _has_ended(pid: int, timeout_s: float) -> bool:
-    """Wait until a process is gone; False if it is still there."""
-    try:
-        process = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([process], [], [], timeout_s)[0])
-    finally:
-        os.close(process)
-
-
-def _see_out(pid: int) -> None:
-    """Wait until a process of the mount ends, and kill it if it does not."""
-    if _has_ended(pid, FORCE_TIMEOUT_S):
-        return
-    os.kill(pid, signal.SIGKILL)
-    if not _has_ended(pid, FORCE_TIMEOUT_S):
-        raise CommandError(f"the process {pid} does not die; see the kernel log")
-
-
-# --- status -------------------------------------------------------------------
 
 
 def _status(options: argparse.Namespace) -> int:
     if options.mountpoint is None:
-        statuses = _all_statuses()
+        statuses = overview.all_statuses()
     else:
-        statuses = [_one_status(mounts.resolve(Path(options.mountpoint)))]
+        statuses = [overview.one_status(mounts.resolve(Path(options.mountpoint)))]
     if options.json:
         print(json.dumps(statuses if options.mountpoint is None else statuses[0], indent=2))
     elif statuses:
-        print("\n\n".join(_as_text(status) for status in statuses))
+        print("\n\n".join(overview.as_text(status) for status in statuses))
     else:
         print("no mounts")
     return 0
-
-
-def _all_statuses() -> list[dict[str, Any]]:
-    registrations = mounts.all_mounts()
-    known = {registration.mountpoint for registration in registrations}
-    statuses = [_ask(registration) for registration in registrations]
-    for mount in mounts.kernel_mounts():
-        if mount.is_fusefs and str(mount.mountpoint) not in known:
-            statuses.append(_unregistered(mount))
-    return statuses
-
-
-def _one_status(mountpoint: Path) -> dict[str, Any]:
-    registration = mounts.registration_of(mountpoint)
-    if registration is not None:
-        return _ask(registration)
-    mount = mounts.find_mount(mountpoint)
-    if mount is None or not mount.is_fusefs:
-        raise CommandError(f"{mountpoint} is not a mount of fusefs; fusefs status lists them")
-    return _unregistered(mount)
-
-
-def _ask(registration: mounts.Registration) -> dict[str, Any]:
-    mountpoint = Path(registration.mountpoint)
-    try:
-        status = control.request(registration.socket, "status", STATUS_TIMEOUT_S)
-    except control.ControlError as error:
-        status = {
-            "mountpoint": registration.mountpoint,
-            "source": registration.source,
-            "daemon": {"pid": registration.pid},
-            "not_answering": str(error),
-        }
-    with contextlib.suppress(control.ControlError):
-        socket = mounts.keeper_socket(mountpoint)
-        status["keeper"] = control.exchange(socket, {"do": "status"}, STATUS_TIMEOUT_S)
-    waiting = _waiting_in_kernel(mountpoint)
-    if waiting is not None:
-        status.setdefault("requests", {})["in_kernel"] = waiting
-    return status
-
-
-def _waiting_in_kernel(mountpoint: Path) -> int | None:
-    """How many requests the kernel waits for an answer to, where it tells."""
-    mount = mounts.find_mount(mountpoint)
-    if mount is None:
-        return None
-    try:
-        return int((unmount.FUSECTL / str(mount.connection) / "waiting").read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def _unregistered(mount: mounts.KernelMount) -> dict[str, Any]:
-    is_ours = mount.owner in (None, os.geteuid())
-    why = "it has ended; fusefs umount --force" if is_ours else f"it belongs to user {mount.owner}"
-    return {
-        "mountpoint": str(mount.mountpoint),
-        "source": mount.source,
-        "not_answering": why,
-    }
-
-
-def _as_text(status: Mapping[str, Any]) -> str:
-    return report.render_silent(status) if "not_answering" in status else report.render(status)
 
 
 if __name__ == "__main__":

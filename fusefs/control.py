@@ -43,6 +43,10 @@ class ControlError(Exception):
     """The daemon cannot be asked, or refused to answer."""
 
 
+class CommandError(Exception):
+    """A command failed; the message is one line for the user."""
+
+
 class NotAnsweringError(ControlError):
     """No answer came in time, or nobody listens."""
 

@@ -147,7 +147,7 @@ def test_force_ends_a_mount_whose_bucket_does_not_answer(
 
 
 def test_the_mount_of_a_killed_daemon_can_be_taken_away(mounter: Mounter) -> None:
-    one = mounter()
+    one = mounter("--session", "pyfuse3")  # which has nobody to replace it
     pid = one.pid
     os.kill(pid, signal.SIGKILL)
     until(lambda: mounts.start_time(pid) is None)

@@ -1,0 +1,116 @@
+"""How `fusefs umount` ends a mount: asked politely, detached, or by force."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from pathlib import Path
+
+from fusefs import control, mounts
+from fusefs.control import CommandError
+from fusefs.kernel import unmount
+
+ANSWER_TIMEOUT_S = 2.0
+UMOUNT_TIMEOUT_S = 30.0
+FORCE_TIMEOUT_S = 5.0
+
+
+def end_mount(mountpoint: Path, *, is_forced: bool, is_lazy: bool) -> None:
+    """End a mount and see its processes out.
+
+    Raises:
+        CommandError, UnmountError: it is none of ours, or in use, or does not end.
+    """
+    mount = mounts.find_mount(mountpoint)
+    registration = mounts.registration_of(mountpoint)
+    if mount is None or not mount.is_fusefs:
+        raise CommandError(f"{mountpoint} is not a mount of fusefs")
+    if is_forced:
+        _end_by_force(mount, registration)
+    else:
+        _end(mountpoint, registration, is_lazy=is_lazy)
+
+
+def _end(mountpoint: Path, registration: mounts.Registration | None, *, is_lazy: bool) -> None:
+    if registration and not registration.is_alive():
+        registration = None
+    keeper = _keeper_pid(mountpoint)
+    try:
+        unmount.umount_path(mountpoint, is_lazy=is_lazy)
+    except unmount.UnmountError as error:
+        if error.is_busy:
+            raise CommandError(f"{mountpoint} is in use{_by_whom(mountpoint)}") from None
+        raise CommandError(f"{mountpoint}: {error}") from None
+    # A lazy end may be hours away: it comes when the last user has gone.
+    if is_lazy:
+        return
+    for pid in (registration.pid if registration else None, keeper):
+        if pid is not None and not _has_ended(pid, UMOUNT_TIMEOUT_S):
+            raise CommandError(
+                f"{mountpoint} is unmounted, but its process {pid} has not ended "
+                f"within {UMOUNT_TIMEOUT_S:.0f} s"
+            )
+    mounts.unregister(mountpoint)
+
+
+def _by_whom(mountpoint: Path) -> str:
+    users = unmount.users_of(mountpoint)
+    if not users:
+        return "; close what uses it, or use --lazy"
+    shown = ", ".join(f"{command} (pid {pid})" for pid, command in users[:5])
+    more = f" and {len(users) - 5} more" if len(users) > 5 else ""
+    return f" by {shown}{more}"
+
+
+def _end_by_force(mount: mounts.KernelMount, registration: mounts.Registration | None) -> None:
+    """Abort the connection, take the mount away and see the daemon out.
+
+    Without the right to abort (an ordinary user in a container) killing the
+    daemon does the same, as nobody else holds the connection then.
+    """
+    failure: unmount.UnmountError | None = None
+    try:
+        unmount.abort_connection(mount.connection)
+    except unmount.UnmountError as error:
+        if registration is None:
+            failure = error
+    keeper = _keeper_pid(mount.mountpoint)
+    unmount.umount_path(mount.mountpoint, is_lazy=True)
+    if registration and registration.is_alive():
+        _see_out(registration.pid)
+    if keeper is not None:
+        _see_out(keeper)
+    mounts.unregister(mount.mountpoint)
+    if failure is not None:
+        raise failure
+
+
+def _keeper_pid(mountpoint: Path) -> int | None:
+    """The process that keeps a mount, if there is one."""
+    socket = mounts.keeper_socket(mountpoint)
+    try:
+        return int(control.exchange(socket, {"do": "status"}, ANSWER_TIMEOUT_S)["pid"])
+    except control.ControlError:
+        return control.peer(socket)
+
+
+def _has_ended(pid: int, timeout_s: float) -> bool:
+    """Wait until a process is gone; False if it is still there."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([process], [], [], timeout_s)[0])
+    finally:
+        os.close(process)
+
+
+def _see_out(pid: int) -> None:
+    """Wait until a process of the mount ends, and kill it if it does not."""
+    if _has_ended(pid, FORCE_TIMEOUT_S):
+        return
+    os.kill(pid, signal.SIGKILL)
+    if not _has_ended(pid, FORCE_TIMEOUT_S):
+        raise CommandError(f"the process {pid} does not die; see the kernel log")
