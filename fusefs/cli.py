@@ -19,15 +19,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fusefs import control, ending, launch, mounts, overview
+from fusefs import checks, control, ending, launch, mounts, overview
 from fusefs.control import CommandError
 from fusefs.kernel import unmount
+from fusefs.kinds import Setting
 from fusefs.settings import (
     FIXED,
     SETTINGS,
     Given,
     MountSettings,
-    Setting,
     SettingsError,
     build,
     from_config,
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (
         CommandError,
         control.ControlError,
-        launch.LaunchError,
+        checks.LaunchError,
         mounts.MountsError,
         unmount.UnmountError,
     ) as error:
@@ -197,7 +197,7 @@ def _add_keeper(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 def _mount(options: argparse.Namespace) -> int:
     settings = _settings(options, os.environ)
-    launch.check(settings)
+    checks.check(settings)
     if settings.foreground:
         return launch.run_foreground(settings)
     launch.start(settings)

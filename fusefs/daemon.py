@@ -17,13 +17,11 @@ what, and for how long.
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import hashlib
 import json
 import logging
 import os
-import resource
 import signal
 import sys
 import time
@@ -33,7 +31,7 @@ from typing import Any, Protocol
 
 import trio
 
-from fusefs import control, mounts, status
+from fusefs import control, mounts, process, status
 from fusefs.cache.eviction import Space
 from fusefs.cache.fetch import Fetcher
 from fusefs.cache.files import CacheDirectoryError, FileCache, prepare_directory
@@ -352,32 +350,13 @@ def _s3_settings(settings: MountSettings) -> S3Settings:
     )
 
 
-def _raise_descriptor_limit() -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _set_up_logging(settings: MountSettings) -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    root = logging.getLogger()
-    root.addHandler(handler)
-    logging.getLogger("fusefs").setLevel(settings.log_level.upper())
-    root.setLevel(logging.WARNING)
-
-
 def run(settings: MountSettings, ready: Callable[[], None]) -> None:
     """Serve one mount until it is unmounted.
 
     Raises:
         USER_ERRORS: it can't be started.
     """
-    _set_up_logging(settings)
-    # The keeper asks a daemon that is silent where it hangs; works in a busy loop, too.
-    faulthandler.register(signal.SIGUSR1)
-    _raise_descriptor_limit()
-    # Files are created for this user alone, whatever the shell's umask is.
-    os.umask(0o077)
+    process.set_up(settings)
     try:
         trio.run(Daemon(settings).run, ready)
     except* USER_ERRORS as group:
@@ -390,17 +369,6 @@ def _first(group: BaseExceptionGroup[Exception]) -> Exception:
         error = error.exceptions[0]
     assert isinstance(error, Exception)
     return error
-
-
-def _read_input(text: str) -> MountSettings:
-    """The settings that the launcher wrote, and the AWS configuration as files of this process."""
-    told = json.loads(text)
-    for variable, content in told["files"].items():
-        # In memory alone: it holds secrets.
-        fd = os.memfd_create(variable)
-        os.write(fd, content.encode())
-        os.environ[variable] = f"/proc/self/fd/{fd}"
-    return MountSettings.from_json(told["settings"])
 
 
 def main() -> int:
@@ -416,7 +384,7 @@ def main() -> int:
 
     try:
         run(
-            _read_input(sys.stdin.read()),
+            process.read_input(sys.stdin.read()),
             lambda: tell({"ready": True, "pid": os.getpid()}),
         )
     except USER_ERRORS as error:

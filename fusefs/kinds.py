@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
 from fusefs.units import (
@@ -226,3 +226,38 @@ MIN_FREE = Kind("SIZE|N%", _parse_min_free)
 MODE = Kind("MODE", _parse_mode, lambda mode: f"{mode:04o}")
 SOURCE = Kind("s3://BUCKET[/PREFIX]", parse_source)
 ID = whole_number(0, 2**32 - 2)
+
+
+# --- how a field is declared --------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting as its users see it: flags, environment, file and help."""
+
+    name: str
+    kind: Kind[Any]
+    group: str
+    help: str
+    default: str  # as text, for `--help`
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.key
+
+    @property
+    def key(self) -> str:
+        return self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return "FUSEFS_" + self.name.upper()
+
+    @property
+    def is_switch(self) -> bool:
+        return self.kind is SWITCH
+
+
+def about(kind: Kind[Any], group: str, help: str, *, otherwise: str = "") -> dict[str, Any]:
+    """A field's metadata; `otherwise` tells what a default that is not fixed means."""
+    return {"setting": (kind, group, help, otherwise)}

@@ -43,7 +43,9 @@ from fusefs.kinds import (
     MinFree,
     Passthrough,
     SessionKind,
+    Setting,
     Source,
+    about,
     at_least,
     choice,
     whole_number,
@@ -53,41 +55,6 @@ from fusefs.units import MIB, plain_number
 
 class SettingsError(ValueError):
     """A setting cannot be read; the message is one line for the user."""
-
-
-# --- how a field is declared --------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One setting as its users see it: flags, environment, file and help."""
-
-    name: str
-    kind: Kind[Any]
-    group: str
-    help: str
-    default: str  # as text, for `--help`
-
-    @property
-    def flag(self) -> str:
-        return "--" + self.key
-
-    @property
-    def key(self) -> str:
-        return self.name.replace("_", "-")
-
-    @property
-    def variable(self) -> str:
-        return "FUSEFS_" + self.name.upper()
-
-    @property
-    def is_switch(self) -> bool:
-        return self.kind is SWITCH
-
-
-def _about(kind: Kind[Any], group: str, help: str, *, otherwise: str = "") -> dict[str, Any]:
-    """A field's metadata; `otherwise` tells what a default that is not fixed means."""
-    return {"setting": (kind, group, help, otherwise)}
 
 
 def default_cache_dir() -> Path:
@@ -110,36 +77,36 @@ class MountSettings:
 
     endpoint_url: str | None = field(
         default=None,
-        metadata=_about(URL, "S3", "the S3 endpoint", otherwise="AWS, or its configuration's"),
+        metadata=about(URL, "S3", "the S3 endpoint", otherwise="AWS, or its configuration's"),
     )
     region: str | None = field(
         default=None,
-        metadata=_about(WORD, "S3", "the bucket's region", otherwise="the AWS configuration's"),
+        metadata=about(WORD, "S3", "the bucket's region", otherwise="the AWS configuration's"),
     )
     profile: str | None = field(
         default=None,
-        metadata=_about(WORD, "S3", "the AWS profile", otherwise="AWS_PROFILE, or default"),
+        metadata=about(WORD, "S3", "the AWS profile", otherwise="AWS_PROFILE, or default"),
     )
     anonymous: bool = field(
         default=False,
-        metadata=_about(SWITCH, "S3", "send unsigned requests, for public buckets"),
+        metadata=about(SWITCH, "S3", "send unsigned requests, for public buckets"),
     )
     addressing: Addressing = field(
         default=Addressing.AUTO,
-        metadata=_about(choice(Addressing), "S3", "the bucket in the URL's path or host name"),
+        metadata=about(choice(Addressing), "S3", "the bucket in the URL's path or host name"),
     )
     ca_bundle: Path | None = field(
         default=None,
-        metadata=_about(PATH, "S3", "certificates to trust (PEM)", otherwise="the system's"),
+        metadata=about(PATH, "S3", "certificates to trust (PEM)", otherwise="the system's"),
     )
     requester_pays: bool = field(
         default=False,
-        metadata=_about(SWITCH, "S3", "agree to pay for the requests"),
+        metadata=about(SWITCH, "S3", "agree to pay for the requests"),
     )
 
     cache_dir: Path = field(
         default_factory=default_cache_dir,
-        metadata=_about(
+        metadata=about(
             PATH,
             "Cache",
             "where objects are kept",
@@ -148,20 +115,20 @@ class MountSettings:
     )
     shared_cache: bool = field(
         default=False,
-        metadata=_about(SWITCH, "Cache", "share objects with mounts under other credentials"),
+        metadata=about(SWITCH, "Cache", "share objects with mounts under other credentials"),
     )
     cache_size: int | None = field(
         default=None,
-        metadata=_about(SIZE, "Cache", "the most to keep", otherwise="what the disk allows"),
+        metadata=about(SIZE, "Cache", "the most to keep", otherwise="what the disk allows"),
     )
     min_free: MinFree = field(
         default=MinFree(percent=10.0),
-        metadata=_about(MIN_FREE, "Cache", "disk space to leave free"),
+        metadata=about(MIN_FREE, "Cache", "disk space to leave free"),
     )
 
     metadata_ttl: float = field(
         default=60.0,
-        metadata=_about(
+        metadata=about(
             LIFETIME,
             "Metadata",
             "how long listings and attributes are believed; indefinite if nothing ever changes",
@@ -170,36 +137,36 @@ class MountSettings:
 
     read_only: bool = field(
         default=True,
-        metadata=_about(SWITCH, "Files", "refuse every change; so far the only mode"),
+        metadata=about(SWITCH, "Files", "refuse every change; so far the only mode"),
     )
     allow_other: bool = field(
         default=False,
-        metadata=_about(SWITCH, "Files", "let the machine's other users in"),
+        metadata=about(SWITCH, "Files", "let the machine's other users in"),
     )
     uid: int | None = field(
         default=None,
-        metadata=_about(ID, "Files", "the owner of all files", otherwise="you"),
+        metadata=about(ID, "Files", "the owner of all files", otherwise="you"),
     )
     gid: int | None = field(
         default=None,
-        metadata=_about(ID, "Files", "the group of all files", otherwise="yours"),
+        metadata=about(ID, "Files", "the group of all files", otherwise="yours"),
     )
     file_mode: int = field(
         default=0o644,
-        metadata=_about(MODE, "Files", "the permissions of files"),
+        metadata=about(MODE, "Files", "the permissions of files"),
     )
     dir_mode: int = field(
         default=0o755,
-        metadata=_about(MODE, "Files", "the permissions of directories"),
+        metadata=about(MODE, "Files", "the permissions of directories"),
     )
 
     session: SessionKind = field(
         default=SessionKind.AUTO,
-        metadata=_about(choice(SessionKind), "Kernel", "who speaks FUSE with the kernel"),
+        metadata=about(choice(SessionKind), "Kernel", "who speaks FUSE with the kernel"),
     )
     passthrough: Passthrough = field(
         default=Passthrough.AUTO,
-        metadata=_about(
+        metadata=about(
             choice(Passthrough),
             "Kernel",
             "let the kernel read cached files directly (as root, Linux 6.9 or newer)",
@@ -208,7 +175,7 @@ class MountSettings:
 
     user: str | None = field(
         default=None,
-        metadata=_about(
+        metadata=about(
             WORD,
             "Survival",
             "who the daemon runs as when root mounts",
@@ -217,43 +184,43 @@ class MountSettings:
     )
     max_pause: float = field(
         default=300.0,
-        metadata=_about(
+        metadata=about(
             DURATION, "Survival", "how long a mount without a daemon waits before it fails"
         ),
     )
     hang_timeout: float = field(
         default=30.0,
-        metadata=_about(
+        metadata=about(
             DURATION, "Survival", "how long a daemon may be silent before it is replaced"
         ),
     )
     holder: Path | None = field(
         default=None,
-        metadata=_about(
+        metadata=about(
             PATH, "Survival", "the socket of a `fusefs keeper` that holds the mount, too"
         ),
     )
 
     max_connections: int = field(
         default=32,
-        metadata=_about(whole_number(1, 1024), "Limits", "the most requests to S3 at a time"),
+        metadata=about(whole_number(1, 1024), "Limits", "the most requests to S3 at a time"),
     )
     memory_limit: int = field(
         default=256 * MIB,
-        metadata=_about(at_least(32 * MIB, SIZE), "Limits", "memory for data on its way"),
+        metadata=about(at_least(32 * MIB, SIZE), "Limits", "memory for data on its way"),
     )
     retry_time: float = field(
         default=60.0,
-        metadata=_about(DURATION, "Limits", "how long a failing request is tried again"),
+        metadata=about(DURATION, "Limits", "how long a failing request is tried again"),
     )
 
     log_level: LogLevel = field(
         default=LogLevel.INFO,
-        metadata=_about(choice(LogLevel), "Logging", "the least severe line to log"),
+        metadata=about(choice(LogLevel), "Logging", "the least severe line to log"),
     )
     log_file: Path | None = field(
         default=None,
-        metadata=_about(
+        metadata=about(
             PATH,
             "Logging",
             "where the log goes",
@@ -263,17 +230,19 @@ class MountSettings:
     )
     foreground: bool = field(
         default=False,
-        metadata=_about(SWITCH, "Logging", "stay in the foreground until the mount ends"),
+        metadata=about(SWITCH, "Logging", "stay in the foreground until the mount ends"),
     )
 
     def to_json(self) -> str:
         """This as JSON, for `from_json` in another process."""
-        given = {
+        return json.dumps(self._as_texts())
+
+    def _as_texts(self) -> dict[str, str]:
+        return {
             name: kind.show(value)
             for name, kind in _KINDS.items()
             if (value := getattr(self, name)) is not None
         }
-        return json.dumps(given)
 
     @classmethod
     def from_json(cls, text: str) -> MountSettings:
@@ -297,12 +266,7 @@ class MountSettings:
         for name, text in given.items():
             if name in FIXED:
                 raise SettingsError(f"{text.origin}: cannot be changed while mounted")
-        own = {
-            name: Given(kind.show(value), name)
-            for name, kind in _KINDS.items()
-            if (value := getattr(self, name)) is not None
-        }
-        return build(given, own)
+        return build(given, {name: Given(text, name) for name, text in self._as_texts().items()})
 
 
 def _setting(item: Field[Any]) -> Setting:

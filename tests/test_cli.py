@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import trio
 
-from fusefs import cli, control, launch, mounts, report
+from fusefs import checks, cli, control, mounts, report
 
 STATUS: dict[str, Any] = {
     "mountpoint": "/mnt/data",
@@ -124,7 +124,7 @@ def test_a_mountpoint_that_another_command_is_mounting_is_refused(
 def test_a_missing_device_is_named(
     mountpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "FUSE_DEVICE", mountpoint / "fuse")
+    monkeypatch.setattr(checks, "FUSE_DEVICE", mountpoint / "fuse")
     assert "there is no /dev/fuse" in refusal(capsys, "s3://bucket", mountpoint)
 
 
@@ -138,9 +138,9 @@ def test_an_ordinary_user_needs_the_system_s_leave_for_allow_other(
     configuration.write_text("#user_allow_other\n")
     (tmp_path / "fusermount3").touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(launch, "FUSE_CONFIGURATION", configuration)
-    monkeypatch.setattr(launch, "may_mount", lambda: False)
-    monkeypatch.setattr(launch, "_check_device", lambda: None)
+    monkeypatch.setattr(checks, "FUSE_CONFIGURATION", configuration)
+    monkeypatch.setattr(checks, "may_mount", lambda: False)
+    monkeypatch.setattr(checks, "_check_device", lambda: None)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert "user_allow_other" in refusal(capsys, "s3://bucket", mountpoint, "--allow-other")
 
