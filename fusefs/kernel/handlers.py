@@ -13,8 +13,9 @@ from typing import Any
 
 from fusefs.kernel import wire
 from fusefs.kernel.wire import Fopen, Opcode
+from fusefs.posix.answers import Caller, Found, Opened
 from fusefs.posix.inodes import Inode
-from fusefs.posix.operations import Caller, Found, Opened, Operations
+from fusefs.posix.operations import Operations
 
 FOREVER_S = 1 << 40
 

@@ -21,8 +21,9 @@ from fusefs.kernel.mount import MountError, MountRequest
 from fusefs.kernel.session import Waiting
 from fusefs.kernel.wire import Opcode
 from fusefs.mounts import FILESYSTEM_TYPE
+from fusefs.posix.answers import Answer, Caller
 from fusefs.posix.inodes import Inode
-from fusefs.posix.operations import Answer, Caller, Operations
+from fusefs.posix.operations import Operations
 
 T = TypeVar("T")
 # How many requests are in work at once; the rest wait in the kernel.

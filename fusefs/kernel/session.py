@@ -43,8 +43,9 @@ from fusefs.kernel import wire
 from fusefs.kernel.handlers import Buffer, Handler, Handlers, Payload
 from fusefs.kernel.libc import lock_memory
 from fusefs.kernel.wire import Init, Opcode
+from fusefs.posix.answers import Caller
 from fusefs.posix.journal import NodeLog
-from fusefs.posix.operations import Caller, Operations
+from fusefs.posix.operations import Operations
 
 logger = logging.getLogger("fusefs.session")
 

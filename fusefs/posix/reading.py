@@ -1,0 +1,148 @@
+"""READ of a served handle: from the page cache, the disk, the bucket, in this order.
+
+What is in the page cache is answered at once, what is on the disk by a thread;
+what is missing waits for its download. Where the cache can't keep a version,
+it is read past it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+
+import trio
+
+from fusefs.cache.fetch import Fetcher, NotKeptError
+from fusefs.cache.files import CacheFile, FileCache
+from fusefs.posix.answers import Answer, ReadCounters, waiting
+from fusefs.posix.handles import FileHandle, HandleTable
+from fusefs.posix.inodes import Inode
+from fusefs.store.errors import NotFoundError, StaleVersionError
+
+# Read past the cache by this much at a time: what a reader without a cache may
+# keep in memory for the next read.
+UNKEPT = 2 << 20
+# One request is answered from a buffer of this size (max_pages of 4 KiB).
+MAX_READ = 1 << 20
+
+
+class Reader:
+    """The reads of one mount. Belongs to the event loop.
+
+    `outdate` is told of an inode whose version the bucket has no more.
+    """
+
+    def __init__(
+        self,
+        cache: FileCache,
+        fetcher: Fetcher,
+        handles: HandleTable,
+        counters: ReadCounters,
+        outdate: Callable[[Inode], None],
+    ) -> None:
+        self._cache = cache
+        self._fetcher = fetcher
+        self._handles = handles
+        self._counters = counters
+        self._outdate = outdate
+        self._buffer = memoryview(bytearray(MAX_READ))
+        self._nowait = os.RWF_NOWAIT
+        self._disk = trio.CapacityLimiter(16)
+
+    def read(self, fh: int, offset: int, size: int) -> Answer[memoryview | bytes | bytearray]:
+        """The bytes of a handle's version at [offset, offset + size); see `Operations.read`."""
+        try:
+            handle = self._handles.files[fh]
+        except KeyError:
+            raise OSError(errno.EBADF, f"unknown file handle {fh}") from None
+        file = handle.file
+        stop = min(offset + size, file.size)
+        if offset >= stop:
+            return b""
+        if file.is_complete or file.present.covers(offset, stop):
+            if handle.window is not None and not file.is_complete:
+                handle.window.reads(offset, stop)
+            self._counters.hit(stop - offset)
+            data = self._read_now(file, offset, stop - offset)
+            if data is not None:
+                return data
+        return waiting(self._read_later(handle, offset, stop))
+
+    def _read_now(self, file: CacheFile, offset: int, size: int) -> memoryview | None:
+        """Read what the page cache has, all of it or None."""
+        if file.fd < 0 or size > MAX_READ:
+            return None
+        data = self._buffer[:size]
+        try:
+            count = os.preadv(file.fd, (data,), offset, self._nowait)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            if error.errno != errno.EOPNOTSUPP or not self._nowait:
+                return None
+            # tmpfs: it knows no RWF_NOWAIT, and never waits for a disk either.
+            self._nowait = 0
+            return self._read_now(file, offset, size)
+        return data if count == size else None
+
+    async def _read_later(self, handle: FileHandle, offset: int, stop: int) -> bytes | bytearray:
+        file = handle.file
+        self._cache.pin_again(file)  # the handle may be released before the answer is there
+        try:
+            if file.is_kept:
+                try:
+                    return await self._read_kept(handle, offset, stop)
+                except NotKeptError:
+                    pass
+            return await self._read_unkept(handle, offset, stop)
+        except NotFoundError:
+            self._outdate(handle.inode)
+            raise OSError(errno.ESTALE, "the object has been deleted") from None
+        except StaleVersionError:
+            self._outdate(handle.inode)
+            raise
+        finally:
+            self._cache.unpin(file)
+
+    async def _read_kept(self, handle: FileHandle, offset: int, stop: int) -> bytes:
+        file = handle.file
+        if not file.present.covers(offset, stop):
+            self._counters.miss(stop - offset)
+            if handle.window is not None:
+                handle.window.reads(offset, stop)
+            await self._fetcher.wait_for(file, offset, stop)
+        elif not await self._cache.ensure_open(file):
+            raise NotKeptError
+        try:
+            return await trio.to_thread.run_sync(
+                read_fully, file.fd, offset, stop - offset, limiter=self._disk
+            )
+        except OSError as error:
+            self._cache.refuse(file, error)
+            raise NotKeptError from error
+
+    async def _read_unkept(self, handle: FileHandle, offset: int, stop: int) -> bytearray:
+        """Read past the cache, somewhat more than asked for, which serves the next reads."""
+        start, data = handle.unkept
+        if not (start <= offset and stop <= start + len(data)):
+            start = offset
+            end = min(handle.version.size, max(stop, offset + UNKEPT))
+            data = await self._fetcher.read_unkept(handle.version, start, end)
+            handle.unkept = (start, data)
+        return data[offset - start : stop - start]
+
+
+def read_fully(fd: int, offset: int, size: int) -> bytes:
+    """Read exactly `size` bytes, which are known to be there. Blocks.
+
+    Raises:
+        OSError: the disk failed, or the file is shorter than it was.
+    """
+    data = os.pread(fd, size, offset)
+    while len(data) < size:
+        more = os.pread(fd, size - len(data), offset + len(data))
+        if not more:
+            raise OSError(errno.EIO, "the cache file is too short")
+        data += more
+    return data
