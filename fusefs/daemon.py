@@ -182,7 +182,7 @@ class Daemon:
                     serving.start_soon(self._compact)
             finally:
                 if self._is_unmounted or self._handover is None:
-                    mounts.unregister(mountpoint)
+                    mounts.unregister(mountpoint, pid=os.getpid())
 
     async def _until_ended(self, session: RunningSession, serving: trio.Nursery) -> None:
         self._is_unmounted = await session.run()

@@ -250,8 +250,15 @@ def register(mountpoint: Path, source: str, pid: int) -> Registration:
     return registration
 
 
-def unregister(mountpoint: Path) -> None:
-    """Remove the record of a mount, if there is one."""
+def unregister(mountpoint: Path, *, pid: int | None = None) -> None:
+    """Remove the record of a mount, if there is one, and it is about `pid` where that is given.
+
+    A daemon that is late to end must not take away the record of the next mount.
+    """
+    if pid is not None:
+        registration = _read(runtime_directory() / _hashed(mountpoint))
+        if registration is None or registration.pid != pid:
+            return
     shutil.rmtree(runtime_directory() / _hashed(mountpoint), ignore_errors=True)
 
 
