@@ -1,6 +1,7 @@
 # make setup   the virtual environment in .venv, and the system packages it needs
 # make demo    mount a real S3 server's bucket and read it, in under two minutes
 # make test    style, types and tests
+# make storm   daemons killed, stopped and upgraded by the hundred, for ten minutes and more
 # make bench   the measurements against the bare disk and other mounts
 
 SHELL := /bin/bash
@@ -8,7 +9,7 @@ BIN := .venv/bin
 STAMP := .venv/.set-up
 SOURCES := fusefs tests examples $(wildcard bench)
 
-.PHONY: setup demo test lint bench clean
+.PHONY: setup demo test lint storm bench clean
 
 setup: $(STAMP)
 
@@ -29,6 +30,10 @@ lint: $(STAMP)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy --strict fusefs
+
+storm: $(STAMP)
+	SURVIVAL_ROUNDS=100 SURVIVAL_UPGRADES=20 SURVIVAL_TREE=20000 \
+	$(BIN)/python -m pytest tests/test_survival.py
 
 bench: $(STAMP)
 	$(BIN)/python -m bench

@@ -290,13 +290,10 @@ _REQUIRED = frozenset(
 
 
 # What the mount itself, its keeper or its state depends on.
-FIXED = frozenset(
-    (
-        "source", "mountpoint", "cache_dir", "shared_cache", "session", "passthrough",
-        "allow_other", "read_only", "user", "max_pause", "hang_timeout", "holder", "foreground",
-        "log_file",
-    )
-)  # fmt: skip
+FIXED = frozenset((
+    "source", "mountpoint", "cache_dir", "shared_cache", "session", "passthrough", "allow_other",
+    "read_only", "user", "max_pause", "hang_timeout", "holder", "foreground", "log_file",
+))  # fmt: skip
 
 # --- where settings come from -------------------------------------------------
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import itertools
 import os
 import pwd
 import random
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -21,6 +24,7 @@ from typing import Any
 import pytest
 
 from fusefs import control, mounts
+from fusefs.kernel import wire
 from tests.conftest import Bucket
 from tests.support import survival_data as data
 from tests.support.cgroup import memory_group
@@ -30,7 +34,9 @@ from tests.support.s3_server import S3Server
 from tests.support.semantics import states
 
 ROLES = ("stream", "stream", "small", "small", "walk", "walk", "mapped", "served", "passthrough")
+# `make storm` has more of each.
 ROUNDS = int(os.environ.get("SURVIVAL_ROUNDS", "12"))
+UPGRADES = int(os.environ.get("SURVIVAL_UPGRADES", "3"))
 LIMIT_S = 60.0
 
 
@@ -170,6 +176,25 @@ def test_daemons_that_are_killed_go_unnoticed(survival: Mount) -> None:
         storm(lambda: signal_daemon(survival, signal.SIGKILL))
         serving_pid(survival)
     assert keeper_status(survival)["restarts"] >= ROUNDS // 2
+    expect_no_lost_backing_ids(survival)
+
+
+def expect_no_lost_backing_ids(mount: Mount) -> None:
+    """The kernel has the registered files that the keeper knows of, and no other."""
+    known = keeper_status(mount)["backing_ids"]
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(str(mounts.keeper_socket(mount.path)))
+        sock.sendall(b'{"do": "hand"}\n')
+        _, (device,), _, _ = socket.recv_fds(sock, 4096, 1)
+    found = 0
+    try:
+        for backing_id in range(1, 20_000):
+            with contextlib.suppress(FileNotFoundError):
+                fcntl.ioctl(device, wire.DEV_IOC_BACKING_CLOSE, struct.pack("=I", backing_id))
+                found += 1
+    finally:
+        os.close(device)
+    assert found == known
 
 
 @states("A daemon that says nothing for the hang timeout is replaced like one that has died.")
@@ -211,7 +236,7 @@ def test_keepers_that_are_killed_in_between_go_unnoticed(survival: Mount) -> Non
 )
 def test_upgrades_go_unnoticed(survival: Mount) -> None:
     with survivors(survival):
-        for _ in range(3):
+        for _ in range(UPGRADES):
             before = serving_pid(survival)
             fusefs("upgrade", survival.path, environment=survival.environment)
             assert serving_pid(survival) != before
@@ -236,11 +261,15 @@ def test_passthrough_needs_no_daemon(survival: Mount) -> None:
     if not survival.status()["passthrough"]["on"]:
         pytest.skip(survival.status()["passthrough"]["why"])
     with open(survival.path / data.large_name(data.HELD), "rb", buffering=0) as file:
-        os.kill(serving_pid(survival), signal.SIGSTOP)
+        stopped = serving_pid(survival)
+        os.kill(stopped, signal.SIGSTOP)
         # It is replaced after three seconds, and nobody answers before.
-        at = 12 << 20
-        assert os.pread(file.fileno(), 1 << 20, at) == data.large(data.HELD, at, 1 << 20)
-        assert "T" in process_state(keeper_status(survival)["daemon"])
+        os.sync()
+        Path("/proc/sys/vm/drop_caches").write_text("1")
+        for at in range(0, data.LARGE_SIZE, 1 << 20):
+            assert os.pread(file.fileno(), 1 << 20, at) == data.large(data.HELD, at, 1 << 20)
+        assert keeper_status(survival)["daemon"] == stopped
+        assert process_state(stopped) == "T"
     serving_pid(survival)
 
 
