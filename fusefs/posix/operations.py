@@ -69,6 +69,7 @@ class Operations:
         self._store = store
         self._directories = directories
         self.cache = cache
+        self.fetcher = fetcher
         self.owner = owner
         self.mounted_ns = time.time_ns()
         self.inodes = InodeTable(prefix, log, ids_are_inos=ids_are_inos)

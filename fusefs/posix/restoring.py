@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import trio
 
+from fusefs.cache.prefetch import Window
 from fusefs.posix import records
 from fusefs.posix.operations import Operations
 from fusefs.posix.records import LoggedHandle
@@ -45,4 +46,6 @@ async def _restore_handle(operations: Operations, logged: LoggedHandle, backing:
     if logged.mode == records.PASSTHROUGH:
         _, st_ino = backing.get(logged.backing_id, (0, 0))
         await cache.trust(file, st_ino)
-    operations.handles.restore_file(logged, inode, file)
+    handle = operations.handles.restore_file(logged, inode, file)
+    if logged.mode == records.SERVED and not file.is_complete:
+        handle.window = Window(operations.fetcher, file)
