@@ -33,7 +33,7 @@ lint: $(STAMP)
 
 storm: $(STAMP)
 	SURVIVAL_ROUNDS=100 SURVIVAL_UPGRADES=20 SURVIVAL_TREE=20000 \
-	$(BIN)/python -m pytest tests/test_survival.py
+	$(BIN)/python -m pytest tests/test_survival.py tests/test_survival_ends.py
 
 bench: $(STAMP)
 	$(BIN)/python -m bench

@@ -197,6 +197,8 @@ def _add_keeper(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 def _mount(options: argparse.Namespace) -> int:
     settings = _settings(options, os.environ)
+    if launch.resume(settings):
+        return 0
     checks.check(settings)
     if settings.foreground:
         return launch.run_foreground(settings)

@@ -29,9 +29,9 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from fusefs import mounts, users
+from fusefs import control, mounts, users
 from fusefs.checks import LaunchError, refuse_mounted
-from fusefs.kernel import unmount
+from fusefs.kernel import holder, unmount
 from fusefs.kernel.mount import READ_AHEAD_KIB, MountRequest, may_mount, mount_arguments
 from fusefs.kinds import SessionKind
 from fusefs.settings import MountSettings
@@ -80,6 +80,37 @@ def start(settings: MountSettings) -> subprocess.Popen[bytes]:
     return process
 
 
+def resume(settings: MountSettings) -> bool:
+    """Go on with a mount that only a holder still has; tell whether there was one.
+
+    Raises:
+        LaunchError: there was, and no daemon came up for it; the holder keeps it.
+    """
+    mountpoint = settings.mountpoint
+    mount = mounts.find_mount(mountpoint)
+    registration = mounts.registration_of(mountpoint)
+    if settings.holder is None or mount is None or not mount.is_fusefs:
+        return False
+    if control.peer(mounts.keeper_socket(mountpoint)) or (registration and registration.is_alive()):
+        return False  # somebody serves it
+    name = holder.name_of(os.fspath(mountpoint), mount.connection)
+    try:
+        fuse_fd = holder.fetch(os.fspath(settings.holder), name)
+    except holder.HolderError:
+        return False
+    with os.fdopen(fuse_fd), _open_log(settings.log_file or default_log_file(mountpoint)) as log:
+        user = _choose_user(settings)
+        settings = _with_owner(settings)
+        told = _keeper_configuration(settings, user) | {"fuse_fd": fuse_fd, "table": []}
+        process = _popen(KEEPER, json.dumps(told), log, pass_fds=(fuse_fd,))
+        try:
+            _wait_until_ready(process, START_TIMEOUT_S)
+        except _DiedError:
+            raise LaunchError(f"no daemon came up for the held mount on {mountpoint}") from None
+    print(f"fusefs: {mountpoint} had lost its daemon and keeper; it goes on", file=sys.stderr)
+    return True
+
+
 def run_foreground(settings: MountSettings) -> int:
     """Start the mount, and stay until it has ended; what ends this process ends the mount."""
     process = start(settings)
@@ -124,7 +155,9 @@ def _spawn(settings: MountSettings, log: IO[bytes]) -> subprocess.Popen[bytes]:
     return _popen(KEEPER, json.dumps(_keeper_configuration(settings, user)), log)
 
 
-def _popen(command: Sequence[str], told: str, log: IO[bytes]) -> subprocess.Popen[bytes]:
+def _popen(
+    command: Sequence[str], told: str, log: IO[bytes], pass_fds: tuple[int, ...] = ()
+) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -132,6 +165,7 @@ def _popen(command: Sequence[str], told: str, log: IO[bytes]) -> subprocess.Pope
         stderr=log,
         cwd="/",
         start_new_session=True,
+        pass_fds=pass_fds,
         env=os.environ | {mounts.RUNTIME_VARIABLE: os.fspath(mounts.runtime_directory())},
     )
     assert process.stdin is not None

@@ -1,0 +1,136 @@
+"""What the survival tests share: a filled bucket, a mount of it, and what its keeper says."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusefs import control, mounts
+from tests.conftest import Bucket
+from tests.support import survival_data as data
+from tests.support.mounting import Mount
+from tests.support.s3_server import S3Server
+
+LIMIT_S = 60.0
+
+
+def keeper_status(mount: Mount) -> dict[str, Any]:
+    return control.exchange(mounts.keeper_socket(mount.path), {"do": "status"}, 10)
+
+
+def wait_until(condition: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def serving_pid(mount: Mount) -> int:
+    """The daemon's pid, once it serves."""
+    status: dict[str, Any] = {}
+
+    def is_there() -> bool:
+        nonlocal status
+        status = keeper_status(mount)
+        return bool(status["pause_s"] == 0.0 and status["daemon"])
+
+    wait_until(is_there, "no daemon serves")
+    return int(status["daemon"])
+
+
+@pytest.fixture(scope="module")
+def filled(s3: S3Server) -> Bucket:
+    """A bucket with what `survivor.py` expects."""
+    bucket = Bucket(s3, s3.new_bucket(), s3.client())
+    small = ((data.small_name(n), data.small(n)) for n in range(data.SMALL_FILES))
+    tree = ((data.tree_name(n), b"x" * data.tree_size(n)) for n in range(data.tree_files()))
+    with ThreadPoolExecutor(16) as pool:
+        for number in range(data.LARGE_FILES + 1):
+            bucket.put(data.large_name(number), data.large(number, 0, data.LARGE_SIZE))
+        for _ in pool.map(lambda one: bucket.put(*one), itertools.chain(small, tree)):
+            pass
+    return bucket
+
+
+@pytest.fixture
+def survival(filled: Bucket, tmp_path: Path) -> Iterator[Mount]:
+    """A mount of it, with a cache that is too small for all of it."""
+    if os.geteuid() or not os.path.exists("/dev/fuse"):
+        pytest.skip("needs root and /dev/fuse")
+    (tmp_path / "mnt").mkdir()
+    mount = Mount(
+        f"s3://{filled.name}/", tmp_path / "mnt", tmp_path / "cache",
+        filled.server.endpoint_url, filled.server.environment, tmp_path / "log",
+        ("--cache-size", "80MiB", "--hang-timeout", "3s"),
+    )  # fmt: skip
+    try:
+        mount.start()
+        if not mount.status()["survival"]["on"]:
+            pytest.skip(mount.status()["survival"]["why"])
+        warm(mount)
+        yield mount
+        # Nothing is left behind: not the keeper, not a daemon, not the mount.
+        keeper = keeper_status(mount)["pid"]
+        mount.end()
+        wait_until(lambda: not Path(f"/proc/{keeper}").exists(), "the keeper has not ended")
+        assert mounts.find_mount(mount.path) is None
+    finally:
+        mount.clean_up()
+    assert not processes_with(str(mount.path))
+
+
+def warm(mount: Mount) -> None:
+    """Have the held file whole in the cache, and by passthrough where there is one."""
+    held = mount.path / data.large_name(data.HELD)
+    assert len(held.read_bytes()) == data.LARGE_SIZE
+
+
+def processes_with(text: str) -> list[str]:
+    found = []
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = process.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if text in command:
+            found.append(command)
+    return found
+
+
+def signal_daemon(mount: Mount, number: int) -> None:
+    pid = keeper_status(mount)["daemon"]
+    if pid:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def expect_not_connected(mount: Mount) -> None:
+    def is_dead() -> bool:
+        try:
+            os.statvfs(mount.path)
+        except OSError as error:
+            return error.errno == errno.ENOTCONN
+        return False
+
+    wait_until(is_dead, "the mount was not given up")
+
+
+def children_of(pid: int) -> list[int]:
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(child) for child in text.split()]
+
+
+def keeper_pid(mount: Mount) -> int | None:
+    try:
+        return int(keeper_status(mount)["pid"])
+    except control.ControlError:
+        return None
