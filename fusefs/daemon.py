@@ -32,9 +32,10 @@ from typing import Any, Protocol
 import trio
 
 from fusefs import control, mounts, process, status
+from fusefs.cache.directory import CacheDirectoryError, prepare_directory
 from fusefs.cache.eviction import Space
 from fusefs.cache.fetch import Fetcher
-from fusefs.cache.files import CacheDirectoryError, FileCache, prepare_directory
+from fusefs.cache.files import FileCache
 from fusefs.cache.metadata import RememberedPages
 from fusefs.handover import Handover, TakeOverError
 from fusefs.kernel import mount

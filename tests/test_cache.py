@@ -15,8 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fusefs.cache import files as cache_files
+from fusefs.cache.directory import CacheDirectoryError, prepare_directory
+from fusefs.cache.disk import is_unused
 from fusefs.cache.fetch import NotKeptError
-from fusefs.cache.files import CacheDirectoryError, CacheFile, is_unused, prepare_directory
+from fusefs.cache.file import CacheFile
 from fusefs.cache.metadata import RememberedPages
 from fusefs.store.base import ListPage, ObjectInfo
 from tests.support.disks import small_disk
@@ -103,10 +105,7 @@ async def test_files_without_a_row_are_swept_when_they_are_old(
         await parts.fetch(A)
         await parts.cache.record()
         [known] = parts.files()
-        old, new = (
-            known.with_name("ab" * 16 + ".00000000"),
-            known.with_name("cd" * 16 + ".11111111"),
-        )
+        old, new = (known.with_name(known.parent.name + digit * 30 + ".00000000") for digit in "ab")
         for path in (old, new):
             path.write_bytes(b"left by a daemon that was killed")
         long_ago = time.time() - 2 * cache_files.ORPHAN_AGE_S

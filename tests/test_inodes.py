@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from fusefs.cache.files import CacheFile
+from fusefs.cache.file import CacheFile
 from fusefs.posix.handles import HandleTable
 from fusefs.posix.inodes import FIRST_ID, ROOT_ID, Inode, InodeTable, Ownership, stable_ino
 from fusefs.posix.journal import Journal, NoJournal

@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from fusefs.cache.files import CacheFile
+from fusefs.cache.file import CacheFile
 from fusefs.kernel.passthrough import Passthrough
 from tests.conftest import Bucket, Mounter
 from tests.support.libc import mapped

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from trio.testing import wait_all_tasks_blocked
 
 from fusefs.cache.fetch import PART, Download
-from fusefs.cache.files import CacheFile
+from fusefs.cache.file import CacheFile
 from fusefs.cache.prefetch import (
     FIRST_WINDOW,
     LAST_WINDOW,

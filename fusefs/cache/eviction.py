@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from fusefs.cache.files import CacheFile, is_unused
+from fusefs.cache.disk import is_unused
+from fusefs.cache.file import CacheFile
 
 if TYPE_CHECKING:
     from fusefs.cache.files import FileCache

@@ -27,7 +27,8 @@ from collections.abc import Callable
 import trio
 
 from fusefs.cache.eviction import Space
-from fusefs.cache.files import CacheFile, FileCache, OpenFile
+from fusefs.cache.file import CacheFile, OpenFile
+from fusefs.cache.files import FileCache
 from fusefs.store.base import ObjectVersion, Priority, Store
 from fusefs.store.errors import StoreError
 

@@ -20,7 +20,8 @@ from collections.abc import Iterator
 from itertools import islice
 
 from fusefs.cache.fetch import PART, Download, Fetcher
-from fusefs.cache.files import CacheFile, FileCache
+from fusefs.cache.file import CacheFile
+from fusefs.cache.files import FileCache
 from fusefs.store.base import ObjectInfo
 
 FIRST_WINDOW = 4 << 20

@@ -27,7 +27,7 @@ from typing import Protocol
 
 import trio
 
-from fusefs.cache.files import CacheFile
+from fusefs.cache.file import CacheFile
 from fusefs.posix.handles import HandleTable
 
 logger = logging.getLogger("fusefs.passthrough")

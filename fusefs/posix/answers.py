@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-from fusefs.cache.files import CacheFile
+from fusefs.cache.file import CacheFile
 from fusefs.posix.inodes import Inode
 from fusefs.store.errors import StoreError
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import errno
 import time
 
-from fusefs.cache.files import CacheFile
+from fusefs.cache.file import CacheFile
 from fusefs.cache.prefetch import Window
 from fusefs.posix import records
 from fusefs.posix.inodes import Inode

@@ -21,7 +21,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 from fusefs.cache.fetch import BLOCK, Fetcher, NotKeptError
-from fusefs.cache.files import CacheFile, FileCache
+from fusefs.cache.file import CacheFile
+from fusefs.cache.files import FileCache
 from fusefs.cache.prefetch import SMALL, Siblings, Window
 from fusefs.posix.answers import Answer, BackingFiles, Caller, Opened, ReadCounters, waiting
 from fusefs.posix.directories import Directories, Directory

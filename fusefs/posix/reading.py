@@ -14,7 +14,8 @@ from collections.abc import Callable
 import trio
 
 from fusefs.cache.fetch import Fetcher, NotKeptError
-from fusefs.cache.files import CacheFile, FileCache
+from fusefs.cache.file import CacheFile
+from fusefs.cache.files import FileCache
 from fusefs.posix.answers import Answer, ReadCounters, waiting
 from fusefs.posix.handles import FileHandle, HandleTable
 from fusefs.posix.inodes import Inode

@@ -21,7 +21,8 @@ import trio.testing
 
 from fusefs.cache.eviction import Space
 from fusefs.cache.fetch import Fetcher
-from fusefs.cache.files import CacheFile, FileCache
+from fusefs.cache.file import CacheFile
+from fusefs.cache.files import FileCache
 from fusefs.store.base import ChunkWriter, ListPage, ObjectInfo, ObjectVersion
 from fusefs.store.errors import NotFoundError
 

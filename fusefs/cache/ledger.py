@@ -1,0 +1,143 @@
+"""What the catalog is still to be told, and the one thread in which it is told.
+
+New ranges, uses and losses are collected here and written in batches: a
+commit for each would cost more than the download of a small file. What a
+killed daemon had not told is downloaded again.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Callable
+from itertools import islice
+from typing import TYPE_CHECKING, TypeVar
+
+import trio
+
+from fusefs.cache.catalog import Catalog, Row
+from fusefs.cache.disk import Disk
+from fusefs.cache.file import CacheFile
+
+if TYPE_CHECKING:
+    from fusefs.cache.eviction import Space
+
+Result = TypeVar("Result")
+
+# How many files are made safe in one go.
+SYNC_AT_ONCE = 256
+
+
+class Ledger:
+    """The batches of one mount. Belongs to the event loop.
+
+    `warn` is told why the catalog can't be written. `has_neighbours` turns
+    True when another mount has written in the directory.
+    """
+
+    def __init__(
+        self, catalog: Catalog, disk: Disk, space: Space, warn: Callable[[str], None]
+    ) -> None:
+        self._catalog = catalog
+        self._disk = disk
+        self._space = space
+        self._warn = warn
+        self.has_neighbours = False
+        self._dirty: dict[str, CacheFile] = {}  # with ranges that the catalog does not know
+        self._unsynced: dict[str, CacheFile] = {}
+        self._used: dict[str, CacheFile] = {}
+        # Rows whose files are gone.
+        self._lost: list[tuple[str, str, int]] = []
+        self._thread = trio.CapacityLimiter(1)
+
+    def arrived(self, file: CacheFile) -> None:
+        """There is more of a file than before."""
+        self._dirty[file.name] = file
+        self._unsynced[file.name] = file
+
+    def recovered(self, file: CacheFile) -> None:
+        """A file that the catalog knows may not survive a power cut."""
+        self._unsynced[file.name] = file
+
+    def used(self, file: CacheFile) -> None:
+        self._used[file.name] = file
+
+    def forget(self, file: CacheFile) -> None:
+        """What was to be told of a file need not be told any more."""
+        if self._dirty.get(file.name) is file:
+            del self._dirty[file.name]
+        if self._unsynced.get(file.name) is file:
+            del self._unsynced[file.name]
+        self._space.uncommitted -= file.unrecorded
+
+    def lost(self, file: CacheFile) -> None:
+        """A file is gone, and so has its row to go."""
+        if file.recorded:
+            self._lost.append((file.name, file.generation, file.st_ino))
+
+    async def record(self) -> None:
+        """Tell the catalog of everything that has arrived, and see what others have."""
+        files = [file for file in self._dirty.values() if file.generation and file.is_ours]
+        lost, self._lost = self._lost, []
+        self._dirty = {}
+        rows = [file.row() for file in files]
+        counted = [file.present.total for file in files]
+
+        def update() -> tuple[list[bool], int, bool]:
+            for row in lost:
+                self._catalog.remove(*row)
+            accepted, total = (
+                self._catalog.record(rows) if rows else ([], self._catalog.total_bytes())
+            )
+            return accepted, total, self._catalog.has_changed()
+
+        answer = await self.in_catalog(update)
+        if answer is None:
+            self._dirty = {file.name: file for file in files if file.generation} | self._dirty
+            self._lost += lost
+            return
+        accepted, self._space.committed, has_changed = answer
+        self.has_neighbours = self.has_neighbours or has_changed
+        for file, row, is_ours, bytes_now in zip(files, rows, accepted, counted, strict=True):
+            if file.generation != row.generation:
+                continue  # evicted meanwhile
+            if is_ours:
+                self._space.uncommitted -= bytes_now - file.recorded
+                file.recorded = bytes_now
+            else:
+                file.is_ours = False
+
+    async def touch(self) -> None:
+        """Tell the catalog what has been used, for the order of eviction after a restart."""
+        used, self._used = self._used, {}
+        times = [(file.used_at, file.name, file.generation) for file in used.values()]
+        await self.in_catalog(self._catalog.touch, times)
+
+    async def sync(self, idle_s: float) -> bool:
+        """Make files safe against a power cut that have been left alone; tell if there were any."""
+        now = time.monotonic()
+        idle = [
+            file
+            for file in islice(self._unsynced.values(), SYNC_AT_ONCE)
+            if now - file.written_at >= idle_s and not file.downloads and not file.unrecorded
+        ]
+        for file in idle:
+            del self._unsynced[file.name]  # it comes back if more arrives from here on
+        rows = [file.row() for file in idle]
+
+        def sync_all() -> list[Row]:
+            return [row for row in rows if self._disk.sync(row.name, row.generation)]
+
+        if rows:
+            synced = await trio.to_thread.run_sync(sync_all)
+            await self.in_catalog(self._catalog.mark_synced, synced)
+        return bool(rows)
+
+    async def in_catalog(self, function: Callable[..., Result], *args: object) -> Result | None:
+        """Call the catalog in its thread; None, and a warning, if it fails. Not cancelled."""
+        with trio.CancelScope(shield=True):
+            try:
+                return await trio.to_thread.run_sync(function, *args, limiter=self._thread)
+            except sqlite3.Error as error:
+                self._warn(f"its catalog can't be written ({error})")
+        return None
