@@ -130,11 +130,11 @@ class Daemon:
                     nursery.cancel_scope.cancel()
             await self.cache.aclose(sync=self._is_unmounted)
             self.pages.close()
+            if self._handover is not None:
+                self._handover.keeping.ending()
         finally:
             with trio.CancelScope(shield=True):
                 await self.store.aclose()
-            if self._handover is not None:
-                self._handover.keeping.ending()
 
     async def _open_cache(self) -> None:
         settings = self.settings
@@ -149,7 +149,7 @@ class Daemon:
             return cache, pages
 
         self.cache, self.pages = await trio.to_thread.run_sync(open_all)
-        if self._handover is not None:
+        if self._handover is not None and self._handover.is_fresh:
             self._handover.remember(directory.name)
 
     def _principal_directory(self) -> str:

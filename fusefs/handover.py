@@ -93,7 +93,9 @@ class Handover:
     def remember(self, cache: str) -> None:
         """Put the name of the mount's part of the cache on record. Blocks shortly."""
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        (self._directory / "cache").write_text(cache)
+        unfinished = self._directory / "cache.new"
+        unfinished.write_text(cache)
+        unfinished.replace(self._directory / "cache")
 
     def recall(self) -> str:
         """The name that was put on record.

@@ -32,13 +32,17 @@ def prepare_directory(directory: Path) -> None:
                 raise CacheDirectoryError(
                     f"the cache directory {directory} is damaged or of another version: remove it"
                 )
-        elif {entry.name for entry in directory.iterdir()} - {"lost+found"}:
+            return
+        if any(not _is_harmless(entry.name) for entry in directory.iterdir()):
             raise CacheDirectoryError(
                 f"{directory} is not empty and no cache of fusefs: choose another with --cache-dir"
             )
         # Only now that it is known to be ours, and nobody else's.
         directory.chmod(0o700)
-        mark.write_text(FORMAT_MARK)
+        # Whole or not at all: this process may be killed at any moment.
+        unfinished = directory / f"format.{os.getpid()}"
+        unfinished.write_text(FORMAT_MARK)
+        unfinished.replace(mark)
     except OSError as error:
         raise CacheDirectoryError(
             f"can't use the cache directory {directory}: {error.strerror}"
@@ -47,3 +51,8 @@ def prepare_directory(directory: Path) -> None:
         raise CacheDirectoryError(
             f"the cache directory {directory} is damaged: remove it"
         ) from error
+
+
+def _is_harmless(name: str) -> bool:
+    """Whether this may be in an empty cache directory."""
+    return name == "lost+found" or name.startswith("format.")
