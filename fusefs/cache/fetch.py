@@ -255,11 +255,14 @@ class Fetcher:
 
     async def _bring(self, download: Download) -> Exception | None:
         file = download.file
-        if download.stop - download.start == file.size and self._cache.is_new(file):
+        is_whole = download.stop - download.start == file.size
+        if is_whole and self._cache.is_new(file) and not file.opening.locked():
             # The thread that brings a small file creates it as well: one wait less.
-            async with file.opening:
-                if self._cache.is_new(file):
-                    return await self._keep(download)
+            file.opening.acquire_nowait()
+            try:
+                return await self._keep(download)
+            finally:
+                file.opening.release()
         if not await self._cache.ensure_open(file):
             return NotKeptError()
         return await self._keep(download)

@@ -152,8 +152,8 @@ class Operations:
     def read(self, fh: int, offset: int, size: int) -> Answer[memoryview | bytes | bytearray]:
         """The bytes of a served handle's version at [offset, offset + size).
 
-        Fewer only at the end of the file. The memory of an answer that comes
-        at once is used again for the next.
+        Fewer only at the end of the file. The memory of an answer may be used
+        again for the next: it is to be used before anything else runs.
         """
         return self._reader.read(fh, offset, size)
 

@@ -87,7 +87,9 @@ class Reader:
             return self._read_now(file, offset, size)
         return data if count == size else None
 
-    async def _read_later(self, handle: FileHandle, offset: int, stop: int) -> bytes | bytearray:
+    async def _read_later(
+        self, handle: FileHandle, offset: int, stop: int
+    ) -> memoryview | bytes | bytearray:
         file = handle.file
         self._cache.pin_again(file)  # the handle may be released before the answer is there
         try:
@@ -106,13 +108,17 @@ class Reader:
         finally:
             self._cache.unpin(file)
 
-    async def _read_kept(self, handle: FileHandle, offset: int, stop: int) -> bytes:
+    async def _read_kept(self, handle: FileHandle, offset: int, stop: int) -> memoryview | bytes:
         file = handle.file
         if not file.present.covers(offset, stop):
             self._counters.miss(stop - offset)
             if handle.window is not None:
                 handle.window.reads(offset, stop)
             await self._fetcher.wait_for(file, offset, stop)
+            # What has just been written is in the page cache.
+            data = self._read_now(file, offset, stop - offset)
+            if data is not None:
+                return data
         elif not await self._cache.ensure_open(file):
             raise NotKeptError
         try:
