@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.faulty_s3 import FaultyS3
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
+from tests.support.sharing import skip_without_fuse
 
 
 @pytest.fixture(scope="session")
@@ -39,16 +40,32 @@ class Bucket:
         self.client.delete_object(Bucket=self.name, Key=key)
 
 
+def new_bucket(s3: S3Server) -> Bucket:
+    return Bucket(s3, s3.new_bucket(), s3.client())
+
+
 @pytest.fixture
 def bucket(s3: S3Server) -> Bucket:
-    return Bucket(s3, s3.new_bucket(), s3.client())
+    return new_bucket(s3)
+
+
+@pytest.fixture(scope="module")
+def shared(s3: S3Server) -> Bucket:
+    """A bucket for all tests of a module."""
+    return new_bucket(s3)
+
+
+@pytest.fixture(scope="module")
+def faulty(s3: S3Server) -> Iterator[FaultyS3]:
+    """A server before the real one that fails on demand; tests `clear` it."""
+    with FaultyS3(s3.endpoint_url) as server:
+        yield server
 
 
 @pytest.fixture(params=["kernel", "pyfuse3"])
 def session(request: pytest.FixtureRequest) -> str:
     """Each of the two sessions in turn."""
-    if not os.path.exists("/dev/fuse"):
-        pytest.skip("there is no /dev/fuse here")
+    skip_without_fuse()
     name: str = request.param
     return name
 
@@ -59,8 +76,7 @@ Mounter = Callable[..., Mount]
 @pytest.fixture
 def mounter(bucket: Bucket, tmp_path: Path) -> Iterator[Mounter]:
     """Mounts the bucket: `mounter("--option", …, prefix="a/", endpoint_url=…)`."""
-    if not os.path.exists("/dev/fuse"):
-        pytest.skip("there is no /dev/fuse here")
+    skip_without_fuse()
     mounts: list[Mount] = []
 
     def mount(
@@ -80,6 +96,20 @@ def mounter(bucket: Bucket, tmp_path: Path) -> Iterator[Mounter]:
     yield mount
     for made in mounts:
         made.clean_up()
+
+
+@pytest.fixture
+def passthrough(mounter: Mounter) -> Mounter:
+    """As `mounter`, under the kernel session and with passthrough on."""
+
+    def mount(*options: str) -> Mount:
+        made = mounter("--session", "kernel", *options)
+        told = made.status()["passthrough"]
+        if not told["on"]:
+            pytest.skip(f"no passthrough: {told['why']}")
+        return made
+
+    return mount
 
 
 @pytest.fixture

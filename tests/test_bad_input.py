@@ -15,6 +15,7 @@ from tests.conftest import Bucket, Mounter
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.mounting import FUSEFS, fusefs
 from tests.support.s3_server import S3Server
+from tests.support.sharing import skip_without_fuse
 
 # Found in /proc/PID/environ of whatever a refused command has left.
 MARK = "TEST_BAD_INPUT"
@@ -25,11 +26,6 @@ AS_NOBODY = (
     "--inh-caps=-all,+dac_read_search", "--ambient-caps=-all,+dac_read_search",
     "--bounding-set=-all,+dac_read_search",
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def shared(s3: S3Server) -> Bucket:
-    return Bucket(s3, s3.new_bucket(), s3.client())
 
 
 class Attempts:
@@ -87,8 +83,7 @@ def _processes_with(mark: str) -> Iterator[str]:
 
 @pytest.fixture
 def attempts(shared: Bucket, tmp_path: Path) -> Iterator[Attempts]:
-    if not os.path.exists("/dev/fuse"):
-        pytest.skip("there is no /dev/fuse here")
+    skip_without_fuse()
     yield (made := Attempts(shared, tmp_path))
     if mounts.is_mountpoint(made.mountpoint):
         fusefs("umount", "--force", made.mountpoint, check=False)

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,16 +19,9 @@ from fusefs import mounts
 from tests.conftest import Bucket, Mounter
 from tests.support.gate import Gate
 from tests.support.mounting import FUSEFS, LIMIT_S, Mount, fusefs
+from tests.support.sharing import until
 
 MIB = 1 << 20
-
-
-def until(condition: Callable[[], object]) -> None:
-    """Wait until something holds; a mount that ends does so in another process."""
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.02)
 
 
 def nothing_is_left(mount: Mount, pid: int) -> bool:
@@ -81,7 +73,7 @@ def test_an_unmounted_mount_leaves_nothing(
     pid = one.pid
     assert (one.path / "a").read_bytes() == b"x" * 1000
     subprocess.run([*end, str(one.path)], check=True, timeout=LIMIT_S)
-    until(lambda: nothing_is_left(one, pid))
+    until(lambda: nothing_is_left(one, pid), "nothing is left")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -89,7 +81,7 @@ def test_a_signal_ends_the_mount(mount: Callable[..., Mount], number: int) -> No
     one = mount()
     pid = one.pid
     os.kill(pid, number)
-    until(lambda: nothing_is_left(one, pid))
+    until(lambda: nothing_is_left(one, pid), "nothing is left")
 
 
 def test_a_mount_in_use_is_not_unmounted(bucket: Bucket, mounter: Mounter) -> None:
@@ -112,10 +104,10 @@ def test_a_signal_detaches_a_mount_that_is_in_use(
     pid = one.pid
     with (one.path / "a").open("rb") as file:
         os.kill(pid, signal.SIGTERM)
-        until(lambda: mounts.find_mount(one.path) is None)
+        until(lambda: mounts.find_mount(one.path) is None, "the mount is detached")
         assert len(file.read()) == 3 * MIB
         assert mounts.start_time(pid) is not None
-    until(lambda: nothing_is_left(one, pid))
+    until(lambda: nothing_is_left(one, pid), "nothing is left")
 
 
 def test_force_ends_a_stopped_daemon_and_its_reader(
@@ -128,7 +120,7 @@ def test_force_ends_a_stopped_daemon_and_its_reader(
     with reading(one.path / "a") as process:
         one.force()
         assert process.wait(LIMIT_S) != 0
-    until(lambda: nothing_is_left(one, pid))
+    until(lambda: nothing_is_left(one, pid), "nothing is left")
 
 
 def test_force_ends_a_mount_whose_bucket_does_not_answer(
@@ -140,17 +132,17 @@ def test_force_ends_a_mount_whose_bucket_does_not_answer(
     os.listdir(one.path)
     gate.close()
     with reading(one.path / "a") as process:
-        until(lambda: one.status()["requests"]["waiting"])
+        until(lambda: one.status()["requests"]["waiting"], "a request waits")
         one.force()
         assert process.wait(LIMIT_S) != 0
-    until(lambda: nothing_is_left(one, pid))
+    until(lambda: nothing_is_left(one, pid), "nothing is left")
 
 
 def test_the_mount_of_a_killed_daemon_can_be_taken_away(mounter: Mounter) -> None:
     one = mounter("--session", "pyfuse3")  # which has nobody to replace it
     pid = one.pid
     os.kill(pid, signal.SIGKILL)
-    until(lambda: mounts.start_time(pid) is None)
+    until(lambda: mounts.start_time(pid) is None, "the daemon is gone")
     told = json.loads(fusefs("status", one.path, "--json").stdout)
     assert "ended" in told["not_answering"]
     one.force()
@@ -171,8 +163,11 @@ def test_a_mount_in_the_foreground_ends_with_an_interrupt(
         env={**os.environ, **bucket.server.environment}, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
-        until(lambda: mounts.registration_of(path) or process.poll() is not None)
-        until(lambda: "not_answering" not in json.loads(fusefs("status", path, "--json").stdout))
+        until(lambda: mounts.registration_of(path) or process.poll() is not None, "a mount")
+        until(
+            lambda: "not_answering" not in json.loads(fusefs("status", path, "--json").stdout),
+            "the mount answers",
+        )
         assert (path / "a").read_bytes() == b"x"
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=LIMIT_S)
@@ -196,9 +191,9 @@ def test_sigusr2_logs_what_waits(
     os.listdir(one.path)
     gate.close()
     with reading(one.path / "slow") as process:
-        until(lambda: one.status()["requests"]["downloads"])
+        until(lambda: one.status()["requests"]["downloads"], "a download")
         os.kill(one.pid, signal.SIGUSR2)
-        until(lambda: "downloading 'slow'" in one.log.read_text())
+        until(lambda: "downloading 'slow'" in one.log.read_text(), "the log tells of it")
         assert "1 requests wait" in one.log.read_text()
         gate.open()
         assert process.communicate(timeout=LIMIT_S)[0] == b"x" * MIB
@@ -212,7 +207,7 @@ def test_status_answers_while_the_bucket_does_not(
     gate.close()
     thread = threading.Thread(target=lambda: os.listdir(one.path))
     thread.start()
-    until(lambda: one.status()["requests"]["waiting"] == 1)
+    until(lambda: one.status()["requests"]["waiting"] == 1, "a request waits")
     gate.open()
     thread.join(LIMIT_S)
     assert not thread.is_alive()

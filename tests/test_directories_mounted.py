@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Bucket
+from tests.conftest import Bucket, new_bucket
 from tests.support.libc import DirectoryStream
 from tests.support.listing_server import ListingServer
 from tests.support.mounting import Mount
@@ -40,7 +40,7 @@ KEYS = [
 
 @pytest.fixture(scope="module")
 def still(s3: S3Server) -> Bucket:
-    bucket = Bucket(s3, s3.new_bucket(), s3.client())
+    bucket = new_bucket(s3)
     for key in KEYS:
         bucket.put(key, key.encode() if not key.endswith("/") else b"")
     return bucket

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Bucket, Mounter
+from tests.conftest import Bucket, Mounter, new_bucket
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
 from tests.support.semantics import states
@@ -98,7 +98,7 @@ def tree(
     request: pytest.FixtureRequest, s3: S3Server, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Mount]:
     """A file and an empty directory, mounted as without options."""
-    bucket = Bucket(s3, s3.new_bucket(), s3.client())
+    bucket = new_bucket(s3)
     bucket.put("readme.txt", b"readme")
     bucket.put("marker/", b"")
     directory = tmp_path_factory.mktemp(request.param)

@@ -6,7 +6,6 @@ import errno
 import hashlib
 import os
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,8 @@ from tests.conftest import Bucket
 from tests.support.faulty_s3 import REQUEST_ID, FaultyS3
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
+from tests.support.semantics import states
+from tests.support.sharing import mounted, until
 
 # Larger than what is fetched in one request, and not the same anywhere.
 BIG = hashlib.shake_128(b"big").digest(12 << 20)
@@ -27,35 +28,17 @@ RETRY_TIME = "1s"
 
 
 @pytest.fixture(scope="module")
-def faulty(s3: S3Server) -> Iterator[FaultyS3]:
-    with FaultyS3(s3.endpoint_url) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def shared(s3: S3Server) -> Bucket:
-    return Bucket(s3, s3.new_bucket(), s3.client())
-
-
-@pytest.fixture(scope="module")
-def mounted(
-    shared: Bucket, faulty: FaultyS3, tmp_path_factory: pytest.TempPathFactory
+def whole(
+    s3: S3Server, shared: Bucket, faulty: FaultyS3, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Mount]:
     """One mount for all tests here, of which each has a directory of its own."""
-    if not os.path.exists("/dev/fuse"):
-        pytest.skip("there is no /dev/fuse here")
-    directory = tmp_path_factory.mktemp("faults")
-    path = directory / "mnt"
-    path.mkdir()
-    mount = Mount(
-        f"s3://{shared.name}", path, directory / "cache", faulty.endpoint_url,
-        shared.server.environment, directory / "log",
-        ("--session", "kernel", "--retry-time", RETRY_TIME, "--metadata-ttl", "0s"),
-    )  # fmt: skip
-    mount.start()
-    yield mount
-    faulty.clear()
-    mount.clean_up()
+    options = ("--session", "kernel", "--retry-time", RETRY_TIME, "--metadata-ttl", "0s")
+    with mounted(
+        s3, f"s3://{shared.name}", tmp_path_factory.mktemp("faults"), *options,
+        endpoint_url=faulty.endpoint_url,
+    ) as mount:  # fmt: skip
+        yield mount
+        faulty.clear()
 
 
 class Folder:
@@ -81,10 +64,10 @@ class Folder:
 
 @pytest.fixture
 def folder(
-    shared: Bucket, mounted: Mount, faulty: FaultyS3, request: pytest.FixtureRequest
+    shared: Bucket, whole: Mount, faulty: FaultyS3, request: pytest.FixtureRequest
 ) -> Iterator[Folder]:
     faulty.clear()
-    yield Folder(shared, mounted, hashlib.sha1(request.node.name.encode()).hexdigest()[:12])
+    yield Folder(shared, whole, hashlib.sha1(request.node.name.encode()).hexdigest()[:12])
     faulty.clear()
 
 
@@ -95,15 +78,6 @@ def outcome(action: Callable[[], Any]) -> str | None:
     except OSError as error:
         return errno.errorcode[error.errno or 0]
     return None
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + LIMIT_S
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.05)
-    return False
 
 
 @pytest.mark.parametrize(
@@ -136,6 +110,10 @@ def test_a_list_that_fails_once_is_not_noticed(folder: Folder, faulty: FaultyS3)
     assert os.listdir(folder.path) == ["a"]
 
 
+@states(
+    "A server that can't be reached, fails or throttles for longer than `--retry-time` is EIO; it"
+    " is never taken for a missing object."
+)
 @pytest.mark.parametrize(
     "fault", [{"code": "InternalError"}, {"code": "SlowDown"}, {"status": 504}, {"cut_after": 0}]
 )
@@ -176,6 +154,7 @@ def test_a_forbidden_object_is_not_permitted(folder: Folder, faulty: FaultyS3) -
     assert outcome(path.read_bytes) == "EACCES"
 
 
+@states("An object in an archive class is EIO, and the log says to restore it.")
 def test_an_archived_object_is_an_error_and_the_log_says_to_restore_it(
     folder: Folder, faulty: FaultyS3
 ) -> None:
@@ -183,7 +162,7 @@ def test_an_archived_object_is_an_error_and_the_log_says_to_restore_it(
     faulty.add("GET", code="InvalidObjectState")
     assert outcome(path.read_bytes) == "EIO"
     (line,) = [line for line in folder.logged() if "WARNING" in line]
-    assert "restore it" in line
+    assert "it is archived: restore it before it can be read" in line
     assert REQUEST_ID in line
 
 
@@ -222,22 +201,22 @@ def _read_on(fd: int, got: bytearray) -> None:
 
 
 def test_being_throttled_lowers_the_concurrency_and_it_rises_again(
-    folder: Folder, faulty: FaultyS3, mounted: Mount
+    folder: Folder, faulty: FaultyS3, whole: Mount
 ) -> None:
     path = folder.put("a", SMALL)
-    before = mounted.status()["s3"]
+    before = whole.status()["s3"]
     faulty.add("GET", times=1, code="SlowDown")
     assert path.read_bytes() == SMALL
-    after = mounted.status()["s3"]
+    after = whole.status()["s3"]
     assert after["throttled"] == before["throttled"] + 1
     assert after["connections"] < 32
 
     def has_risen() -> bool:
         os.listdir(folder.path)
-        connections: int = mounted.status()["s3"]["connections"]
+        connections: int = whole.status()["s3"]["connections"]
         return connections > after["connections"]
 
-    assert eventually(has_risen)
+    until(has_risen, "more connections")
 
 
 def test_a_reader_that_is_killed_while_the_server_is_silent_goes_at_once(
@@ -246,7 +225,7 @@ def test_a_reader_that_is_killed_while_the_server_is_silent_goes_at_once(
     path = folder.put("a", SMALL)
     rule = faulty.add("GET", stall=True)
     with subprocess.Popen(["cat", str(path)], stdout=subprocess.DEVNULL) as reader:
-        assert eventually(lambda: rule.used > 0)
+        until(lambda: rule.used > 0, "the request that stalls")
         reader.kill()
         assert reader.wait(LIMIT_S) != 0
     faulty.clear()
@@ -257,7 +236,7 @@ def test_other_files_are_read_while_one_download_stalls(folder: Folder, faulty: 
     slow, quick = folder.put("slow", SMALL), folder.put("quick", SMALL)
     rule = faulty.add("GET", folder.key("slow"), stall=True)
     with subprocess.Popen(["cat", str(slow)], stdout=subprocess.PIPE) as reader:
-        assert eventually(lambda: rule.used > 0)
+        until(lambda: rule.used > 0, "the request that stalls")
         assert quick.read_bytes() == SMALL
         assert reader.poll() is None
         rule.release()
@@ -274,7 +253,7 @@ def test_a_failed_read_is_one_line_in_the_log(folder: Folder, faulty: FaultyS3) 
         assert part in lines[0]
 
 
-def test_no_secret_gets_into_the_log(mounted: Mount, shared: Bucket) -> None:
-    text = mounted.log.read_text()
+def test_no_secret_gets_into_the_log(whole: Mount, shared: Bucket) -> None:
+    text = whole.log.read_text()
     assert shared.server.secret_key not in text
     assert "Signature=" not in text

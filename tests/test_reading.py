@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Bucket
+from tests.conftest import Bucket, new_bucket
 from tests.support.libc import mapped
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
@@ -82,7 +82,7 @@ class World:
 
 @pytest.fixture(scope="module")
 def objects(s3: S3Server) -> Bucket:
-    bucket = Bucket(s3, s3.new_bucket(), s3.client())
+    bucket = new_bucket(s3)
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(lambda name: bucket.put(name, content(name, SIZES[name])), SIZES))
         list(threads.map(lambda name: bucket.put("names/" + name, name.encode()), NAMES))
@@ -96,8 +96,6 @@ def world(
     objects: Bucket,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[World]:
-    if not os.path.exists("/dev/fuse"):
-        pytest.skip("there is no /dev/fuse here")
     directory = tmp_path_factory.mktemp(request.param)
     with mounted(s3, f"s3://{objects.name}", directory, *KINDS[request.param]) as mount:
         yield World(mount, request.param)

@@ -18,17 +18,12 @@ import pytest
 from fusefs import mounts
 from fusefs.cache.files import RECORD_EVERY_S
 from tests.conftest import Bucket, Mounter
-from tests.support.disks import fill, small_disk
+from tests.support.disks import fill, small_disk, taken_by
 from tests.support.mounting import LIMIT_S, Mount, fusefs
+from tests.support.semantics import states
+from tests.support.sharing import until
 
 MIB = 1 << 20
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.02)
 
 
 def put_many(bucket: Bucket, count: int, size: int) -> dict[str, bytes]:
@@ -85,7 +80,7 @@ def test_a_clean_restart_reuses_everything(bucket: Bucket, mount: Callable[..., 
     assert os.listdir(one.path / "d") == ["e"]
     check_all(one, objects)
     assert (one.path / "d" / "e").read_bytes() == b"deep"
-    until(lambda: remembered_pages(one) >= 2)
+    until(lambda: remembered_pages(one) >= 2, "two listings on record")
     one.end()
     one.start()
     assert sorted(os.listdir(one.path)) == sorted([*objects, "d"])
@@ -180,15 +175,7 @@ class DiskUse:
 
     def _look(self) -> None:
         while not self._ended.wait(0.05):
-            self.most = max(self.most, _taken(self._cache))
-
-
-def _taken(cache: Path) -> int:
-    taken = 0
-    for path in cache.glob("*/objects/*/*"):
-        with contextlib.suppress(FileNotFoundError):
-            taken += path.stat().st_blocks * 512
-    return taken
+            self.most = max(self.most, taken_by(self._cache))
 
 
 def test_the_limit_holds_while_32_readers_stream_more_than_fits(
@@ -233,6 +220,7 @@ def test_a_cache_in_memory_is_read_like_any_other(
     assert one.status()["s3"]["bytes_fetched"] == sum(map(len, objects.values()))
 
 
+@states("A cache directory that can't take more is read past: programs see no error.")
 def test_a_disk_that_is_full_degrades_to_reading_without_a_cache(
     bucket: Bucket, mounter: Mounter, disk: Path
 ) -> None:
@@ -315,5 +303,5 @@ def test_a_signal_while_reading_ends_without_a_traceback(bucket: Bucket, mounter
         os.kill(pid, signal.SIGTERM)
         with contextlib.suppress(OSError):  # not yet open when the mount was detached
             reading.result(LIMIT_S)
-    until(lambda: mounts.start_time(pid) is None)
+    until(lambda: mounts.start_time(pid) is None, "the daemon is gone")
     assert "Traceback" not in one.log.read_text()

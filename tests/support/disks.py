@@ -1,7 +1,8 @@
-"""Small disks of a test's own, which can be filled and made read-only."""
+"""Small disks of a test's own, which can be filled, and what a cache takes of a disk."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 from collections.abc import Iterator
@@ -25,6 +26,15 @@ def small_disk(path: Path, size_mib: int) -> Iterator[Path]:
         yield path
     finally:
         subprocess.run(["umount", "-l", os.fspath(path)], check=True)
+
+
+def taken_by(cache: Path) -> int:
+    """The bytes that the files of a cache directory take."""
+    taken = 0
+    for path in cache.glob("*/objects/*/*"):
+        with contextlib.suppress(FileNotFoundError):
+            taken += path.stat().st_blocks * 512
+    return taken
 
 
 def fill(disk: Path) -> Path:

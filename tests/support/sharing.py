@@ -18,7 +18,7 @@ from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
 
 # How long a test waits for what must happen, on a machine that others use too.
-PATIENCE_S = 30
+PATIENCE_S = 60
 BLOCK = 4096
 
 
@@ -40,13 +40,17 @@ def version_of(data: bytes) -> int:
     return version
 
 
+def skip_without_fuse() -> None:
+    if not os.path.exists("/dev/fuse"):
+        pytest.skip("there is no /dev/fuse here")
+
+
 @contextlib.contextmanager
 def mounted(
     s3: S3Server, source: str, directory: Path, *options: str, endpoint_url: str | None = None
 ) -> Iterator[Mount]:
     """A mount below a directory, gone at the end whatever happened. Skips without /dev/fuse."""
-    if not os.path.exists("/dev/fuse"):
-        pytest.skip("there is no /dev/fuse here")
+    skip_without_fuse()
     path = directory / "mnt"
     path.mkdir(parents=True)
     mount = Mount(

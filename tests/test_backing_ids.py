@@ -1,0 +1,93 @@
+"""Backing ids: what the kernel keeps open for passthrough is bounded, shared and given back."""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import trio
+
+from fusefs.cache.file import CacheFile
+from fusefs.kernel.passthrough import Passthrough
+from tests.conftest import Bucket, Mounter
+from tests.support.sharing import stamped
+
+
+class CountingRegistrar:
+    """Gives ids without a kernel behind them."""
+
+    def __init__(self) -> None:
+        self.given: set[int] = set()
+        self._numbers = itertools.count(1)
+
+    async def open_backing(self, fd: int) -> int:
+        await trio.lowlevel.checkpoint()
+        number = next(self._numbers)
+        self.given.add(number)
+        return number
+
+    def close_backing(self, backing_id: int) -> None:
+        self.given.remove(backing_id)
+
+
+def counted_ids(most: int) -> tuple[Passthrough, set[int]]:
+    registrar = CountingRegistrar()
+    ids = Passthrough(registrar, most)
+    ids.is_on = True
+    return ids, registrar.given
+
+
+async def test_backing_ids_are_bounded_and_given_back() -> None:
+    ids, given = counted_ids(most=3)
+    files = [CacheFile(f"file-{n}", 1) for n in range(8)]
+    for file in files:
+        await ids.register(file)
+    assert len(given) == len(ids) == 3
+    assert ids.find(files[0]) == 0
+    kept = ids.find(files[7])
+    assert kept == await ids.register(files[7]) != 0
+    ids.drop(files[7])
+    assert kept not in given
+
+
+async def test_the_backing_id_of_an_open_file_is_not_given_back() -> None:
+    ids, _ = counted_ids(most=2)
+    files = [CacheFile(f"file-{n}", 1) for n in range(6)]
+    for file in files[:3]:
+        file.pins = 1
+    for file in files:
+        await ids.register(file)
+    assert all(ids.find(file) for file in files[:3])
+
+
+async def test_a_file_that_is_opened_by_two_at_once_gets_one_backing_id() -> None:
+    ids, given = counted_ids(most=3)
+    file = CacheFile("file", 1)
+    got: list[int] = []
+
+    async def register() -> None:
+        got.append(await ids.register(file))
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(5):
+            nursery.start_soon(register)
+    assert set(got) == given
+    assert len(given) == 1
+
+
+def test_many_handles_of_many_files_share_their_backing_ids(
+    passthrough: Mounter, bucket: Bucket
+) -> None:
+    for n in range(40):
+        bucket.put(f"d/f{n:02d}", stamped(n, 9_000))
+    mount = passthrough()
+    directory = mount.path / "d"
+    for _ in range(3):
+        fds = [os.open(directory / f"f{n // 2:02d}", os.O_RDONLY) for n in range(80)]
+        try:
+            for index, fd in enumerate(fds):
+                assert os.pread(fd, 9_000, 0) == stamped(index // 2, 9_000)
+        finally:
+            for fd in fds:
+                os.close(fd)
+    assert "refused" not in mount.log.read_text()

@@ -1,0 +1,126 @@
+"""Mounts whose cache is too small for what is read: what goes, what stays, and that it shows."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tests.conftest import Bucket, Mounter
+from tests.support.disks import taken_by
+from tests.support.libc import mapped
+from tests.support.mounting import Mount
+from tests.support.semantics import states
+from tests.support.sharing import drop_caches, read_all, stamped, until
+
+MIB = 1 << 20
+
+
+def put_stamped(bucket: Bucket, count: int, size: int) -> dict[str, bytes]:
+    """Put the files f0, f1 and so on."""
+    contents = {f"f{number}": stamped(number, size) for number in range(count)}
+    for name, data in contents.items():
+        bucket.put(name, data)
+    return contents
+
+
+def cache_files(mount: Mount) -> set[Path]:
+    return set(mount.cache.glob("*/objects/*/*"))
+
+
+def fetched_bytes(mount: Mount) -> int:
+    fetched: int = mount.status()["s3"]["bytes_fetched"]
+    return fetched
+
+
+@states("The cache stays within `--cache-size`; the least recently used files go first.")
+def test_the_least_recently_used_files_go_first(
+    mount: Callable[..., Mount], bucket: Bucket
+) -> None:
+    contents = put_stamped(bucket, 8, 4 * MIB)
+    here = mount("--cache-size", "18MiB")
+    for name, data in contents.items():
+        # One file is used again and again, and so is never the one to go.
+        assert read_all(here.path / "f0") == contents["f0"]
+        assert read_all(here.path / name) == data
+        assert here.status()["cache"]["used_bytes"] <= 18 * MIB
+        assert taken_by(here.cache) <= 18 * MIB
+    assert fetched_bytes(here) == sum(map(len, contents.values()))
+    for name in ("f0", "f7", "f6"):
+        assert read_all(here.path / name) == contents[name]
+    assert fetched_bytes(here) == sum(map(len, contents.values()))
+    for name in ("f1", "f2", "f3", "f4"):
+        before = fetched_bytes(here)
+        assert read_all(here.path / name) == contents[name]
+        assert fetched_bytes(here) > before
+
+
+@states(
+    "A file that is open is not evicted; one that is mapped, its descriptor closed, may be, and"
+    " stays readable."
+)
+def test_an_open_file_stays_in_the_cache_and_a_mapped_one_stays_readable(
+    passthrough: Mounter, bucket: Bucket
+) -> None:
+    contents = put_stamped(bucket, 10, 6 * MIB)
+    mount = passthrough("--cache-size", "32MiB")
+    root = mount.path
+    assert read_all(root / "f0") == contents["f0"]
+    (of_opened,) = cache_files(mount)
+    assert read_all(root / "f1") == contents["f1"]
+    (of_mapped,) = cache_files(mount) - {of_opened}
+    with (
+        (root / "f0").open("rb", buffering=0) as opened,
+        mapped(root / "f1") as mapping,
+    ):
+        for name in list(contents)[2:]:
+            assert read_all(root / name) == contents[name]
+        until(lambda: not of_mapped.exists(), "the mapped file is evicted")
+        assert of_opened.exists()
+        drop_caches()
+        mapping.forget_pages()
+        assert mapping.read(0, 6 * MIB) == contents["f1"]
+        before = fetched_bytes(mount)
+        assert os.pread(opened.fileno(), 6 * MIB, 0) == contents["f0"]
+        # Also when somebody opens it again.
+        assert read_all(root / "f0") == contents["f0"]
+        assert fetched_bytes(mount) == before
+        assert read_all(root / "f1") == contents["f1"]
+        assert fetched_bytes(mount) > before
+
+
+def test_readers_of_more_than_fits_never_see_an_error(passthrough: Mounter, bucket: Bucket) -> None:
+    contents = put_stamped(bucket, 12, 3 * MIB)
+    mount = passthrough("--cache-size", "16MiB")
+
+    def work(seed: int) -> None:
+        numbers = random.Random(seed)
+        for _ in range(8):
+            name = f"f{numbers.randrange(12)}"
+            if numbers.random() < 0.5:
+                assert read_all(mount.path / name, 256 << 10) == contents[name]
+            else:
+                with mapped(mount.path / name) as mapping:
+                    assert mapping.read(0, 3 * MIB) == contents[name]
+
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(work, range(6)))
+
+
+@states("A cache directory that can't take more is read past: programs see no error.")
+def test_files_that_do_not_fit_into_the_cache_are_read_all_the_same(
+    mount: Callable[..., Mount], bucket: Bucket
+) -> None:
+    data = stamped(1, 20 * MIB)
+    bucket.put("file", data)
+    here = mount("--cache-size", "4MiB")
+    assert read_all(here.path / "file") == data
+    with (
+        (here.path / "file").open("rb") as file,
+        mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as view,
+    ):
+        assert view[15 * MIB : 16 * MIB] == data[15 * MIB : 16 * MIB]
+    until(lambda: here.status()["cache"]["used_bytes"] <= 4 * MIB, "within the limit")
