@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -284,57 +282,3 @@ def test_the_runtime_directory_is_the_owners_alone(mounter: Mounter) -> None:
     assert registration is not None
     assert registration.directory.stat().st_mode & 0o777 == 0o700
     assert registration.socket.stat().st_mode & 0o777 == 0o600
-
-
-# An ordinary user
-
-NOBODY = 65534
-AS_NOBODY = """
-set -e
-mount --make-rprivate /
-mount -t tmpfs tmpfs {home}
-mkdir {home}/dev {home}/mnt
-mknod -m 666 {home}/dev/fuse c 10 229
-mount --bind {home}/dev/fuse /dev/fuse
-chown -R {user}:{user} {home}
-exec setpriv --reuid {user} --regid {user} --clear-groups env HOME={home} sh -ec '
-{fusefs} mount {source} {home}/mnt --endpoint-url {endpoint} --cache-dir {home}/cache
-cat {home}/mnt/a
-{fusefs} status {home}/mnt --json
-{fusefs} umount {home}/mnt
-'
-"""
-
-
-def test_an_ordinary_user_mounts_without_passthrough(bucket: Bucket, tmp_path: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("becoming an ordinary user needs root")
-    for program in ("unshare", "setpriv", "fusermount3"):
-        if shutil.which(program) is None:
-            pytest.skip(f"there is no {program}")
-    become = ["setpriv", "--reuid", str(NOBODY), "--regid", str(NOBODY), "--clear-groups"]
-    # Through a shell, since setpriv itself still has root's rights.
-    probe = [*become, "sh", "-c", f"{sys.executable} -P -c 'import trio, fusefs.daemon'"]
-    if subprocess.run(probe, capture_output=True, check=False, cwd="/").returncode:
-        pytest.skip("an ordinary user can't read this Python")
-    bucket.put("a", b"the bytes\n")
-    home = Path("/tmp") / f"fusefs-home-{os.getpid()}"
-    home.mkdir(mode=0o755)
-    script = AS_NOBODY.format(
-        home=home, user=NOBODY, fusefs=f"{sys.executable} -P -m fusefs.cli", source=f"s3://{bucket.name}",
-        endpoint=bucket.server.endpoint_url,
-    )  # fmt: skip
-    try:
-        result = subprocess.run(
-            ["unshare", "--mount", "sh", "-c", script], capture_output=True, text=True,
-            env={**os.environ, **bucket.server.environment}, timeout=LIMIT_S, check=False, cwd="/",
-        )  # fmt: skip
-    finally:
-        home.rmdir()
-        shutil.rmtree(f"/tmp/fusefs-{NOBODY}", ignore_errors=True)
-    assert result.returncode == 0, result.stderr
-    said, _, status = result.stdout.partition("\n")
-    assert said == "the bytes"
-    passthrough = json.loads(status)["passthrough"]
-    assert not passthrough["on"]
-    assert "root" in passthrough["why"]
