@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import errno
-import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from tests.support.listing_server import ListingServer
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
 from tests.support.semantics import states
-from tests.support.sharing import content, drop_caches, mounted, python, read_all, stamped
+from tests.support.sharing import content, drop_caches, mounted, read_all, stamped
 
 TESTS = Path(__file__).parent
 DOCUMENT = TESTS.parent / "docs" / "semantics.md"
@@ -210,26 +209,6 @@ def test_a_file_has_no_holes_however_little_is_cached(still: Mount) -> None:
             assert os.lseek(file.fileno(), offset, os.SEEK_HOLE) == size
         with pytest.raises(OSError, match="No such device or address"):
             os.lseek(file.fileno(), size, os.SEEK_DATA)
-
-
-@states(
-    "Locks (`flock`, `fcntl`) hold between the programs of one machine, among handles of one"
-    " version that were all opened before it was whole in the cache, or all after."
-)
-def test_a_lock_keeps_other_processes_out(still: Mount) -> None:
-    path = still.path / "d" / "file"
-    read_all(path)
-    code = (
-        "import fcntl, sys; file = open(sys.argv[1], 'rb')\n"
-        "try: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB); print('got it')\n"
-        "except BlockingIOError: print('locked')"
-    )
-    with path.open("rb") as mine:
-        fcntl.flock(mine, fcntl.LOCK_EX)
-        assert python(code, path).communicate()[0] == "locked\n"
-        fcntl.flock(mine, fcntl.LOCK_UN)
-        assert python(code, path).communicate()[0] == "got it\n"
-        fcntl.lockf(mine, fcntl.LOCK_SH)
 
 
 # Errors

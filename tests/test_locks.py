@@ -1,0 +1,114 @@
+"""Advisory locks between processes: which handles they hold among, and which not."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Bucket, Mounter
+from tests.support.mounting import Mount
+from tests.support.semantics import states
+from tests.support.sharing import python, read_all, stamped
+
+SMALL = 300_000
+LARGE = 24 << 20
+# Tries for an exclusive lock; then tells what fcntl knows of the locks of others.
+OTHER = """
+import fcntl, struct, sys
+with open(sys.argv[1], "rb") as file:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        print("free")
+    except BlockingIOError:
+        print("locked")
+    asked = struct.pack("hhqqi", fcntl.F_WRLCK, 0, 0, 0, 0)
+    kind, _, start, size, pid = struct.unpack("hhqqi", fcntl.fcntl(file, fcntl.F_GETLK, asked))
+    print({fcntl.F_UNLCK: "free", fcntl.F_RDLCK: f"read {start} {size} {pid}"}[kind])
+"""
+
+
+def as_another_sees(path: Path) -> list[str]:
+    """What another process that opens a file gets to know of its locks: by flock, by fcntl."""
+    said, complaint = python(OTHER, path).communicate()
+    assert not complaint
+    return said.split("\n")[:2]
+
+
+@states(
+    "`flock` locks hold between the programs of one machine, among handles of one version that"
+    " were all opened before it was whole in the cache, or all after."
+)
+@pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "not whole"])
+def test_a_flock_keeps_other_processes_out(
+    mount: Callable[..., Mount], bucket: Bucket, *, is_whole: bool
+) -> None:
+    bucket.put("file", stamped(1, LARGE))
+    path = mount().path / "file"
+    if is_whole:
+        read_all(path)
+    with path.open("rb", buffering=0) as mine:
+        assert as_another_sees(path)[0] == "free"
+        fcntl.flock(mine, fcntl.LOCK_SH)
+        assert as_another_sees(path)[0] == "locked"
+        fcntl.flock(mine, fcntl.LOCK_UN)
+        assert as_another_sees(path)[0] == "free"
+
+
+@states(
+    "`flock` locks hold between the programs of one machine, among handles of one version that"
+    " were all opened before it was whole in the cache, or all after."
+)
+def test_a_flock_of_a_handle_from_before_the_fetch_does_not_hold_for_later_ones(
+    passthrough: Mounter, bucket: Bucket
+) -> None:
+    bucket.put("file", stamped(1, LARGE))
+    path = passthrough().path / "file"
+    with path.open("rb", buffering=0) as mine:
+        fcntl.flock(mine, fcntl.LOCK_EX)
+        assert as_another_sees(path)[0] == "locked"
+        read_all(path)
+        assert as_another_sees(path)[0] == "free"
+
+
+@states(
+    "`flock` locks hold between the programs of one machine, among handles of one version that"
+    " were all opened before it was whole in the cache, or all after."
+)
+def test_a_flock_of_one_version_does_not_hold_for_another(
+    mount: Callable[..., Mount], bucket: Bucket
+) -> None:
+    bucket.put("file", stamped(1, SMALL))
+    path = mount("--metadata-ttl", "0s").path / "file"
+    with path.open("rb", buffering=0) as mine:
+        fcntl.flock(mine, fcntl.LOCK_EX)
+        assert as_another_sees(path)[0] == "locked"
+        bucket.put("file", stamped(2, SMALL))
+        assert as_another_sees(path)[0] == "free"
+
+
+@states(
+    "`fcntl` locks hold likewise; they are shared ones, for an exclusive one needs a file that is"
+    " open for writing (EBADF)."
+)
+@pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "not whole"])
+def test_other_processes_see_an_fcntl_lock(
+    mount: Callable[..., Mount], bucket: Bucket, *, is_whole: bool
+) -> None:
+    bucket.put("file", stamped(1, LARGE))
+    path = mount().path / "file"
+    if is_whole:
+        read_all(path)
+    with path.open("rb", buffering=0) as mine:
+        assert as_another_sees(path)[1] == "free"
+        fcntl.lockf(mine, fcntl.LOCK_SH, 100, 4096)
+        assert as_another_sees(path)[1] == f"read 4096 100 {os.getpid()}"
+        fcntl.lockf(mine, fcntl.LOCK_UN)
+        assert as_another_sees(path)[1] == "free"
+        with pytest.raises(OSError, match="Bad file descriptor") as caught:
+            fcntl.lockf(mine, fcntl.LOCK_EX)
+        assert caught.value.errno == errno.EBADF
