@@ -12,16 +12,17 @@ and one error to look at.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 
 class Priority(enum.IntEnum):
     """Who goes first when connections are scarce; lower goes first."""
 
     DEMAND = 0
-    PREFETCH = 1
+    WRITE = 1
+    PREFETCH = 2
 
 
 # A download's priority is asked for when a connection is free: it rises when a
@@ -50,8 +51,9 @@ class ObjectVersion:
 class ObjectInfo:
     """What a listing or a HEAD tells about an object.
 
-    `mtime_ns` is nanoseconds since the epoch. `content_type` and
-    `version_id` are None where the source (a listing) does not tell them.
+    `mtime_ns` is nanoseconds since the epoch. `content_type`, `version_id` and
+    `metadata` (the user's, with keys in lower case) are None where the source
+    (a listing) does not tell them.
     """
 
     key: str
@@ -61,6 +63,7 @@ class ObjectInfo:
     storage_class: str = "STANDARD"
     content_type: str | None = None
     version_id: str | None = None
+    metadata: Mapping[str, str] | None = field(default=None, hash=False)
 
     @property
     def version(self) -> ObjectVersion:
@@ -82,8 +85,131 @@ class ListPage:
     last: str
 
 
+@dataclass(frozen=True, slots=True)
+class IfAbsent:
+    """Write only where there is no object (`If-None-Match: *`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class IfMatch:
+    """Write only over the object with this (quoted) ETag."""
+
+    etag: str
+
+
+IF_ABSENT = IfAbsent()
+# None writes whatever is there.
+Condition = IfAbsent | IfMatch | None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of an upload that the bucket has.
+
+    `number` counts from 1, `size` is in bytes; `checksum` is the CRC32 in
+    base64, which S3 has compared.
+    """
+
+    number: int
+    size: int
+    etag: str
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True)
+class UploadState:
+    """All that another process needs to go on with an upload.
+
+    Part n has the bytes from (n - 1) * `part_size` on, up to `size` at most.
+    """
+
+    key: str
+    upload_id: str
+    size: int
+    part_size: int
+    metadata: Mapping[str, str]
+    parts: tuple[Part, ...] = ()
+
+    def plain(self) -> dict[str, Any]:
+        """The state as JSON can hold it."""
+        parts = [[part.number, part.size, part.etag, part.checksum] for part in self.parts]
+        return {
+            "key": self.key,
+            "upload_id": self.upload_id,
+            "size": self.size,
+            "part_size": self.part_size,
+            "metadata": dict(self.metadata),
+            "parts": parts,
+        }
+
+    @staticmethod
+    def from_plain(plain: Mapping[str, Any]) -> UploadState:
+        parts = tuple(Part(*fields) for fields in plain["parts"])
+        return UploadState(**{**plain, "parts": parts})
+
+
+@dataclass(frozen=True, slots=True)
+class PendingUpload:
+    """A multipart upload, anybody's, that is neither complete nor aborted."""
+
+    key: str
+    upload_id: str
+    begun_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteFailure:
+    """A key that could not be deleted, and why (a `StoreError`)."""
+
+    key: str
+    error: Exception
+
+
 # Called in a worker thread with (offset in the object, chunk), in order.
 ChunkWriter = Callable[[int, memoryview], None]
+
+
+class Upload(Protocol):
+    """A multipart upload under way. Methods raise `StoreError`.
+
+    Nothing is to be seen under the key before `complete`. An upload stays in
+    the bucket, and is paid for, until it is completed or aborted.
+    """
+
+    @property
+    def state(self) -> UploadState:
+        """What to put on record; it grows with each part."""
+
+    async def send(self, fd: int, numbers: Iterable[int] | None = None) -> None:
+        """Send these parts (all, if None) from the file, in parallel.
+
+        A part of which the bucket has the same bytes already is not sent
+        again. Reads with pread; after the return, also by cancellation, `fd`
+        is not used any more, and the parts that were done stay done.
+
+        Raises:
+            StoreError: a part could not be sent in the retry time, or the file
+                is shorter than the upload's size.
+        """
+
+    async def copy_part(self, number: int, source: ObjectVersion, start: int, stop: int) -> None:
+        """Have S3 copy the bytes [start, stop) of exactly `source` into a part.
+
+        The range must have the part's size.
+
+        Raises:
+            StaleVersionError: the source is no longer this version.
+        """
+
+    async def complete(self, condition: Condition = None) -> ObjectInfo:
+        """Make the object of all the parts; cancelled, it may come into being all the same.
+
+        Where no answer comes, a HEAD tells whether the object is there.
+
+        Raises:
+            ConflictError: the condition does not hold.
+            NotFoundError: the upload was aborted.
+        """
 
 
 class Store(Protocol):
@@ -132,6 +258,86 @@ class Store(Protocol):
             StaleVersionError: the object is no longer this version.
             StoreError: S3 could not serve the range in the retry time.
         """
+
+    async def put_file(
+        self,
+        key: str,
+        fd: int,
+        size: int,
+        *,
+        metadata: Mapping[str, str],
+        content_type: str | None,
+        condition: Condition = None,
+    ) -> ObjectInfo:
+        """Make the first `size` bytes of a file the object `key`.
+
+        One PUT up to `part_size` bytes, beyond it a multipart upload, which is
+        aborted if it fails or is cancelled. S3 compares a checksum of all that
+        is sent. Reads with pread; after the return, also by cancellation, `fd`
+        is not used any more. A single PUT that is cancelled may come to pass.
+
+        The keys of `metadata` are HTTP tokens in lower case, its values
+        printable ASCII without spaces at the ends; 2 KiB in all, says S3.
+        The `mtime_ns` of the answer is the bucket's, but for small files
+        this machine's, to the second: S3 does not tell it without a HEAD.
+
+        A store that knows no conditions answers with status 501
+        (`UnsupportedError`), or ignores them, which nothing tells. Where an
+        answer was lost and the next says that the condition does not hold, the
+        write has succeeded if checksum and metadata are those that were sent:
+        who locks with IF_ABSENT puts something unique into the metadata.
+
+        Raises:
+            ConflictError: the condition does not hold; `.errno` is EEXIST for
+                IF_ABSENT and ESTALE for IfMatch.
+            CredentialsError: they are expired or rejected, and were not
+                renewed in the retry time.
+            ValueError: the metadata can't be sent.
+        """
+
+    async def begin_upload(
+        self, key: str, size: int, *, metadata: Mapping[str, str], content_type: str | None
+    ) -> Upload:
+        """Begin a multipart upload of `size` (> 0) bytes; its state is to be put on record."""
+
+    async def resume_upload(self, state: UploadState) -> Upload:
+        """Go on with an upload that perhaps another process began.
+
+        The bucket tells which parts it has. If the upload has been completed
+        meanwhile, `complete` of the answer returns the object.
+
+        Raises:
+            NotFoundError: the upload was aborted, or the object replaced.
+        """
+
+    async def abort_upload(self, key: str, upload_id: str) -> None:
+        """Give an upload up and have its parts deleted; no error if there is none."""
+
+    async def list_uploads(self, prefix: str) -> list[PendingUpload]:
+        """All multipart uploads below `prefix`, whoever began them.
+
+        Only those whose ids are on one's own record may be aborted.
+        """
+
+    async def copy(
+        self, source: ObjectVersion, key: str, *, metadata: Mapping[str, str] | None = None
+    ) -> ObjectInfo:
+        """Have S3 copy exactly `source` to `key`, however large it is.
+
+        Content type, storage class and the like are kept, and so is the user
+        metadata, unless another is given. `key` may be the source's if
+        `metadata` is given.
+
+        Raises:
+            NotFoundError: there is no such source.
+            StaleVersionError: the source is no longer this version.
+        """
+
+    async def delete(self, key: str) -> None:
+        """Delete an object; no error if there is none."""
+
+    async def delete_many(self, keys: Iterable[str]) -> list[DeleteFailure]:
+        """Delete objects, a thousand with each request; return what failed."""
 
     def hurry(self) -> None:
         """Look again at who waits for a connection: a priority has risen."""

@@ -47,6 +47,7 @@ class S3Settings:
     read_timeout_s: float = 20.0
     ca_bundle: str | None = None
     requester_pays: bool = False
+    part_size: int = 8 << 20
 
 
 class Clients:
@@ -131,6 +132,8 @@ class Clients:
         config: dict[str, Any] = {
             "region": self._bucket_region() or region or DEFAULT_REGION,
             "virtual_hosted_style_request": not is_path,
+            # Costs nothing: the signature needs this hash as well.
+            "checksum_algorithm": "SHA256",
         }
         if settings.requester_pays:
             config["request_payer"] = True

@@ -4,8 +4,8 @@ At most `maximum` requests run at once. When S3 throttles, the number that is
 allowed halves, at most once a second; each request that succeeds raises it
 again by a fraction, so that a full round of successes is worth one more
 connection (additive increase, multiplicative decrease). Demanded requests go
-before prefetching ones, which also leave a few connections free for the next
-demand.
+before uploads and these before prefetching ones; both leave a few connections
+free for the next demand.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Connections:
             self._admit()
 
     def _is_free(self, priority: Priority) -> bool:
-        kept = self._kept_for_demand() if priority == Priority.PREFETCH else 0
+        kept = self._kept_for_demand() if priority > Priority.DEMAND else 0
         return self._in_use < self.allowed - kept
 
     def _admit(self) -> None:

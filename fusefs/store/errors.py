@@ -34,10 +34,32 @@ class AccessDeniedError(StoreError):
     errno = errno.EACCES
 
 
+class CredentialsError(AccessDeniedError):
+    """The credentials have expired or are rejected: other ones will do."""
+
+
 class StaleVersionError(StoreError):
     """The object in the bucket is no longer the version that was asked for (412)."""
 
     errno = errno.ESTALE
+
+
+class ConflictError(StoreError):
+    """A conditional write found another object than the one that it was to replace (412)."""
+
+    errno = errno.ESTALE
+
+
+class ExistsError(ConflictError):
+    """A write that was to make a new object found one (412)."""
+
+    errno = errno.EEXIST
+
+
+class UnsupportedError(StoreError):
+    """This store does not implement what was asked (501)."""
+
+    errno = errno.EOPNOTSUPP
 
 
 class ArchivedError(StoreError):
@@ -75,9 +97,21 @@ _THROTTLING = {
 }  # fmt: skip
 # Credentials that their source or its administrator will renew.
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}
+_REJECTED = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken"}
+# Two writes of one key at the same time.
+_COLLIDED = {"ConditionalRequestConflict", "OperationAborted"}
+# The usual status of codes that come for single keys, without one.
+_STATUSES = {
+    "AccessDenied": 403, "InternalError": 500, "SlowDown": 503, "ServiceUnavailable": 503,
+    "NoSuchKey": 404,
+}  # fmt: skip
 
 _SENTENCES = {
     "NoSuchBucket": "there is no such bucket",
+    "NoSuchUpload": "the upload was completed or aborted",
+    "BadDigest": "the bytes did not arrive as they were sent",
+    "EntityTooLarge": "it is larger than the store allows",
+    "MetadataTooLarge": "the metadata are larger than the store allows",
     "InvalidAccessKeyId": "the access key is not known there: check the credentials",
     "SignatureDoesNotMatch": "the secret key does not match the access key",
     "InvalidBucketName": "that is not a valid name for a bucket",
@@ -98,9 +132,15 @@ def from_status(status: int, code: str, request_id: str) -> Failure:
 
     if code in _EXPIRED:
         return Failure(
-            AccessDeniedError, _SENTENCES[code], status, code, request_id,
+            CredentialsError, _SENTENCES[code], status, code, request_id,
             is_retryable=True, has_expired=True,
         )  # fmt: skip
+    if code in _REJECTED:
+        return failure(CredentialsError, "the credentials are rejected")
+    if code in _COLLIDED:
+        return failure(ConflictError, "another write of it is under way", is_retryable=True)
+    if status == 501 or code == "NotImplemented":
+        return failure(UnsupportedError, "this store does not implement that")
     if code == "InvalidObjectState":
         return failure(ArchivedError, "it is archived: restore it before it can be read")
     # The answer to a HEAD has no body, and so no code.
@@ -117,8 +157,13 @@ def from_status(status: int, code: str, request_id: str) -> Failure:
     return failure(StoreError, f"S3 answered with status {status} {code}".strip())
 
 
+def from_code(code: str) -> Failure:
+    """What an error code for one of many keys means."""
+    return from_status(_STATUSES.get(code, 400), code, "")
+
+
 NO_CREDENTIALS = Failure(
-    AccessDeniedError,
+    CredentialsError,
     "no AWS credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY,"
     " name a --profile, or use --anonymous for a public bucket",
 )
@@ -161,7 +206,7 @@ def _from_botocore(error: Exception) -> Failure | None:
         | exceptions.MetadataRetrievalError
         | exceptions.RefreshWithMFAUnsupportedError,
     ):
-        return Failure(AccessDeniedError, f"no credentials: {_one_line(error)}", is_retryable=True)
+        return Failure(CredentialsError, f"no credentials: {_one_line(error)}", is_retryable=True)
     if isinstance(error, exceptions.ParamValidationError) and "bucket name" in str(error):
         return Failure(StoreError, _SENTENCES["InvalidBucketName"])
     if isinstance(error, exceptions.BotoCoreError):

@@ -19,33 +19,39 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 import trio
 
-from fusefs.store import listing
+from fusefs.store import multipart, requests, writing
 from fusefs.store.base import (
     ChunkWriter,
+    Condition,
+    DeleteFailure,
     ListPage,
     ObjectInfo,
     ObjectVersion,
+    PendingUpload,
     Priority,
+    UploadState,
     Urgency,
     demanded,
 )
 from fusefs.store.clients import Clients, S3Settings
 from fusefs.store.connections import Connections
 from fusefs.store.errors import (
+    ConflictError,
+    CredentialsError,
     Failure,
     NotFoundError,
     StaleVersionError,
     StoreError,
     ThrottledError,
 )
-from fusefs.store.stream import Attempt, AttemptError, Stream
+from fusefs.store.stream import Attempt, AttemptError, Stream, Transfer
 from fusefs.store.threads import Threads
 
 logger = logging.getLogger("fusefs.store")
@@ -62,7 +68,7 @@ class S3Store:
     """A bucket; see `fusefs.store.base.Store` for the contract."""
 
     def __init__(self, settings: S3Settings) -> None:
-        self._settings = settings
+        self.settings = settings
         self._connections = Connections(settings.max_connections)
         # An abandoned thread keeps its place until its time-out.
         self._threads = Threads(2 * settings.max_connections)
@@ -83,7 +89,8 @@ class S3Store:
         self._connections.look_again()
 
     def counters(self) -> dict[str, int]:
-        names = ("gets", "heads", "lists", "bytes_fetched", "errors", "retries", "throttled")
+        names = ("gets", "heads", "lists", "bytes_fetched", "puts", "copies", "deletes",
+                 "bytes_sent", "errors", "retries", "throttled")  # fmt: skip
         return {**{name: self._counted[name] for name in names},
                 "connections": self._connections.allowed}  # fmt: skip
 
@@ -93,10 +100,10 @@ class S3Store:
         Raises:
             StoreError: it can't; the message is one line for the user.
         """
-        where = f"s3://{self._settings.bucket}/{prefix}"
-        endpoint = self._settings.endpoint_url
+        where = f"s3://{self.settings.bucket}/{prefix}"
+        endpoint = self.settings.endpoint_url
         try:
-            await self._retried("LIST", prefix, self._lister(prefix, "/", "", None, 1),
+            await self.retried("LIST", prefix, self._lister(prefix, "/", "", None, 1),
                                 retry_time_s=CHECK_TIME_S)  # fmt: skip
         except StoreError as error:
             at = f" at {endpoint}" if endpoint and endpoint not in str(error) else ""
@@ -119,7 +126,7 @@ class S3Store:
         priority: Priority = Priority.DEMAND,
     ) -> ListPage:
         work = self._lister(prefix, delimiter, start_after, token, max_keys)
-        return await self._retried("LIST", prefix, work, lambda: priority)
+        return await self.retried("LIST", prefix, work, lambda: priority)
 
     def _lister(
         self, prefix: str, delimiter: str, start_after: str, token: str | None, max_keys: int
@@ -136,18 +143,9 @@ class S3Store:
 
     async def head(self, key: str, *, priority: Priority = Priority.DEMAND) -> ObjectInfo:
         def work(clients: Clients) -> ObjectInfo:
-            answer: Any = clients.s3.head_object(**clients.request, Key=key)
-            return ObjectInfo(
-                key,
-                answer["ContentLength"],
-                listing.quoted(answer["ETag"]),
-                int(answer["LastModified"].timestamp()) * 1_000_000_000,
-                answer.get("StorageClass", "STANDARD"),
-                answer.get("ContentType", "binary/octet-stream"),
-                answer.get("VersionId"),
-            )
+            return requests.told(key, requests.head(clients, key))
 
-        return await self._retried("HEAD", key, work, lambda: priority)
+        return await self.retried("HEAD", key, work, lambda: priority)
 
     async def download(
         self,
@@ -162,13 +160,13 @@ class S3Store:
         while True:
             stream.has_if_match = self._has_if_match
             try:
-                await self._retried("GET", version.key, stream.run, priority, stream=stream)
+                await self.retried("GET", version.key, stream.run, priority, transfer=stream)
                 return
             except StaleVersionError:
                 if not stream.has_if_match or not await self._is_unchanged(version):
                     raise
                 # This server's If-Match says no to the very ETag that it tells.
-                logger.info("%s: If-Match is not to be relied on here", self._settings.bucket)
+                logger.info("%s: If-Match is not to be relied on here", self.settings.bucket)
                 self._has_if_match = False
 
     def _note_bytes(self, count: int) -> None:
@@ -177,14 +175,57 @@ class S3Store:
     async def _is_unchanged(self, version: ObjectVersion) -> bool:
         return (await self.head(version.key)).version == version
 
-    async def _retried(
+    async def put_file(
+        self,
+        key: str,
+        fd: int,
+        size: int,
+        *,
+        metadata: Mapping[str, str],
+        content_type: str | None,
+        condition: Condition = None,
+    ) -> ObjectInfo:
+        if size <= self.settings.part_size:
+            return await writing.put(self, key, fd, size, metadata, content_type, condition)
+        return await multipart.put(self, key, fd, size, metadata, content_type, condition)
+
+    async def begin_upload(
+        self, key: str, size: int, *, metadata: Mapping[str, str], content_type: str | None
+    ) -> multipart.S3Upload:
+        return await multipart.begin(self, key, size, metadata, content_type)
+
+    async def resume_upload(self, state: UploadState) -> multipart.S3Upload:
+        return await multipart.resume(self, state)
+
+    async def abort_upload(self, key: str, upload_id: str) -> None:
+        await multipart.abort(self, key, upload_id)
+
+    async def list_uploads(self, prefix: str) -> list[PendingUpload]:
+        return await multipart.pending(self, prefix)
+
+    async def copy(
+        self, source: ObjectVersion, key: str, *, metadata: Mapping[str, str] | None = None
+    ) -> ObjectInfo:
+        return await writing.copy(self, source, key, metadata)
+
+    async def delete(self, key: str) -> None:
+        await writing.delete(self, key)
+
+    async def delete_many(self, keys: Iterable[str]) -> list[DeleteFailure]:
+        return await writing.delete_many(self, keys)
+
+    def note_sent(self, count: int) -> None:
+        """Count bytes that S3 has taken."""
+        self._counted["bytes_sent"] += count
+
+    async def retried(
         self,
         operation: str,
         key: str,
         work: Callable[[Clients], T],
         priority: Urgency = demanded,
         *,
-        stream: Stream | None = None,
+        transfer: Transfer | None = None,
         retry_time_s: float | None = None,
     ) -> T:
         """Run `work` in a thread with a connection, again and again while that may help.
@@ -192,12 +233,12 @@ class S3Store:
         Raises:
             StoreError: it did not; there is one log line about it.
         """
-        patience = _Patience(retry_time_s or self._settings.retry_time_s)
+        patience = _Patience(retry_time_s or self.settings.retry_time_s)
         has_doubted = False
         while True:
             try:
                 async with self._connections.one(priority):
-                    result = await self._run(operation, work, stream)
+                    result = await self._run(operation, work, transfer)
                 self._connections.succeeded()
                 return result
             except AttemptError as error:
@@ -209,12 +250,15 @@ class S3Store:
                 # So S3 answers a HEAD with expired credentials, among other things.
                 has_doubted = True
                 failure = replace(failure, is_retryable=True, has_expired=True)
+            if failure.kind is CredentialsError and operation in WRITES:
+                # What has been written must not be lost because somebody rotates keys.
+                failure = replace(failure, is_retryable=True, has_expired=True)
             if failure.has_expired:
                 self._reconnect()
             if failure.kind is ThrottledError:
                 self._counted["throttled"] += 1
                 self._connections.throttled()
-            if stream is not None and stream.has_progressed():
+            if transfer is not None and transfer.has_progressed():
                 patience.renew()
             if not failure.is_retryable or not patience.is_left():
                 raise self._failed(operation, key, failure)
@@ -222,11 +266,13 @@ class S3Store:
             logger.info("%s again: %s", operation, self._describe(key, failure))
             await trio.sleep(patience.pause_s())
 
-    async def _run(self, operation: str, work: Callable[[Clients], T], stream: Stream | None) -> T:
+    async def _run(
+        self, operation: str, work: Callable[[Clients], T], transfer: Transfer | None
+    ) -> T:
         """One attempt, in a thread; a cancelled one ends there on its own."""
         clients = self._clients or await self._connect()
         self._counted[_COUNTERS[operation]] += 1
-        attempt = Attempt() if stream is None else stream.begin()
+        attempt = Attempt() if transfer is None else transfer.begin()
         try:
             return await self._threads.run(attempt.guarded(partial(work, clients)))
         except trio.Cancelled:
@@ -236,7 +282,7 @@ class S3Store:
     async def _connect(self) -> Clients:
         async with self._connecting:
             if self._clients is None:
-                connect = Attempt().guarded(lambda: Clients(self._settings))
+                connect = Attempt().guarded(lambda: Clients(self.settings))
                 self._clients = await trio.to_thread.run_sync(connect)
                 self._principal = self._principal or self._clients.principal
                 self._connected = time.monotonic()
@@ -252,8 +298,9 @@ class S3Store:
     def _failed(self, operation: str, key: str, failure: Failure) -> StoreError:
         """Log a request that failed for good."""
         self._counted["errors"] += 1
-        # A missing object is an answer, and lookups ask for many.
-        level = logging.DEBUG if failure.kind is NotFoundError else logging.WARNING
+        # A missing object is an answer, and lookups ask for many; so is a conflict.
+        is_answer = issubclass(failure.kind, NotFoundError | ConflictError)
+        level = logging.DEBUG if is_answer else logging.WARNING
         logger.log(level, "%s failed: %s", operation, self._describe(key, failure))
         sentence = failure.sentence
         if failure.request_id:
@@ -262,12 +309,19 @@ class S3Store:
 
     def _describe(self, key: str, failure: Failure) -> str:
         return (
-            f"s3://{self._settings.bucket}/{key}: {failure.sentence}"
+            f"s3://{self.settings.bucket}/{key}: {failure.sentence}"
             f" [status {failure.status} {failure.code}, request {failure.request_id or 'unknown'}]"
         )
 
 
-_COUNTERS = {"GET": "gets", "HEAD": "heads", "LIST": "lists"}
+WRITES = {
+    "PUT": "puts", "BEGIN UPLOAD": "puts", "PUT PART": "puts", "COMPLETE UPLOAD": "puts",
+    "COPY": "copies", "COPY PART": "copies", "DELETE": "deletes", "ABORT UPLOAD": "deletes",
+}  # fmt: skip
+_COUNTERS = {
+    "GET": "gets", "HEAD": "heads", "LIST": "lists", "LIST PARTS": "lists",
+    "LIST UPLOADS": "lists", **WRITES,
+}  # fmt: skip
 
 
 class _Patience:

@@ -1,9 +1,9 @@
 """One ranged GET in a worker thread: checked, counted, resumed, and abandoned without a trace.
 
 A thread that waits for the network can't be stopped, only left alone. Once an
-attempt has been abandoned its thread never writes again; if it was writing in
-that very moment, whoever abandons it waits for that write, which goes to the
-local disk.
+attempt has been abandoned its thread never touches the caller's file again; if
+it did so in that very moment, whoever abandons it waits for that one read or
+write of the local disk.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import trio
 
@@ -47,52 +47,64 @@ class Attempt:
     def __init__(self) -> None:
         self._lock = threading.Lock()  # held for a moment only, also by the event loop
         self._is_abandoned = False
-        self._is_writing = False
-        self._write_error: Exception | None = None
+        self._is_local = False
+        self._local_error: Exception | None = None
         self._token = trio.lowlevel.current_trio_token()
-        self._written = trio.Event()
+        self._left = trio.Event()
 
     def guarded(self, work: Callable[..., T]) -> Callable[..., T]:
-        """`work` with all exceptions as `AttemptError` but those of `write`."""
+        """`work` with all exceptions as `AttemptError` but those of `locally`."""
 
         def run(*arguments: object) -> T:
             try:
                 return work(*arguments)
-            except (AttemptError, _AbandonedError):
+            except _AbandonedError:
                 raise
             # Anything may come from two HTTP libraries fed with a stranger's answers.
             except Exception as error:
-                if error is self._write_error:
+                if self._local_error is not None:  # the library may have wrapped it
+                    raise self._local_error from None
+                if isinstance(error, AttemptError):
                     raise
                 raise AttemptError(translate(error)) from error
 
         return run
 
-    def write(self, write: Callable[[], None]) -> None:
-        """Call `write` unless the attempt has been abandoned. Blocks, in the thread."""
+    def locally(self, work: Callable[[], T]) -> T:
+        """Call `work`, which uses a local file, unless abandoned. Blocks, in the thread."""
         with self._lock:
             if self._is_abandoned:
                 raise _AbandonedError
-            self._is_writing = True
+            self._is_local = True
         try:
-            write()
+            return work()
         except Exception as error:
-            self._write_error = error
+            self._local_error = error
             raise
         finally:
             with self._lock:
-                self._is_writing = False
+                self._is_local = False
                 if self._is_abandoned:
-                    self._token.run_sync_soon(self._written.set)
+                    self._token.run_sync_soon(self._left.set)
 
     async def abandon(self) -> None:
-        """Have no write running, now or later; waits for a local write at most."""
+        """Have nothing run locally, now or later; waits for the local disk at most."""
         with self._lock:
             self._is_abandoned = True
-            is_writing = self._is_writing
-        if is_writing:
+            is_local = self._is_local
+        if is_local:
             with trio.CancelScope(shield=True):
-                await self._written.wait()
+                await self._left.wait()
+
+
+class Transfer(Protocol):
+    """A request whose thread uses a local file, over several attempts."""
+
+    def begin(self) -> Attempt:
+        """Begin an attempt."""
+
+    def has_progressed(self) -> bool:
+        """Whether the last attempt achieved something that the next need not repeat."""
 
 
 class Stream:
@@ -178,7 +190,7 @@ class Stream:
     def _take(self, chunk: memoryview) -> None:
         assert self._attempt is not None
         chunk = chunk[: self._stop - self._position]
-        self._attempt.write(lambda: self._write(self._position, chunk))
+        self._attempt.locally(lambda: self._write(self._position, chunk))
         self._position += len(chunk)
         self._note_bytes(len(chunk))
 

@@ -1,0 +1,109 @@
+"""What requests that write have in common: their parameters in boto3's words, and their answers."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from fusefs.store import listing
+from fusefs.store.base import IF_ABSENT, Condition, IfMatch, ObjectInfo, Priority
+from fusefs.store.errors import ConflictError, ExistsError, Failure, UnreachableError, translate
+from fusefs.store.stream import AttemptError
+
+if TYPE_CHECKING:
+    from fusefs.store.clients import Clients
+
+_KEY = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
+_VALUE = re.compile(r"([!-~]([ -~]*[!-~])?)?")
+
+
+def writing() -> Priority:
+    """The urgency of uploads."""
+    return Priority.WRITE
+
+
+def check(metadata: Mapping[str, str], content_type: str | None = None) -> None:
+    """Refuse what can't be HTTP headers.
+
+    Raises:
+        ValueError: they can't.
+    """
+    for name, value in (*metadata.items(), ("content-type", content_type or "")):
+        if not _KEY.fullmatch(name) or not _VALUE.fullmatch(value):
+            raise ValueError(f"no metadata: {name!r}: {value!r}")
+
+
+def headers(metadata: Mapping[str, str] | None, content_type: str | None) -> dict[str, Any]:
+    """boto3's parameters for them."""
+    told: dict[str, Any] = {"Metadata": dict(metadata or {})}
+    if content_type is not None:
+        told["ContentType"] = content_type
+    return told
+
+
+def conditions(condition: Condition) -> dict[str, str]:
+    """boto3's parameters for a condition."""
+    if isinstance(condition, IfMatch):
+        return {"IfMatch": condition.etag}
+    return {"IfNoneMatch": "*"} if condition == IF_ABSENT else {}
+
+
+def judged(error: Exception, condition: Condition) -> Failure:
+    """What an exception means, if it is of a request with this condition."""
+    failure = error.failure if isinstance(error, AttemptError) else translate(error)
+    is_gone = isinstance(condition, IfMatch) and failure.code == "NoSuchKey"
+    if condition is None or not (failure.status == 412 or is_gone):
+        return failure
+    if condition == IF_ABSENT:
+        return replace(failure, kind=ExistsError, sentence="there is an object already")
+    return replace(failure, kind=ConflictError, sentence="the object has been replaced")
+
+
+def now_ns() -> int:
+    """The time, in whole seconds as S3 tells it."""
+    return int(time.time()) * 1_000_000_000
+
+
+def no_etag() -> AttemptError:
+    """An answer says 200, and no more."""
+    return AttemptError(Failure(UnreachableError, "S3 did not say what it did", is_retryable=True))
+
+
+def find(
+    clients: Clients,
+    key: str,
+    size: int,
+    metadata: Mapping[str, str],
+    checksum: Mapping[str, str],
+) -> ObjectInfo | None:
+    """The object `key` if it is this very one, else None. Blocks.
+
+    `checksum` is as HEAD tells it.
+    """
+    answer = head(clients, key, ChecksumMode="ENABLED")
+    info = told(key, answer)
+    is_same = all(answer.get(name) == value for name, value in checksum.items())
+    return info if is_same and (info.size, info.metadata) == (size, dict(metadata)) else None
+
+
+def head(clients: Clients, key: str, **options: Any) -> dict[str, Any]:
+    """What HEAD tells, as boto3 puts it. Blocks."""
+    answer: dict[str, Any] = clients.s3.head_object(**clients.request, **options, Key=key)
+    return answer
+
+
+def told(key: str, answer: Mapping[str, Any]) -> ObjectInfo:
+    """What a HEAD tells."""
+    return ObjectInfo(
+        key,
+        answer["ContentLength"],
+        listing.quoted(answer["ETag"]),
+        int(answer["LastModified"].timestamp()) * 1_000_000_000,
+        answer.get("StorageClass", "STANDARD"),
+        answer.get("ContentType", "binary/octet-stream"),
+        answer.get("VersionId"),
+        {name.lower(): value for name, value in answer.get("Metadata", {}).items()},
+    )
