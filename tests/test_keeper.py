@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -21,7 +22,7 @@ from typing import Any
 import pytest
 
 from fusefs.kernel.keeper_system import CAP_SYS_ADMIN
-from fusefs.kernel.keeper_wire import FRESH
+from fusefs.kernel.keeper_wire import FRESH, PREPARE
 from tests.support.keeping import (
     LIMIT_S,
     STANDIN,
@@ -29,14 +30,16 @@ from tests.support.keeping import (
     needs_fuse,
     needs_passthrough,
     needs_root,
+    public_python,
     until,
 )  # fmt: skip
-from tests.support.ordinary_user import runnable_by_all
 
 pytestmark = [needs_root, needs_fuse]
 
 NOBODY = 65534
 HELD = b"held content"
+PREPARE_HANGS = {"prepare": "hang"}
+ROLES = ["pid", "clerk", "daemon"]
 MOST_MEMORY_KIB = 15 * 1024
 
 
@@ -229,6 +232,18 @@ def test_a_mount_that_is_refused_is_the_daemons_to_tell(kept: Kept) -> None:
     assert kept.wait() == 4
 
 
+def test_a_program_that_is_missing_for_a_while_is_waited_for(kept: Kept) -> None:
+    program = kept.directory / "program"
+    program.symlink_to(kept.command[0])
+    kept.start(command=[str(program), *kept.command[1:]])
+    program.unlink()
+    old = kept.kill_daemon()
+    until(lambda: "no daemon can be started" in kept.said())
+    program.symlink_to(kept.command[0])
+    kept.served_by_another_than(old)
+    assert (kept.mountpoint / "plain").read_bytes() == b"plain content"
+
+
 # --- keepers that die -----------------------------------------------------------
 
 
@@ -320,6 +335,46 @@ def test_a_daemon_whose_keeper_and_clerk_are_dead_starts_a_keeper(kept: Kept) ->
     assert kept.facts(new["daemon"])["registered"] == []
     kept.umount()
     until(lambda: kept.processes() == [])
+
+
+def test_readers_notice_nothing_of_any_two_processes_killed_at_once(kept: Kept) -> None:
+    kept.start()
+    is_over = threading.Event()
+    failures: list[int] = []
+
+    def read() -> None:
+        while not is_over.is_set():
+            error = error_of(kept.mountpoint / "plain")
+            if error is not None:
+                failures.append(error)
+                return
+
+    def whole() -> dict[str, Any] | None:
+        with contextlib.suppress(OSError, ValueError):
+            status = kept.status()
+            if {status[role] for role in ROLES} <= set(kept.processes()) and status["is_serving"]:
+                return status
+        return None
+
+    readers = [threading.Thread(target=read) for _ in range(3)]
+    for reader in readers:
+        reader.start()
+    dice = random.Random(7)
+    try:
+        for _ in range(60):
+            status = until(whole)
+            victims = [status[role] for role in dice.sample(ROLES, dice.choice([1, 2]))]
+            for number in (signal.SIGSTOP, signal.SIGKILL):
+                for pid in victims:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, number)
+            time.sleep(dice.choice([0, 0.01, 0.1]))
+        until(whole)
+    finally:
+        is_over.set()
+    for reader in readers:
+        reader.join(LIMIT_S)
+    assert failures == []
 
 
 def test_a_clerk_that_dies_takes_its_daemon_with_it(kept: Kept) -> None:
@@ -465,15 +520,47 @@ def test_a_daemon_that_will_not_end_is_killed_for_the_new_one(kept: Kept) -> Non
     assert (kept.mountpoint / "plain").read_bytes() == b"plain content"
 
 
+def test_an_upgrade_whose_keeper_dies_has_not_happened(kept: Kept) -> None:
+    kept.start()
+    old = kept.status()["daemon"]
+
+    def ask_in_vain() -> None:
+        with contextlib.suppress(ValueError):  # the connection ends without an answer
+            upgrade(kept, PREPARE_HANGS)
+
+    asking = threading.Thread(target=ask_in_vain)
+    asking.start()
+    new = kept.process_of(PREPARE)
+    kill_keeper(kept)
+    asking.join(LIMIT_S)
+    until(lambda: new not in kept.processes())
+    assert kept.status()["daemon"] == old
+    assert upgrade(kept, {})["ok"] is True
+
+
+def test_a_daemon_that_dies_ends_the_upgrade_that_is_under_way(kept: Kept) -> None:
+    kept.start()
+    answers: list[dict[str, Any]] = []
+    asking = threading.Thread(target=lambda: answers.append(upgrade(kept, PREPARE_HANGS)))
+    asking.start()
+    new = kept.process_of(PREPARE)
+    status = kept.served_by_another_than(kept.kill_daemon())
+    asking.join(LIMIT_S)
+    [answer] = answers
+    assert "died meanwhile" in answer["error"]
+    assert status["daemon"] != new
+    assert (kept.mountpoint / "plain").read_bytes() == b"plain content"
+
+
 # --- other users ----------------------------------------------------------------
 
 
 @needs_passthrough
-def test_a_daemon_without_any_privilege_passes_files_through(kept: Kept, tmp_path: Path) -> None:
+def test_a_daemon_without_any_privilege_passes_files_through(kept: Kept) -> None:
     content = put_through(kept)
     os.chown(kept.cache / "through", NOBODY, NOBODY)
-    with runnable_by_all(tmp_path) as (command, _):
-        program = [command[0], str(STANDIN)]
+    with public_python() as python:
+        program = [python, str(STANDIN)]
         kept.start(command=program, uid=NOBODY, gid=NOBODY)
         assert (kept.mountpoint / "through").read_bytes() == content
         status = kept.served_by_another_than(kept.kill_daemon())
@@ -501,7 +588,7 @@ def test_a_keeper_without_privilege_gets_the_mount_from_the_daemon(kept: Kept) -
     until(lambda: kept.processes() == [])
 
 
-def test_an_ordinary_users_mount_is_kept_as_well(kept: Kept, tmp_path: Path) -> None:
+def test_an_ordinary_users_mount_is_kept_as_well(kept: Kept) -> None:
     if shutil.which("fusermount3") is None:
         pytest.skip("fusermount3 is not installed")
     if os.stat("/dev/fuse").st_mode & 0o006 != 0o006:
@@ -515,9 +602,9 @@ def test_an_ordinary_users_mount_is_kept_as_well(kept: Kept, tmp_path: Path) -> 
 
     kept.directory.chmod(0o777)
     os.chown(kept.mountpoint, NOBODY, NOBODY)
-    with runnable_by_all(tmp_path) as (command, _):
+    with public_python() as python:
         kept.start(
-            command=[command[0], str(STANDIN)],
+            command=[python, str(STANDIN)],
             user=NOBODY,
             privileged=False,
             uid=NOBODY,

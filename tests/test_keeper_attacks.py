@@ -25,9 +25,9 @@ from tests.support.keeping import (
     needs_fuse,
     needs_passthrough,
     needs_root,
+    public_python,
     until,
 )
-from tests.support.ordinary_user import runnable_by_all
 
 pytestmark = [needs_root, needs_fuse, needs_passthrough]
 
@@ -36,7 +36,7 @@ HOSTILE = PROJECT / "tests" / "support" / "hostile_fuse.py"
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> Iterator[Kept]:
+def kept() -> Iterator[Kept]:
     """Not started yet; what it starts runs as nobody."""
     directory = Path(tempfile.mkdtemp(prefix="kept-"))
     directory.chmod(0o755)
@@ -46,8 +46,8 @@ def kept(tmp_path: Path) -> Iterator[Kept]:
         path.write_bytes(b"content")
         path.chmod(0o666)
         os.chown(path, owner, owner)
-    with runnable_by_all(tmp_path) as (command, _):
-        one.command = [command[0], str(STANDIN)]
+    with public_python() as python:
+        one.command = [python, str(STANDIN)]
         yield one
         one.clean_up()
     shutil.rmtree(directory)

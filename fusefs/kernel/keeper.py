@@ -28,7 +28,7 @@ import socket
 from fusefs.kernel import keeper_system as system
 from fusefs.kernel import keeper_wire as wire
 from fusefs.kernel.keeper_clerk import Clerk
-from fusefs.kernel.keeper_control import listen
+from fusefs.kernel.keeper_control import Listener, listen
 from fusefs.kernel.keeper_daemon import Daemon
 from fusefs.kernel.keeper_household import BecomeClerk, point_to_null
 from fusefs.kernel.keeper_ledger import Configuration, Ledger, Program, log
@@ -39,14 +39,12 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-def begin(
-    given: dict[str, Any], configuration: Configuration, listener: socket.socket | None
-) -> Keeper:
+def begin(given: dict[str, Any], configuration: Configuration, listener: Listener | None) -> Keeper:
     """A keeper that has started its first daemon.
 
     With `fuse_fd` the mount is there already, and `table` tells what is
     registered with it, as [id, st_ino] pairs. With `adopt_pid` too, that
-    process serves it, and `daemon_fd` is our end of its socket.
+    process, our parent, serves it, and `daemon_fd` is our end of its socket.
 
     Raises:
         OSError: the daemon could not be started.
@@ -63,22 +61,35 @@ def begin(
     elif configuration.is_privileged:
         ledger.fuse_fd = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     keeper = Keeper(configuration, ledger, listener)
-    if "adopt_pid" in given:
-        channel = socket.socket(fileno=given["daemon_fd"])
-        channel.set_inheritable(False)
-        channel.setblocking(False)
-        pid = given["adopt_pid"]
-        daemon = Daemon(pid, os.pidfd_open(pid), channel, ledger.program)
-        clerk = Clerk(configuration, ledger, channel, pid, daemon.pidfd, wire.TAKE_OVER)
-        clerk.attach()
-        log(f"the daemon {pid} is adopted")
-        keeper.adopt(daemon, clerk)
-    else:
+    daemon = _find_adoptee(given, ledger.program) if "adopt_pid" in given else None
+    if daemon is None:
         keeper.start()
+    else:
+        clerk = Clerk(
+            configuration, ledger, daemon.socket, daemon.pid, daemon.pidfd, wire.TAKE_OVER
+        )
+        clerk.attach()
+        log(f"the daemon {daemon.pid} is adopted")
+        keeper.adopt(daemon, clerk)
     return keeper
 
 
-def succeed(clerk: Clerk, listener: socket.socket | None) -> Keeper:
+def _find_adoptee(given: dict[str, Any], program: Program) -> Daemon | None:
+    """The daemon that started this keeper, unless it has died meanwhile."""
+    channel = socket.socket(fileno=given["daemon_fd"])
+    channel.set_inheritable(False)
+    channel.setblocking(False)
+    try:
+        pidfd = os.pidfd_open(given["adopt_pid"])
+    except ProcessLookupError:
+        return None
+    if os.getppid() != given["adopt_pid"]:  # the number may be somebody else's by now
+        os.close(pidfd)
+        return None
+    return Daemon(given["adopt_pid"], pidfd, channel, program)
+
+
+def succeed(clerk: Clerk, listener: Listener | None) -> Keeper:
     """What a clerk becomes whose keeper is dead.
 
     Raises:
@@ -97,7 +108,10 @@ Role = Keeper | BecomeClerk | int
 def main() -> int:
     """Be the keeper, and in its children what they become; return the exit status."""
     with open(0, "rb", closefd=False) as stdin:
-        given = json.load(stdin)
+        text = stdin.read()
+    if not text:  # whoever started us did not come further
+        return 1
+    given = json.loads(text)
     point_to_null(0)
     os.chdir("/")
     try:
@@ -114,7 +128,7 @@ def main() -> int:
     return role
 
 
-def _play(role: Role, listener: socket.socket | None) -> Role:
+def _play(role: Role, listener: Listener | None) -> Role:
     """Be a keeper or a clerk until there is something else to be, or an exit status."""
     try:
         if isinstance(role, Keeper):

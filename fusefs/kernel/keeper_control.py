@@ -16,7 +16,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from fusefs.kernel.keeper_ledger import log
 
@@ -54,27 +54,60 @@ class Loop:
                 handler()
 
 
-def listen(path: str) -> socket.socket | None:
-    """A listening socket for this user alone; None, and a line in the log, if it can't be."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.setblocking(False)
-    directory = -1
+@contextlib.contextmanager
+def short_name(path: str) -> Iterator[str]:
+    """A name of `path` that fits into sockaddr_un, which has room for 107 bytes."""
+    directory = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        # sockaddr_un has room for 107 bytes only.
-        directory = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-        listener.bind(f"/proc/self/fd/{directory}/{os.path.basename(path)}")
-        os.chmod(path, 0o600)  # nobody can connect before listen()
-        listener.listen()
-    except OSError as error:
-        log(f"the control socket {path} can't be made: {error.strerror}")
-        listener.close()
-        return None
+        yield f"/proc/self/fd/{directory}/{os.path.basename(path)}"
     finally:
-        if directory >= 0:
-            os.close(directory)
-    return listener
+        os.close(directory)
+
+
+class Listener:
+    """A listening socket for this user alone.
+
+    Raises:
+        OSError: it can't be made.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.socket.setblocking(False)
+        with short_name(path) as name:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
+            self.socket.bind(name)
+            os.chmod(name, 0o600)  # nobody can connect before listen()
+            self._identity = self._look()
+        self.socket.listen()
+
+    def _look(self) -> tuple[int, int]:
+        status = os.stat(self._path)
+        return status.st_dev, status.st_ino
+
+    def remove(self) -> None:
+        """Remove the socket's name, unless somebody else listens there by now."""
+        with contextlib.suppress(OSError):
+            if self._look() == self._identity:
+                os.unlink(self._path)
+
+
+def listen(path: str) -> Listener | None:
+    """A listener; None, and a line in the log, if it can't be."""
+    try:
+        return Listener(path)
+    except OSError as error:
+        log(f"the socket {path} can't be made: {error.strerror}")
+        return None
+
+
+def is_trusted(connection: socket.socket) -> bool:
+    """Whether the peer is root, or the user that this process runs as."""
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    _, uid, _ = _PEER_CREDENTIALS.unpack(packed)
+    return uid in (0, os.geteuid())
 
 
 class Client:
@@ -136,7 +169,7 @@ class Control:
     def __init__(
         self,
         loop: Loop,
-        listener: socket.socket | None,
+        listener: Listener | None,
         ask: Callable[[Client, dict[str, Any]], None],
     ) -> None:
         self.loop = loop
@@ -144,7 +177,7 @@ class Control:
         self._listener = listener
         self._clients: list[Client] = []
         if listener is not None:
-            loop.watch(listener.fileno(), select.POLLIN, self._accept)
+            loop.watch(listener.socket.fileno(), select.POLLIN, self._accept)
 
     def deadline(self) -> float:
         """When the next client has to be sent away; monotonic seconds."""
@@ -169,15 +202,11 @@ class Control:
     def _accept(self) -> None:
         assert self._listener is not None
         try:
-            connection, _ = self._listener.accept()
+            connection, _ = self._listener.socket.accept()
         except OSError:
             return
         connection.setblocking(False)
-        packed = connection.getsockopt(
-            socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size
-        )
-        _, uid, _ = _PEER_CREDENTIALS.unpack(packed)
-        if uid not in (0, os.geteuid()) or len(self._clients) >= MOST_CLIENTS:
+        if len(self._clients) >= MOST_CLIENTS or not is_trusted(connection):
             connection.close()
             return
         client = Client(self, connection)

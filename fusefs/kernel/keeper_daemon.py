@@ -41,7 +41,8 @@ class Clerkship:
 class Daemon:
     """A daemon from its start to its burial. Times are monotonic seconds.
 
-    `socket` is our end of its channel for as long as no clerk has taken it.
+    `socket` is our end of its channel. Clerks read it; we hold it, so that the
+    daemon sees it closed only when clerk and keeper are both dead.
     `deadline` is when the keeper has to do something about it.
     """
 

@@ -32,7 +32,7 @@ from fusefs.kernel.keeper_daemon import (
     Clerkship,
     Daemon,
     start_daemon,
-)  # fmt: skip
+)
 from fusefs.kernel.keeper_ledger import Configuration, Ledger, Program, log
 
 DUMP_S = 0.5  # for the stacks of a daemon that hangs
@@ -141,30 +141,38 @@ class Household:
         )  # fmt: skip
 
     def _fork_clerk(self, daemon: Daemon, clerk: Clerk) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if not daemon.is_incoming:
             # One at a time: two of them would both succeed us.
             self._dismiss(self._spare)
             self._spare = None
-        pid = os.fork()
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            pid = os.fork()
+        except OSError as error:
+            daemon.is_faulty = daemon.is_drained = True
+            self.kill(daemon, f"got no clerk: {error.strerror}")
+            return
         if pid == 0:
-            ours.close()
-            self._let_go()
-            if daemon.is_prepared:
-                clerk.take()
+            try:
+                ours.close()
+                self._let_go(clerk.daemon)
+                if daemon.is_prepared:
+                    clerk.take()
+            except OSError:
+                os._exit(1)  # anything but a second keeper
             raise BecomeClerk(clerk, theirs)
         theirs.close()
-        if not daemon.is_incoming:
-            daemon.socket.close()
         ours.setblocking(False)
         daemon.clerk = Clerkship(pid, ours)
         self._loop.watch(ours.fileno(), select.POLLIN, partial(self._hear_clerk, daemon))
 
-    def _let_go(self) -> None:
+    def _let_go(self, kept: socket.socket | None = None) -> None:
         self._master_lets_go()
         for pidfd in self._lingering:
             os.close(pidfd)
         for daemon in (self.current, self.incoming):
+            if daemon is not None and daemon.socket is not kept:
+                daemon.socket.close()
             if daemon is not None and daemon.clerk is not None:
                 daemon.clerk.channel.close()
 
@@ -172,7 +180,11 @@ class Household:
         """Do what may wait in a child, unless it is still at the last work of this name."""
         if self._aside.get(name) in self._corpses:
             return
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            log(f"{name}: {error.strerror}")
+            return
         if pid == 0:
             try:
                 self._let_go()
@@ -274,6 +286,7 @@ class Household:
         daemon.deadline = NEVER
         self._loop.forget(daemon.pidfd)
         os.close(daemon.pidfd)
+        daemon.socket.close()
         if daemon.is_incoming:
             self.incoming = None
             self._dismiss(daemon.clerk)

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import array
 import bisect
+import contextlib
 import os
+import select
 import signal
 import time
 from collections.abc import Iterator
 
 from fusefs.kernel.keeper_system import Credentials
+from fusefs.kernel.keeper_wire import CANNOT_TAKE_OVER
 from fusefs.kernel.libc import MS_RDONLY
 
 TYPE_CHECKING = False  # typing itself is not imported: it is large
@@ -23,12 +26,14 @@ if TYPE_CHECKING:
 
 
 def log(sentence: str) -> None:
-    """Write one line to the log, which is standard error."""
+    """Write one line to the log, which is standard error, if that takes it at once."""
     line = f"{time.strftime('%Y-%m-%dT%H:%M:%S')} keeper: {sentence}\n"
-    try:
-        os.write(2, line.encode(errors="surrogateescape"))
-    except OSError:  # a full disk or a reader that is gone must not end a mount
-        return
+    poll = select.poll()
+    poll.register(2, select.POLLOUT)
+    # A full disk, or a pipe that nobody reads, must not end or hang a mount.
+    with contextlib.suppress(OSError):
+        if poll.poll(0):
+            os.write(2, line.encode(errors="surrogateescape"))
 
 
 class Configuration:
@@ -192,3 +197,14 @@ def describe_end(status: int | None) -> str:
 def was_killed(status: int | None) -> bool:
     """Whether it is not to blame for its end: SIGKILL, or nobody knows."""
     return status is None or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL)
+
+
+def cannot_take_over(status: int | None) -> bool:
+    """Whether it said that another one would fare no better."""
+    return status is not None and os.waitstatus_to_exitcode(status) == CANNOT_TAKE_OVER
+
+
+def shell_status(status: int | None) -> int:
+    """An exit status for our own end."""
+    code = os.waitstatus_to_exitcode(status) if status is not None else 1
+    return 128 - code if code < 0 else code

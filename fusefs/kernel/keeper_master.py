@@ -12,25 +12,28 @@ import contextlib
 import os
 import select
 import signal
-import socket
 import time
+from collections.abc import Callable
+from functools import partial
 from types import FrameType
 
+from fusefs.kernel import holder, libc
 from fusefs.kernel import keeper_system as system
 from fusefs.kernel import keeper_wire as wire
-from fusefs.kernel import libc
 from fusefs.kernel.keeper_clerk import MOUNT_MADE, REGISTERED, Clerk
-from fusefs.kernel.keeper_control import Client, Control, Loop
+from fusefs.kernel.keeper_control import Client, Control, Listener, Loop
 from fusefs.kernel.keeper_daemon import NEVER, Daemon
 from fusefs.kernel.keeper_household import Household
 from fusefs.kernel.keeper_ledger import (
     Configuration,
     Ledger,
     Program,
+    cannot_take_over,
     describe_end,
     log,
+    shell_status,
     was_killed,
-)  # fmt: skip
+)
 
 TYPE_CHECKING = False  # typing itself is not imported: it is large
 if TYPE_CHECKING:
@@ -50,7 +53,7 @@ class Keeper:
     """Keeps one mount, from `run` to its exit code."""
 
     def __init__(
-        self, configuration: Configuration, ledger: Ledger, listener: socket.socket | None
+        self, configuration: Configuration, ledger: Ledger, listener: Listener | None
     ) -> None:
         self._configuration = configuration
         self._ledger = ledger
@@ -199,16 +202,21 @@ class Keeper:
             system.raise_read_ahead(ledger.connection, configuration.read_ahead_kib)
         if daemon.clerk is not None:
             daemon.clerk.tell(wire.pack(MOUNT_MADE, ledger.connection))
+        self._tell_holder(partial(holder.hold, fd=ledger.fuse_fd))
+
+    def _tell_holder(self, what: Callable[[str, str], None]) -> None:
+        configuration = self._configuration
+        if configuration.holder is not None:
+            name = holder.name_of(configuration.mountpoint, self._ledger.connection)
+            self._household.do_aside("the holder", partial(what, configuration.holder, name))
 
     def _unmount(self) -> None:
         if self._is_in_place():
             system.unmount(self._configuration.mountpoint)
 
     def _is_in_place(self) -> bool:
-        connection = self._ledger.connection
-        return bool(connection) and (
-            system.connection_at(self._configuration.mountpoint) == connection
-        )
+        found = system.connection_at(self._configuration.mountpoint)
+        return found is not None and found == self._ledger.connection
 
     def _serving(self, daemon: Daemon, has_resend: bool) -> None:
         pause_s = self._ledger.serving(has_resend)
@@ -228,7 +236,7 @@ class Keeper:
         if daemon.is_incoming:
             self._answer_upgrade({"error": f"the new daemon is gone: {end}; the old one goes on"})
         elif self._is_terminating or not self._ledger.has_served:
-            self._end_mount(0 if self._ledger.has_served else _exit_code(daemon.status))
+            self._end_mount(0 if self._ledger.has_served else shell_status(daemon.status))
         elif self._is_over(daemon):
             self._exit_code = 0
         elif daemon.is_quiesced and self._household.incoming is not None:
@@ -252,7 +260,7 @@ class Keeper:
             self._answer_upgrade({"error": f"the new daemon is gone: {end}; the old is started"})
         if self._household.incoming is not None:
             self._household.kill(self._household.incoming, "the daemon before it died meanwhile")
-        if not is_falling_back and _cannot_take_over(daemon.status):
+        if not is_falling_back and cannot_take_over(daemon.status):
             self._abort("its daemon cannot take it over")
             return
         if not ledger.has_resend:
@@ -274,12 +282,15 @@ class Keeper:
 
     def _start_again(self) -> None:
         self._start_at = NEVER
+        if system.is_disconnected(self._ledger.fuse_fd):
+            self._exit_code = 0
+            return
         try:
             self.start()
         except OSError as error:
+            # Something is short, or just being replaced on the disk.
             log(f"no daemon can be started: {error}")
-            self._ledger.quick_deaths += 1
-            self._start_after_delay()
+            self._start_at = time.monotonic() + LONGEST_DELAY_S
 
     # --- an upgrade ---
 
@@ -335,18 +346,19 @@ class Keeper:
         """Take away what a daemon may have left; the connection ends with our descriptor."""
         self._exit_code = exit_code
         mountpoint = self._configuration.mountpoint
-        try:
-            if self._is_in_place():
+        if self._is_in_place():
+            try:
                 system.detach(mountpoint)
-        except OSError as error:
-            log(f"{mountpoint} cannot be unmounted: {error.strerror}")
+            except OSError as error:
+                log(f"{mountpoint} cannot be unmounted: {error.strerror}")
 
     def _clean_up(self) -> None:
+        if self._ledger.connection and not system.is_disconnected(self._ledger.fuse_fd):
+            self._tell_holder(holder.drop)
         self._household.end()
         self._control.close()
         if self._listener is not None:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._configuration.control)
+            self._listener.remove()
         if self._ledger.fuse_fd >= 0:
             os.close(self._ledger.fuse_fd)
 
@@ -385,13 +397,3 @@ class Keeper:
             "connection": ledger.connection,
             "is_privileged": self._configuration.is_privileged,
         }
-
-
-def _cannot_take_over(status: int | None) -> bool:
-    return status is not None and (os.waitstatus_to_exitcode(status) == wire.CANNOT_TAKE_OVER)
-
-
-def _exit_code(status: int | None) -> int:
-    """As a shell tells it."""
-    code = os.waitstatus_to_exitcode(status) if status is not None else 1
-    return 128 - code if code < 0 else code

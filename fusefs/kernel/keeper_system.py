@@ -221,7 +221,12 @@ def spawn(
         OSError: it could not be.
     """
     receiver, sender = os.pipe()
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError:
+        os.close(receiver)
+        os.close(sender)
+        raise
     if pid == 0:
         try:
             os.dup2(stdin, 0)
@@ -256,11 +261,11 @@ def _become(credentials: Credentials) -> None:
 
 
 def _close_all_but(*kept: int) -> None:
-    start = 3
-    for fd in sorted(kept):
-        os.closerange(start, fd)
-        start = fd + 1
-    os.closerange(start, os.sysconf("SC_OPEN_MAX"))
+    for name in os.listdir("/proc/self/fd"):
+        fd = int(name)
+        if fd > 2 and fd not in kept:
+            with contextlib.suppress(OSError):  # the one that listed them is closed
+                os.close(fd)
 
 
 def has_ended(pidfd: int) -> bool:

@@ -9,20 +9,23 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fusefs.kernel import keeper_wire, unmount
+from fusefs.kernel import keeper_wire, libc, unmount
 from fusefs.kernel.keeper_system import connection_at
 from fusefs.kernel.mount import stack_depth
 
 PROJECT = Path(__file__).parents[2]
 STANDIN = PROJECT / "tests" / "support" / "standin_daemon.py"
 LIMIT_S = 60.0
+MS_BIND = 4096
+MS_REMOUNT = 32
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 needs_passthrough = pytest.mark.skipif(
@@ -49,6 +52,27 @@ def until(condition: Callable[[], Any]) -> Any:
     return result
 
 
+@contextlib.contextmanager
+def public_python() -> Iterator[str]:
+    """The path of an interpreter that every user may run: root's own is often in a home directory.
+
+    Bind-mounted read-only, so that nobody who tidies up can harm it, and outside
+    of pytest's directories, which each session of it closes to other users.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="python-"))
+    directory.chmod(0o755)
+    prefix = directory / "prefix"
+    prefix.mkdir()
+    libc.mount(sys.base_prefix, str(prefix), "none", MS_BIND, "")
+    try:
+        libc.mount("none", str(prefix), "none", MS_BIND | MS_REMOUNT | libc.MS_RDONLY, "")
+        yield f"{prefix}/bin/python{sys.version_info.major}.{sys.version_info.minor}"
+    finally:
+        libc.umount(str(prefix), libc.MNT_DETACH)
+        prefix.rmdir()
+        directory.rmdir()
+
+
 class Kept:
     """One mount and its keeper, in a directory of its own."""
 
@@ -60,6 +84,7 @@ class Kept:
         self.hold = directory / "hold"
         self.control = directory / "control.sock"
         self.log = directory / "log"
+        self.log.touch()
         for path in (self.mountpoint, self.cache, self.facts_directory):
             path.mkdir(exist_ok=True)
             path.chmod(0o777)
@@ -101,22 +126,36 @@ class Kept:
             "uid": os.geteuid(),
             "gid": os.getegid(),
             "groups": [],
-            "command": program,
+            "command": [*program, self._mark],
             "cache_dir": str(self.cache),
             "control": str(self.control),
             "most_backing_ids": 100,
             "hang_s": 30.0,
             "max_pause_s": 300.0,
-            "keeper_command": keeper_command(program[0] if user else sys.executable),
+            "keeper_command": [*keeper_command(program[0] if user else sys.executable), self._mark],
         } | overrides
         self.settings["keeper"] = self.configuration
+        said = self._launch(user=user)
+        if is_expected_to_serve:
+            assert said == '{"ready": true}\n', (said, self.said())
+            self.connection = self.status()["connection"]
+        return said
+
+    def resume(self, fuse_fd: int, **overrides: Any) -> None:
+        """Start another keeper for the mount, which has none, with its descriptor."""
+        self.configuration |= {"fuse_fd": fuse_fd, **overrides}
+        said = self._launch(pass_fds=[fuse_fd])
+        assert said == '{"ready": true}\n', (said, self.said())
+
+    def _launch(self, **options: Any) -> str:
         given = self.configuration | {"settings": json.dumps(self.settings)}
+        user = options.get("user")
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(
                 self.configuration["keeper_command"],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-                env={**os.environ, **self._mark}, start_new_session=True,
-                user=user, group=user, extra_groups=None if user is None else [],
+                start_new_session=True,
+                group=user, extra_groups=None if user is None else [], **options,
             )  # fmt: skip
         self._started.append(self.process)
         assert self.process.stdin is not None
@@ -124,11 +163,7 @@ class Kept:
         with self.process.stdin as stdin:
             stdin.write(json.dumps(given).encode())
         with self.process.stdout as stdout:
-            said = stdout.read().decode()
-        if is_expected_to_serve:
-            assert said == '{"ready": true}\n', (said, self.said())
-            self.connection = self.status()["connection"]
-        return said
+            return stdout.read().decode()
 
     # --- asking ---
 
@@ -207,24 +242,24 @@ class Kept:
 
     def processes(self) -> list[int]:
         """All that are left of the keeper, its clerks and its daemons."""
-        [(name, value)] = self._mark.items()
-        mark = os.fsencode(f"{name}={value}")
+        mark = os.fsencode(self._mark)
         found = []
         for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
-            with contextlib.suppress(OSError):
-                text = (entry / "environ").read_bytes()
-                if mark in text.split(b"\0") and not _is_zombie(entry):
-                    found.append(int(entry.name))
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):
+                    arguments = (entry / "cmdline").read_bytes().split(b"\0")
+                    if mark in arguments and not _is_zombie(entry):
+                        found.append(int(entry.name))
         return found
 
     @property
-    def _mark(self) -> dict[str, str]:
-        return {"KEPT_IN": str(self.directory)}
+    def _mark(self) -> str:
+        """An argument that nobody reads; it tells our processes from all others."""
+        return f"kept-in={self.directory}"
 
     def clean_up(self) -> None:
         """Whatever the test did: no mount and no process afterwards."""
+        print(self.said())  # pytest shows it where a test failed
         connection = self.connection_now()
         if connection is None and self.processes():
             connection = self.connection  # detached; otherwise it may be another one's by now

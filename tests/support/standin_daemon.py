@@ -43,7 +43,6 @@ class Standin:
         self.fuse = -1
         self.table: dict[int, tuple[int, int]] = {}
         self.held: list[tuple[int, bytes]] = []
-        self.is_serving = False
         self.is_told_to_end = False
 
     # --- with the keeper ---
@@ -85,10 +84,9 @@ class Standin:
             self.misbehave("taken")
             self.write(0, 7)  # FUSE_NOTIFY_RESEND
         self.say(keeper_wire.SERVING, int(self.behaviour.get("has_resend", True)))
-        self.is_serving = True
+        os.write(1, b'{"ready": true}\n')
+        os.close(1)
         if state == keeper_wire.FRESH:
-            os.write(1, b'{"ready": true}\n')
-            os.close(1)
             self.tell_facts()
             self.misbehave("after_serving")
             self.attack()
@@ -153,8 +151,8 @@ class Standin:
     def register(self, fd: int) -> tuple[int, int]:
         """Returns the error and the id."""
         self.say(keeper_wire.BACKING_OPEN, 77, fd=fd)
-        answer = self.hear(keeper_wire.BACKING_OPENED)
-        return answer.error, answer.b
+        answer = keeper_wire.receive(self.channel, keeper_wire.FROM_KEEPER)
+        return (errno.ECONNRESET, 0) if answer is None else (answer.error, answer.b)
 
     def adopt_a_keeper(self) -> None:
         """Both keeper and clerk are dead."""

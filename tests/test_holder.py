@@ -1,0 +1,200 @@
+"""The second holder: descriptors that outlive keeper, clerk and daemon."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusefs.kernel import holder
+from fusefs.kernel.holder import HolderError
+from tests.support.keeping import LIMIT_S, PROJECT, Kept, needs_fuse, needs_root, until
+
+pytestmark = [needs_root, needs_fuse]
+
+SERVICE = "import sys; from fusefs.kernel.holder import main; sys.exit(main(sys.argv[1]))"
+
+
+@pytest.fixture
+def kept() -> Iterator[Kept]:
+    directory = Path(tempfile.mkdtemp(prefix="kept-"))
+    one = Kept(directory)
+    yield one
+    one.clean_up()
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
+def service(kept: Kept) -> Iterator[str]:
+    """The path of a running service's socket."""
+    path = kept.directory / "holder.sock"
+    process = subprocess.Popen([sys.executable, "-c", SERVICE, path], cwd=PROJECT)
+    until(path.exists)
+    yield str(path)
+    process.terminate()
+    assert process.wait(LIMIT_S) == 0
+    assert not path.exists()
+
+
+def ask(path: str, request: bytes) -> dict[str, Any]:
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(LIMIT_S)
+        sock.connect(path)
+        sock.sendall(request)
+        answer: dict[str, Any] = json.loads(sock.makefile().readline() or "{}")
+    return answer
+
+
+def names(path: str) -> list[str]:
+    held: list[str] = ask(path, b'{"do": "list"}\n')["names"]
+    return held
+
+
+def is_held(path: str, kept: Kept) -> Callable[[], bool]:
+    assert kept.connection is not None
+    name = holder.name_of(str(kept.mountpoint), kept.connection)
+    return lambda: names(path) == [name]
+
+
+def test_a_keeper_leaves_a_copy_and_takes_it_back_when_it_ends(kept: Kept, service: str) -> None:
+    kept.start(holder=service)
+    until(is_held(service, kept))
+    kept.umount()
+    assert kept.wait() == 0
+    until(lambda: names(service) == [])
+
+
+def test_a_mount_that_was_detached_is_no_longer_held(kept: Kept, service: str) -> None:
+    kept.start({"on_sigterm": "exit"}, holder=service)
+    until(is_held(service, kept))
+    kept.process.terminate()
+    assert kept.wait() == 0
+    until(lambda: names(service) == [])
+
+
+def test_a_mount_goes_on_after_keeper_clerk_and_daemon_were_killed(
+    kept: Kept, service: str
+) -> None:
+    kept.start(holder=service)
+    until(is_held(service, kept))
+    assert kept.connection is not None
+    status = kept.status()
+    for role in ("daemon", "clerk", "pid"):
+        os.kill(status[role], signal.SIGSTOP)
+    for role in ("daemon", "clerk", "pid"):
+        os.kill(status[role], signal.SIGKILL)
+    kept.wait()
+    kept.hold.touch()
+    reader = subprocess.Popen(["cat", kept.mountpoint / "held"], stdout=subprocess.PIPE)
+    fd = holder.fetch(service, holder.name_of(str(kept.mountpoint), kept.connection))
+    os.set_inheritable(fd, True)
+    kept.resume(fuse_fd=fd, table=[], holder=service)
+    os.close(fd)
+    kept.hold.unlink()
+    assert reader.communicate(timeout=LIMIT_S)[0] == b"held content"
+    kept.served_by_another_than(kept.kill_daemon())
+    kept.umount()
+    until(lambda: names(service) == [])
+
+
+def test_a_keeper_does_without_its_holder(kept: Kept) -> None:
+    kept.start(holder=str(kept.directory / "nobody.sock"))
+    assert (kept.mountpoint / "plain").read_bytes() == b"plain content"
+    until(lambda: "the holder: " in kept.said())
+
+
+def test_a_copy_can_be_fetched_more_than_once_and_dropped(kept: Kept, service: str) -> None:
+    kept.start()
+    fd = hand(kept)
+    holder.hold(service, "one", fd)
+    holder.hold(service, "two", fd)
+    os.close(fd)
+    for _ in range(3):
+        copy = holder.fetch(service, "one")
+        assert is_fuse(copy)
+        os.close(copy)
+    assert names(service) == ["one", "two"]
+    holder.drop(service, "one")
+    until(lambda: names(service) == ["two"])
+    with pytest.raises(HolderError, match="nothing is held as one"):
+        holder.fetch(service, "one")
+    assert is_fuse(holder.fetch(service, "two"))
+
+
+def hand(kept: Kept) -> int:
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(str(kept.control))
+        sock.sendall(b'{"do": "hand"}\n')
+        _, [fd], _, _ = socket.recv_fds(sock, 1000, 1)
+    return fd
+
+
+def is_fuse(fd: int) -> bool:
+    return os.fstat(fd).st_rdev == os.makedev(10, 229)
+
+
+def test_a_new_copy_takes_the_place_of_the_old(kept: Kept, service: str) -> None:
+    kept.start()
+    fd = hand(kept)
+    for _ in range(3):
+        holder.hold(service, "one", fd)
+    os.close(fd)
+    assert names(service) == ["one"]
+    assert is_fuse(holder.fetch(service, "one"))
+
+
+def test_a_process_that_hangs_or_dies_affects_no_other(kept: Kept, service: str) -> None:
+    kept.start()
+    fd = hand(kept)
+    pids = {}
+    for name in ("one", "two", "three"):
+        holder.hold(service, name, fd)
+        [pids[name]] = set(children_of(service)) - set(pids.values())
+    os.close(fd)
+    os.kill(pids["one"], signal.SIGSTOP)
+    os.kill(pids["two"], signal.SIGKILL)
+    assert is_fuse(holder.fetch(service, "three"))
+    until(lambda: names(service) == ["one", "three"])
+    os.kill(pids["one"], signal.SIGCONT)
+    assert is_fuse(holder.fetch(service, "one"))
+
+
+def children_of(path: str) -> list[int]:
+    """The processes that hold something for the service."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(path)
+        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    pid = int.from_bytes(credentials[:4], sys.byteorder)
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_nothing_but_fuse_is_held(service: str) -> None:
+    with open("/dev/null", "rb") as file, pytest.raises(HolderError, match="/dev/fuse"):
+        holder.hold(service, "one", file.fileno())
+    assert names(service) == []
+
+
+@pytest.mark.parametrize(
+    "line", [b"nonsense\n", b"[]\n", b"{}\n", b'{"do": "hold"}\n', b'{"do": "hold", "name": "a"}\n']
+)
+def test_nonsense_gets_an_error(service: str, line: bytes) -> None:
+    assert "error" in ask(service, line)
+    assert names(service) == []
+
+
+def test_visitors_that_say_nothing_hold_nobody_up(service: str) -> None:
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.connect(service)
+        assert names(service) == []
+        silent.settimeout(LIMIT_S)
+        assert silent.recv(1) == b""
