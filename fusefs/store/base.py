@@ -107,7 +107,7 @@ class Part:
     """A part of an upload that the bucket has.
 
     `number` counts from 1, `size` is in bytes; `checksum` is the CRC32 in
-    base64, which S3 has compared.
+    base64, which S3 has compared ("" if S3 does not tell that of a copied part).
     """
 
     number: int
@@ -343,4 +343,9 @@ class Store(Protocol):
         """Look again at who waits for a connection: a priority has risen."""
 
     def counters(self) -> dict[str, int]:
-        """Requests and bytes since the start, by the names that `status` shows."""
+        """Requests and bytes since the start, by the names that `status` shows.
+
+        `awaiting_credentials` and `connections` are of the moment: how many
+        requests try again because their credentials were refused, and how many
+        may run at once.
+        """

@@ -45,11 +45,15 @@ class Body:
         while piece := self.read():
             crc = zlib.crc32(piece, crc)
         self.seek(0)
-        return encoded(crc)
+        return encoded(crc.to_bytes(4, "big"))
 
     def whole(self) -> bytes:
-        """All the bytes. Blocks."""
-        return b"".join(bytes(piece) for piece in iter(self.read, b""))
+        """All the bytes, which must be few. Blocks."""
+        assert self._attempt is not None
+        data = self._attempt.locally(lambda: os.pread(self._fd, len(self), self._start))
+        if len(data) < len(self):
+            raise _too_short()
+        return data
 
     # --- what boto3 calls ---
 
@@ -83,16 +87,20 @@ class Body:
     def _fill(self, length: int) -> int:
         count = os.preadv(self._fd, [self._buffer[:length]], self._position)
         if count == 0:
-            raise AttemptError(Failure(StoreError, "the file became shorter while it was sent"))
+            raise _too_short()
         return count
 
 
-def encoded(crc: int) -> str:
-    """A CRC32 as S3 writes it."""
-    return base64.b64encode(crc.to_bytes(4, "big")).decode()
+def _too_short() -> AttemptError:
+    return AttemptError(Failure(StoreError, "the file became shorter while it was sent"))
+
+
+def encoded(checksum: bytes) -> str:
+    """A checksum as S3 writes it."""
+    return base64.b64encode(checksum).decode()
 
 
 def composed(checksums: list[str]) -> str:
-    """The checksum that S3 tells for an object of parts with these checksums."""
+    """The CRC32 that S3 tells for an object of parts with these CRC32s."""
     crc = zlib.crc32(b"".join(base64.b64decode(checksum) for checksum in checksums))
-    return f"{encoded(crc)}-{len(checksums)}"
+    return f"{encoded(crc.to_bytes(4, 'big'))}-{len(checksums)}"

@@ -98,6 +98,8 @@ _THROTTLING = {
 # Credentials that their source or its administrator will renew.
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}
 _REJECTED = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken"}
+# What a client sent did not arrive whole, or not in time.
+_DAMAGED = {"BadDigest", "XAmzContentSHA256Mismatch", "IncompleteBody", "RequestTimeout"}
 # Two writes of one key at the same time.
 _COLLIDED = {"ConditionalRequestConflict", "OperationAborted"}
 # The usual status of codes that come for single keys, without one.
@@ -109,7 +111,7 @@ _STATUSES = {
 _SENTENCES = {
     "NoSuchBucket": "there is no such bucket",
     "NoSuchUpload": "the upload was completed or aborted",
-    "BadDigest": "the bytes did not arrive as they were sent",
+    "InvalidPart": "the bucket does not have all the parts that it took",
     "EntityTooLarge": "it is larger than the store allows",
     "MetadataTooLarge": "the metadata are larger than the store allows",
     "InvalidAccessKeyId": "the access key is not known there: check the credentials",
@@ -139,6 +141,9 @@ def from_status(status: int, code: str, request_id: str) -> Failure:
         return failure(CredentialsError, "the credentials are rejected")
     if code in _COLLIDED:
         return failure(ConflictError, "another write of it is under way", is_retryable=True)
+    if code in _DAMAGED:
+        sentence = "what was sent did not arrive as it was"
+        return failure(UnreachableError, sentence, is_retryable=True)
     if status == 501 or code == "NotImplemented":
         return failure(UnsupportedError, "this store does not implement that")
     if code == "InvalidObjectState":

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from fusefs.store import listing
 from fusefs.store.base import IF_ABSENT, Condition, IfMatch, ObjectInfo, Priority
-from fusefs.store.errors import ConflictError, ExistsError, Failure, UnreachableError, translate
+from fusefs.store.errors import (
+    ConflictError,
+    ExistsError,
+    Failure,
+    NotFoundError,
+    UnreachableError,
+    translate,
+)
 from fusefs.store.stream import AttemptError
 
 if TYPE_CHECKING:
@@ -83,7 +90,12 @@ def find(
 
     `checksum` is as HEAD tells it.
     """
-    answer = head(clients, key, ChecksumMode="ENABLED")
+    try:
+        answer = head(clients, key, ChecksumMode="ENABLED")
+    except Exception as error:
+        if translate(error).kind is NotFoundError:
+            return None
+        raise
     info = told(key, answer)
     is_same = all(answer.get(name) == value for name, value in checksum.items())
     return info if is_same and (info.size, info.metadata) == (size, dict(metadata)) else None

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 import trio
 
-from fusefs.store import multipart, requests, writing
+from fusefs.store import multipart, requests, upload, writing
 from fusefs.store.base import (
     ChunkWriter,
     Condition,
@@ -53,6 +53,7 @@ from fusefs.store.errors import (
 )
 from fusefs.store.stream import Attempt, AttemptError, Stream, Transfer
 from fusefs.store.threads import Threads
+from fusefs.store.upload import S3Upload
 
 logger = logging.getLogger("fusefs.store")
 
@@ -78,6 +79,8 @@ class S3Store:
         self._principal: str | None = None
         self._counted: Counter[str] = Counter()
         self._has_if_match = True
+        # The requests that try again because their credentials were refused.
+        self._refused: set[_Patience] = set()
 
     @property
     def principal(self) -> str:
@@ -92,6 +95,7 @@ class S3Store:
         names = ("gets", "heads", "lists", "bytes_fetched", "puts", "copies", "deletes",
                  "bytes_sent", "errors", "retries", "throttled")  # fmt: skip
         return {**{name: self._counted[name] for name in names},
+                "awaiting_credentials": len(self._refused),
                 "connections": self._connections.allowed}  # fmt: skip
 
     async def check(self, prefix: str) -> None:
@@ -191,14 +195,14 @@ class S3Store:
 
     async def begin_upload(
         self, key: str, size: int, *, metadata: Mapping[str, str], content_type: str | None
-    ) -> multipart.S3Upload:
+    ) -> S3Upload:
         return await multipart.begin(self, key, size, metadata, content_type)
 
-    async def resume_upload(self, state: UploadState) -> multipart.S3Upload:
+    async def resume_upload(self, state: UploadState) -> S3Upload:
         return await multipart.resume(self, state)
 
     async def abort_upload(self, key: str, upload_id: str) -> None:
-        await multipart.abort(self, key, upload_id)
+        await upload.abort(self, key, upload_id)
 
     async def list_uploads(self, prefix: str) -> list[PendingUpload]:
         return await multipart.pending(self, prefix)
@@ -235,36 +239,41 @@ class S3Store:
         """
         patience = _Patience(retry_time_s or self.settings.retry_time_s)
         has_doubted = False
-        while True:
-            try:
-                async with self._connections.one(priority):
-                    result = await self._run(operation, work, transfer)
-                self._connections.succeeded()
-                return result
-            except AttemptError as error:
-                failure = error.failure
-            if operation == "LIST" and failure.kind is NotFoundError:
-                # Not the answer to a question for one object.
-                failure = replace(failure, kind=StoreError, sentence="there is no such bucket")
-            if (failure.status, failure.code) == (400, "") and not has_doubted:
-                # So S3 answers a HEAD with expired credentials, among other things.
-                has_doubted = True
-                failure = replace(failure, is_retryable=True, has_expired=True)
-            if failure.kind is CredentialsError and operation in WRITES:
-                # What has been written must not be lost because somebody rotates keys.
-                failure = replace(failure, is_retryable=True, has_expired=True)
-            if failure.has_expired:
-                self._reconnect()
-            if failure.kind is ThrottledError:
-                self._counted["throttled"] += 1
-                self._connections.throttled()
-            if transfer is not None and transfer.has_progressed():
-                patience.renew()
-            if not failure.is_retryable or not patience.is_left():
-                raise self._failed(operation, key, failure)
-            self._counted["retries"] += 1
-            logger.info("%s again: %s", operation, self._describe(key, failure))
-            await trio.sleep(patience.pause_s())
+        try:
+            while True:
+                try:
+                    async with self._connections.one(priority):
+                        result = await self._run(operation, work, transfer)
+                    self._connections.succeeded()
+                    return result
+                except AttemptError as error:
+                    failure = _considered(operation, error.failure)
+                if (failure.status, failure.code) == (400, "") and not has_doubted:
+                    # So S3 answers a HEAD with expired credentials, among other things.
+                    has_doubted = True
+                    failure = replace(failure, is_retryable=True, has_expired=True)
+                self._react(failure, patience)
+                if transfer is not None and transfer.has_progressed():
+                    patience.renew()
+                if not failure.is_retryable or not patience.is_left():
+                    raise self._failed(operation, key, failure)
+                self._counted["retries"] += 1
+                logger.info("%s again: %s", operation, self._describe(key, failure))
+                await trio.sleep(patience.pause_s())
+        finally:
+            self._refused.discard(patience)
+
+    def _react(self, failure: Failure, patience: _Patience) -> None:
+        """Do what an attempt that failed so asks for."""
+        if failure.has_expired:
+            self._reconnect()
+        if failure.kind is CredentialsError:
+            self._refused.add(patience)
+        else:
+            self._refused.discard(patience)
+        if failure.kind is ThrottledError:
+            self._counted["throttled"] += 1
+            self._connections.throttled()
 
     async def _run(
         self, operation: str, work: Callable[[Clients], T], transfer: Transfer | None
@@ -314,13 +323,24 @@ class S3Store:
         )
 
 
-WRITES = {
+def _considered(operation: str, failure: Failure) -> Failure:
+    """What a failure means to a certain operation."""
+    if operation == "LIST" and failure.kind is NotFoundError:
+        # Not the answer to a question for one object.
+        return replace(failure, kind=StoreError, sentence="there is no such bucket")
+    if operation in _WRITES and failure.kind is CredentialsError:
+        # What has been written must not be lost because somebody rotates keys.
+        return replace(failure, is_retryable=True, has_expired=True)
+    return failure
+
+
+_WRITES = {
     "PUT": "puts", "BEGIN UPLOAD": "puts", "PUT PART": "puts", "COMPLETE UPLOAD": "puts",
     "COPY": "copies", "COPY PART": "copies", "DELETE": "deletes", "ABORT UPLOAD": "deletes",
 }  # fmt: skip
 _COUNTERS = {
     "GET": "gets", "HEAD": "heads", "LIST": "lists", "LIST PARTS": "lists",
-    "LIST UPLOADS": "lists", **WRITES,
+    "LIST UPLOADS": "lists", **_WRITES,
 }  # fmt: skip
 
 

@@ -11,11 +11,11 @@ metadata of the object tell whether it is ours.
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
 
 from fusefs.store import listing, multipart, requests
 from fusefs.store.base import (
@@ -26,7 +26,7 @@ from fusefs.store.base import (
     ObjectInfo,
     ObjectVersion,
 )
-from fusefs.store.body import Body
+from fusefs.store.body import Body, encoded
 from fusefs.store.errors import (
     ConflictError,
     Failure,
@@ -40,10 +40,12 @@ if TYPE_CHECKING:
     from fusefs.store.clients import Clients
     from fusefs.store.s3 import S3Store
 
-# What may be in memory of one request; larger files are read as they are sent.
-SMALL = 4 << 20
+# What obstore sends, and so holds in memory; larger files are read as they are sent.
+SMALL = 1 << 20
 DELETES_AT_ONCE = 1000
-COPY_LIMIT = 5 << 30
+# S3 copies up to 5 GiB at once, but takes its time, and not every store sends
+# something meanwhile to keep the connection from its time-out.
+COPY_LIMIT = 256 << 20
 # What obstore takes for a header of its own, and not for metadata.
 _HEADERS = {
     "content-type", "content-disposition", "content-encoding", "content-language",
@@ -93,7 +95,9 @@ class _Put:
         self._metadata = metadata
         self._content_type = content_type
         self._condition = condition
-        self._checksum = {"": ""}
+        # The metadata that obstore would take for headers, and odd keys, are boto3's.
+        is_plain_put = is_plain(key) and not _HEADERS & metadata.keys()
+        self._is_small = len(body) <= SMALL and is_plain_put
         self._may_be_done = False
 
     def begin(self) -> Attempt:
@@ -108,16 +112,14 @@ class _Put:
         Raises:
             AttemptError: S3 did not take it.
         """
-        is_small = len(self._body) <= SMALL and is_plain(self._key)
+        send = self._through_obstore if self._is_small else self._through_boto
         try:
-            if is_small and not _HEADERS & self._metadata.keys():
-                return self._through_obstore(clients)
-            return self._through_boto(clients)
+            return send(clients)
         except Exception as error:
             failure = requests.judged(error, self._condition)
             if self._may_be_done and issubclass(failure.kind, ConflictError):
                 info = requests.find(
-                    clients, self._key, len(self._body), self._metadata, self._checksum
+                    clients, self._key, len(self._body), self._metadata, self._checksum()
                 )
                 if info is not None:
                     return info
@@ -128,9 +130,6 @@ class _Put:
         import obstore
 
         data = self._body.whole()
-        self._checksum = {
-            "ChecksumSHA256": base64.b64encode(hashlib.sha256(data).digest()).decode()
-        }
         attributes = dict(self._metadata)
         if self._content_type is not None:
             attributes["Content-Type"] = self._content_type
@@ -143,16 +142,21 @@ class _Put:
         return self._info(answer["e_tag"], answer["version"])
 
     def _through_boto(self, clients: Clients) -> ObjectInfo:
-        self._checksum = {"ChecksumCRC32": self._body.checksum()}
         answer = clients.s3.put_object(
             **clients.request,
             **requests.headers(self._metadata, self._content_type),
             **requests.conditions(self._condition),
-            **self._checksum,
+            **self._checksum(),
             Key=self._key,
             Body=self._body,
         )
         return self._info(answer.get("ETag"), answer.get("VersionId"))
+
+    def _checksum(self) -> dict[str, str]:
+        """What S3 compares, as boto3 and HEAD put it."""
+        if self._is_small:
+            return {"ChecksumSHA256": encoded(hashlib.sha256(self._body.whole()).digest())}
+        return {"ChecksumCRC32": self._body.checksum()}
 
     def _info(self, etag: str | None, version_id: str | None) -> ObjectInfo:
         if not etag:
@@ -187,8 +191,20 @@ async def copy(
     kept["StorageClass"] = info.storage_class
     wanted = metadata if metadata is not None else info.metadata or {}
     if source.size > COPY_LIMIT:
+        if answer.get("TagCount"):
+            kept["Tagging"] = await _tagging(store, source.key)
         return await multipart.copy(store, source, key, wanted, kept)
     return await _copy_whole(store, source, key, wanted, kept)
+
+
+async def _tagging(store: S3Store, key: str) -> str:
+    """An object's tags as S3 takes them; a multipart upload gets none by itself."""
+
+    def work(clients: Clients) -> str:
+        answer = clients.s3.get_object_tagging(**clients.request, Key=key)
+        return urlencode({tag["Key"]: tag["Value"] for tag in answer["TagSet"]})
+
+    return await store.retried("HEAD", key, work)
 
 
 async def _copy_whole(

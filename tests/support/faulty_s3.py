@@ -31,8 +31,15 @@ REQUEST_ID = "FAULTY00"
 HTTP_REASONS = {
     "SlowDown": 503, "InternalError": 500, "TooManyRequests": 429, "AccessDenied": 403,
     "NoSuchKey": 404, "NoSuchBucket": 404, "ExpiredToken": 400, "InvalidObjectState": 403,
-    "PreconditionFailed": 412, "BadGateway": 502,
+    "PreconditionFailed": 412, "BadGateway": 502, "NotImplemented": 501,
+    "InvalidAccessKeyId": 403, "ConditionalRequestConflict": 409, "RequestTimeout": 400,
 }  # fmt: skip
+# A method and a parameter that make an operation of their own.
+_BY_PARAMETER = [
+    ("GET", "list-type", "LIST"), ("GET", "uploadId", "PARTS"), ("GET", "uploads", "UPLOADS"),
+    ("PUT", "partNumber", "PART"), ("POST", "uploads", "BEGIN"), ("POST", "uploadId", "COMPLETE"),
+    ("POST", "delete", "DELETE MANY"), ("DELETE", "uploadId", "ABORT"),
+]  # fmt: skip
 _HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length"}
 
 
@@ -47,8 +54,15 @@ class Request:
 
     @property
     def operation(self) -> str:
-        """GET, HEAD, LIST or PUT."""
-        return "LIST" if self.method == "GET" and "list-type" in self.query else self.method
+        """GET, HEAD, LIST, PUT, COPY, DELETE or DELETE MANY.
+
+        Of multipart uploads BEGIN, PART, PART COPY, COMPLETE, ABORT, PARTS and UPLOADS.
+        """
+        copy = " COPY" if "x-amz-copy-source" in self.headers else ""
+        for method, parameter, name in _BY_PARAMETER:
+            if self.method == method and parameter in self.query:
+                return name + copy
+        return "COPY" if copy else self.method
 
     @property
     def range(self) -> str:
@@ -63,9 +77,12 @@ class Rule:
     `stall` (silence until the client gives up or the test says `release`),
     `cut_after` and `stall_after` (the body breaks off, or stops, after so many
     bytes), `short` (a body with so many bytes, told as whole). `ignore_if_match`
-    takes the header away. `before` is called before the request goes on, `at` (a number of
-    body bytes, and what to call then) in the middle of the answer. `delay_s`
-    comes before all.
+    takes the header away. `headers` go with an answer of the rule's own. Of a
+    request with a body: `cut_request_after` hangs up when so many bytes of it
+    have come, `corrupt` changes one of them on the way, and `lose_answer` hangs
+    up when the real server has answered. `before` is called before the request
+    goes on, `at` (a number of body bytes, and what to call then) in the middle
+    of the answer. `delay_s` comes before all.
     """
 
     operation: str = "*"
@@ -79,6 +96,10 @@ class Rule:
     stall_after: int | None = None
     short: int | None = None
     ignore_if_match: bool = False
+    headers: dict[str, str] = field(default_factory=dict)
+    cut_request_after: int | None = None
+    corrupt: bool = False
+    lose_answer: bool = False
     before: Callable[[], None] | None = None
     at: tuple[int, Callable[[], None]] | None = None
     delay_s: float = 0.0
@@ -228,11 +249,11 @@ class _Client(socketserver.StreamRequestHandler):
         headers = {
             name.lower(): value for name, value in http.client.parse_headers(self.rfile).items()
         }
-        body = self.rfile.read(int(headers.get("content-length", 0)))
         parts = urlsplit(target)
         query = {name: values[0] for name, values in parse_qs(parts.query, True).items()}
         key = unquote(parts.path).partition("/")[2].partition("/")[2]
         rule = owner.note(Request(method, key, query, headers))
+        body = self._take_body(headers, rule)
         time.sleep(rule.delay_s)
         if rule.before is not None:
             rule.before()
@@ -244,7 +265,20 @@ class _Client(socketserver.StreamRequestHandler):
         if rule.ignore_if_match and "if-match" in headers:
             headers = self._signed_anew(owner, method, target, headers)
         answer = self._ask(upstream, method, target, body, headers)
+        if rule.lose_answer:
+            answer.read()
+            raise _HangUpError
         self._pass_on(method, answer, rule)
+
+    def _take_body(self, headers: dict[str, str], rule: Rule) -> bytes:
+        if headers.pop("expect", None) is not None:
+            self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        length = int(headers.get("content-length", 0))
+        if rule.cut_request_after is not None:
+            self.rfile.read(min(length, rule.cut_request_after))
+            raise _HangUpError
+        body = self.rfile.read(length)
+        return bytes([body[0] ^ 1]) + body[1:] if rule.corrupt else body
 
     def _signed_anew(
         self, owner: FaultyS3, method: str, target: str, headers: dict[str, str]
@@ -278,8 +312,8 @@ class _Client(socketserver.StreamRequestHandler):
                 f"<Error><Code>{code}</Code><Message>as the test wants</Message>"
                 f"<RequestId>{REQUEST_ID}</RequestId></Error>"
             ).encode()
-        self._head(status, {"x-amz-request-id": REQUEST_ID, "content-type": "application/xml"},
-                   0 if method == "HEAD" else len(body))  # fmt: skip
+        headers = {"x-amz-request-id": REQUEST_ID, "content-type": "application/xml"}
+        self._head(status, {**headers, **rule.headers}, 0 if method == "HEAD" else len(body))
         if method != "HEAD":
             self.wfile.write(body)
 
