@@ -311,30 +311,50 @@ def capabilities(pid: int) -> int:
     return int(line.split()[1], 16)
 
 
+def kill_keeper_and_clerk(kept: Kept) -> dict[str, Any]:
+    """Returns the status once the daemon has started another keeper."""
+    before = kept.status()
+    os.kill(before["clerk"], signal.SIGSTOP)
+    os.kill(before["pid"], signal.SIGKILL)
+    os.kill(before["clerk"], signal.SIGKILL)
+
+    def adopted() -> dict[str, Any] | None:
+        with contextlib.suppress(OSError, ValueError):
+            status = kept.status()
+            return status if status["is_serving"] else None
+        return None
+
+    status: dict[str, Any] = until(adopted)
+    assert status["daemon"] == before["daemon"]
+    return status
+
+
 @needs_passthrough
 def test_a_daemon_whose_keeper_and_clerk_are_dead_starts_a_keeper(kept: Kept) -> None:
     content = put_through(kept)
     kept.start()
     assert (kept.mountpoint / "through").read_bytes() == content
-    status = kept.status()
-    os.kill(status["clerk"], signal.SIGSTOP)
-    os.kill(status["pid"], signal.SIGKILL)
-    os.kill(status["clerk"], signal.SIGKILL)
-
-    def is_adopted() -> bool:
-        with contextlib.suppress(OSError, ValueError):
-            return bool(kept.status()["is_serving"])
-        return False
-
-    until(is_adopted)
-    adopted = kept.status()
-    assert adopted["daemon"] == status["daemon"]
-    assert adopted["backing_ids"] == 1
+    assert kill_keeper_and_clerk(kept)["backing_ids"] == 1
     new = kept.served_by_another_than(kept.kill_daemon())
     assert (kept.mountpoint / "through").read_bytes() == content
     assert kept.facts(new["daemon"])["registered"] == []
     kept.umount()
     until(lambda: kept.processes() == [])
+
+
+@needs_passthrough
+def test_a_keeper_that_an_ordinary_users_daemon_starts_registers_no_files(kept: Kept) -> None:
+    put_through(kept)
+    os.chown(kept.cache / "through", NOBODY, NOBODY)
+    kept.directory.chmod(0o777)  # for the control socket
+    with public_python() as python:
+        kept.start(command=[python, str(STANDIN)], uid=NOBODY, gid=NOBODY)
+        assert kill_keeper_and_clerk(kept)["is_privileged"] is False
+        assert error_of(kept.mountpoint / "through") == errno.EPERM
+        kept.served_by_another_than(kept.kill_daemon())
+        assert (kept.mountpoint / "plain").read_bytes() == b"plain content"
+        kept.umount()
+        until(lambda: kept.processes() == [])
 
 
 def test_readers_notice_nothing_of_any_two_processes_killed_at_once(kept: Kept) -> None:

@@ -159,13 +159,15 @@ class Standin:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         given = self.settings["keeper"] | {
             "settings": json.dumps(self.settings),
+            "privileged": os.geteuid() == 0,
             "adopt_pid": os.getpid(),
             "fuse_fd": self.fuse,
             "daemon_fd": theirs.fileno(),
             "table": [(backing_id, inode) for backing_id, (_, inode) in self.table.items()],
         }
         keeper = subprocess.Popen(
-            given["keeper_command"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+            [sys.executable, *given["keeper_command"][1:]],
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
             pass_fds=[self.fuse, theirs.fileno()], start_new_session=True,
         )  # fmt: skip
         assert keeper.stdin is not None
