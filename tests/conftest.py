@@ -80,7 +80,11 @@ def mounter(bucket: Bucket, tmp_path: Path) -> Iterator[Mounter]:
     mounts: list[Mount] = []
 
     def mount(
-        *options: str, prefix: str = "", endpoint_url: str | None = None, cache: str = "cache"
+        *options: str,
+        prefix: str = "",
+        endpoint_url: str | None = None,
+        cache: str = "cache",
+        bucket: Bucket = bucket,
     ) -> Mount:
         path = tmp_path / f"mnt{len(mounts)}"
         path.mkdir()

@@ -17,6 +17,7 @@ from fusefs.posix.names import is_expressible, position
 from fusefs.posix.segments import ABSENT, Entry
 from fusefs.store.base import ListPage, ObjectInfo
 from tests.support.local_cache import Bucket
+from tests.support.semantics import states
 
 
 class Forgetful:
@@ -155,6 +156,7 @@ def test_looking_up_every_file_costs_a_request_a_page_at_most() -> None:
     trio.run(check)
 
 
+@states("Listings that are kept take a bounded memory: 200,000 entries of all directories.")
 def test_listings_hold_no_more_entries_than_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
     async def check() -> None:
         folders = [f"p{number}/" for number in range(5)]
@@ -165,6 +167,7 @@ def test_listings_hold_no_more_entries_than_they_may(monkeypatch: pytest.MonkeyP
                 held = [one for prefix in folders for one in directories.get(prefix).segments]
                 assert sum(len(one.entries) for one in held) <= 700
 
+    assert directories_module.MAX_ENTRIES == 200_000
     monkeypatch.setattr(directories_module, "MAX_ENTRIES", 700)
     trio.run(check)
 

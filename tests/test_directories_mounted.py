@@ -2,8 +2,8 @@
 
 What a listing tells for all keys and page sizes is in test_directories.py;
 here are the kernel's part and the requests that it costs. What changes while
-mounted is in test_directories_changing.py, who may do what in
-test_directories_permissions.py.
+mounted is in test_directories_changing.py, which names there are in
+test_names.py, who may do what in test_directories_permissions.py.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.conftest import Bucket, new_bucket
 from tests.support.libc import DirectoryStream
-from tests.support.listing_server import ListingServer
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
 from tests.support.semantics import states
@@ -112,8 +110,13 @@ def test_listing_a_file_is_enotdir(tree: Mount) -> None:
 
 
 @states("`telldir` and `seekdir` go back to any place in an open directory.")
-def test_telldir_and_seekdir_go_back_to_any_place(tree: Mount) -> None:
-    with DirectoryStream(tree.path / "many") as stream:
+@pytest.mark.parametrize("ttl", ["0s", "1h"])
+def test_telldir_and_seekdir_go_back_to_any_place(
+    mount: Callable[..., Mount], still: Bucket, ttl: str
+) -> None:
+    """With a TTL of an hour the kernel keeps what it was told, with one of 0 it asks again."""
+    root = mount("--metadata-ttl", ttl, bucket=still).path
+    with DirectoryStream(root / "many") as stream:
         places, names = [stream.tell()], []
         while (entry := stream.read()) is not None:
             names.append(entry[0])
@@ -209,84 +212,3 @@ def test_first_lookups_in_a_directory_do_not_cost_a_request_each(
     after = here.status()["s3"]
     asked = after["lists"] - before["lists"] + after["heads"] - before["heads"]
     assert asked <= 10
-
-
-# Keys that SeaweedFS can't hold, from a server that only lists
-
-UNUSUAL = [
-    "both", "both/inside", "both-not", "good", "x" * 256, "y" * 300 + "/inside", "ü" * 128,
-    "empty//segment", "./dot", "../dot-dot", "here/./dot", "here/../dot-dot", "here/good",
-    "/rooted",
-]  # fmt: skip
-
-
-@pytest.fixture(scope="module", params=SESSIONS)
-def unusual(
-    request: pytest.FixtureRequest, s3: S3Server, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Mount]:
-    options = ("--session", request.param, "--anonymous", "--metadata-ttl", "1h")
-    with (
-        ListingServer(UNUSUAL).serving() as server,
-        mounted(
-            s3, "s3://some-bucket", tmp_path_factory.mktemp(request.param), *options,
-            endpoint_url=server.endpoint_url,
-        ) as mount,
-    ):  # fmt: skip
-        yield mount
-
-
-@states("Where a key is also a prefix (`a` beside `a/b`), the directory is shown, the file hidden.")
-def test_a_directory_hides_a_file_of_its_name(unusual: Mount) -> None:
-    assert (unusual.path / "both").is_dir()
-    assert os.listdir(unusual.path).count("both") == 1
-    assert os.listdir(unusual.path / "both") == ["inside"]
-
-
-@states(
-    "A key that no file name can express is hidden: one with an empty, `.` or `..` segment, a"
-    " segment of more than 255 bytes, or a NUL."
-)
-def test_keys_that_no_file_name_can_express_are_hidden(unusual: Mount) -> None:
-    assert os.listdir(unusual.path) == ["both-not", "both", "empty", "good", "here"]
-    assert os.listdir(unusual.path / "empty") == []
-    assert os.listdir(unusual.path / "here") == ["good"]
-
-
-@states("Hidden keys are counted in `fusefs status` (`metadata.hidden_keys`), and one is logged.")
-def test_hidden_keys_are_counted_and_logged_once(unusual: Mount) -> None:
-    for where in (".", "empty", "here", "both"):
-        os.listdir(unusual.path / where)
-    # Of the root: both, two long files, a long directory, ".", "..", "/"; the rest one level down.
-    assert unusual.status()["metadata"]["hidden_keys"] >= 7 + 1 + 2
-    assert unusual.log.read_text().count("hiding the key") == 1
-
-
-# A directory of a hundred thousand objects
-
-
-@states("A directory of any size lists completely, each name once, in bounded memory.")
-@pytest.mark.parametrize("session", SESSIONS)
-def test_a_hundred_thousand_objects_list_completely_in_bounded_memory(
-    session: str, s3: S3Server, tmp_path: Path
-) -> None:
-    keys = [f"huge/object-{n:06d}.jpg" for n in range(100_000)]
-    with (
-        ListingServer(["small/x", *keys]).serving() as server,
-        mounted(
-            s3, "s3://huge-bucket", tmp_path, "--session", session, "--anonymous",
-            endpoint_url=server.endpoint_url,
-        ) as mount,
-    ):  # fmt: skip
-        assert os.listdir(mount.path / "small") == ["x"]
-        before = mount.status()["daemon"]["rss_bytes"]
-        with DirectoryStream(mount.path / "huge") as stream:
-            names = stream.names()
-        assert sorted(names) == [".", "..", *(key.removeprefix("huge/") for key in keys)]
-        # A hundred pages, and one or two for the names before and after.
-        assert server.lists < 110
-        growth = mount.status()["daemon"]["peak_rss_bytes"] - before
-        assert growth < 160 << 20
-        here = mount.path / "huge" / "object-077777.jpg"
-        asked = server.lists
-        assert here.stat().st_size == 100
-        assert server.lists == asked

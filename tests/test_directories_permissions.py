@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Bucket, Mounter, new_bucket
+from tests.conftest import Bucket, new_bucket
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
 from tests.support.semantics import states
@@ -157,12 +157,3 @@ def test_the_mount_has_the_flags_that_keep_it_harmless(tree: Mount) -> None:
         if line.split()[4] == str(tree.path)
     )
     assert {"ro", "nosuid", "nodev"} <= set(options.split(","))
-
-
-@states("A mount of `s3://BUCKET/PREFIX/` shows what is below that prefix, and nothing beside it.")
-def test_a_mount_of_a_prefix_shows_what_is_below_it(mounter: Mounter, bucket: Bucket) -> None:
-    bucket.put("data/set/file", b"inside")
-    bucket.put("data/settings", b"outside")
-    here = mounter(prefix="data/set/")
-    assert os.listdir(here.path) == ["file"]
-    assert read_all(here.path / "file") == b"inside"

@@ -48,11 +48,6 @@ SIZES = {
     **{f"mapped-cold-{kind}": 12 * MIB for kind in KINDS},
     **{f"two-ends-{kind}": 16 * MIB for kind in KINDS},
 }
-NAMES = [
-    "Grüße an 東京 🚀.txt", " leading and trailing ", "100%.txt", "a%20b", "a+b", "a#b?c=d&e",
-    "a*b[c]{d}~!$'();@,:|", 'quo"te', "<xml>&amp;", "a\tb", "a\nb", "a\x01b", "a\x7fb", "-rf",
-    "x" * 255, "ü" * 127 + "x", "...", ".hidden", "a.", "e\u0301 and \u00e9",
-]  # fmt: skip
 
 
 @dataclass
@@ -85,7 +80,6 @@ def objects(s3: S3Server) -> Bucket:
     bucket = new_bucket(s3)
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(lambda name: bucket.put(name, content(name, SIZES[name])), SIZES))
-        list(threads.map(lambda name: bucket.put("names/" + name, name.encode()), NAMES))
     return bucket
 
 
@@ -367,41 +361,3 @@ def test_reading_does_not_wait_for_a_reader_elsewhere_in_the_file(world: World) 
         assert os.pread(last.fileno(), 4096, 16 * MIB - 4096) == data[-4096:]
         assert os.pread(first.fileno(), 4096, 0) == data[:4096]
         assert os.pread(last.fileno(), 4096, 8 * MIB) == data[8 * MIB : 8 * MIB + 4096]
-
-
-# Names
-
-
-@states(
-    "A key that the S3 client library can't express (one with control characters) is readable all"
-    " the same."
-)
-@pytest.mark.parametrize("name", NAMES, ids=ascii)
-def test_a_key_with_any_characters_is_readable(world: World, name: str) -> None:
-    assert (world.path / "names" / name).read_bytes() == name.encode()
-
-
-@states(
-    "An object `a/b.txt` is the file `b.txt` in the directory `a`; names are the key's own"
-    " characters in UTF-8."
-)
-def test_a_listing_shows_names_as_they_are(world: World) -> None:
-    assert sorted(os.listdir(world.path / "names")) == sorted(NAMES)
-
-
-@states("Names differ if one character differs: case and Unicode forms are kept apart, as on ext4.")
-def test_names_that_look_alike_are_different_names(world: World) -> None:
-    assert not (world.path / "names" / "a b").exists()
-    assert not (world.path / "names" / "É and é").exists()
-    assert not (world.path / "names" / "GRÜSSE AN 東京 🚀.TXT").exists()
-
-
-@states("A name of more than 255 bytes is ENAMETOOLONG, and one that is not UTF-8 does not exist.")
-def test_a_name_of_256_bytes_is_too_long(world: World) -> None:
-    with pytest.raises(OSError, match="File name too long"):
-        os.stat(world.path / ("x" * 256))
-
-
-@states("A name of more than 255 bytes is ENAMETOOLONG, and one that is not UTF-8 does not exist.")
-def test_a_name_that_is_not_utf_8_does_not_exist(world: World) -> None:
-    assert not os.path.exists(os.fsencode(world.path) + b"/\xff\xfe")

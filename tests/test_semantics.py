@@ -96,10 +96,18 @@ def test_size_and_times_are_the_objects(still: Mount, objects: Bucket) -> None:
 
 
 @states("A directory's times are the time of the mount, for S3 keeps none.")
-def test_a_directory_is_as_old_as_the_mount(still: Mount) -> None:
-    times = {still.path.stat().st_mtime, (still.path / "d").stat().st_mtime}
-    assert len(times) == 1
-    assert 0 <= time.time() - times.pop() <= still.status()["daemon"]["uptime_s"] + 1
+def test_a_directory_is_as_old_as_the_mount(mount: Callable[..., Mount], bucket: Bucket) -> None:
+    bucket.put("d/file", b"")
+    before = time.time_ns()
+    root = mount().path
+    after = time.time_ns()
+    shown = [
+        moment
+        for status in (root.stat(), (root / "d").stat(), root.stat())
+        for moment in (status.st_mtime_ns, status.st_ctime_ns, status.st_atime_ns)
+    ]
+    assert len(set(shown)) == 1
+    assert before <= shown[0] <= after
 
 
 @states("`st_blocks` is the size in blocks of 512 bytes, whether or not the file is in the cache.")
@@ -177,7 +185,8 @@ def test_any_other_extended_attribute_is_not_there(still: Mount, name: str) -> N
 @states("`statfs` shows 2^60 bytes, all free: a bucket has no end.")
 def test_statfs_shows_an_endless_disk(still: Mount) -> None:
     shown = os.statvfs(still.path)
-    assert shown.f_blocks * shown.f_frsize == shown.f_bavail * shown.f_frsize == 1 << 60
+    assert shown.f_blocks * shown.f_frsize == 1 << 60
+    assert shown.f_blocks == shown.f_bfree == shown.f_bavail
     assert shown.f_namemax == 255
 
 
@@ -255,8 +264,6 @@ def test_what_s3_answers_becomes_an_errno(session: str, s3: S3Server, tmp_path: 
             if refusal[0] == 404:
                 server.keys.remove("d/one")
             got[refusal] = outcome(path)
-            if refusal[0] >= 500:
-                assert path.exists()
         assert got == cases
 
 

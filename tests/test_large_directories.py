@@ -1,0 +1,81 @@
+"""Directories of a hundred thousand objects: complete, and what they cost in memory."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.libc import DirectoryStream
+from tests.support.listing_server import ListingServer
+from tests.support.mounting import Mount
+from tests.support.s3_server import S3Server
+from tests.support.semantics import states
+from tests.support.sharing import drop_caches, mounted, until
+
+COUNT = 100_000
+FOLDERS = ("d0", "d1", "d2", "d3", "d4", "d5")
+MIB = 1 << 20
+
+
+def names_in(directory: Path) -> list[str]:
+    with DirectoryStream(directory) as stream:
+        return stream.names()
+
+
+def nodes(mount: Mount) -> int:
+    count: int = mount.status()["metadata"]["nodes"]
+    return count
+
+
+def have_all_forgotten(mount: Mount) -> None:
+    """Have the kernel forget every name."""
+
+    def is_forgotten() -> bool:
+        drop_caches()
+        time.sleep(0.1)
+        return nodes(mount) < COUNT // 100
+
+    until(is_forgotten, "the kernel forgets the names")
+
+
+@states(
+    "A directory of any size lists completely, each name once.",
+    "A name that the kernel remembers takes about 1 KiB of the daemon's memory until it is"
+    " forgotten.",
+    "Listings that are kept take a bounded memory: 200,000 entries of all directories.",
+)
+@pytest.mark.parametrize("session", ["kernel", "pyfuse3"])
+def test_large_directories_list_completely_and_memory_is_for_what_is_remembered(
+    session: str, s3: S3Server, tmp_path: Path
+) -> None:
+    names = [f"object-{number:06d}.jpg" for number in range(COUNT)]
+    keys = [f"{folder}/{name}" for folder in FOLDERS for name in names]
+    with (
+        ListingServer(keys).serving() as server,
+        mounted(
+            s3, "s3://huge-bucket", tmp_path, "--session", session, "--anonymous",
+            endpoint_url=server.endpoint_url,
+        ) as mount,
+    ):  # fmt: skip
+        at_rest = mount.status()["daemon"]["rss_bytes"]
+
+        def growth() -> int:
+            peak: int = mount.status()["daemon"]["peak_rss_bytes"]
+            return peak - at_rest
+
+        for number, folder in enumerate(FOLDERS):
+            before = server.lists
+            assert sorted(names_in(mount.path / folder)) == [".", "..", *names]
+            # A hundred pages, and one or two for the names before and after.
+            assert server.lists - before < 110
+            assert nodes(mount) > COUNT
+            if number == 0:
+                assert growth() < 1.5 * 1024 * COUNT
+            asked = server.lists
+            assert (mount.path / folder / names[77_777]).stat().st_size == 100
+            assert server.lists == asked
+            have_all_forgotten(mount)
+        # 200 MiB; 316 if all listings were kept, and 600 if no node was given back.
+        assert growth() < 240 * MIB
