@@ -127,6 +127,7 @@ class Household:
         self.current, self.incoming = daemon, None
         daemon.is_incoming = False
         self._dismiss(daemon.clerk)
+        daemon.clerk = None
         daemon.deadline = time.monotonic() + self._configuration.hang_s
         self._fork_clerk(daemon, self._new_clerk(daemon, wire.TAKE_OVER))
 
@@ -175,6 +176,8 @@ class Household:
                 daemon.socket.close()
             if daemon is not None and daemon.clerk is not None:
                 daemon.clerk.channel.close()
+        if self._spare is not None:
+            self._spare.channel.close()
 
     def do_aside(self, name: str, work: Callable[[], None]) -> None:
         """Do what may wait in a child, unless it is still at the last work of this name."""
