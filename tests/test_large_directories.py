@@ -70,7 +70,6 @@ def test_large_directories_list_completely_and_memory_is_for_what_is_remembered(
             assert sorted(names_in(mount.path / folder)) == [".", "..", *names]
             # A hundred pages, and one or two for the names before and after.
             assert server.lists - before < 110
-            assert nodes(mount) > COUNT
             if number == 0:
                 assert growth() < 1.5 * 1024 * COUNT
             asked = server.lists
