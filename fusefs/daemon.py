@@ -36,7 +36,7 @@ from fusefs.cache.directory import CacheDirectoryError, prepare_directory
 from fusefs.cache.eviction import Space
 from fusefs.cache.fetch import Fetcher
 from fusefs.cache.files import FileCache
-from fusefs.cache.metadata import RememberedPages
+from fusefs.cache.metadata import NoPages, RememberedPages
 from fusefs.handover import Handover, TakeOverError
 from fusefs.kernel import mount
 from fusefs.kernel.keeper_wire import CANNOT_TAKE_OVER
@@ -51,6 +51,7 @@ from fusefs.posix.inodes import Ownership
 from fusefs.posix.journal import Journal, NoJournal
 from fusefs.posix.operations import Operations
 from fusefs.posix.restoring import restore
+from fusefs.posix.staging import Staging
 from fusefs.settings import MountSettings, SettingsError
 from fusefs.store.clients import S3Settings
 from fusefs.store.errors import StoreError
@@ -142,9 +143,11 @@ class Daemon:
         identity = f"{settings.endpoint_url or 'aws'}/{settings.source.bucket}"
         self.space = Space(directory, settings.cache_size, settings.min_free.bytes_of)
 
-        def open_all() -> tuple[FileCache, RememberedPages]:
+        def open_all() -> tuple[FileCache, RememberedPages | NoPages]:
             prepare_directory(settings.cache_dir)
             cache = FileCache(directory, identity, self.space)
+            if not settings.read_only:
+                return cache, NoPages()
             pages = RememberedPages(directory / "metadata", identity, settings.metadata_ttl)
             return cache, pages
 
@@ -180,6 +183,8 @@ class Daemon:
                     ready()
                     nursery.start_soon(self.cache.run)
                     nursery.start_soon(self.pages.run)
+                    if self.operations.writer is not None:
+                        nursery.start_soon(self.operations.writer.run)
                     serving.start_soon(self._compact)
             finally:
                 if self._is_unmounted or self._handover is None:
@@ -187,11 +192,15 @@ class Daemon:
 
     async def _until_ended(self, session: RunningSession, serving: trio.Nursery) -> None:
         self._is_unmounted = await session.run()
+        if self._is_unmounted and self.operations.writer is not None:
+            await self.operations.writer.drain(self.settings.retry_time)
         how = "unmounted" if self._is_unmounted else "leaving to another daemon:"
         logger.info("%s %s", how, self.settings.mountpoint)
         serving.cancel_scope.cancel()
 
-    def _operations(self, log: Journal | NoJournal, *, ids_are_inos: bool = False) -> Operations:
+    def _operations(
+        self, log: Journal | NoJournal, *, mounted_ns: int = 0, ids_are_inos: bool = False
+    ) -> Operations:
         settings = self.settings
         owner = Ownership(
             settings.uid if settings.uid is not None else os.geteuid(),
@@ -200,9 +209,13 @@ class Daemon:
             settings.dir_mode,
         )
         self._log = log
+        staging = None
+        if not settings.read_only and self._handover is not None:
+            staging = Staging(self._handover.staging(mounted_ns))
         self.operations = Operations(
             self.store, self.directories, self.cache, self.fetcher, self.backing, log,
-            owner, settings.source.prefix, ids_are_inos=ids_are_inos,
+            owner, settings.source.prefix, ids_are_inos=ids_are_inos, staging=staging,
+            mounted_ns=mounted_ns,
         )  # fmt: skip
         return self.operations
 
@@ -219,7 +232,8 @@ class Daemon:
         log, state = await handover.open_journal()
         passthrough = self._passthrough(handover)
         depth = mount.stack_depth(settings.cache_dir) if passthrough is not None else 0
-        operations = self._operations(log)
+        mounted_ns = time.time_ns() if state is None else state.mounted_ns
+        operations = self._operations(log, mounted_ns=mounted_ns)
         session = Session(handover.fd, operations, log, max_stack_depth=depth)
         nursery.start_soon(handover.keep, lambda: len(session.waiting))
         try:

@@ -90,6 +90,12 @@ class Handover:
         name = mounts.mount_directory(self._settings.mountpoint).name
         return self._settings.cache_dir / "mounts" / name
 
+    def staging(self, mounted_ns: int) -> Path:
+        """Where this mount keeps what is written, by when it was mounted; made if need be."""
+        directory = self._directory / "staging" / str(mounted_ns)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return directory
+
     def remember(self, cache: str) -> None:
         """Put the name of the mount's part of the cache on record. Blocks shortly."""
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)

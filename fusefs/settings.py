@@ -137,7 +137,7 @@ class MountSettings:
 
     read_only: bool = field(
         default=True,
-        metadata=about(SWITCH, "Files", "refuse every change; so far the only mode"),
+        metadata=about(SWITCH, "Files", "refuse every change"),
     )
     allow_other: bool = field(
         default=False,
@@ -389,9 +389,10 @@ def _refuse_contradictions(settings: MountSettings, given: Layer) -> None:
         raise SettingsError(
             f"{given['profile'].origin}: an anonymous mount uses no profile; drop one of the two"
         )
-    if not settings.read_only:
+    if not settings.read_only and settings.session == SessionKind.PYFUSE3:
         raise SettingsError(
-            f"{given['read_only'].origin}: mounts are read-only so far; drop this setting"
+            f"{given['read_only'].origin}: the pyfuse3 session is read-only so far; drop one of"
+            " the two"
         )
     for name, path in (("cache_dir", settings.cache_dir), ("log_file", settings.log_file)):
         if path is not None and path.is_relative_to(settings.mountpoint):

@@ -134,7 +134,7 @@ CHANGES: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@states("Every change is refused with EROFS.")
+@states("On a read-only mount, which is the default, every change is refused with EROFS.")
 @pytest.mark.parametrize("change", CHANGES)
 def test_every_change_is_erofs(tree: Mount, change: str) -> None:
     with pytest.raises(OSError, match="Read-only file system") as caught:

@@ -51,6 +51,13 @@ class Disk:
             path.unlink()
             raise
 
+    def take_in(self, name: str, path: Path) -> tuple[str, int]:
+        """Give another file of this disk a new generation of a name: (generation, st_ino)."""
+        generation = f"{random.getrandbits(32):08x}"
+        target = self._path(name, generation)
+        path.rename(target)
+        return generation, target.stat().st_ino
+
     def open(self, name: str, generation: str, st_ino: int, size: int) -> int:
         """The descriptor of a file that is really there, or -1."""
         try:

@@ -236,6 +236,21 @@ class FileCache:
             file.become(found, st_ino, b"")
             self.arrived(file, 0, file.size)
 
+    def take_in(self, version: ObjectVersion, path: Path) -> None:
+        """Make a file the whole copy of a version that was uploaded from it; not if there is one.
+
+        The caller writes to it no more.
+        """
+        file = self.pin(version)
+        try:
+            if not file.generation:
+                file.become(*self._disk.take_in(file.name, path), b"")
+                self.arrived(file, 0, file.size)
+        except OSError as error:
+            self.warn(error.strerror or str(error))
+        finally:
+            self.unpin(file)
+
     async def run(self) -> None:
         """Keep the catalog up to date and the space within its limits, until cancelled."""
         async with trio.open_nursery() as nursery:

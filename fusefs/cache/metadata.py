@@ -29,6 +29,19 @@ SIZE_LIMIT = 256 << 20
 QUEUE = 64
 
 
+class NoPages:
+    """For a mount that changes its listings itself: what was listed before may not hold."""
+
+    async def load(self, prefix: str, start_after: str) -> tuple[ListPage, float] | None:
+        return None
+
+    def save(self, prefix: str, start_after: str, page: ListPage) -> None: ...
+
+    async def run(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class RememberedPages:
     """The remembered pages of one store, in a directory that others may share.
 

@@ -38,6 +38,8 @@ class Handlers:
 
     def __init__(self, operations: Operations) -> None:
         self._operations = operations
+        # On a writable mount a listed object may be a symbolic link.
+        self.file_kind = _DT_REG if operations.mutations is None else _DT_UNKNOWN
         self.table: dict[int, Handler] = {
             Opcode.LOOKUP: self._lookup,
             Opcode.FORGET: self._forget,
@@ -78,17 +80,19 @@ class Handlers:
         """An inode as LOOKUP and READDIRPLUS show it."""
         seconds, rest = _valid(valid_s)
         head = wire.ENTRY_OUT_HEAD.pack(inode.nodeid, 0, seconds, seconds, rest, rest)
-        return head + (inode.packed or self._pack(inode))
+        return head + (inode.packed or self.pack(inode))
 
-    def _pack(self, inode: Inode) -> bytes:
-        """Pack the attributes of an inode, and keep them with it."""
+    def pack(self, inode: Inode) -> bytes:
+        """Pack the attributes of an inode, and keep them with it while they stay."""
         shown = self._operations.attributes(inode)
         seconds, rest = divmod(shown.mtime_ns, 1_000_000_000)
-        inode.packed = wire.ATTR.pack(
+        packed = wire.ATTR.pack(
             shown.ino, shown.size, -(-shown.size // 512), seconds, seconds, seconds,
             rest, rest, rest, shown.mode, shown.nlink, shown.uid, shown.gid, 0, 4096, 0,
         )  # fmt: skip
-        return inode.packed
+        if inode.staged is None:
+            inode.packed = packed
+        return packed
 
     def _forget(self, nodeid: int, body: memoryview, _caller: Caller) -> Payload:
         self._operations.forget(nodeid, wire.FORGET_IN.unpack_from(body)[0])
@@ -101,10 +105,15 @@ class Handlers:
             self._operations.forget(*wire.FORGET_ONE.unpack_from(body, at))
         return None
 
-    def _getattr(self, nodeid: int, _body: memoryview, _caller: Caller) -> Payload:
-        inode, valid_s = self._operations.getattr(nodeid)
+    def _getattr(self, nodeid: int, _body: memoryview, _caller: Caller) -> Result:
+        if self._operations.lacks_meta(nodeid):
+            return self._when_there(self._operations.getattr_later(nodeid), self._attr_out)
+        return self._attr_out(self._operations.getattr(nodeid))
+
+    def _attr_out(self, answer: tuple[Inode, float]) -> bytes:
+        inode, valid_s = answer
         seconds, rest = _valid(valid_s)
-        return wire.ATTR_OUT_HEAD.pack(seconds, rest, 0) + (inode.packed or self._pack(inode))
+        return wire.ATTR_OUT_HEAD.pack(seconds, rest, 0) + (inode.packed or self.pack(inode))
 
     # Files
 
@@ -112,8 +121,8 @@ class Handlers:
         flags, _ = wire.OPEN_IN.unpack_from(body)
         answer = self._operations.open(nodeid, flags, caller)
         if isinstance(answer, Opened):
-            return _open_out(answer)
-        return self._when_there(answer, _open_out)
+            return open_out(answer)
+        return self._when_there(answer, open_out)
 
     def _read(self, _nodeid: int, body: memoryview, _caller: Caller) -> Result:
         fh, offset, size, *_ = wire.READ_IN.unpack_from(body)
@@ -122,9 +131,9 @@ class Handlers:
     def _flush(self, _nodeid: int, _body: memoryview, _caller: Caller) -> Payload:
         return b""  # nothing was written
 
-    def _release(self, _nodeid: int, body: memoryview, _caller: Caller) -> Payload:
-        self._operations.release(wire.RELEASE_IN.unpack_from(body)[0])
-        return b""
+    def _release(self, _nodeid: int, body: memoryview, _caller: Caller) -> Result:
+        answer = self._operations.release(wire.RELEASE_IN.unpack_from(body)[0])
+        return b"" if answer is None else self._when_there(answer, lambda _none: b"")
 
     # Directories
 
@@ -210,7 +219,8 @@ class _Entries:
             return False
         if self.is_plus:
             self.data += self._handlers.packed_entry(inode, valid_s)
-        self._add_dirent(name, inode.ino, inode.nodeid, _DT_DIR if inode.info is None else _DT_REG)
+        kind = _DT_DIR if inode.info is None else self._handlers.file_kind
+        self._add_dirent(name, inode.ino, inode.nodeid, kind)
         return True
 
     def _has_room(self, name: bytes) -> bool:
@@ -223,7 +233,7 @@ class _Entries:
         self.data += name + bytes(-length % 8)
 
 
-_DT_DIR, _DT_REG = 4, 8
+_DT_UNKNOWN, _DT_DIR, _DT_REG = 0, 4, 8
 _DIRENTPLUS_SIZE = wire.ENTRY_OUT_HEAD.size + wire.ATTR.size + wire.DIRENT.size
 
 
@@ -239,9 +249,10 @@ def _refuse_change(_nodeid: int, _body: memoryview, _caller: Caller) -> Payload:
     raise OSError(errno.EROFS, "the mount is read-only")
 
 
-def _open_out(opened: Opened) -> bytes:
+def open_out(opened: Opened) -> bytes:
+    """The reply to OPEN, and the end of that to CREATE."""
     # Handles that cannot write have nothing to flush.
-    flags = Fopen.NOFLUSH
+    flags = Fopen(0) if opened.may_write else Fopen.NOFLUSH
     if opened.backing_id:
         flags |= Fopen.PASSTHROUGH
     elif opened.keep_cache:

@@ -40,6 +40,7 @@ from typing import Any
 import trio
 
 from fusefs.kernel import wire
+from fusefs.kernel.changing import ChangingHandlers
 from fusefs.kernel.handlers import Buffer, Handler, Handlers, Payload
 from fusefs.kernel.libc import lock_memory
 from fusefs.kernel.wire import Init, Opcode
@@ -122,10 +123,13 @@ class Session:
         self._reading = trio.CancelScope()
         self.negotiated = Init(0)
         self.requests = 0
-        self._handlers: dict[int, Handler] = Handlers(operations).table | {
+        handlers = Handlers(operations)
+        self._handlers: dict[int, Handler] = handlers.table | {
             Opcode.DESTROY: self._destroy,
             Opcode.INTERRUPT: self._interrupt,
         }
+        if operations.mutations is not None:
+            self._handlers |= ChangingHandlers(handlers, operations.mutations).table
         operations.invalidate_attributes = self.invalidate_attributes
 
     @property
@@ -304,6 +308,9 @@ class Session:
             wanted |= Init.PASSTHROUGH
         if "no-resend" in os.environ.get(TEST_VARIABLE, ""):
             wanted &= ~Init.HAS_RESEND
+        if self._operations.mutations is not None:
+            # Modes and owners are not in a listing: each name is looked up.
+            wanted &= ~Init.DO_READDIRPLUS
         self.negotiated = Init(flags & wanted)
         answer = wire.INIT_OUT.pack(
             wire.MAJOR, wire.MINOR, max_readahead, self.negotiated & 0xFFFFFFFF,

@@ -71,6 +71,24 @@ READ_IN = Layout(
     "fuse_read_in",
     "fh:Q offset:Q size:I read_flags:I lock_owner:Q flags:I padding:I",
 )
+WRITE_IN = Layout(
+    "fuse_write_in",
+    "fh:Q offset:Q size:I write_flags:I lock_owner:Q flags:I padding:I",
+)
+WRITE_OUT = Layout("fuse_write_out", "size:I padding:I")
+FSYNC_IN = Layout("fuse_fsync_in", "fh:Q fsync_flags:I padding:I")
+FLUSH_IN = Layout("fuse_flush_in", "fh:Q unused:I padding:I lock_owner:Q")
+FALLOCATE_IN = Layout("fuse_fallocate_in", "fh:Q offset:Q length:Q mode:I padding:I")
+CREATE_IN = Layout("fuse_create_in", "flags:I mode:I umask:I open_flags:I")
+MKNOD_IN = Layout("fuse_mknod_in", "mode:I rdev:I umask:I padding:I")
+MKDIR_IN = Layout("fuse_mkdir_in", "mode:I umask:I")
+RENAME_IN = Layout("fuse_rename_in", "newdir:Q")
+RENAME2_IN = Layout("fuse_rename2_in", "newdir:Q flags:I padding:I")
+SETATTR_IN = Layout(
+    "fuse_setattr_in",
+    "valid:I padding:I fh:Q size:Q lock_owner:Q atime:Q mtime:Q ctime:Q atimensec:I mtimensec:I "
+    "ctimensec:I mode:I unused4:I uid:I gid:I unused5:I",
+)
 DIRENT = Layout("fuse_dirent", "ino:Q off:Q namelen:I type:I")
 STATFS = Layout(
     "fuse_kstatfs",
@@ -147,6 +165,17 @@ class Init(enum.IntFlag):
     PASSTHROUGH = 1 << 37
     HAS_RESEND = 1 << 39
     ALLOW_IDMAP = 1 << 40
+
+
+class Setattr(enum.IntFlag):
+    """Which fields of a SETATTR count."""
+
+    MODE = 1 << 0
+    UID = 1 << 1
+    GID = 1 << 2
+    SIZE = 1 << 3
+    MTIME = 1 << 5
+    MTIME_NOW = 1 << 8
 
 
 class Fopen(enum.IntFlag):

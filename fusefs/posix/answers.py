@@ -43,6 +43,18 @@ class Opened:
     fh: int
     keep_cache: bool
     backing_id: int = 0
+    may_write: bool = False
+
+
+@dataclass(slots=True)
+class NewAttributes:
+    """What a SETATTR changes; None for what stays. Times are in ns since the epoch."""
+
+    mode: int | None = None
+    uid: int | None = None
+    gid: int | None = None
+    size: int | None = None
+    mtime_ns: int | None = None
 
 
 class BackingFiles(Protocol):

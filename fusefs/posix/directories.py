@@ -17,6 +17,7 @@ Everything here belongs to the event loop.
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
@@ -25,6 +26,7 @@ from typing import Protocol
 import trio
 
 from fusefs.posix import names
+from fusefs.posix.local import LocalNames, put
 from fusefs.posix.segments import (
     ABSENT,
     Absent,
@@ -144,6 +146,7 @@ class Directories:
     ) -> None:
         self.ttl_s = ttl_s
         self.hidden = HiddenKeys()
+        self.local = LocalNames()
         self._store = store
         self._memory = memory
         self._nursery = nursery
@@ -164,6 +167,9 @@ class Directories:
 
     def lookup_now(self, directory: Directory, name: str) -> tuple[Entry | Absent, float] | None:
         """What is known and believed of a name, and until when; None if it must be asked for."""
+        here = self.local.get(directory.prefix, name)
+        if here is not None:
+            return here, math.inf
         segment = directory.holding(name)
         if segment is None or segment.expires <= time.monotonic():
             return None
@@ -241,6 +247,28 @@ class Directories:
             # Whether something else is there now, only a listing can tell.
             segment.expires = 0.0
 
+    def changed(
+        self, prefix: str, name: str, entry: Entry | Absent, *, lasting: bool = False
+    ) -> None:
+        """This mount has changed what there is under a name; `lasting` if the bucket lacks it."""
+        directory = self.get(prefix)
+        self.local.set(prefix, name, entry, lasting=lasting)
+        directory.generation += 1
+        for segment in directory.segments:
+            before = len(segment.entries)
+            if put(segment, name, entry):
+                self._entries += len(segment.entries) - before
+                break
+
+    def moved(self, old: str, new: str) -> None:
+        """This mount has renamed a directory: nothing that listings told of it holds."""
+        self.local.move(old, new)
+        for directory in self._known.values():
+            if directory.prefix.startswith((old, new)):
+                for segment in directory.segments:
+                    segment.expires = 0.0
+                directory.generation += 1
+
     def _load_ahead(self, directory: Directory, stop: str, believed_since: float) -> None:
         """Have the page behind the one that is being read under way."""
         following = directory.behind(stop)
@@ -305,6 +333,7 @@ class Directories:
         segment = segment_from(page, directory.prefix, start, carried, self.hidden)
         segment.fetched = fetched
         segment.expires = fetched + self.ttl_s
+        self.local.apply(directory.prefix, segment)
         self._add(directory, segment)
         return segment
 

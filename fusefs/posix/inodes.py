@@ -17,17 +17,20 @@ The table belongs to the event loop; nothing here waits.
 from __future__ import annotations
 
 import errno
+import os
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
+from fusefs.posix.meta import Meta
 from fusefs.store.base import ObjectInfo
 
 if TYPE_CHECKING:
     from fusefs.posix.journal import NodeLog
     from fusefs.posix.replay import KernelState
+    from fusefs.posix.staging import Staged
 
 ROOT_ID = 1
 # Below are the root and the offsets of "." and ".." in directory streams.
@@ -77,6 +80,7 @@ class Inode:
         "ino",
         "is_current",
         "looked_up",
+        "meta",
         "name",
         "nlookup",
         "nodeid",
@@ -85,6 +89,7 @@ class Inode:
         "parent",
         "passthrough",
         "served",
+        "staged",
         "streamed_generation",
     )
 
@@ -104,6 +109,9 @@ class Inode:
         self.believed_until = 0.0
         self.looked_up = False
         self.is_current = True
+        # What the object's metadata says, on a writable mount; None until it was asked for.
+        self.meta: Meta | None = None
+        self.staged: Staged | None = None
         self.packed: bytes | None = None
         # The state of the listing that the kernel has read to its end (see directories.py).
         self.streamed_generation = -1
@@ -119,14 +127,26 @@ class Inode:
             yield at
             at = at.parent
 
+    def default_meta(self, owner: Ownership) -> Meta:
+        """What it has where the object says nothing."""
+        if self.info is None:
+            return Meta(stat.S_IFDIR | owner.dir_mode, owner.uid, owner.gid)
+        return Meta(stat.S_IFREG | owner.file_mode, owner.uid, owner.gid)
+
     def attributes(self, owner: Ownership, mounted_ns: int) -> Attributes:
         """What stat shows; a directory is as old as the mount, for S3 keeps no time of it."""
-        info = self.info
+        info, staged = self.info, self.staged
+        meta = staged.meta if staged is not None else self.meta or self.default_meta(owner)
         if info is None:
-            mode = stat.S_IFDIR | owner.dir_mode
-            return Attributes(self.ino, 4096, mounted_ns, mode, 2, owner.uid, owner.gid)
-        mode = stat.S_IFREG | owner.file_mode
-        return Attributes(self.ino, info.size, info.mtime_ns, mode, 1, owner.uid, owner.gid)
+            size, mtime_ns, nlink = 4096, mounted_ns, 2
+        elif staged is not None:
+            found = os.fstat(staged.fd)
+            size, mtime_ns, nlink = found.st_size, found.st_mtime_ns, int(not staged.is_unlinked)
+        else:
+            size, mtime_ns, nlink = info.size, info.mtime_ns, 1
+        if meta.mtime_ns is not None:
+            mtime_ns = meta.mtime_ns
+        return Attributes(self.ino, size, mtime_ns, meta.mode, nlink, meta.uid, meta.gid)
 
 
 def stable_ino(key: str) -> int:
@@ -224,7 +244,8 @@ class InodeTable:
         inode = parent.children.get(name)
         if inode is not None:
             known = inode.info
-            if known is info:
+            # What is being written here is not replaced by what a listing says.
+            if known is info or inode.staged is not None:
                 return inode
             # Another listing of the same version: only what stat shows may differ.
             if known is not None and info is not None and _same_version(known, info):
@@ -278,6 +299,43 @@ class InodeTable:
         """Let an inode that nobody has open stand for another version from now on."""
         inode.info = info
         inode.packed = None
+        self._log.node(inode)
+
+    def create(self, parent: Inode, name: str, info: ObjectInfo | None, key: str) -> Inode:
+        """A new inode for a name that had none."""
+        assert parent.children is not None
+        old = parent.children.get(name)
+        if old is not None:
+            self.supersede(old)
+        return self.resolve(parent, name, info, key)
+
+    def move(self, inode: Inode, parent: Inode, name: str) -> None:
+        """Give an inode, and everything below it, another name."""
+        assert parent.children is not None
+        old_key = self.key(inode)
+        replaced = parent.children.get(name)
+        if replaced is not None and replaced is not inode:
+            self.supersede(replaced)
+        self._unlist(inode)
+        inode.parent, inode.name, inode.is_current = parent, name, True
+        parent.children[name] = inode
+        above = self.key(parent)
+        if inode.info is not None:
+            self._rename_key(inode, above + name)
+        else:
+            self._rename_below(inode, old_key, above + name + "/")
+        self._log.node(inode)
+
+    def _rename_below(self, directory: Inode, old: str, new: str) -> None:
+        for child in (directory.children or {}).values():
+            if child.info is not None:
+                self._rename_key(child, new + child.info.key[len(old) :])
+            else:
+                self._rename_below(child, old, new)
+
+    def _rename_key(self, inode: Inode, key: str) -> None:
+        assert inode.info is not None
+        inode.info = replace(inode.info, key=key)
         self._log.node(inode)
 
     def forget(self, nodeid: int, nlookup: int) -> None:

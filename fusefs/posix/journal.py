@@ -34,6 +34,7 @@ from typing import Protocol
 
 from fusefs.posix.inodes import Inode
 from fusefs.posix.records import (
+    BEGUN_TYPE,
     CLOSED_TYPE,
     COUNT,
     COUNT_TYPE,
@@ -77,6 +78,7 @@ class NodeLog(Protocol):
     def closed(self, fh: int) -> None: ...
     def negotiated(self, init_out: bytes) -> None: ...
     def table(self, next_id: int, next_fh: int, mounted_ns: int) -> None: ...
+    def begun(self, unique: int) -> None: ...
 
 
 class NoJournal:
@@ -93,6 +95,7 @@ class NoJournal:
     def closed(self, fh: int) -> None: ...
     def negotiated(self, init_out: bytes) -> None: ...
     def table(self, next_id: int, next_fh: int, mounted_ns: int) -> None: ...
+    def begun(self, unique: int) -> None: ...
     def close(self, *, remove: bool) -> None: ...
 
 
@@ -196,6 +199,10 @@ class Journal:
     def table(self, next_id: int, next_fh: int, mounted_ns: int) -> None:
         """Numbers below these may have been used, also by what is not on record any more."""
         self._append(TABLE_TYPE, TABLE.pack(next_id, next_fh, mounted_ns))
+
+    def begun(self, unique: int) -> None:
+        """A change is about to be made: asked for again, it may have been made."""
+        self._append(BEGUN_TYPE, ID.pack(unique))
 
     @property
     def wants_compaction(self) -> bool:

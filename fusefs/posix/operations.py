@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import math
+import os
 import time
 from collections.abc import Callable
 
@@ -22,7 +23,7 @@ import trio
 
 from fusefs.cache.fetch import Fetcher
 from fusefs.cache.files import FileCache
-from fusefs.posix import names
+from fusefs.posix import meta, names
 from fusefs.posix.answers import (
     Answer,
     BackingFiles,
@@ -33,13 +34,18 @@ from fusefs.posix.answers import (
     ReadCounters,
     waiting,
 )
+from fusefs.posix.changes import Changes
 from fusefs.posix.directories import Absent, Directories, Directory, Entry, Segment
 from fusefs.posix.handles import DirectoryHandle, HandleTable
 from fusefs.posix.inodes import Attributes, Inode, InodeTable, Ownership
 from fusefs.posix.journal import NodeLog
+from fusefs.posix.mutations import Mutations
 from fusefs.posix.opening import Opener
 from fusefs.posix.reading import Reader
+from fusefs.posix.staging import Staging
+from fusefs.posix.writing import Writer
 from fusefs.store.base import ObjectInfo, Store
+from fusefs.store.errors import NotFoundError
 
 # The offsets of "." and ".." in a directory stream; all others are node ids.
 DOT, DOT_DOT = 2, 3
@@ -65,13 +71,15 @@ class Operations:
         prefix: str,
         *,
         ids_are_inos: bool = False,
+        staging: Staging | None = None,
+        mounted_ns: int = 0,
     ) -> None:
         self._store = store
         self._directories = directories
         self.cache = cache
         self.fetcher = fetcher
         self.owner = owner
-        self.mounted_ns = time.time_ns()
+        self.mounted_ns = mounted_ns or time.time_ns()
         self.inodes = InodeTable(prefix, log, ids_are_inos=ids_are_inos)
         self.handles = HandleTable(log)
         self.counters = ReadCounters()
@@ -85,25 +93,50 @@ class Operations:
         self._reader = Reader(
             cache, fetcher, self.handles, self.counters, outdate=self._opener.outdate
         )
+        # None on a read-only mount.
+        self.writer: Writer | None = None
+        self.mutations: Mutations | None = None
+        if staging is not None:
+            self.writer = Writer(
+                store, directories, cache, fetcher, staging, self.inodes, self.handles,
+                lambda inode: inode.default_meta(owner),
+            )  # fmt: skip
+            changes = Changes(store, directories, self.inodes, self.writer, log)
+            self.mutations = Mutations(self, self.writer, changes)
 
     # Names
 
     def lookup(self, parent_id: int, name: bytes, caller: Caller) -> Answer[Found]:
         """What a name stands for."""
-        parent = self._directory(parent_id)
+        parent = self.directory(parent_id)
         text = names.decode(name)
         if text is None or not names.is_expressible(text):
             return Found(None, 0.0) if len(name) <= names.NAME_MAX else _too_long()
         self._opener.redirects.looked_up(parent_id, text, caller.pid)
         directory = self._directories.get(self.inodes.key(parent))
         known = self._directories.lookup_now(directory, text)
-        if known is None:
+        if known is None or (self.writer is not None and not isinstance(known[0], Absent)):
             return waiting(self._lookup_later(parent, directory, text))
         return self._found(parent, directory, text, *known)
 
     async def _lookup_later(self, parent: Inode, directory: Directory, name: str) -> Found:
         entry, expires = await self._directories.lookup(directory, name)
+        if self.writer is not None and not isinstance(entry, Absent):
+            await self.learn_meta(self._resolve(parent, directory, name, entry))
         return self._found(parent, directory, name, entry, expires)
+
+    async def learn_meta(self, inode: Inode) -> None:
+        """Know an inode's mode, owner and time; listings do not tell them."""
+        if inode.meta is not None or inode.staged is not None:
+            return
+        default = inode.default_meta(self.owner)
+        try:
+            info = await self._store.head(self.inodes.key(inode))
+        except NotFoundError:
+            inode.meta = default  # a directory without a marker, or a file that is just going
+            return
+        inode.meta = meta.read(info.metadata or {}, default)
+        inode.packed = None
 
     def _found(
         self, parent: Inode, directory: Directory, name: str, entry: Entry | Absent, expires: float
@@ -122,6 +155,23 @@ class Operations:
     def forget(self, nodeid: int, nlookup: int) -> None:
         self.inodes.forget(nodeid, nlookup)
 
+    async def getattr_later(self, nodeid: int) -> tuple[Inode, float]:
+        """As `getattr`, for a node of which an earlier process knew more."""
+        inode = self.inodes.get(nodeid)
+        await self.learn_meta(inode)
+        return self.getattr(nodeid)
+
+    def lacks_meta(self, nodeid: int) -> bool:
+        """Whether `getattr_later` has to be asked."""
+        inode = self.inodes.find(nodeid)
+        return (
+            self.writer is not None
+            and inode is not None
+            and inode.meta is None
+            and inode.staged is None
+            and inode.parent is not None
+        )
+
     def getattr(self, nodeid: int) -> tuple[Inode, float]:
         """The inode whose attributes to show, and for how many seconds they hold.
 
@@ -129,6 +179,8 @@ class Operations:
         a name stands for is the business of lookups.
         """
         inode = self.inodes.get(nodeid)
+        if inode.staged is not None:
+            return inode, 0.0
         if inode.info is None:
             # A directory always looks the same, and every path leads through the root.
             return inode, math.inf
@@ -140,8 +192,14 @@ class Operations:
     # Files
 
     def open(self, nodeid: int, flags: int, caller: Caller) -> Answer[Opened]:
-        """Open a file for reading."""
-        return self._opener.open(self.inodes.get(nodeid), flags, caller)
+        """Open a file; for reading alone, unless the mount is writable."""
+        inode = self.inodes.get(nodeid)
+        is_writing = flags & (os.O_WRONLY | os.O_RDWR | os.O_TRUNC)
+        if self.writer is not None and (is_writing or inode.staged is not None):
+            if known := self.handles.opened_by(caller.unique):
+                return Opened(known, keep_cache=False, may_write=bool(is_writing))
+            return self.writer.open(inode, flags, caller)
+        return self._opener.open(inode, flags, caller)
 
     def recall_stale(self, nodeid: int, pid: int) -> None:
         """A process was told ESTALE for a node, and may have no name to look up."""
@@ -157,14 +215,17 @@ class Operations:
         """
         return self._reader.read(fh, offset, size)
 
-    def release(self, fh: int) -> None:
+    def release(self, fh: int) -> Answer[None]:
         """Close a handle; an unknown one is none any more."""
         handle = self.handles.close_file(fh)
         if handle is None:
-            return
+            return None
         if handle.window is not None:
             handle.window.close()
         self.cache.unpin(handle.file)
+        if self.writer is not None and handle.inode.staged is not None and not handle.inode.served:
+            return self.writer.released(handle.inode)
+        return None
 
     # Directories
 
@@ -175,7 +236,7 @@ class Operations:
 
     def opendir(self, nodeid: int, caller: Caller) -> tuple[DirectoryHandle, bool]:
         """Open a directory; also tell whether what the kernel has cached of it still holds."""
-        inode = self._directory(nodeid)
+        inode = self.directory(nodeid)
         if known := self.handles.opened_by(caller.unique):
             return self.handles.directories[known], False
         directory = self._directories.get(self.inodes.key(inode))
@@ -338,7 +399,12 @@ class Operations:
         """Put on record which numbers may have been used, and when the mount was made."""
         log.table(self.inodes.next_id, self.handles.next_fh, self.mounted_ns)
 
-    def _directory(self, nodeid: int) -> Inode:
+    def directory(self, nodeid: int) -> Inode:
+        """The inode of a directory.
+
+        Raises:
+            OSError: ENOTDIR, it is none.
+        """
         inode = self.inodes.get(nodeid)
         if inode.children is None:
             raise OSError(errno.ENOTDIR, "not a directory")

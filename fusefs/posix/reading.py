@@ -19,6 +19,7 @@ from fusefs.cache.files import FileCache
 from fusefs.posix.answers import Answer, ReadCounters, waiting
 from fusefs.posix.handles import FileHandle, HandleTable
 from fusefs.posix.inodes import Inode
+from fusefs.posix.staging import Staged
 from fusefs.store.errors import NotFoundError, StaleVersionError
 
 # Read past the cache by this much at a time: what a reader without a cache may
@@ -57,6 +58,8 @@ class Reader:
             handle = self._handles.files[fh]
         except KeyError:
             raise OSError(errno.EBADF, f"unknown file handle {fh}") from None
+        if handle.inode.staged is not None:
+            return self._read_staged(handle.inode.staged, offset, size)
         file = handle.file
         stop = min(offset + size, file.size)
         if offset >= stop:
@@ -69,6 +72,21 @@ class Reader:
             if data is not None:
                 return data
         return waiting(self._read_later(handle, offset, stop))
+
+    def _read_staged(
+        self, staged: Staged, offset: int, size: int
+    ) -> Answer[memoryview | bytes | bytearray]:
+        """The bytes of a file that is being written, fewer at its end."""
+        data = self._buffer[: min(size, MAX_READ)]
+        try:
+            return data[: os.preadv(staged.fd, (data,), offset, self._nowait)]
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EOPNOTSUPP):
+                raise
+        return self._pread_later(staged, offset, size)
+
+    async def _pread_later(self, staged: Staged, offset: int, size: int) -> bytes:
+        return await trio.to_thread.run_sync(os.pread, staged.fd, size, offset, limiter=self._disk)
 
     def _read_now(self, file: CacheFile, offset: int, size: int) -> memoryview | None:
         """Read what the page cache has, all of it or None."""

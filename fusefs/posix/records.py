@@ -30,8 +30,8 @@ STALE = struct.Struct("<QII")  # node id, pid, 1 if told and 0 if that is settle
 
 (
     START_TYPE, NODE_TYPE, COUNT_TYPE, GONE_TYPE, OPEN_TYPE, CLOSED_TYPE, INIT_TYPE,
-    TABLE_TYPE, SUPERSEDED_TYPE, STALE_TYPE,
-) = range(1, 11)  # fmt: skip
+    TABLE_TYPE, SUPERSEDED_TYPE, STALE_TYPE, BEGUN_TYPE,
+) = range(1, 12)  # fmt: skip
 _DIRECTORY = 0xFFFF  # stands for the length of the ETag of a directory
 
 SERVED, PASSTHROUGH, DIRECTORY = range(3)  # the modes of an open handle

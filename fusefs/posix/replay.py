@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fusefs.posix.inodes import FIRST_ID
 from fusefs.posix.records import (
+    BEGUN_TYPE,
     CLOSED_TYPE,
     COUNT,
     COUNT_TYPE,
@@ -37,7 +38,8 @@ class KernelState:
 
     `next_id` and `next_fh` have never been used; `mounted_ns` is 0 if unknown.
     `superseded` are nodes that their names no longer stand for; `stale` are
-    (node id, pid) of openers that were told ESTALE and have not looked up since.
+    (node id, pid) of openers that were told ESTALE and have not looked up since;
+    `begun` are the requests of changes that may have been made.
     """
 
     init_out: bytes = b""
@@ -45,6 +47,7 @@ class KernelState:
     handles: dict[int, LoggedHandle] = field(default_factory=dict)
     superseded: set[int] = field(default_factory=set)
     stale: set[tuple[int, int]] = field(default_factory=set)
+    begun: set[int] = field(default_factory=set)
     next_id: int = FIRST_ID
     next_fh: int = 1
     mounted_ns: int = 0
@@ -76,6 +79,8 @@ class KernelState:
             self.next_id, self.next_fh = max(self.next_id, next_id), max(self.next_fh, next_fh)
         elif kind == SUPERSEDED_TYPE:
             self.superseded.add(ID.unpack(payload)[0])
+        elif kind == BEGUN_TYPE:
+            self.begun.add(ID.unpack(payload)[0])
         elif kind == STALE_TYPE:
             nodeid, pid, is_told = STALE.unpack(payload)
             (self.stale.add if is_told else self.stale.discard)((nodeid, pid))

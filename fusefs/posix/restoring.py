@@ -22,8 +22,12 @@ async def restore(operations: Operations, state: KernelState, backing: Backing) 
     st_ino)}: such a file was whole, also where the catalog had not heard of it.
     """
     operations.inodes.restore(state)
-    if state.mounted_ns:
-        operations.mounted_ns = state.mounted_ns
+    if operations.mutations is not None:
+        operations.mutations.changes.begun = state.begun
+        for nodeid in operations.mutations.writer.staging.on_disk():
+            inode = operations.inodes.find(nodeid)
+            if inode is not None:
+                await operations.mutations.writer.restore(inode)
     for index, logged in enumerate(state.handles.values()):
         await _restore_handle(operations, logged, backing)
         if index % 200 == 0:
