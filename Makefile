@@ -32,8 +32,9 @@ lint: $(STAMP)
 	$(BIN)/mypy --strict fusefs
 
 storm: $(STAMP)
-	SURVIVAL_ROUNDS=100 SURVIVAL_UPGRADES=20 SURVIVAL_TREE=20000 \
-	$(BIN)/python -m pytest tests/test_survival.py tests/test_survival_ends.py
+	SURVIVAL_ROUNDS=100 SURVIVAL_UPGRADES=20 SURVIVAL_TREE=20000 DISK_EXAMPLES=300 \
+	$(BIN)/python -m pytest tests/test_survival.py tests/test_survival_ends.py \
+	tests/test_writing_survives.py tests/test_writing_like_a_disk.py
 
 bench: $(STAMP)
 	$(BIN)/python -m bench

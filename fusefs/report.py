@@ -54,6 +54,7 @@ def render(status: Status) -> str:
         ("S3", status.get("s3"), _s3),
         ("metadata", status.get("metadata"), _metadata),
         ("requests", status.get("requests"), _requests),
+        ("writing", status.get("writing"), _writing),
         ("daemon", status.get("daemon"), _daemon),
         ("survival", status if "survival" in status else None, _survival),
     ):
@@ -153,6 +154,17 @@ def _survival(status: Status) -> str:
     return (
         f"{text}, the last {human_duration(ago)} ago ({keeper.get('last_reason', '?')}); "
         f"longest pause {human_duration(keeper.get('longest_pause_s', 0.0))}"
+    )
+
+
+def _writing(writing: Status) -> str:
+    count = writing.get("pending_files", 0)
+    if not count:
+        return "everything is in the bucket"
+    oldest = writing["pending"][0]
+    return (
+        f"{_count(count, 'file')} not in the bucket yet, the oldest for "
+        f"{human_duration(oldest['since_s'])}: {oldest['key']}"
     )
 
 

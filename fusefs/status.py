@@ -9,7 +9,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import trio
+
 import fusefs
+
+# More would say no more.
+MOST_PENDING = 20
 
 if TYPE_CHECKING:
     from fusefs.daemon import Daemon
@@ -41,7 +46,25 @@ def collect(daemon: Daemon) -> dict[str, Any]:
             "waiting": len(session.waiting),
             "downloads": daemon.fetcher.under_way,
         },
+        "writing": _writing(daemon),
         "daemon": _process(daemon),
+    }
+
+
+def _writing(daemon: Daemon) -> dict[str, Any] | None:
+    """What is written and not in the bucket yet; None on a read-only mount."""
+    writer = daemon.operations.writer
+    if writer is None:
+        return None
+    now = trio.current_time()
+    pending = sorted(writer.staging.pending, key=lambda staged: staged.since)
+    return {
+        "staged": len(writer.staging),
+        "pending": [
+            {"key": one.key, "bytes": one.size(), "since_s": now - one.since}
+            for one in pending[:MOST_PENDING]
+        ],
+        "pending_files": len(pending),
     }
 
 

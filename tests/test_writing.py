@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Bucket
-from tests.support.mounting import Mount
+from tests.support.mounting import Mount, fusefs
 from tests.support.semantics import states
 from tests.support.surviving import keeper_status, serving_pid, wait_until
 
@@ -218,6 +218,16 @@ def test_symbolic_links_are_followed_and_listed(writable: Mount, bucket: Bucket)
         "link": True, "target": False,
     }  # fmt: skip
     assert (writable.path / "link").read_bytes() == b"there"
+
+
+def test_the_status_tells_what_is_not_in_the_bucket(writable: Mount) -> None:
+    assert writable.status()["writing"]["pending"] == []
+    with open(writable.path / "late", "wb", buffering=0) as file:
+        file.write(b"12345")
+        (pending,) = writable.status()["writing"]["pending"]
+        assert (pending["key"], pending["bytes"]) == ("late", 5)
+        assert "late" in fusefs("status", writable.path).stdout
+    assert writable.status()["writing"]["pending_files"] == 0
 
 
 @states("Hard links and special files are refused with EPERM.")
