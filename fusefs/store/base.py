@@ -277,7 +277,7 @@ class Store(Protocol):
         is not used any more. A single PUT that is cancelled may come to pass.
 
         The keys of `metadata` are HTTP tokens in lower case, its values
-        printable ASCII without spaces at the ends; 2 KiB in all, says S3.
+        printable ASCII, not empty, without spaces at the ends; S3 takes 2 KiB.
         The `mtime_ns` of the answer is the bucket's, but for small files
         this machine's, to the second: S3 does not tell it without a HEAD.
 

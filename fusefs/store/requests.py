@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fusefs.store.clients import Clients
 
 _KEY = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
-_VALUE = re.compile(r"([!-~]([ -~]*[!-~])?)?")
+_VALUE = re.compile(r"[!-~]([ -~]*[!-~])?")
 
 
 def writing() -> Priority:
@@ -38,7 +38,7 @@ def check(metadata: Mapping[str, str], content_type: str | None = None) -> None:
     Raises:
         ValueError: they can't.
     """
-    for name, value in (*metadata.items(), ("content-type", content_type or "")):
+    for name, value in (*metadata.items(), ("content-type", content_type or "none")):
         if not _KEY.fullmatch(name) or not _VALUE.fullmatch(value):
             raise ValueError(f"no metadata: {name!r}: {value!r}")
 

@@ -1,0 +1,340 @@
+"""What the store writes: contents, metadata, conditions, copies and deletes, on a real server."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from fusefs.store import multipart, writing
+from fusefs.store.base import IF_ABSENT, IfMatch, ObjectVersion, Priority
+from fusefs.store.connections import Connections
+from fusefs.store.errors import (
+    ConflictError,
+    ExistsError,
+    NotFoundError,
+    StaleVersionError,
+    StoreError,
+)
+from tests.conftest import Bucket
+from tests.support.s3_server import S3Server
+from tests.support.store_writing import (
+    METADATA,
+    PART,
+    LocalFile,
+    become_owner,
+    contents,
+    digest,
+    keys,
+    opened,
+    put,
+)
+
+MAKE = Callable[[int], LocalFile]
+# One that obstore can express, and one that it can't.
+KEYS = ["some dir/a+b %20~ü", "odd\x01key"]
+SIZES = [
+    0, 1, writing.SMALL, writing.SMALL + 1, PART - 1, PART, PART + 1, 2 * PART, 3 * PART + 17,
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _as_owner(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    become_owner(s3, monkeypatch)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[MAKE]:
+    """Makes files of a size."""
+    made: list[LocalFile] = []
+
+    def make_one(size: int) -> LocalFile:
+        made.append(LocalFile(tmp_path / str(len(made)), size))
+        return made[-1]
+
+    yield make_one
+    for file in made:
+        os.close(file.fd)
+
+
+# --- contents ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("size", SIZES)
+async def test_a_file_arrives_as_it_is(bucket: Bucket, make: MAKE, size: int, key: str) -> None:
+    file = make(size)
+    async with opened(bucket, bucket.server.endpoint_url) as store:
+        info = await put(store, key, file)
+        seen = await store.head(key)
+    assert digest(contents(bucket, key)) == digest(file.data)
+    assert info.version == seen.version == ObjectVersion(key, info.etag, size)
+    assert seen.metadata == info.metadata == METADATA
+    assert seen.content_type == info.content_type == "text/x-test"
+    assert abs(seen.mtime_ns - info.mtime_ns) < 60e9
+
+
+async def test_a_file_of_many_parts_arrives_as_it_is(bucket: Bucket, make: MAKE) -> None:
+    file = make(13 * PART + 1)
+    async with opened(bucket, bucket.server.endpoint_url) as store:
+        info = await put(store, "many", file)
+        assert info == await store.head("many")
+        assert store.counters()["puts"] == 14 + 2
+        assert store.counters()["bytes_sent"] == file.size
+    assert digest(contents(bucket, "many")) == digest(file.data)
+
+
+async def test_uploads_at_the_same_time_share_few_connections(bucket: Bucket, make: MAKE) -> None:
+    files = [make(2 * PART + number) for number in range(5)]
+    async with (
+        opened(bucket, bucket.server.endpoint_url, max_connections=2) as store,
+        trio.open_nursery() as nursery,
+    ):
+        for number, file in enumerate(files):
+            nursery.start_soon(put, store, str(number), file)
+    for number, file in enumerate(files):
+        assert digest(contents(bucket, str(number))) == digest(file.data)
+
+
+async def test_an_upload_does_not_hold_the_file_in_memory(bucket: Bucket, make: MAKE) -> None:
+    file = make(8 * PART)
+    async with opened(bucket, bucket.server.endpoint_url) as store:
+        await put(store, "warm", make(1))
+        tracemalloc.start()
+        try:
+            await put(store, "large", file)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert peak < 2 * PART
+
+
+async def test_only_the_first_bytes_of_a_file_are_sent(bucket: Bucket, make: MAKE) -> None:
+    file = make(PART)
+    async with opened(bucket, bucket.server.endpoint_url) as store:
+        await store.put_file("short", file.fd, 1000, metadata={}, content_type=None)
+    assert contents(bucket, "short") == file.data[:1000]
+
+
+@pytest.mark.parametrize("size", [1000, writing.SMALL + 1, 2 * PART])
+async def test_a_file_that_is_too_short_becomes_no_object(
+    bucket: Bucket, make: MAKE, size: int
+) -> None:
+    file = make(size - 1)
+    async with opened(bucket, bucket.server.endpoint_url) as store:
+        with pytest.raises(StoreError, match="became shorter"):
+            await store.put_file("short", file.fd, size, metadata={}, content_type=None)
+        assert await store.list_uploads("") == []
+    assert keys(bucket) == []
+
+
+@pytest.mark.parametrize("size", [1000, writing.SMALL + 1, 2 * PART])
+async def test_a_file_that_cannot_be_read_becomes_no_object(
+    bucket: Bucket, tmp_path: Path, size: int
+) -> None:
+    fd = os.open(tmp_path / "unreadable", os.O_WRONLY | os.O_CREAT)
+    async with opened(bucket, bucket.server.endpoint_url) as store:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            await store.put_file("unreadable", fd, size, metadata={}, content_type=None)
+    os.close(fd)
+    assert keys(bucket) == []
+
+
+@pytest.mark.parametrize("size", [10, 2 * PART])
+async def test_metadata_named_as_headers_stay_metadata(
+    bucket: Bucket, make: MAKE, size: int
+) -> None:
+    metadata = {"content-type": "mine", "cache-control": "mine too"}
+    async with opened(bucket, bucket.server.endpoint_url) as store:
+        await put(store, "named", make(size), metadata=metadata)
+        seen = await store.head("named")
+    assert seen.metadata == metadata
+    assert seen.content_type == "text/x-test"
+
+
+@pytest.mark.parametrize("size", [10, 2 * PART])
+@pytest.mark.parametrize(
+    "metadata",
+    [{"a": "ü"}, {"a": " b"}, {"a": ""}, {"a": "b\nc: d"}, {"a b": "c"}, {"A": "b"}, {"": "b"}],
+)
+async def test_metadata_that_are_no_headers_are_refused(
+    bucket: Bucket, make: MAKE, metadata: dict[str, str], size: int
+) -> None:
+    async with opened(bucket, bucket.server.endpoint_url) as store:
+        with pytest.raises(ValueError, match="no metadata"):
+            await put(store, "refused", make(size), metadata=metadata)
+
+
+def test_the_largest_object_has_ten_thousand_parts() -> None:
+    size = 5 << 40
+    part = multipart.fitting_part(size, 8 << 20)
+    assert part % (1 << 20) == 0
+    assert -(-size // part) <= 10_000 < -(-size // (part - (1 << 20)))
+    assert multipart.fitting_part(78 << 30, 8 << 20) == 8 << 20
+
+
+async def test_uploads_leave_connections_to_those_who_wait_for_data() -> None:
+    budget = Connections(8)
+    async with trio.open_nursery() as nursery:
+        for _ in range(8):
+            nursery.start_soon(budget.acquire, lambda: Priority.WRITE)
+        await trio.testing.wait_all_tasks_blocked()
+        assert budget.in_use == 6
+        await budget.acquire(lambda: Priority.DEMAND)
+        assert budget.in_use == 7
+        nursery.cancel_scope.cancel()
+
+
+# --- conditions -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("size", [10, 2 * PART])
+async def test_a_new_object_is_made_only_where_there_is_none(
+    bucket: Bucket, make: MAKE, size: int, key: str
+) -> None:
+    first, second = make(size), make(size)
+    async with opened(bucket, bucket.server.endpoint_url) as store:
+        await put(store, key, first, IF_ABSENT)
+        with pytest.raises(ExistsError) as caught:
+            await put(store, key, second, IF_ABSENT)
+        assert await store.list_uploads("") == []
+    assert caught.value.errno == errno.EEXIST
+    assert contents(bucket, key) == first.data
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("size", [10, 2 * PART])
+async def test_only_the_named_version_is_replaced(
+    bucket: Bucket, make: MAKE, size: int, key: str
+) -> None:
+    first, second, third = make(100), make(size), make(size)
+    async with opened(bucket, bucket.server.endpoint_url) as store:
+        old = await put(store, key, first)
+        await put(store, key, second, IfMatch(old.etag))
+        with pytest.raises(ConflictError) as caught:
+            await put(store, key, third, IfMatch(old.etag))
+    assert caught.value.errno == errno.ESTALE
+    assert contents(bucket, key) == second.data
+
+
+@pytest.mark.parametrize("size", [10, 2 * PART])
+async def test_a_version_that_was_deleted_is_not_replaced(
+    bucket: Bucket, make: MAKE, size: int
+) -> None:
+    async with opened(bucket, bucket.server.endpoint_url) as store:
+        with pytest.raises(ConflictError) as caught:
+            await put(store, "gone", make(size), IfMatch('"00"'))
+    assert caught.value.errno == errno.ESTALE
+    assert keys(bucket) == []
+
+
+# --- copies -----------------------------------------------------------------------
+
+
+@pytest.fixture(params=[False, True], ids=["whole", "in parts"])
+def copied_in_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    if request.param:
+        monkeypatch.setattr(writing, "COPY_LIMIT", PART)
+        monkeypatch.setattr(multipart, "COPY_PART", PART)
+    return bool(request.param)
+
+
+@pytest.mark.usefixtures("copied_in_parts")
+async def test_a_copy_has_what_its_source_has(bucket: Bucket, make: MAKE) -> None:
+    file = make(3 * PART + 5)
+    async with opened(bucket, bucket.server.endpoint_url) as store:
+        source = await put(store, KEYS[0], file)
+        copied = await store.copy(source.version, "a copy/ü")
+        seen = await store.head("a copy/ü")
+    assert copied.version == seen.version
+    assert copied.mtime_ns == seen.mtime_ns
+    assert (seen.metadata, seen.content_type) == (METADATA, "text/x-test")
+    assert digest(contents(bucket, "a copy/ü")) == digest(file.data)
+
+
+@pytest.mark.usefixtures("copied_in_parts")
+async def test_a_copy_with_other_metadata_keeps_the_rest(bucket: Bucket, make: MAKE) -> None:
+    file = make(2 * PART)
+    kept = {"ContentType": "a/b", "CacheControl": "no-cache", "ContentEncoding": "x"}
+    etag = bucket.put("source", file.data, Metadata={"old": "1"}, **kept)
+    async with opened(bucket, bucket.server.endpoint_url) as store:
+        await store.copy(ObjectVersion("source", etag, file.size), "copy", metadata={"new": "2"})
+        assert (await store.head("copy")).metadata == {"new": "2"}
+    answer = bucket.client.head_object(Bucket=bucket.name, Key="copy")
+    assert {name: answer[name] for name in kept} == kept
+
+
+async def test_the_metadata_of_an_object_are_replaced_in_place(bucket: Bucket, make: MAKE) -> None:
+    file = make(100)
+    async with opened(bucket, bucket.server.endpoint_url) as store:
+        info = await put(store, "same", file)
+        changed = await store.copy(info.version, "same", metadata={"mode": "33152"})
+        seen = await store.head("same")
+    assert changed.version == seen.version
+    assert seen.metadata == {"mode": "33152"}
+    assert contents(bucket, "same") == file.data
+
+
+@pytest.mark.usefixtures("copied_in_parts")
+async def test_tags_go_with_a_copy(bucket: Bucket, make: MAKE) -> None:
+    file = make(2 * PART)
+    etag = bucket.put("source", file.data, Tagging="a=b%26c&d=")
+    async with opened(bucket, bucket.server.endpoint_url) as store:
+        await store.copy(ObjectVersion("source", etag, file.size), "copy")
+    tags = bucket.client.get_object_tagging(Bucket=bucket.name, Key="copy")["TagSet"]
+    assert {tag["Key"]: tag["Value"] for tag in tags} == {"a": "b&c", "d": ""}
+
+
+async def test_another_version_than_the_named_one_is_not_copied(bucket: Bucket, make: MAKE) -> None:
+    async with opened(bucket, bucket.server.endpoint_url) as store:
+        old = await put(store, "source", make(100))
+        await put(store, "source", make(100))
+        with pytest.raises(StaleVersionError):
+            await store.copy(old.version, "copy")
+    assert keys(bucket) == ["source"]
+
+
+async def test_what_is_missing_is_not_copied(bucket: Bucket) -> None:
+    async with opened(bucket, bucket.server.endpoint_url) as store:
+        with pytest.raises(NotFoundError):
+            await store.copy(ObjectVersion("missing", '"00"', 1), "copy")
+
+
+# --- deletes ----------------------------------------------------------------------
+
+
+async def test_an_object_is_deleted_and_a_missing_one_is_no_error(bucket: Bucket) -> None:
+    bucket.put("one", b"1")
+    async with opened(bucket, bucket.server.endpoint_url) as store:
+        await store.delete("one")
+        await store.delete("one")
+        assert store.counters()["deletes"] == 2
+    assert keys(bucket) == []
+
+
+async def test_many_objects_are_deleted_and_missing_ones_are_no_errors(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "DELETES_AT_ONCE", 5)
+    odd = ["a&b<c>", "quote\"'", "tab\there", "new\nline", "return\rhere", "odd\x01key", "ü 😀"]
+    there = [f"dir/{number}" for number in range(10)] + odd
+    for key in [*there, "stays"]:
+        bucket.put(key, b"x")
+    async with opened(bucket, bucket.server.endpoint_url) as store:
+        assert await store.delete_many([*there, "missing", "missing too"]) == []
+        # One of them is in no XML, and 18 take four batches.
+        assert store.counters()["deletes"] == 1 + 4
+    assert keys(bucket) == ["stays"]
+
+
+async def test_nothing_is_deleted_without_a_request(bucket: Bucket) -> None:
+    async with opened(bucket, bucket.server.endpoint_url) as store:
+        assert await store.delete_many([]) == []
+        assert store.counters()["deletes"] == 0

@@ -1,0 +1,442 @@
+"""Writing to a store that fails in every way: no wrong object, no lost one, no false conflict."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import trio
+
+from fusefs.store import s3 as s3_module
+from fusefs.store import writing
+from fusefs.store.base import IF_ABSENT, IfMatch, ObjectVersion
+from fusefs.store.errors import (
+    AccessDeniedError,
+    ConflictError,
+    CredentialsError,
+    ExistsError,
+    StoreError,
+    ThrottledError,
+    UnreachableError,
+    UnsupportedError,
+)
+from tests.conftest import Bucket
+from tests.support.faulty_s3 import FaultyS3
+from tests.support.s3_server import S3Server
+from tests.support.store_writing import (
+    METADATA,
+    PART,
+    LocalFile,
+    become_owner,
+    contents,
+    digest,
+    keys,
+    opened,
+    put,
+    until,
+)
+
+MAKE = Callable[[int], LocalFile]
+# How a file is sent, by its size: through obstore, through boto3, in parts.
+WAYS = [(1000, "PUT"), (writing.SMALL + 1000, "PUT"), (3 * PART, "PART")]
+each_way = pytest.mark.parametrize(("size", "operation"), WAYS, ids=["small", "one", "parts"])
+
+
+@pytest.fixture(scope="module")
+def faulty(s3: S3Server) -> Iterator[FaultyS3]:
+    with FaultyS3(s3.endpoint_url) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _as_owner(s3: S3Server, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    become_owner(s3, monkeypatch)
+    yield
+    faulty.clear()
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[MAKE]:
+    """Makes files of a size."""
+    made: list[LocalFile] = []
+
+    def make_one(size: int) -> LocalFile:
+        made.append(LocalFile(tmp_path / str(len(made)), size))
+        return made[-1]
+
+    yield make_one
+    for file in made:
+        os.close(file.fd)
+
+
+# --- what is tried again ------------------------------------------------------------
+
+
+@each_way
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"code": "SlowDown"}, {"code": "InternalError"}, {"code": "RequestTimeout"},
+        {"cut_request_after": 500}, {"corrupt": True}, {"lose_answer": True},
+        {"code": "OperationAborted", "status": 409}, {"status": 200, "body": b""},
+    ],
+    ids=lambda fault: next(iter(fault.values())) if "code" in fault else next(iter(fault)),
+)  # fmt: skip
+async def test_what_failed_is_sent_again(
+    bucket: Bucket,
+    faulty: FaultyS3,
+    make: MAKE,
+    size: int,
+    operation: str,
+    fault: dict[str, object],
+) -> None:
+    file = make(size)
+    rule = faulty.add(operation, times=2, **fault)
+    async with opened(bucket, faulty.endpoint_url) as store:
+        info = await put(store, "file", file)
+        assert store.counters()["retries"] == rule.used == 2
+        assert info.version == (await store.head("file")).version
+    assert digest(contents(bucket, "file")) == digest(file.data)
+    # No other part was sent twice.
+    assert len(faulty.requests(operation)) == (3 if operation == "PART" else 1) + 2
+
+
+@each_way
+async def test_a_server_that_says_nothing_is_asked_again(
+    bucket: Bucket, faulty: FaultyS3, make: MAKE, size: int, operation: str
+) -> None:
+    file = make(size)
+    faulty.add(operation, times=1, stall=True)
+    async with opened(bucket, faulty.endpoint_url, read_timeout_s=1.0) as store:
+        await put(store, "file", file)
+    assert digest(contents(bucket, "file")) == digest(file.data)
+
+
+@pytest.mark.parametrize("operation", ["BEGIN", "COMPLETE"])
+@pytest.mark.parametrize("fault", [{"code": "SlowDown"}, {"cut_request_after": 0}])
+async def test_the_ends_of_an_upload_are_tried_again(
+    bucket: Bucket, faulty: FaultyS3, make: MAKE, operation: str, fault: dict[str, object]
+) -> None:
+    file = make(2 * PART)
+    faulty.add(operation, times=2, **fault)
+    async with opened(bucket, faulty.endpoint_url) as store:
+        await put(store, "file", file)
+    assert digest(contents(bucket, "file")) == digest(file.data)
+
+
+@each_way
+async def test_a_store_that_goes_on_failing_is_given_up(
+    bucket: Bucket, faulty: FaultyS3, make: MAKE, size: int, operation: str
+) -> None:
+    rule = faulty.add(operation, code="SlowDown")
+    async with opened(bucket, faulty.endpoint_url, retry_time_s=0.5) as store:
+        with pytest.raises(ThrottledError):
+            await put(store, "file", make(size))
+        faulty.remove(rule)
+        assert await store.list_uploads("") == []
+    assert keys(bucket) == []
+
+
+async def test_an_upload_that_is_throttled_takes_fewer_connections(
+    bucket: Bucket, faulty: FaultyS3, make: MAKE
+) -> None:
+    faulty.add("PART", code="SlowDown")
+    async with opened(bucket, faulty.endpoint_url, retry_time_s=0.5) as store:
+        with pytest.raises(ThrottledError):
+            await put(store, "file", make(3 * PART))
+        assert store.counters()["connections"] < 4
+
+
+@each_way
+async def test_what_is_forbidden_is_not_tried_again(
+    bucket: Bucket, faulty: FaultyS3, make: MAKE, size: int, operation: str
+) -> None:
+    faulty.add(operation, code="AccessDenied")
+    async with opened(bucket, faulty.endpoint_url, max_connections=1) as store:
+        with pytest.raises(AccessDeniedError):
+            await put(store, "file", make(size))
+        assert store.counters()["retries"] == 0
+
+
+# --- answers that were lost ---------------------------------------------------------
+
+
+@each_way
+async def test_a_new_object_whose_answer_was_lost_is_ones_own(
+    bucket: Bucket, faulty: FaultyS3, make: MAKE, size: int, operation: str
+) -> None:
+    file = make(size)
+    ends = "COMPLETE" if operation == "PART" else "PUT"
+    faulty.add(ends, times=1, lose_answer=True)
+    async with opened(bucket, faulty.endpoint_url) as store:
+        info = await put(store, "file", file, IF_ABSENT)
+        assert info.version == (await store.head("file")).version
+    assert digest(contents(bucket, "file")) == digest(file.data)
+
+
+@each_way
+async def test_a_replaced_object_whose_answer_was_lost_is_ones_own(
+    bucket: Bucket, faulty: FaultyS3, make: MAKE, size: int, operation: str
+) -> None:
+    file = make(size)
+    old = bucket.put("file", b"old")
+    ends = "COMPLETE" if operation == "PART" else "PUT"
+    faulty.add(ends, times=1, lose_answer=True)
+    async with opened(bucket, faulty.endpoint_url) as store:
+        info = await put(store, "file", file, IfMatch(old))
+        assert info.version == (await store.head("file")).version
+    assert digest(contents(bucket, "file")) == digest(file.data)
+
+
+@each_way
+async def test_another_object_with_the_same_bytes_is_not_ones_own(
+    bucket: Bucket, faulty: FaultyS3, make: MAKE, size: int, operation: str
+) -> None:
+    file = make(size)
+    ends = "COMPLETE" if operation == "PART" else "PUT"
+    async with (
+        opened(bucket, bucket.server.endpoint_url) as other,
+        opened(bucket, faulty.endpoint_url) as store,
+    ):
+        token = trio.lowlevel.current_trio_token()
+
+        def overtake() -> None:
+            send = partial(put, other, "file", file, metadata={"mtime": "2"})
+            trio.from_thread.run(send, trio_token=token)
+
+        faulty.add(ends, times=1, before=overtake, code="InternalError")
+        with pytest.raises(ExistsError):
+            await put(store, "file", file, IF_ABSENT)
+        assert (await store.head("file")).metadata == {"mtime": "2"}
+
+
+async def test_a_head_decides_when_completing_gets_no_answer(
+    bucket: Bucket, faulty: FaultyS3, make: MAKE
+) -> None:
+    file = make(2 * PART)
+    faulty.add("COMPLETE", lose_answer=True)
+    async with opened(bucket, faulty.endpoint_url, retry_time_s=0.5) as store:
+        info = await put(store, "file", file)
+        assert info.version == (await store.head("file")).version
+    assert digest(contents(bucket, "file")) == digest(file.data)
+
+
+async def test_an_upload_that_was_not_completed_is_no_success(
+    bucket: Bucket, faulty: FaultyS3, make: MAKE
+) -> None:
+    file = make(2 * PART)
+    bucket.put("file", b"old")
+    faulty.add("COMPLETE", cut_request_after=0)
+    async with opened(bucket, faulty.endpoint_url, retry_time_s=0.5) as store:
+        with pytest.raises(UnreachableError):
+            await put(store, "file", file)
+        assert await store.list_uploads("") == []
+    assert contents(bucket, "file") == b"old"
+
+
+async def test_a_copy_onto_itself_whose_answer_was_lost_is_done(
+    bucket: Bucket, faulty: FaultyS3, make: MAKE
+) -> None:
+    faulty.add("COPY", times=1, lose_answer=True)
+    async with opened(bucket, faulty.endpoint_url) as store:
+        info = await put(store, "file", make(2 * PART))
+        await store.copy(info.version, "file", metadata={"new": "1"})
+        assert (await store.head("file")).metadata == {"new": "1"}
+
+
+# --- answers that say 200 and are none ------------------------------------------------
+
+
+@pytest.mark.parametrize("body", [None, b"", b"\n\n"], ids=["error", "empty", "blank"])
+@pytest.mark.parametrize("operation", ["COMPLETE", "COPY", "PART COPY"])
+async def test_an_error_with_status_200_is_an_error(
+    bucket: Bucket, faulty: FaultyS3, make: MAKE, monkeypatch: pytest.MonkeyPatch,
+    operation: str, body: bytes | None,
+) -> None:  # fmt: skip
+    if operation == "PART COPY":
+        monkeypatch.setattr(writing, "COPY_LIMIT", PART)
+    file = make(2 * PART)
+    rule = faulty.add(operation, times=2, status=200, code="InternalError", body=body)
+    async with opened(bucket, faulty.endpoint_url) as store:
+        info = await put(store, "file", file)
+        await store.copy(info.version, "copy")
+    assert rule.used == 2
+    assert digest(contents(bucket, "copy")) == digest(file.data)
+
+
+async def test_an_upload_that_only_fails_with_status_200_is_given_up(
+    bucket: Bucket, faulty: FaultyS3, make: MAKE
+) -> None:
+    faulty.add("COMPLETE", status=200, code="InternalError")
+    async with opened(bucket, faulty.endpoint_url, retry_time_s=0.5) as store:
+        with pytest.raises(UnreachableError):
+            await put(store, "file", make(2 * PART))
+        assert await store.list_uploads("") == []
+    assert keys(bucket) == []
+
+
+async def test_a_part_that_the_bucket_lost_is_an_error(
+    bucket: Bucket, faulty: FaultyS3, make: MAKE
+) -> None:
+    file = make(3 * PART)
+    faulty.add("PART", times=1, status=200, body=b"", headers={"etag": '"00"'})
+    async with opened(bucket, faulty.endpoint_url) as store:
+        with pytest.raises(StoreError, match="does not have all the parts"):
+            await put(store, "file", file)
+        assert await store.list_uploads("") == []
+        assert keys(bucket) == []
+        await put(store, "file", file)
+    assert digest(contents(bucket, "file")) == digest(file.data)
+
+
+# --- conditions -----------------------------------------------------------------------
+
+
+@each_way
+async def test_writes_that_collide_are_tried_again(
+    bucket: Bucket, faulty: FaultyS3, make: MAKE, size: int, operation: str
+) -> None:
+    file = make(size)
+    ends = "COMPLETE" if operation == "PART" else "PUT"
+    faulty.add(ends, times=2, code="ConditionalRequestConflict")
+    async with opened(bucket, faulty.endpoint_url) as store:
+        await put(store, "file", file, IF_ABSENT)
+    assert digest(contents(bucket, "file")) == digest(file.data)
+
+
+@each_way
+async def test_a_store_without_conditions_says_so(
+    bucket: Bucket, faulty: FaultyS3, make: MAKE, size: int, operation: str
+) -> None:
+    ends = "COMPLETE" if operation == "PART" else "PUT"
+    faulty.add(ends, code="NotImplemented")
+    async with opened(bucket, faulty.endpoint_url) as store:
+        with pytest.raises(UnsupportedError) as caught:
+            await put(store, "file", make(size), IF_ABSENT)
+        assert store.counters()["retries"] == 0
+    assert caught.value.errno == errno.EOPNOTSUPP
+
+
+@each_way
+async def test_a_missing_object_to_be_replaced_is_a_conflict(
+    bucket: Bucket, faulty: FaultyS3, make: MAKE, size: int, operation: str
+) -> None:
+    ends = "COMPLETE" if operation == "PART" else "PUT"
+    faulty.add(ends, code="NoSuchKey")  # AWS's way to say so
+    async with opened(bucket, faulty.endpoint_url) as store:
+        with pytest.raises(ConflictError) as caught:
+            await put(store, "file", make(size), IfMatch('"00"'))
+    assert caught.value.errno == errno.ESTALE
+
+
+# --- credentials ----------------------------------------------------------------------
+
+
+@each_way
+@pytest.mark.parametrize("code", ["ExpiredToken", "InvalidAccessKeyId"])
+async def test_an_upload_waits_for_credentials(
+    bucket: Bucket, faulty: FaultyS3, make: MAKE, monkeypatch: pytest.MonkeyPatch,
+    size: int, operation: str, code: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(s3_module, "RECONNECT_EVERY_S", 0.0)
+    file = make(size)
+    rule = faulty.add(operation, code=code)
+    async with opened(bucket, faulty.endpoint_url) as store, trio.open_nursery() as nursery:
+        nursery.start_soon(put, store, "file", file)
+        await until(lambda: store.counters()["awaiting_credentials"] > 0)
+        faulty.remove(rule)
+        await until(lambda: store.counters()["awaiting_credentials"] == 0)
+    assert digest(contents(bucket, "file")) == digest(file.data)
+
+
+async def test_credentials_that_stay_rejected_are_an_error_of_their_own(
+    bucket: Bucket, faulty: FaultyS3, make: MAKE
+) -> None:
+    faulty.add("PUT", code="InvalidAccessKeyId")
+    async with opened(bucket, faulty.endpoint_url, retry_time_s=0.5) as store:
+        with pytest.raises(CredentialsError):
+            await put(store, "file", make(10))
+        assert store.counters()["awaiting_credentials"] == 0
+
+
+async def test_a_read_does_not_wait_for_rejected_credentials(
+    bucket: Bucket, faulty: FaultyS3
+) -> None:
+    bucket.put("file", b"there")
+    faulty.add("GET", code="InvalidAccessKeyId")
+    async with opened(bucket, faulty.endpoint_url) as store:
+        info = await store.head("file")
+        with pytest.raises(CredentialsError):
+            await store.download(info.version, 0, 5, lambda *_: None)
+        assert store.counters()["retries"] == 0
+
+
+# --- deletes --------------------------------------------------------------------------
+
+
+def refusal(code: str, key: str) -> bytes:
+    error = f"<Error><Key>{key}</Key><Code>{code}</Code><Message>no</Message></Error>"
+    return f"<DeleteResult>{error}</DeleteResult>".encode()
+
+
+async def test_a_delete_is_tried_again(bucket: Bucket, faulty: FaultyS3) -> None:
+    bucket.put("one", b"1")
+    faulty.add("DELETE", times=2, code="SlowDown")
+    async with opened(bucket, faulty.endpoint_url) as store:
+        await store.delete("one")
+    assert keys(bucket) == []
+
+
+async def test_of_many_deletes_only_those_that_failed_are_tried_again(
+    bucket: Bucket, faulty: FaultyS3
+) -> None:
+    for key in ("one", "two"):
+        bucket.put(key, b"x")
+    faulty.add("DELETE MANY", times=2, status=200, body=refusal("InternalError", "two"))
+    async with opened(bucket, faulty.endpoint_url) as store:
+        assert await store.delete_many(["one", "two"]) == []
+        assert store.counters()["retries"] == 2
+    # The server that failed deleted nothing, and "one" was not asked for again.
+    assert keys(bucket) == ["one"]
+
+
+async def test_what_could_not_be_deleted_is_told_with_its_reason(
+    bucket: Bucket, faulty: FaultyS3
+) -> None:
+    faulty.add("DELETE MANY", status=200, body=refusal("AccessDenied", "kept"))
+    async with opened(bucket, faulty.endpoint_url) as store:
+        [failure] = await store.delete_many(["gone", "kept"])
+    assert failure.key == "kept"
+    assert isinstance(failure.error, AccessDeniedError)
+
+
+async def test_many_deletes_that_fail_together_are_told_one_by_one(
+    bucket: Bucket, faulty: FaultyS3
+) -> None:
+    faulty.add("DELETE*", code="SlowDown")
+    async with opened(bucket, faulty.endpoint_url, retry_time_s=0.5) as store:
+        failures = await store.delete_many(["a", "b\x01", "c"])
+    assert sorted(failure.key for failure in failures) == ["a", "b\x01", "c"]
+    assert all(isinstance(failure.error, ThrottledError) for failure in failures)
+
+
+# --- the cost -------------------------------------------------------------------------
+
+
+async def test_what_is_sent_is_counted(bucket: Bucket, faulty: FaultyS3, make: MAKE) -> None:
+    async with opened(bucket, faulty.endpoint_url) as store:
+        small = await put(store, "small", make(1000))
+        await put(store, "large", make(2 * PART))
+        await store.copy(ObjectVersion("small", small.etag, small.size), "copy")
+        await store.delete("copy")
+        counters = store.counters()
+    assert counters["puts"] == len(faulty.requests("PUT")) + 4 == 5
+    assert (counters["copies"], counters["deletes"]) == (1, 1)
+    assert counters["bytes_sent"] == 1000 + 2 * PART
+    # A small file takes one request and no more.
+    assert len(faulty.requests(key="small")) == 2  # the other is the copy's HEAD
+    assert METADATA["mtime"] == faulty.requests("PUT")[0].headers["x-amz-meta-mtime"]
