@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from fusefs import control, mounts, report
 from tests.conftest import Bucket
-from tests.support.mounting import Mount, fusefs
+from tests.support.mounting import Mount
 from tests.support.semantics import states
 from tests.support.surviving import keeper_status, serving_pid, wait_until
 
@@ -221,13 +222,16 @@ def test_symbolic_links_are_followed_and_listed(writable: Mount, bucket: Bucket)
 
 
 def test_the_status_tells_what_is_not_in_the_bucket(writable: Mount) -> None:
-    assert writable.status()["writing"]["pending"] == []
+    # Asked without a child, whose copy of the descriptor would be closed, and the file uploaded.
+    socket = mounts.mount_directory(writable.path) / "status.sock"
+    assert control.request(socket, "status", 10)["writing"]["pending"] == []
     with open(writable.path / "late", "wb", buffering=0) as file:
         file.write(b"12345")
-        (pending,) = writable.status()["writing"]["pending"]
+        status = control.request(socket, "status", 10)
+        (pending,) = status["writing"]["pending"]
         assert (pending["key"], pending["bytes"]) == ("late", 5)
-        assert "late" in fusefs("status", writable.path).stdout
-    assert writable.status()["writing"]["pending_files"] == 0
+        assert "late" in report.render(status)
+    assert control.request(socket, "status", 10)["writing"]["pending_files"] == 0
 
 
 @states("Hard links and special files are refused with EPERM.")
