@@ -20,6 +20,7 @@ from fusefs.cache.disk import is_unused
 from fusefs.cache.fetch import NotKeptError
 from fusefs.cache.file import CacheFile
 from fusefs.cache.metadata import RememberedPages
+from fusefs.cache.sweep import ORPHAN_AGE_S
 from fusefs.store.base import ListPage, ObjectInfo
 from tests.support.disks import small_disk
 from tests.support.local_cache import Parts, cache_in, content, until, version
@@ -108,10 +109,10 @@ async def test_files_without_a_row_are_swept_when_they_are_old(
         old, new = (known.with_name(known.parent.name + digit * 30 + ".00000000") for digit in "ab")
         for path in (old, new):
             path.write_bytes(b"left by a daemon that was killed")
-        long_ago = time.time() - 2 * cache_files.ORPHAN_AGE_S
+        long_ago = time.time() - 2 * ORPHAN_AGE_S
         for path in (old, known):
             os.utime(path, (long_ago, long_ago))
-        await parts.cache._sweep_orphans()
+        await parts.cache.sweep()
         assert parts.files() == sorted([known, new])
 
 

@@ -37,9 +37,10 @@ import trio
 
 from fusefs.cache.catalog import Catalog, DamagedCatalogError
 from fusefs.cache.directory import CacheDirectoryError
-from fusefs.cache.disk import FOLDERS, Disk
+from fusefs.cache.disk import Disk
 from fusefs.cache.file import CacheFile, OpenFile
 from fusefs.cache.ledger import Ledger
+from fusefs.cache.sweep import ORPHAN_AGE_S, sweep_orphans
 from fusefs.store.base import ObjectVersion
 
 if TYPE_CHECKING:
@@ -55,8 +56,6 @@ SYNC_AFTER_S = 5.0
 # A file that was fetched ahead stays open this long for who wants it, and so many of them.
 LINGER_S = 10.0
 MOST_LINGERING = 512
-# Files without a row are swept when they are older than any batch of the catalog.
-ORPHAN_AGE_S = 15.0
 
 
 class FileCache:
@@ -368,40 +367,22 @@ class FileCache:
             self.space.uncommitted -= file.unrecorded
             file.become(found.generation, found.st_ino, found.ranges)
 
+    async def sweep(self) -> None:
+        """Remove what a killed daemon has left."""
+
+        def is_ours(name: str, generation: str) -> bool:
+            file = self._files.get(name)
+            return file is not None and file.generation == generation
+
+        try:
+            await sweep_orphans(self._disk, self._catalog, is_ours)
+        except OSError as error:
+            self.warn(error.strerror or str(error))
+
     async def _sweep_later(self) -> None:
         """Sweep when what the last daemon left has come of age."""
         await trio.sleep(2 * ORPHAN_AGE_S)
-        await self._sweep_orphans()
-
-    async def _sweep_orphans(self) -> None:
-        """Remove files that no row tells of, as a killed daemon leaves them."""
-        for folder in range(FOLDERS):
-            try:
-                listed = await trio.to_thread.run_sync(
-                    self._disk.listed, folder, limiter=self._threads
-                )
-            except OSError as error:
-                self.warn(error.strerror or str(error))
-                return
-            for name, generation in listed:
-                file = self._files.get(name)
-                if file is None or file.generation != generation:
-                    await trio.to_thread.run_sync(
-                        self._remove_orphan, name, generation, limiter=self._threads
-                    )
-            await trio.sleep(0.01)
-
-    def _remove_orphan(self, name: str, generation: str) -> None:
-        """Remove a file unless it is in use, young, or another mount's."""
-
-        def is_known() -> bool:
-            row = self._catalog.find(name)
-            return row is not None and row.generation == generation
-
-        try:
-            self._disk.remove_orphan(name, generation, ORPHAN_AGE_S, is_known)
-        except sqlite3.Error as error:
-            logger.debug("%s stays: %s", name, error)  # for the next start
+        await self.sweep()
 
     def warn(self, why: str) -> None:
         """The cache does not do what it is for: said once."""

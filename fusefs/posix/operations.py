@@ -44,16 +44,14 @@ from fusefs.posix.opening import Opener
 from fusefs.posix.reading import Reader
 from fusefs.posix.staging import Staging
 from fusefs.posix.writing import Writer
-from fusefs.store.base import ObjectInfo, Store
+from fusefs.posix.xattrs import Xattrs
+from fusefs.store.base import Store
 from fusefs.store.errors import NotFoundError
 
 # The offsets of "." and ".." in a directory stream; all others are node ids.
 DOT, DOT_DOT = 2, 3
 # Who asks for listings younger than this also wants rewinddir to ask again.
 CACHED_DIRECTORY_TTL_S = 10.0
-
-XATTRS = ("user.s3.key", "user.s3.etag", "user.s3.storage_class", "user.s3.content_type")
-XATTR_VERSION = "user.s3.version_id"
 
 
 class Operations:
@@ -83,6 +81,7 @@ class Operations:
         self.inodes = InodeTable(prefix, log, ids_are_inos=ids_are_inos)
         self.handles = HandleTable(log)
         self.counters = ReadCounters()
+        self._xattrs = Xattrs(store, self.inodes)
         # Asks the kernel to forget a node's attributes; set by the session.
         self.invalidate_attributes: Callable[[int], None] = lambda _nodeid: None
         self._opener = Opener(
@@ -338,44 +337,12 @@ class Operations:
     # What an object has beside its bytes
 
     def getxattr(self, nodeid: int, name: str) -> Answer[bytes]:
-        """One extended attribute.
-
-        Raises:
-            OSError: ENODATA, there is none of this name.
-        """
-        inode = self.inodes.get(nodeid)
-        if not name.startswith("user.s3."):
-            raise OSError(errno.ENODATA, name)
-        info = inode.info
-        if name == "user.s3.key":
-            return self.inodes.key(inode).encode()
-        if info is None:
-            raise OSError(errno.ENODATA, name)
-        if name == "user.s3.etag":
-            return info.etag.encode()
-        if name == "user.s3.storage_class":
-            return info.storage_class.encode()
-        if name in ("user.s3.content_type", XATTR_VERSION):
-            if info.content_type is None:
-                return waiting(self._getxattr_later(inode, name))
-            return _headed_xattr(info, name)
-        raise OSError(errno.ENODATA, name)
-
-    async def _getxattr_later(self, inode: Inode, name: str) -> bytes:
-        """Ask for what no listing tells; remembered if it is about the same version."""
-        assert inode.info is not None
-        info = await self._store.head(inode.info.key)
-        if (info.etag, info.size) != (inode.info.etag, inode.info.size):
-            raise OSError(errno.ESTALE, "the object has been replaced")
-        inode.info = info
-        return _headed_xattr(info, name)
+        """The value of an extended attribute."""
+        return self._xattrs.get(self.inodes.get(nodeid), name)
 
     def listxattr(self, nodeid: int) -> tuple[str, ...]:
-        """The names that every object has; asks nothing, since `ls -l` asks for every file."""
-        inode = self.inodes.get(nodeid)
-        if inode.info is None:
-            return XATTRS[:1]
-        return XATTRS if inode.info.version_id is None else (*XATTRS, XATTR_VERSION)
+        """The names of a node's extended attributes."""
+        return self._xattrs.names(self.inodes.get(nodeid))
 
     # Helpers
 
@@ -409,13 +376,6 @@ class Operations:
         if inode.children is None:
             raise OSError(errno.ENOTDIR, "not a directory")
         return inode
-
-
-def _headed_xattr(info: ObjectInfo, name: str) -> bytes:
-    value = info.version_id if name == XATTR_VERSION else info.content_type
-    if value is None:
-        raise OSError(errno.ENODATA, name)
-    return value.encode()
 
 
 def _too_long() -> Found:
