@@ -2,8 +2,12 @@
 
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+
+import pytest
 
 from tests.conftest import Bucket
 from tests.support.faulty_s3 import FaultyS3
@@ -63,16 +67,41 @@ def test_signals_that_a_program_handles_do_not_fail_its_calls(
     assert (result.returncode, result.stderr) == (0, "")
 
 
+@contextmanager
+def killed_reader(
+    mount: Callable[..., Mount], bucket: Bucket
+) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], None]]]:
+    """A reader that has been killed while it waits for the bucket, and what lets that answer."""
+    data = content("slow", 3 << 20)
+    bucket.put("slow", data)
+    with FaultyS3(bucket.server.endpoint_url) as faulty:
+        here = mount("--retry-time", "10m", endpoint_url=faulty.endpoint_url)
+        rule = faulty.add("GET", "slow", stall=True)
+        reader = subprocess.Popen(["cat", here.path / "slow"], stdout=subprocess.DEVNULL)
+        until(lambda: rule.used > 0, "the request that hangs")
+        reader.kill()
+        yield reader, faulty.clear
+        faulty.clear()
+        assert (here.path / "slow").read_bytes() == data
+
+
+@states(
+    "A signal that a program handles fails none of its calls with EINTR;"
+    " a process that is being killed does not wait for the bucket."
+)
 def test_a_killed_reader_does_not_wait_for_a_server_that_is_silent(
     mounter: Callable[..., Mount], bucket: Bucket
 ) -> None:
-    bucket.put("slow", content("slow", 3 << 20))
-    with FaultyS3(bucket.server.endpoint_url) as faulty:
-        here = mounter(endpoint_url=faulty.endpoint_url)
-        rule = faulty.add("GET", "slow", times=1, stall=True)
-        reader = subprocess.Popen(["cat", here.path / "slow"], stdout=subprocess.DEVNULL)
-        until(lambda: rule.used == 1, "the request that hangs")
-        reader.kill()
-        assert reader.wait(timeout=10) == -signal.SIGKILL
-        rule.release()
-        assert (here.path / "slow").read_bytes() == content("slow", 3 << 20)
+    with killed_reader(mounter, bucket) as (reader, _):
+        assert reader.wait(timeout=30) == -signal.SIGKILL
+
+
+@states("Under `--session pyfuse3` it does wait, for the retry time at most.")
+def test_under_pyfuse3_a_killed_reader_waits_for_the_server(
+    mounter: Callable[..., Mount], bucket: Bucket
+) -> None:
+    with killed_reader(partial(mounter, "--session", "pyfuse3"), bucket) as (reader, let_answer):
+        with pytest.raises(subprocess.TimeoutExpired):
+            reader.wait(timeout=1)
+        let_answer()
+        assert reader.wait(timeout=30) == -signal.SIGKILL
