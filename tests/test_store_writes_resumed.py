@@ -1,0 +1,272 @@
+"""Uploads that stop and go on: cancelled, resumed by another process, aborted, partly copied."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import trio
+
+from fusefs.store.base import IF_ABSENT, IfMatch, UploadState
+from fusefs.store.body import Body
+from fusefs.store.errors import NotFoundError, StaleVersionError
+from tests.conftest import Bucket
+from tests.support.faulty_s3 import FaultyS3
+from tests.support.s3_server import S3Server
+from tests.support.store_writing import (
+    METADATA,
+    PART,
+    LocalFile,
+    become_owner,
+    contents,
+    digest,
+    keys,
+    opened,
+    put,
+    until,
+)
+
+# No answer; and what was sent comes to nothing.
+HANG: dict[str, object] = {"stall": True, "code": "InternalError"}
+
+
+@pytest.fixture(scope="module")
+def faulty(s3: S3Server) -> Iterator[FaultyS3]:
+    with FaultyS3(s3.endpoint_url) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _as_owner(s3: S3Server, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    become_owner(s3, monkeypatch)
+    yield
+    faulty.clear()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[LocalFile]:
+    """A file of four parts, the last a short one."""
+    file = LocalFile(tmp_path / "file", 3 * PART + 1000)
+    yield file
+    os.close(file.fd)
+
+
+async def begun(bucket: Bucket, faulty: FaultyS3, file: LocalFile) -> UploadState:
+    """Begin an upload and cancel it when two of its parts are there; the others hang."""
+    rules = [faulty.add("PART", times=2), faulty.add("PART", **HANG)]
+    async with opened(bucket, faulty.endpoint_url) as store:
+        upload = await store.begin_upload(
+            "file", file.size, metadata=METADATA, content_type="text/x-test"
+        )
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(upload.send, file.fd)
+            await until(lambda: len(upload.state.parts) == 2 and rules[1].used == 2)
+            nursery.cancel_scope.cancel()
+        state = upload.state
+    faulty.clear()
+    # As it would be on record.
+    return UploadState.from_plain(json.loads(json.dumps(state.plain())))
+
+
+async def test_another_process_sends_only_what_is_missing(
+    bucket: Bucket, faulty: FaultyS3, file: LocalFile
+) -> None:
+    state = await begun(bucket, faulty, file)
+    async with opened(bucket, faulty.endpoint_url) as store:
+        upload = await store.resume_upload(state)
+        assert upload.state == state
+        await upload.send(file.fd)
+        info = await upload.complete(IF_ABSENT)
+        assert info == await store.head("file")
+    assert len(faulty.requests("PART")) == 2
+    assert (info.metadata, info.content_type) == (METADATA, "text/x-test")
+    assert digest(contents(bucket, "file")) == digest(file.data)
+
+
+async def test_a_part_that_changed_meanwhile_is_sent_again(
+    bucket: Bucket, faulty: FaultyS3, file: LocalFile
+) -> None:
+    state = await begun(bucket, faulty, file)
+    changed = state.parts[0].number
+    file.change((changed - 1) * PART + 77, b"changed")
+    async with opened(bucket, faulty.endpoint_url) as store:
+        upload = await store.resume_upload(state)
+        await upload.send(file.fd)
+        await upload.complete()
+    sent = sorted(int(request.query["partNumber"]) for request in faulty.requests("PART"))
+    missing = {1, 2, 3, 4} - {part.number for part in state.parts}
+    assert sent == sorted({changed} | missing)
+    assert digest(contents(bucket, "file")) == digest(file.data)
+
+
+async def test_a_part_that_is_on_record_but_not_in_the_bucket_is_sent(
+    bucket: Bucket, faulty: FaultyS3, file: LocalFile
+) -> None:
+    async with opened(bucket, faulty.endpoint_url) as store:
+        lost = faulty.add("PART", times=1, status=200, body=b"", headers={"etag": '"00"'})
+        upload = await store.begin_upload("file", file.size, metadata={}, content_type=None)
+        await upload.send(file.fd)
+        assert lost.used == 1
+        resumed = await store.resume_upload(upload.state)
+        assert len(resumed.state.parts) == 3
+        await resumed.send(file.fd)
+        await resumed.complete()
+    assert digest(contents(bucket, "file")) == digest(file.data)
+
+
+async def test_an_upload_of_which_only_the_beginning_is_on_record_goes_on(
+    bucket: Bucket, faulty: FaultyS3, file: LocalFile
+) -> None:
+    async with opened(bucket, faulty.endpoint_url) as store:
+        upload = await store.begin_upload("file", file.size, metadata={}, content_type=None)
+        state = upload.state
+        await upload.send(file.fd)
+        resumed = await store.resume_upload(state)
+        await resumed.send(file.fd)
+        await resumed.complete()
+    assert digest(contents(bucket, "file")) == digest(file.data)
+
+
+async def test_an_upload_that_was_completed_is_not_repeated(
+    bucket: Bucket, faulty: FaultyS3, file: LocalFile
+) -> None:
+    old = bucket.put("file", b"old")
+    async with opened(bucket, faulty.endpoint_url) as store:
+        upload = await store.begin_upload("file", file.size, metadata=METADATA, content_type=None)
+        await upload.send(file.fd)
+        state = upload.state
+        info = await upload.complete(IfMatch(old))
+        faulty.clear()
+        resumed = await store.resume_upload(state)
+        await resumed.send(file.fd)
+        assert await resumed.complete(IfMatch(old)) == info
+    assert faulty.requests("PART") == faulty.requests("COMPLETE") == []
+
+
+async def test_an_upload_that_was_aborted_cannot_be_resumed(
+    bucket: Bucket, faulty: FaultyS3, file: LocalFile
+) -> None:
+    state = await begun(bucket, faulty, file)
+    async with opened(bucket, faulty.endpoint_url) as store:
+        await store.abort_upload(state.key, state.upload_id)
+        await store.abort_upload(state.key, state.upload_id)
+        with pytest.raises(NotFoundError):
+            await store.resume_upload(state)
+    assert keys(bucket) == []
+
+
+async def test_an_upload_with_missing_parts_is_not_completed(
+    bucket: Bucket, faulty: FaultyS3, file: LocalFile
+) -> None:
+    state = await begun(bucket, faulty, file)
+    async with opened(bucket, faulty.endpoint_url) as store:
+        upload = await store.resume_upload(state)
+        with pytest.raises(ValueError, match="2 parts are missing"):
+            await upload.complete()
+    assert keys(bucket) == []
+
+
+async def test_uploads_are_listed_until_they_end(
+    bucket: Bucket, faulty: FaultyS3, file: LocalFile
+) -> None:
+    async with opened(bucket, faulty.endpoint_url) as store:
+        uploads = [
+            await store.begin_upload(key, PART, metadata={}, content_type=None)
+            for key in ("a/1", "a/2", "b/1")
+        ]
+        listed = await store.list_uploads("a/")
+        assert {(one.key, one.upload_id) for one in listed} == {
+            (upload.state.key, upload.state.upload_id) for upload in uploads[:2]
+        }
+        await store.abort_upload("a/1", uploads[0].state.upload_id)
+        await uploads[1].send(file.fd)
+        await uploads[1].complete()
+        assert [one.key for one in await store.list_uploads("")] == ["b/1"]
+
+
+async def test_a_cancelled_file_leaves_nothing_behind(
+    bucket: Bucket, faulty: FaultyS3, file: LocalFile
+) -> None:
+    async with opened(bucket, faulty.endpoint_url) as store:
+        rule = faulty.add("PART", **HANG)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(put, store, "file", file)
+            await until(lambda: rule.used == 4)
+            nursery.cancel_scope.cancel()
+        faulty.clear()
+        assert await store.list_uploads("") == []
+    assert keys(bucket) == []
+
+
+async def test_a_body_that_was_abandoned_reads_its_file_no_more(file: LocalFile) -> None:
+    body = Body(file.fd, 0, file.size)
+    attempt = body.begin()
+    assert len(body.read()) > 0
+    await attempt.abandon()
+    with pytest.raises(Exception, match=r"^$"):
+        body.read()
+    with pytest.raises(Exception, match=r"^$"):
+        body.whole()
+
+
+# --- objects of which a part has changed ------------------------------------------------
+
+
+async def test_unchanged_parts_are_copied_on_the_server(
+    bucket: Bucket, faulty: FaultyS3, file: LocalFile
+) -> None:
+    async with opened(bucket, faulty.endpoint_url) as store:
+        old = await put(store, "file", file)
+        file.change(PART + 5, b"changed")
+        before = store.counters()["bytes_sent"]
+        upload = await store.begin_upload("file", file.size, metadata=METADATA, content_type=None)
+        await upload.send(file.fd, [2])
+        for number, start in ((1, 0), (3, 2 * PART), (4, 3 * PART)):
+            stop = min(start + PART, file.size)
+            await upload.copy_part(number, old.version, start, stop)
+        info = await upload.complete(IfMatch(old.etag))
+        assert info == await store.head("file")
+        assert store.counters()["bytes_sent"] - before == PART
+        assert store.counters()["copies"] == 3
+    assert digest(contents(bucket, "file")) == digest(file.data)
+
+
+async def test_copied_parts_are_not_copied_again_after_a_restart(
+    bucket: Bucket, faulty: FaultyS3, file: LocalFile
+) -> None:
+    async with opened(bucket, faulty.endpoint_url) as store:
+        old = await put(store, "file", file)
+        upload = await store.begin_upload("new", file.size, metadata={}, content_type=None)
+        for number, start in ((1, 0), (2, PART), (3, 2 * PART)):
+            await upload.copy_part(number, old.version, start, start + PART)
+        resumed = await store.resume_upload(upload.state)
+        assert [part.number for part in resumed.state.parts] == [1, 2, 3]
+        await resumed.send(file.fd, [4])
+        await resumed.complete()
+    assert digest(contents(bucket, "new")) == digest(file.data)
+
+
+async def test_parts_of_another_version_are_not_copied(
+    bucket: Bucket, faulty: FaultyS3, file: LocalFile
+) -> None:
+    async with opened(bucket, faulty.endpoint_url) as store:
+        old = await put(store, "file", file)
+        bucket.put("file", b"another")
+        upload = await store.begin_upload("file", file.size, metadata={}, content_type=None)
+        with pytest.raises(StaleVersionError):
+            await upload.copy_part(1, old.version, 0, PART)
+        await store.abort_upload("file", upload.state.upload_id)
+    assert contents(bucket, "file") == b"another"
+
+
+async def test_a_copied_range_must_have_the_size_of_its_part(
+    bucket: Bucket, faulty: FaultyS3, file: LocalFile
+) -> None:
+    async with opened(bucket, faulty.endpoint_url) as store:
+        old = await put(store, "file", file)
+        upload = await store.begin_upload("new", file.size, metadata={}, content_type=None)
+        with pytest.raises(ValueError, match="part 4 has 1000 bytes"):
+            await upload.copy_part(4, old.version, 0, PART)
