@@ -16,9 +16,8 @@ from tests.support.listing_server import ListingServer
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
 from tests.support.semantics import states
-from tests.support.sharing import drop_caches, mounted, read_all, until
+from tests.support.sharing import SESSIONS, drop_caches, mounted, read_all, until
 
-SESSIONS = ("kernel", "pyfuse3")
 TTL_S = 4
 
 

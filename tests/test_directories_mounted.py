@@ -19,10 +19,9 @@ from tests.support.libc import DirectoryStream
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
 from tests.support.semantics import states
-from tests.support.sharing import drop_caches, mounted, read_all, until
+from tests.support.sharing import SESSIONS, drop_caches, mounted, read_all, until
 
 NOBODY = 65534
-SESSIONS = ("kernel", "pyfuse3")
 
 
 # A bucket of which nothing changes, mounted once under each session

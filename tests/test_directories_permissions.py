@@ -17,10 +17,9 @@ from tests.conftest import Bucket, new_bucket
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
 from tests.support.semantics import states
-from tests.support.sharing import mounted, read_all
+from tests.support.sharing import SESSIONS, mounted, read_all
 
 NOBODY = 65534
-SESSIONS = ("kernel", "pyfuse3")
 
 
 def as_nobody(*command: object) -> subprocess.CompletedProcess[str]:

@@ -14,9 +14,8 @@ from tests.support.listing_server import ListingServer
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
 from tests.support.semantics import states
-from tests.support.sharing import mounted
+from tests.support.sharing import SESSIONS, mounted
 
-SESSIONS = ("kernel", "pyfuse3")
 # Under each name its own UTF-8 is the content.
 LOOK_ALIKE = ["look", "Look", "LOOK", "e\u0301tage", "\u00e9tage", "stra\u00dfe", "strasse"]
 NAMES = [

@@ -24,15 +24,10 @@ from tests.support.libc import mapped
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
 from tests.support.semantics import states
-from tests.support.sharing import content, drop_caches, mounted, python, read_all
+from tests.support.sharing import KINDS, content, drop_caches, mounted, python, read_all
 
 MIB = 1 << 20
 BIG = "big.bin"
-KINDS = {
-    "passthrough": ("--session", "kernel"),
-    "served": ("--session", "kernel", "--passthrough", "off"),
-    "pyfuse3": ("--session", "pyfuse3"),
-}
 SIZES = {
     "empty": 0,
     "one-byte": 1,

@@ -21,11 +21,10 @@ from tests.support.listing_server import ListingServer
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
 from tests.support.semantics import states
-from tests.support.sharing import content, drop_caches, mounted, read_all, stamped
+from tests.support.sharing import SESSIONS, content, drop_caches, mounted, read_all, stamped
 
 TESTS = Path(__file__).parent
 DOCUMENT = TESTS.parent / "docs" / "semantics.md"
-SESSIONS = ("kernel", "pyfuse3")
 MIB = 1 << 20
 DATA = content("file", 100_003)
 

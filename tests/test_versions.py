@@ -16,19 +16,15 @@ from typing import Any
 import pytest
 
 from tests.conftest import Bucket, Mounter
+from tests.support.faulty_s3 import FaultyS3
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
 from tests.support.semantics import states
-from tests.support.sharing import mounted, read_all, stamped, version_of
+from tests.support.sharing import KINDS, mounted, read_all, stamped, version_of
 
 MIB = 1 << 20
 SMALL = 300_000
 LARGE = 24 * MIB
-KINDS = {
-    "passthrough": ("--session", "kernel"),
-    "served": ("--session", "kernel", "--passthrough", "off"),
-    "pyfuse3": ("--session", "pyfuse3"),
-}
 
 
 class Folder(Bucket):
@@ -72,7 +68,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def shared(kind: str, whole: Folder, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mount]:
+def at_once(kind: str, whole: Folder, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mount]:
     """One mount with a TTL of 0 for all tests."""
     directory = tmp_path_factory.mktemp(kind)
     options = (*KINDS[kind], "--metadata-ttl", "0s")
@@ -81,13 +77,13 @@ def shared(kind: str, whole: Folder, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture
-def make(kind: str, shared: Mount, bucket: Folder, mounter: Mounter) -> Callable[..., Place]:
+def make(kind: str, at_once: Mount, bucket: Folder, mounter: Mounter) -> Callable[..., Place]:
     """The test's place in the shared mount, or in one of its own if it has options."""
 
     def place(*options: str) -> Place:
         if options:
             return Place(mounter(*KINDS[kind], *options, prefix=bucket.prefix).path)
-        return Place(shared.path / bucket.prefix)
+        return Place(at_once.path / bucket.prefix)
 
     return place
 
@@ -194,6 +190,32 @@ def test_an_outdated_listing_does_not_make_an_open_fail(
         bucket.put(name, stamped(2, size + 7))
         assert read_all(mount.path / name) == stamped(2, size + 7)
         assert (mount.path / name).stat().st_size == size + 7
+
+
+@states(
+    "An open by name finds the current version by itself; it fails with ESTALE only if the object"
+    " is replaced twice during that one open."
+)
+@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_object_that_is_replaced_during_an_open(
+    kind: str, bucket: Folder, mounter: Mounter, faulty: FaultyS3, size: int, times: int
+) -> None:
+    """It is replaced just before the first bytes are asked for, once or twice."""
+    versions = itertools.count(1)
+
+    def replace() -> None:
+        bucket.put("file", stamped(next(versions), size))
+
+    replace()
+    faulty.clear()
+    faulty.add("GET", "*/file", times=times, before=replace)
+    endpoint = faulty.endpoint_url
+    path = mounter(*KINDS[kind], prefix=bucket.prefix, endpoint_url=endpoint).path / "file"
+    if times == 2:
+        with pytest.raises(OSError, match="Stale file handle"):
+            path.open("rb")
+    assert read_all(path) == stamped(times + 1, size)
 
 
 def test_a_deleted_object_that_is_still_listed_is_enoent_on_open(
