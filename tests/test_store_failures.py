@@ -1,0 +1,158 @@
+"""The store against a server that fails in every way: what is tried again, and what is an error."""
+
+from __future__ import annotations
+
+import errno
+from typing import Any
+
+import pytest
+import trio
+
+from fusefs.store import s3 as s3_module
+from fusefs.store.errors import (
+    AccessDeniedError,
+    ArchivedError,
+    NotFoundError,
+    StoreError,
+    ThrottledError,
+    UnreachableError,
+)
+from tests.conftest import Bucket
+from tests.support.faulty_s3 import REQUEST_ID, FaultyS3
+from tests.support.local_cache import until
+from tests.support.store_reading import BODY, download, opened
+from tests.support.store_reading import as_owner as as_owner
+from tests.support.store_reading import shared as shared
+
+FAULTS = [
+    ("AccessDenied", AccessDeniedError, errno.EACCES),
+    ("NoSuchKey", NotFoundError, errno.ENOENT),
+    ("InvalidObjectState", ArchivedError, errno.EIO),
+    ("SlowDown", ThrottledError, errno.EIO),
+    ("TooManyRequests", ThrottledError, errno.EIO),
+    ("InternalError", UnreachableError, errno.EIO),
+    ("BadGateway", UnreachableError, errno.EIO),
+]
+
+
+@pytest.mark.parametrize(("code", "kind", "number"), FAULTS)
+async def test_a_refused_download_says_why(
+    shared: Bucket, faulty: FaultyS3, code: str, kind: type[StoreError], number: int
+) -> None:
+    async with opened(shared, faulty, retry_time_s=0.2) as store:
+        info = await store.head("body")
+        faulty.add("GET", code=code)
+        with pytest.raises(kind, match=REQUEST_ID) as raised:
+            await download(store, info)
+        assert raised.value.errno == number
+
+
+async def test_an_archived_object_is_to_be_restored(shared: Bucket, faulty: FaultyS3) -> None:
+    async with opened(shared, faulty) as store:
+        info = await store.head("body")
+        faulty.add("GET", code="InvalidObjectState")
+        with pytest.raises(ArchivedError, match="restore"):
+            await download(store, info)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [{"status": status} for status in (400, 403, 429, 500, 502, 503, 504)] + [{"stall": True}],
+)
+async def test_only_404_is_a_missing_object(
+    shared: Bucket, faulty: FaultyS3, fault: dict[str, Any]
+) -> None:
+    async with opened(shared, faulty, retry_time_s=0.2, read_timeout_s=0.3) as store:
+        faulty.add("HEAD", **fault)
+        with pytest.raises(StoreError) as raised:
+            await store.head("body")
+        assert not isinstance(raised.value, NotFoundError)
+
+
+async def test_a_missing_object_is_not_found(shared: Bucket, faulty: FaultyS3) -> None:
+    async with opened(shared, faulty) as store:
+        with pytest.raises(NotFoundError):
+            await store.head("missing")
+
+
+@pytest.mark.parametrize("code", ["NoSuchKey", "NoSuchBucket", "InternalError"])
+async def test_a_list_that_fails_says_nothing_about_an_object(
+    shared: Bucket, faulty: FaultyS3, code: str
+) -> None:
+    async with opened(shared, faulty, retry_time_s=0.2) as store:
+        await store.list_page("")
+        faulty.add("LIST", code=code)
+        with pytest.raises(StoreError) as raised:
+            await store.list_page("")
+        assert raised.value.errno == errno.EIO
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"code": "InternalError"}, {"code": "SlowDown"}, {"body": b"<html>Sign in</html>"},
+        {"body": b"<ListBucketResult><Contents>"}, {"cut_after": 100}, {"stall": True},
+        {"short": 100},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_a_list_that_fails_once_is_asked_again(
+    shared: Bucket, faulty: FaultyS3, fault: dict[str, Any], *, is_first: bool
+) -> None:
+    async with opened(shared, faulty) as store:
+        if not is_first:
+            await store.list_page("")
+        faulty.add("LIST", times=1, **fault)
+        assert {info.key for info in (await store.list_page("")).objects} == {"body"}
+        assert store.counters()["retries"] == 1
+
+
+async def test_a_redirected_list_is_left_to_botocore(shared: Bucket, faulty: FaultyS3) -> None:
+    async with opened(shared, faulty) as store:
+        await store.list_page("")
+        faulty.add("LIST", status=307, times=1)
+        assert (await store.list_page("")).objects
+        assert store.counters()["retries"] == 0
+
+
+async def test_connections_that_die_idle_are_made_again(shared: Bucket, faulty: FaultyS3) -> None:
+    async with opened(shared, faulty) as store:
+        info = await store.head("body")
+        await download(store, info)
+        faulty.drop_connections()
+        assert (await store.list_page("")).objects
+        assert await store.head("body") == info
+        assert await download(store, info) == BODY
+
+
+async def test_being_throttled_lowers_the_concurrency_for_a_while(
+    shared: Bucket, faulty: FaultyS3
+) -> None:
+    async with opened(shared, faulty) as store:
+        assert store.counters()["connections"] == 4
+        faulty.add("HEAD", code="SlowDown", times=1)
+        await store.list_page("")
+        seen = []
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(store.head, "body")
+            await until(lambda: store.counters()["throttled"] > 0)
+            seen.append(store.counters()["connections"])
+        for _ in range(10):
+            await store.head("body")
+        assert seen == [2]
+        assert store.counters()["connections"] == 4
+
+
+@pytest.mark.parametrize("operation", ["HEAD", "GET", "LIST"])
+async def test_expired_credentials_are_asked_for_again(
+    shared: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, operation: str
+) -> None:
+    monkeypatch.setattr(s3_module, "RECONNECT_EVERY_S", 0.0)
+    async with opened(shared, faulty) as store:
+        info = await store.head("body")
+        before = store._clients
+        faulty.add(operation, code="ExpiredToken", times=1)
+        await store.list_page("")
+        assert await store.head("body") == info
+        assert await download(store, info) == BODY
+        assert store._clients is not before

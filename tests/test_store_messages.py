@@ -1,0 +1,110 @@
+"""What a failed request says: to whoever mounts, and to the log."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import Any
+
+import pytest
+
+from fusefs.store.base import ObjectVersion
+from fusefs.store.errors import StoreError
+from tests.conftest import Bucket
+from tests.support.faulty_s3 import REQUEST_ID, FaultyS3
+from tests.support.store_reading import ODD_KEY, download, opened
+from tests.support.store_reading import as_owner as as_owner
+from tests.support.store_reading import shared as shared
+
+
+async def test_a_failed_request_is_one_line_in_the_log(
+    shared: Bucket, faulty: FaultyS3, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(shared, faulty, retry_time_s=0.5) as store:
+        info = await store.head("body")
+        faulty.add("GET", code="InternalError")
+        with caplog.at_level(logging.WARNING, "fusefs"), pytest.raises(StoreError):
+            await download(store, info)
+    (record,) = caplog.records
+    line = record.getMessage()
+    for part in ("GET", f"s3://{shared.name}/body", "500", "InternalError", REQUEST_ID):
+        assert part in line
+    assert "\n" not in line
+
+
+async def test_no_secret_is_in_the_log(
+    shared: Bucket, faulty: FaultyS3, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG, "fusefs"):
+        for fault in ({"code": "AccessDenied"}, {"stall": True}, {"cut_after": 9}, {"status": 400}):
+            faulty.clear()
+            async with opened(shared, faulty, retry_time_s=0.1, read_timeout_s=0.2) as store:
+                faulty.add(**fault)
+                for ask in (store.list_page, store.head):
+                    with contextlib.suppress(StoreError):
+                        await ask("body")
+                for key in ("body", ODD_KEY):
+                    with contextlib.suppress(StoreError):
+                        await download(store, ObjectVersion(key, '"x"', 10))
+    assert caplog.records
+    assert shared.server.secret_key not in caplog.text
+    assert "Signature=" not in caplog.text
+
+
+async def complaint(shared: Bucket, faulty: FaultyS3, **settings: Any) -> str:
+    """What `check` says, which must be one line that does not sound like a library."""
+    async with opened(shared, faulty, **settings) as store:
+        with pytest.raises(StoreError) as raised:
+            await store.check("")
+    text = str(raised.value)
+    assert "\n" not in text
+    assert not any(word in text for word in ("Errno", "ListObjectsV2", "botocore", "HTTPConn"))
+    return text
+
+
+async def test_a_missing_bucket_is_named(shared: Bucket, faulty: FaultyS3) -> None:
+    text = await complaint(shared, faulty, bucket="no-such-bucket")
+    assert "s3://no-such-bucket/" in text
+    assert "there is no such bucket" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "part"),
+    [
+        ("AWS_ACCESS_KEY_ID", "UNKNOWN", "the access key is not known"),
+        ("AWS_SECRET_ACCESS_KEY", "wrong", "the secret key does not match"),
+        ("AWS_ACCESS_KEY_ID", None, "no AWS credentials were found"),
+        ("AWS_PROFILE", "nope", "there is no AWS profile 'nope'"),
+    ],
+)
+async def test_wrong_credentials_are_told_apart(
+    shared: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch,
+    name: str, value: str | None, part: str,
+) -> None:  # fmt: skip
+    if value is None:
+        monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+        monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    else:
+        monkeypatch.setenv(name, value)
+    assert part in await complaint(shared, faulty)
+
+
+async def test_a_profile_wins_over_keys_in_the_environment(
+    shared: Bucket, faulty: FaultyS3
+) -> None:
+    assert "there is no AWS profile 'nope'" in await complaint(shared, faulty, profile="nope")
+
+
+async def test_an_unreachable_endpoint_is_named_once(shared: Bucket, faulty: FaultyS3) -> None:
+    text = await complaint(shared, faulty, endpoint_url="http://127.0.0.1:1")
+    assert text.endswith("no connection to http://127.0.0.1:1: connection refused")
+
+
+async def test_a_silent_endpoint_is_named(shared: Bucket, faulty: FaultyS3) -> None:
+    faulty.add(stall=True)
+    text = await complaint(shared, faulty, read_timeout_s=0.2)
+    assert f"no answer from {faulty.endpoint_url} in time" in text
+
+
+async def test_a_missing_ca_bundle_is_named(shared: Bucket, faulty: FaultyS3) -> None:
+    assert "/nonexistent" in await complaint(shared, faulty, ca_bundle="/nonexistent")
