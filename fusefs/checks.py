@@ -22,11 +22,32 @@ from fusefs.settings import MountSettings
 FUSE_DEVICE = Path("/dev/fuse")
 FUSE_NUMBER = os.makedev(10, 229)  # as Linux has it in Documentation/admin-guide/devices.txt
 FUSE_CONFIGURATION = Path("/etc/fuse.conf")
+FUSE_SETTINGS = Path("/proc/sys/fs/fuse")
 DEAD_TIMEOUT_S = 2.0
 
 
 class LaunchError(Exception):
     """The mount cannot be made; the message is one line for the user."""
+
+
+# Longer than the pauses that a mount is to survive.
+SHORTEST_REQUEST_TIMEOUT_S = 600
+
+
+def warnings() -> list[str]:
+    """What will work, and not as well as it could."""
+    found = []
+    for name in ("default_request_timeout", "max_request_timeout"):
+        try:
+            seconds = int((FUSE_SETTINGS / name).read_text())
+        except (OSError, ValueError):
+            continue
+        if 0 < seconds < SHORTEST_REQUEST_TIMEOUT_S:
+            found.append(
+                f"fs.fuse.{name} is {seconds} s: the kernel ends a mount that is not answered for"
+                " that long, as during a longer pause"
+            )
+    return found
 
 
 def check(settings: MountSettings) -> None:

@@ -200,6 +200,8 @@ def _mount(options: argparse.Namespace) -> int:
     if launch.resume(settings):
         return 0
     checks.check(settings)
+    for warning in checks.warnings():
+        _complain(f"warning: {warning}")
     if settings.foreground:
         return launch.run_foreground(settings)
     launch.start(settings)

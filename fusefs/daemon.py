@@ -53,7 +53,6 @@ from fusefs.posix.operations import Operations
 from fusefs.posix.restoring import restore
 from fusefs.posix.staging import Staging
 from fusefs.settings import MountSettings, SettingsError
-from fusefs.store.clients import S3Settings
 from fusefs.store.errors import StoreError
 from fusefs.store.s3 import S3Store
 
@@ -69,10 +68,6 @@ USER_ERRORS = (
     mounts.MountsError,
     SettingsError,
 )
-# What may be in memory of one download: the client's buffers and a chunk.
-MEMORY_PER_DOWNLOAD = 4 << 20
-# What the process takes before it downloads anything.
-MEMORY_AT_REST = 96 << 20
 INIT_TIMEOUT_S = 30
 
 
@@ -112,7 +107,7 @@ class Daemon:
         """
         if self.settings.session != SessionKind.PYFUSE3:
             self._handover = await Handover.begin(self.settings)
-        self.store = S3Store(_s3_settings(self.settings))
+        self.store = S3Store(process.s3_settings(self.settings))
         try:
             if self._handover is None or self._handover.checks_first:
                 await self.store.check(self.settings.source.prefix)
@@ -255,7 +250,7 @@ class Daemon:
             if passthrough is not None:
                 await passthrough.turn_on(session.has_passthrough, self.cache.directory)
             nursery.start_soon(self._leave_when_told, handover, session)
-            handover.keeping.serving(has_resend=session.has_resend)
+            handover.serving(has_resend=session.has_resend)
             yield session
         finally:
             os.close(handover.fd)
@@ -347,22 +342,6 @@ class Daemon:
         if request.get("command") != "status":
             raise control.ControlError("the only command is status")
         return status.collect(self)
-
-
-def _s3_settings(settings: MountSettings) -> S3Settings:
-    fitting = max(4, (settings.memory_limit - MEMORY_AT_REST) // MEMORY_PER_DOWNLOAD)
-    return S3Settings(
-        bucket=settings.source.bucket,
-        endpoint_url=settings.endpoint_url,
-        region=settings.region,
-        profile=settings.profile,
-        anonymous=settings.anonymous,
-        addressing=settings.addressing,
-        max_connections=min(settings.max_connections, fitting),
-        retry_time_s=settings.retry_time,
-        ca_bundle=str(settings.ca_bundle) if settings.ca_bundle else None,
-        requester_pays=settings.requester_pays,
-    )
 
 
 def run(settings: MountSettings, ready: Callable[[], None]) -> None:

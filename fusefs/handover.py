@@ -54,6 +54,7 @@ class Handover:
         self._state = state
         self.died_ns = died_ns
         self.is_privileged = False
+        self._has_resend = False
         self.fd = -1
         self.taken: Taken | None = None
         # What another keeper has to know, and what is to be done when it is there.
@@ -188,5 +189,10 @@ class Handover:
         quiesced = self.keeping.quiesced
         self.keeping = Keeping(ours)
         self.keeping.quiesced = quiesced
-        self.keeping.serving(has_resend=True)
+        self.serving(has_resend=self._has_resend)
         self.on_revival(self.keeping)
+
+    def serving(self, *, has_resend: bool) -> None:
+        """Tell the keeper that requests are answered, and whether they can be sent again."""
+        self._has_resend = has_resend
+        self.keeping.serving(has_resend=has_resend)

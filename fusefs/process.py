@@ -10,6 +10,12 @@ import resource
 import signal
 
 from fusefs.settings import MountSettings
+from fusefs.store.clients import S3Settings
+
+# What may be in memory of one download: the client's buffers and a chunk.
+MEMORY_PER_DOWNLOAD = 4 << 20
+# What the process takes before it downloads anything.
+MEMORY_AT_REST = 96 << 20
 
 
 def set_up(settings: MountSettings) -> None:
@@ -45,3 +51,20 @@ def _set_up_logging(settings: MountSettings) -> None:
     root.addHandler(handler)
     logging.getLogger("fusefs").setLevel(settings.log_level.upper())
     root.setLevel(logging.WARNING)
+
+
+def s3_settings(settings: MountSettings) -> S3Settings:
+    """What the store has to know; as many connections as the memory allows."""
+    fitting = max(4, (settings.memory_limit - MEMORY_AT_REST) // MEMORY_PER_DOWNLOAD)
+    return S3Settings(
+        bucket=settings.source.bucket,
+        endpoint_url=settings.endpoint_url,
+        region=settings.region,
+        profile=settings.profile,
+        anonymous=settings.anonymous,
+        addressing=settings.addressing,
+        max_connections=min(settings.max_connections, fitting),
+        retry_time_s=settings.retry_time,
+        ca_bundle=str(settings.ca_bundle) if settings.ca_bundle else None,
+        requester_pays=settings.requester_pays,
+    )
