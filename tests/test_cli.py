@@ -12,7 +12,6 @@ import pytest
 from fusefs import checks
 from tests.support.commands import run
 from tests.support.commands import runtime as runtime
-from tests.support.commands import sleeper as sleeper
 
 
 @pytest.fixture

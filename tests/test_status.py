@@ -1,0 +1,111 @@
+"""`fusefs umount` and `fusefs status` without a mount: what they say, and how a status looks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusefs import mounts, report
+from tests.support.commands import MOUNTINFO, run
+from tests.support.commands import runtime as runtime
+from tests.support.commands import sleeper as sleeper
+
+STATUS: dict[str, Any] = {
+    "mountpoint": "/mnt/data",
+    "source": "s3://bucket/",
+    "read_only": True,
+    "session": "kernel",
+    "passthrough": {"on": False, "why": "the kernel is older than 6.9"},
+    "cache": {
+        "directory": "/var/cache/fusefs",
+        "used_bytes": 3 << 30,
+        "limit_bytes": 50 << 30,
+        "files": 2000,
+        "hits": 75,
+        "misses": 25,
+        "hit_bytes": 1 << 30,
+        "miss_bytes": 1 << 20,
+        "evicted_files": 0,
+        "warning": "the cache disk is full",
+    },
+    "s3": {"gets": 25, "heads": 1, "lists": 2, "bytes_fetched": 1 << 30, "errors": 1},
+    "metadata": {"ttl_s": 60.0, "directories": 12, "nodes": 2001, "hidden_keys": 3},
+    "requests": {"total": 4096, "waiting": 1},
+    "daemon": {"pid": 4711, "rss_bytes": 90 << 20, "uptime_s": 3725, "cpu_s": 1.25},
+    "version": "0.1.0",
+}
+
+
+@pytest.fixture
+def no_mounts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mounts, "kernel_mounts", list)
+
+
+def test_umount_of_something_else_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("umount", tmp_path) == 1
+    assert capsys.readouterr().err == f"fusefs: {tmp_path} is not a mount of fusefs\n"
+
+
+def test_status_of_something_else_is_refused(
+    tmp_path: Path, runtime: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("status", tmp_path) == 1
+    assert "is not a mount of fusefs" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_mounts", "runtime")
+def test_status_without_mounts_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("status") == 0
+    assert capsys.readouterr().out == "no mounts\n"
+    assert run("status", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == []
+
+
+@pytest.mark.usefixtures("no_mounts", "runtime")
+def test_a_mount_that_does_not_answer_is_shown_with_its_pid(
+    sleeper: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    mounts.register(Path("/mnt/data"), "s3://bucket/", sleeper.pid)
+    assert run("status") == 0
+    assert f"not answering, pid {sleeper.pid}" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("runtime")
+def test_a_mount_of_somebody_else_is_shown_as_such(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mounts, "kernel_mounts", lambda: mounts.parse_mountinfo(MOUNTINFO)[1:2])
+    assert run("status") == 0
+    assert "it belongs to user 1000" in capsys.readouterr().out
+
+
+def test_a_status_is_shown_for_people() -> None:
+    text = report.render(STATUS)
+    assert text.startswith("/mnt/data\n")
+    for part in (
+        "kernel, read-only, passthrough off (the kernel is older than 6.9)",
+        "3.0 GiB of 50.0 GiB in 2,000 files",
+        "75 of 100 (75.0%); 1.0 GiB from here, 1.0 MiB waited for",
+        "25 GET, 1 HEAD, 2 LIST; 1.0 GiB fetched; 1 errors",
+        "believed for 1 min; 12 listings, 2,001 nodes; 3 keys hidden",
+        "4,096 answered, 1 waiting",
+        "pid 4711, 90.0 MiB of memory, up 1 h 2 min, 1.2 s of CPU",
+        "warning     the cache disk is full",
+    ):
+        assert part in text
+
+
+def test_a_status_without_some_parts_is_shown_all_the_same() -> None:
+    assert "/mnt/data" in report.render({"mountpoint": "/mnt/data", "source": "s3://b/"})
+
+
+def test_status_and_umount_start_without_trio_and_boto3() -> None:
+    script = "import sys, fusefs.cli; sys.exit(bool({'trio', 'boto3'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
