@@ -1,0 +1,138 @@
+"""Programs that open, read, cancel and close at random, while the room for it changes."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import trio
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fusefs.cache.fetch import NotKeptError
+from fusefs.cache.file import CacheFile
+from tests.support.disks import small_disk
+from tests.support.local_cache import Parts, cache_in, content, version
+
+MIB = 1 << 20
+SIZES = [300_000, MIB, 3 * MIB + 17]
+OBJECTS = [version(f"o{number}", SIZES[number % 3]) for number in range(6)]
+STEP = st.one_of(
+    st.tuples(st.just("open"), st.integers(0, 5)),
+    st.tuples(st.just("close"), st.integers(0, 5)),
+    st.tuples(
+        st.just("read"), st.integers(0, 5), st.integers(0, 2**31), st.integers(1, 800_000),
+        st.integers(0, 60),
+    ),
+    st.tuples(st.just("limit"), st.integers(0, 8 * MIB)),
+    st.tuples(st.just("record")),
+    st.tuples(st.just("tend")),
+)  # fmt: skip
+
+
+class Model:
+    """Programs that open, read, cancel and close, while the limit changes."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.open: dict[int, list[CacheFile]] = {}
+
+    async def step(self, action: str, *values: int) -> None:
+        await getattr(self, "_" + action)(*values)
+
+    async def _open(self, index: int) -> None:
+        file = self.parts.cache.pin(OBJECTS[index])
+        await self.parts.cache.ensure_open(file)
+        self.open.setdefault(index, []).append(file)
+
+    async def _close(self, index: int) -> None:
+        for file in self.open.pop(index, []):
+            self.parts.cache.unpin(file)
+
+    async def _read(self, index: int, start: int, size: int, patience: int) -> None:
+        one = OBJECTS[index]
+        start %= one.size
+        stop = min(one.size, start + size)
+
+        async def give_up(scope: trio.CancelScope) -> None:
+            for _ in range(patience):
+                await trio.lowlevel.checkpoint()
+            if patience < 30:
+                scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(give_up, nursery.cancel_scope)
+            try:
+                found = await self.parts.read(one, start, stop)
+            except NotKeptError:
+                found = bytes(await self.parts.fetcher.read_unkept(one, start, stop))
+            assert found == content(one)[start:stop]
+
+    async def _limit(self, limit: int) -> None:
+        self.parts.space._limit = limit
+
+    async def _record(self) -> None:
+        await self.parts.cache.record()
+
+    async def _tend(self) -> None:
+        await self.parts.space.tend()
+
+    async def check(self) -> None:
+        """What must hold when nothing is under way."""
+        parts = self.parts
+        await parts.quiet()
+        await parts.space.tend()
+        assert parts.space.reserved == 0
+        assert all(not file.downloads for file in parts.cache._files.values())
+        present = sum(file.present.total for file in parts.cache._files.values())
+        assert parts.space.used == present
+        assert parts.bytes_on_disk() <= present + 4096 * 4 * len(parts.cache)
+        held = sum(files[0].present.total for files in self.open.values())
+        assert parts.space.used <= max(parts.space._limit or 0, held)
+
+
+@given(st.lists(st.lists(STEP, min_size=1, max_size=4), max_size=12))
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+def test_whatever_programs_do_bytes_are_right_and_room_is_accounted_for(
+    rounds: list[list[tuple]],
+) -> None:
+    async def run(directory: Path) -> None:
+        async with cache_in(directory, limit=4 * MIB) as parts:
+            model = Model(parts)
+            for steps in rounds:
+                # The steps of a round happen at once.
+                async with trio.open_nursery() as nursery:
+                    for step in steps:
+                        nursery.start_soon(model.step, *step)
+                await model.check()
+            for index in range(len(OBJECTS)):
+                await model.step("close", index)
+            await model.check()
+            used = parts.space.used
+        async with cache_in(directory) as parts:
+            assert parts.space.used == used
+            for one in OBJECTS:
+                await parts.fetch(one)
+
+    with tempfile.TemporaryDirectory() as directory:
+        trio.run(run, Path(directory))
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", 8) as path:
+        yield path
+
+
+async def test_a_disk_that_fills_up_is_no_error(disk: Path) -> None:
+    async with cache_in(disk) as parts:
+        model = Model(parts)
+        for index in list(range(6)) * 2:
+            await model.step("open", index)
+            await model.step("read", index, 0, 4 * MIB, 99)
+        for index in range(6):
+            await model.step("close", index)
+        await parts.quiet()
+        assert parts.space.reserved == 0

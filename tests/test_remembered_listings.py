@@ -1,0 +1,65 @@
+"""Listings that a restart may reuse, and may forget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import trio
+
+from fusefs.cache.metadata import RememberedPages
+from fusefs.store.base import ListPage, ObjectInfo
+from tests.support.local_cache import until
+
+
+def page(*keys: str, token: str | None = None) -> ListPage:
+    objects = [ObjectInfo(key, 1, '"e"', 5, "GLACIER") for key in keys]
+    return ListPage(objects, ["p/d/"], token, keys[-1])
+
+
+async def remembered(directory: Path, *pages: tuple[str, str, ListPage], ttl_s: float = 60) -> None:
+    memory = RememberedPages(directory, "store", ttl_s)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(memory.run)
+        for prefix, after, one in pages:
+            memory.save(prefix, after, one)
+        await trio.testing.wait_all_tasks_blocked()
+        await until(lambda: len(memory._cache) == len(pages))
+        nursery.cancel_scope.cancel()
+    memory.close()
+
+
+async def test_a_listing_is_remembered_over_a_restart(tmp_path: Path) -> None:
+    await remembered(tmp_path, ("p/", "", page("p/ä", token="t")), ("p/", "p/ä", page("p/b")))
+    memory = RememberedPages(tmp_path, "store", 60)
+    first, second = await memory.load("p/", ""), await memory.load("p/", "p/ä")
+    assert first is not None
+    assert second is not None
+    assert first[0] == page("p/ä", token="")
+    assert second[0] == page("p/b")
+    assert 0 <= first[1] < 60
+    memory.close()
+
+
+async def test_a_remembered_listing_is_told_once(tmp_path: Path) -> None:
+    await remembered(tmp_path, ("p/", "", page("p/a")))
+    memory = RememberedPages(tmp_path, "store", 60)
+    assert await memory.load("p/", "") is not None
+    assert await memory.load("p/", "") is None
+    memory.close()
+
+
+async def test_a_listing_of_another_store_is_not_told(tmp_path: Path) -> None:
+    await remembered(tmp_path, ("p/", "", page("p/a")))
+    memory = RememberedPages(tmp_path, "another", 60)
+    assert await memory.load("p/", "") is None
+    memory.close()
+
+
+async def test_a_remembered_listing_that_makes_no_sense_is_forgotten(tmp_path: Path) -> None:
+    await remembered(tmp_path, ("p/", "", page("p/a")), ("q/", "", page("q/a")))
+    memory = RememberedPages(tmp_path, "store", 60)
+    memory._cache.set(memory._key("p/", ""), {"objects": [[1]], "fetched_at": "x"})
+    memory._cache.set(memory._key("q/", ""), "no page")
+    assert await memory.load("p/", "") is None
+    assert await memory.load("q/", "") is None
+    memory.close()
