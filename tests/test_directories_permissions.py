@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Bucket, new_bucket
+from tests.conftest import Bucket, Mounter, new_bucket
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
 from tests.support.semantics import states
@@ -141,18 +141,25 @@ def test_every_change_is_erofs(tree: Mount, change: str) -> None:
     assert caught.value.errno == errno.EROFS
 
 
-@states("`access` grants no one the right to write.")
+@states("On a read-only mount `access` grants no one the right to write.")
 def test_access_denies_writing(tree: Mount) -> None:
     assert os.access(tree.path / "readme.txt", os.R_OK)
     assert not os.access(tree.path / "readme.txt", os.W_OK)
     assert not os.access(tree.path, os.W_OK)
 
 
-@states("The mount is `nosuid` and `nodev`, and `ro`.")
+def flags_of(path: Path) -> set[str]:
+    """The kernel's flags of a mount."""
+    lines = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    return set(next(fields[5] for fields in lines if fields[4] == str(path)).split(","))
+
+
+@states("The mount is `nosuid` and `nodev`, and `ro` unless it is made with `--no-read-only`.")
 def test_the_mount_has_the_flags_that_keep_it_harmless(tree: Mount) -> None:
-    options = next(
-        line.split()[5]
-        for line in Path("/proc/self/mountinfo").read_text().splitlines()
-        if line.split()[4] == str(tree.path)
-    )
-    assert {"ro", "nosuid", "nodev"} <= set(options.split(","))
+    assert {"ro", "nosuid", "nodev"} <= flags_of(tree.path)
+
+
+@states("The mount is `nosuid` and `nodev`, and `ro` unless it is made with `--no-read-only`.")
+def test_a_mount_for_writing_is_nosuid_and_nodev_too(mounter: Mounter) -> None:
+    flags = flags_of(mounter("--session", "kernel", "--no-read-only").path)
+    assert {"rw", "nosuid", "nodev"} <= flags

@@ -92,8 +92,8 @@ def test_a_flock_of_one_version_does_not_hold_for_another(
 
 
 @states(
-    "`fcntl` locks hold likewise; they are shared ones, for an exclusive one needs a file that is"
-    " open for writing (EBADF)."
+    "`fcntl` locks hold likewise; an exclusive one needs a file that is open for writing (EBADF),"
+    " as on any disk."
 )
 @pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "not whole"])
 def test_other_processes_see_an_fcntl_lock(
