@@ -278,8 +278,9 @@ class Store(Protocol):
 
         The keys of `metadata` are HTTP tokens in lower case, its values
         printable ASCII, not empty, without spaces at the ends; S3 takes 2 KiB.
-        The `mtime_ns` of the answer is the bucket's, but for small files
-        this machine's, to the second: S3 does not tell it without a HEAD.
+        The `mtime_ns` of the answer is the bucket's, but after a single PUT
+        this machine's, to the second: S3 tells it only to a HEAD, which would
+        take half as long again as the PUT of a small file.
 
         A store that knows no conditions answers with status 501
         (`UnsupportedError`), or ignores them, which nothing tells. Where an
@@ -324,9 +325,9 @@ class Store(Protocol):
     ) -> ObjectInfo:
         """Have S3 copy exactly `source` to `key`, however large it is.
 
-        Content type, storage class and the like are kept, and so is the user
-        metadata, unless another is given. `key` may be the source's if
-        `metadata` is given.
+        Content type, storage class, tags and the like are kept, and so is the
+        user metadata, unless another is given. `key` may be the source's if
+        `metadata` is given. The copy may have another ETag than the source.
 
         Raises:
             NotFoundError: there is no such source.

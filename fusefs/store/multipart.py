@@ -48,12 +48,11 @@ async def copy(
     store: S3Store,
     source: ObjectVersion,
     key: str,
-    metadata: Mapping[str, str],
     kept: Mapping[str, Any],
 ) -> ObjectInfo:
-    """Copy what is too large for one copy; `kept` are boto3's parameters."""
-    size = fitting_part(source.size, COPY_PART)
-    upload = await _begin(store, key, source.size, size, metadata, kept)
+    """Copy what is too large for one copy; `kept` are boto3's parameters for what it has."""
+    part_size = fitting_part(source.size, COPY_PART)
+    upload = await _begin(store, key, source.size, part_size, kept)
     async with _aborted_on_failure(upload):
         await upload.copy_all(source)
         return await upload.complete()
@@ -73,31 +72,23 @@ async def begin(
     store: S3Store, key: str, size: int, metadata: Mapping[str, str], content_type: str | None
 ) -> S3Upload:
     """As `Store.begin_upload`."""
-    kept = {} if content_type is None else {"ContentType": content_type}
-    return await _begin(
-        store, key, size, fitting_part(size, store.settings.part_size), metadata, kept
-    )
+    requests.check(metadata, content_type)
+    part_size = fitting_part(size, store.settings.part_size)
+    return await _begin(store, key, size, part_size, requests.headers(metadata, content_type))
 
 
 async def _begin(
-    store: S3Store,
-    key: str,
-    size: int,
-    part_size: int,
-    metadata: Mapping[str, str],
-    kept: Mapping[str, Any],
+    store: S3Store, key: str, size: int, part_size: int, kept: Mapping[str, Any]
 ) -> S3Upload:
-    requests.check(metadata)
-
     def work(clients: Clients) -> str:
         answer = clients.s3.create_multipart_upload(
-            **clients.request, **kept, Key=key, Metadata=dict(metadata), ChecksumAlgorithm="CRC32"
+            **clients.request, **kept, Key=key, ChecksumAlgorithm="CRC32"
         )
         upload_id: str = answer["UploadId"]
         return upload_id
 
     upload_id = await store.retried("BEGIN UPLOAD", key, work)
-    return S3Upload(store, UploadState(key, upload_id, size, part_size, dict(metadata)))
+    return S3Upload(store, UploadState(key, upload_id, size, part_size, kept["Metadata"]))
 
 
 async def resume(store: S3Store, state: UploadState) -> S3Upload:

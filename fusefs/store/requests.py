@@ -43,12 +43,10 @@ def check(metadata: Mapping[str, str], content_type: str | None = None) -> None:
             raise ValueError(f"no metadata: {name!r}: {value!r}")
 
 
-def headers(metadata: Mapping[str, str] | None, content_type: str | None) -> dict[str, Any]:
+def headers(metadata: Mapping[str, str], content_type: str | None) -> dict[str, Any]:
     """boto3's parameters for them."""
-    told: dict[str, Any] = {"Metadata": dict(metadata or {})}
-    if content_type is not None:
-        told["ContentType"] = content_type
-    return told
+    typed = {} if content_type is None else {"ContentType": content_type}
+    return {"Metadata": dict(metadata), **typed}
 
 
 def conditions(condition: Condition) -> dict[str, str]:

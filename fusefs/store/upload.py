@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from fusefs.store.clients import Clients
     from fusefs.store.s3 import S3Store
 
+# Of one upload. Measured against a server with as many processors as the client
+# has, 32 took a third longer than 12 to 20.
+PARTS_AT_ONCE = 16
+
 
 class S3Upload:
     """An upload under way; see `fusefs.store.base.Upload`."""
@@ -243,8 +247,7 @@ class S3Upload:
                     return
 
         async with trio.open_nursery() as nursery:
-            # More would only wait for a connection.
-            for _ in range(self._store.settings.max_connections):
+            for _ in range(min(PARTS_AT_ONCE, self._store.settings.max_connections)):
                 nursery.start_soon(run, nursery.cancel_scope)
         if failures:
             raise failures[0]

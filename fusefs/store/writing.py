@@ -54,6 +54,7 @@ _HEADERS = {
 # What HEAD tells and a copy with other metadata would lose.
 _KEPT = (
     "ContentType", "CacheControl", "ContentDisposition", "ContentEncoding", "ContentLanguage",
+    "Expires", "WebsiteRedirectLocation",
 )  # fmt: skip
 # Characters that a DeleteObjects request, XML 1.0, has no way to write.
 _NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
@@ -189,12 +190,13 @@ async def copy(
         raise StaleVersionError("the object has been replaced")
     kept: dict[str, Any] = {name: answer[name] for name in _KEPT if name in answer}
     kept["StorageClass"] = info.storage_class
-    wanted = metadata if metadata is not None else info.metadata or {}
+    kept["Metadata"] = dict(metadata if metadata is not None else info.metadata or {})
     if source.size > COPY_LIMIT:
         if answer.get("TagCount"):
             kept["Tagging"] = await _tagging(store, source.key)
-        return await multipart.copy(store, source, key, wanted, kept)
-    return await _copy_whole(store, source, key, wanted, kept)
+        return await multipart.copy(store, source, key, kept)
+    kept["MetadataDirective"] = "COPY" if metadata is None else "REPLACE"
+    return await _copy_whole(store, source, key, kept)
 
 
 async def _tagging(store: S3Store, key: str) -> str:
@@ -211,9 +213,9 @@ async def _copy_whole(
     store: S3Store,
     source: ObjectVersion,
     key: str,
-    metadata: Mapping[str, str],
     kept: Mapping[str, Any],
 ) -> ObjectInfo:
+    """Copy with one request; `kept` are boto3's parameters for what the copy has."""
     may_be_done = False
 
     def work(clients: Clients) -> ObjectInfo:
@@ -225,14 +227,12 @@ async def _copy_whole(
                 Key=key,
                 CopySource={"Bucket": clients.request["Bucket"], "Key": source.key},
                 CopySourceIfMatch=source.etag,
-                Metadata=dict(metadata),
-                MetadataDirective="REPLACE",
             )
         except Exception as error:
             failure = requests.judged(error, None)
             # Copied onto itself, a version made of parts gets another ETag.
             if may_be_done and failure.kind is StaleVersionError and key == source.key:
-                info = requests.find(clients, key, source.size, metadata, {})
+                info = requests.find(clients, key, source.size, kept["Metadata"], {})
                 if info is not None:
                     return info
             may_be_done |= failure.is_retryable
@@ -248,7 +248,7 @@ async def _copy_whole(
             kept["StorageClass"],
             kept.get("ContentType"),
             answer.get("VersionId"),
-            metadata,
+            kept["Metadata"],
         )
 
     return await store.retried("COPY", key, work)
