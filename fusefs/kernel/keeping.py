@@ -1,7 +1,7 @@
 """The daemon's end of the socket to its keeper; the protocol is in keeper_wire.py.
 
-What is sent goes through one task, so that messages keep their order and
-nobody waits for the keeper who does not need its answer. When the keeper's end
+What the socket does not take at once goes through one task, so that messages
+keep their order and nobody waits for the keeper who does not need its answer. When the keeper's end
 is gone, everything that waits for it fails with ECONNRESET and `gone` is set:
 the mount goes on, and a new keeper can be given the same object's other end.
 """
@@ -53,6 +53,8 @@ class Keeping:
         sock.setblocking(False)
         self._socket = sock
         self._outbox, self._queue = trio.open_memory_channel[tuple[bytes, int]](math.inf)
+        # Whether nothing waits in the queue, so that what comes may be sent at once.
+        self._is_idle = True
         self._last_number = 0
         self._waiting: dict[int, _Reply] = {}
         self.gone = trio.Event()
@@ -171,8 +173,17 @@ class Keeping:
         self._send(wire.pack(wire.BACKING_CLOSE, 0, backing_id))
 
     def _send(self, message: bytes, fd: int = -1) -> None:
-        if not self.gone.is_set():
-            self._outbox.send_nowait((message, fd))
+        if self.gone.is_set():
+            return
+        if self._is_idle:
+            try:
+                wire.send(self._socket, message, fd)
+                return
+            except BlockingIOError:
+                self._is_idle = False
+            except OSError:
+                return  # gone, which receiving will show
+        self._outbox.send_nowait((message, fd))
 
     async def _send_all(self) -> None:
         async for message, fd in self._queue:
@@ -184,6 +195,7 @@ class Keeping:
                     await trio.lowlevel.wait_writable(self._socket)
                 except OSError:
                     return  # gone, which receiving will show
+            self._is_idle = not self._queue.statistics().current_buffer_used
 
     async def _receive_all(self) -> None:
         while True:

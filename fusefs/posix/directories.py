@@ -290,8 +290,15 @@ class Directories:
         directory.walk = walk
 
     async def _load_around(self, directory: Directory, name: str) -> None:
-        """Load the page that starts at a name, or wait for one that may hold it."""
-        start = just_before(name)
+        """Load the page that starts at a name, or wait for one that may hold it.
+
+        Of a directory that nothing is known of, that is the first page, which
+        mostly is all; otherwise names that come in shuffled order would cost
+        a page for each that is before all earlier ones.
+        """
+        now = time.monotonic()
+        is_known = any(segment.expires > now for segment in directory.segments)
+        start = just_before(name) if is_known or directory.loading else ""
         under_way = [other for other in directory.loading if other <= start]
         if under_way:
             await directory.loading[max(under_way)].wait()
