@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from fusefs import mounts
-from fusefs.cache.files import RECORD_EVERY_S
 from tests.conftest import Bucket, Mounter
 from tests.support.disks import fill, small_disk, taken_by
 from tests.support.mounting import LIMIT_S, Mount, fusefs
@@ -50,12 +49,6 @@ def warnings_of(mount: Mount) -> list[str]:
     return [line for line in mount.log.read_text().splitlines() if "reading without it" in line]
 
 
-def recorded(mount: Mount) -> None:
-    """Wait until the catalog has been told of what has arrived."""
-    time.sleep(RECORD_EVERY_S + 0.5)
-    mount.status()
-
-
 @pytest.mark.parametrize("passthrough", ["auto", "off"])
 def test_what_was_on_record_is_used_after_a_kill(
     bucket: Bucket, mounter: Mounter, passthrough: str
@@ -63,7 +56,7 @@ def test_what_was_on_record_is_used_after_a_kill(
     objects = put_many(bucket, 4, 3 * MIB)
     one = mounter("--passthrough", passthrough)
     check_all(one, objects)
-    recorded(one)
+    until(one.is_recorded, "what was read on record")
     one.kill()
     one.start()
     check_all(one, objects)
@@ -151,7 +144,8 @@ def test_a_mount_uses_what_another_fetched(bucket: Bucket, mounter: Mounter) -> 
     objects = put_many(bucket, 3, 2 * MIB)
     one, other = mounter(), mounter()
     check_all(one, objects)
-    recorded(one)
+    for each in (one, other):
+        until(each.is_recorded, "what was read on record, and known to both")
     check_all(other, objects)
     assert other.status()["s3"]["gets"] == 0
 
@@ -242,7 +236,7 @@ def test_a_disk_that_turns_read_only_degrades_to_reading_without_a_cache(
     one = mounter("--passthrough", passthrough, cache="disk/cache")
     pid = one.pid
     (one.path / "o00").read_bytes()
-    recorded(one)
+    until(one.is_recorded, "what was read on record")
     # The journal is open for writing, so only the cache's own part can be turned.
     with turned_read_only(one):
         check_all(one, objects)

@@ -20,7 +20,7 @@ from tests.support.faulty_s3 import FaultyS3
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
 from tests.support.semantics import states
-from tests.support.sharing import KINDS, mounted, read_all, stamped, version_of
+from tests.support.sharing import KINDS, mounted, read_all, read_or_stale, stamped, version_of
 
 MIB = 1 << 20
 SMALL = 300_000
@@ -86,16 +86,6 @@ def make(kind: str, at_once: Mount, bucket: Folder, mounter: Mounter) -> Callabl
         return Place(at_once.path / bucket.prefix)
 
     return place
-
-
-def read_or_stale(fd: int, size: int, offset: int) -> bytes | None:
-    """What pread says; None for ESTALE, and nothing else is allowed."""
-    try:
-        return os.pread(fd, size, offset)
-    except OSError as error:
-        if error.errno != errno.ESTALE:
-            raise
-        return None
 
 
 @states(

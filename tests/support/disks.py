@@ -1,9 +1,10 @@
-"""Small disks of a test's own, which can be filled, and what a cache takes of a disk."""
+"""Small disks of a test's own, and what a cache has of a disk."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sqlite3
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,6 +36,15 @@ def taken_by(cache: Path) -> int:
         with contextlib.suppress(FileNotFoundError):
             taken += path.stat().st_blocks * 512
     return taken
+
+
+def recorded_by(cache: Path) -> int:
+    """The bytes of which the catalogs of a cache directory know."""
+    recorded = 0
+    for path in cache.glob("*/catalog.sqlite3"):
+        with contextlib.closing(sqlite3.connect(path)) as db:
+            recorded += db.execute("SELECT bytes FROM total").fetchone()[0]
+    return recorded
 
 
 def fill(disk: Path) -> Path:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.support.disks import recorded_by
+
 FUSEFS = Path(sys.prefix) / "bin" / "fusefs"
 LIMIT_S = 60
 
@@ -62,6 +64,11 @@ class Mount:
     def status(self) -> dict[str, Any]:
         result: dict[str, Any] = json.loads(fusefs("status", self.path, "--json").stdout)
         return result
+
+    def is_recorded(self) -> bool:
+        """Whether all that has arrived would be found after a kill."""
+        used: int = self.status()["cache"]["used_bytes"]
+        return recorded_by(self.cache) == used
 
     @property
     def pid(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import subprocess
@@ -105,3 +106,13 @@ def read_all(path: Path | str, size: int = 1 << 20) -> bytes:
         return b"".join(parts)
     finally:
         os.close(fd)
+
+
+def read_or_stale(fd: int, size: int, offset: int) -> bytes | None:
+    """What pread says; None for ESTALE, and nothing else is allowed."""
+    try:
+        return os.pread(fd, size, offset)
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
+        return None

@@ -1,0 +1,120 @@
+"""What was open when the daemon was killed goes on as it was, under the next daemon."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Bucket, Mounter
+from tests.support.libc import DirectoryStream
+from tests.support.listing_server import ListingServer
+from tests.support.mounting import Mount
+from tests.support.s3_server import S3Server
+from tests.support.semantics import states
+from tests.support.sharing import mounted, read_all, read_or_stale, stamped, until
+from tests.support.surviving import serving_pid
+
+LARGE = 24 << 20
+
+
+def kill_daemon(mount: Mount) -> None:
+    """Kill it, and return when another one serves."""
+    told = mount.status()["survival"]
+    if not told["on"]:
+        pytest.skip(told["why"])
+    pid = serving_pid(mount)
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: serving_pid(mount) != pid, "another daemon")
+
+
+@states(
+    "Open files go on with the version that they were opened with, and an open directory goes on"
+    " where it was."
+)
+@pytest.mark.parametrize("passthrough", ["auto", "off"])
+def test_an_open_file_goes_on_with_its_version(
+    mounter: Mounter, bucket: Bucket, passthrough: str
+) -> None:
+    """Of one file all is in the cache, of one the beginning; both are replaced meanwhile."""
+    for name in ("whole", "begun"):
+        bucket.put(name, stamped(1, LARGE))
+    options = ("--session", "kernel", "--passthrough", passthrough, "--metadata-ttl", "0s")
+    mount = mounter(*options)
+    root = mount.path
+    read_all(root / "whole")
+    with (
+        (root / "whole").open("rb", buffering=0) as whole,
+        (root / "begun").open("rb", buffering=0) as begun,
+    ):
+        assert begun.read(4096) == stamped(1, 4096)
+        until(mount.is_recorded, "what was read on record")
+        for name in ("whole", "begun"):
+            bucket.put(name, stamped(2, LARGE))
+        kill_daemon(mount)
+        for file in (whole, begun):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        assert os.pread(whole.fileno(), LARGE, 0) == stamped(1, LARGE)
+        assert os.fstat(begun.fileno()).st_size == LARGE
+        assert read_or_stale(begun.fileno(), 4096, LARGE - 4096) is None
+        for name in ("whole", "begun"):
+            assert read_all(root / name) == stamped(2, LARGE)
+        assert os.pread(whole.fileno(), LARGE, 0) == stamped(1, LARGE)
+
+
+@states(
+    "Bytes that arrived within the last seconds before the daemon died may have to be downloaded"
+    " again; if the object was replaced meanwhile, reading them is ESTALE."
+)
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_what_was_not_on_record_is_read_again_or_stale(
+    mounter: Mounter, bucket: Bucket, *, is_replaced: bool
+) -> None:
+    bucket.put("file", stamped(1, LARGE))
+    options = ("--session", "kernel", "--passthrough", "off", "--metadata-ttl", "0s")
+    mount = mounter(*options)
+    with (mount.path / "file").open("rb", buffering=0) as file:
+        kill_daemon(mount)
+        assert os.pread(file.fileno(), LARGE, 0) == stamped(1, LARGE)
+        if is_replaced:
+            bucket.put("file", stamped(2, LARGE))
+        kill_daemon(mount)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        found = read_or_stale(file.fileno(), LARGE, 0)
+        assert found == stamped(1, LARGE) or (is_replaced and found is None)
+
+
+@states(
+    "Open files go on with the version that they were opened with, and an open directory goes on"
+    " where it was."
+)
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9])
+def test_an_open_directory_goes_on_where_it_was(s3: S3Server, tmp_path: Path, share: float) -> None:
+    names = [f"object-{number:05d}" for number in range(5000)]
+    with (
+        ListingServer(f"d/{name}" for name in names).serving() as server,
+        mounted(
+            s3, "s3://some-bucket", tmp_path, "--session", "kernel", "--anonymous",
+            endpoint_url=server.endpoint_url,
+        ) as mount,
+        DirectoryStream(mount.path / "d") as stream,
+    ):  # fmt: skip
+        found = [stream.read() for _ in range(1 + int(share * len(names)))]
+        kill_daemon(mount)
+        # What came or went before and behind the place moves nothing else.
+        server.keys = sorted([*server.keys, "d/object-00000-new", "d/object-04998-new"])
+        told = [entry[0] for entry in found if entry is not None] + stream.names()
+    assert len(set(told)) == len(told)
+    assert set(told) - {"object-00000-new", "object-04998-new"} == {".", "..", *names}
+
+
+@states("A directory's times are the time of the mount, for S3 keeps none.")
+def test_a_directory_is_not_younger_under_the_next_daemon(mounter: Mounter, bucket: Bucket) -> None:
+    for name in ("d", "e"):
+        bucket.put(f"{name}/file", b"")
+    mount = mounter("--session", "kernel")
+    before = (mount.path / "d").stat().st_mtime_ns
+    kill_daemon(mount)
+    assert (mount.path / "e").stat().st_mtime_ns == before
