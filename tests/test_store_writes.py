@@ -6,7 +6,9 @@ import errno
 import os
 import tracemalloc
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -14,6 +16,8 @@ import trio.testing
 
 from fusefs.store import multipart, writing
 from fusefs.store.base import IF_ABSENT, IfMatch, ObjectVersion, Priority
+from fusefs.store.body import Body
+from fusefs.store.clients import Clients, S3Settings
 from fusefs.store.connections import Connections
 from fusefs.store.errors import (
     ConflictError,
@@ -189,6 +193,41 @@ async def test_uploads_leave_connections_to_those_who_wait_for_data() -> None:
         await budget.acquire(lambda: Priority.DEMAND)
         assert budget.in_use == 7
         nursery.cancel_scope.cancel()
+
+
+async def test_a_head_tells_metadata_with_keys_in_lower_case(bucket: Bucket) -> None:
+    bucket.put("file", b"x", Metadata={"Some-Key": "Some Value"})
+    async with opened(bucket, bucket.server.endpoint_url) as store:
+        assert (await store.head("file")).metadata == {"some-key": "Some Value"}
+        [listed] = (await store.list_page("")).objects
+        assert listed.metadata is None
+
+
+class _SentError(Exception):
+    """Ends a request that was about to be sent."""
+
+
+@pytest.mark.parametrize(("scheme", "is_signed"), [("https", False), ("http", True)])
+async def test_a_body_with_a_checksum_is_signed_only_where_nothing_else_protects_it(
+    make: MAKE, scheme: str, is_signed: bool
+) -> None:
+    clients = Clients(S3Settings("bucket", f"{scheme}://127.0.0.1:9"))
+    sent: dict[str, bytes] = {}
+
+    def note(request: Any, **_: object) -> None:
+        sent.update(request.headers.items())
+        raise _SentError
+
+    clients.s3.meta.events.register("before-send.s3", note)
+    body = Body(make(100).fd, 0, 100)
+    body.begin()
+    for send in (
+        partial(clients.s3.put_object, Bucket="bucket"),
+        partial(clients.s3.upload_part, Bucket="bucket", UploadId="1", PartNumber=1),
+    ):
+        with pytest.raises(_SentError):
+            send(Key="key", Body=body, ChecksumCRC32=body.checksum())
+        assert (sent["X-Amz-Content-SHA256"] != b"UNSIGNED-PAYLOAD") is is_signed
 
 
 # --- conditions -------------------------------------------------------------------
