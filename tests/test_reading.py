@@ -163,6 +163,10 @@ def test_a_read_across_the_end_returns_what_is_there(world: World) -> None:
     assert got == world.expected(BIG)[-100:]
 
 
+@states(
+    "A read returns all bytes that were asked for, fewer only at the end of the file, and none"
+    " behind it."
+)
 def test_a_read_far_past_the_end_returns_nothing(world: World) -> None:
     with world.big.open("rb", buffering=0) as file:
         assert file.seek(SIZES[BIG] + (1 << 40)) == SIZES[BIG] + (1 << 40)
@@ -306,12 +310,20 @@ def _direct(path: Path, offset: int, size: int, memory_offset: int = 0) -> bytes
         os.close(fd)
 
 
+@states(
+    "A read returns all bytes that were asked for, fewer only at the end of the file, and none"
+    " behind it."
+)
 def test_aligned_direct_reads(world: World) -> None:
     data = world.expected(BIG)
     for offset, size in ((0, 4096), (8 * MIB, MIB), (8192, 3 * MIB)):
         assert _direct(world.big, offset, size) == data[offset : offset + size]
 
 
+@states(
+    "A read returns all bytes that were asked for, fewer only at the end of the file, and none"
+    " behind it."
+)
 def test_a_direct_read_across_the_end_returns_what_is_there(world: World) -> None:
     start = SIZES[BIG] // 4096 * 4096
     assert _direct(world.big, start, 8192) == world.expected(BIG)[start:]
