@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,10 +17,7 @@ from fusefs.store.errors import (
     AccessDeniedError,
     ConflictError,
     CredentialsError,
-    ExistsError,
-    StoreError,
     ThrottledError,
-    UnreachableError,
     UnsupportedError,
 )
 from tests.conftest import Bucket
@@ -160,137 +156,6 @@ async def test_what_is_forbidden_is_not_tried_again(
         with pytest.raises(AccessDeniedError):
             await put(store, "file", make(size))
         assert store.counters()["retries"] == 0
-
-
-# --- answers that were lost ---------------------------------------------------------
-
-
-@each_way
-async def test_a_new_object_whose_answer_was_lost_is_ones_own(
-    bucket: Bucket, faulty: FaultyS3, make: MAKE, size: int, operation: str
-) -> None:
-    file = make(size)
-    ends = "COMPLETE" if operation == "PART" else "PUT"
-    faulty.add(ends, times=1, lose_answer=True)
-    async with opened(bucket, faulty.endpoint_url) as store:
-        info = await put(store, "file", file, IF_ABSENT)
-        assert info.version == (await store.head("file")).version
-    assert digest(contents(bucket, "file")) == digest(file.data)
-
-
-@each_way
-async def test_a_replaced_object_whose_answer_was_lost_is_ones_own(
-    bucket: Bucket, faulty: FaultyS3, make: MAKE, size: int, operation: str
-) -> None:
-    file = make(size)
-    old = bucket.put("file", b"old")
-    ends = "COMPLETE" if operation == "PART" else "PUT"
-    faulty.add(ends, times=1, lose_answer=True)
-    async with opened(bucket, faulty.endpoint_url) as store:
-        info = await put(store, "file", file, IfMatch(old))
-        assert info.version == (await store.head("file")).version
-    assert digest(contents(bucket, "file")) == digest(file.data)
-
-
-@each_way
-async def test_another_object_with_the_same_bytes_is_not_ones_own(
-    bucket: Bucket, faulty: FaultyS3, make: MAKE, size: int, operation: str
-) -> None:
-    file = make(size)
-    ends = "COMPLETE" if operation == "PART" else "PUT"
-    async with (
-        opened(bucket, bucket.server.endpoint_url) as other,
-        opened(bucket, faulty.endpoint_url) as store,
-    ):
-        token = trio.lowlevel.current_trio_token()
-
-        def overtake() -> None:
-            send = partial(put, other, "file", file, metadata={"mtime": "2"})
-            trio.from_thread.run(send, trio_token=token)
-
-        faulty.add(ends, times=1, before=overtake, code="InternalError")
-        with pytest.raises(ExistsError):
-            await put(store, "file", file, IF_ABSENT)
-        assert (await store.head("file")).metadata == {"mtime": "2"}
-
-
-async def test_a_head_decides_when_completing_gets_no_answer(
-    bucket: Bucket, faulty: FaultyS3, make: MAKE
-) -> None:
-    file = make(2 * PART)
-    faulty.add("COMPLETE", lose_answer=True)
-    async with opened(bucket, faulty.endpoint_url, retry_time_s=0.5) as store:
-        info = await put(store, "file", file)
-        assert info.version == (await store.head("file")).version
-    assert digest(contents(bucket, "file")) == digest(file.data)
-
-
-async def test_an_upload_that_was_not_completed_is_no_success(
-    bucket: Bucket, faulty: FaultyS3, make: MAKE
-) -> None:
-    file = make(2 * PART)
-    bucket.put("file", b"old")
-    faulty.add("COMPLETE", cut_request_after=0)
-    async with opened(bucket, faulty.endpoint_url, retry_time_s=0.5) as store:
-        with pytest.raises(UnreachableError):
-            await put(store, "file", file)
-        assert await store.list_uploads("") == []
-    assert contents(bucket, "file") == b"old"
-
-
-async def test_a_copy_onto_itself_whose_answer_was_lost_is_done(
-    bucket: Bucket, faulty: FaultyS3, make: MAKE
-) -> None:
-    faulty.add("COPY", times=1, lose_answer=True)
-    async with opened(bucket, faulty.endpoint_url) as store:
-        info = await put(store, "file", make(2 * PART))
-        await store.copy(info.version, "file", metadata={"new": "1"})
-        assert (await store.head("file")).metadata == {"new": "1"}
-
-
-# --- answers that say 200 and are none ------------------------------------------------
-
-
-@pytest.mark.parametrize("body", [None, b"", b"\n\n"], ids=["error", "empty", "blank"])
-@pytest.mark.parametrize("operation", ["COMPLETE", "COPY", "PART COPY"])
-async def test_an_error_with_status_200_is_an_error(
-    bucket: Bucket, faulty: FaultyS3, make: MAKE, monkeypatch: pytest.MonkeyPatch,
-    operation: str, body: bytes | None,
-) -> None:  # fmt: skip
-    if operation == "PART COPY":
-        monkeypatch.setattr(writing, "COPY_LIMIT", PART)
-    file = make(2 * PART)
-    rule = faulty.add(operation, times=2, status=200, code="InternalError", body=body)
-    async with opened(bucket, faulty.endpoint_url) as store:
-        info = await put(store, "file", file)
-        await store.copy(info.version, "copy")
-    assert rule.used == 2
-    assert digest(contents(bucket, "copy")) == digest(file.data)
-
-
-async def test_an_upload_that_only_fails_with_status_200_is_given_up(
-    bucket: Bucket, faulty: FaultyS3, make: MAKE
-) -> None:
-    faulty.add("COMPLETE", status=200, code="InternalError")
-    async with opened(bucket, faulty.endpoint_url, retry_time_s=0.5) as store:
-        with pytest.raises(UnreachableError):
-            await put(store, "file", make(2 * PART))
-        assert await store.list_uploads("") == []
-    assert keys(bucket) == []
-
-
-async def test_a_part_that_the_bucket_lost_is_an_error(
-    bucket: Bucket, faulty: FaultyS3, make: MAKE
-) -> None:
-    file = make(3 * PART)
-    faulty.add("PART", times=1, status=200, body=b"", headers={"etag": '"00"'})
-    async with opened(bucket, faulty.endpoint_url) as store:
-        with pytest.raises(StoreError, match="does not have all the parts"):
-            await put(store, "file", file)
-        assert await store.list_uploads("") == []
-        assert keys(bucket) == []
-        await put(store, "file", file)
-    assert digest(contents(bucket, "file")) == digest(file.data)
 
 
 # --- conditions -----------------------------------------------------------------------

@@ -1,0 +1,195 @@
+"""Writes whose answers are lost or lie: what happened is found out, or done again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import trio
+
+from fusefs.store import writing
+from fusefs.store.base import IF_ABSENT, IfMatch
+from fusefs.store.errors import (
+    ExistsError,
+    StoreError,
+    UnreachableError,
+)
+from tests.conftest import Bucket
+from tests.support.faulty_s3 import FaultyS3
+from tests.support.s3_server import S3Server
+from tests.support.store_writing import (
+    PART,
+    LocalFile,
+    become_owner,
+    contents,
+    digest,
+    keys,
+    opened,
+    put,
+)
+
+MAKE = Callable[[int], LocalFile]
+# How a file is sent, by its size: through obstore, through boto3, in parts.
+WAYS = [(1000, "PUT"), (writing.SMALL + 1000, "PUT"), (3 * PART, "PART")]
+each_way = pytest.mark.parametrize(("size", "operation"), WAYS, ids=["small", "one", "parts"])
+
+
+@pytest.fixture(scope="module")
+def faulty(s3: S3Server) -> Iterator[FaultyS3]:
+    with FaultyS3(s3.endpoint_url) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _as_owner(s3: S3Server, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    become_owner(s3, monkeypatch)
+    yield
+    faulty.clear()
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[MAKE]:
+    """Makes files of a size."""
+    made: list[LocalFile] = []
+
+    def make_one(size: int) -> LocalFile:
+        made.append(LocalFile(tmp_path / str(len(made)), size))
+        return made[-1]
+
+    yield make_one
+    for file in made:
+        os.close(file.fd)
+
+
+# --- answers that were lost ---------------------------------------------------------
+
+
+@each_way
+async def test_a_new_object_whose_answer_was_lost_is_ones_own(
+    bucket: Bucket, faulty: FaultyS3, make: MAKE, size: int, operation: str
+) -> None:
+    file = make(size)
+    ends = "COMPLETE" if operation == "PART" else "PUT"
+    faulty.add(ends, times=1, lose_answer=True)
+    async with opened(bucket, faulty.endpoint_url) as store:
+        info = await put(store, "file", file, IF_ABSENT)
+        assert info.version == (await store.head("file")).version
+    assert digest(contents(bucket, "file")) == digest(file.data)
+
+
+@each_way
+async def test_a_replaced_object_whose_answer_was_lost_is_ones_own(
+    bucket: Bucket, faulty: FaultyS3, make: MAKE, size: int, operation: str
+) -> None:
+    file = make(size)
+    old = bucket.put("file", b"old")
+    ends = "COMPLETE" if operation == "PART" else "PUT"
+    faulty.add(ends, times=1, lose_answer=True)
+    async with opened(bucket, faulty.endpoint_url) as store:
+        info = await put(store, "file", file, IfMatch(old))
+        assert info.version == (await store.head("file")).version
+    assert digest(contents(bucket, "file")) == digest(file.data)
+
+
+@each_way
+async def test_another_object_with_the_same_bytes_is_not_ones_own(
+    bucket: Bucket, faulty: FaultyS3, make: MAKE, size: int, operation: str
+) -> None:
+    file = make(size)
+    ends = "COMPLETE" if operation == "PART" else "PUT"
+    async with (
+        opened(bucket, bucket.server.endpoint_url) as other,
+        opened(bucket, faulty.endpoint_url) as store,
+    ):
+        token = trio.lowlevel.current_trio_token()
+
+        def overtake() -> None:
+            send = partial(put, other, "file", file, metadata={"mtime": "2"})
+            trio.from_thread.run(send, trio_token=token)
+
+        faulty.add(ends, times=1, before=overtake, code="InternalError")
+        with pytest.raises(ExistsError):
+            await put(store, "file", file, IF_ABSENT)
+        assert (await store.head("file")).metadata == {"mtime": "2"}
+
+
+async def test_a_head_decides_when_completing_gets_no_answer(
+    bucket: Bucket, faulty: FaultyS3, make: MAKE
+) -> None:
+    file = make(2 * PART)
+    faulty.add("COMPLETE", lose_answer=True)
+    async with opened(bucket, faulty.endpoint_url, retry_time_s=0.5) as store:
+        info = await put(store, "file", file)
+        assert info.version == (await store.head("file")).version
+    assert digest(contents(bucket, "file")) == digest(file.data)
+
+
+async def test_an_upload_that_was_not_completed_is_no_success(
+    bucket: Bucket, faulty: FaultyS3, make: MAKE
+) -> None:
+    file = make(2 * PART)
+    bucket.put("file", b"old")
+    faulty.add("COMPLETE", cut_request_after=0)
+    async with opened(bucket, faulty.endpoint_url, retry_time_s=0.5) as store:
+        with pytest.raises(UnreachableError):
+            await put(store, "file", file)
+        assert await store.list_uploads("") == []
+    assert contents(bucket, "file") == b"old"
+
+
+async def test_a_copy_onto_itself_whose_answer_was_lost_is_done(
+    bucket: Bucket, faulty: FaultyS3, make: MAKE
+) -> None:
+    faulty.add("COPY", times=1, lose_answer=True)
+    async with opened(bucket, faulty.endpoint_url) as store:
+        info = await put(store, "file", make(2 * PART))
+        await store.copy(info.version, "file", metadata={"new": "1"})
+        assert (await store.head("file")).metadata == {"new": "1"}
+
+
+# --- answers that say 200 and are none ------------------------------------------------
+
+
+@pytest.mark.parametrize("body", [None, b"", b"\n\n"], ids=["error", "empty", "blank"])
+@pytest.mark.parametrize("operation", ["COMPLETE", "COPY", "PART COPY"])
+async def test_an_error_with_status_200_is_an_error(
+    bucket: Bucket, faulty: FaultyS3, make: MAKE, monkeypatch: pytest.MonkeyPatch,
+    operation: str, body: bytes | None,
+) -> None:  # fmt: skip
+    if operation == "PART COPY":
+        monkeypatch.setattr(writing, "COPY_LIMIT", PART)
+    file = make(2 * PART)
+    rule = faulty.add(operation, times=2, status=200, code="InternalError", body=body)
+    async with opened(bucket, faulty.endpoint_url) as store:
+        info = await put(store, "file", file)
+        await store.copy(info.version, "copy")
+    assert rule.used == 2
+    assert digest(contents(bucket, "copy")) == digest(file.data)
+
+
+async def test_an_upload_that_only_fails_with_status_200_is_given_up(
+    bucket: Bucket, faulty: FaultyS3, make: MAKE
+) -> None:
+    faulty.add("COMPLETE", status=200, code="InternalError")
+    async with opened(bucket, faulty.endpoint_url, retry_time_s=0.5) as store:
+        with pytest.raises(UnreachableError):
+            await put(store, "file", make(2 * PART))
+        assert await store.list_uploads("") == []
+    assert keys(bucket) == []
+
+
+async def test_a_part_that_the_bucket_lost_is_an_error(
+    bucket: Bucket, faulty: FaultyS3, make: MAKE
+) -> None:
+    file = make(3 * PART)
+    faulty.add("PART", times=1, status=200, body=b"", headers={"etag": '"00"'})
+    async with opened(bucket, faulty.endpoint_url) as store:
+        with pytest.raises(StoreError, match="does not have all the parts"):
+            await put(store, "file", file)
+        assert await store.list_uploads("") == []
+        assert keys(bucket) == []
+        await put(store, "file", file)
+    assert digest(contents(bucket, "file")) == digest(file.data)
