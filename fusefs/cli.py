@@ -23,6 +23,7 @@ from fusefs import checks, control, ending, launch, mounts, overview
 from fusefs.control import CommandError
 from fusefs.kernel import unmount
 from fusefs.kinds import Setting
+from fusefs.layers import from_config, from_environment
 from fusefs.settings import (
     FIXED,
     SETTINGS,
@@ -30,8 +31,6 @@ from fusefs.settings import (
     MountSettings,
     SettingsError,
     build,
-    from_config,
-    from_environment,
 )
 
 STATUS_TIMEOUT_S = 2.0

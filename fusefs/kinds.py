@@ -86,6 +86,20 @@ class Passthrough(enum.StrEnum):
     OFF = "off"
 
 
+class Durability(enum.StrEnum):
+    """Where a file is when fsync and close return."""
+
+    BUCKET = "bucket"
+    LOCAL = "local"
+
+
+class Conflict(enum.StrEnum):
+    """What becomes of a write over an object that somebody else has replaced meanwhile."""
+
+    OVERWRITE = "overwrite"
+    FAIL = "fail"
+
+
 class LogLevel(enum.StrEnum):
     """The least severe line that is logged."""
 

@@ -16,10 +16,8 @@ No secret is a setting: credentials come from boto3's own chain.
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
-import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
@@ -38,6 +36,8 @@ from fusefs.kinds import (
     URL,
     WORD,
     Addressing,
+    Conflict,
+    Durability,
     Kind,
     LogLevel,
     MinFree,
@@ -50,7 +50,7 @@ from fusefs.kinds import (
     choice,
     whole_number,
 )
-from fusefs.units import MIB, plain_number
+from fusefs.units import MIB
 
 
 class SettingsError(ValueError):
@@ -158,6 +158,35 @@ class MountSettings:
     dir_mode: int = field(
         default=0o755,
         metadata=about(MODE, "Files", "the permissions of directories"),
+    )
+
+    durability: Durability = field(
+        default=Durability.BUCKET,
+        metadata=about(
+            choice(Durability), "Writing", "where a file is when fsync and close return"
+        ),
+    )
+    conflict: Conflict = field(
+        default=Conflict.OVERWRITE,
+        metadata=about(
+            choice(Conflict), "Writing", "what to do where somebody else replaced the object"
+        ),
+    )
+    no_delete: bool = field(
+        default=False,
+        metadata=about(SWITCH, "Writing", "refuse to remove or overwrite what is there"),
+    )
+    staging_size: int | None = field(
+        default=None,
+        metadata=about(
+            SIZE, "Writing", "the most to hold for upload", otherwise="what the disk allows"
+        ),
+    )
+    flush_interval: float = field(
+        default=1.0,
+        metadata=about(
+            DURATION, "Writing", "how often an open file is uploaded because a copy of it closes"
+        ),
     )
 
     session: SessionKind = field(
@@ -307,55 +336,6 @@ class Given:
 
 
 Layer = Mapping[str, Given]
-
-
-def from_environment(environment: Mapping[str, str]) -> Layer:
-    """The settings among the environment's variables; an empty one is unset."""
-    return {
-        setting.name: Given(environment[setting.variable], setting.variable)
-        for setting in SETTINGS
-        if environment.get(setting.variable)
-    }
-
-
-def from_config(path: Path) -> Layer:
-    """The settings of a TOML file.
-
-    Raises:
-        SettingsError: the file cannot be read or holds something unknown.
-    """
-    try:
-        content = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise SettingsError(f"{path}: cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path}: is not TOML: {error}") from error
-    by_key = {setting.key: setting for setting in SETTINGS}
-    layer = {}
-    for key, value in content.items():
-        if key not in by_key:
-            raise SettingsError(f"{path}: {key}: {_unknown(key, list(by_key))}")
-        origin = f"{path}: {key}"
-        layer[by_key[key].name] = Given(_toml_text(by_key[key], value, origin), origin)
-    return layer
-
-
-def _unknown(key: str, known: list[str]) -> str:
-    nearest = difflib.get_close_matches(key.replace("_", "-"), known, n=1)
-    hint = f"did you mean {nearest[0]}?" if nearest else "fusefs mount --help lists them all"
-    return f"there is no such setting; {hint}"
-
-
-def _toml_text(setting: Setting, value: object, origin: str) -> str:
-    match value:
-        case str():
-            return value
-        case bool() if setting.is_switch:
-            return SWITCH.show(value)
-        case int() | float() if setting.kind.takes_numbers and not isinstance(value, bool):
-            return plain_number(value)
-    wanted = "true or false" if setting.is_switch else "text in quotes"
-    raise SettingsError(f"{origin}: {value!r} has the wrong type; write {wanted}")
 
 
 def build(*layers: Layer) -> MountSettings:

@@ -10,14 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusefs.kinds import Addressing, MinFree, SessionKind, Source, parse_source
+from fusefs.layers import from_config, from_environment
 from fusefs.settings import (
     SETTINGS,
     Given,
     MountSettings,
     SettingsError,
     build,
-    from_config,
-    from_environment,
 )
 from fusefs.units import (
     GIB,
