@@ -7,13 +7,13 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 STAMP := .venv/.set-up
-SOURCES := fusefs tests examples $(wildcard bench)
+SOURCES := setup.py fusefs csi tests examples $(wildcard bench)
 
 .PHONY: setup demo test lint storm bench clean
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml .ci/system-packages
+$(STAMP): pyproject.toml setup.py $(wildcard proto/*.proto) .ci/system-packages
 	.ci/system-packages
 	test -x $(BIN)/python || "$$(.ci/system-packages --python)" -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
@@ -29,7 +29,7 @@ test: lint
 lint: $(STAMP)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
-	$(BIN)/mypy --strict fusefs
+	$(BIN)/mypy --strict fusefs csi
 
 storm: $(STAMP)
 	SURVIVAL_ROUNDS=100 SURVIVAL_UPGRADES=20 SURVIVAL_TREE=20000 DISK_EXAMPLES=300 \

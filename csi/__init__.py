@@ -1,0 +1,1 @@
+"""The CSI driver: gives a bucket, or a prefix of one, to pods as a volume."""

@@ -1,0 +1,102 @@
+"""What goes wrong in a call, as a gRPC status code and a sentence.
+
+The code decides what the caller does next. After ABORTED, UNAVAILABLE,
+CANCELLED and DEADLINE_EXCEEDED kubelet and the provisioner take the operation
+for unfinished and call again; after any other code they take it for failed,
+clean up, and may never call again. So what is not known to be final, an
+exception that nobody foresaw included, is UNAVAILABLE.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import grpc
+
+from fusefs.store.errors import (
+    AccessDeniedError,
+    CredentialsError,
+    StoreError,
+    UnsupportedError,
+)
+
+
+class CsiError(Exception):
+    """A call cannot be answered; `code` says what that means, the message is for people."""
+
+    code: ClassVar[grpc.StatusCode]
+
+
+class InvalidArgumentError(CsiError):
+    """A field is missing, or has a value that this driver does not take."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+
+
+class NotFoundError(CsiError):
+    """There is no such volume, or not at that path."""
+
+    code = grpc.StatusCode.NOT_FOUND
+
+
+class AlreadyExistsError(CsiError):
+    """What was made earlier under this name or path is something else."""
+
+    code = grpc.StatusCode.ALREADY_EXISTS
+
+
+class FailedPreconditionError(CsiError):
+    """The volume's state, or the store, does not allow it."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class OutOfRangeError(CsiError):
+    """No volume can have this size."""
+
+    code = grpc.StatusCode.OUT_OF_RANGE
+
+
+class AbortedError(CsiError):
+    """Another call for the volume, or its work, is under way: call again."""
+
+    code = grpc.StatusCode.ABORTED
+
+
+class UnavailableError(CsiError):
+    """It did not work this time: call again."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+
+
+class PermissionDeniedError(CsiError):
+    """The credentials are known and do not allow it."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
+
+
+class UnauthenticatedError(CsiError):
+    """The credentials are rejected, or there are none."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+
+
+def status_of(error: Exception) -> tuple[grpc.StatusCode, str]:
+    """The status that a call ends with that raised `error`."""
+    if isinstance(error, CsiError):
+        return error.code, str(error) or error.code.name
+    if isinstance(error, StoreError):
+        return _code_of_store_error(error), str(error)
+    if isinstance(error, NotImplementedError):
+        return grpc.StatusCode.UNIMPLEMENTED, str(error)
+    return grpc.StatusCode.UNAVAILABLE, f"the driver failed: {type(error).__name__}; see its log"
+
+
+def _code_of_store_error(error: StoreError) -> grpc.StatusCode:
+    if isinstance(error, CredentialsError):
+        return grpc.StatusCode.UNAUTHENTICATED
+    if isinstance(error, AccessDeniedError):
+        return grpc.StatusCode.PERMISSION_DENIED
+    if isinstance(error, UnsupportedError):
+        return grpc.StatusCode.FAILED_PRECONDITION
+    return grpc.StatusCode.UNAVAILABLE

@@ -1,0 +1,1 @@
+"""The modules that protoc makes of proto/ when the package is built."""

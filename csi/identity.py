@@ -1,0 +1,43 @@
+"""The Identity service: who the driver is, and that it lives.
+
+Every instance of a version answers the same, whichever services it has beside.
+Probe asks nobody: kubelet ends a container whose probe fails, and a store that
+is down is no reason to end the mounts of another.
+"""
+
+from __future__ import annotations
+
+import grpc
+
+from csi.generated import csi_pb2, csi_pb2_grpc
+from csi.server import DRIVER_NAME
+from fusefs import __version__
+
+_SERVICE = csi_pb2.PluginCapability.Service
+_EXPANSION = csi_pb2.PluginCapability.VolumeExpansion
+
+
+class IdentityService(csi_pb2_grpc.IdentityServicer):
+    """Answers at once, without any state."""
+
+    def GetPluginInfo(
+        self, request: csi_pb2.GetPluginInfoRequest, context: grpc.ServicerContext
+    ) -> csi_pb2.GetPluginInfoResponse:
+        return csi_pb2.GetPluginInfoResponse(name=DRIVER_NAME, vendor_version=__version__)
+
+    def GetPluginCapabilities(
+        self, request: csi_pb2.GetPluginCapabilitiesRequest, context: grpc.ServicerContext
+    ) -> csi_pb2.GetPluginCapabilitiesResponse:
+        controller = _SERVICE(type=_SERVICE.CONTROLLER_SERVICE)
+        online = _EXPANSION(type=_EXPANSION.ONLINE)
+        return csi_pb2.GetPluginCapabilitiesResponse(
+            capabilities=[
+                csi_pb2.PluginCapability(service=controller),
+                csi_pb2.PluginCapability(volume_expansion=online),
+            ]
+        )
+
+    def Probe(
+        self, request: csi_pb2.ProbeRequest, context: grpc.ServicerContext
+    ) -> csi_pb2.ProbeResponse:
+        return csi_pb2.ProbeResponse()

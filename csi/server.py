@@ -1,0 +1,197 @@
+"""The gRPC server on a Unix socket, and what every call goes through.
+
+A call is logged in one line, holds its volume's claim while it runs, and ends
+with a status: an exception becomes the code that `csi.errors` gives it. The
+services below know nothing of this; a handler returns its response or raises.
+
+Calls may take minutes (uploads, warming, deletions), and a node's kubelet
+makes many at once. So there are more threads than calls that may run: what
+answers at once (Probe above all, after which kubelet kills the container) is
+never behind what waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+
+from csi.claims import Claims
+from csi.errors import InvalidArgumentError, UnavailableError, status_of
+from csi.generated import csi_pb2_grpc
+from csi.redaction import redacted
+
+DRIVER_NAME = "s3.csi.fusefs.dev"
+# The provisioner's own default is 100 workers for creating and as many for deleting.
+MAX_CALLS = 100
+QUICK_THREADS = 28
+# How long calls may go on after SIGTERM; a pod gets 30 s by default.
+GRACE_S = 20.0
+
+# Calls that change a volume, and the field that names it.
+_CLAIMED = {
+    "CreateVolume": "name",
+    "DeleteVolume": "volume_id",
+    "ControllerExpandVolume": "volume_id",
+    "NodePublishVolume": "volume_id",
+    "NodeUnpublishVolume": "volume_id",
+}
+
+log = logging.getLogger(__name__)
+
+Service = (
+    csi_pb2_grpc.IdentityServicer | csi_pb2_grpc.ControllerServicer | csi_pb2_grpc.NodeServicer
+)
+Handler = Callable[[Any, grpc.ServicerContext], Any]
+
+
+class Server:
+    """Serves CSI services at `endpoint`, `unix:///path`, from `start` to `stop`."""
+
+    def __init__(
+        self, endpoint: str, services: Sequence[Service], claims: Claims | None = None
+    ) -> None:
+        """Raises InvalidArgumentError where `endpoint` is no Unix socket's."""
+        self.path = socket_path(endpoint)
+        self._server = grpc.server(
+            ThreadPoolExecutor(MAX_CALLS + QUICK_THREADS, thread_name_prefix="call"),
+            interceptors=[_Interceptor(claims or Claims())],
+        )
+        for service in services:
+            _add(service, self._server)
+
+    def start(self) -> None:
+        """Answer calls from now on.
+
+        Raises:
+            OSError: the socket cannot be made.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_socket(self.path)
+        # The sidecars have this group, and nobody else may call.
+        before = os.umask(0o007)
+        try:
+            self._server.add_insecure_port(f"unix:{self.path}")
+        except RuntimeError as error:
+            raise OSError(f"{self.path}: {error}") from error
+        finally:
+            os.umask(before)
+        self._server.start()
+
+    def stop(self, grace_s: float = GRACE_S) -> None:
+        """Take no new calls, and return when those under way have ended or were cut off."""
+        self._server.stop(grace_s).wait()
+
+    def wait(self) -> None:
+        """Return when the server has been stopped."""
+        self._server.wait_for_termination()
+
+
+def socket_path(endpoint: str) -> Path:
+    """The path in `unix:///path`; `unix:/path` and a bare path will do.
+
+    Raises:
+        InvalidArgumentError: it is something else, or longer than the kernel takes.
+    """
+    text = endpoint.removeprefix("unix:")
+    if text.startswith("//"):
+        text = text[2:]
+    if not text.startswith("/"):
+        raise InvalidArgumentError(f"{endpoint}: the endpoint has to be unix:///path")
+    if len(os.fsencode(text)) > 107:
+        raise InvalidArgumentError(f"{endpoint}: over 107 bytes, which is too long for a socket")
+    return Path(text)
+
+
+def _remove_socket(path: Path) -> None:
+    """Remove what an earlier server left; only ever a socket."""
+    try:
+        if stat.S_ISSOCK(path.lstat().st_mode):
+            path.unlink()
+    except FileNotFoundError:
+        pass
+
+
+def _add(service: Service, server: grpc.Server) -> None:
+    if isinstance(service, csi_pb2_grpc.IdentityServicer):
+        csi_pb2_grpc.add_IdentityServicer_to_server(service, server)
+    elif isinstance(service, csi_pb2_grpc.ControllerServicer):
+        csi_pb2_grpc.add_ControllerServicer_to_server(service, server)
+    else:
+        csi_pb2_grpc.add_NodeServicer_to_server(service, server)
+
+
+class _Interceptor(grpc.ServerInterceptor):
+    def __init__(self, claims: Claims) -> None:
+        self._claims = claims
+        self._room = threading.BoundedSemaphore(MAX_CALLS)
+
+    def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler[Any, Any] | None],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        found = continuation(handler_call_details)
+        if found is None or found.unary_unary is None:
+            return found
+        method = handler_call_details.method.rpartition("/")[2]
+        handler = found.unary_unary
+
+        def answer(request: Message, context: grpc.ServicerContext) -> Any:
+            return self._answer(method, handler, request, context)
+
+        return grpc.unary_unary_rpc_method_handler(
+            answer, found.request_deserializer, found.response_serializer
+        )
+
+    def _answer(
+        self, method: str, handler: Handler, request: Message, context: grpc.ServicerContext
+    ) -> Any:
+        began = time.monotonic()
+        log.debug("%s %s", method, redacted(request))
+        try:
+            response = self._run(method, handler, request, context)
+        except Exception as error:
+            code, sentence = status_of(error)
+            if code is grpc.StatusCode.UNAVAILABLE:
+                log.error("%s failed", method, exc_info=error)
+            _log_end(method, request, code, sentence, began)
+            context.abort(code, sentence)
+        _log_end(method, request, grpc.StatusCode.OK, "", began)
+        return response
+
+    def _run(
+        self, method: str, handler: Handler, request: Message, context: grpc.ServicerContext
+    ) -> Any:
+        volume = getattr(request, _CLAIMED[method]) if method in _CLAIMED else ""
+        if not volume:
+            return handler(request, context)
+        if not self._room.acquire(blocking=False):
+            raise UnavailableError(f"{MAX_CALLS} calls are under way")
+        try:
+            with self._claims.claim(volume):
+                return handler(request, context)
+        finally:
+            self._room.release()
+
+
+def _log_end(
+    method: str, request: Message, code: grpc.StatusCode, sentence: str, began: float
+) -> None:
+    volume = getattr(request, "volume_id", "") or getattr(request, "name", "")
+    took_ms = (time.monotonic() - began) * 1000
+    # What is asked all the time and worked is no news.
+    level = logging.INFO if volume or code is not grpc.StatusCode.OK else logging.DEBUG
+    line = " ".join(filter(None, [method, volume, code.name, sentence]))
+    # A caller's text must not look like lines of its own.
+    line = "".join(character if character.isprintable() else "?" for character in line)
+    log.log(level, "%s (%.0f ms)", line, took_ms)
