@@ -200,12 +200,17 @@ def _prepare_cache(directory: Path, user: users.User) -> None:
         raise LaunchError(f"can't use the cache directory {directory}: {error.strerror}") from error
 
 
-def daemon_input(settings: MountSettings) -> str:
+def daemon_input(settings: MountSettings, user: users.User | None = None) -> str:
     """What a daemon is told on its standard input.
 
-    With the contents of AWS's configuration, which another user can't read.
+    With the contents of AWS's configuration, which another user can't read. A
+    file that is there for that user stays a path: what changes in it arrives.
     """
-    files = {name: path.read_text(errors="replace") for name, path in users.aws_files()}
+    files = {
+        name: path.read_text(errors="replace")
+        for name, path in users.aws_files()
+        if user is None or user.is_own or not users.may_read(user, path)
+    }
     return json.dumps({"settings": settings.to_json(), "files": files})
 
 
@@ -227,7 +232,7 @@ def _keeper_configuration(settings: MountSettings, user: users.User) -> dict[str
         "gid": user.gid,
         "groups": list(user.groups),
         "command": DAEMON,
-        "settings": daemon_input(settings),
+        "settings": daemon_input(settings, user),
         "cache_dir": os.fspath(settings.cache_dir),
         "control": os.fspath(mounts.keeper_socket(settings.mountpoint)),
         "holder": os.fspath(settings.holder) if settings.holder else None,

@@ -40,17 +40,26 @@ class MountsError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class KernelMount:
-    """One line of mountinfo. `device` is "major:minor"."""
+    """One line of mountinfo. `device` is "major:minor".
+
+    `options` are the file system's, `flags` those of this mount of it.
+    """
 
     mountpoint: Path
     device: str
     filesystem: str
     source: str
     options: str
+    flags: str = ""
 
     @property
     def is_fusefs(self) -> bool:
         return self.filesystem == FILESYSTEM_TYPE
+
+    @property
+    def is_read_only(self) -> bool:
+        """Whether this mount of it refuses changes; another mount of it may not."""
+        return "ro" in self.flags.split(",")
 
     @property
     def connection(self) -> int:
@@ -70,13 +79,14 @@ def parse_mountinfo(text: str) -> list[KernelMount]:
     for line in text.splitlines():
         before, separator, after = line.partition(" - ")
         if separator:
-            device, _, mountpoint = before.split(" ")[2:5]
+            device, _, mountpoint, flags = before.split(" ")[2:6]
             filesystem, source, options = after.split(" ", 2)
             mounts.append(
                 KernelMount(
-                    Path(_unescape(mountpoint)), device, filesystem, _unescape(source), options
+                    Path(_unescape(mountpoint)), device, filesystem, _unescape(source), options,
+                    flags,
                 )
-            )
+            )  # fmt: skip
     return mounts
 
 

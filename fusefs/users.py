@@ -1,8 +1,8 @@
 """Whom a daemon runs as: an ordinary user where that is possible, so that it has no privilege.
 
 What the daemon needs must be readable for that user: the program, the CA
-bundle, a web identity token. The AWS configuration need not be: the files of
-whoever mounts are handed over by content (see launch.py).
+bundle, a web identity token. The AWS configuration need not be: those files of
+whoever mounts that the user can't read are handed over by content (see launch.py).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import fusefs
 from fusefs.settings import MountSettings
 
 DEFAULT_USERS = ("fusefs", "nobody")
+NO_ID = 2**32 - 1  # what chown(2) takes for "leave it"
 # What these name is asked again and again while mounted, from the home directory.
 _HOME_BOUND = ("sso_", "credential_process", "web_identity_token_file")
 
@@ -75,10 +76,17 @@ def _own(why: str) -> User:
 def _look_up(name: str) -> User | None:
     try:
         entry = pwd.getpwuid(int(name)) if name.isdecimal() else pwd.getpwnam(name)
-    except KeyError:
-        return None
+    except (KeyError, OverflowError):
+        return _nameless(name)
     groups = tuple(os.getgrouplist(entry.pw_name, entry.pw_gid))
     return User(entry.pw_name, entry.pw_uid, entry.pw_gid, groups)
+
+
+def _nameless(name: str) -> User | None:
+    """A user that only its number stands for, as containers have them."""
+    if not name.isdecimal() or not 0 < int(name) < NO_ID:
+        return None
+    return User(name, int(name), int(name), ())
 
 
 def _obstacle(user: User, settings: MountSettings) -> str:
@@ -106,6 +114,11 @@ def _default_obstacle(settings: MountSettings) -> str:
         if any(word in text for word in _HOME_BOUND) and not settings.anonymous:
             return f"{variable}'s {path} renews credentials in the home directory"
     return ""
+
+
+def may_read(user: User, path: Path) -> bool:
+    """Whether a user may read a file; judged by its modes, as the kernel would."""
+    return _may(user, path, os.R_OK)
 
 
 def aws_files() -> list[tuple[str, Path]]:
