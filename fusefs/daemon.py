@@ -52,6 +52,7 @@ from fusefs.posix.journal import Journal, NoJournal
 from fusefs.posix.operations import Operations
 from fusefs.posix.restoring import restore
 from fusefs.posix.staging import Staging
+from fusefs.posix.writeback import Writing
 from fusefs.settings import MountSettings, SettingsError
 from fusefs.store.errors import StoreError
 from fusefs.store.s3 import S3Store
@@ -115,6 +116,7 @@ class Daemon:
                 await self._handover.take()
             await self._open_cache()
             async with trio.open_nursery() as nursery:
+                self._nursery = nursery
                 self.directories = Directories(
                     self.store, self.settings.metadata_ttl, self.pages, nursery
                 )
@@ -135,7 +137,7 @@ class Daemon:
     async def _open_cache(self) -> None:
         settings = self.settings
         directory = settings.cache_dir / self._principal_directory()
-        identity = f"{settings.endpoint_url or 'aws'}/{settings.source.bucket}"
+        identity = self._identity
         self.space = Space(directory, settings.cache_size, settings.min_free.bytes_of)
 
         def open_all() -> tuple[FileCache, RememberedPages | NoPages]:
@@ -149,6 +151,11 @@ class Daemon:
         self.cache, self.pages = await trio.to_thread.run_sync(open_all)
         if self._handover is not None and self._handover.is_fresh:
             self._handover.remember(directory.name)
+
+    @property
+    def _identity(self) -> str:
+        """What tells the mount's bucket from others."""
+        return f"{self.settings.endpoint_url or 'aws'}/{self.settings.source.bucket}"
 
     def _principal_directory(self) -> str:
         """The part of the cache that is read with these credentials."""
@@ -204,12 +211,17 @@ class Daemon:
             settings.dir_mode,
         )
         self._log = log
-        staging = None
+        writing = None
         if not settings.read_only and self._handover is not None:
-            staging = Staging(self._handover.staging(mounted_ns))
+            staging = Staging(
+                self._handover.staging(mounted_ns), self._identity, settings.staging_size
+            )
+            writing = Writing(
+                staging, self._nursery, process.writing_rules(settings), self.space.tend
+            )
         self.operations = Operations(
             self.store, self.directories, self.cache, self.fetcher, self.backing, log,
-            owner, settings.source.prefix, ids_are_inos=ids_are_inos, staging=staging,
+            owner, settings.source.prefix, ids_are_inos=ids_are_inos, writing=writing,
             mounted_ns=mounted_ns,
         )  # fmt: skip
         return self.operations

@@ -9,6 +9,8 @@ import os
 import resource
 import signal
 
+from fusefs.kinds import Conflict, Durability
+from fusefs.posix.writeback import Rules
 from fusefs.settings import MountSettings
 from fusefs.store.clients import S3Settings
 
@@ -67,4 +69,14 @@ def s3_settings(settings: MountSettings) -> S3Settings:
         retry_time_s=settings.retry_time,
         ca_bundle=str(settings.ca_bundle) if settings.ca_bundle else None,
         requester_pays=settings.requester_pays,
+    )
+
+
+def writing_rules(settings: MountSettings) -> Rules:
+    """How the mount writes."""
+    return Rules(
+        is_local=settings.durability == Durability.LOCAL,
+        fails_on_conflict=settings.conflict == Conflict.FAIL,
+        may_delete=not settings.no_delete,
+        flush_interval_s=settings.flush_interval,
     )

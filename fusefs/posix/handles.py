@@ -11,6 +11,7 @@ ids (see inodes.py). The table belongs to the event loop.
 from __future__ import annotations
 
 import errno
+import math
 import time
 
 from fusefs.cache.file import CacheFile
@@ -23,13 +24,17 @@ from fusefs.store.base import ObjectVersion
 
 
 class FileHandle:
-    """An open file. `unkept` is what was last read past the cache: (offset, bytes)."""
+    """An open file. `unkept` is what was last read past the cache: (offset, bytes).
+
+    `flushed_at` is when a close of it had it uploaded, in seconds of trio's clock.
+    """
 
     __slots__ = (
         "backing_id",
         "fh",
         "file",
         "flags",
+        "flushed_at",
         "inode",
         "unique",
         "unkept",
@@ -50,6 +55,7 @@ class FileHandle:
         self.backing_id = backing_id
         self.window: Window | None = None
         self.unkept: tuple[int, bytearray] = (0, bytearray())
+        self.flushed_at = -math.inf
 
 
 class DirectoryHandle:

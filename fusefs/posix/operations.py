@@ -42,7 +42,7 @@ from fusefs.posix.journal import NodeLog
 from fusefs.posix.mutations import Mutations
 from fusefs.posix.opening import Opener
 from fusefs.posix.reading import Reader
-from fusefs.posix.staging import Staging
+from fusefs.posix.writeback import Writing
 from fusefs.posix.writing import Writer
 from fusefs.posix.xattrs import Xattrs
 from fusefs.store.base import Store
@@ -69,7 +69,7 @@ class Operations:
         prefix: str,
         *,
         ids_are_inos: bool = False,
-        staging: Staging | None = None,
+        writing: Writing | None = None,
         mounted_ns: int = 0,
     ) -> None:
         self._store = store
@@ -95,9 +95,9 @@ class Operations:
         # None on a read-only mount.
         self.writer: Writer | None = None
         self.mutations: Mutations | None = None
-        if staging is not None:
+        if writing is not None:
             self.writer = Writer(
-                store, directories, cache, fetcher, staging, self.inodes, self.handles,
+                store, directories, cache, fetcher, writing, self.inodes, self.handles,
                 lambda inode: inode.default_meta(owner),
             )  # fmt: skip
             changes = Changes(store, directories, self.inodes, self.writer, log)
@@ -222,8 +222,8 @@ class Operations:
         if handle.window is not None:
             handle.window.close()
         self.cache.unpin(handle.file)
-        if self.writer is not None and handle.inode.staged is not None and not handle.inode.served:
-            return self.writer.released(handle.inode)
+        if self.writer is not None:
+            self.writer.released(handle.inode)
         return None
 
     # Directories

@@ -1,27 +1,40 @@
 """Files that are being written: each has its content in a local file until the bucket has it.
 
-    DIRECTORY/NODEID         the content
-    DIRECTORY/NODEID.json    whose it is: key, what the bucket has, mode, owner, times
+    DIRECTORY/source         the bucket that all of it belongs to
+    DIRECTORY/NODEID         a content
+    DIRECTORY/NODEID.json    its record: key, what the bucket has, mode, owner, its upload
 
-The second file is written before anything relies on it, and whole or not at
-all, so that another process, also after a crash, finds what has to be uploaded
-and under which key.
+A record is written before anything relies on it, and whole or not at all, so
+that another process, also after a crash, finds what has to be uploaded and
+under which key. Times are not in it: the file's own are those of the content.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import logging
 import os
-from collections.abc import Iterator
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import trio
 
+from fusefs.posix import meta
 from fusefs.posix.inodes import Inode
 from fusefs.posix.meta import Meta
+from fusefs.store.base import Upload, UploadState
 
 logger = logging.getLogger("fusefs.staging")
+
+# A change is told by a file's size and time from an earlier one only if the
+# clock that the file system reads has moved on; it ticks every 10 ms at least.
+TICK_NS = 20_000_000
 
 
 class Staged:
@@ -29,22 +42,34 @@ class Staged:
 
     `etag` is that of the object that the bucket has under the key, None if it
     has none. `changes` counts what was done to the content, and `uploaded` is
-    what it was when the bucket got it. `lock` is held while it is uploaded,
-    renamed or removed; writes wait for it, so that no object is a mix.
+    what it was when the bucket got it. `lock` is held while the file is
+    uploaded, renamed or removed; writes wait for it, so that no object is a mix.
+
+    `is_closed` says that a program was told, or waited to be told, that its
+    content is kept: it is uploaded whatever happens to the mount. `begun_ns` is
+    when an upload in parts was begun whose id is not known yet.
     """
 
     __slots__ = (
+        "begun_ns",
         "changes",
+        "charged",
+        "error",
         "etag",
         "fd",
         "inode",
+        "is_closed",
+        "is_meta_dirty",
         "is_unlinked",
         "lock",
         "meta",
         "path",
         "recorded",
         "since",
+        "upload",
+        "upload_state",
         "uploaded",
+        "written_to",
     )
 
     def __init__(self, inode: Inode, path: Path, fd: int, meta: Meta, etag: str | None) -> None:
@@ -55,14 +80,29 @@ class Staged:
         self.etag = etag
         self.changes = 1
         self.uploaded = 0
+        self.is_meta_dirty = False
         self.is_unlinked = False
+        self.is_closed = False
+        # What the last upload failed with.
+        self.error: Exception | None = None
+        self.upload: Upload | None = None
+        # An upload that is on record, and perhaps an earlier process's.
+        self.upload_state: UploadState | None = None
+        self.begun_ns: int | None = None
+        # How far the content was written from its start on without a gap.
+        self.written_to = 0
+        self.charged = 0
         self.recorded = ""
         self.since = trio.current_time()
         self.lock = trio.Lock()
 
     @property
+    def is_content_dirty(self) -> bool:
+        return self.changes != self.uploaded
+
+    @property
     def is_dirty(self) -> bool:
-        return self.changes != self.uploaded and not self.is_unlinked
+        return (self.is_content_dirty or self.is_meta_dirty) and not self.is_unlinked
 
     @property
     def key(self) -> str:
@@ -72,19 +112,52 @@ class Staged:
     def size(self) -> int:
         return os.fstat(self.fd).st_size
 
+    def stamp(self) -> tuple[int, int]:
+        """What tells this content from later ones: its size, and its time in ns."""
+        found = os.fstat(self.fd)
+        return found.st_size, found.st_mtime_ns
+
+    def metadata(self) -> dict[str, str]:
+        """What the object's metadata is to say, with the content's time."""
+        return self.described().as_metadata()
+
+    def described(self) -> Meta:
+        """What belongs to the content as it is now, with its time."""
+        mtime_ns = os.fstat(self.fd).st_mtime_ns
+        if self.is_content_dirty:
+            # What others have noted there, a digest say, is about another content.
+            return replace(self.meta, mtime_ns=mtime_ns, other=())
+        return replace(self.meta, mtime_ns=mtime_ns)
+
     def touch(self) -> None:
-        """The content or what belongs to it has changed."""
+        """The content has changed."""
         if not self.is_dirty:
             self.since = trio.current_time()
         self.changes += 1
 
+    def touch_meta(self) -> None:
+        """What belongs to the content has changed."""
+        if not self.is_dirty:
+            self.since = trio.current_time()
+        self.is_meta_dirty = True
+
 
 class Staging:
-    """All staged files of one mount, by node id."""
+    """All staged files of one mount, by node id.
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    `source` says which bucket they are for; `limit` is the most bytes to hold.
+    """
+
+    def __init__(self, directory: Path, source: str, limit: int | None = None) -> None:
+        self.directory = directory
+        self.source = source
+        self._limit = limit
         self._files: dict[int, Staged] = {}
+        self._charged = 0
+        (directory / "source").write_text(source)
+        # Held as long as a process looks after the directory.
+        self._lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        is_locked(self._lock)
 
     def __iter__(self) -> Iterator[Staged]:
         return iter(list(self._files.values()))
@@ -104,7 +177,7 @@ class Staging:
             OSError: the disk does not take it.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-        return os.open(self._directory / str(inode.nodeid), flags, 0o600)
+        return os.open(self.directory / str(inode.nodeid), flags, 0o600)
 
     def begin(self, inode: Inode, fd: int, meta: Meta, etag: str | None) -> Staged:
         """Let a node's content be what was prepared; takes the descriptor.
@@ -112,7 +185,7 @@ class Staging:
         Raises:
             OSError: the disk does not take it.
         """
-        staged = Staged(inode, self._directory / str(inode.nodeid), fd, meta, etag)
+        staged = Staged(inode, self.directory / str(inode.nodeid), fd, meta, etag)
         try:
             self.record(staged)
         except OSError:
@@ -127,47 +200,154 @@ class Staging:
         staged.inode.staged = staged
         staged.inode.packed = None
 
+    def charge(self, staged: Staged, size: int) -> None:
+        """Count a file as `size` bytes long, before it is.
+
+        Raises:
+            OSError: ENOSPC, it would be more than may be held.
+        """
+        more = size - staged.charged
+        if more > 0 and self._limit is not None and self._charged + more > self._limit:
+            raise OSError(errno.ENOSPC, "more than --staging-size waits for upload")
+        self._charged += more
+        staged.charged = size
+
     def record(self, staged: Staged) -> None:
         """Put on the disk whose content it is; blocks for as long as creating a file does."""
-        meta = staged.meta
-        told = json.dumps({
-            "key": staged.key, "etag": staged.etag, "mode": meta.mode, "uid": meta.uid,
-            "gid": meta.gid, "mtime_ns": meta.mtime_ns, "is_unlinked": staged.is_unlinked,
-        })  # fmt: skip
+        told = _told(staged)
         if told != staged.recorded:
-            unfinished = staged.path.with_suffix(".new")
-            unfinished.write_text(told)
-            unfinished.replace(staged.path.with_suffix(".json"))
+            _write(staged.path, told)
             staged.recorded = told
 
-    def restore(self, inode: Inode) -> Staged | None:
-        """Take up what an earlier process had staged under this node, if anything.
+    def close(self, staged: Staged) -> None:
+        """Put on record that a program relies on the file."""
+        staged.is_closed = True
+        self.record(staged)
 
-        It counts as changed: what the bucket has of it is not known.
+    async def make_safe(self, staged: Staged) -> None:
+        """Have a file survive a power cut, as fsync on a local disk does; also records `close`.
+
+        Raises:
+            OSError: the disk does not take it.
         """
-        path = self._directory / str(inode.nodeid)
-        try:
-            told = json.loads(path.with_suffix(".json").read_text())
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:
+        staged.is_closed = True
+        while True:
+            told = _told(staged)
+            await trio.to_thread.run_sync(self._sync, staged.path, staged.fd, told)
+            staged.recorded = told
+            if _told(staged) == told:
+                return
+
+    def _sync(self, path: Path, fd: int, told: str) -> None:
+        os.fsync(fd)
+        _write(path, told, is_safe=True)
+        os.fsync(self._lock)
+
+    def restore(self, inode: Inode) -> Staged | None:
+        """Take up what an earlier process had staged under this node, if anything."""
+        path = self.directory / str(inode.nodeid)
+        found = load(path)
+        if found is None:
             # Its content had become the cached copy of what was uploaded.
             path.with_suffix(".json").unlink(missing_ok=True)
             return None
-        meta = Meta(told["mode"], told["uid"], told["gid"], told["mtime_ns"])
-        staged = Staged(inode, path, fd, meta, told["etag"])
+        return self.take_up(inode, *found)
+
+    def take_up(self, inode: Inode, fd: int, told: Mapping[str, Any]) -> Staged:
+        """Have a node's content be a file with a record."""
+        default = Meta(stat.S_IFREG | 0o644, os.geteuid(), os.getegid())
+        known = meta.read(told["metadata"], default).changed(mtime_ns=None)
+        path = self.directory / str(inode.nodeid)
+        staged = Staged(inode, path, fd, known, told["etag"])
         staged.is_unlinked = told["is_unlinked"]
+        staged.is_meta_dirty = told["is_meta_dirty"]
+        staged.is_closed = told["is_closed"]
+        staged.begun_ns = told["begun_ns"]
+        if told["uploaded"] and tuple(told["uploaded"]) == staged.stamp():
+            staged.uploaded = staged.changes
+        if told["upload"] is not None:
+            staged.upload_state = UploadState.from_plain(told["upload"])
+        self.charge_anyway(staged, staged.size())
         self._add(staged)
         return staged
 
+    def charge_anyway(self, staged: Staged, size: int) -> None:
+        """Count what is there already."""
+        self._charged += size - staged.charged
+        staged.charged = size
+
     def on_disk(self) -> list[int]:
         """The nodes that an earlier process of this mount had staged."""
-        return [int(path.stem) for path in self._directory.glob("*.json")]
+        return [int(path.stem) for path in self.directory.glob("*.json")]
 
     def release(self, staged: Staged) -> None:
         """Forget a file; what is left of it on the disk is removed."""
-        self._files.pop(staged.inode.nodeid, None)
+        if self._files.pop(staged.inode.nodeid, None) is not None:
+            self._charged -= staged.charged
         staged.inode.staged = None
         staged.inode.packed = None
         os.close(staged.fd)
         staged.path.unlink(missing_ok=True)
         staged.path.with_suffix(".json").unlink(missing_ok=True)
+
+    def remove_if_empty(self) -> None:
+        """The mount has ended: remove the directory unless something is left in it."""
+        if not self._files:
+            (self.directory / "source").unlink(missing_ok=True)
+            try:
+                self.directory.rmdir()
+            except OSError as error:
+                logger.warning("%s is kept: %s", self.directory, error.strerror)
+
+
+def _told(staged: Staged) -> str:
+    """A file's record."""
+    stamp = staged.stamp()
+    is_clean = not staged.is_content_dirty and _is_past(stamp)
+    state = staged.upload.state if staged.upload is not None else staged.upload_state
+    return json.dumps({
+        "key": staged.key,
+        "etag": staged.etag,
+        "metadata": staged.meta.as_metadata(),
+        "is_unlinked": staged.is_unlinked,
+        "is_meta_dirty": staged.is_meta_dirty,
+        "is_closed": staged.is_closed,
+        "uploaded": stamp if is_clean else None,
+        "begun_ns": staged.begun_ns,
+        # Which parts there are is asked of the bucket.
+        "upload": replace(state, parts=()).plain() if state is not None else None,
+    })  # fmt: skip
+
+
+def _write(path: Path, told: str, *, is_safe: bool = False) -> None:
+    """Write a file's record, whole or not at all. Blocks."""
+    unfinished = path.with_suffix(".safe" if is_safe else ".new")
+    with open(unfinished, "w") as file:
+        file.write(told)
+        if is_safe:
+            file.flush()
+            os.fsync(file.fileno())
+    unfinished.replace(path.with_suffix(".json"))
+
+
+def load(path: Path) -> tuple[int, dict[str, Any]] | None:
+    """Open a staged file, and read what its record tells; None if either is not there."""
+    try:
+        told = json.loads(path.with_suffix(".json").read_text())
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW), told
+    except FileNotFoundError:
+        return None
+
+
+def is_locked(directory: int) -> bool:
+    """Whether an open staging directory is this process's to look after now."""
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_past(stamp: tuple[int, int]) -> bool:
+    """Whether a change from now on will show in a file's time."""
+    return time.time_ns() - stamp[1] > TICK_NS

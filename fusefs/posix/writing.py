@@ -1,22 +1,15 @@
 """Writing: a file's content is staged on the local disk, and goes into the bucket whole.
 
-FLUSH (close) and FSYNC of a file that has changed upload it and return when
-the bucket has it. An upload reads a content that nobody changes meanwhile:
-writes wait for it. What could not be uploaded stays staged, the error is
-told to whoever closes, and it is tried again until it is there.
-
 While a file is staged every handle of its node reads the staged content, so
 readers on this mount see writes at once. A handle that the kernel reads by
 passthrough goes on with the version that it opened: to write, the name gets a
-new node. Once nobody has the file open, the staged content becomes the cached
-copy of the version that it was uploaded as.
+new node. How a content is kept is told in writeback.py.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
-import mimetypes
 import os
 import secrets
 import stat
@@ -32,19 +25,18 @@ from fusefs.posix.directories import Directories
 from fusefs.posix.handles import FileHandle, HandleTable
 from fusefs.posix.inodes import Inode, InodeTable
 from fusefs.posix.meta import PERMISSIONS, Meta
-from fusefs.posix.staging import Staged, Staging
+from fusefs.posix.staging import Staged
+from fusefs.posix.uploads import content_type
+from fusefs.posix.writeback import WRITING, Writeback, Writing
 from fusefs.store.base import IF_ABSENT, ObjectInfo, Store
-from fusefs.store.errors import ConflictError, StoreError
+from fusefs.store.errors import ConflictError
 
 logger = logging.getLogger("fusefs.writing")
 
-WRITING = os.O_WRONLY | os.O_RDWR
-# How often uploads that failed are tried again.
-RETRY_S = 5.0
 COPY_CHUNK = 8 << 20
 
 
-class Writer:
+class Writer(Writeback):
     """The files of one mount that are written. Belongs to the event loop."""
 
     def __init__(
@@ -53,19 +45,16 @@ class Writer:
         directories: Directories,
         cache: FileCache,
         fetcher: Fetcher,
-        staging: Staging,
+        writing: Writing,
         inodes: InodeTable,
         handles: HandleTable,
         default_meta: Callable[[Inode], Meta],
     ) -> None:
+        super().__init__(store, directories, cache, writing, inodes, handles)
         self._store = store
-        self._directories = directories
-        self._cache = cache
         self._fetcher = fetcher
-        self.staging = staging
-        self._inodes = inodes
-        self._handles = handles
         self._default_meta = default_meta
+        self._make_room = writing.make_room
         self._disk = trio.CapacityLimiter(16)
         # Nodes whose content is on its way into staging.
         self._preparing: dict[int, trio.Lock] = {}
@@ -84,21 +73,24 @@ class Writer:
         prefix = self._inodes.key(parent)
         key = prefix + name
         info = ObjectInfo(key, 0, "", time.time_ns())
+        meta = Meta(stat.S_IFREG | mode & PERMISSIONS, caller.uid, caller.gid)
         if flags & os.O_EXCL:
             # The bucket decides between two nodes that create one lock file.
             try:
-                info = await self._put_empty(key, mode, caller)
+                info = await self._put_empty(key, meta.changed(mtime_ns=info.mtime_ns))
             except ConflictError as error:
                 raise OSError(errno.EEXIST, str(error)) from error
         inode = self._inodes.create(parent, name, info, key)
-        meta = Meta(stat.S_IFREG | mode & PERMISSIONS, caller.uid, caller.gid)
-        staged = self.staging.begin(inode, self.staging.prepare(inode), meta, info.etag or None)
+        fd = self.staging.prepare(inode)
+        os.utime(fd, ns=(info.mtime_ns, info.mtime_ns))
+        staged = self.staging.begin(inode, fd, meta, info.etag or None)
+        if staged.etag is not None:
+            staged.uploaded = staged.changes
         self._directories.changed(prefix, name, info, lasting=True)
         self._inodes.count(inode, time.monotonic())
         return inode, self._opened(staged, flags, caller)
 
-    async def _put_empty(self, key: str, mode: int, caller: Caller) -> ObjectInfo:
-        meta = Meta(stat.S_IFREG | mode & PERMISSIONS, caller.uid, caller.gid)
+    async def _put_empty(self, key: str, meta: Meta) -> ObjectInfo:
         # If the answer is lost, this tells our object from another node's.
         metadata = meta.as_metadata() | {"created-by": secrets.token_hex(8)}
         return await self._store.put_file(
@@ -117,9 +109,17 @@ class Writer:
         """Open a file for writing, or one that is staged."""
         if inode.info is None:
             raise OSError(errno.EISDIR, "a directory")
+        if flags & (WRITING | os.O_TRUNC):
+            self._check_overwriting(inode)
         if inode.staged is not None and not flags & os.O_TRUNC:
             return self._opened(inode.staged, flags, caller)
         return waiting(self._open_later(inode, flags, caller))
+
+    def _check_overwriting(self, inode: Inode) -> None:
+        """Refuse to change what the bucket has, where the mount may not."""
+        is_new = inode.staged is not None and inode.staged.etag is None
+        if not self._rules.may_delete and not is_new:
+            raise OSError(errno.EPERM, "the mount removes and overwrites nothing (--no-delete)")
 
     async def _open_later(self, inode: Inode, flags: int, caller: Caller) -> Opened:
         staged = await self.stage(inode, keep=0 if flags & os.O_TRUNC else None)
@@ -151,7 +151,8 @@ class Writer:
         if keep is not None and staged.size() != keep:
             async with staged.lock:
                 os.ftruncate(staged.fd, keep)
-                staged.touch()
+                self.staging.charge(staged, keep)
+                self.uploads.truncated(staged, keep)
         return staged
 
     async def _stage_content(self, inode: Inode, keep: int | None) -> None:
@@ -169,7 +170,10 @@ class Writer:
                 os.close(fd)
                 raise
             meta = inode.meta or self._default_meta(inode)
-            staged = self.staging.begin(inode, fd, meta, info.etag)
+            mtime_ns = info.mtime_ns if meta.mtime_ns is None else meta.mtime_ns
+            os.utime(fd, ns=(mtime_ns, mtime_ns))
+            staged = self.staging.begin(inode, fd, meta.changed(mtime_ns=None), info.etag)
+            self.staging.charge_anyway(staged, wanted)
             staged.uploaded = staged.changes if wanted == info.size else 0
         except NotKeptError:
             raise OSError(errno.ENOSPC, "the cache has no room for the file") from None
@@ -186,28 +190,42 @@ class Writer:
         staged = handle.inode.staged
         if staged is None:
             raise OSError(errno.EBADF, "not open for writing")
+        stop = offset + len(data)
         if not staged.lock.locked():
+            if stop > staged.charged:
+                self.staging.charge(staged, stop)
             try:
                 count = os.pwritev(staged.fd, (data,), offset, os.RWF_NOWAIT)
             except OSError as error:
-                if error.errno not in (errno.EAGAIN, errno.EOPNOTSUPP):
+                if error.errno not in (errno.EAGAIN, errno.EOPNOTSUPP, errno.ENOSPC):
                     raise
                 count = 0
             if count == len(data):
-                staged.touch()
+                self.uploads.wrote(staged, offset, stop)
                 return count
         # The memory is the session's and is used again for the next request.
         return self._write_later(staged, offset, bytes(data))
 
     async def _write_later(self, staged: Staged, offset: int, data: bytes) -> int:
+        stop = offset + len(data)
         async with staged.lock:
+            if stop > staged.charged:
+                self.staging.charge(staged, stop)
             try:
-                # A cancelled write is finished by its thread all the same.
-                return await trio.to_thread.run_sync(
-                    _write_fully, staged.fd, data, offset, limiter=self._disk
-                )
+                return await self._write_to_disk(staged, offset, data)
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                await self._make_room()
+                return await self._write_to_disk(staged, offset, data)
             finally:
-                staged.touch()
+                self.uploads.wrote(staged, offset, stop)
+
+    async def _write_to_disk(self, staged: Staged, offset: int, data: bytes) -> int:
+        # A cancelled write is finished by its thread all the same.
+        return await trio.to_thread.run_sync(
+            _write_fully, staged.fd, data, offset, limiter=self._disk
+        )
 
     async def allocate(self, fh: int, offset: int, length: int, mode: int) -> None:
         """fallocate(2) with the mode 0; other modes are not there."""
@@ -217,6 +235,8 @@ class Writer:
         if mode:
             raise OSError(errno.EOPNOTSUPP, "only allocating is supported")
         async with staged.lock:
+            if offset + length > staged.charged:
+                self.staging.charge(staged, offset + length)
             await trio.to_thread.run_sync(
                 os.posix_fallocate, staged.fd, offset, length, limiter=self._disk
             )
@@ -224,6 +244,7 @@ class Writer:
 
     async def truncate(self, inode: Inode, size: int) -> None:
         """Make a file as long as `size`; one that nobody has open is uploaded at once."""
+        self._check_overwriting(inode)
         await self.stage(inode, keep=size)
         await self.finish(inode)
 
@@ -231,132 +252,28 @@ class Writer:
         """Give a file another mode, owner or time."""
         staged = inode.staged
         if staged is not None:
-            staged.meta = meta
-            staged.touch()
+            if meta.mtime_ns is not None:
+                os.utime(staged.fd, ns=(meta.mtime_ns, meta.mtime_ns))
+            staged.meta = meta.changed(mtime_ns=None)
+            staged.touch_meta()
             self.staging.record(staged)
             await self.finish(inode)
             return
         assert inode.info is not None
+        if meta.mtime_ns is None:
+            # A copy has a time of its own.
+            meta = meta.changed(mtime_ns=inode.info.mtime_ns)
         info = await self._store.copy(
             inode.info.version, inode.info.key, metadata=meta.as_metadata()
         )
         self._has(inode, info)
         inode.meta = meta
 
-    # Into the bucket
-
-    def flush(self, fh: int) -> Answer[None]:
-        """A descriptor of an open file is closed: have what was written in the bucket."""
-        handle = self._handles.files.get(fh)
-        if handle is None or handle.inode.staged is None or not handle.flags & WRITING:
-            return None
-        staged = handle.inode.staged
-        return waiting(self.upload(staged)) if staged.is_dirty else None
-
-    def fsync(self, fh: int) -> Answer[None]:
-        return self.flush(fh)
-
-    async def finish(self, inode: Inode) -> None:
-        """Upload what nobody will close any more, and make it the cached copy."""
-        staged = inode.staged
-        if staged is None or inode.served:
-            return
-        if staged.is_dirty:
-            await self.upload(staged)
-        self._settle(staged)
-
-    async def upload_all(self, prefix: str) -> None:
-        """Have everything that is staged below a prefix in the bucket."""
-        for staged in self.staging:
-            if staged.key.startswith(prefix) and staged.is_dirty:
-                await self.upload(staged)
-
-    async def upload(self, staged: Staged) -> None:
-        """Have the last content of a file in the bucket."""
-        async with staged.lock:
-            if not staged.is_dirty:
-                return
-            changes = staged.changes
-            info = await self._store.put_file(
-                staged.key, staged.fd, staged.size(), metadata=staged.meta.as_metadata(),
-                content_type=content_type(staged.key),
-            )  # fmt: skip
-            staged.uploaded = changes
-            staged.etag = info.etag
-            self._has(staged.inode, info)
-            self.staging.record(staged)
-
-    def _has(self, inode: Inode, info: ObjectInfo) -> None:
-        """The bucket has a version of ours: the node stands for it from now on."""
-        assert inode.info is not None
-        self._inodes.replace_version(inode, info)
-        prefix = info.key[: len(info.key) - len(inode.name)]
-        self._directories.changed(prefix, inode.name, info, lasting=inode.staged is not None)
-
-    def _settle(self, staged: Staged) -> None:
-        """Nobody has the file open: keep its content as the cached copy."""
-        inode = staged.inode
-        if staged.is_dirty or inode.served or inode.staged is not staged:
-            return
-        if not staged.is_unlinked and inode.info is not None and inode.info.size:
-            self._cache.take_in(inode.info.version, staged.path)
-        inode.meta = staged.meta
-        self.staging.release(staged)
-        if not staged.is_unlinked and inode.info is not None:
-            prefix = inode.info.key[: len(inode.info.key) - len(inode.name)]
-            self._directories.changed(prefix, inode.name, inode.info)
-
-    async def released(self, inode: Inode) -> None:
-        """A handle of a staged file is gone."""
-        try:
-            await self.finish(inode)
-        except StoreError as error:
-            logger.warning("%s is not in the bucket yet: %s", self._inodes.key(inode), error)
-
-    async def forget_unlinked(self, inode: Inode) -> None:
-        """The name of a staged file is gone; its content goes with the last handle."""
-        staged = inode.staged
-        if staged is None:
-            return
-        async with staged.lock:
-            staged.is_unlinked = True
-            self.staging.record(staged)
-        if not inode.served:
-            self.staging.release(staged)
-
-    async def restore(self, inode: Inode) -> None:
-        """Take up what an earlier process had staged under a node."""
-        staged = self.staging.restore(inode)
-        if staged is not None and inode.info is not None and not staged.is_unlinked:
-            prefix = inode.info.key[: len(inode.info.key) - len(inode.name)]
-            self._directories.changed(prefix, inode.name, inode.info, lasting=True)
-
-    async def drain(self, limit_s: float) -> None:
-        """Upload what is pending, for as long as that may take; the rest stays on the disk."""
-        with trio.move_on_after(limit_s):
-            for staged in self.staging.pending:
-                await self.released(staged.inode)
-        for staged in self.staging.pending:
-            logger.error("%s is not in the bucket; kept in %s", staged.key, staged.path)
-
-    async def run(self) -> None:
-        """Try again what could not be uploaded, until cancelled."""
-        while True:
-            await trio.sleep(RETRY_S)
-            for staged in self.staging.pending:
-                if not staged.inode.served and not staged.lock.locked():
-                    await self.released(staged.inode)
-
     def _handle(self, fh: int) -> FileHandle:
         try:
             return self._handles.files[fh]
         except KeyError:
             raise OSError(errno.EBADF, f"unknown file handle {fh}") from None
-
-
-def content_type(key: str) -> str | None:
-    """What a browser would take an object for, by its name."""
-    return mimetypes.guess_type(key)[0]
 
 
 def _copy(source: int, target: int, size: int) -> None:

@@ -1,0 +1,253 @@
+"""What is staged on its way to being kept: FLUSH, FSYNC, the last close, the end of the mount.
+
+FLUSH (close) and FSYNC of a file that has changed return when the bucket has
+it, or with local durability when it and the record of its upload are safe on
+the local disk. How it gets into the bucket is told in uploads.py. What could
+not be uploaded stays staged, the error is told to whoever closes, and it is
+tried again until it is there. Once nobody has the file open, the staged
+content becomes the cached copy of the version that it was uploaded as.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+
+import trio
+
+from fusefs.cache.files import FileCache
+from fusefs.posix.answers import Answer, waiting
+from fusefs.posix.directories import Directories
+from fusefs.posix.handles import HandleTable
+from fusefs.posix.inodes import Inode, InodeTable
+from fusefs.posix.segments import ABSENT
+from fusefs.posix.staging import Staged, Staging
+from fusefs.posix.uploads import Uploads
+from fusefs.store.base import ObjectInfo, Store
+from fusefs.store.errors import StoreError
+
+logger = logging.getLogger("fusefs.writing")
+
+WRITING = os.O_WRONLY | os.O_RDWR
+# How often uploads that failed are tried again.
+RETRY_S = 5.0
+# With local durability a file is uploaded when it has been left alone this
+# long: the rename of a temporary file then costs no copy in the bucket.
+LATER_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How a mount writes; see the settings of the same names."""
+
+    is_local: bool = False
+    fails_on_conflict: bool = False
+    may_delete: bool = True
+    flush_interval_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """What a writable mount has beside a read-only one.
+
+    Uploads, and changes that somebody was killed over, live in `nursery`.
+    `make_room` has the cache give up what the disk needs.
+    """
+
+    staging: Staging
+    nursery: trio.Nursery
+    rules: Rules
+    make_room: Callable[[], Awaitable[None]]
+
+
+class Writeback:
+    """What is staged of one mount, and what becomes of it. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        store: Store,
+        directories: Directories,
+        cache: FileCache,
+        writing: Writing,
+        inodes: InodeTable,
+        handles: HandleTable,
+    ) -> None:
+        self._directories = directories
+        self._cache = cache
+        self.staging = writing.staging
+        self._inodes = inodes
+        self._handles = handles
+        self._rules = writing.rules
+        self.uploads = Uploads(
+            store, writing.staging, writing.nursery, self._landed, self._kept_apart,
+            fails_on_conflict=self._rules.fails_on_conflict,
+            sends_ahead=not self._rules.is_local,
+        )  # fmt: skip
+        self.held: Callable[[Staged], AbstractAsyncContextManager[None]] = self.uploads.held
+
+    def flush(self, fh: int) -> Answer[None]:
+        """A descriptor of an open file is closed: have what was written kept.
+
+        A program that forks closes each of its files once more in each child.
+        Such a file is uploaded every flush interval and at its last close.
+        """
+        handle = self._handles.files.get(fh)
+        if handle is None or handle.inode.staged is None or not handle.flags & WRITING:
+            return None
+        staged = handle.inode.staged
+        if not staged.is_dirty:
+            return None
+        now = trio.current_time()
+        wait_s = handle.flushed_at + self._rules.flush_interval_s - now
+        if wait_s > 0:
+            self.uploads.start(staged, wait_s)
+            return None
+        handle.flushed_at = now
+        return waiting(self.upload(staged, is_closing=True))
+
+    def fsync(self, fh: int) -> Answer[None]:
+        """Have what was written so far kept."""
+        handle = self._handles.files.get(fh)
+        if handle is None or handle.inode.staged is None or not handle.inode.staged.is_dirty:
+            return None
+        return waiting(self.upload(handle.inode.staged, is_closing=True))
+
+    async def upload(self, staged: Staged, *, is_closing: bool = False) -> None:
+        """Have the last content of a file in the bucket.
+
+        With `is_closing` a program waits for the content to be kept: local
+        durability is enough, and if the program can't wait, or the upload
+        fails, the content is on record to be uploaded whatever happens.
+        """
+        if is_closing and self._rules.is_local:
+            await self.staging.make_safe(staged)
+            self.uploads.start(staged, LATER_S)
+            return
+        try:
+            await self.uploads.wait(staged)
+        except BaseException:
+            if is_closing and staged.is_dirty:
+                self.staging.close(staged)
+            raise
+
+    async def finish(self, inode: Inode) -> None:
+        """Upload what nobody will close any more, and make it the cached copy."""
+        staged = inode.staged
+        if staged is None or inode.served:
+            return
+        if staged.is_dirty:
+            await self.upload(staged, is_closing=True)
+        else:
+            self._settle(staged)
+
+    async def upload_all(self, prefix: str) -> None:
+        """Have everything that is staged below a prefix in the bucket.
+
+        Raises:
+            StoreError, OSError: something can't be uploaded.
+        """
+        for staged in self.staging.pending:
+            if staged.key.startswith(prefix):
+                await self.upload(staged)
+
+    def _landed(self, staged: Staged, info: ObjectInfo) -> None:
+        """The bucket has the content of a file."""
+        self._has(staged.inode, info)
+        self.staging.record(staged)
+        self._settle(staged)
+
+    def _kept_apart(self, staged: Staged, info: ObjectInfo, theirs: ObjectInfo | None) -> None:
+        """The content is in the bucket under another name than it was to have."""
+        inode = staged.inode
+        assert inode.info is not None
+        assert inode.parent is not None
+        prefix, name = self._inodes.key(inode.parent), inode.name
+        self._inodes.move(inode, inode.parent, info.key[len(prefix) :])
+        self._directories.changed(prefix, name, ABSENT if theirs is None else theirs)
+        self._landed(staged, info)
+
+    def _has(self, inode: Inode, info: ObjectInfo) -> None:
+        """The bucket has a version of ours: the node stands for it from now on."""
+        assert inode.info is not None
+        self._inodes.replace_version(inode, info)
+        prefix = info.key[: len(info.key) - len(inode.name)]
+        self._directories.changed(prefix, inode.name, info, lasting=inode.staged is not None)
+
+    def _settle(self, staged: Staged) -> None:
+        """Keep the content as the cached copy, if nobody has the file open."""
+        inode = staged.inode
+        if staged.is_dirty or inode.served or inode.staged is not staged:
+            return
+        if not staged.is_unlinked and inode.info is not None and inode.info.size:
+            self._cache.take_in(inode.info.version, staged.path)
+        inode.meta = staged.described()
+        self.staging.release(staged)
+        if not staged.is_unlinked and inode.info is not None:
+            prefix = inode.info.key[: len(inode.info.key) - len(inode.name)]
+            self._directories.changed(prefix, inode.name, inode.info)
+
+    def released(self, inode: Inode) -> None:
+        """A handle of a staged file is gone."""
+        staged = inode.staged
+        if staged is None or inode.served:
+            return
+        if not staged.is_dirty:
+            self._settle(staged)
+        elif not self.uploads.is_under_way(staged):
+            self.staging.close(staged)
+            self.uploads.start(staged, LATER_S if self._rules.is_local else 0.0)
+
+    async def forget_unlinked(self, inode: Inode) -> None:
+        """The name of a staged file is gone; its content goes with the last handle."""
+        staged = inode.staged
+        if staged is None:
+            return
+        async with self.held(staged):
+            staged.is_unlinked = True
+            self.staging.record(staged)
+        if not inode.served:
+            self.staging.release(staged)
+
+    async def restore(self, inode: Inode) -> None:
+        """Take up what an earlier process had staged under a node."""
+        staged = self.staging.restore(inode)
+        if staged is not None and inode.info is not None and not staged.is_unlinked:
+            prefix = inode.info.key[: len(inode.info.key) - len(inode.name)]
+            self._directories.changed(prefix, inode.name, inode.info, lasting=True)
+
+    async def drain(self, limit_s: float) -> None:
+        """Upload what is pending, for as long as that may take; the rest stays on the disk."""
+        with trio.move_on_after(limit_s):
+            while True:
+                if not await self.sync(""):
+                    break
+                await trio.sleep(RETRY_S)
+        for staged in self.staging.pending:
+            self.staging.close(staged)
+            logger.error("%s is not in the bucket; kept in %s", staged.key, staged.path)
+        self.staging.remove_if_empty()
+
+    async def sync(self, prefix: str) -> list[Staged]:
+        """Try to have everything below a prefix in the bucket; return what could not be."""
+        pending = [one for one in self.staging.pending if one.key.startswith(prefix)]
+        async with trio.open_nursery() as nursery:
+            for staged in pending:
+                nursery.start_soon(self._try, staged)
+        return [staged for staged in pending if staged.is_dirty]
+
+    async def _try(self, staged: Staged) -> None:
+        try:
+            await self.uploads.wait(staged)
+        except (StoreError, OSError) as error:
+            logger.info("%s: %s", staged.key, error)  # it is told by who asked
+
+    async def run(self) -> None:
+        """Try again what could not be uploaded, until cancelled."""
+        while True:
+            await trio.sleep(RETRY_S)
+            for staged in self.staging.pending:
+                if not staged.inode.served:
+                    self.uploads.start(staged)
