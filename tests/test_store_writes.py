@@ -175,14 +175,6 @@ async def test_metadata_that_are_no_headers_are_refused(
             await put(store, "refused", make(size), metadata=metadata)
 
 
-def test_the_largest_object_has_ten_thousand_parts() -> None:
-    size = 5 << 40
-    part = multipart.fitting_part(size, 8 << 20)
-    assert part % (1 << 20) == 0
-    assert -(-size // part) <= 10_000 < -(-size // (part - (1 << 20)))
-    assert multipart.fitting_part(78 << 30, 8 << 20) == 8 << 20
-
-
 async def test_uploads_leave_connections_to_those_who_wait_for_data() -> None:
     budget = Connections(8)
     async with trio.open_nursery() as nursery:

@@ -120,12 +120,11 @@ class Part:
 class UploadState:
     """All that another process needs to go on with an upload.
 
-    Part n has the bytes from (n - 1) * `part_size` on, up to `size` at most.
+    The first parts have `part_size` bytes, later ones more (store/schedule.py).
     """
 
     key: str
     upload_id: str
-    size: int
     part_size: int
     metadata: Mapping[str, str]
     parts: tuple[Part, ...] = ()
@@ -136,7 +135,6 @@ class UploadState:
         return {
             "key": self.key,
             "upload_id": self.upload_id,
-            "size": self.size,
             "part_size": self.part_size,
             "metadata": dict(self.metadata),
             "parts": parts,
@@ -170,45 +168,96 @@ ChunkWriter = Callable[[int, memoryview], None]
 
 
 class Upload(Protocol):
-    """A multipart upload under way. Methods raise `StoreError`.
+    """A multipart upload under way, of a file that may still grow. Belongs to the event loop.
 
-    Nothing is to be seen under the key before `complete`. An upload stays in
-    the bucket, and is paid for, until it is completed or aborted.
+    Parts are counted from 1; where they begin does not depend on the file's
+    size. Nothing is to be seen under the key before `complete`. An upload stays
+    in the bucket, and is paid for, until it is completed or aborted. Methods
+    that wait raise `StoreError`.
     """
 
     @property
     def state(self) -> UploadState:
-        """What to put on record; it grows with each part."""
+        """What to put on record; it changes with each part."""
 
-    async def send(self, fd: int, numbers: Iterable[int] | None = None) -> None:
-        """Send these parts (all, if None) from the file, in parallel.
+    def part_at(self, offset: int) -> int:
+        """The number of the part that has the byte at `offset`.
 
-        A part of which the bucket has the same bytes already is not sent
-        again. Reads with pread; after the return, also by cancellation, `fd`
-        is not used any more, and the parts that were done stay done.
+        Raises:
+            ValueError: no object is as large.
+        """
+
+    def part_range(self, number: int, size: int) -> tuple[int, int]:
+        """The bytes [start, stop) of a part in a file of `size` bytes.
+
+        Raises:
+            ValueError: such a file has no such part.
+        """
+
+    def part_count(self, size: int) -> int:
+        """How many parts a file of `size` bytes has."""
+
+    def has(self, number: int) -> bool:
+        """Whether the part has been sent or copied, and not been dropped since."""
+
+    def missing(self, size: int) -> list[int]:
+        """The parts to be sent or copied before a file of `size` bytes is complete.
+
+        The last part of a file that has grown since is among them.
+        """
+
+    def drop(self, number: int) -> None:
+        """The file has other bytes in this part now.
+
+        If the part is being sent at this moment, what arrives does not count.
+        """
+
+    async def send(self, fd: int, numbers: Iterable[int], size: int) -> None:
+        """Send these parts of a file of `size` bytes, in parallel.
+
+        Two who send one part at the same time wait for one another. Reads with
+        pread; after the return, also by cancellation, `fd` is not used any
+        more, and the parts that were done stay done.
 
         Raises:
             StoreError: a part could not be sent in the retry time, or the file
-                is shorter than the upload's size.
+                is shorter than `size`.
+            ValueError: a file of `size` bytes has no such part.
         """
 
     async def copy_part(self, number: int, source: ObjectVersion, start: int, stop: int) -> None:
         """Have S3 copy the bytes [start, stop) of exactly `source` into a part.
 
-        The range must have the part's size.
+        Only the last part may be shorter than it should be.
 
         Raises:
             StaleVersionError: the source is no longer this version.
+            ValueError: the range is larger than the part.
         """
 
-    async def complete(self, condition: Condition = None) -> ObjectInfo:
-        """Make the object of all the parts; cancelled, it may come into being all the same.
+    async def verify(self, fd: int, size: int) -> None:
+        """Drop what another process sent and the file, of `size` bytes, does not have.
 
-        Where no answer comes, a HEAD tells whether the object is there.
+        Reads those parts of the file; after the return, also by cancellation,
+        `fd` is not used any more. A part that this process sends or copies
+        needs no verifying.
+
+        Raises:
+            NotFoundError: the upload has been completed, but not with what the
+                file has: another one is to be begun.
+            StoreError: the file is shorter than `size`.
+        """
+
+    async def complete(self, size: int, condition: Condition = None) -> ObjectInfo:
+        """Make an object of the first `size` bytes' parts, and forget the others.
+
+        Cancelled, it may come into being all the same. Where no answer comes, a
+        HEAD tells whether the object is there.
 
         Raises:
             ConflictError: the condition does not hold.
             NotFoundError: the upload was aborted.
+            ValueError: parts are missing or not verified, or `size` is 0.
         """
 
 
@@ -297,15 +346,21 @@ class Store(Protocol):
         """
 
     async def begin_upload(
-        self, key: str, size: int, *, metadata: Mapping[str, str], content_type: str | None
+        self, key: str, *, metadata: Mapping[str, str], content_type: str | None
     ) -> Upload:
-        """Begin a multipart upload of `size` (> 0) bytes; its state is to be put on record."""
+        """Begin a multipart upload, of whatever size; its state is to be put on record.
+
+        Key, metadata and content type are what the object will have.
+
+        Raises:
+            ValueError: the metadata can't be sent.
+        """
 
     async def resume_upload(self, state: UploadState) -> Upload:
         """Go on with an upload that perhaps another process began.
 
-        The bucket tells which parts it has. If the upload has been completed
-        meanwhile, `complete` of the answer returns the object.
+        The bucket tells which parts it has; `verify` compares them with the file.
+        If the upload has been completed meanwhile, `complete` returns the object.
 
         Raises:
             NotFoundError: the upload was aborted, or the object replaced.

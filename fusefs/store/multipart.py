@@ -17,16 +17,9 @@ if TYPE_CHECKING:
     from fusefs.store.clients import Clients
     from fusefs.store.s3 import S3Store
 
-MOST_PARTS = 10_000
 # S3 copies parts of up to 5 GiB; smaller ones are copied side by side.
 COPY_PART = 128 << 20
 ABORT_TIME_S = 5.0
-
-
-def fitting_part(size: int, smallest: int) -> int:
-    """How large parts (in bytes) must be for an object of `size` bytes."""
-    needed = -(-size // MOST_PARTS)
-    return smallest if needed <= smallest else -(-needed >> 20) << 20
 
 
 async def put(
@@ -39,9 +32,9 @@ async def put(
     condition: Condition,
 ) -> ObjectInfo:
     """As `Store.put_file`, with a multipart upload."""
-    async with _aborted_on_failure(await begin(store, key, size, metadata, content_type)) as upload:
-        await upload.send(fd)
-        return await upload.complete(condition)
+    async with _aborted_on_failure(await begin(store, key, metadata, content_type)) as upload:
+        await upload.send(fd, upload.missing(size), size)
+        return await upload.complete(size, condition)
 
 
 async def copy(
@@ -51,11 +44,9 @@ async def copy(
     kept: Mapping[str, Any],
 ) -> ObjectInfo:
     """Copy what is too large for one copy; `kept` are boto3's parameters for what it has."""
-    part_size = fitting_part(source.size, COPY_PART)
-    upload = await _begin(store, key, source.size, part_size, kept)
-    async with _aborted_on_failure(upload):
+    async with _aborted_on_failure(await _begin(store, key, COPY_PART, kept)) as upload:
         await upload.copy_all(source)
-        return await upload.complete()
+        return await upload.complete(source.size)
 
 
 @asynccontextmanager
@@ -69,17 +60,15 @@ async def _aborted_on_failure(upload: S3Upload) -> AsyncIterator[S3Upload]:
 
 
 async def begin(
-    store: S3Store, key: str, size: int, metadata: Mapping[str, str], content_type: str | None
+    store: S3Store, key: str, metadata: Mapping[str, str], content_type: str | None
 ) -> S3Upload:
     """As `Store.begin_upload`."""
     requests.check(metadata, content_type)
-    part_size = fitting_part(size, store.settings.part_size)
-    return await _begin(store, key, size, part_size, requests.headers(metadata, content_type))
+    kept = requests.headers(metadata, content_type)
+    return await _begin(store, key, store.settings.part_size, kept)
 
 
-async def _begin(
-    store: S3Store, key: str, size: int, part_size: int, kept: Mapping[str, Any]
-) -> S3Upload:
+async def _begin(store: S3Store, key: str, part_size: int, kept: Mapping[str, Any]) -> S3Upload:
     def work(clients: Clients) -> str:
         answer = clients.s3.create_multipart_upload(
             **clients.request, **kept, Key=key, ChecksumAlgorithm="CRC32"
@@ -88,12 +77,12 @@ async def _begin(
         return upload_id
 
     upload_id = await store.retried("BEGIN UPLOAD", key, work)
-    return S3Upload(store, UploadState(key, upload_id, size, part_size, kept["Metadata"]))
+    return S3Upload(store, UploadState(key, upload_id, part_size, kept["Metadata"]))
 
 
 async def resume(store: S3Store, state: UploadState) -> S3Upload:
     """As `Store.resume_upload`."""
-    upload = S3Upload(store, state, may_be_done=True)
+    upload = S3Upload(store, state, is_resumed=True)
     await upload.look()
     return upload
 

@@ -194,9 +194,9 @@ class S3Store:
         return await multipart.put(self, key, fd, size, metadata, content_type, condition)
 
     async def begin_upload(
-        self, key: str, size: int, *, metadata: Mapping[str, str], content_type: str | None
+        self, key: str, *, metadata: Mapping[str, str], content_type: str | None
     ) -> S3Upload:
-        return await multipart.begin(self, key, size, metadata, content_type)
+        return await multipart.begin(self, key, metadata, content_type)
 
     async def resume_upload(self, state: UploadState) -> S3Upload:
         return await multipart.resume(self, state)

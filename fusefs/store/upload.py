@@ -1,9 +1,9 @@
-"""A multipart upload: parts in parallel, each retried by itself.
+"""A multipart upload: parts in parallel, each retried by itself, of a file that may grow.
 
 Each part is sent with its CRC32, which S3 compares; the checksums of all parts
 go into the request that completes the upload, so that S3 refuses an object
-made of other parts than ours. A part that the bucket has is not sent again, if
-the file still has its bytes.
+made of other parts than ours. What another process has sent does not count
+before it has been compared with the file.
 
 When the answer to the completing request is lost, repeating it may say that
 there is no such upload, or that the condition does not hold any more. Then the
@@ -13,7 +13,8 @@ metadata are.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,7 @@ from fusefs.store import listing, requests
 from fusefs.store.base import Condition, ObjectInfo, ObjectVersion, Part, UploadState
 from fusefs.store.body import Body, composed
 from fusefs.store.errors import NotFoundError, StoreError
+from fusefs.store.schedule import Schedule
 from fusefs.store.stream import AttemptError
 
 if TYPE_CHECKING:
@@ -39,35 +41,52 @@ PARTS_AT_ONCE = 16
 class S3Upload:
     """An upload under way; see `fusefs.store.base.Upload`."""
 
-    def __init__(self, store: S3Store, state: UploadState, *, may_be_done: bool = False) -> None:
+    def __init__(self, store: S3Store, state: UploadState, *, is_resumed: bool = False) -> None:
         self._store = store
         self._state = replace(state, parts=())
-        self._parts = {part.number: part for part in state.parts}
-        self._may_be_done = may_be_done
+        self._schedule = Schedule(state.part_size)
+        # What the bucket has of what the file has; and of what it perhaps has.
+        self._parts: dict[int, Part] = {}
+        self._unverified = {part.number: part for part in state.parts}
+        # Those on their way that nobody has dropped, one at a time of each number.
+        self._valid: set[int] = set()
+        self._turns: defaultdict[int, trio.Lock] = defaultdict(trio.Lock)
+        self._may_be_done = is_resumed
         self._object: ObjectInfo | None = None  # once it is known to be there
 
     @property
     def state(self) -> UploadState:
-        return replace(self._state, parts=tuple(self._sorted_parts()))
+        parts = self._unverified | self._parts
+        return replace(self._state, parts=tuple(parts[number] for number in sorted(parts)))
 
-    @property
-    def part_count(self) -> int:
-        return -(-self._state.size // self._state.part_size)
+    def part_at(self, offset: int) -> int:
+        return self._schedule.part_at(offset)
 
-    def range_of(self, number: int) -> tuple[int, int]:
-        """The bytes [start, stop) that a part has."""
-        start = (number - 1) * self._state.part_size
-        return start, min(start + self._state.part_size, self._state.size)
+    def part_range(self, number: int, size: int) -> tuple[int, int]:
+        return self._schedule.range_of(number, size)
 
-    async def send(self, fd: int, numbers: Iterable[int] | None = None) -> None:
-        if self._object is None:
-            wanted = range(1, self.part_count + 1) if numbers is None else numbers
-            await self._in_parallel(partial(self._send_part, fd), wanted)
+    def part_count(self, size: int) -> int:
+        return self._schedule.count(size)
+
+    def has(self, number: int) -> bool:
+        return number in self._parts
+
+    def missing(self, size: int) -> list[int]:
+        numbers = range(1, self.part_count(size) + 1)
+        return [number for number in numbers if not self._fits(self._parts.get(number), size)]
+
+    def drop(self, number: int) -> None:
+        self._parts.pop(number, None)
+        self._unverified.pop(number, None)
+        self._valid.discard(number)
+
+    async def send(self, fd: int, numbers: Iterable[int], size: int) -> None:
+        await self._in_parallel(partial(self._send_part, fd, size), numbers)
 
     async def copy_part(self, number: int, source: ObjectVersion, start: int, stop: int) -> None:
-        first, last = self.range_of(number)
-        if stop - start != last - first:
-            raise ValueError(f"part {number} has {last - first} bytes, not {stop - start}")
+        size = self._schedule.size_of(number)
+        if stop - start > size:
+            raise ValueError(f"part {number} has {size} bytes, not {stop - start}")
 
         def work(clients: Clients) -> Part:
             answer = clients.s3.upload_part_copy(
@@ -84,25 +103,43 @@ class S3Upload:
             etag = listing.quoted(result["ETag"])
             return Part(number, stop - start, etag, result.get("ChecksumCRC32", ""))
 
-        if self._object is None:
-            self._parts[number] = await self._store.retried(
-                "COPY PART", self._state.key, work, requests.writing
-            )
+        async def copy() -> Part:
+            return await self._store.retried("COPY PART", self._state.key, work, requests.writing)
+
+        await self._obtain(number, copy)
 
     async def copy_all(self, source: ObjectVersion) -> None:
         """Copy the parts from another object, byte for byte."""
 
         async def copy_one(number: int) -> None:
-            await self.copy_part(number, source, *self.range_of(number))
+            await self.copy_part(number, source, *self.part_range(number, source.size))
 
-        await self._in_parallel(copy_one, range(1, self.part_count + 1))
+        await self._in_parallel(copy_one, self.missing(source.size))
 
-    async def complete(self, condition: Condition = None) -> ObjectInfo:
-        if self._object is not None:
+    async def verify(self, fd: int, size: int) -> None:
+        async def compare(number: int) -> None:
+            part = self._unverified.get(number)
+            is_same = False
+            if part is not None and self._fits(part, size):
+                body = Body(fd, *self.part_range(number, size))
+                is_same = await self._checksum(body) == part.checksum
+            # Unless it was dropped or sent meanwhile.
+            if part is not None and self._unverified.pop(number, None) is part and is_same:
+                self._parts[number] = part
+
+        await self._in_parallel(compare, list(self._unverified))
+        done = self._object
+        if done is not None and (done.size != size or self.missing(size)):
+            raise NotFoundError("the upload has been completed with other bytes")
+
+    async def complete(self, size: int, condition: Condition = None) -> ObjectInfo:
+        missing = self.missing(size)
+        if missing or not size:
+            raise ValueError(f"{len(missing)} parts are missing")
+        if self._object is not None and self._object.size == size:
             return self._object
-        if len(self._parts) < self.part_count:
-            raise ValueError(f"{self.part_count - len(self._parts)} parts are missing")
-        parts = [_in_completion(part) for part in self._sorted_parts()]
+        used = [self._parts[number] for number in range(1, self.part_count(size) + 1)]
+        parts = [_in_completion(part) for part in used]
         may_be_done, self._may_be_done = self._may_be_done, True
 
         def work(clients: Clients) -> str:
@@ -128,34 +165,32 @@ class S3Upload:
         try:
             etag = await self._store.retried("COMPLETE UPLOAD", self._state.key, work)
         except StoreError:
-            self._object = await self._seen() if may_be_done else None
+            self._object = await self._seen(used) if may_be_done else None
             if self._object is None:
                 raise
         else:
-            self._object = await self._seen() or self._unseen(etag)
+            self._object = await self._seen(used) or self._unseen(size, etag)
         return self._object
 
-    async def _seen(self) -> ObjectInfo | None:
+    async def _seen(self, parts: list[Part]) -> ObjectInfo | None:
         try:
-            return await self.find()
+            return await self._find(parts)
         except StoreError:
             return None
 
-    def _unseen(self, etag: str) -> ObjectInfo:
+    def _unseen(self, size: int, etag: str) -> ObjectInfo:
         """What is known of the object if it can't be seen, being replaced already, say."""
         state = self._state
-        return ObjectInfo(state.key, state.size, etag, requests.now_ns(), metadata=state.metadata)
+        return ObjectInfo(state.key, size, etag, requests.now_ns(), metadata=state.metadata)
 
-    async def find(self) -> ObjectInfo | None:
-        """The object if this upload has been completed and nothing came after it."""
-        checksums = [part.checksum for part in self._sorted_parts()]
-        if len(checksums) < self.part_count:
-            return None
+    async def _find(self, parts: list[Part]) -> ObjectInfo | None:
+        """The object if this upload has been completed with these parts, and is the last one."""
         state = self._state
-        told = {"ChecksumCRC32": composed(checksums)}
+        size = sum(part.size for part in parts)
+        told = {"ChecksumCRC32": composed([part.checksum for part in parts])}
 
         def work(clients: Clients) -> ObjectInfo | None:
-            return requests.find(clients, state.key, state.size, state.metadata, told)
+            return requests.find(clients, state.key, size, state.metadata, told)
 
         return await self._store.retried("HEAD", state.key, work)
 
@@ -169,26 +204,34 @@ class S3Upload:
         Raises:
             NotFoundError: there is no such upload, and no object of it.
         """
+        recorded, self._unverified = self._unverified, {}
         try:
             listed = await self._list_parts()
         except NotFoundError:
-            self._object = await self.find()
-            if self._object is None:
-                raise
+            await self._look_for_object(recorded)
             return
-        recorded, self._parts = self._parts, {}
-        for number, size, etag, checksum in listed:
-            start, stop = self.range_of(number)
-            known = recorded.get(number)
+        for part in listed:
+            known = recorded.get(part.number)
             # Not every store tells the checksums of parts.
-            if not checksum and known is not None and known.etag == etag:
-                checksum = known.checksum
-            if size == stop - start and checksum:
-                self._parts[number] = Part(number, size, etag, checksum)
+            if not part.checksum and known is not None and known.etag == part.etag:
+                part = replace(part, checksum=known.checksum)
+            if part.checksum:
+                self._unverified[part.number] = part
 
-    async def _list_parts(self) -> list[tuple[int, int, str, str]]:
-        """Number, size, ETag and checksum (or "") of each part that the bucket has."""
-        parts: list[tuple[int, int, str, str]] = []
+    async def _look_for_object(self, recorded: Mapping[int, Part]) -> None:
+        """Find out whether the upload, of which there is nothing any more, became an object."""
+        size = (await self._store.head(self._state.key)).size
+        parts = [recorded.get(number) for number in range(1, self.part_count(size) + 1)]
+        used = [part for part in parts if part is not None and self._fits(part, size)]
+        if len(used) == len(parts):
+            self._object = await self._find(used)
+        if self._object is None:
+            raise NotFoundError("the upload has been aborted")
+        self._unverified = {part.number: part for part in used}
+
+    async def _list_parts(self) -> list[Part]:
+        """What the bucket has of the upload."""
+        parts: list[Part] = []
         marker = 0
 
         def work(clients: Clients) -> Any:
@@ -199,18 +242,13 @@ class S3Upload:
             for part in answer.get("Parts", []):
                 etag = listing.quoted(part["ETag"])
                 checksum = part.get("ChecksumCRC32", "")
-                parts.append((part["PartNumber"], part["Size"], etag, checksum))
+                parts.append(Part(part["PartNumber"], part["Size"], etag, checksum))
             if not answer.get("IsTruncated"):
                 return parts
             marker = answer["NextPartNumberMarker"]
 
-    async def _send_part(self, fd: int, number: int) -> None:
-        body = Body(fd, *self.range_of(number))
-        known = self._parts.get(number)
-        if known is not None:
-            body.begin()
-            if known.checksum == await trio.to_thread.run_sync(body.checksum):
-                return
+    async def _send_part(self, fd: int, size: int, number: int) -> None:
+        body = Body(fd, *self.part_range(number, size))
 
         def work(clients: Clients) -> Part:
             checksum = body.checksum()
@@ -225,10 +263,40 @@ class S3Upload:
                 raise requests.no_etag()
             return Part(number, len(body), listing.quoted(answer["ETag"]), checksum)
 
-        self._parts[number] = await self._store.retried(
-            "PUT PART", self._state.key, work, requests.writing, transfer=body
-        )
-        self._store.note_sent(len(body))
+        async def send() -> Part:
+            part = await self._store.retried(
+                "PUT PART", self._state.key, work, requests.writing, transfer=body
+            )
+            self._store.note_sent(len(body))
+            return part
+
+        await self._obtain(number, send)
+
+    async def _obtain(self, number: int, obtain: Callable[[], Awaitable[Part]]) -> None:
+        """Have the bucket get a part; it counts unless it is dropped meanwhile."""
+        async with self._turns[number]:
+            self.drop(number)
+            self._valid.add(number)
+            part = await obtain()
+            if number in self._valid:
+                self._parts[number] = part
+
+    async def _checksum(self, body: Body) -> str:
+        attempt = body.begin()
+        try:
+            return await trio.to_thread.run_sync(body.checksum, abandon_on_cancel=True)
+        except trio.Cancelled:
+            await attempt.abandon()
+            raise
+        except AttemptError as error:
+            raise error.failure.kind(str(error)) from error
+
+    def _fits(self, part: Part | None, size: int) -> bool:
+        """Whether it is all of the part that a file of `size` bytes has there."""
+        if part is None or part.number > self.part_count(size):
+            return False
+        start, stop = self.part_range(part.number, size)
+        return part.size == stop - start
 
     async def _in_parallel(
         self, work: Callable[[int], Awaitable[None]], numbers: Iterable[int]
@@ -255,9 +323,6 @@ class S3Upload:
     @property
     def _named(self) -> dict[str, str]:
         return {"Key": self._state.key, "UploadId": self._state.upload_id}
-
-    def _sorted_parts(self) -> list[Part]:
-        return [self._parts[number] for number in sorted(self._parts)]
 
 
 def _in_completion(part: Part) -> dict[str, Any]:

@@ -49,9 +49,12 @@ class LocalFile:
 
     def __init__(self, path: Path, size: int) -> None:
         self.path = path
-        self.size = size
         path.write_bytes(os.urandom(size))
         self.fd = os.open(path, os.O_RDONLY)
+
+    @property
+    def size(self) -> int:
+        return self.path.stat().st_size
 
     @property
     def data(self) -> bytes:
@@ -61,6 +64,10 @@ class LocalFile:
         with self.path.open("r+b") as file:
             file.seek(offset)
             file.write(data)
+
+    def append(self, size: int) -> None:
+        with self.path.open("ab") as file:
+            file.write(os.urandom(size))
 
 
 async def put(

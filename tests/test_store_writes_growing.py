@@ -1,0 +1,210 @@
+"""Uploads of files that change while they are sent: they grow, shrink, and get other bytes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import trio
+
+from fusefs.store.errors import NotFoundError, StoreError
+from tests.conftest import Bucket
+from tests.support.faulty_s3 import FaultyS3
+from tests.support.s3_server import S3Server
+from tests.support.store_writing import (
+    PART,
+    LocalFile,
+    become_owner,
+    contents,
+    digest,
+    keys,
+    opened,
+    until,
+)
+
+BEGUN = {"metadata": {}, "content_type": None}
+
+
+@pytest.fixture(autouse=True)
+def _as_owner(s3: S3Server, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    become_owner(s3, monkeypatch)
+    yield
+    faulty.clear()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[LocalFile]:
+    """A file of a part and a bit."""
+    file = LocalFile(tmp_path / "file", PART + 1000)
+    yield file
+    os.close(file.fd)
+
+
+async def test_a_file_is_sent_while_it_is_written(
+    bucket: Bucket, faulty: FaultyS3, file: LocalFile
+) -> None:
+    async with opened(bucket, faulty.endpoint_url) as store:
+        upload = await store.begin_upload("file", **BEGUN)
+        await upload.send(file.fd, [1], file.size)
+        file.append(2 * PART)
+        assert upload.missing(file.size) == [2, 3, 4]
+        await upload.send(file.fd, [2, 3, 4], file.size)
+        info = await upload.complete(file.size)
+        assert info == await store.head("file")
+    assert len(faulty.requests("PART")) == 4
+    assert digest(contents(bucket, "file")) == digest(file.data)
+
+
+async def test_the_last_part_of_a_file_that_has_grown_is_missing(
+    bucket: Bucket, faulty: FaultyS3, file: LocalFile
+) -> None:
+    async with opened(bucket, faulty.endpoint_url) as store:
+        upload = await store.begin_upload("file", **BEGUN)
+        await upload.send(file.fd, [1, 2], file.size)
+        assert upload.missing(file.size) == []
+        file.append(1)
+        with pytest.raises(ValueError, match="1 parts are missing"):
+            await upload.complete(file.size)
+        assert upload.missing(file.size) == [2]
+        await upload.send(file.fd, [2], file.size)
+        await upload.complete(file.size)
+    assert digest(contents(bucket, "file")) == digest(file.data)
+
+
+async def test_a_file_that_was_cut_short_is_complete_without_its_end(
+    bucket: Bucket, faulty: FaultyS3, file: LocalFile
+) -> None:
+    async with opened(bucket, faulty.endpoint_url) as store:
+        upload = await store.begin_upload("file", **BEGUN)
+        await upload.send(file.fd, [1, 2], file.size)
+        await upload.complete(PART)
+    assert digest(contents(bucket, "file")) == digest(file.data[:PART])
+
+
+async def test_nothing_is_no_upload(bucket: Bucket, faulty: FaultyS3, file: LocalFile) -> None:
+    async with opened(bucket, faulty.endpoint_url) as store:
+        upload = await store.begin_upload("file", **BEGUN)
+        with pytest.raises(ValueError, match="parts are missing"):
+            await upload.complete(0)
+
+
+async def test_a_part_that_the_file_does_not_have_is_not_sent(
+    bucket: Bucket, faulty: FaultyS3, file: LocalFile
+) -> None:
+    async with opened(bucket, faulty.endpoint_url) as store:
+        upload = await store.begin_upload("file", **BEGUN)
+        with pytest.raises(ValueError, match="no part 3"):
+            await upload.send(file.fd, [3], file.size)
+
+
+async def test_a_part_that_is_written_to_again_is_sent_again(
+    bucket: Bucket, faulty: FaultyS3, file: LocalFile
+) -> None:
+    async with opened(bucket, faulty.endpoint_url) as store:
+        upload = await store.begin_upload("file", **BEGUN)
+        await upload.send(file.fd, [1, 2], file.size)
+        file.change(5, b"changed")
+        upload.drop(upload.part_at(5))
+        assert [upload.has(number) for number in (1, 2)] == [False, True]
+        assert [part.number for part in upload.state.parts] == [2]
+        await upload.send(file.fd, upload.missing(file.size), file.size)
+        await upload.complete(file.size)
+    assert len(faulty.requests("PART")) == 3
+    assert digest(contents(bucket, "file")) == digest(file.data)
+
+
+async def test_a_part_that_is_dropped_on_its_way_does_not_count(
+    bucket: Bucket, faulty: FaultyS3, file: LocalFile
+) -> None:
+    rule = faulty.add("PART", times=1, stall=True)
+    async with opened(bucket, faulty.endpoint_url) as store:
+        upload = await store.begin_upload("file", **BEGUN)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(upload.send, file.fd, [1], file.size)
+            await until(lambda: rule.used == 1)
+            upload.drop(1)
+            rule.release()
+        assert not upload.has(1)
+
+
+async def test_two_who_send_one_part_wait_for_one_another(
+    bucket: Bucket, faulty: FaultyS3, file: LocalFile
+) -> None:
+    rule = faulty.add("PART", times=1, stall=True)
+    async with opened(bucket, faulty.endpoint_url) as store:
+        upload = await store.begin_upload("file", **BEGUN)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(upload.send, file.fd, [1], file.size)
+            await until(lambda: rule.used == 1)
+            file.change(5, b"changed")
+            upload.drop(1)
+            nursery.start_soon(upload.send, file.fd, [1, 2], file.size)
+            await until(lambda: upload.has(2))
+            assert len(faulty.requests("PART")) == 2
+            rule.release()
+        await upload.complete(file.size)
+    assert digest(contents(bucket, "file")) == digest(file.data)
+
+
+# --- what another process has sent ---------------------------------------------------
+
+
+async def test_what_has_not_been_verified_is_missing(
+    bucket: Bucket, faulty: FaultyS3, file: LocalFile
+) -> None:
+    async with opened(bucket, faulty.endpoint_url) as store:
+        upload = await store.begin_upload("file", **BEGUN)
+        await upload.send(file.fd, [1, 2], file.size)
+        resumed = await store.resume_upload(upload.state)
+        assert resumed.missing(file.size) == [1, 2]
+        assert resumed.state == upload.state
+        file.change(5, b"changed")
+        await resumed.verify(file.fd, file.size)
+        assert resumed.missing(file.size) == [1]
+        assert [part.number for part in resumed.state.parts] == [2]
+
+
+async def test_a_part_that_is_dropped_need_not_be_verified(
+    bucket: Bucket, faulty: FaultyS3, file: LocalFile
+) -> None:
+    async with opened(bucket, faulty.endpoint_url) as store:
+        upload = await store.begin_upload("file", **BEGUN)
+        await upload.send(file.fd, [1, 2], file.size)
+        resumed = await store.resume_upload(upload.state)
+        resumed.drop(1)
+        await resumed.verify(file.fd, file.size)
+        assert resumed.missing(file.size) == [1]
+
+
+async def test_a_file_that_is_too_short_cannot_be_verified(
+    bucket: Bucket, faulty: FaultyS3, file: LocalFile
+) -> None:
+    async with opened(bucket, faulty.endpoint_url) as store:
+        upload = await store.begin_upload("file", **BEGUN)
+        await upload.send(file.fd, [1, 2], file.size)
+        resumed = await store.resume_upload(upload.state)
+        size = file.size
+        os.truncate(file.path, PART)
+        with pytest.raises(StoreError, match="became shorter"):
+            await resumed.verify(file.fd, size)
+
+
+@pytest.mark.parametrize("is_longer", [False, True])
+async def test_an_upload_that_was_completed_with_other_bytes_is_told(
+    bucket: Bucket, faulty: FaultyS3, file: LocalFile, is_longer: bool
+) -> None:
+    async with opened(bucket, faulty.endpoint_url) as store:
+        upload = await store.begin_upload("file", **BEGUN)
+        await upload.send(file.fd, [1, 2], file.size)
+        state = upload.state
+        await upload.complete(file.size)
+        if is_longer:
+            os.truncate(file.path, PART)
+        else:
+            file.change(5, b"changed")
+        resumed = await store.resume_upload(state)
+        with pytest.raises(NotFoundError, match="other bytes"):
+            await resumed.verify(file.fd, file.path.stat().st_size)
+    assert keys(bucket) == ["file"]
