@@ -139,14 +139,19 @@ class Catalog:
     def remove(self, name: str, generation: str, st_ino: int) -> int:
         """Remove a row if it is still of this file; return the total bytes."""
         with self._transaction():
-            found = self._db.execute(
-                "SELECT bytes FROM files WHERE name = ? AND generation = ? AND st_ino = ?",
-                (name, generation, st_ino),
-            ).fetchone()
-            if found is not None:
-                self._db.execute("DELETE FROM files WHERE name = ?", (name,))
-                self._db.execute("UPDATE total SET bytes = bytes - ?", found)
+            self._remove(name, generation, st_ino)
             return self.total_bytes()
+
+    def rename(self, name: str, generation: str, st_ino: int, new_name: str) -> None:
+        """Give a file's row another name; it goes if there is a row of that name."""
+        file = (name, generation, st_ino)
+        with self._transaction():
+            self._db.execute(
+                "UPDATE OR IGNORE files SET name = ?"
+                " WHERE name = ? AND generation = ? AND st_ino = ?",
+                (new_name, *file),
+            )
+            self._remove(*file)
 
     def total_bytes(self) -> int:
         """The bytes that all rows of all mounts stand for."""
@@ -159,6 +164,15 @@ class Catalog:
 
     def close(self) -> None:
         self._db.close()
+
+    def _remove(self, name: str, generation: str, st_ino: int) -> None:
+        found = self._db.execute(
+            "SELECT bytes FROM files WHERE name = ? AND generation = ? AND st_ino = ?",
+            (name, generation, st_ino),
+        ).fetchone()
+        if found is not None:
+            self._db.execute("DELETE FROM files WHERE name = ?", (name,))
+            self._db.execute("UPDATE total SET bytes = bytes - ?", found)
 
     def _read_data_version(self) -> int:
         return int(self._db.execute("PRAGMA data_version").fetchone()[0])

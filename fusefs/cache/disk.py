@@ -58,6 +58,10 @@ class Disk:
         path.rename(target)
         return generation, target.stat().st_ino
 
+    def rename(self, name: str, generation: str, new_name: str) -> None:
+        """Let a file be that of another name; it stays the same generation."""
+        self._path(name, generation).rename(self._path(new_name, generation))
+
     def open(self, name: str, generation: str, st_ino: int, size: int) -> int:
         """The descriptor of a file that is really there, or -1."""
         try:

@@ -30,7 +30,7 @@ from fusefs.cache.eviction import Space
 from fusefs.cache.file import CacheFile, OpenFile
 from fusefs.cache.files import FileCache
 from fusefs.store.base import ObjectVersion, Priority, Store
-from fusefs.store.errors import StoreError
+from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
 
 # What a random read brings at least: a request costs as much time as this many
 # bytes, so less would save nothing, and more would be wasted on a jumping reader.
@@ -250,7 +250,7 @@ class Fetcher:
             file.downloads.remove(download)
             download.finish(error)
             if download.wanted and file.is_complete and file.fd >= 0:
-                self._cache.linger(file)
+                self._cache.lingering.keep(file)
             self._cache.unpin(file)
 
     async def _bring(self, download: Download) -> Exception | None:
@@ -289,18 +289,25 @@ class Fetcher:
 
     async def _stream(self, download: Download, incoming: _Incoming) -> None:
         file = download.file
-        assert file.version is not None
-        try:
-            await self._store.download(
-                file.version,
-                download.start,
-                download.stop,
-                incoming.write,
-                priority=download.urgency,
-            )
-        finally:
-            # What has been written is noted before anybody lets go of the file.
-            incoming.note()
+        while True:
+            version = file.version
+            assert version is not None
+            try:
+                await self._store.download(
+                    version,
+                    download.position,
+                    download.stop,
+                    incoming.write,
+                    priority=download.urgency,
+                )
+                return
+            except (NotFoundError, StaleVersionError):
+                if file.version == version:
+                    raise
+                # It was renamed meanwhile: the rest is there under its new key.
+            finally:
+                # What has been written is noted before anybody lets go of the file.
+                incoming.note()
 
 
 class _Incoming:

@@ -29,7 +29,6 @@ import sqlite3
 import time
 from collections.abc import Callable, Container
 from hashlib import blake2b
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,6 +39,8 @@ from fusefs.cache.directory import CacheDirectoryError
 from fusefs.cache.disk import Disk
 from fusefs.cache.file import CacheFile, OpenFile
 from fusefs.cache.ledger import Ledger
+from fusefs.cache.lingering import Lingering
+from fusefs.cache.opening import create, open_or_create
 from fusefs.cache.sweep import ORPHAN_AGE_S, sweep_orphans
 from fusefs.store.base import ObjectVersion
 
@@ -53,9 +54,6 @@ TOUCH_EVERY = 30  # records
 # A complete file is left alone this long before it is synced: what is being
 # read for the first time should have the disk for itself.
 SYNC_AFTER_S = 5.0
-# A file that was fetched ahead stays open this long for who wants it, and so many of them.
-LINGER_S = 10.0
-MOST_LINGERING = 512
 
 
 class FileCache:
@@ -94,7 +92,7 @@ class FileCache:
         for row in rows:
             if not row.is_synced:
                 self._ledger.recovered(self._files[row.name])
-        self._lingering: dict[str, tuple[CacheFile, float]] = {}  # and until when, longest first
+        self.lingering = Lingering(self.pin_again, self.unpin)
         self._threads = trio.CapacityLimiter(16)
         self.warning: str | None = None
         # Called before an eviction; whoever holds the file open in the kernel lets go of it.
@@ -170,19 +168,6 @@ class FileCache:
         """Whether nothing of a file is on the disk, so that who brings its bytes may create it."""
         return file.is_kept and not file.generation and not self._ledger.has_neighbours
 
-    def linger(self, file: CacheFile) -> None:
-        """Keep a pinned file open for a while longer: it was fetched ahead of its first open."""
-        if file.name not in self._lingering:
-            self.pin_again(file)
-            self._lingering[file.name] = (file, time.monotonic() + LINGER_S)
-            if len(self._lingering) > MOST_LINGERING:
-                self._let_go(1)
-
-    def _let_go(self, count: int) -> None:
-        """Close those that have lingered longest."""
-        for name in list(islice(self._lingering, count)):
-            self.unpin(self._lingering.pop(name)[0])
-
     async def ensure_open(self, file: CacheFile) -> bool:
         """Have the file's descriptor open; the caller has it pinned.
 
@@ -198,7 +183,9 @@ class FileCache:
             if file.fd >= 0 or not file.is_kept:
                 return file.fd >= 0
             try:
-                found = await trio.to_thread.run_sync(self._open, file, limiter=self._threads)
+                found = await trio.to_thread.run_sync(
+                    open_or_create, self._disk, self._catalog, file, limiter=self._threads
+                )
             except sqlite3.Error as error:
                 self.refuse(file, OSError(errno.EIO, f"its catalog can't be read ({error})"))
                 return False
@@ -250,6 +237,47 @@ class FileCache:
         finally:
             self.unpin(file)
 
+    async def move(self, old: ObjectVersion, new: ObjectVersion) -> bool:
+        """Let the file of a version be that of its copy in the bucket, whatever is there of it.
+
+        Who uses the file goes on with it, and what is missing comes from the
+        copy. False if that cannot be: the copy has a file that is in use, or
+        the disk refuses.
+        """
+        while True:
+            file, rival = self.find(old), self.find(new)
+            opening = [one.opening for one in (file, rival) if one and one.opening.locked()]
+            if not opening:
+                break
+            async with opening[0]:
+                pass
+        # Nothing waits from here on. A rename takes no longer than a message to a thread.
+        if file is None or file is rival:
+            return True
+        if rival is not None and rival.pins:
+            return False
+        try:
+            self._rename(file, self.name_of(new))
+        except OSError as error:
+            logger.info("%s stays where it is: %s", file.name, error.strerror)
+            return False
+        file.version = new
+        return True
+
+    def _rename(self, file: CacheFile, name: str) -> None:
+        rival = self._files.get(name)
+        if rival is not None:
+            self.on_evict(rival)
+            self.pin_again(rival)
+            rival.is_ours = False
+            self.unpin(rival)
+        if file.generation:
+            self._disk.rename(file.name, file.generation, name)
+        old_name, file.name = file.name, name
+        del self._files[old_name]
+        self._files[name] = file
+        self._ledger.renamed(file, old_name)
+
     async def run(self) -> None:
         """Keep the catalog up to date and the space within its limits, until cancelled."""
         async with trio.open_nursery() as nursery:
@@ -258,8 +286,7 @@ class FileCache:
                 for _ in range(TOUCH_EVERY):
                     await trio.sleep(RECORD_EVERY_S)
                     await self.record()
-                    now = time.monotonic()
-                    self._let_go(sum(until <= now for _, until in self._lingering.values()))
+                    self.lingering.tend()
                     await self._ledger.sync(SYNC_AFTER_S)
                     await self.space.tend()
                 await self._ledger.touch()
@@ -295,7 +322,7 @@ class FileCache:
 
     def victims(self) -> list[CacheFile]:
         """The files that nobody uses, least recently used first."""
-        self._let_go(len(self._lingering))
+        self.lingering.end()
         return [file for file in self._files.values() if not file.pins and file.present.total]
 
     async def evict(self, file: CacheFile) -> int:
@@ -308,18 +335,20 @@ class FileCache:
         self.on_evict(file)
         generation = file.generation
         fd: int | None = None
-        with trio.CancelScope(shield=True):
-            try:
-                fd = await trio.to_thread.run_sync(
-                    self._disk.unlink, file.name, generation, limiter=self._threads
-                )
-            except OSError as error:
-                self.warn(error.strerror or str(error))
-            if fd is not None:
-                total = await self._ledger.in_catalog(
-                    self._catalog.remove, file.name, generation, file.st_ino
-                )
-                self.space.committed = self.space.committed if total is None else total
+        # Nobody opens it, for it is not pinned; who wants to from here on waits.
+        file.opening.acquire_nowait()
+        try:
+            with trio.CancelScope(shield=True):
+                try:
+                    fd = await trio.to_thread.run_sync(
+                        self._disk.unlink, file.name, generation, limiter=self._threads
+                    )
+                except OSError as error:
+                    self.warn(error.strerror or str(error))
+                if fd is not None:
+                    await self._ledger.remove(file.name, generation, file.st_ino)
+        finally:
+            file.opening.release()
         if fd is None:
             return -1
         if file.generation == generation:
@@ -330,34 +359,13 @@ class FileCache:
         self.evicted += 1
         return fd
 
-    # What runs in threads.
-
     def create(self, file: CacheFile) -> OpenFile:
-        """Create an empty file for a version, under a new generation. Blocks.
+        """Create an empty file for a version, to be adopted. Blocks.
 
         Raises:
             OSError: the disk refuses it.
         """
-        return OpenFile(*self._disk.create(file.name, file.size), b"")
-
-    def _open(self, file: CacheFile) -> OpenFile:
-        """Open the file, another mount's, or a new one."""
-        for generation, st_ino, ranges in self._candidates(file):
-            fd = self._disk.open(file.name, generation, st_ino, file.size)
-            if fd >= 0:
-                return OpenFile(fd, generation, st_ino, ranges)
-            # A row without its file would keep the version from ever being kept again.
-            self._catalog.remove(file.name, generation, st_ino)
-        return self.create(file)
-
-    def _candidates(self, file: CacheFile) -> list[tuple[str, int, bytes | None]]:
-        candidates: list[tuple[str, int, bytes | None]] = []
-        if file.generation:
-            candidates.append((file.generation, file.st_ino, None))
-        row = self._catalog.find(file.name)
-        if row is not None and row.generation != file.generation:
-            candidates.append((row.generation, row.st_ino, row.ranges))
-        return candidates
+        return create(self._disk, file)
 
     def adopt(self, file: CacheFile, found: OpenFile) -> None:
         """Take over what a thread has opened or created."""

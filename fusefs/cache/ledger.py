@@ -10,6 +10,7 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
@@ -46,8 +47,8 @@ class Ledger:
         self._dirty: dict[str, CacheFile] = {}  # with ranges that the catalog does not know
         self._unsynced: dict[str, CacheFile] = {}
         self._used: dict[str, CacheFile] = {}
-        # Rows whose files are gone.
-        self._lost: list[tuple[str, str, int]] = []
+        # Rows to be removed or renamed, in this order.
+        self._changes: list[Callable[[], object]] = []
         self._thread = trio.CapacityLimiter(1)
 
     def arrived(self, file: CacheFile) -> None:
@@ -73,19 +74,33 @@ class Ledger:
     def lost(self, file: CacheFile) -> None:
         """A file is gone, and so has its row to go."""
         if file.recorded:
-            self._lost.append((file.name, file.generation, file.st_ino))
+            self._changes.append(
+                partial(self._catalog.remove, file.name, file.generation, file.st_ino)
+            )
+
+    def renamed(self, file: CacheFile, old_name: str) -> None:
+        """A file has another name, and so has its row to get."""
+        for files in (self._dirty, self._unsynced, self._used):
+            if files.get(old_name) is file:
+                files[file.name] = files.pop(old_name)
+        if file.recorded:
+            self._changes.append(
+                partial(self._catalog.rename, old_name, file.generation, file.st_ino, file.name)
+            )
+            # Recorded once more, it turns out whether another mount has that row.
+            self._dirty[file.name] = file
 
     async def record(self) -> None:
         """Tell the catalog of everything that has arrived, and see what others have."""
         files = [file for file in self._dirty.values() if file.generation and file.is_ours]
-        lost, self._lost = self._lost, []
+        changes, self._changes = self._changes, []
         self._dirty = {}
         rows = [file.row() for file in files]
         counted = [file.present.total for file in files]
 
         def update() -> tuple[list[bool], int, bool]:
-            for row in lost:
-                self._catalog.remove(*row)
+            for change in changes:
+                change()
             accepted, total = (
                 self._catalog.record(rows) if rows else ([], self._catalog.total_bytes())
             )
@@ -94,7 +109,7 @@ class Ledger:
         answer = await self.in_catalog(update)
         if answer is None:
             self._dirty = {file.name: file for file in files if file.generation} | self._dirty
-            self._lost += lost
+            self._changes = changes + self._changes
             return
         accepted, self._space.committed, has_changed = answer
         self.has_neighbours = self.has_neighbours or has_changed
@@ -106,6 +121,21 @@ class Ledger:
                 file.recorded = bytes_now
             else:
                 file.is_ours = False
+
+    async def remove(self, name: str, generation: str, st_ino: int) -> None:
+        """Have the catalog remove a row now."""
+        changes, self._changes = self._changes, []
+
+        def update() -> int:
+            for change in changes:
+                change()
+            return self._catalog.remove(name, generation, st_ino)
+
+        total = await self.in_catalog(update)
+        if total is None:
+            self._changes = changes + self._changes
+        else:
+            self._space.committed = total
 
     async def touch(self) -> None:
         """Tell the catalog what has been used, for the order of eviction after a restart."""

@@ -1,0 +1,45 @@
+"""How the file of a version gets open: ours, another mount's, or a new one.
+
+Both functions block, and run in threads.
+"""
+
+from __future__ import annotations
+
+from fusefs.cache.catalog import Catalog
+from fusefs.cache.disk import Disk
+from fusefs.cache.file import CacheFile, OpenFile
+
+
+def create(disk: Disk, file: CacheFile) -> OpenFile:
+    """Create an empty file for a version, under a new generation.
+
+    Raises:
+        OSError: the disk refuses it.
+    """
+    return OpenFile(*disk.create(file.name, file.size), b"")
+
+
+def open_or_create(disk: Disk, catalog: Catalog, file: CacheFile) -> OpenFile:
+    """Open what there is of a version, or create its file.
+
+    Raises:
+        OSError: the disk refuses it.
+        sqlite3.Error: the catalog can't be read.
+    """
+    for generation, st_ino, ranges in _candidates(catalog, file):
+        fd = disk.open(file.name, generation, st_ino, file.size)
+        if fd >= 0:
+            return OpenFile(fd, generation, st_ino, ranges)
+        # A row without its file would keep the version from ever being kept again.
+        catalog.remove(file.name, generation, st_ino)
+    return create(disk, file)
+
+
+def _candidates(catalog: Catalog, file: CacheFile) -> list[tuple[str, int, bytes | None]]:
+    candidates: list[tuple[str, int, bytes | None]] = []
+    if file.generation:
+        candidates.append((file.generation, file.st_ino, None))
+    row = catalog.find(file.name)
+    if row is not None and row.generation != file.generation:
+        candidates.append((row.generation, row.st_ino, row.ranges))
+    return candidates
