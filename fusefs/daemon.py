@@ -46,6 +46,7 @@ from fusefs.kernel.passthrough import NoPassthrough, Passthrough
 from fusefs.kernel.session import Session, UnsupportedKernelError, Waiting
 from fusefs.kernel.unmount import UnmountError, umount_path
 from fusefs.kinds import SessionKind
+from fusefs.posix import leftovers
 from fusefs.posix.directories import Directories
 from fusefs.posix.inodes import Ownership
 from fusefs.posix.journal import Journal, NoJournal
@@ -248,6 +249,8 @@ class Daemon:
                 with trio.fail_after(INIT_TIMEOUT_S):
                     await session.negotiate()
                 operations.tell_table(log)
+                if operations.writer is not None:
+                    leftovers.adopt(operations.writer)
             else:
                 assert handover.taken is not None
                 await restore(operations, state, handover.taken.backing)

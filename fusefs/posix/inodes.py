@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from fusefs.posix.staging import Staged
 
 ROOT_ID = 1
+# How much later a listing may date a change of ours.
+CLOCKS_DIFFER_NS = 1_000_000_000
 # Below are the root and the offsets of "." and ".." in directory streams.
 FIRST_ID = 16
 
@@ -49,7 +51,7 @@ class Ownership:
 
 @dataclass(slots=True)
 class Attributes:
-    """What stat shows. `size` is in bytes, `mtime_ns` since the epoch."""
+    """What stat shows. `size` is in bytes, `blocks` are of 512, `mtime_ns` since the epoch."""
 
     ino: int
     size: int
@@ -58,6 +60,7 @@ class Attributes:
     nlink: int
     uid: int
     gid: int
+    blocks: int
 
 
 class Inode:
@@ -137,16 +140,22 @@ class Inode:
         """What stat shows; a directory is as old as the mount, for S3 keeps no time of it."""
         info, staged = self.info, self.staged
         meta = staged.meta if staged is not None else self.meta or self.default_meta(owner)
+        if staged is not None:
+            # The kernel may have written by itself: what the file says is the truth.
+            found = os.fstat(staged.fd)
+            return Attributes(
+                self.ino, found.st_size, found.st_mtime_ns, meta.mode, int(not staged.is_unlinked),
+                meta.uid, meta.gid, found.st_blocks,
+            )  # fmt: skip
         if info is None:
             size, mtime_ns, nlink = 4096, mounted_ns, 2
-        elif staged is not None:
-            found = os.fstat(staged.fd)
-            size, mtime_ns, nlink = found.st_size, found.st_mtime_ns, int(not staged.is_unlinked)
         else:
             size, mtime_ns, nlink = info.size, info.mtime_ns, 1
         if meta.mtime_ns is not None:
             mtime_ns = meta.mtime_ns
-        return Attributes(self.ino, size, mtime_ns, meta.mode, nlink, meta.uid, meta.gid)
+        return Attributes(
+            self.ino, size, mtime_ns, meta.mode, nlink, meta.uid, meta.gid, -(-size // 512)
+        )
 
 
 def stable_ino(key: str) -> int:
@@ -249,6 +258,8 @@ class InodeTable:
                 return inode
             # Another listing of the same version: only what stat shows may differ.
             if known is not None and info is not None and _same_version(known, info):
+                if info.mtime_ns > known.mtime_ns + CLOCKS_DIFFER_NS:
+                    inode.meta = None  # somebody else has given it another mode, say
                 inode.info = info
                 inode.packed = None
                 self._log.node(inode)
@@ -351,6 +362,8 @@ class InodeTable:
         """Remove an inode that the kernel has no reference to, or keep it as an offset."""
         parent = inode.parent
         if inode.nlookup or inode.is_open or inode.children or parent is None:
+            return
+        if inode.staged is not None:
             return
         if parent.served:
             self._keep_as_offset(inode)

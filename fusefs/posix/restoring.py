@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import trio
 
 from fusefs.cache.prefetch import Window
-from fusefs.posix import records
+from fusefs.posix import leftovers, records
 from fusefs.posix.operations import Operations
 from fusefs.posix.records import LoggedHandle
 from fusefs.posix.replay import KernelState
@@ -24,10 +24,13 @@ async def restore(operations: Operations, state: KernelState, backing: Backing) 
     operations.inodes.restore(state)
     if operations.mutations is not None:
         operations.mutations.changes.begun = state.begun
-        for nodeid in operations.mutations.writer.staging.on_disk():
+        writer = operations.mutations.writer
+        for nodeid in writer.staging.on_disk():
             inode = operations.inodes.find(nodeid)
             if inode is not None:
-                await operations.mutations.writer.restore(inode)
+                writer.restore(inode)
+            else:
+                leftovers.adopt_file(writer, writer.staging.directory / str(nodeid))
     for index, logged in enumerate(state.handles.values()):
         await _restore_handle(operations, logged, backing)
         if index % 200 == 0:

@@ -45,6 +45,7 @@ class Staged:
     what it was when the bucket got it. `lock` is held while the file is
     uploaded, renamed or removed; writes wait for it, so that no object is a mix.
 
+    `is_leftover`: an earlier mount had staged it, so others may have been faster.
     `is_closed` says that a program was told, or waited to be told, that its
     content is kept: it is uploaded whatever happens to the mount. `begun_ns` is
     when an upload in parts was begun whose id is not known yet.
@@ -59,6 +60,7 @@ class Staged:
         "fd",
         "inode",
         "is_closed",
+        "is_leftover",
         "is_meta_dirty",
         "is_unlinked",
         "lock",
@@ -83,6 +85,7 @@ class Staged:
         self.is_meta_dirty = False
         self.is_unlinked = False
         self.is_closed = False
+        self.is_leftover = False
         # What the last upload failed with.
         self.error: Exception | None = None
         self.upload: Upload | None = None
@@ -262,6 +265,7 @@ class Staging:
         staged.is_unlinked = told["is_unlinked"]
         staged.is_meta_dirty = told["is_meta_dirty"]
         staged.is_closed = told["is_closed"]
+        staged.is_leftover = told["is_leftover"]
         staged.begun_ns = told["begun_ns"]
         if told["uploaded"] and tuple(told["uploaded"]) == staged.stamp():
             staged.uploaded = staged.changes
@@ -282,8 +286,8 @@ class Staging:
 
     def release(self, staged: Staged) -> None:
         """Forget a file; what is left of it on the disk is removed."""
-        if self._files.pop(staged.inode.nodeid, None) is not None:
-            self._charged -= staged.charged
+        del self._files[staged.inode.nodeid]
+        self._charged -= staged.charged
         staged.inode.staged = None
         staged.inode.packed = None
         os.close(staged.fd)
@@ -312,6 +316,7 @@ def _told(staged: Staged) -> str:
         "is_unlinked": staged.is_unlinked,
         "is_meta_dirty": staged.is_meta_dirty,
         "is_closed": staged.is_closed,
+        "is_leftover": staged.is_leftover,
         "uploaded": stamp if is_clean else None,
         "begun_ns": staged.begun_ns,
         # Which parts there are is asked of the bucket.

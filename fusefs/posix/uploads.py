@@ -21,14 +21,15 @@ import logging
 import mimetypes
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import trio
 
 from fusefs.posix.staging import Staged, Staging
-from fusefs.store.base import IF_ABSENT, Condition, IfMatch, ObjectInfo, Store, Upload
+from fusefs.store.base import IF_ABSENT, Condition, IfMatch, ObjectInfo, Store, Upload, UploadState
 from fusefs.store.errors import (
     ConflictError,
     CredentialsError,
@@ -166,26 +167,29 @@ class Uploads:
         """Upload a file that is locked, also with credentials that come later."""
         while staged.is_dirty:
             try:
-                changes = staged.changes
                 info = await self._send(staged, attempt)
-                staged.meta = replace(staged.described(), mtime_ns=None)
-                staged.uploaded = changes
-                staged.is_meta_dirty = False
-                staged.etag = info.etag
-                staged.is_closed = False
+                self._note_uploaded(staged, info)
                 self._landed(staged, info)
                 return
             except CredentialsError as error:
                 staged.error = error
                 logger.warning("%s waits for other credentials: %s", staged.key, error)
             except (ConflictError, StaleVersionError) as error:
-                if not self._fails_on_conflict:
+                if not self._is_careful(staged):
                     raise
-                await self._keep_apart(staged)
+                if await self._keep_apart(staged):
+                    return
                 raise OSError(errno.ESTALE, "somebody else has replaced the object") from error
             finally:
                 attempt.is_cancellable = True
             await trio.sleep(CREDENTIALS_S)
+
+    def _note_uploaded(self, staged: Staged, info: ObjectInfo) -> None:
+        """The bucket has what the file, which is locked, has now."""
+        staged.meta = replace(staged.described(), mtime_ns=None)
+        staged.uploaded = staged.changes
+        staged.is_meta_dirty = staged.is_closed = staged.is_leftover = False
+        staged.etag = info.etag
 
     # Sending
 
@@ -204,9 +208,13 @@ class Uploads:
         return await self._send_parts(staged, attempt, size)
 
     def _condition(self, staged: Staged) -> Condition:
-        if not self._fails_on_conflict:
+        if not self._is_careful(staged):
             return None
         return IF_ABSENT if staged.etag is None else IfMatch(staged.etag)
+
+    def _is_careful(self, staged: Staged) -> bool:
+        """Whether somebody else's object is not to be replaced."""
+        return self._fails_on_conflict or staged.is_leftover
 
     async def _describe(self, staged: Staged) -> ObjectInfo:
         """Have the object say what the file's attributes are now."""
@@ -215,7 +223,7 @@ class Uploads:
         try:
             return await self._store.copy(version.version, staged.key, metadata=staged.metadata())
         except (NotFoundError, StaleVersionError):
-            if self._fails_on_conflict:
+            if self._is_careful(staged):
                 raise
             # Somebody else has removed or replaced it: the last one to change it is here.
             staged.changes += 1
@@ -277,7 +285,8 @@ class Uploads:
     async def _resumed(self, staged: Staged, size: int) -> Upload | None:
         """The upload that is under way, if there is one and it can be gone on with."""
         if staged.begun_ns is not None:
-            await self._abort_lost(staged)
+            await self._abort_lost(staged.key, staged.begun_ns)
+            staged.begun_ns = None
         state = staged.upload_state
         if staged.upload is None and state is not None:
             try:
@@ -293,40 +302,51 @@ class Uploads:
             await self._abandon(staged)
         return staged.upload
 
-    async def _abort_lost(self, staged: Staged) -> None:
-        """Abort what was begun for a file when its process died before it knew the id."""
-        assert staged.begun_ns is not None
-        since = staged.begun_ns - CLOCKS_NS
-        for lost in await self._store.list_uploads(staged.key):
-            if lost.key == staged.key and lost.begun_ns >= since:
+    async def _abort_lost(self, key: str, begun_ns: int) -> None:
+        """Abort what was begun for a key when its process died before it knew the id."""
+        for lost in await self._store.list_uploads(key):
+            if lost.key == key and lost.begun_ns >= begun_ns - CLOCKS_NS:
                 await self._store.abort_upload(lost.key, lost.upload_id)
-        staged.begun_ns = None
 
     async def _abandon(self, staged: Staged) -> None:
         """Give up the upload that is under way, if there is one; the record goes last."""
         upload = staged.upload.state if staged.upload is not None else staged.upload_state
+        if upload is None and staged.begun_ns is None:
+            return
+        await self._abort(staged.key, upload, staged.begun_ns)
+        staged.upload = staged.upload_state = staged.begun_ns = None
+        self._staging.record(staged)
+
+    async def _abort(self, key: str, upload: UploadState | None, begun_ns: int | None) -> None:
         try:
-            if staged.begun_ns is not None:
-                await self._abort_lost(staged)
+            if begun_ns is not None:
+                await self._abort_lost(key, begun_ns)
             if upload is not None:
                 await self._store.abort_upload(upload.key, upload.upload_id)
         except StoreError as error:
-            logger.warning("%s: its upload could not be aborted: %s", staged.key, error)
-        staged.upload = staged.upload_state = None
-        self._staging.record(staged)
+            logger.warning("%s: its upload could not be aborted: %s", key, error)
 
-    async def clean_up(self, staged: Staged) -> None:
+    def abort_later(self, key: str, upload: Mapping[str, Any] | None, begun_ns: int | None) -> None:
         """Abort what an earlier process has left of a file that is not to be uploaded."""
-        async with staged.lock:
-            await self._abandon(staged)
+        state = UploadState.from_plain(upload) if upload is not None else None
+        if state is not None or begun_ns is not None:
+            self._nursery.start_soon(self._abort, key, state, begun_ns)
 
-    async def _keep_apart(self, staged: Staged) -> None:
-        """Keep the content under a key of its own, beside the object that somebody else made."""
+    async def _keep_apart(self, staged: Staged) -> bool:
+        """Keep the content under a key of its own, beside the object that somebody else made.
+
+        Tells whether the object is this very content, which a process
+        uploaded that died before it could say so.
+        """
         await self._abandon(staged)
         try:
             theirs = await self._store.head(staged.key)
         except NotFoundError:
             theirs = None
+        if theirs is not None and _is_content_of(theirs, staged):
+            self._note_uploaded(staged, theirs)
+            self._landed(staged, theirs)
+            return True
         stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
         key = f"{staged.key}.conflict-{os.uname().nodename}-{stamp}"
         info = await self._store.put_file(
@@ -334,10 +354,9 @@ class Uploads:
             content_type=content_type(staged.key),
         )  # fmt: skip
         logger.error("%s was replaced by somebody else: this content is in %s", staged.key, key)
-        staged.uploaded = staged.changes
-        staged.is_meta_dirty = False
-        staged.etag = info.etag
+        self._note_uploaded(staged, info)
         self._kept_apart(staged, info, theirs)
+        return False
 
     # While it is written
 
@@ -399,6 +418,12 @@ class Uploads:
 def _full_parts(staged: Staged, upload: Upload) -> list[int]:
     """The parts that are written to their end and that the bucket does not have."""
     return [n for n in range(1, upload.part_at(staged.written_to)) if not upload.has(n)]
+
+
+def _is_content_of(info: ObjectInfo, staged: Staged) -> bool:
+    """Whether an object says of itself what this file says, to the nanosecond."""
+    told = (info.metadata or {}).get("mtime")
+    return info.size == staged.size() and told == staged.metadata()["mtime"]
 
 
 def content_type(key: str) -> str | None:

@@ -75,10 +75,10 @@ class Writeback:
         inodes: InodeTable,
         handles: HandleTable,
     ) -> None:
-        self._directories = directories
+        self.directories = directories
         self._cache = cache
         self.staging = writing.staging
-        self._inodes = inodes
+        self.inodes = inodes
         self._handles = handles
         self._rules = writing.rules
         self.uploads = Uploads(
@@ -164,17 +164,17 @@ class Writeback:
         inode = staged.inode
         assert inode.info is not None
         assert inode.parent is not None
-        prefix, name = self._inodes.key(inode.parent), inode.name
-        self._inodes.move(inode, inode.parent, info.key[len(prefix) :])
-        self._directories.changed(prefix, name, ABSENT if theirs is None else theirs)
+        prefix, name = self.inodes.key(inode.parent), inode.name
+        self.inodes.move(inode, inode.parent, info.key[len(prefix) :])
+        self.directories.changed(prefix, name, ABSENT if theirs is None else theirs)
         self._landed(staged, info)
 
     def _has(self, inode: Inode, info: ObjectInfo) -> None:
         """The bucket has a version of ours: the node stands for it from now on."""
         assert inode.info is not None
-        self._inodes.replace_version(inode, info)
+        self.inodes.replace_version(inode, info)
         prefix = info.key[: len(info.key) - len(inode.name)]
-        self._directories.changed(prefix, inode.name, info, lasting=inode.staged is not None)
+        self.directories.changed(prefix, inode.name, info, lasting=inode.staged is not None)
 
     def _settle(self, staged: Staged) -> None:
         """Keep the content as the cached copy, if nobody has the file open."""
@@ -184,10 +184,15 @@ class Writeback:
         if not staged.is_unlinked and inode.info is not None and inode.info.size:
             self._cache.take_in(inode.info.version, staged.path)
         inode.meta = staged.described()
-        self.staging.release(staged)
+        self._release(staged)
         if not staged.is_unlinked and inode.info is not None:
             prefix = inode.info.key[: len(inode.info.key) - len(inode.name)]
-            self._directories.changed(prefix, inode.name, inode.info)
+            self.directories.changed(prefix, inode.name, inode.info)
+
+    def _release(self, staged: Staged) -> None:
+        self.staging.release(staged)
+        # Without the kernel's knowing it, it was here for its content alone.
+        self.inodes.drop_unknown(staged.inode)
 
     def released(self, inode: Inode) -> None:
         """A handle of a staged file is gone."""
@@ -206,17 +211,30 @@ class Writeback:
         if staged is None:
             return
         async with self.held(staged):
+            if inode.staged is not staged:
+                return  # it settled while this was waiting
             staged.is_unlinked = True
             self.staging.record(staged)
         if not inode.served:
-            self.staging.release(staged)
+            self._release(staged)
 
-    async def restore(self, inode: Inode) -> None:
+    def restore(self, inode: Inode) -> None:
         """Take up what an earlier process had staged under a node."""
         staged = self.staging.restore(inode)
-        if staged is not None and inode.info is not None and not staged.is_unlinked:
-            prefix = inode.info.key[: len(inode.info.key) - len(inode.name)]
-            self._directories.changed(prefix, inode.name, inode.info, lasting=True)
+        if staged is None:
+            return
+        if staged.is_unlinked:
+            state = staged.upload_state.plain() if staged.upload_state is not None else None
+            self.uploads.abort_later(staged.key, state, staged.begun_ns)
+            staged.upload_state = staged.begun_ns = None
+        else:
+            self.list_staged(inode)
+
+    def list_staged(self, inode: Inode) -> None:
+        """Have listings show a staged file."""
+        assert inode.info is not None
+        prefix = inode.info.key[: len(inode.info.key) - len(inode.name)]
+        self.directories.changed(prefix, inode.name, inode.info, lasting=True)
 
     async def drain(self, limit_s: float) -> None:
         """Upload what is pending, for as long as that may take; the rest stays on the disk."""

@@ -70,7 +70,7 @@ class Writer(Writeback):
         Raises:
             OSError: EEXIST, with O_EXCL, and there is one by now.
         """
-        prefix = self._inodes.key(parent)
+        prefix = self.inodes.key(parent)
         key = prefix + name
         info = ObjectInfo(key, 0, "", time.time_ns())
         meta = Meta(stat.S_IFREG | mode & PERMISSIONS, caller.uid, caller.gid)
@@ -80,14 +80,14 @@ class Writer(Writeback):
                 info = await self._put_empty(key, meta.changed(mtime_ns=info.mtime_ns))
             except ConflictError as error:
                 raise OSError(errno.EEXIST, str(error)) from error
-        inode = self._inodes.create(parent, name, info, key)
+        inode = self.inodes.create(parent, name, info, key)
         fd = self.staging.prepare(inode)
         os.utime(fd, ns=(info.mtime_ns, info.mtime_ns))
         staged = self.staging.begin(inode, fd, meta, info.etag or None)
         if staged.etag is not None:
             staged.uploaded = staged.changes
-        self._directories.changed(prefix, name, info, lasting=True)
-        self._inodes.count(inode, time.monotonic())
+        self.directories.changed(prefix, name, info, lasting=True)
+        self.inodes.count(inode, time.monotonic())
         return inode, self._opened(staged, flags, caller)
 
     async def _put_empty(self, key: str, meta: Meta) -> ObjectInfo:
@@ -138,22 +138,29 @@ class Writer(Writeback):
         Raises:
             OSError: ESTALE, the kernel reads the node by passthrough: a new one is to be opened.
         """
-        if inode.staged is None:
-            if inode.passthrough:
-                self._inodes.supersede(inode)
-                raise OSError(errno.ESTALE, "the node is open for passthrough")
-            async with self._preparing.setdefault(inode.nodeid, trio.Lock()):
-                if inode.staged is None:
-                    await self._stage_content(inode, keep)
-            self._preparing.pop(inode.nodeid, None)
-        staged = inode.staged
-        assert staged is not None
-        if keep is not None and staged.size() != keep:
+        while True:
+            if inode.staged is None:
+                await self._begin(inode, keep)
+            staged = inode.staged
+            assert staged is not None
+            if keep is None or staged.size() == keep:
+                return staged
             async with staged.lock:
-                os.ftruncate(staged.fd, keep)
+                if inode.staged is not staged:
+                    continue  # it settled while this was waiting
                 self.staging.charge(staged, keep)
+                os.ftruncate(staged.fd, keep)
                 self.uploads.truncated(staged, keep)
-        return staged
+                return staged
+
+    async def _begin(self, inode: Inode, keep: int | None) -> None:
+        if inode.passthrough:
+            self.inodes.supersede(inode)
+            raise OSError(errno.ESTALE, "the node is open for passthrough")
+        async with self._preparing.setdefault(inode.nodeid, trio.Lock()):
+            if inode.staged is None:
+                await self._stage_content(inode, keep)
+        self._preparing.pop(inode.nodeid, None)
 
     async def _stage_content(self, inode: Inode, keep: int | None) -> None:
         assert inode.info is not None
@@ -180,7 +187,7 @@ class Writer(Writeback):
         finally:
             self._cache.unpin(file)
         prefix = info.key[: len(info.key) - len(inode.name)]
-        self._directories.changed(prefix, inode.name, info, lasting=True)
+        self.directories.changed(prefix, inode.name, info, lasting=True)
 
     # Changing
 
