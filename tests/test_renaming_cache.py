@@ -63,12 +63,13 @@ async def test_a_download_that_is_under_way_goes_on_from_the_new_key(tmp_path: P
         await parts.cache.ensure_open(file)
 
         def fault(key: str, offset: int) -> None:
-            if key == "old" and offset >= 4 * CHUNK:
+            if key == "old" and offset == 2 * CHUNK:
+                parts.bucket.hold()
+            if key == "old" and offset == 3 * CHUNK:
                 raise NotFoundError(key)
 
         async def move() -> None:
-            await until(lambda: file.present.total >= CHUNK)
-            parts.bucket.hold()
+            await until(lambda: file.present.total == 3 * CHUNK)
             await parts.cache.move(OLD, NEW)
             parts.bucket.let_go()
 
@@ -77,7 +78,7 @@ async def test_a_download_that_is_under_way_goes_on_from_the_new_key(tmp_path: P
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(move)
                 await parts.read_pinned(file, 0, MIB)
-        assert parts.bucket.asked == [("old", 0, MIB), ("new", 4 * CHUNK, MIB)]
+        assert parts.bucket.asked == [("old", 0, MIB), ("new", 3 * CHUNK, MIB)]
         parts.cache.unpin(file)
 
 
