@@ -47,17 +47,14 @@ async def test_keys_of_all_kinds_are_listed_and_read(bucket: Bucket, faulty: Fau
             assert await download(store, info) == info.key.encode()
 
 
-async def test_pages_follow_each_other_by_token_and_by_key(
-    bucket: Bucket, faulty: FaultyS3
-) -> None:
+async def test_pages_follow_each_other(bucket: Bucket, faulty: FaultyS3) -> None:
     for number in range(5):
         bucket.put(f"p/{number}+ x", b"")
     async with opened(bucket, faulty) as store:
         first = await store.list_page("p/", max_keys=2)
-        by_token = await store.list_page("p/", token=first.next_token)
-        by_key = await store.list_page("p/", start_after=first.last)
-        assert [info.key for info in by_token.objects] == ["p/2+ x", "p/3+ x", "p/4+ x"]
-        assert by_key.objects == by_token.objects
+        second = await store.list_page("p/", start_after=first.last)
+        assert [info.key for info in second.objects] == ["p/2+ x", "p/3+ x", "p/4+ x"]
+        assert (first.next_token is None, second.next_token is None) == (False, True)
 
 
 async def test_common_prefixes_are_listed(bucket: Bucket, faulty: FaultyS3) -> None:

@@ -75,8 +75,8 @@ class ListPage:
     """One page of a listing, in the bucket's order.
 
     `prefixes` are the common prefixes with their trailing delimiter.
-    `next_token` continues the listing; None means that this was the last
-    page. `last` is the last key or prefix on the page ("" on an empty one).
+    `next_token` is None on the last page. `last` is the last key or prefix on
+    the page ("" on an empty one), after which the listing continues.
     """
 
     objects: list[ObjectInfo]
@@ -270,17 +270,15 @@ class Store(Protocol):
         *,
         delimiter: str = "/",
         start_after: str = "",
-        token: str | None = None,
         max_keys: int = 1000,
-        priority: Priority = Priority.DEMAND,
     ) -> ListPage:
         """Return one page of the keys that start with `prefix`.
 
-        `start_after` is a full key and exclusive; `token` continues a listing.
-        Cancelling abandons the request.
+        `start_after` is a full key and exclusive; a page's `last` continues the
+        listing. Cancelling abandons the request.
         """
 
-    async def head(self, key: str, *, priority: Priority = Priority.DEMAND) -> ObjectInfo:
+    async def head(self, key: str) -> ObjectInfo:
         """Return what HEAD tells about `key`.
 
         Raises:

@@ -31,7 +31,6 @@ _QUERY = {
     "Prefix": "prefix",
     "Delimiter": "delimiter",
     "StartAfter": "start-after",
-    "ContinuationToken": "continuation-token",
     "MaxKeys": "max-keys",
     "EncodingType": "encoding-type",
 }

@@ -35,7 +35,6 @@ from fusefs.store.base import (
     ObjectInfo,
     ObjectVersion,
     PendingUpload,
-    Priority,
     UploadState,
     Urgency,
     demanded,
@@ -107,7 +106,7 @@ class S3Store:
         where = f"s3://{self.settings.bucket}/{prefix}"
         endpoint = self.settings.endpoint_url
         try:
-            await self.retried("LIST", prefix, self._lister(prefix, "/", "", None, 1),
+            await self.retried("LIST", prefix, self._lister(prefix, "/", "", 1),
                                 retry_time_s=CHECK_TIME_S)  # fmt: skip
         except StoreError as error:
             at = f" at {endpoint}" if endpoint and endpoint not in str(error) else ""
@@ -125,31 +124,26 @@ class S3Store:
         *,
         delimiter: str = "/",
         start_after: str = "",
-        token: str | None = None,
         max_keys: int = 1000,
-        priority: Priority = Priority.DEMAND,
     ) -> ListPage:
-        work = self._lister(prefix, delimiter, start_after, token, max_keys)
-        return await self.retried("LIST", prefix, work, lambda: priority)
+        work = self._lister(prefix, delimiter, start_after, max_keys)
+        return await self.retried("LIST", prefix, work)
 
     def _lister(
-        self, prefix: str, delimiter: str, start_after: str, token: str | None, max_keys: int
+        self, prefix: str, delimiter: str, start_after: str, max_keys: int
     ) -> Callable[[Clients], ListPage]:
         arguments: dict[str, Any] = {"Prefix": prefix, "MaxKeys": max_keys, "EncodingType": "url"}
         if delimiter:
             arguments["Delimiter"] = delimiter
         if start_after:
             arguments["StartAfter"] = start_after
-        if token:
-            arguments["ContinuationToken"] = token
-
         return lambda clients: clients.lister.page(arguments)
 
-    async def head(self, key: str, *, priority: Priority = Priority.DEMAND) -> ObjectInfo:
+    async def head(self, key: str) -> ObjectInfo:
         def work(clients: Clients) -> ObjectInfo:
             return requests.told(key, requests.head(clients, key))
 
-        return await self.retried("HEAD", key, work, lambda: priority)
+        return await self.retried("HEAD", key, work)
 
     async def download(
         self,
