@@ -1,0 +1,143 @@
+"""What the tests of real programs share: how they are run, and what they left.
+
+What is below a directory is compared as plain data: {path: Entry}. It is read
+from a mount or a disk by `tree`, and from S3 alone by `in_bucket`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import stat
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.conftest import Bucket
+from tests.support.mounting import Mount
+from tests.support.sharing import skip_without_fuse
+
+# The full size of each workload, in place of the one that is quick.
+IS_FULL = "PROGRAMS_FULL" in os.environ
+LIMIT_S = 1200 if IS_FULL else 120
+WRITABLE = ("--no-read-only",)
+
+
+class Entry(NamedTuple):
+    """One name: `content` is a file's SHA-256, a link's target, nothing for a directory."""
+
+    kind: str
+    content: str = ""
+    mode: int = 0
+    mtime_ns: int = 0
+
+
+Tree = dict[str, Entry]
+
+
+def need(program: str) -> str:
+    """The program's path; the test is skipped where there is none."""
+    path = shutil.which(program)
+    if path is None:
+        pytest.skip(f"there is no {program} here")
+    return path
+
+
+def run(*command: object, cwd: Path | None = None, status: int = 0, **more: str) -> str:
+    """Run a program to its end; return what it wrote, errors included."""
+    quiet = {"HOME": "/nonexistent", "LC_ALL": "C", "GIT_CONFIG_NOSYSTEM": "1"}
+    result = subprocess.run(
+        [str(one) for one in command], cwd=cwd, env={**os.environ, **quiet, **more}, text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        timeout=LIMIT_S, check=False,
+    )  # fmt: skip
+    assert result.returncode == status, f"{command[0]}: {result.stdout[-2000:]}"
+    return result.stdout
+
+
+@contextmanager
+def mounted(bucket: Bucket, place: Path) -> Iterator[Mount]:
+    """A writable mount of a bucket, with all that it needs below `place`."""
+    skip_without_fuse()
+    if os.geteuid():
+        pytest.skip("needs root")
+    (place / "mnt").mkdir()
+    mount = Mount(
+        f"s3://{bucket.name}/", place / "mnt", place / "cache", bucket.server.endpoint_url,
+        bucket.server.environment, place / "log", WRITABLE,
+    )  # fmt: skip
+    try:
+        mount.start()
+        yield mount
+    finally:
+        mount.clean_up()
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def tree(root: Path) -> Tree:
+    """Everything below a directory, which is read completely."""
+    return dict(_walk(root, ""))
+
+
+def _walk(root: Path, prefix: str) -> Iterator[tuple[str, Entry]]:
+    for one in sorted(os.scandir(root / prefix), key=lambda one: one.name):
+        path = prefix + one.name
+        found = one.stat(follow_symlinks=False)
+        mode = stat.S_IMODE(found.st_mode)
+        if one.is_symlink():
+            yield path, Entry("link", os.readlink(root / path))
+        elif one.is_dir():
+            yield path, Entry("directory")
+            yield from _walk(root, path + "/")
+        else:
+            content = (root / path).read_bytes()
+            assert len(content) == found.st_size, path
+            yield path, Entry("file", digest(content), mode, found.st_mtime_ns)
+
+
+def names_and_contents(found: Tree) -> Tree:
+    """A tree without what two copies of it may differ in."""
+    return {path: Entry(one.kind, one.content, one.mode) for path, one in found.items()}
+
+
+def in_bucket(bucket: Bucket, prefix: str) -> Tree:
+    """The tree that S3 alone tells of, without times."""
+    found: Tree = {}
+    pages = bucket.client.get_paginator("list_objects_v2")
+    for page in pages.paginate(Bucket=bucket.name, Prefix=prefix):
+        for one in page.get("Contents", []):
+            path = one["Key"][len(prefix) :]
+            parts = path.split("/")[:-1]
+            for depth in range(1, len(parts) + 1):
+                found["/".join(parts[:depth])] = Entry("directory")
+            if not path.endswith("/") and path:
+                found[path] = _object(bucket, one["Key"])
+    return found
+
+
+def _object(bucket: Bucket, key: str) -> Entry:
+    answer = bucket.client.get_object(Bucket=bucket.name, Key=key)
+    content, mode = answer["Body"].read(), int(answer["Metadata"].get("mode", stat.S_IFREG | 0o644))
+    if stat.S_ISLNK(mode):
+        return Entry("link", content.decode())
+    return Entry("file", digest(content), stat.S_IMODE(mode))
+
+
+def check_what_is_left(mount: Mount, bucket: Bucket, folder: str) -> Tree:
+    """Mount again, and compare what was seen before with it and with the bucket."""
+    before = tree(mount.path / folder)
+    mount.end()
+    mount.start()
+    after = tree(mount.path / folder)
+    assert names_and_contents(after) == names_and_contents(before)
+    assert in_bucket(bucket, f"{folder}/") == names_and_contents(before)
+    assert not bucket.client.list_multipart_uploads(Bucket=bucket.name).get("Uploads")
+    return after
