@@ -1,0 +1,67 @@
+"""What the driver has on record about each of its mounts, below /run.
+
+A record is written before its mount is made and removed after the last trace
+of it, so whatever a killed call leaves behind belongs to a record. None has a
+secret in it. They are lost together with the mounts, when the node starts anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class MountRecord:
+    """One mount: `key` names it, `root` is where it is.
+
+    `arguments` stand for what it was published with but for what may change;
+    `settings` is the JSON of its MountSettings, `environment` its daemon's.
+    """
+
+    key: str
+    volume_id: str
+    root: str
+    source: str
+    who: str
+    uid: int
+    arguments: str
+    settings: str
+    drain_timeout_s: float
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+class MountRecords:
+    """The records below `directory`, one file each. One call at a time for each volume."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def write(self, record: MountRecord) -> None:
+        path = self._path(record.key)
+        unfinished = path.with_suffix(".new")
+        unfinished.write_text(json.dumps(asdict(record)))
+        unfinished.replace(path)
+
+    def read(self, key: str) -> MountRecord | None:
+        try:
+            return MountRecord(**json.loads(self._path(key).read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def all(self) -> list[MountRecord]:
+        names = sorted(name for name in os.listdir(self._directory) if name.endswith(".json"))
+        found = (self.read(name.removesuffix(".json")) for name in names)
+        return [record for record in found if record is not None]
+
+    def of_volume(self, volume_id: str) -> list[MountRecord]:
+        return [record for record in self.all() if record.volume_id == volume_id]
+
+    def remove(self, key: str) -> None:
+        self._path(key).unlink(missing_ok=True)
+
+    def _path(self, key: str) -> Path:
+        return self._directory / f"{key}.json"

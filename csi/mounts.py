@@ -1,0 +1,264 @@
+"""The mounts behind the volumes: one for each key, made once and bound to many target paths.
+
+Pods of a node that use a volume in the same way, as the same identity, share
+one mount of fusefs. How many still use it is read from mountinfo and counted
+nowhere else: the mounts of its file system but for its own root.
+
+A mount is *alive* while its keeper holds its connection, or its daemon does;
+they say so on their sockets, and the mount itself is never asked. A dead one is
+unmounted from its root and made anew; what was bound of it stays below the new
+bind (see `node`), for a running container sees only what is mounted on top.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from csi import binding
+from csi.binding import Table
+from csi.credentials import CredentialFiles
+from csi.errors import (
+    AbortedError,
+    CsiError,
+    InvalidArgumentError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from csi.mount_records import MountRecord, MountRecords
+from fusefs import control, mounts
+from fusefs.kernel import holder
+from fusefs.mounts import KernelMount
+
+log = logging.getLogger(__name__)
+
+START = [sys.executable, "-P", "-m", "csi.starting"]
+ANSWER_TIMEOUT_S = 1.0
+# For a starter that was told to stop, to take away what it made.
+STOP_S = 5.0
+# For the processes of a mount that is not waited for any longer.
+KILL_S = 5.0
+
+# What the daemon says of a bucket that it can't list, and what that means.
+_REFUSALS: tuple[tuple[tuple[str, ...], type[CsiError]], ...] = (
+    (("no such bucket", "not a valid name for a bucket"), InvalidArgumentError),
+    (("access denied",), PermissionDeniedError),
+    (
+        ("access key", "credentials", "session token", "no AWS profile", "IdentityToken"),
+        UnauthenticatedError,
+    ),
+)
+
+
+class Mounts:
+    """The driver's mounts, below one directory. One call at a time for each volume."""
+
+    def __init__(
+        self, records: MountRecords, files: CredentialFiles, roots: Path, holder_socket: Path
+    ) -> None:
+        self.records = records
+        self._files = files
+        self._roots = roots
+        self._holder = holder_socket
+        roots.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    # --- what is there ---
+
+    def root_of(self, key: str) -> Path:
+        return self._roots / key
+
+    def behind(self, mount: KernelMount, table: Table) -> MountRecord | None:
+        """The record of the mount whose root another mount, at a target path, is bound from."""
+        for one in table.of_device(mount.device):
+            if one.mountpoint.parent == self._roots:
+                return self.records.read(one.mountpoint.name)
+        return None
+
+    def references(self, record: MountRecord, table: Table) -> list[Path]:
+        """Where a record's mount is used."""
+        top = table.top(Path(record.root))
+        if top is None:
+            return []
+        found = (one.mountpoint for one in table.of_device(top.device))
+        # By its name, as its root may be seen under several paths.
+        return [path for path in found if path.name != record.key]
+
+    def is_alive(self, record: MountRecord, table: Table) -> bool:
+        """Whether somebody serves the record's mount, or will; it is not touched itself."""
+        root = Path(record.root)
+        top = table.top(root)
+        if top is None or not top.is_fusefs:
+            return False
+        socket = mounts.keeper_socket(root)
+        try:
+            told = control.exchange(socket, {"do": "status"}, ANSWER_TIMEOUT_S)
+            return bool(told["connection"] == top.connection)
+        except control.ControlError:
+            registration = mounts.registration_of(root)
+            is_served = registration is not None and registration.is_alive()
+            return is_served or control.peer(socket) is not None
+
+    def ask(
+        self, record: MountRecord, timeout_s: float = ANSWER_TIMEOUT_S
+    ) -> dict[str, Any] | None:
+        """What the mount's daemon tells about itself; None if it does not answer in time."""
+        registration = mounts.registration_of(Path(record.root))
+        if registration is None:
+            return None
+        try:
+            return control.request(registration.socket, "status", timeout_s)
+        except control.ControlError:
+            return None
+
+    # --- beginning ---
+
+    def start(self, record: MountRecord, deadline: float) -> None:
+        """Make a record's mount, or go on with it. `deadline` is of the monotonic clock.
+
+        Raises:
+            CsiError: it could not be made; nothing of it is mounted.
+        """
+        root = Path(record.root)
+        top = Table().top(root)
+        if top is not None and not self._is_held(root, top):
+            self._kill(root)
+            binding.pop_all(root)
+            top = None
+        if top is None:
+            binding.make_directory(root, 0o700)
+        self.records.write(record)
+        answer = _run_starter(record, deadline)
+        if "error" in answer:
+            sentence = f"{answer['error']}, as {record.who}"
+            raise _refusal(sentence)(sentence)
+        log.info("%s is mounted for %s as uid %d", record.source, record.volume_id, record.uid)
+
+    def _is_held(self, root: Path, top: KernelMount) -> bool:
+        """Whether a mount that nobody serves can still be gone on with."""
+        name = holder.name_of(os.fspath(root), top.connection)
+        try:
+            os.close(holder.fetch(os.fspath(self._holder), name))
+        except holder.HolderError:
+            return False
+        return True
+
+    # --- ending ---
+
+    def end(self, record: MountRecord, deadline: float, *, is_forced: bool = False) -> None:
+        """End a mount that nobody uses, and remove every trace of it.
+
+        Raises:
+            AbortedError: its daemon is still at work at `deadline`.
+            OSError: it cannot be unmounted.
+        """
+        root = Path(record.root)
+        processes = self._processes(root)
+        binding.pop_all(root)
+        try:
+            if not _have_ended(processes, deadline):
+                if not is_forced:
+                    raise AbortedError(f"the mount of {record.source} is still ending")
+                self._see_out(processes)
+        finally:
+            for process in processes:
+                os.close(process)
+        self._forget(record)
+
+    def _forget(self, record: MountRecord) -> None:
+        root = Path(record.root)
+        mounts.unregister(root)
+        mounts.keeper_socket(root).unlink(missing_ok=True)
+        binding.remove_directory(root)
+        self._files.remove(record.key)
+        self.records.remove(record.key)
+        log.info("the mount of %s for %s has ended", record.source, record.volume_id)
+
+    def _processes(self, root: Path) -> list[int]:
+        """The processes of a mount as pidfds, the one that would start the others first."""
+        found = []
+        socket = mounts.keeper_socket(root)
+        try:
+            told = control.exchange(socket, {"do": "status"}, ANSWER_TIMEOUT_S)
+            found += [told["pid"], told["daemon"]]
+        except control.ControlError:
+            found.append(control.peer(socket))
+        registration = mounts.registration_of(root)
+        if registration is not None and registration.is_alive():
+            found.append(registration.pid)
+        pidfds = []
+        for pid in dict.fromkeys(pid for pid in found if pid):
+            with contextlib.suppress(ProcessLookupError):
+                pidfds.append(os.pidfd_open(pid))
+        return pidfds
+
+    def _kill(self, root: Path) -> None:
+        processes = self._processes(root)
+        self._see_out(processes)
+        for process in processes:
+            os.close(process)
+
+    def _see_out(self, processes: list[int]) -> None:
+        """Kill what is left of a mount that is given up."""
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+        if not _have_ended(processes, time.monotonic() + KILL_S):
+            log.error("a process of a mount that was given up hangs in the kernel")
+
+
+def _have_ended(processes: list[int], deadline: float) -> bool:
+    """Wait until they all have, or `deadline` of the monotonic clock has passed."""
+    return all(
+        select.select([process], [], [], max(0.0, deadline - time.monotonic()))[0]
+        for process in processes
+    )
+
+
+def _run_starter(record: MountRecord, deadline: float) -> dict[str, Any]:
+    """What the process answers that starts a record's mount; see `starting`."""
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "FUSEFS"))
+    }
+    runtime = {mounts.RUNTIME_VARIABLE: os.fspath(mounts.runtime_directory())}
+    with subprocess.Popen(
+        START,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd="/",
+        env=inherited | runtime | record.environment,
+        start_new_session=True,
+    ) as starter:
+        try:
+            told, _ = starter.communicate(
+                record.settings.encode(), max(0.0, deadline - time.monotonic())
+            )
+        except subprocess.TimeoutExpired:
+            starter.terminate()
+            try:
+                told, _ = starter.communicate(timeout=STOP_S)
+            except subprocess.TimeoutExpired:
+                starter.kill()
+            return {"error": f"the mount of {record.source} did not come up in time"}
+    try:
+        answer: dict[str, Any] = json.loads(told)
+    except ValueError:
+        answer = {"error": f"what starts the mount of {record.source} died"}
+    return answer
+
+
+def _refusal(sentence: str) -> type[CsiError]:
+    """What the reason for which a mount could not be made means to kubelet."""
+    for words, kind in _REFUSALS:
+        if any(word in sentence for word in words):
+            return kind
+    return UnavailableError

@@ -1,0 +1,55 @@
+"""The process that starts one mount: `python -m csi.starting`.
+
+It is to the driver what `fusefs mount` is to a user: one process per mount,
+so that the driver, which has many threads, never forks by itself, and the
+mount's environment is nobody else's. It reads the mount's settings as JSON from
+standard input, starts the mount (or goes on with one that the holder kept),
+and writes `{}` or `{"error": "..."}` when that is decided.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from types import FrameType
+from typing import NoReturn
+
+from fusefs import checks, launch, mounts
+from fusefs.kernel import unmount
+from fusefs.settings import MountSettings, SettingsError
+
+
+def main() -> int:
+    """Start the mount that standard input describes; return the exit status."""
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        settings = MountSettings.from_json(sys.stdin.read())
+        if not launch.resume(settings):
+            checks.check(settings)
+            launch.start(settings)
+    except (
+        checks.LaunchError,
+        mounts.MountsError,
+        unmount.UnmountError,
+        SettingsError,
+    ) as error:
+        return _fail(str(error))
+    except OSError as error:
+        return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    print("{}", flush=True)
+    return 0
+
+
+def _fail(why: str) -> int:
+    print(json.dumps({"error": " ".join(why.split())}), flush=True)
+    return 1
+
+
+def _stop(_number: int, _frame: FrameType | None) -> NoReturn:
+    """Clean up, as for Ctrl-C, when the driver has waited for long enough."""
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())
