@@ -17,6 +17,7 @@ import os
 import stat
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,9 +27,10 @@ import grpc
 from google.protobuf.message import Message
 
 from csi.claims import Claims
-from csi.errors import InvalidArgumentError, UnavailableError, status_of
+from csi.errors import CsiError, InvalidArgumentError, UnavailableError, status_of
 from csi.generated import csi_pb2_grpc
 from csi.redaction import redacted
+from fusefs.store.errors import StoreError
 
 DRIVER_NAME = "s3.csi.fusefs.dev"
 # The provisioner's own default is 100 workers for creating and as many for deleting.
@@ -162,8 +164,10 @@ class _Interceptor(grpc.ServerInterceptor):
             response = self._run(method, handler, request, context)
         except Exception as error:
             code, sentence = status_of(error)
-            if code is grpc.StatusCode.UNAVAILABLE:
-                log.error("%s failed", method, exc_info=error)
+            if not isinstance(error, CsiError | StoreError | NotImplementedError):
+                # Not its sentence, which may quote a header with a token.
+                frames = "".join(traceback.format_tb(error.__traceback__))
+                log.error("%s failed: %s\n%s", method, type(error).__name__, frames)
             _log_end(method, request, code, sentence, began)
             context.abort(code, sentence)
         _log_end(method, request, grpc.StatusCode.OK, "", began)

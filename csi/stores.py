@@ -13,6 +13,7 @@ The file is TOML:
     addressing = "path"             # or virtual, auto
     ca-bundle = "/etc/fusefs-csi/minio-ca.pem"
     sts-url = "https://minio.storage.svc:9000"
+    audience = "sts.amazonaws.com"  # of the tokens that the STS takes
 
 Addresses from which a cloud hands credentials to a machine are refused, when
 the file is read and again when a name of it is looked up.
@@ -31,7 +32,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from csi.errors import InvalidArgumentError, UnavailableError
-from fusefs.kinds import URL, Addressing, choice
+from fusefs.kinds import URL, WORD, Addressing, choice
 
 AWS = "aws"
 # A volume id holds it, a bucket's name and a volume's, and has 128 bytes.
@@ -65,6 +66,7 @@ class Store:
     addressing: Addressing = Addressing.AUTO
     ca_bundle: Path | None = None
     sts_url: str | None = None
+    audience: str = "sts.amazonaws.com"
 
     def check_address(self) -> None:
         """Look up the names of the store's hosts. Blocks.
@@ -169,6 +171,7 @@ def _store(name: str, table: Any) -> Store:
         "addressing": choice(Addressing).read,
         "ca-bundle": _read_file,
         "sts-url": _read_url,
+        "audience": WORD.read,
     }
     read: dict[str, Any] = {}
     for key, text in table.items():
