@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fusefs import checks, control, ending, launch, mounts, overview
+from fusefs import checks, control, ending, launch, mounts, overview, syncing
 from fusefs.control import CommandError
 from fusefs.kernel import unmount
-from fusefs.kinds import Setting
+from fusefs.kinds import DURATION, Setting
 from fusefs.layers import from_config, from_environment
 from fusefs.settings import (
     FIXED,
@@ -85,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_mount(commands)
     _add_umount(commands)
+    _add_sync(commands)
     _add_status(commands)
     _add_upgrade(commands)
     _add_keeper(commands)
@@ -156,6 +158,20 @@ def _add_umount(commands: argparse._SubParsersAction[_Parser]) -> None:
         "--lazy", action="store_true", help="take it out of sight now, end it when it is unused"
     )
     parser.set_defaults(run=_umount)
+
+
+def _add_sync(commands: argparse._SubParsersAction[_Parser]) -> None:
+    parser = commands.add_parser(
+        "sync",
+        help="wait until the bucket has what was written",
+        description="Have everything at or below PATH uploaded, and wait for it. Fails if "
+        "something can't be; that stays on the local disk and is tried again.",
+    )
+    parser.add_argument("path", metavar="PATH", help="a mount, or what is in one")
+    parser.add_argument(
+        "--timeout", metavar="DURATION", help="wait no longer (default: as long as it takes)"
+    )
+    parser.set_defaults(run=_sync)
 
 
 def _add_status(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -255,12 +271,23 @@ def _keeper(options: argparse.Namespace) -> int:
     return holder.main(options.socket)
 
 
-# --- umount, status -----------------------------------------------------------
+# --- umount, sync, status -----------------------------------------------------
 
 
 def _umount(options: argparse.Namespace) -> int:
     mountpoint = mounts.resolve(Path(options.mountpoint))
     ending.end_mount(mountpoint, is_forced=options.force, is_lazy=options.lazy)
+    return 0
+
+
+def _sync(options: argparse.Namespace) -> int:
+    timeout_s = math.inf
+    if options.timeout is not None:
+        try:
+            timeout_s = DURATION.read(options.timeout)
+        except ValueError as error:
+            raise SettingsError(f"--timeout: {error}") from None
+    syncing.sync(Path(options.path), timeout_s, syncing.shown())
     return 0
 
 

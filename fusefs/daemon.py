@@ -354,9 +354,18 @@ class Daemon:
             logger.warning("%s", line)
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        if request.get("command") != "status":
-            raise control.ControlError("the only command is status")
-        return status.collect(self)
+        writer = self.operations.writer
+        match request:
+            case {"command": "status"}:
+                return status.collect(self)
+            case {"command": "sync", "path": str(path), "start": bool(is_first)}:
+                if writer is None:
+                    return {"pending": [], "under_way": 0}
+                key = self.settings.source.prefix + path
+                if is_first:
+                    writer.begin_sync(key)
+                return status.pending(writer, key)
+        raise control.ControlError("no such command")
 
 
 def run(settings: MountSettings, ready: Callable[[], None]) -> None:

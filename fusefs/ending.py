@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
 from pathlib import Path
+from typing import Any
 
-from fusefs import control, mounts
+from fusefs import control, mounts, syncing
 from fusefs.control import CommandError
 from fusefs.kernel import unmount
 
 ANSWER_TIMEOUT_S = 2.0
-UMOUNT_TIMEOUT_S = 30.0
+# The daemon tries once more to upload what it could not.
+UMOUNT_TIMEOUT_S = 120.0
 FORCE_TIMEOUT_S = 5.0
 
 
@@ -36,6 +39,7 @@ def _end(mountpoint: Path, registration: mounts.Registration | None, *, is_lazy:
     if registration and not registration.is_alive():
         registration = None
     keeper = _keeper_pid(mountpoint)
+    left = [] if registration is None or is_lazy else _uploads(mountpoint)
     try:
         unmount.umount_path(mountpoint, is_lazy=is_lazy)
     except unmount.UnmountError as error:
@@ -52,6 +56,19 @@ def _end(mountpoint: Path, registration: mounts.Registration | None, *, is_lazy:
                 f"within {UMOUNT_TIMEOUT_S:.0f} s"
             )
     mounts.unregister(mountpoint)
+    if left:
+        raise CommandError(
+            f"{mountpoint} is unmounted; {syncing.describe(left)}. It is kept on the local disk, "
+            "and uploaded when the bucket is mounted there again with the same cache directory"
+        )
+
+
+def _uploads(mountpoint: Path) -> list[dict[str, Any]]:
+    """Have what was written uploaded; return what can't be."""
+    try:
+        return syncing.wait(mountpoint, "", math.inf, syncing.shown())
+    except control.ControlError:
+        return []  # its end will show
 
 
 def _by_whom(mountpoint: Path) -> str:

@@ -162,9 +162,10 @@ def _writing(writing: Status) -> str:
     if not count:
         return "everything is in the bucket"
     oldest = writing["pending"][0]
+    why = f" ({oldest['error']})" if oldest.get("error") else ""
     return (
-        f"{_count(count, 'file')} not in the bucket yet, the oldest for "
-        f"{human_duration(oldest['since_s'])}: {oldest['key']}"
+        f"{_count(count, 'file')}, {human_size(writing.get('pending_bytes', 0))}, not in the bucket"
+        f" yet; for {human_duration(oldest['since_s'])} {oldest['key']}: {oldest['state']}{why}"
     )
 
 

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 import fusefs
+from fusefs.posix.writeback import UPLOADING
 
 # More would say no more.
 MOST_PENDING = 20
 
 if TYPE_CHECKING:
     from fusefs.daemon import Daemon
+    from fusefs.posix.writing import Writer
 
 
 def collect(daemon: Daemon) -> dict[str, Any]:
@@ -56,15 +58,32 @@ def _writing(daemon: Daemon) -> dict[str, Any] | None:
     writer = daemon.operations.writer
     if writer is None:
         return None
-    now = trio.current_time()
-    pending = sorted(writer.staging.pending, key=lambda staged: staged.since)
     return {
+        "durability": str(daemon.settings.durability),
         "staged": len(writer.staging),
+        "staged_bytes": writer.staging.charged,
+        **pending(writer, ""),
+    }
+
+
+def pending(writer: Writer, prefix: str) -> dict[str, Any]:
+    """What is staged at or below a key and not in the bucket, oldest first; the first of it."""
+    now = trio.current_time()
+    found = sorted(writer.pending(prefix), key=lambda staged: staged.since)
+    return {
         "pending": [
-            {"key": one.key, "bytes": one.size(), "since_s": now - one.since}
-            for one in pending[:MOST_PENDING]
+            {
+                "key": one.key,
+                "bytes": one.size(),
+                "since_s": now - one.since,
+                "state": writer.state(one),
+                "error": str(one.error) if one.error is not None else None,
+            }
+            for one in found[:MOST_PENDING]
         ],
-        "pending_files": len(pending),
+        "pending_files": len(found),
+        "pending_bytes": sum(one.size() for one in found),
+        "under_way": sum(writer.state(one) == UPLOADING for one in found),
     }
 
 

@@ -148,7 +148,8 @@ class Staged:
 class Staging:
     """All staged files of one mount, by node id.
 
-    `source` says which bucket they are for; `limit` is the most bytes to hold.
+    `source` says which bucket they are for; `limit` is the most bytes to hold,
+    and `charged` how many are held.
     """
 
     def __init__(self, directory: Path, source: str, limit: int | None = None) -> None:
@@ -156,7 +157,7 @@ class Staging:
         self.source = source
         self._limit = limit
         self._files: dict[int, Staged] = {}
-        self._charged = 0
+        self.charged = 0
         (directory / "source").write_text(source)
         # Held as long as a process looks after the directory.
         self._lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -210,9 +211,9 @@ class Staging:
             OSError: ENOSPC, it would be more than may be held.
         """
         more = size - staged.charged
-        if more > 0 and self._limit is not None and self._charged + more > self._limit:
+        if more > 0 and self._limit is not None and self.charged + more > self._limit:
             raise OSError(errno.ENOSPC, "more than --staging-size waits for upload")
-        self._charged += more
+        self.charged += more
         staged.charged = size
 
     def record(self, staged: Staged) -> None:
@@ -277,7 +278,7 @@ class Staging:
 
     def charge_anyway(self, staged: Staged, size: int) -> None:
         """Count what is there already."""
-        self._charged += size - staged.charged
+        self.charged += size - staged.charged
         staged.charged = size
 
     def on_disk(self) -> list[int]:
@@ -287,7 +288,7 @@ class Staging:
     def release(self, staged: Staged) -> None:
         """Forget a file; what is left of it on the disk is removed."""
         del self._files[staged.inode.nodeid]
-        self._charged -= staged.charged
+        self.charged -= staged.charged
         staged.inode.staged = None
         staged.inode.packed = None
         os.close(staged.fd)

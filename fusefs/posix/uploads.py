@@ -124,6 +124,12 @@ class Uploads:
             self._nursery.start_soon(self._run, staged, attempt, delay_s)
         return attempt
 
+    async def ended(self, staged: Staged) -> None:
+        """Wait until a file's upload, if there is one, has come to its end, good or bad."""
+        attempt = self._attempts.get(staged)
+        if attempt is not None:
+            await attempt.done.wait()
+
     def is_under_way(self, staged: Staged) -> bool:
         return staged in self._attempts
 

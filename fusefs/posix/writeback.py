@@ -27,7 +27,7 @@ from fusefs.posix.segments import ABSENT
 from fusefs.posix.staging import Staged, Staging
 from fusefs.posix.uploads import Uploads
 from fusefs.store.base import ObjectInfo, Store
-from fusefs.store.errors import StoreError
+from fusefs.store.errors import CredentialsError
 
 logger = logging.getLogger("fusefs.writing")
 
@@ -37,6 +37,8 @@ RETRY_S = 5.0
 # With local durability a file is uploaded when it has been left alone this
 # long: the rename of a temporary file then costs no copy in the bucket.
 LATER_S = 1.0
+# The state of a file that is on its way.
+UPLOADING = "uploading"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +151,28 @@ class Writeback:
         Raises:
             StoreError, OSError: something can't be uploaded.
         """
-        for staged in self.staging.pending:
-            if staged.key.startswith(prefix):
-                await self.upload(staged)
+        for staged in self.pending(prefix):
+            await self.upload(staged)
+
+    def pending(self, key: str) -> list[Staged]:
+        """What is not in the bucket of a file or of what is below a prefix ("": of everything)."""
+        below = key if not key or key.endswith("/") else key + "/"
+        return [one for one in self.staging.pending if one.key == key or one.key.startswith(below)]
+
+    def state(self, staged: Staged) -> str:
+        """What happens to a file that is not in the bucket, for people to read."""
+        if self.uploads.is_under_way(staged):
+            is_refused = isinstance(staged.error, CredentialsError)
+            return "waiting for credentials" if is_refused else UPLOADING
+        if staged.error is not None:
+            return "failed"
+        return "open" if staged.inode.served else "waiting"
+
+    def begin_sync(self, key: str) -> None:
+        """Have everything at or below a key uploaded now, also what is open."""
+        for staged in self.pending(key):
+            staged.error = None
+            self.uploads.start(staged).hurry.set()
 
     def _landed(self, staged: Staged, info: ObjectInfo) -> None:
         """The bucket has the content of a file."""
@@ -237,30 +258,15 @@ class Writeback:
         self.directories.changed(prefix, inode.name, inode.info, lasting=True)
 
     async def drain(self, limit_s: float) -> None:
-        """Upload what is pending, for as long as that may take; the rest stays on the disk."""
+        """Upload what is pending, once, if that takes no longer; the rest stays on the disk."""
+        self.begin_sync("")
         with trio.move_on_after(limit_s):
-            while True:
-                if not await self.sync(""):
-                    break
-                await trio.sleep(RETRY_S)
+            for staged in self.pending(""):
+                await self.uploads.ended(staged)
         for staged in self.staging.pending:
             self.staging.close(staged)
             logger.error("%s is not in the bucket; kept in %s", staged.key, staged.path)
         self.staging.remove_if_empty()
-
-    async def sync(self, prefix: str) -> list[Staged]:
-        """Try to have everything below a prefix in the bucket; return what could not be."""
-        pending = [one for one in self.staging.pending if one.key.startswith(prefix)]
-        async with trio.open_nursery() as nursery:
-            for staged in pending:
-                nursery.start_soon(self._try, staged)
-        return [staged for staged in pending if staged.is_dirty]
-
-    async def _try(self, staged: Staged) -> None:
-        try:
-            await self.uploads.wait(staged)
-        except (StoreError, OSError) as error:
-            logger.info("%s: %s", staged.key, error)  # it is told by who asked
 
     async def run(self) -> None:
         """Try again what could not be uploaded, until cancelled."""
