@@ -16,7 +16,8 @@ from fusefs.posix.mutations import Mutations
 SECOND_NS = 1_000_000_000
 
 # Programs do without: copy_file_range and O_TMPFILE have their usual substitutes.
-_UNSUPPORTED = (Opcode.COPY_FILE_RANGE, Opcode.TMPFILE, Opcode.SETXATTR, Opcode.REMOVEXATTR)
+# The kernel asks once, and says EOPNOTSUPP for ever after.
+_UNSUPPORTED = (Opcode.COPY_FILE_RANGE, Opcode.TMPFILE)
 
 
 class ChangingHandlers:
@@ -37,6 +38,8 @@ class ChangingHandlers:
             Opcode.RENAME: self._rename,
             Opcode.RENAME2: self._rename2,
             Opcode.SETATTR: self._setattr,
+            Opcode.SETXATTR: self._setxattr,
+            Opcode.REMOVEXATTR: self._removexattr,
             Opcode.WRITE: self._write,
             Opcode.FLUSH: self._flush,
             Opcode.FSYNC: self._fsync,
@@ -117,9 +120,16 @@ class ChangingHandlers:
             new.mtime_ns = mtime * SECOND_NS + mtime_rest
         return self._set(self._mutations.setattr(nodeid, new))
 
-    async def _set(self, answer: Awaitable[Inode]) -> Payload:
-        inode = await answer
-        return wire.ATTR_OUT_HEAD.pack(0, 0, 0) + self._handlers.pack(inode)
+    async def _set(self, answer: Awaitable[tuple[Inode, float]]) -> Payload:
+        return self._handlers.attr_out(await answer)
+
+    def _setxattr(self, nodeid: int, body: memoryview, caller: Caller) -> Result:
+        size, flags = wire.SETXATTR_IN_SHORT.unpack_from(body)
+        name, _, rest = bytes(body[wire.SETXATTR_IN_SHORT.size :]).partition(b"\0")
+        return _done(self._mutations.setxattr(nodeid, name, rest[:size], flags, caller))
+
+    def _removexattr(self, nodeid: int, body: memoryview, caller: Caller) -> Result:
+        return _done(self._mutations.removexattr(nodeid, bytes(body[:-1]), caller))
 
     # Contents
 
@@ -149,7 +159,7 @@ def _refuse_link(_nodeid: int, _body: memoryview, _caller: Caller) -> Payload:
 
 
 def _refuse_unsupported(_nodeid: int, _body: memoryview, _caller: Caller) -> Payload:
-    raise OSError(errno.EOPNOTSUPP, "not supported")
+    raise OSError(errno.ENOSYS, "not supported")
 
 
 async def _done(answer: Awaitable[None]) -> Payload:

@@ -87,7 +87,7 @@ class Handlers:
         shown = self._operations.attributes(inode)
         seconds, rest = divmod(shown.mtime_ns, 1_000_000_000)
         packed = wire.ATTR.pack(
-            shown.ino, shown.size, -(-shown.size // 512), seconds, seconds, seconds,
+            shown.ino, shown.size, shown.blocks, seconds, seconds, seconds,
             rest, rest, rest, shown.mode, shown.nlink, shown.uid, shown.gid, 0, 4096, 0,
         )  # fmt: skip
         if inode.staged is None:
@@ -107,10 +107,10 @@ class Handlers:
 
     def _getattr(self, nodeid: int, _body: memoryview, _caller: Caller) -> Result:
         if self._operations.lacks_meta(nodeid):
-            return self._when_there(self._operations.getattr_later(nodeid), self._attr_out)
-        return self._attr_out(self._operations.getattr(nodeid))
+            return self._when_there(self._operations.getattr_later(nodeid), self.attr_out)
+        return self.attr_out(self._operations.getattr(nodeid))
 
-    def _attr_out(self, answer: tuple[Inode, float]) -> bytes:
+    def attr_out(self, answer: tuple[Inode, float]) -> bytes:
         inode, valid_s = answer
         seconds, rest = _valid(valid_s)
         return wire.ATTR_OUT_HEAD.pack(seconds, rest, 0) + (inode.packed or self.pack(inode))
@@ -179,10 +179,12 @@ class Handlers:
             return _sized(answer, size)
         return self._when_there(answer, lambda value: _sized(value, size))
 
-    def _listxattr(self, nodeid: int, body: memoryview, _caller: Caller) -> Payload:
+    def _listxattr(self, nodeid: int, body: memoryview, _caller: Caller) -> Result:
         size, _ = wire.GETXATTR_IN.unpack_from(body)
-        names = self._operations.listxattr(nodeid)
-        return _sized(b"".join(name.encode() + b"\0" for name in names), size)
+        answer = self._operations.listxattr(nodeid)
+        if isinstance(answer, tuple):
+            return _sized(_joined(answer), size)
+        return self._when_there(answer, lambda names: _sized(_joined(names), size))
 
     async def _when_there(
         self, answer: Coroutine[Any, Any, Any], pack: Callable[[Any], Payload]
@@ -258,6 +260,10 @@ def open_out(opened: Opened) -> bytes:
     elif opened.keep_cache:
         flags |= Fopen.KEEP_CACHE
     return wire.OPEN_OUT.pack(opened.fh, flags, opened.backing_id)
+
+
+def _joined(names: tuple[str, ...]) -> bytes:
+    return b"".join(name.encode() + b"\0" for name in names)
 
 
 def _sized(value: bytes, size: int) -> bytes:

@@ -163,7 +163,9 @@ class Handlers(pyfuse3.Operations):
 
     async def listxattr(self, nodeid: int, context: pyfuse3.RequestContext) -> list[bytes]:
         with self._errors():
-            return [name.encode() for name in self._operations.listxattr(nodeid)]
+            answer = self._operations.listxattr(nodeid)
+            names = await self._result(Opcode.LISTXATTR, nodeid, answer)
+            return [name.encode() for name in names]
 
     def pack(self, inode: Inode, valid_s: float) -> pyfuse3.EntryAttributes:
         """The attributes of an inode in pyfuse3's form."""

@@ -94,6 +94,8 @@ STATFS = Layout(
     "fuse_kstatfs",
     "blocks:Q bfree:Q bavail:Q files:Q ffree:Q bsize:I namelen:I frsize:I padding:I spare:24s",
 )
+# Without FUSE_SETXATTR_EXT, which only tells of access control lists: size, flags.
+SETXATTR_IN_SHORT = struct.Struct("=II")
 GETXATTR_IN = Layout("fuse_getxattr_in", "size:I padding:I")
 GETXATTR_OUT = Layout("fuse_getxattr_out", "size:I padding:I")
 FORGET_IN = Layout("fuse_forget_in", "nlookup:Q")

@@ -1,53 +1,84 @@
-"""Modes, owners and times as object metadata, as s3fs and rclone write them.
+"""Modes, owners, times and extended attributes as object metadata, as s3fs and rclone write them.
 
-The keys are `mode` (st_mode in decimal, with the file type), `uid`, `gid` and
-`mtime` (seconds since the epoch, with a fraction). What an object lacks, or
-what cannot be read, is the mount's default. Set-id bits and device types in a
-bucket are never believed: who may write there is not who may become root here.
+| key | what it says |
+| --- | --- |
+| `mode` | st_mode with the file type: s3fs in decimal, `rclone --metadata` in octal |
+| `uid`, `gid` | decimal |
+| `mtime` | seconds since the epoch, with a fraction or without |
+| `xattr` | JSON, percent-encoded: {name: value in base64} |
+
+What an object lacks, or what cannot be read, is the mount's default. Set-id
+bits and device types in a bucket are never believed: who may write there is
+not who may become root here. s3fs' `atime` and `ctime` are not kept, which
+would be wrong after the next change. What else is there is kept as it is.
 """
 
 from __future__ import annotations
 
-import math
+import base64
+import json
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
+from urllib.parse import quote, unquote
 
 # The permissions that are taken from a bucket, and given to it.
 PERMISSIONS = 0o1777
 SECOND_NS = 1_000_000_000
+# What S3 takes as metadata, in bytes of all names and values. Some stores count
+# the names with the prefix that they have as headers.
+METADATA_LIMIT = 2048
+_HEADER_PREFIX = "x-amz-meta-"
+_OWN = {"mode", "uid", "gid", "mtime", "xattr", "atime", "ctime"}
 
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """What POSIX keeps with a file; `mode` has the type, `mtime_ns` None is the object's own."""
+    """What POSIX keeps with a file; `mode` has the type, `mtime_ns` None is the object's own.
+
+    `xattrs` are names and values in the order of their setting; `other` is
+    metadata of the object that means nothing here.
+    """
 
     mode: int
     uid: int
     gid: int
     mtime_ns: int | None = None
+    xattrs: tuple[tuple[str, bytes], ...] = ()
+    other: tuple[tuple[str, str], ...] = ()
 
     @property
     def is_symlink(self) -> bool:
         return stat.S_ISLNK(self.mode)
 
-    def changed(self, **changes: int | None) -> Meta:
-        return replace(self, **changes)  # type: ignore[arg-type]
+    def changed(self, **changes: Any) -> Meta:
+        return replace(self, **changes)
 
     def as_metadata(self) -> dict[str, str]:
         """The object metadata that says this."""
-        said = {"mode": str(self.mode), "uid": str(self.uid), "gid": str(self.gid)}
+        said = dict(self.other)
+        said |= {"mode": str(self.mode), "uid": str(self.uid), "gid": str(self.gid)}
         if self.mtime_ns is not None:
             seconds, rest = divmod(self.mtime_ns, SECOND_NS)
             said["mtime"] = f"{seconds}.{rest:09}"
+        if self.xattrs:
+            said["xattr"] = _written(self.xattrs)
         return said
+
+    @property
+    def fits(self) -> bool:
+        """Whether S3 takes that much."""
+        said = self.changed(mtime_ns=0 if self.mtime_ns is None else self.mtime_ns).as_metadata()
+        size = sum(len(_HEADER_PREFIX) + len(name) + len(value) for name, value in said.items())
+        return size <= METADATA_LIMIT
 
 
 def read(metadata: Mapping[str, str], default: Meta) -> Meta:
     """What an object's metadata says, and the default for the rest."""
-    mode = _whole(metadata.get("mode"))
     kind = stat.S_IFMT(default.mode)
-    if mode is not None and kind == stat.S_IFREG and stat.S_IFMT(mode) == stat.S_IFLNK:
+    mode = _mode(metadata.get("mode"), kind)
+    if mode is not None and stat.S_ISLNK(mode):
         kind = stat.S_IFLNK
     permissions = default.mode & PERMISSIONS if mode is None else mode & PERMISSIONS
     uid, gid = _whole(metadata.get("uid")), _whole(metadata.get("gid"))
@@ -56,7 +87,30 @@ def read(metadata: Mapping[str, str], default: Meta) -> Meta:
         default.uid if uid is None else uid,
         default.gid if gid is None else gid,
         _time(metadata.get("mtime")),
+        _read_xattrs(metadata.get("xattr")),
+        tuple(
+            (name, value)
+            for name, value in metadata.items()
+            if name not in _OWN and _is_header(value)
+        ),
     )
+
+
+def _mode(text: str | None, kind: int) -> int | None:
+    """The mode of a file or directory (`kind`); a file may turn out to be a symbolic link.
+
+    As decimal and as octal number no text has a type that fits both times, so
+    that tells who wrote it. Without a type it is taken for decimal.
+    """
+    value = _whole(text)
+    if text is None or value is None:
+        return None
+    wanted = {kind, stat.S_IFLNK} if kind == stat.S_IFREG else {kind}
+    if stat.S_IFMT(value) in wanted and value < 1 << 16:
+        return value
+    if not set(text) - set("01234567") and stat.S_IFMT(int(text, 8)) in wanted:
+        return int(text, 8)
+    return value
 
 
 def _whole(text: str | None) -> int | None:
@@ -75,4 +129,24 @@ def _time(text: str | None) -> int | None:
         value = int(seconds) * SECOND_NS + int((fraction + "000000000")[:9])
     except ValueError:
         return None
-    return value if math.fabs(value) < 1 << 62 else None
+    return value if abs(value) < 1 << 62 else None
+
+
+def _written(xattrs: tuple[tuple[str, bytes], ...]) -> str:
+    told = {name: base64.b64encode(value).decode() for name, value in xattrs}
+    return quote(json.dumps(told, separators=(",", ":"), ensure_ascii=False))
+
+
+def _read_xattrs(text: str | None) -> tuple[tuple[str, bytes], ...]:
+    if text is None:
+        return ()
+    try:
+        told = json.loads(unquote(text, errors="strict"))
+        return tuple((name, base64.b64decode(value)) for name, value in dict(told).items())
+    except (ValueError, TypeError, RecursionError):
+        return ()
+
+
+def _is_header(value: str) -> bool:
+    """Whether a value can be sent again; what was decoded to something else cannot."""
+    return bool(value) and value.isascii() and value.isprintable() and value == value.strip()

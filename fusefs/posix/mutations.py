@@ -1,4 +1,9 @@
-"""The requests that change something, on a writable mount."""
+"""The requests that change something, on a writable mount.
+
+Each runs apart from who asked (apart.py), so that none is cut in half. One
+that must not be applied twice is put on record before it is begun: when it
+is sent again, finding it done is success.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +13,17 @@ import stat
 import time
 from typing import TYPE_CHECKING
 
-from fusefs.posix import meta, names
+import trio
+
+from fusefs.posix import names, xattrs
 from fusefs.posix.answers import Caller, NewAttributes, Opened, waiting
+from fusefs.posix.apart import Apart
 from fusefs.posix.changes import Changes
 from fusefs.posix.inodes import Inode
+from fusefs.posix.journal import NodeLog
+from fusefs.posix.meta import PERMISSIONS, Meta
 from fusefs.posix.writing import Writer
+from fusefs.store.errors import StaleVersionError
 
 if TYPE_CHECKING:
     from fusefs.posix.operations import Operations
@@ -21,39 +32,100 @@ if TYPE_CHECKING:
 class Mutations:
     """One method per request, as in `Operations`. Belongs to the event loop."""
 
-    def __init__(self, operations: Operations, writer: Writer, changes: Changes) -> None:
+    def __init__(
+        self,
+        operations: Operations,
+        writer: Writer,
+        changes: Changes,
+        log: NodeLog,
+        nursery: trio.Nursery | None,
+    ) -> None:
         self._operations = operations
         self._inodes = operations.inodes
+        self._log = log
+        self._apart = Apart(nursery)
         self.writer = writer
         self.changes = changes
 
-    async def setattr(self, nodeid: int, new: NewAttributes) -> Inode:
-        """Change what stat shows, and with it the content where that is the size."""
-        return await waiting(self._setattr(self._inodes.get(nodeid), new))
+    # What stat shows, and extended attributes
 
-    async def _setattr(self, inode: Inode, new: NewAttributes) -> Inode:
+    async def setattr(self, nodeid: int, new: NewAttributes) -> tuple[Inode, float]:
+        """Change what stat shows, and with it the content where that is the size.
+
+        Answers as `Operations.getattr`.
+        """
+        inode = self._inodes.get(nodeid)
+        await self._apart.run(waiting(self._setattr(inode, new)))
+        return self._operations.getattr(nodeid)
+
+    async def _setattr(self, inode: Inode, new: NewAttributes) -> None:
+        mtime_ns = new.mtime_ns
         if new.size is not None:
             if inode.info is None:
                 raise OSError(errno.EISDIR, "a directory")
+            if new.size != self._operations.attributes(inode).size:
+                mtime_ns = None  # truncate(2) asks for the current time, which it gets anyway
             await self.writer.truncate(inode, new.size)
-        await self._operations.learn_meta(inode)
-        old = inode.staged.meta if inode.staged is not None else inode.meta
-        assert old is not None
+        await self._operations.learner.learn(inode)
+        old = self._operations.learner.meta(inode)
+        if inode.staged is not None and mtime_ns == self._operations.attributes(inode).mtime_ns:
+            mtime_ns = None
         changed = old.changed(
-            mode=old.mode
-            if new.mode is None
-            else old.mode & ~meta.PERMISSIONS | new.mode & meta.PERMISSIONS,
+            # The type stays, and set-id bits are never kept.
+            mode=old.mode if new.mode is None else stat.S_IFMT(old.mode) | new.mode & PERMISSIONS,
             uid=old.uid if new.uid is None else new.uid,
             gid=old.gid if new.gid is None else new.gid,
-            mtime_ns=old.mtime_ns if new.mtime_ns is None else new.mtime_ns,
+            mtime_ns=old.mtime_ns if mtime_ns is None else mtime_ns,
         )
         if changed != old:
-            if inode.info is None:
-                await self.changes.change_directory(inode, changed)
-            else:
-                await self.writer.change_meta(inode, changed)
-            inode.packed = None
-        return inode
+            await self._keep(inode, changed)
+
+    async def setxattr(
+        self, nodeid: int, name: bytes, value: bytes, flags: int, caller: Caller
+    ) -> None:
+        """Set an extended attribute, with the flags of setxattr(2)."""
+        await self._change_xattrs(nodeid, name, value, flags, caller)
+
+    async def removexattr(self, nodeid: int, name: bytes, caller: Caller) -> None:
+        await self._change_xattrs(nodeid, name, None, 0, caller)
+
+    async def _change_xattrs(
+        self, nodeid: int, name: bytes, value: bytes | None, flags: int, caller: Caller
+    ) -> None:
+        inode = self._inodes.get(nodeid)
+        try:
+            text = name.decode()
+        except UnicodeDecodeError:
+            raise OSError(errno.EINVAL, "an attribute's name is UTF-8") from None
+        is_repeated = caller.unique in self.changes.begun
+
+        async def act() -> None:
+            await self._operations.learner.learn(inode)
+            old = self._operations.learner.meta(inode)
+            pairs = xattrs.changed(old.xattrs, text, value, flags, is_repeated=is_repeated)
+            if pairs != old.xattrs:
+                self._log.begun(caller.unique)
+                await self._keep(inode, old.changed(xattrs=pairs))
+
+        await self._apart.run(waiting(act()))
+
+    async def _keep(self, inode: Inode, meta: Meta) -> None:
+        """Have the bucket keep other attributes of an inode."""
+        if not meta.fits:
+            raise OSError(errno.ENOSPC, "S3 keeps 2 KiB of metadata with an object")
+        if inode.info is not None:
+            try:
+                await self.writer.change_meta(inode, meta)
+            except StaleVersionError:
+                self._operations.outdate(inode)
+                raise
+        elif self._inodes.key(inode):
+            await self.changes.change_directory(inode, meta)
+        else:
+            inode.meta = meta  # a whole bucket's root, which has no key
+        inode.packed = None
+
+    # Names
 
     async def create(
         self, parent_id: int, name: bytes, mode: int, flags: int, caller: Caller
@@ -63,32 +135,44 @@ class Mutations:
             handle = self._operations.handles.files[known]
             return handle.inode, Opened(known, keep_cache=False, may_write=True)
         parent = self._operations.directory(parent_id)
-        return await waiting(self.writer.create(parent, self._new_name(name), mode, flags, caller))
+        return await self._apart.run(
+            waiting(self.writer.create(parent, self._new_name(name), mode, flags, caller)),
+            unwanted=lambda made: self._forget_opened(*made),
+        )
+
+    def _forget_opened(self, inode: Inode, opened: Opened) -> None:
+        self._operations.release(opened.fh)
+        self._forget(inode)
+
+    def _forget(self, inode: Inode) -> None:
+        """The kernel was not told of a node after all."""
+        self._operations.forget(inode.nodeid, 1)
 
     async def mknod(self, parent_id: int, name: bytes, mode: int, caller: Caller) -> Inode:
         if not stat.S_ISREG(mode):
-            raise OSError(errno.EPERM, "only regular files can be made in a bucket")
-        inode, opened = await self.create(parent_id, name, mode, os.O_WRONLY, caller)
-        answer = self._operations.release(opened.fh)
-        if answer is not None:
-            await answer
+            raise OSError(errno.EPERM, "a bucket has no devices, pipes and sockets")
+        flags = os.O_WRONLY | os.O_EXCL
+        inode, opened = await self.create(parent_id, name, mode, flags, caller)
+        self._operations.release(opened.fh)
         return inode
 
     async def mkdir(self, parent_id: int, name: bytes, mode: int, caller: Caller) -> Inode:
         parent = self._operations.directory(parent_id)
-        inode = await waiting(self.changes.mkdir(parent, self._new_name(name), mode, caller))
+        made = self.changes.mkdir(parent, self._new_name(name), mode, caller)
+        inode = await self._apart.run(waiting(made))
         self._inodes.count(inode, time.monotonic())
         return inode
 
     async def symlink(self, parent_id: int, name: bytes, target: bytes, caller: Caller) -> Inode:
         parent = self._operations.directory(parent_id)
-        inode = await waiting(self.changes.symlink(parent, self._new_name(name), target, caller))
+        made = self.changes.symlink(parent, self._new_name(name), target, caller)
+        inode = await self._apart.run(waiting(made))
         self._inodes.count(inode, time.monotonic())
         return inode
 
     async def readlink(self, nodeid: int) -> bytes:
         inode = self._inodes.get(nodeid)
-        if inode.info is None or inode.meta is None or not inode.meta.is_symlink:
+        if inode.info is None or not self._operations.learner.meta(inode).is_symlink:
             raise OSError(errno.EINVAL, "not a symbolic link")
         info = inode.info
         return bytes(
@@ -97,21 +181,22 @@ class Mutations:
 
     async def unlink(self, parent_id: int, name: bytes, caller: Caller) -> None:
         parent = self._operations.directory(parent_id)
-        await waiting(self.changes.unlink(parent, self._known_name(name), caller))
+        removed = self.changes.unlink(parent, self._known_name(name), caller)
+        await self._apart.run(waiting(removed))
 
     async def rmdir(self, parent_id: int, name: bytes, caller: Caller) -> None:
         parent = self._operations.directory(parent_id)
-        await waiting(self.changes.rmdir(parent, self._known_name(name), caller))
+        removed = self.changes.rmdir(parent, self._known_name(name), caller)
+        await self._apart.run(waiting(removed))
 
     async def rename(
         self, parent_id: int, name: bytes, to_id: int, new_name: bytes, flags: int, caller: Caller
     ) -> None:
         parent, to = self._operations.directory(parent_id), self._operations.directory(to_id)
-        await waiting(
-            self.changes.rename(
-                parent, self._known_name(name), to, self._new_name(new_name), flags, caller
-            )
+        renamed = self.changes.rename(
+            parent, self._known_name(name), to, self._new_name(new_name), flags, caller
         )
+        await self._apart.run(waiting(renamed))
 
     def _new_name(self, name: bytes) -> str:
         """A name that an object may have; what no listing could show again is refused."""

@@ -23,7 +23,7 @@ import trio
 
 from fusefs.cache.fetch import Fetcher
 from fusefs.cache.files import FileCache
-from fusefs.posix import meta, names
+from fusefs.posix import names
 from fusefs.posix.answers import (
     Answer,
     BackingFiles,
@@ -39,6 +39,7 @@ from fusefs.posix.directories import Absent, Directories, Directory, Entry, Segm
 from fusefs.posix.handles import DirectoryHandle, HandleTable
 from fusefs.posix.inodes import Attributes, Inode, InodeTable, Ownership
 from fusefs.posix.journal import NodeLog
+from fusefs.posix.learning import Learner
 from fusefs.posix.mutations import Mutations
 from fusefs.posix.opening import Opener
 from fusefs.posix.reading import Reader
@@ -46,7 +47,6 @@ from fusefs.posix.writeback import Writing
 from fusefs.posix.writing import Writer
 from fusefs.posix.xattrs import Xattrs
 from fusefs.store.base import Store
-from fusefs.store.errors import NotFoundError
 
 # The offsets of "." and ".." in a directory stream; all others are node ids.
 DOT, DOT_DOT = 2, 3
@@ -81,7 +81,9 @@ class Operations:
         self.inodes = InodeTable(prefix, log, ids_are_inos=ids_are_inos)
         self.handles = HandleTable(log)
         self.counters = ReadCounters()
-        self._xattrs = Xattrs(store, self.inodes)
+        nursery = writing.nursery if writing is not None else None
+        self.learner = Learner(store, directories, self.inodes, owner, nursery)
+        self._xattrs = Xattrs(store, self.inodes, self.learner)
         # Asks the kernel to forget a node's attributes; set by the session.
         self.invalidate_attributes: Callable[[int], None] = lambda _nodeid: None
         self._opener = Opener(
@@ -101,7 +103,7 @@ class Operations:
                 lambda inode: inode.default_meta(owner),
             )  # fmt: skip
             changes = Changes(store, directories, self.inodes, self.writer, log)
-            self.mutations = Mutations(self, self.writer, changes)
+            self.mutations = Mutations(self, self.writer, changes, log, writing.nursery)
 
     # Names
 
@@ -114,28 +116,22 @@ class Operations:
         self._opener.redirects.looked_up(parent_id, text, caller.pid)
         directory = self._directories.get(self.inodes.key(parent))
         known = self._directories.lookup_now(directory, text)
-        if known is None or (self.writer is not None and not isinstance(known[0], Absent)):
+        if known is None or self._lacks_meta(parent, directory, text, known[0]):
             return waiting(self._lookup_later(parent, directory, text))
         return self._found(parent, directory, text, *known)
 
     async def _lookup_later(self, parent: Inode, directory: Directory, name: str) -> Found:
         entry, expires = await self._directories.lookup(directory, name)
         if self.writer is not None and not isinstance(entry, Absent):
-            await self.learn_meta(self._resolve(parent, directory, name, entry))
+            await self.learner.learn(self._resolve(parent, directory, name, entry))
         return self._found(parent, directory, name, entry, expires)
 
-    async def learn_meta(self, inode: Inode) -> None:
-        """Know an inode's mode, owner and time; listings do not tell them."""
-        if inode.meta is not None or inode.staged is not None:
-            return
-        default = inode.default_meta(self.owner)
-        try:
-            info = await self._store.head(self.inodes.key(inode))
-        except NotFoundError:
-            inode.meta = default  # a directory without a marker, or a file that is just going
-            return
-        inode.meta = meta.read(info.metadata or {}, default)
-        inode.packed = None
+    def _lacks_meta(
+        self, parent: Inode, directory: Directory, name: str, entry: Entry | Absent
+    ) -> bool:
+        if self.writer is None or isinstance(entry, Absent):
+            return False
+        return self.learner.lacks(self._resolve(parent, directory, name, entry))
 
     def _found(
         self, parent: Inode, directory: Directory, name: str, entry: Entry | Absent, expires: float
@@ -155,21 +151,14 @@ class Operations:
         self.inodes.forget(nodeid, nlookup)
 
     async def getattr_later(self, nodeid: int) -> tuple[Inode, float]:
-        """As `getattr`, for a node of which an earlier process knew more."""
-        inode = self.inodes.get(nodeid)
-        await self.learn_meta(inode)
+        """As `getattr`, where `lacks_meta` says so."""
+        await waiting(self.learner.learn(self.inodes.get(nodeid)))
         return self.getattr(nodeid)
 
     def lacks_meta(self, nodeid: int) -> bool:
         """Whether `getattr_later` has to be asked."""
         inode = self.inodes.find(nodeid)
-        return (
-            self.writer is not None
-            and inode is not None
-            and inode.meta is None
-            and inode.staged is None
-            and inode.parent is not None
-        )
+        return inode is not None and self.learner.lacks(inode)
 
     def getattr(self, nodeid: int) -> tuple[Inode, float]:
         """The inode whose attributes to show, and for how many seconds they hold.
@@ -199,6 +188,10 @@ class Operations:
                 return Opened(known, keep_cache=False, may_write=bool(is_writing))
             return self.writer.open(inode, flags, caller)
         return self._opener.open(inode, flags, caller)
+
+    def outdate(self, inode: Inode) -> None:
+        """The bucket has another version than the inode's by now."""
+        self._opener.outdate(inode)
 
     def recall_stale(self, nodeid: int, pid: int) -> None:
         """A process was told ESTALE for a node, and may have no name to look up."""
@@ -340,7 +333,7 @@ class Operations:
         """The value of an extended attribute."""
         return self._xattrs.get(self.inodes.get(nodeid), name)
 
-    def listxattr(self, nodeid: int) -> tuple[str, ...]:
+    def listxattr(self, nodeid: int) -> Answer[tuple[str, ...]]:
         """The names of a node's extended attributes."""
         return self._xattrs.names(self.inodes.get(nodeid))
 

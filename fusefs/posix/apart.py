@@ -1,0 +1,66 @@
+"""Changes run apart from who asked for them, so that none is cut in half.
+
+The wait of a process that is being killed is cancelled; its change goes on to
+its end in the daemon's nursery.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import trio
+
+logger = logging.getLogger("fusefs.apart")
+
+Result = TypeVar("Result")
+
+
+class Apart:
+    """Where changes run; without a nursery (None) they run where they are waited for."""
+
+    def __init__(self, nursery: trio.Nursery | None) -> None:
+        self._nursery = nursery
+
+    async def run(
+        self,
+        work: Coroutine[Any, Any, Result],
+        *,
+        unwanted: Callable[[Result], None] = lambda _result: None,
+    ) -> Result:
+        """Do some work and return its result.
+
+        Cancelling ends the wait alone; the result is then given to `unwanted`.
+
+        Raises:
+            OSError: the work did.
+        """
+        if self._nursery is None:
+            return await work
+        done = trio.Event()
+        results: list[Result] = []
+        errors: list[OSError] = []
+        is_waited_for = True
+
+        async def act() -> None:
+            try:
+                results.append(await work)
+            except OSError as error:
+                errors.append(error)
+                if not is_waited_for:
+                    logger.warning("a change that nobody waited for any more failed: %s", error)
+            else:
+                if not is_waited_for:
+                    unwanted(results[0])
+            done.set()
+
+        self._nursery.start_soon(act)
+        try:
+            await done.wait()
+        except trio.Cancelled:
+            is_waited_for = False
+            raise
+        if errors:
+            raise errors[0]
+        return results[0]

@@ -1,0 +1,188 @@
+"""What listings do not tell: the mode, owner, time and attributes that an object's metadata says.
+
+A writable mount asks for them with a HEAD for each name that is looked up. A
+program that looks at one name after the other in the order of the listing
+(`ls -l`, `rsync`) gets the following ones asked for at the same time: one,
+two, four, and at most MOST_AHEAD.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterable
+
+import trio
+
+from fusefs.posix import meta, names
+from fusefs.posix.directories import Directories
+from fusefs.posix.inodes import Inode, InodeTable, Ownership
+from fusefs.posix.meta import Meta
+from fusefs.posix.segments import Entry
+from fusefs.store.base import ObjectInfo, Store
+from fusefs.store.errors import NotFoundError, StoreError
+
+# As many as requests may run at once by default.
+MOST_AHEAD = 32
+# Answers that nobody has wanted yet, and directories that are walked through.
+MOST_KEPT = 4096
+MOST_STREAKS = 64
+
+
+class Question:
+    """One HEAD, under way or answered. `info` None: there is no such object."""
+
+    __slots__ = ("asked", "done", "error", "info")
+
+    def __init__(self) -> None:
+        self.asked = time.monotonic()
+        self.done = trio.Event()
+        self.info: ObjectInfo | None = None
+        self.error: StoreError | None = None
+
+
+class Streak:
+    """A program on its way through a directory: where it is, and how far it is ahead of it."""
+
+    __slots__ = ("last", "left", "width")
+
+    def __init__(self) -> None:
+        self.last = ""
+        self.width = 0
+        self.left = 0  # of the names that were asked for ahead
+
+
+class Learner:
+    """The metadata of one mount. Belongs to the event loop.
+
+    Questions run in `nursery`; None on a read-only mount, where all is as the
+    mount's settings say.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        directories: Directories,
+        inodes: InodeTable,
+        owner: Ownership,
+        nursery: trio.Nursery | None,
+    ) -> None:
+        self._store = store
+        self._directories = directories
+        self._inodes = inodes
+        self._owner = owner
+        self._nursery = nursery
+        self._questions: OrderedDict[str, Question] = OrderedDict()
+        self._streaks: OrderedDict[str, Streak] = OrderedDict()
+
+    def lacks(self, inode: Inode) -> bool:
+        """Whether an inode's metadata is still to be asked for."""
+        # A whole bucket's root has no key, and so no object that could tell of it.
+        return (
+            self._nursery is not None
+            and inode.meta is None
+            and inode.staged is None
+            and bool(inode.parent is not None or self._inodes.prefix)
+        )
+
+    def meta(self, inode: Inode) -> Meta:
+        """What is kept with an inode, as far as it is known."""
+        if inode.staged is not None:
+            return inode.staged.meta
+        return inode.meta or inode.default_meta(self._owner)
+
+    async def learn(self, inode: Inode) -> None:
+        """Know an inode's metadata.
+
+        Raises:
+            StoreError: the bucket could not tell.
+        """
+        if not self.lacks(inode):
+            return
+        key = self._inodes.key(inode)
+        question = self._questions.pop(key, None)
+        if question is not None and not self._is_about(question, inode):
+            question = None
+        self._look_ahead(inode, is_expected=question is not None)
+        question = question or self._ask(key)
+        await question.done.wait()
+        self._questions.pop(key, None)
+        if question.error is not None:
+            raise question.error
+        if self.lacks(inode):
+            self._take(inode, question.info)
+
+    async def learn_all(self, inodes: Iterable[Inode]) -> None:
+        """As `learn`, for several at once."""
+        async with trio.open_nursery() as nursery:
+            for inode in inodes:
+                nursery.start_soon(self.learn, inode)
+
+    def _take(self, inode: Inode, info: ObjectInfo | None) -> None:
+        default = inode.default_meta(self._owner)
+        # Without an object: a directory that has no marker, or a file that is just going.
+        told = info.metadata if info is not None else None
+        inode.meta = meta.read(told or {}, default)
+        inode.packed = None
+
+    def _is_about(self, question: Question, inode: Inode) -> bool:
+        """Whether a question was asked about what an inode stands for, and not too long ago."""
+        if time.monotonic() - question.asked > self._directories.ttl_s or question.error:
+            return False
+        info = question.info
+        return inode.info is None or info is None or info.etag == inode.info.etag
+
+    def _ask(self, key: str) -> Question:
+        assert self._nursery is not None
+        question = Question()
+        self._nursery.start_soon(self._run, key, question)
+        return question
+
+    async def _run(self, key: str, question: Question) -> None:
+        try:
+            question.info = await self._store.head(key)
+        except NotFoundError:
+            pass
+        except StoreError as error:
+            question.error = error
+        finally:
+            question.done.set()
+
+    # Ahead
+
+    def _look_ahead(self, inode: Inode, *, is_expected: bool) -> None:
+        """Ask for the next names of a directory if one name after the other is wanted."""
+        if inode.parent is None or not self._directories.ttl_s:
+            return
+        prefix = self._inodes.key(inode.parent)
+        segment = self._directories.get(prefix).holding(inode.name)
+        if segment is None or segment.expires <= time.monotonic():
+            return
+        streak = self._streak(prefix)
+        behind = segment.after(names.position(inode.name))
+        before = segment.ordered[behind - 2] if behind > 1 else streak.last
+        is_in_order = is_expected or (bool(streak.last) and before == streak.last)
+        streak.last = inode.name
+        streak.left = max(0, streak.left - 1)
+        if not is_in_order:
+            streak.width = streak.left = 0
+        elif 2 * streak.left <= streak.width:
+            streak.width = streak.left = min(MOST_AHEAD, max(1, 2 * streak.width))
+            for name in segment.ordered[behind : behind + streak.width]:
+                self._ask_ahead(inode.parent, prefix, name, segment.entries[name])
+
+    def _streak(self, prefix: str) -> Streak:
+        streak = self._streaks.setdefault(prefix, Streak())
+        self._streaks.move_to_end(prefix)
+        if len(self._streaks) > MOST_STREAKS:
+            self._streaks.popitem(last=False)
+        return streak
+
+    def _ask_ahead(self, parent: Inode, prefix: str, name: str, entry: Entry) -> None:
+        key = prefix + name if entry is not None else prefix + name + "/"
+        known = (parent.children or {}).get(name)
+        if key in self._questions or (known is not None and not self.lacks(known)):
+            return
+        self._questions[key] = self._ask(key)
+        if len(self._questions) > MOST_KEPT:
+            self._questions.popitem(last=False)
