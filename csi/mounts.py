@@ -77,6 +77,10 @@ class Mounts:
     def root_of(self, key: str) -> Path:
         return self._roots / key
 
+    def unknown(self) -> list[str]:
+        """The directories for mounts that have no record."""
+        return [key for key in os.listdir(self._roots) if self.records.read(key) is None]
+
     def behind(self, mount: KernelMount, table: Table) -> MountRecord | None:
         """The record of the mount whose root another mount, at a target path, is bound from."""
         for one in table.of_device(mount.device):
@@ -134,14 +138,21 @@ class Mounts:
             self._kill(root)
             binding.pop_all(root)
             top = None
+        self.records.write(record)  # first: what has no record is taken away
         if top is None:
             binding.make_directory(root, 0o700)
-        self.records.write(record)
         answer = _run_starter(record, deadline)
         if "error" in answer:
             sentence = f"{answer['error']}, as {record.who}"
             raise _refusal(sentence)(sentence)
         log.info("%s is mounted for %s as uid %d", record.source, record.volume_id, record.uid)
+
+    def go_on(self, record: MountRecord, deadline: float) -> None:
+        """Start a daemon for a mount that nobody serves, if its connection is still held."""
+        root = Path(record.root)
+        top = Table().top(root)
+        if top is not None and self._is_held(root, top):
+            self.start(record, deadline)
 
     def _is_held(self, root: Path, top: KernelMount) -> bool:
         """Whether a mount that nobody serves can still be gone on with."""

@@ -141,8 +141,9 @@ def _anywhere() -> Layer:
 
 
 def _check_durability(settings: Layer, attributes: Mapping[str, str]) -> None:
+    is_allowed = _switch(attributes, "allowLocalDurability")
     is_local = "durability" in settings and settings["durability"].text.strip() == "local"
-    if is_local and not _switch(attributes, "allowLocalDurability"):
+    if is_local and not is_allowed:
         raise InvalidArgumentError(
             f"{settings['durability'].origin}: local loses files with the node; it needs"
             ' allowLocalDurability: "true" in the StorageClass'

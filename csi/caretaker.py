@@ -1,0 +1,89 @@
+"""What has to be done though nobody calls: after a restart, and now and then.
+
+A driver that was killed leaves mounts that nobody uses, directories of mounts
+that are no more, and, where another process held their connections, mounts
+that wait for a daemon. All of it shows in the records and in mountinfo.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+
+from csi import binding
+from csi.binding import Table
+from csi.claims import Claims
+from csi.draining import Draining
+from csi.errors import AbortedError, CsiError
+from csi.mount_records import MountRecord
+from csi.mounts import Mounts
+
+log = logging.getLogger(__name__)
+
+EVERY_S = 30.0
+# For a mount that is gone on with.
+START_S = 60.0
+
+
+class Caretaker(threading.Thread):
+    """Looks after everything once, and again every `EVERY_S`."""
+
+    def __init__(self, mounts: Mounts, claims: Claims, draining: Draining) -> None:
+        super().__init__(name="caretaker", daemon=True)
+        self._mounts = mounts
+        self._claims = claims
+        self._draining = draining
+        self._ending = threading.Event()
+
+    def run(self) -> None:
+        while not self._ending.is_set():
+            try:
+                self.look_round()
+            except Exception:
+                log.exception("looking after the mounts failed")
+            self._ending.wait(EVERY_S)
+
+    def stop(self) -> None:
+        self._ending.set()
+
+    def look_round(self) -> None:
+        """See to each mount whose volume has no call under way."""
+        for record in self._mounts.records.all():
+            if self._ending.is_set():
+                return
+            try:
+                with self._claims.claim("node " + record.volume_id):
+                    self._look_after(record)
+            except AbortedError:
+                pass  # somebody else is at it, or it takes its time
+            except (CsiError, OSError) as error:
+                log.warning("%s: %s", record.source, error)
+        self._remove_leftovers()
+
+    def _look_after(self, record: MountRecord) -> None:
+        if self._mounts.records.read(record.key) is None:
+            return  # ended meanwhile
+        table = Table()
+        if not self._mounts.references(record, table):
+            self._draining.wait(record, time.monotonic())
+            self._draining.end(record, time.monotonic())
+        elif not self._mounts.is_alive(record, table):
+            self._mounts.go_on(record, time.monotonic() + START_S)
+
+    def _remove_leftovers(self) -> None:
+        """Directories of mounts that a reboot has ended, with their records."""
+        for key in self._mounts.unknown():
+            root: Path = self._mounts.root_of(key)
+            table = Table()
+            top = table.top(root)
+            try:
+                if top is None:
+                    os.rmdir(root)
+                elif len(table.of_device(top.device)) == 1:
+                    binding.pop_all(root)
+                    os.rmdir(root)
+            except OSError as error:
+                log.warning("%s: %s", root, error.strerror)

@@ -1,0 +1,309 @@
+"""What kubelet asks on each node: publish a volume at a path, and take it away again.
+
+There is no staging: the pod's identity, fresh tokens and fsGroup come with
+publish alone. Publishing finds or makes the mount for the volume (see `mounts`)
+and binds it to the target path. Kubelet publishes every minute or so what is
+published already, to bring fresh credentials; that stores them and asks nobody
+anything. What it finds dead it mounts anew, on top: only a mount that is
+stacked shows up in containers that run.
+
+The state of a volume is what mountinfo and its mount records say. Each call
+starts from there and can be cut off anywhere: the next one, or the caretaker,
+goes on. No call touches a mount, below its root or at it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import time
+from pathlib import Path
+
+import grpc
+
+from csi import binding
+from csi.binding import Table
+from csi.caretaker import Caretaker
+from csi.claims import Claims
+from csi.credentials import CredentialFiles, Identity, choose
+from csi.domains import Domains
+from csi.draining import Draining
+from csi.errors import (
+    AlreadyExistsError,
+    CsiError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    UnavailableError,
+)
+from csi.generated import csi_pb2, csi_pb2_grpc
+from csi.mount_records import MountRecord, MountRecords
+from csi.mounts import Mounts
+from csi.nodeconfig import NodeConfiguration, add_flags, configuration_of
+from csi.options import Options, Place, finished, mount_layer, read_options
+from csi.publication import Publication, read_request, target_of
+from csi.stats import Stats
+from csi.stores import Stores
+from csi.volumes import Location, location_of
+from fusefs import mounts as fusefs_mounts
+from fusefs.kinds import Source
+
+__all__ = ["NodeService", "add_flags", "make_service"]
+
+log = logging.getLogger(__name__)
+
+# Kubelet gives a call two minutes; what it does not say is taken for less.
+LONGEST_CALL_S = 110.0
+# Between our own end of a call and the caller's.
+MARGIN_S = 3.0
+TARGET_MODE = 0o750
+
+Request = csi_pb2.NodePublishVolumeRequest
+Capability = csi_pb2.NodeServiceCapability
+CAPABILITIES = (
+    Capability.RPC.GET_VOLUME_STATS,
+    Capability.RPC.VOLUME_MOUNT_GROUP,
+    Capability.RPC.SINGLE_NODE_MULTI_WRITER,
+)
+
+
+def make_service(arguments: argparse.Namespace, stores: Stores) -> NodeService:
+    """The service that the command line asks for.
+
+    Raises:
+        CsiError, OSError: a directory cannot be used.
+    """
+    return NodeService(configuration_of(arguments), stores)
+
+
+class NodeService(csi_pb2_grpc.NodeServicer):
+    """The Node service of CSI. `close` when no more calls come."""
+
+    def __init__(self, configuration: NodeConfiguration, stores: Stores) -> None:
+        """Raises CsiError or OSError where a directory cannot be used."""
+        self._configuration = configuration
+        self._stores = stores
+        configuration.prepare()
+        state = configuration.state_directory
+        # Where the mounts' daemons and keepers are found; fusefs asks the environment.
+        os.environ[fusefs_mounts.RUNTIME_VARIABLE] = os.fspath(state / "fusefs")
+        self._files = CredentialFiles(state / "credentials")
+        self._domains = Domains(configuration.cache_directory, *configuration.uids)
+        self._mounts = Mounts(
+            MountRecords(state / "mounts"), self._files, configuration.mounts_directory,
+            configuration.holder,
+        )  # fmt: skip
+        self._stats = Stats(self._mounts)
+        self._draining = Draining(self._mounts)
+        self._claims = Claims()
+        self._caretaker = Caretaker(self._mounts, self._claims, self._draining)
+        self._caretaker.start()
+
+    def close(self) -> None:
+        """Stop what goes on beside the calls. The mounts go on."""
+        self._caretaker.stop()
+
+    # --- publish ---
+
+    def NodePublishVolume(
+        self, request: Request, context: grpc.ServicerContext
+    ) -> csi_pb2.NodePublishVolumeResponse:
+        ends = _end_of(context)
+        asked = read_request(request, self._configuration.kubelet_directory, self._own)
+        with self._claims.claim("node " + asked.volume_id):
+            table = Table()
+            if not self._is_published(request, asked, table):
+                self._refuse_second_target(asked, table)
+                self._publish(request, asked, ends)
+                self._sweep(asked.volume_id)
+        return csi_pb2.NodePublishVolumeResponse()
+
+    def _is_published(self, request: Request, asked: Publication, table: Table) -> bool:
+        """Whether it is there and alive; its credentials are fresh then.
+
+        Raises:
+            AlreadyExistsError: something else is there.
+        """
+        top = table.top(asked.target)
+        if top is None:
+            return False
+        if not top.is_fusefs:
+            raise AlreadyExistsError(f"{asked.target}: {top.filesystem} is mounted there")
+        record = self._mounts.behind(top, table)
+        if record is None:
+            return False  # its mount has died and was made anew
+        if record.arguments != asked.arguments or top.is_read_only != asked.is_read_only:
+            raise AlreadyExistsError(f"{asked.target}: published with other arguments")
+        if not self._mounts.is_alive(record, table):
+            return False
+        try:
+            identity, _, _ = self._who(request, asked)
+            self._files.store(record.key, identity, record.uid)
+        except (CsiError, OSError) as error:
+            # Kubelet would take the running pod's volume away.
+            log.warning("%s: its credentials stay as they are: %s", asked.volume_id, error)
+        return True
+
+    def _refuse_second_target(self, asked: Publication, table: Table) -> None:
+        if not asked.has_one_target:
+            return
+        for record in self._mounts.records.of_volume(asked.volume_id):
+            for path in self._mounts.references(record, table):
+                if path != asked.target and "volume-subpaths" not in path.parts:
+                    raise FailedPreconditionError(
+                        f"{asked.volume_id} is published at {path}, and its access mode"
+                        f" {asked.mode} allows one path on a node"
+                    )
+
+    def _publish(self, request: Request, asked: Publication, ends: float) -> None:
+        if not asked.target.parent.is_dir():
+            raise InvalidArgumentError(f"target_path: there is no {asked.target.parent}")
+        identity, record = self._plan(request, asked)
+        if self._mounts.is_alive(record, Table()):
+            self._files.store(record.key, identity, record.uid)
+        else:
+            self._begin(record, identity, ends)
+        if Table().top(asked.target) is None:
+            binding.make_directory(asked.target, TARGET_MODE)
+        binding.bind(Path(record.root), asked.target, is_read_only=asked.is_read_only)
+
+    def _begin(self, record: MountRecord, identity: Identity, ends: float) -> None:
+        self._files.store(record.key, identity, record.uid)
+        try:
+            self._mounts.start(record, ends)
+        except CsiError:
+            self._mounts.end(record, time.monotonic(), is_forced=True)
+            raise
+
+    def _who(self, request: Request, asked: Publication) -> tuple[Identity, Location, Options]:
+        location = location_of(asked.location, self._stores)
+        options = read_options(asked.attributes, asked.mount_flags, is_inline=asked.is_inline)
+        identity = choose(
+            request.secrets, request.volume_context, options, location.store,
+            is_inline=asked.is_inline,
+        )  # fmt: skip
+        return identity, location, options
+
+    def _plan(self, request: Request, asked: Publication) -> tuple[Identity, MountRecord]:
+        """The mount that a volume needs, whether it is there or not."""
+        identity, location, options = self._who(request, asked)
+        store = location.store
+        place = Place(
+            Source(location.bucket, location.prefix), store.endpoint_url, location.region,
+            store.addressing, store.ca_bundle,
+        )  # fmt: skip
+        layer = mount_layer(
+            options, place, self._configuration.shares,
+            is_read_only=asked.is_reader_mode, fs_group=asked.fs_group,
+        )  # fmt: skip
+        where = (store.name, store.endpoint_url or "", location.bucket)
+        shared = ("shared", options.cache_domain) if options.cache_domain else identity.proof
+        name = self._domains.name_of("domain", *where, *shared)
+        texts = sorted(f"{setting}={given.text}" for setting, given in layer.items())
+        key = self._domains.name_of("mount", name, asked.arguments, *identity.proof, "", *texts)
+        known = self._mounts.records.read(key)
+        if known is not None:
+            return identity, known
+        store.check_address()
+        domain = self._domains.claim(name)
+        settings = finished(
+            layer, mountpoint=os.fspath(self._mounts.root_of(key)),
+            cache_dir=os.fspath(domain.directory), user=str(domain.uid),
+            holder=os.fspath(self._configuration.holder),
+        )  # fmt: skip
+        return identity, MountRecord(
+            key, asked.volume_id, os.fspath(settings.mountpoint), str(settings.source),
+            identity.who, domain.uid, asked.arguments, settings.to_json(),
+            options.drain_timeout_s, self._files.environment(key, identity, store),
+        )  # fmt: skip
+
+    # --- unpublish ---
+
+    def NodeUnpublishVolume(
+        self, request: csi_pb2.NodeUnpublishVolumeRequest, context: grpc.ServicerContext
+    ) -> csi_pb2.NodeUnpublishVolumeResponse:
+        ends = _end_of(context)
+        if not request.volume_id:
+            raise InvalidArgumentError("volume_id: missing")
+        target = target_of(request.target_path, self._configuration.kubelet_directory, self._own)
+        with self._claims.claim("node " + request.volume_id):
+            self._unpublish(request.volume_id, target, ends)
+        return csi_pb2.NodeUnpublishVolumeResponse()
+
+    def _unpublish(self, volume_id: str, target: Path, ends: float) -> None:
+        table = Table()
+        stack = table.stack(target)
+        if any(not mount.is_fusefs for mount in stack):
+            raise FailedPreconditionError(f"{target}: what is mounted there is not a volume")
+        for mount in stack:
+            record = self._mounts.behind(mount, table)
+            if record is not None and record.volume_id != volume_id:
+                return  # that of another volume; this one is not here
+        records = self._mounts.records.of_volume(volume_id)
+        for record in records:
+            if all(path == target for path in self._mounts.references(record, table)):
+                self._draining.wait(record, ends)
+        try:
+            binding.pop_all(target)
+            binding.remove_directory(target)
+        except OSError as error:
+            raise UnavailableError(f"{target}: {error.strerror}") from error
+        for record in records:
+            if not self._mounts.references(record, Table()):
+                self._draining.end(record, ends)
+                self._stats.forget(record.key)
+
+    def _sweep(self, volume_id: str) -> None:
+        """End mounts of a volume that are used no more, as another identity has come."""
+        for record in self._mounts.records.of_volume(volume_id):
+            if not self._mounts.references(record, Table()):
+                try:
+                    self._draining.wait(record, time.monotonic())
+                    self._draining.end(record, time.monotonic())
+                except (CsiError, OSError) as error:
+                    log.info("later: %s", error)  # the caretaker's
+
+    # --- what is asked ---
+
+    def NodeGetVolumeStats(
+        self, request: csi_pb2.NodeGetVolumeStatsRequest, context: grpc.ServicerContext
+    ) -> csi_pb2.NodeGetVolumeStatsResponse:
+        if not request.volume_id:
+            raise InvalidArgumentError("volume_id: missing")
+        path = target_of(
+            request.volume_path, self._configuration.kubelet_directory, self._own,
+            name="volume_path",
+        )  # fmt: skip
+        table = Table()
+        top = table.top(path)
+        record = self._mounts.behind(top, table) if top is not None else None
+        if record is None or record.volume_id != request.volume_id:
+            raise NotFoundError(f"volume {request.volume_id} is not at {path}")
+        return self._stats.of(record)
+
+    def NodeGetInfo(
+        self, request: csi_pb2.NodeGetInfoRequest, context: grpc.ServicerContext
+    ) -> csi_pb2.NodeGetInfoResponse:
+        return csi_pb2.NodeGetInfoResponse(node_id=self._configuration.node_id)
+
+    def NodeGetCapabilities(
+        self, request: csi_pb2.NodeGetCapabilitiesRequest, context: grpc.ServicerContext
+    ) -> csi_pb2.NodeGetCapabilitiesResponse:
+        return csi_pb2.NodeGetCapabilitiesResponse(
+            capabilities=[
+                Capability(rpc=Capability.RPC(type=capability)) for capability in CAPABILITIES
+            ]
+        )
+
+    @property
+    def _own(self) -> Path:
+        return self._configuration.mounts_directory
+
+
+def _end_of(context: grpc.ServicerContext) -> float:
+    """When a call has to be answered, of the monotonic clock."""
+    remaining_s = context.time_remaining()
+    if remaining_s is None:
+        remaining_s = LONGEST_CALL_S
+    return time.monotonic() + max(0.0, min(remaining_s, LONGEST_CALL_S) - MARGIN_S)

@@ -1,0 +1,125 @@
+"""What an administrator decides about a node: directories, users, and each mount's share."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from csi.errors import FailedPreconditionError
+from csi.options import Shares
+from fusefs import mounts
+from fusefs.kinds import MIN_FREE, SIZE
+from fusefs.units import MIB
+
+_MEMORY_SYSTEMS = ("tmpfs", "ramfs")
+# Nobody's on a usual machine: systemd's documentation of uids leaves them free.
+FIRST_UID, LAST_UID = 1_900_000_000, 1_900_009_999
+_MOST_UIDS = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class NodeConfiguration:
+    """`uids` are the first and the last of the identity domains' users."""
+
+    node_id: str
+    kubelet_directory: Path
+    state_directory: Path
+    mounts_directory: Path
+    cache_directory: Path
+    uids: tuple[int, int]
+    shares: Shares
+
+    @property
+    def holder(self) -> Path:
+        """Where `fusefs-csi daemons` listens."""
+        return self.state_directory / "holder.sock"
+
+    def prepare(self) -> None:
+        """Make the directories, which the mounts' users may pass through.
+
+        Raises:
+            FailedPreconditionError: secrets would get onto a disk.
+            OSError: a directory cannot be made.
+        """
+        self.state_directory.mkdir(parents=True, exist_ok=True)
+        self.state_directory.chmod(0o711)
+        if _file_system(self.state_directory) not in _MEMORY_SYSTEMS:
+            raise FailedPreconditionError(
+                f"--state-dir {self.state_directory}: credentials are kept there, so it has to be"
+                " on a tmpfs, like /run"
+            )
+        self.mounts_directory.mkdir(parents=True, exist_ok=True)
+
+
+def _file_system(directory: Path) -> str:
+    real = mounts.resolve(directory)
+    above = [one for one in mounts.kernel_mounts() if real.is_relative_to(one.mountpoint)]
+    # Of several at one path, the last one is on top.
+    return max(above, key=lambda one: len(one.mountpoint.parts)).filesystem if above else ""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `fusefs-csi node`."""
+    kubelet = Path("/var/lib/kubelet")
+    group = parser.add_argument_group("node")
+
+    def add(
+        flag: str, kind: Callable[[str], object], default: object, metavar: str, text: str
+    ) -> None:
+        group.add_argument(
+            flag, type=kind, default=default, metavar=metavar,
+            help=f"{text} (default: %(default)s)",
+        )  # fmt: skip
+
+    add("--kubelet-dir", Path, kubelet, "DIR", "kubelet's directory, which has all target paths")
+    add(
+        "--mounts-dir", Path, kubelet / "plugins/s3.csi.fusefs.dev/mounts", "DIR",
+        "where the mounts are that are bound to target paths",
+    )  # fmt: skip
+    add("--cache-dir", Path, Path("/var/cache/fusefs"), "DIR", "where objects are kept")
+    add(
+        "--uid-range", _uids, f"{FIRST_UID}-{LAST_UID}", "FIRST-LAST",
+        "the users that mounts run as, one for each identity and bucket",
+    )  # fmt: skip
+    add("--memory-limit", SIZE.read, 256 * MIB, "SIZE", "memory for each mount's data on its way")
+    add("--max-connections", int, 32, "N", "the most requests to S3 at a time, for each mount")
+    add("--cache-size", SIZE.read, None, "SIZE", "the most that one identity's cache keeps")
+    add("--min-free", _min_free, "20%", "SIZE|N%", "disk space that caches leave free")
+
+
+def _uids(text: str) -> tuple[int, int]:
+    first, separator, last = text.partition("-")
+    if not separator or not first.isdecimal() or not last.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not like 1900000000-1900009999")
+    if not 0 < int(first) <= int(last) < 2**32 - 1 or int(last) - int(first) >= _MOST_UIDS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no range of at most {_MOST_UIDS} users")
+    return int(first), int(last)
+
+
+def _min_free(text: str) -> str:
+    try:
+        MIN_FREE.read(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def configuration_of(arguments: argparse.Namespace) -> NodeConfiguration:
+    """What the command line says."""
+    return NodeConfiguration(
+        arguments.node_id,
+        Path(os.path.abspath(arguments.kubelet_dir)),
+        mounts.resolve(arguments.state_dir),
+        mounts.resolve(arguments.mounts_dir),
+        mounts.resolve(arguments.cache_dir),
+        arguments.uid_range,
+        Shares(
+            arguments.memory_limit,
+            arguments.max_connections,
+            arguments.cache_size,
+            arguments.min_free,
+        ),
+    )

@@ -1,0 +1,218 @@
+"""`fusefs-csi node` as a process, and kubelet's side of its socket."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from csi.generated import csi_pb2, csi_pb2_grpc
+from fusefs import mounts
+from fusefs.kernel import libc, unmount
+from tests.support.ordinary_user import runnable_by_all
+from tests.support.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
+from tests.support.sharing import PATIENCE_S
+
+START = "import sys; from csi.cli import main; sys.exit(main())"
+SECRETS = {"accessKeyId": ACCESS_KEY, "secretAccessKey": SECRET_KEY}
+Mode = csi_pb2.VolumeCapability.AccessMode
+MULTI = Mode.MULTI_NODE_MULTI_WRITER
+
+
+def capability(
+    mode: int = MULTI, *, flags: tuple[str, ...] = (), group: str = ""
+) -> csi_pb2.VolumeCapability:
+    return csi_pb2.VolumeCapability(
+        mount=csi_pb2.VolumeCapability.MountVolume(mount_flags=flags, volume_mount_group=group),
+        access_mode=Mode(mode=mode),
+    )
+
+
+class Node:
+    """One node: kubelet's directories, the driver, and calls of its socket."""
+
+    def __init__(self, directory: Path, s3: S3Server, command: list[str], environment: Any) -> None:
+        self.directory = directory
+        self.kubelet = directory / "kubelet"
+        self.mounts = self.kubelet / "plugins" / "mounts"
+        self.cache = directory / "cache"
+        self.pods = self.kubelet / "pods"
+        self.pods.mkdir(parents=True)
+        self.state = Path(tempfile.mkdtemp(prefix="csi", dir="/dev/shm"))
+        self.log = directory / "driver.log"
+        self.socket = directory / "csi.sock"
+        self.stores = directory / "stores.toml"
+        self.stores.write_text(
+            f'[stores.main]\nendpoint-url = "{s3.endpoint_url}"\nregion = "us-east-1"\n'
+        )
+        self.command = command
+        self.environment = environment
+        self.process: subprocess.Popen[bytes] | None = None
+        self._channel: grpc.Channel | None = None
+
+    # --- the driver ---
+
+    def start(self, *options: str) -> None:
+        clean = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("AWS_", "FUSEFS_"))
+        }
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [
+                    *self.command, "node", "--endpoint", f"unix://{self.socket}",
+                    "--node-id", "node-1", "--state-dir", self.state, "--stores", self.stores,
+                    "--kubelet-dir", self.kubelet, "--mounts-dir", self.mounts,
+                    "--cache-dir", self.cache, "--min-free", "1%", "--log-level", "debug", *options,
+                ],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                env={**clean, **self.environment}, start_new_session=True,
+            )  # fmt: skip
+        self._channel = grpc.insecure_channel(f"unix:{self.socket}")
+        self.node = csi_pb2_grpc.NodeStub(self._channel)
+        self.identity = csi_pb2_grpc.IdentityStub(self._channel)
+        self.identity.Probe(csi_pb2.ProbeRequest(), wait_for_ready=True, timeout=PATIENCE_S)
+
+    def kill(self) -> None:
+        """SIGKILL the driver and nothing else."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+        if self._channel is not None:
+            self._channel.close()
+
+    # --- kubelet ---
+
+    def target(self, pod: str, volume: str = "data") -> Path:
+        path = self.pods / pod / "volumes" / "kubernetes.io~csi" / volume / "mount"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def publish(
+        self,
+        volume: str,
+        target: Path | str,
+        *,
+        cap: csi_pb2.VolumeCapability | None = None,
+        readonly: bool = False,
+        secrets: dict[str, str] | None = None,
+        timeout_s: float = PATIENCE_S,
+        **context: str,
+    ) -> None:
+        """NodePublishVolume; the context's names have `__` for the slash of kubelet's own."""
+        request = csi_pb2.NodePublishVolumeRequest(
+            volume_id=volume, target_path=str(target), readonly=readonly,
+            volume_capability=cap or capability(),
+            secrets=SECRETS if secrets is None else secrets,
+            volume_context={"store": "main", **context},
+        )  # fmt: skip
+        self.node.NodePublishVolume(request, timeout=timeout_s)
+
+    def unpublish(self, volume: str, target: Path | str, *, timeout_s: float = PATIENCE_S) -> None:
+        self.node.NodeUnpublishVolume(
+            csi_pb2.NodeUnpublishVolumeRequest(volume_id=volume, target_path=str(target)),
+            timeout=timeout_s,
+        )
+
+    def stats(self, volume: str, path: Path | str) -> csi_pb2.NodeGetVolumeStatsResponse:
+        request = csi_pb2.NodeGetVolumeStatsRequest(volume_id=volume, volume_path=str(path))
+        answer: csi_pb2.NodeGetVolumeStatsResponse = self.node.NodeGetVolumeStats(
+            request, timeout=PATIENCE_S
+        )
+        return answer
+
+    # --- what is there ---
+
+    def mounted(self) -> list[mounts.KernelMount]:
+        """The mounts below kubelet's directory."""
+        return [
+            mount
+            for mount in mounts.kernel_mounts()
+            if mount.mountpoint.is_relative_to(self.kubelet)
+        ]
+
+    def roots(self) -> list[mounts.KernelMount]:
+        return [mount for mount in self.mounted() if mount.mountpoint.parent == self.mounts]
+
+    def processes(self) -> dict[int, str]:
+        """The mounts' processes and their commands, by pid; the driver and zombies are none."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if entry.name.isdigit() and os.fsencode(self.state) in (
+                    (entry / "environ").read_bytes()
+                ):
+                    command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    if command and "csi.cli" not in command:
+                        found[int(entry.name)] = command
+        return found
+
+    def daemons(self) -> list[int]:
+        return [pid for pid, command in self.processes().items() if "fusefs.daemon" in command]
+
+    def kill_all(self) -> None:
+        """SIGKILL all keepers and daemons of all mounts."""
+        for pid in self.processes():
+            os.kill(pid, signal.SIGSTOP)
+        for pid in self.processes():
+            os.kill(pid, signal.SIGKILL)
+
+    def leftovers(self) -> list[str]:
+        """What is left of mounts: to be nothing when all volumes are unpublished."""
+        left = [str(mount.mountpoint) for mount in self.mounted()]
+        left += [f"{pid} {command}" for pid, command in self.processes().items()]
+        left += [str(path) for path in self.mounts.iterdir()]
+        left += [str(path) for path in self.pods.glob("*/volumes/*/*/mount")]
+        for name in ("mounts", "credentials", "fusefs"):
+            if (self.state / name).exists():
+                left += [str(path) for path in (self.state / name).iterdir()]
+        return left
+
+    def clean_up(self) -> None:
+        """Whatever the test did: no mount and no process afterwards."""
+        if self.process is not None and self.process.poll() is None:
+            self.kill()
+        connections = {mount.connection for mount in self.mounted() if mount.is_fusefs}
+        for connection in connections:
+            with contextlib.suppress(unmount.UnmountError):
+                unmount.abort_connection(connection)
+        for mount in reversed(self.mounted()):
+            with contextlib.suppress(OSError):
+                libc.umount(str(mount.mountpoint), libc.MNT_DETACH | libc.UMOUNT_NOFOLLOW)
+        deadline = time.monotonic() + PATIENCE_S
+        while (left := self.processes()) and time.monotonic() < deadline:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+        if not self.mounted():
+            shutil.rmtree(self.state, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def running_node(directory: Path, s3: S3Server, *options: str) -> Iterator[Node]:
+    """A node whose driver runs, gone at the end whatever happened."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with runnable_by_all(directory) as (command, environment):
+        node = Node(directory, s3, [command[0], "-c", START], environment)
+        try:
+            node.start(*options)
+            yield node
+        finally:
+            node.clean_up()
+
+
+def code_of(error: Any) -> grpc.StatusCode:
+    """The status of a failed call."""
+    code: grpc.StatusCode = error.value.code()
+    return code

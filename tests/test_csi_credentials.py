@@ -1,0 +1,150 @@
+"""Who reads a volume, and what its daemon is told of that: files on tmpfs, and no secret beside."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from csi.credentials import ACCOUNT, NAMESPACE, TOKENS, CredentialFiles, Identity, choose
+from csi.domains import Domains, NoUidError
+from csi.errors import CsiError, FailedPreconditionError, InvalidArgumentError
+from csi.options import Options
+from csi.stores import Store
+
+ROLE = "arn:aws:iam::123456789012:role/reader"
+STORE = Store("main", "http://s3:1", sts_url="http://sts:1")
+KEYS = {"accessKeyId": "AKIA", "secretAccessKey": "very-secret"}
+TOKEN_JSON = json.dumps({"sts.amazonaws.com": {"token": "the.jwt.token"}})
+POD = {NAMESPACE: "team", ACCOUNT: "trainer"}
+
+
+def chosen(
+    secrets: dict[str, str] | None = None,
+    context: dict[str, str] | None = None,
+    *,
+    role: str | None = None,
+    store: Store = STORE,
+    is_inline: bool = False,
+    is_anonymous: bool = False,
+) -> Identity:
+    options = Options({}, role_arn=role, is_anonymous=is_anonymous)
+    return choose(secrets or {}, context or {}, options, store, is_inline=is_inline)
+
+
+def test_the_same_keys_are_the_same_identity_and_others_are_not() -> None:
+    one = chosen(KEYS)
+    assert chosen(dict(KEYS)).proof == one.proof
+    assert chosen({**KEYS, "secretAccessKey": "other"}).proof != one.proof
+    assert "very-secret" not in repr(one)
+
+
+@pytest.mark.parametrize("place", ["secrets", "context"])
+def test_a_token_is_taken_from_wherever_kubelet_puts_it(place: str) -> None:
+    given = {TOKENS: TOKEN_JSON}
+    secrets, context = (given, POD) if place == "secrets" else ({}, POD | given)
+    identity = chosen(secrets, context, role=ROLE)
+    assert identity.token == "the.jwt.token"
+    assert "the.jwt" not in repr(identity)
+
+
+def test_a_fresh_token_is_the_same_identity_and_another_account_is_not() -> None:
+    fresh = json.dumps({"sts.amazonaws.com": {"token": "fresh"}})
+    one = chosen({TOKENS: TOKEN_JSON}, POD, role=ROLE)
+    assert chosen({TOKENS: fresh}, POD, role=ROLE).proof == one.proof
+    other = POD | {ACCOUNT: "other"}
+    assert chosen({TOKENS: fresh}, other, role=ROLE).proof != one.proof
+
+
+@pytest.mark.parametrize(
+    "tokens", ["", "{", "[]", '{"sts.amazonaws.com": 1}', '{"other": {"token": "x"}}',
+               '{"sts.amazonaws.com": {"token": "a\\nb"}}'],
+)  # fmt: skip
+def test_a_missing_token_is_said(tokens: str) -> None:
+    with pytest.raises(FailedPreconditionError, match=r"tokenRequests"):
+        chosen({TOKENS: tokens}, POD, role=ROLE)
+
+
+def test_a_role_needs_a_store_that_takes_tokens() -> None:
+    with pytest.raises(InvalidArgumentError, match="sts-url"):
+        chosen({TOKENS: TOKEN_JSON}, POD, role=ROLE, store=Store("main", "http://s3:1"))
+
+
+def test_the_drivers_own_credentials_are_not_for_inline_volumes() -> None:
+    with pytest.raises(InvalidArgumentError, match="inline"):
+        chosen(is_inline=True)
+
+
+def test_one_volume_has_one_identity() -> None:
+    with pytest.raises(InvalidArgumentError, match="exclude"):
+        chosen(KEYS, is_anonymous=True)
+    with pytest.raises(InvalidArgumentError, match="exclude"):
+        chosen({**KEYS, TOKENS: TOKEN_JSON}, POD, role=ROLE)
+
+
+def test_a_key_cannot_add_lines_to_the_file() -> None:
+    with pytest.raises(InvalidArgumentError):
+        chosen({**KEYS, "secretAccessKey": "x\n[other]\ny = z"})
+
+
+def test_keys_are_in_a_file_for_the_daemons_user_alone(tmp_path: Path) -> None:
+    files = CredentialFiles(tmp_path)
+    files.store("mount", chosen(KEYS), 12345)
+    path = Path(files.environment("mount", chosen(KEYS), STORE)["AWS_SHARED_CREDENTIALS_FILE"])
+    found = path.stat()
+    assert (found.st_uid, stat.S_IMODE(found.st_mode)) == (12345, 0o600)
+    assert path.parent.stat().st_uid == 0
+    assert "very-secret" in path.read_text()
+    files.remove("mount")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_environment_names_files_and_no_secret(tmp_path: Path) -> None:
+    files = CredentialFiles(tmp_path)
+    role = chosen({TOKENS: TOKEN_JSON}, POD, role=ROLE)
+    files.store("role", role, 12345)
+    told = files.environment("role", role, STORE)
+    assert told["AWS_ENDPOINT_URL_STS"] == "http://sts:1"
+    assert Path(told["AWS_WEB_IDENTITY_TOKEN_FILE"]).read_text() == "the.jwt.token"
+    for identity in (role, chosen(KEYS)):
+        environment = str(files.environment("mount", identity, STORE))
+        assert "the.jwt.token" not in environment
+        assert "very-secret" not in environment
+
+
+def test_a_planted_link_is_not_written_through(tmp_path: Path) -> None:
+    files = CredentialFiles(tmp_path / "files")
+    files.store("mount", chosen(KEYS), 12345)
+    (tmp_path / "files" / "mount" / "keys.new").symlink_to(tmp_path / "victim")
+    files.store("mount", chosen(KEYS), 12345)
+    assert not (tmp_path / "victim").exists()
+
+
+def test_domains_have_uids_of_their_own_and_keep_them(tmp_path: Path) -> None:
+    domains = Domains(tmp_path / "cache", 2000, 2001)
+    one, other = (domains.claim(domains.name_of("domain", part)) for part in "ab")
+    assert {one.uid, other.uid} == {2000, 2001}
+    again = Domains(tmp_path / "cache", 2000, 2001)
+    assert again.claim(again.name_of("domain", "b")) == other
+    found = other.directory.stat()
+    assert (found.st_uid, stat.S_IMODE(found.st_mode)) == (other.uid, 0o700)
+    with pytest.raises(NoUidError) as error:
+        again.claim(again.name_of("domain", "c"))
+    assert isinstance(error.value, CsiError)
+    assert os.stat(tmp_path / "cache" / "identity.key").st_mode & 0o077 == 0
+
+
+def test_a_domain_that_was_half_made_is_finished(tmp_path: Path) -> None:
+    domains = Domains(tmp_path, 2000, 2001)
+    name = domains.name_of("domain", "a")
+    (tmp_path / name).mkdir(mode=0o700)
+    assert domains.claim(name).uid == 2000
+
+
+def test_names_depend_on_every_part_and_its_bounds(tmp_path: Path) -> None:
+    domains = Domains(tmp_path, 2000, 2001)
+    assert domains.name_of("ab", "c") != domains.name_of("a", "bc")
+    assert domains.name_of("a", "b") == domains.name_of("a", "b")

@@ -1,0 +1,111 @@
+"""Volume attributes and mount options: what becomes of them, and what is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from csi.errors import InvalidArgumentError
+from csi.options import Place, Shares, check_attributes, finished, mount_layer, read_options
+from fusefs.kinds import Source
+from fusefs.settings import MountSettings
+from fusefs.units import GIB, MIB
+
+PLACE = Place(Source("bucket", "p/"), "http://s3:1", "us-east-1", "auto", None)
+SHARES = Shares(256 * MIB, 32, None, "20%")
+
+
+def settings(
+    attributes: dict[str, str],
+    *flags: str,
+    shares: Shares = SHARES,
+    is_read_only: bool = False,
+    fs_group: int | None = None,
+) -> MountSettings:
+    options = read_options(attributes, flags, is_inline=False)
+    layer = mount_layer(options, PLACE, shares, is_read_only=is_read_only, fs_group=fs_group)
+    return finished(layer, mountpoint="/mnt/key", cache_dir="/cache/domain")
+
+
+def test_settings_are_taken_in_either_spelling_and_from_mount_options() -> None:
+    made = settings({"metadataTtl": "5m", "file-mode": "640"}, "dir-mode=750", "uid=7,no-delete")
+    assert made.metadata_ttl == 300
+    assert (made.file_mode, made.dir_mode, made.uid, made.no_delete) == (0o640, 0o750, 7, True)
+
+
+def test_an_attribute_wins_over_a_mount_option() -> None:
+    assert settings({"uid": "1"}, "uid=2").uid == 1
+
+
+def test_a_volume_is_writable_unless_its_access_mode_or_an_option_says_otherwise() -> None:
+    assert settings({}).read_only is False
+    assert settings({}, "ro").read_only is True
+    assert settings({}, "rw", is_read_only=True).read_only is True
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "endpoint-url", "profile", "ca-bundle", "cache-dir", "cacheDir", "shared-cache", "min-free",
+        "user", "holder", "log-file", "foreground", "allow-other", "session", "source",
+        "mountpoint", "addressing", "staging_size", "nonsense",
+    ],
+)  # fmt: skip
+def test_what_is_the_nodes_to_decide_or_unknown_is_refused_by_name(name: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=name):
+        check_attributes({name: "x"}, [], is_inline=False)
+    with pytest.raises(InvalidArgumentError, match=f"mountOptions: {name}"):
+        check_attributes({}, [f"{name}=x"], is_inline=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("cacheSize", "much"), ("uid", "-1"), ("metadata-ttl", "soon"), ("roleArn", "me"),
+        ("cacheDomain", "a/b"), ("drainTimeout", "x"), ("anonymous", "maybe"),
+        ("allowLocalDurability", "perhaps"), ("durability", "disk"), ("maxConnections", "0"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_refused_by_name(name: str, value: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=name):
+        check_attributes({name: value}, [], is_inline=False)
+
+
+@pytest.mark.parametrize("name", ["cacheDomain", "allowLocalDurability", "endpoint"])
+def test_an_inline_volume_may_say_less(name: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=name):
+        check_attributes({name: "true"}, [], is_inline=True)
+
+
+def test_local_durability_needs_the_administrators_word() -> None:
+    with pytest.raises(InvalidArgumentError, match="durability"):
+        check_attributes({"durability": "local"}, [], is_inline=False)
+    with pytest.raises(InvalidArgumentError, match="durability"):
+        check_attributes({}, ["durability=local"], is_inline=False)
+    allowed = {"allowLocalDurability": "true", "durability": "local"}
+    assert settings(allowed).durability == "local"
+
+
+def test_a_volume_gets_no_more_than_the_nodes_share() -> None:
+    shares = Shares(128 * MIB, 8, 10 * GIB, "20%")
+    asked = {"memoryLimit": "4GiB", "maxConnections": "500", "cacheSize": "1TiB"}
+    made = settings(asked, shares=shares)
+    assert (made.memory_limit, made.max_connections) == (128 * MIB, 8)
+    assert made.cache_size == 10 * GIB
+    assert settings({"cacheSize": "1GiB"}, shares=shares).cache_size == GIB
+    assert settings({"retryTime": "2h"}).retry_time == 300
+
+
+def test_fs_group_makes_files_the_groups_and_writable_for_it() -> None:
+    made = settings({"gid": "5"}, fs_group=2000)
+    assert (made.gid, made.file_mode, made.dir_mode) == (2000, 0o664, 0o775)
+    assert settings({"file-mode": "600"}, fs_group=2000).file_mode == 0o600
+
+
+def test_where_the_volume_is_comes_from_its_store() -> None:
+    made = settings({})
+    assert made.endpoint_url == "http://s3:1"
+    assert str(made.source) == "s3://bucket/p/"
+    assert made.cache_dir == Path("/cache/domain")
+    assert made.allow_other
