@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass
 
 from csi.bucket import Bucket, Listed
 from csi.errors import InvalidArgumentError
-from csi.volumes import PRIVATE, VolumeId, has_segment, normal_prefix
+from csi.volumes import VolumeId, has_segment, normal_prefix
+from fusefs.posix.names import PRIVATE
 from fusefs.store.errors import NotFoundError
 
 FORMAT = 1
@@ -69,7 +70,7 @@ class Record:
                 and isinstance(attributes, dict)
                 and all(isinstance(value, str) for value in attributes.values())
             )
-        except (ValueError, TypeError, KeyError, InvalidArgumentError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError, InvalidArgumentError) as error:
             raise RecordError(f"is no volume's record: {error}") from error
         if not is_sound:
             raise RecordError("is no volume's record")

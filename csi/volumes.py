@@ -16,11 +16,10 @@ from dataclasses import dataclass
 
 from csi.errors import InvalidArgumentError
 from csi.stores import Store, Stores, is_region
+from fusefs.posix.names import PRIVATE
 
 # The attributes that say where a volume is; all others are settings of its mounts.
 LOCATION_KEYS = frozenset(("store", "endpoint", "bucket", "prefix", "region"))
-# What the driver keeps in a bucket itself, and mounts of it don't show.
-PRIVATE = ".fusefs"
 # An S3 key has at most 1024 bytes; the rest is for the names of files.
 MAX_PREFIX = 900
 # The most that the CSI specification lets a field have.

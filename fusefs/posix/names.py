@@ -6,6 +6,7 @@ file name can express are hidden, and counted by whoever lists them:
 
 - an empty segment (`a//b`), `.` and `..`;
 - a name of more than 255 bytes, or one with a NUL;
+- `.fusefs`, which is where the CSI driver keeps its records in a bucket;
 - a file whose name is also a directory's (`a` beside `a/b`): the directory wins.
 
 Directory positions: entries are ordered by `name + "/"`, whether they are
@@ -17,11 +18,12 @@ the same name would, so that one of the two can hide the other.
 from __future__ import annotations
 
 NAME_MAX = 255
+PRIVATE = ".fusefs"
 
 
 def is_expressible(name: str) -> bool:
-    """Whether a file name can stand for this segment of a key."""
-    if not name or name in (".", ".."):
+    """Whether a file name can stand, and is to stand, for this segment of a key."""
+    if not name or name in (".", "..", PRIVATE):
         return False
     if "\0" in name or "/" in name:
         return False
