@@ -19,18 +19,16 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from typing import Protocol
 
 import trio
 
-from fusefs.posix import names
+from fusefs.posix.directory import Directory
 from fusefs.posix.local import LocalNames, put
 from fusefs.posix.segments import (
     ABSENT,
     Absent,
-    Carried,
     Entry,
     HiddenKeys,
     Segment,
@@ -46,82 +44,6 @@ __all__ = ["ABSENT", "Absent", "Directories", "Directory", "Entry", "PageMemory"
 
 # About 300 bytes each: 60 MB when full, a hundred times a usual data set's folder.
 MAX_ENTRIES = 200_000
-
-
-class Directory:
-    """The segments of one directory, in order and disjoint.
-
-    `generation` changes with everything that a stream might show differently.
-    """
-
-    __slots__ = ("additions", "generation", "loading", "prefix", "segments", "walk")
-
-    def __init__(self, prefix: str) -> None:
-        self.prefix = prefix
-        self.segments: list[Segment] = []
-        self.loading: dict[str, trio.Event] = {}  # by the position where a page under way starts
-        self.generation = 0
-        self.additions = 0  # how many segments it ever got
-        self.walk: Walk | None = None  # the walk that filled it and goes on from here
-
-    def behind(self, position: str) -> Segment | None:
-        """The segment that tells what comes next behind a position."""
-        index = bisect_right(self.segments, position, key=lambda segment: segment.start) - 1
-        if index < 0:
-            return None
-        segment = self.segments[index]
-        return segment if segment.stop is None or position < segment.stop else None
-
-    def holding(self, name: str) -> Segment | None:
-        """The segment that tells whether there is something under a name."""
-        position = names.position(name)
-        # A segment that starts exactly at the position does not hold it.
-        index = bisect_left(self.segments, position, key=lambda segment: segment.start) - 1
-        if index >= 0 and self.segments[index].holds(position):
-            return self.segments[index]
-        return None
-
-    def carried_to(self, position: str) -> Carried | None:
-        """What the segment in front of a position left over; None if there is none."""
-        for segment in self.segments:
-            if segment.stop == position:
-                return segment.pending
-        return None
-
-    def add(self, new: Segment) -> tuple[list[Segment], list[Segment]]:
-        """Put a segment in; return those that went for it, and those that came.
-
-        Of an older one that overlaps, the parts outside stay as segments of
-        their own.
-        """
-        gone = [old for old in self.segments if old.overlaps(new)]
-        if gone and (len(gone) > 1 or not gone[0].equals(new)):
-            self.generation += 1
-        come = []
-        for old in gone:
-            self.segments.remove(old)
-            if old.start < new.start:
-                come.append(old.part(old.start, new.start))
-            if new.stop is not None and (old.stop is None or new.stop < old.stop):
-                come.append(old.part(new.stop, old.stop))
-        come.append(new)
-        for segment in come:
-            insort(self.segments, segment)
-        self.additions += 1
-        return gone, come
-
-    def drop(self, segment: Segment) -> None:
-        self.segments.remove(segment)
-        self.generation += 1
-
-    def is_complete(self, now: float) -> bool:
-        """Whether every name of the directory is known and still believed."""
-        at: str | None = ""
-        for segment in self.segments:
-            if at is None or segment.start > at or segment.expires <= now or segment.doubtful:
-                return False
-            at = segment.stop
-        return at is None
 
 
 class PageMemory(Protocol):
@@ -193,7 +115,7 @@ class Directories:
                 known = segment.answer(name)
                 if known is not None:
                     return known
-        return await self._ask_by_name(directory, name)
+        return await self.ask_by_name(directory, name)
 
     async def segment_behind(
         self, directory: Directory, position: str, believed_since: float
@@ -259,6 +181,22 @@ class Directories:
             if put(segment, name, entry):
                 self._entries += len(segment.entries) - before
                 break
+
+    def has_other(self, prefix: str, name: str) -> bool:
+        """Whether a directory is known to hold something beside one name."""
+        directory = self._known.get(prefix)
+        if directory is not None and directory.has_other(name, time.monotonic()):
+            return True
+        return self.local.has_lasting(prefix, without=name)
+
+    def made(self, prefix: str) -> None:
+        """This mount has made a directory: nothing is in it."""
+        directory = self.get(prefix)
+        segment = Segment("", None, {})
+        segment.fetched = time.monotonic()
+        segment.expires = segment.fetched + self.ttl_s
+        self.local.apply(prefix, segment)
+        self._add(directory, segment)
 
     def moved(self, old: str, new: str) -> None:
         """This mount has renamed a directory: nothing that listings told of it holds."""
@@ -361,12 +299,12 @@ class Directories:
         """Ask for the names that a segment can't answer for."""
         files = {}
         for name in sorted(segment.doubtful):
-            found, _ = await self._ask_by_name(directory, name)
+            found, _ = await self.ask_by_name(directory, name)
             if isinstance(found, ObjectInfo):
                 files[name] = found
         segment.settle(files)
 
-    async def _ask_by_name(self, directory: Directory, name: str) -> tuple[Entry | Absent, float]:
+    async def ask_by_name(self, directory: Directory, name: str) -> tuple[Entry | Absent, float]:
         """Ask for one name alone: as a directory and, if it is none, as a file."""
         expires = time.monotonic() + self.ttl_s
         key = directory.prefix + name

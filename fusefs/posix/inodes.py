@@ -17,151 +17,26 @@ The table belongs to the event loop; nothing here waits.
 from __future__ import annotations
 
 import errno
-import os
-import stat
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from hashlib import blake2b
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from fusefs.posix.meta import Meta
-from fusefs.store.base import ObjectInfo
+from fusefs.posix.inode import FIRST_ID, Attributes, Inode, Ownership, stable_ino
+from fusefs.store.base import ObjectInfo, ObjectVersion
 
 if TYPE_CHECKING:
     from fusefs.posix.journal import NodeLog
     from fusefs.posix.replay import KernelState
-    from fusefs.posix.staging import Staged
+
+__all__ = ["FIRST_ID", "Attributes", "Inode", "InodeTable", "Ownership", "stable_ino"]
+
+# What the bucket has of versions that were copied.
+Copies = Mapping[ObjectVersion, ObjectInfo]
 
 ROOT_ID = 1
 # How much later a listing may date a change of ours.
 CLOCKS_DIFFER_NS = 1_000_000_000
-# Below are the root and the offsets of "." and ".." in directory streams.
-FIRST_ID = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Ownership:
-    """Who owns what has no owner of its own, and with which permissions."""
-
-    uid: int
-    gid: int
-    file_mode: int
-    dir_mode: int
-
-
-@dataclass(slots=True)
-class Attributes:
-    """What stat shows. `size` is in bytes, `blocks` are of 512, `mtime_ns` since the epoch."""
-
-    ino: int
-    size: int
-    mtime_ns: int
-    mode: int
-    nlink: int
-    uid: int
-    gid: int
-    blocks: int
-
-
-class Inode:
-    """One node id. Plain slots: there are as many as names that the kernel knows.
-
-    `info` is the object version (None for a directory); `children` holds the
-    current inode of each name (None for a file). `served` and `passthrough`
-    count the open handles in each mode: one of them is always zero, because
-    the kernel refuses to mix them in one inode. A directory's are all served,
-    and `offsets` are the children that only its open streams may still name,
-    by their node ids as offsets. `believed_until` is in seconds
-    of the monotonic clock; `looked_up` says that the kernel asked for the name
-    since the last open. `packed` is the session's own form of the attributes.
-    """
-
-    __slots__ = (
-        "believed_until",
-        "children",
-        "info",
-        "ino",
-        "is_current",
-        "looked_up",
-        "meta",
-        "name",
-        "nlookup",
-        "nodeid",
-        "offsets",
-        "packed",
-        "parent",
-        "passthrough",
-        "served",
-        "staged",
-        "streamed_generation",
-    )
-
-    def __init__(
-        self, nodeid: int, ino: int, parent: Inode | None, name: str, info: ObjectInfo | None
-    ) -> None:
-        self.nodeid = nodeid
-        self.ino = ino
-        self.parent = parent
-        self.name = name
-        self.info = info
-        self.children: dict[str, Inode] | None = {} if info is None else None
-        self.offsets: set[Inode] | None = set() if info is None else None
-        self.nlookup = 0
-        self.served = 0
-        self.passthrough = 0
-        self.believed_until = 0.0
-        self.looked_up = False
-        self.is_current = True
-        # What the object's metadata says, on a writable mount; None until it was asked for.
-        self.meta: Meta | None = None
-        self.staged: Staged | None = None
-        self.packed: bytes | None = None
-        # The state of the listing that the kernel has read to its end (see directories.py).
-        self.streamed_generation = -1
-
-    @property
-    def is_open(self) -> bool:
-        return bool(self.served or self.passthrough)
-
-    def ancestry(self) -> Iterator[Inode]:
-        """This inode and its parents, without the root."""
-        at: Inode | None = self
-        while at is not None and at.parent is not None:
-            yield at
-            at = at.parent
-
-    def default_meta(self, owner: Ownership) -> Meta:
-        """What it has where the object says nothing."""
-        if self.info is None:
-            return Meta(stat.S_IFDIR | owner.dir_mode, owner.uid, owner.gid)
-        return Meta(stat.S_IFREG | owner.file_mode, owner.uid, owner.gid)
-
-    def attributes(self, owner: Ownership, mounted_ns: int) -> Attributes:
-        """What stat shows; a directory is as old as the mount, for S3 keeps no time of it."""
-        info, staged = self.info, self.staged
-        meta = staged.meta if staged is not None else self.meta or self.default_meta(owner)
-        if staged is not None:
-            # The kernel may have written by itself: what the file says is the truth.
-            found = os.fstat(staged.fd)
-            return Attributes(
-                self.ino, found.st_size, found.st_mtime_ns, meta.mode, int(not staged.is_unlinked),
-                meta.uid, meta.gid, found.st_blocks,
-            )  # fmt: skip
-        if info is None:
-            size, mtime_ns, nlink = 4096, mounted_ns, 2
-        else:
-            size, mtime_ns, nlink = info.size, info.mtime_ns, 1
-        if meta.mtime_ns is not None:
-            mtime_ns = meta.mtime_ns
-        return Attributes(
-            self.ino, size, mtime_ns, meta.mode, nlink, meta.uid, meta.gid, -(-size // 512)
-        )
-
-
-def stable_ino(key: str) -> int:
-    """An inode number that depends on the key alone (63 bits, never a small one)."""
-    number = int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
-    return number if number >= FIRST_ID else number + FIRST_ID
 
 
 class InodeTable:
@@ -320,34 +195,62 @@ class InodeTable:
             self.supersede(old)
         return self.resolve(parent, name, info, key)
 
-    def move(self, inode: Inode, parent: Inode, name: str) -> None:
-        """Give an inode, and everything below it, another name."""
+    def at(self, prefix: str) -> Inode | None:
+        """The directory of a prefix, if it has an inode."""
+        inode: Inode | None = self.root
+        for name in prefix[len(self.prefix) :].split("/")[:-1]:
+            inode = (inode.children or {}).get(name) if inode is not None else None
+        return inode
+
+    def detach(self, inode: Inode) -> None:
+        """An inode's name is gone, or another's: whoever has it open goes on with it.
+
+        Its number is that of the name, hence it gets another one.
+        """
+        self.supersede(inode)
+        if inode.is_open and inode.info is not None and not self._ids_are_inos:
+            inode.ino = stable_ino(f"{inode.info.key}\0{inode.nodeid}")
+            inode.packed = None
+            self._log.node(inode)
+
+    def move(
+        self, inode: Inode, parent: Inode, name: str, copies: Copies = MappingProxyType({})
+    ) -> None:
+        """Give an inode, and everything below it, another name.
+
+        `copies` tells what the bucket has of the versions under their new keys.
+        """
         assert parent.children is not None
-        old_key = self.key(inode)
         replaced = parent.children.get(name)
         if replaced is not None and replaced is not inode:
-            self.supersede(replaced)
+            self.detach(replaced)
         self._unlist(inode)
         inode.parent, inode.name, inode.is_current = parent, name, True
         parent.children[name] = inode
-        above = self.key(parent)
-        if inode.info is not None:
-            self._rename_key(inode, above + name)
+        self._rename(inode, self.key(parent) + name, copies)
+
+    def _rename(self, inode: Inode, key: str, copies: Copies) -> None:
+        if inode.info is None:
+            key += "/"
+            for child in (inode.children or {}).values():
+                self._rename(child, key + child.name, copies)
         else:
-            self._rename_below(inode, old_key, above + name + "/")
+            self.follow(inode, copies.get(inode.info.version), key)
+        if not self._ids_are_inos:
+            inode.ino = stable_ino(key)
+        inode.packed = None
         self._log.node(inode)
 
-    def _rename_below(self, directory: Inode, old: str, new: str) -> None:
-        for child in (directory.children or {}).values():
-            if child.info is not None:
-                self._rename_key(child, new + child.info.key[len(old) :])
-            else:
-                self._rename_below(child, old, new)
-
-    def _rename_key(self, inode: Inode, key: str) -> None:
+    def follow(self, inode: Inode, copy: ObjectInfo | None, key: str) -> None:
+        """Let an inode be of another key, and of the copy that the bucket has there."""
         assert inode.info is not None
-        inode.info = replace(inode.info, key=key)
-        self._log.node(inode)
+        if inode.meta is not None and inode.meta.mtime_ns is None:
+            # A copy is younger, and says in its metadata how old the content is.
+            inode.meta = inode.meta.changed(mtime_ns=inode.info.mtime_ns)
+        if copy is None:
+            inode.believed_until, inode.looked_up = 0.0, False
+            copy = replace(inode.info, key=key)
+        self.replace_version(inode, copy)
 
     def forget(self, nodeid: int, nlookup: int) -> None:
         """The kernel has dropped `nlookup` of its references; unknown ids are ignored."""

@@ -1,0 +1,147 @@
+"""One node of the tree, and what stat shows of it."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from fusefs.posix.meta import Meta
+from fusefs.store.base import ObjectInfo
+
+if TYPE_CHECKING:
+    from fusefs.posix.staging import Staged
+
+# Below are the root and the offsets of "." and ".." in directory streams.
+FIRST_ID = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Ownership:
+    """Who owns what has no owner of its own, and with which permissions."""
+
+    uid: int
+    gid: int
+    file_mode: int
+    dir_mode: int
+
+
+@dataclass(slots=True)
+class Attributes:
+    """What stat shows. `size` is in bytes, `blocks` are of 512, `mtime_ns` since the epoch."""
+
+    ino: int
+    size: int
+    mtime_ns: int
+    mode: int
+    nlink: int
+    uid: int
+    gid: int
+    blocks: int
+
+
+class Inode:
+    """One node id. Plain slots: there are as many as names that the kernel knows.
+
+    `info` is the object version (None for a directory); `children` holds the
+    current inode of each name (None for a file). `served` and `passthrough`
+    count the open handles in each mode: one of them is always zero, because
+    the kernel refuses to mix them in one inode. A directory's are all served,
+    and `offsets` are the children that only its open streams may still name,
+    by their node ids as offsets. `believed_until` is in seconds
+    of the monotonic clock; `looked_up` says that the kernel asked for the name
+    since the last open. `packed` is the session's own form of the attributes.
+    """
+
+    __slots__ = (
+        "believed_until",
+        "children",
+        "has_marker",
+        "info",
+        "ino",
+        "is_current",
+        "looked_up",
+        "meta",
+        "name",
+        "nlookup",
+        "nodeid",
+        "offsets",
+        "packed",
+        "parent",
+        "passthrough",
+        "served",
+        "staged",
+        "streamed_generation",
+    )
+
+    def __init__(
+        self, nodeid: int, ino: int, parent: Inode | None, name: str, info: ObjectInfo | None
+    ) -> None:
+        self.nodeid = nodeid
+        self.ino = ino
+        self.parent = parent
+        self.name = name
+        self.info = info
+        self.children: dict[str, Inode] | None = {} if info is None else None
+        self.offsets: set[Inode] | None = set() if info is None else None
+        self.nlookup = 0
+        self.served = 0
+        self.passthrough = 0
+        self.believed_until = 0.0
+        self.looked_up = False
+        self.is_current = True
+        # What the object's metadata says, on a writable mount; None until it was asked for.
+        self.meta: Meta | None = None
+        self.staged: Staged | None = None
+        self.packed: bytes | None = None
+        # Of a directory: there is known to be a marker.
+        self.has_marker = False
+        # The state of the listing that the kernel has read to its end (see directories.py).
+        self.streamed_generation = -1
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self.served or self.passthrough)
+
+    def ancestry(self) -> Iterator[Inode]:
+        """This inode and its parents, without the root."""
+        at: Inode | None = self
+        while at is not None and at.parent is not None:
+            yield at
+            at = at.parent
+
+    def default_meta(self, owner: Ownership) -> Meta:
+        """What it has where the object says nothing."""
+        if self.info is None:
+            return Meta(stat.S_IFDIR | owner.dir_mode, owner.uid, owner.gid)
+        return Meta(stat.S_IFREG | owner.file_mode, owner.uid, owner.gid)
+
+    def attributes(self, owner: Ownership, mounted_ns: int) -> Attributes:
+        """What stat shows; a directory is as old as the mount, for S3 keeps no time of it."""
+        info, staged = self.info, self.staged
+        meta = staged.meta if staged is not None else self.meta or self.default_meta(owner)
+        if staged is not None:
+            # The kernel may have written by itself: what the file says is the truth.
+            found = os.fstat(staged.fd)
+            return Attributes(
+                self.ino, found.st_size, found.st_mtime_ns, meta.mode, int(not staged.is_unlinked),
+                meta.uid, meta.gid, found.st_blocks,
+            )  # fmt: skip
+        if info is None:
+            size, mtime_ns, nlink = 4096, mounted_ns, 2
+        else:
+            size, mtime_ns, nlink = info.size, info.mtime_ns, 1
+        if meta.mtime_ns is not None:
+            mtime_ns = meta.mtime_ns
+        return Attributes(
+            self.ino, size, mtime_ns, meta.mode, nlink, meta.uid, meta.gid, -(-size // 512)
+        )
+
+
+def stable_ino(key: str) -> int:
+    """An inode number that depends on the key alone (63 bits, never a small one)."""
+    number = int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
+    return number if number >= FIRST_ID else number + FIRST_ID
