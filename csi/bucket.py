@@ -49,7 +49,7 @@ class Bucket:
         self.name = name
         self.url = f"{store.name}://{name}"  # unlike those of other stores
         self._whose = "the Secret's keys" if keys else "the driver"
-        self._client = _client(store, region or store.region, keys)
+        self._client = make_client(store, region or store.region, keys)
 
     def put_new(self, key: str, body: bytes) -> None:
         """Write an object that is not there.
@@ -159,7 +159,8 @@ class NoSuchBucketError(NotFoundError):
 
 
 @functools.lru_cache(maxsize=64)
-def _client(store: Store, region: str | None, keys: Keys | None) -> Any:
+def make_client(store: Store, region: str | None, keys: Keys | None) -> Any:
+    """boto3's client of a store, the same for the same arguments."""
     import boto3
     from botocore.config import Config
 

@@ -130,8 +130,11 @@ def read_stores(path: Path | None) -> Stores:
         raise StoresError(f"{path}: {error}") from error
     if told.keys() - {"stores"}:
         raise StoresError(f"{path}: {min(told.keys() - {'stores'})}: only [stores.NAME] is known")
+    tables = told.get("stores", {})
+    if not isinstance(tables, dict):
+        raise StoresError(f"{path}: stores: is no table")
     try:
-        return _stores(_store(name, table) for name, table in told.get("stores", {}).items())
+        return _stores(_store(name, table) for name, table in tables.items())
     except ValueError as error:
         raise StoresError(f"{path}: {error}") from error
 
@@ -191,6 +194,8 @@ def _read_url(text: str) -> str:
     parts = urlsplit(url)
     if parts.username or parts.password or parts.query or parts.fragment or parts.path.strip("/"):
         raise ValueError(f"{text}: has to be only a scheme, a host and a port")
+    if parts.netloc.endswith(":") or (parts.port is not None and parts.port == 0):
+        raise ValueError(f"{text}: has no port that can be connected to")
     host = (parts.hostname or "").rstrip(".")
     if host in _METADATA_HOSTS or (_is_address(host) and is_forbidden(host)):
         raise ValueError(f"{text}: a link-local or metadata address")
