@@ -37,7 +37,7 @@ from fusefs.cache.eviction import Space
 from fusefs.cache.fetch import Fetcher
 from fusefs.cache.files import FileCache
 from fusefs.cache.metadata import NoPages, RememberedPages
-from fusefs.handover import Handover, TakeOverError
+from fusefs.handover import Handover, TakeOverError, staging_directory
 from fusefs.kernel import mount
 from fusefs.kernel.keeper_wire import CANNOT_TAKE_OVER
 from fusefs.kernel.keeping import KeeperError, Keeping
@@ -202,7 +202,7 @@ class Daemon:
         serving.cancel_scope.cancel()
 
     def _operations(
-        self, log: Journal | NoJournal, *, mounted_ns: int = 0, ids_are_inos: bool = False
+        self, log: Journal | NoJournal, *, mounted_ns: int, ids_are_inos: bool = False
     ) -> Operations:
         settings = self.settings
         owner = Ownership(
@@ -213,9 +213,9 @@ class Daemon:
         )
         self._log = log
         writing = None
-        if not settings.read_only and self._handover is not None:
+        if not settings.read_only:
             staging = Staging(
-                self._handover.staging(mounted_ns), self._identity, settings.staging_size
+                staging_directory(settings, mounted_ns), self._identity, settings.staging_size
             )
             writing = Writing(
                 staging, self._nursery, process.writing_rules(settings), self.space.tend
@@ -299,7 +299,9 @@ class Daemon:
 
         settings = self.settings
         self.backing = NoPassthrough("the pyfuse3 session has none")
-        operations = self._operations(NoJournal(), ids_are_inos=True)
+        operations = self._operations(NoJournal(), mounted_ns=time.time_ns(), ids_are_inos=True)
+        if operations.writer is not None:
+            leftovers.adopt(operations.writer)
         session = PyfuseSession(
             MountRequest(
                 str(settings.source), settings.mountpoint, settings.allow_other, settings.read_only

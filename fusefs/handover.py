@@ -45,6 +45,18 @@ class TakeOverError(Exception):
     """The mount cannot be taken over; the message is for the log."""
 
 
+def state_directory(settings: MountSettings) -> Path:
+    """What a mount leaves to the next daemon, or to the next mount, is below this."""
+    return settings.cache_dir / "mounts" / mounts.mount_directory(settings.mountpoint).name
+
+
+def staging_directory(settings: MountSettings, mounted_ns: int) -> Path:
+    """Where a mount keeps what is written, by when it was mounted; made if need be."""
+    directory = state_directory(settings) / "staging" / str(mounted_ns)
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return directory
+
+
 class Handover:
     """One daemon's dealings with its keeper. Use `begin`."""
 
@@ -87,15 +99,7 @@ class Handover:
 
     @property
     def _directory(self) -> Path:
-        """The mount's state directory."""
-        name = mounts.mount_directory(self._settings.mountpoint).name
-        return self._settings.cache_dir / "mounts" / name
-
-    def staging(self, mounted_ns: int) -> Path:
-        """Where this mount keeps what is written, by when it was mounted; made if need be."""
-        directory = self._directory / "staging" / str(mounted_ns)
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return directory
+        return state_directory(self._settings)
 
     def remember(self, cache: str) -> None:
         """Put the name of the mount's part of the cache on record. Blocks shortly."""

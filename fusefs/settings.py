@@ -369,11 +369,6 @@ def _refuse_contradictions(settings: MountSettings, given: Layer) -> None:
         raise SettingsError(
             f"{given['profile'].origin}: an anonymous mount uses no profile; drop one of the two"
         )
-    if not settings.read_only and settings.session == SessionKind.PYFUSE3:
-        raise SettingsError(
-            f"{given['read_only'].origin}: the pyfuse3 session is read-only so far; drop one of"
-            " the two"
-        )
     for name, path in (("cache_dir", settings.cache_dir), ("log_file", settings.log_file)):
         if path is not None and path.is_relative_to(settings.mountpoint):
             origin = given[name].origin if name in given else name

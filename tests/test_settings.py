@@ -175,11 +175,6 @@ def test_an_anonymous_mount_uses_no_profile() -> None:
         settings_with(anonymous="true", profile="work")
 
 
-def test_a_writable_mount_is_refused_with_the_session_that_has_none() -> None:
-    with pytest.raises(SettingsError, match=r"^--read_only: the pyfuse3 session is read-only"):
-        settings_with(read_only="false", session="pyfuse3")
-
-
 @pytest.mark.parametrize("path", ["/mnt/data", "/mnt/data/cache"])
 def test_the_cache_cannot_be_below_the_mountpoint(path: str) -> None:
     with pytest.raises(SettingsError, match="below the mountpoint"):

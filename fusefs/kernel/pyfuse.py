@@ -1,8 +1,9 @@
 """The same operations run by pyfuse3 (libfuse), for `--session pyfuse3`.
 
-Everything works here but passthrough and taking over a mount. libfuse shows
-the node id as st_ino, so the inode table hands out the stable inode number as
-node id wherever it is free; a changed object gets a new one.
+Everything works here but passthrough, taking over a mount, and fallocate,
+which pyfuse3 does not know. libfuse shows the node id as st_ino, so the inode
+table hands out the stable inode number as node id wherever it is free; a
+changed object gets a new one.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import stat
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pyfuse3
 import trio
@@ -21,8 +22,9 @@ from fusefs.kernel.mount import MountError, MountRequest
 from fusefs.kernel.session import Waiting
 from fusefs.kernel.wire import Opcode
 from fusefs.mounts import FILESYSTEM_TYPE
-from fusefs.posix.answers import Answer, Caller
+from fusefs.posix.answers import Answer, Caller, NewAttributes
 from fusefs.posix.inodes import Inode
+from fusefs.posix.mutations import Mutations
 from fusefs.posix.operations import Operations
 
 T = TypeVar("T")
@@ -114,8 +116,10 @@ class Handlers(pyfuse3.Operations):
         self, nodeid: int, context: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
         with self._errors():
-            inode, valid_s = self._operations.getattr(nodeid)
-            return self.pack(inode, valid_s)
+            if self._operations.lacks_meta(nodeid):
+                later = self._operations.getattr_later(nodeid)
+                return self.pack(*await self._waited(Opcode.GETATTR, nodeid, later))
+            return self.pack(*self._operations.getattr(nodeid))
 
     async def open(
         self, nodeid: int, flags: int, context: pyfuse3.RequestContext
@@ -133,6 +137,9 @@ class Handlers(pyfuse3.Operations):
 
     async def release(self, fh: int) -> None:
         self._operations.release(fh)
+
+    async def fsyncdir(self, fh: int, datasync: bool) -> None:
+        """A name is durable when its object is."""
 
     async def opendir(self, nodeid: int, context: pyfuse3.RequestContext) -> int:
         with self._errors():
@@ -167,6 +174,111 @@ class Handlers(pyfuse3.Operations):
             names = await self._result(Opcode.LISTXATTR, nodeid, answer)
             return [name.encode() for name in names]
 
+    # Changes; the kernel lets none through on a read-only mount
+
+    @property
+    def _mutations(self) -> Mutations:
+        if self._operations.mutations is None:
+            raise OSError(errno.EROFS, "the mount is read-only")
+        return self._operations.mutations
+
+    async def create(
+        self, parent: int, name: bytes, mode: int, flags: int, context: pyfuse3.RequestContext
+    ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
+        with self._errors():
+            made = self._mutations.create(parent, name, mode, flags, _caller(context))
+            inode, opened = await self._waited(Opcode.CREATE, parent, made)
+            return pyfuse3.FileInfo(fh=opened.fh, keep_cache=True), self.pack(inode, 0.0)
+
+    async def mknod(
+        self, parent: int, name: bytes, mode: int, rdev: int, context: pyfuse3.RequestContext
+    ) -> pyfuse3.EntryAttributes:
+        with self._errors():
+            made = self._mutations.mknod(parent, name, mode, _caller(context))
+            return self.pack(await self._waited(Opcode.MKNOD, parent, made), 0.0)
+
+    async def mkdir(
+        self, parent: int, name: bytes, mode: int, context: pyfuse3.RequestContext
+    ) -> pyfuse3.EntryAttributes:
+        with self._errors():
+            made = self._mutations.mkdir(parent, name, mode, _caller(context))
+            return self.pack(await self._waited(Opcode.MKDIR, parent, made), 0.0)
+
+    async def symlink(
+        self, parent: int, name: bytes, target: bytes, context: pyfuse3.RequestContext
+    ) -> pyfuse3.EntryAttributes:
+        with self._errors():
+            made = self._mutations.symlink(parent, name, target, _caller(context))
+            return self.pack(await self._waited(Opcode.SYMLINK, parent, made), 0.0)
+
+    async def readlink(self, nodeid: int, context: pyfuse3.RequestContext) -> bytes:
+        with self._errors():
+            return await self._waited(Opcode.READLINK, nodeid, self._mutations.readlink(nodeid))
+
+    async def unlink(self, parent: int, name: bytes, context: pyfuse3.RequestContext) -> None:
+        with self._errors():
+            done = self._mutations.unlink(parent, name, _caller(context))
+            await self._waited(Opcode.UNLINK, parent, done)
+
+    async def rmdir(self, parent: int, name: bytes, context: pyfuse3.RequestContext) -> None:
+        with self._errors():
+            done = self._mutations.rmdir(parent, name, _caller(context))
+            await self._waited(Opcode.RMDIR, parent, done)
+
+    async def rename(
+        self, parent: int, name: bytes, to: int, new_name: bytes, flags: int,
+        context: pyfuse3.RequestContext,
+    ) -> None:  # fmt: skip
+        with self._errors():
+            done = self._mutations.rename(parent, name, to, new_name, flags, _caller(context))
+            await self._waited(Opcode.RENAME2, parent, done)
+
+    async def link(
+        self, nodeid: int, parent: int, name: bytes, context: pyfuse3.RequestContext
+    ) -> pyfuse3.EntryAttributes:
+        raise pyfuse3.FUSEError(errno.EPERM)  # an object has one key
+
+    async def setattr(
+        self, nodeid: int, attributes: pyfuse3.EntryAttributes, fields: pyfuse3.SetattrFields,
+        fh: int | None, context: pyfuse3.RequestContext,
+    ) -> pyfuse3.EntryAttributes:  # fmt: skip
+        new = NewAttributes(
+            mode=attributes.st_mode if fields.update_mode else None,
+            uid=attributes.st_uid if fields.update_uid else None,
+            gid=attributes.st_gid if fields.update_gid else None,
+            size=attributes.st_size if fields.update_size else None,
+            mtime_ns=attributes.st_mtime_ns if fields.update_mtime else None,
+        )
+        with self._errors():
+            changed = self._mutations.setattr(nodeid, new)
+            return self.pack(*await self._waited(Opcode.SETATTR, nodeid, changed))
+
+    async def setxattr(
+        self, nodeid: int, name: bytes, value: bytes, context: pyfuse3.RequestContext
+    ) -> None:
+        with self._errors():
+            done = self._mutations.setxattr(nodeid, name, value, 0, _caller(context))
+            await self._waited(Opcode.SETXATTR, nodeid, done)
+
+    async def removexattr(self, nodeid: int, name: bytes, context: pyfuse3.RequestContext) -> None:
+        with self._errors():
+            done = self._mutations.removexattr(nodeid, name, _caller(context))
+            await self._waited(Opcode.REMOVEXATTR, nodeid, done)
+
+    async def write(self, fh: int, offset: int, data: bytes) -> int:
+        with self._errors():
+            written = self._mutations.writer.write(fh, offset, memoryview(data))
+            return await self._result(Opcode.WRITE, 0, written)
+
+    async def flush(self, fh: int) -> None:
+        if self._operations.writer is not None:
+            with self._errors():
+                await self._result(Opcode.FLUSH, 0, self._operations.writer.flush(fh))
+
+    async def fsync(self, fh: int, datasync: bool) -> None:
+        with self._errors():
+            await self._result(Opcode.FSYNC, 0, self._mutations.writer.fsync(fh))
+
     def pack(self, inode: Inode, valid_s: float) -> pyfuse3.EntryAttributes:
         """The attributes of an inode in pyfuse3's form."""
         shown = self._operations.attributes(inode)
@@ -176,21 +288,24 @@ class Handlers(pyfuse3.Operations):
         entry.st_nlink = shown.nlink
         entry.st_uid, entry.st_gid = shown.uid, shown.gid
         entry.st_size = shown.size
-        entry.st_blocks = -(-shown.size // 512)
+        entry.st_blocks = shown.blocks
         entry.st_blksize = 4096
         entry.st_atime_ns = entry.st_mtime_ns = entry.st_ctime_ns = shown.mtime_ns
         entry.entry_timeout = entry.attr_timeout = valid_s
         return entry
 
     async def _result(self, opcode: Opcode, nodeid: int, answer: Answer[T]) -> T:
-        """The answer of an operation, and its errors in pyfuse3's form."""
+        """The answer of an operation that may have to wait."""
         if not isinstance(answer, Coroutine):
             return answer
+        return await self._waited(opcode, nodeid, answer)
+
+    async def _waited(self, opcode: Opcode, nodeid: int, answer: Coroutine[Any, Any, T]) -> T:
+        """The answer of an operation that waits; it is on the list of those meanwhile."""
         unique = id(answer)
         self.waiting[unique] = Waiting(opcode, nodeid, 0, time.monotonic(), trio.CancelScope())
         try:
-            result: T = await answer
-            return result
+            return await answer
         finally:
             del self.waiting[unique]
 

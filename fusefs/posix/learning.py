@@ -104,26 +104,25 @@ class Learner:
         if question is not None and not self._is_about(question, inode):
             question = None
         self._look_ahead(inode, is_expected=question is not None)
-        question = question or self._ask(key)
-        await question.done.wait()
-        self._questions.pop(key, None)
-        if question.error is not None:
-            raise question.error
-        if self.lacks(inode):
-            self._take(inode, question.info)
+        await self._take(inode, question or self._ask(key))
 
     async def learn_all(self, inodes: Iterable[Inode]) -> None:
         """As `learn`, for several at once."""
-        async with trio.open_nursery() as nursery:
-            for inode in inodes:
-                nursery.start_soon(self.learn, inode)
+        lacking = [inode for inode in inodes if self.lacks(inode)]
+        questions = [self._ask(self._inodes.key(inode)) for inode in lacking]
+        for inode, question in zip(lacking, questions, strict=True):
+            await self._take(inode, question)
 
-    def _take(self, inode: Inode, info: ObjectInfo | None) -> None:
-        default = inode.default_meta(self._owner)
-        # Without an object: a directory that has no marker, or a file that is just going.
-        told = info.metadata if info is not None else None
-        inode.meta = meta.read(told or {}, default)
-        inode.packed = None
+    async def _take(self, inode: Inode, question: Question) -> None:
+        """Wait for an answer, and have the inode keep it."""
+        await question.done.wait()
+        if question.error is not None:
+            raise question.error
+        if self.lacks(inode):
+            # Without an object: a directory that has no marker, or a file that is just going.
+            told = question.info.metadata if question.info is not None else None
+            inode.meta = meta.read(told or {}, inode.default_meta(self._owner))
+            inode.packed = None
 
     def _is_about(self, question: Question, inode: Inode) -> bool:
         """Whether a question was asked about what an inode stands for, and not too long ago."""

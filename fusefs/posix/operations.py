@@ -39,7 +39,7 @@ from fusefs.posix.directories import Absent, Directories, Directory, Entry, Segm
 from fusefs.posix.handles import DirectoryHandle, HandleTable
 from fusefs.posix.inodes import Attributes, Inode, InodeTable, Ownership
 from fusefs.posix.journal import NodeLog
-from fusefs.posix.learning import Learner
+from fusefs.posix.learning import MOST_AHEAD, Learner
 from fusefs.posix.mutations import Mutations
 from fusefs.posix.opening import Opener
 from fusefs.posix.reading import Reader
@@ -246,7 +246,7 @@ class Operations:
         directory = self._directories.get(self.inodes.key(handle.inode))
         while True:
             segment = self._directories.segment_now(directory, handle.position, handle.opened)
-            if segment is None:
+            if segment is None or self._shows_meta(buffer):
                 # What is there is not held back by a request to the bucket.
                 if buffer.is_empty:
                     return waiting(self._readdir_later(handle, directory, buffer))
@@ -262,8 +262,28 @@ class Operations:
             segment = await self._directories.segment_behind(
                 directory, handle.position, handle.opened
             )
+            if self._shows_meta(buffer):
+                await self._learn_next(handle, directory, segment)
             if not self._add_entries(handle, directory, segment, buffer):
                 return
+
+    def _shows_meta(self, buffer: DirectoryBuffer) -> bool:
+        """Whether entries come with attributes that a listing does not tell."""
+        return buffer.is_plus and self.writer is not None
+
+    async def _learn_next(
+        self, handle: DirectoryHandle, directory: Directory, segment: Segment
+    ) -> None:
+        at = segment.after(handle.position)
+        inodes = [
+            self._resolve(handle.inode, directory, name, segment.entries[name])
+            for name in segment.ordered[at : at + MOST_AHEAD]
+        ]
+        try:
+            await self.learner.learn_all(inodes)
+        finally:
+            for inode in inodes:
+                self.inodes.drop_unknown(inode)
 
     def _seek(self, handle: DirectoryHandle, offset: int) -> None:
         if offset == handle.offset:
@@ -306,6 +326,9 @@ class Operations:
         for index in range(segment.after(handle.position), len(ordered)):
             name = ordered[index]
             inode = self._resolve(handle.inode, directory, name, segment.entries[name])
+            if self._shows_meta(buffer) and self.learner.lacks(inode):
+                self.inodes.drop_unknown(inode)
+                return buffer.is_empty
             if not buffer.add(name.encode(), inode, valid_s):
                 self.inodes.drop_unknown(inode)
                 return False
