@@ -17,6 +17,8 @@ from csi.keys import Keys
 from csi.stores import Store
 from fusefs.kinds import Addressing
 from fusefs.store.errors import (
+    NO_CREDENTIALS,
+    CredentialsError,
     ExistsError,
     NotFoundError,
     StaleVersionError,
@@ -146,6 +148,11 @@ class Bucket:
             raise
         except Exception as error:
             failure = translate(error)
+            if failure is NO_CREDENTIALS:
+                raise CredentialsError(
+                    "neither the class names a provisioner Secret nor has the driver credentials"
+                    " of its own"
+                ) from error
             sentence = f"{failure.sentence} on s3://{self.name}/{key} as {self._whose}"
             if failure.request_id:
                 sentence += f", request {failure.request_id}"

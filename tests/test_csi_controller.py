@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
+from csi.bucket import make_client
 from csi.controller import ControllerService
 from csi.generated import csi_pb2
 from csi.stores import Store, Stores
@@ -316,6 +318,23 @@ def test_rejected_keys_are_unauthenticated(driver: Driver, shared: Bucket) -> No
     assert SECRET_KEY not in sentence
 
 
+def test_without_any_keys_it_says_what_is_missing(
+    driver: Driver, shared: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in os.environ:
+        if name.startswith("AWS_"):
+            monkeypatch.delenv(name)
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, os.devnull)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    make_client.cache_clear()
+    asked = request(shared.name, "pvc-refused")
+    asked.ClearField("secrets")
+    code, sentence = refusal(driver.controller.CreateVolume, asked)
+    assert (code, "provisioner Secret" in sentence) == (Code.UNAUTHENTICATED, True)
+    make_client.cache_clear()
+
+
 def test_a_denied_request_is_told_with_its_id(
     driver: Driver, shared: Bucket, faulty: FaultyS3
 ) -> None:
@@ -365,7 +384,7 @@ def test_a_deleted_volume_takes_all_below_its_prefix_and_nothing_else(
     driver: Driver, bucket: Bucket
 ) -> None:
     volume = create(driver, bucket.name, prefix="team/${pv.name}", onDelete="delete")
-    mine = [f"team/{NAME}/{key}" for key in ("a", "deep/er/b", "ü %&+", "empty/")]
+    mine = [f"team/{NAME}/{key}" for key in ("a", "deep/er/b", "ü %&+", "c\x01", "empty/")]
     others = {f"team/{NAME}x/a", f"team/{NAME}.bak", "team/a", f"x/team/{NAME}/a"}
     for key in (*mine, *others):
         bucket.put(key, b"")
@@ -473,7 +492,7 @@ def test_deleting_without_keys_is_tried_as_the_driver(
 
 
 class Held:
-    """Requests of one kind that wait until the test lets them go on."""
+    """A request of one kind that waits until the test lets it go on."""
 
     def __init__(self, faulty: FaultyS3, operation: str, key: str = "*") -> None:
         self.begun = threading.Event()
@@ -534,6 +553,39 @@ def test_a_volume_made_within_another_stops_its_deletion(
         held.let_go()
         deletion.result()
     assert keys_in(bucket) == {f"{NAME}/data", record_key("pvc-late")}
+
+
+def test_a_volume_made_within_another_keeps_what_is_left_of_it(
+    driver: Driver, bucket: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("csi.bucket.PAGE", 3)
+    volume = create(driver, bucket.name, store="faulty", onDelete="delete")
+    for number in range(7):
+        bucket.put(f"{NAME}/{number}", b"precious")
+    held = Held(faulty, "DELETE MANY")
+    with ThreadPoolExecutor(1) as pool:
+        deletion = pool.submit(delete, driver, volume.volume_id)
+        assert held.begun.wait(PATIENCE_S)
+        create(driver, bucket.name, "pvc-late", prefix=f"{NAME}/late")
+        held.let_go()
+        deletion.result()
+    left = {f"{NAME}/{number}" for number in range(3, 7)}
+    assert keys_in(bucket) == {*left, record_key("pvc-late")}
+
+
+def test_many_objects_are_deleted_page_by_page(
+    driver: Driver, bucket: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("csi.bucket.PAGE", 3)
+    volume = create(driver, bucket.name, store="faulty", onDelete="delete")
+    for number in range(7):
+        bucket.put(f"{NAME}/{number}", b"")
+        create(driver, bucket.name, f"pvc-{number}")
+    delete(driver, volume.volume_id)
+    assert keys_in(bucket) == {record_key(f"pvc-{number}") for number in range(7)}
+    assert len(faulty.requests("DELETE MANY")) == 3
+    # The other volumes' records are asked for once, however often they are listed.
+    assert len(faulty.requests("GET")) == 1 + 7
 
 
 def test_a_deletion_that_failed_is_finished_by_the_next_call(
