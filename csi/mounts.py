@@ -143,8 +143,8 @@ class Mounts:
             binding.make_directory(root, 0o700)
         answer = _run_starter(record, deadline)
         if "error" in answer:
-            sentence = f"{answer['error']}, as {record.who}"
-            raise _refusal(sentence)(sentence)
+            why = str(answer["error"])
+            raise _refusal(why)(f"{why}, as {record.who}")
         log.info("%s is mounted for %s as uid %d", record.source, record.volume_id, record.uid)
 
     def go_on(self, record: MountRecord, deadline: float) -> None:
@@ -236,7 +236,11 @@ def _have_ended(processes: list[int], deadline: float) -> bool:
 
 
 def _run_starter(record: MountRecord, deadline: float) -> dict[str, Any]:
-    """What the process answers that starts a record's mount; see `starting`."""
+    """What the process answers that starts a record's mount; see `starting`.
+
+    Raises:
+        AbortedError: it had not at `deadline`.
+    """
     inherited = {
         name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "FUSEFS"))
     }
@@ -259,7 +263,7 @@ def _run_starter(record: MountRecord, deadline: float) -> dict[str, Any]:
                 told, _ = starter.communicate(timeout=STOP_S)
             except subprocess.TimeoutExpired:
                 starter.kill()
-            return {"error": f"the mount of {record.source} did not come up in time"}
+            raise AbortedError(f"the mount of {record.source} is not up yet") from None
     try:
         answer: dict[str, Any] = json.loads(told)
     except ValueError:
@@ -267,9 +271,9 @@ def _run_starter(record: MountRecord, deadline: float) -> dict[str, Any]:
     return answer
 
 
-def _refusal(sentence: str) -> type[CsiError]:
+def _refusal(why: str) -> type[CsiError]:
     """What the reason for which a mount could not be made means to kubelet."""
     for words, kind in _REFUSALS:
-        if any(word in sentence for word in words):
+        if any(word in why for word in words):
             return kind
     return UnavailableError

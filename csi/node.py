@@ -133,7 +133,9 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         record = self._mounts.behind(top, table)
         if record is None:
             return False  # its mount has died and was made anew
-        if record.arguments != asked.arguments or top.is_read_only != asked.is_read_only:
+        root = table.top(Path(record.root))
+        is_read_only = asked.is_read_only or (root is not None and root.is_read_only)
+        if record.arguments != asked.arguments or top.is_read_only != is_read_only:
             raise AlreadyExistsError(f"{asked.target}: published with other arguments")
         if not self._mounts.is_alive(record, table):
             return False

@@ -19,7 +19,7 @@ from csi.generated import csi_pb2, csi_pb2_grpc
 from fusefs import mounts
 from fusefs.kernel import libc, unmount
 from tests.support.ordinary_user import runnable_by_all
-from tests.support.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
+from tests.support.s3_server import ACCESS_KEY, SECRET_KEY
 from tests.support.sharing import PATIENCE_S
 
 START = "import sys; from csi.cli import main; sys.exit(main())"
@@ -40,7 +40,9 @@ def capability(
 class Node:
     """One node: kubelet's directories, the driver, and calls of its socket."""
 
-    def __init__(self, directory: Path, s3: S3Server, command: list[str], environment: Any) -> None:
+    def __init__(
+        self, directory: Path, stores: dict[str, str], command: list[str], environment: Any
+    ) -> None:
         self.directory = directory
         self.kubelet = directory / "kubelet"
         self.mounts = self.kubelet / "plugins" / "mounts"
@@ -52,10 +54,18 @@ class Node:
         self.socket = directory / "csi.sock"
         self.stores = directory / "stores.toml"
         self.stores.write_text(
-            f'[stores.main]\nendpoint-url = "{s3.endpoint_url}"\nregion = "us-east-1"\n'
+            "".join(
+                f'[stores.{name}]\nendpoint-url = "{url}"\nregion = "us-east-1"\n'
+                for name, url in stores.items()
+            )
+        )
+        # The driver's own identity.
+        own = directory / "own-keys"
+        own.write_text(
+            f"[default]\naws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {SECRET_KEY}\n"
         )
         self.command = command
-        self.environment = environment
+        self.environment = {**environment, "AWS_SHARED_CREDENTIALS_FILE": str(own)}
         self.process: subprocess.Popen[bytes] | None = None
         self._channel: grpc.Channel | None = None
 
@@ -99,6 +109,12 @@ class Node:
         return path
 
     def publish(
+        self, volume: str, target: Path | str, *, timeout_s: float = PATIENCE_S, **asked: Any
+    ) -> None:
+        """NodePublishVolume; see `request` for what can be asked."""
+        self.node.NodePublishVolume(self.request(volume, target, **asked), timeout=timeout_s)
+
+    def request(
         self,
         volume: str,
         target: Path | str,
@@ -106,17 +122,15 @@ class Node:
         cap: csi_pb2.VolumeCapability | None = None,
         readonly: bool = False,
         secrets: dict[str, str] | None = None,
-        timeout_s: float = PATIENCE_S,
         **context: str,
-    ) -> None:
-        """NodePublishVolume; the context's names have `__` for the slash of kubelet's own."""
-        request = csi_pb2.NodePublishVolumeRequest(
+    ) -> csi_pb2.NodePublishVolumeRequest:
+        """What kubelet sends; `context` is the volume's."""
+        return csi_pb2.NodePublishVolumeRequest(
             volume_id=volume, target_path=str(target), readonly=readonly,
             volume_capability=cap or capability(),
             secrets=SECRETS if secrets is None else secrets,
             volume_context={"store": "main", **context},
         )  # fmt: skip
-        self.node.NodePublishVolume(request, timeout=timeout_s)
 
     def unpublish(self, volume: str, target: Path | str, *, timeout_s: float = PATIENCE_S) -> None:
         self.node.NodeUnpublishVolume(
@@ -200,16 +214,22 @@ class Node:
 
 
 @contextlib.contextmanager
-def running_node(directory: Path, s3: S3Server, *options: str) -> Iterator[Node]:
-    """A node whose driver runs, gone at the end whatever happened."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with runnable_by_all(directory) as (command, environment):
-        node = Node(directory, s3, [command[0], "-c", START], environment)
-        try:
-            node.start(*options)
-            yield node
-        finally:
-            node.clean_up()
+def running_node(*options: str, **stores: str) -> Iterator[Node]:
+    """A node whose driver runs, gone at the end whatever happened. `stores` are URLs by name."""
+    # Not below pytest's own directory, which it keeps closing to other users.
+    directory = Path(tempfile.mkdtemp(prefix="node"))
+    directory.chmod(0o755)
+    try:
+        with runnable_by_all(directory) as (command, environment):
+            node = Node(directory, stores, [command[0], "-c", START], environment)
+            try:
+                node.start(*options)
+                yield node
+            finally:
+                node.clean_up()
+    finally:
+        if not any(one.mountpoint.is_relative_to(directory) for one in mounts.kernel_mounts()):
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def code_of(error: Any) -> grpc.StatusCode:

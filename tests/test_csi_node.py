@@ -1,0 +1,417 @@
+"""What kubelet asks of `fusefs-csi node`, over its socket, with real mounts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from csi.generated import csi_pb2
+from tests.conftest import Bucket
+from tests.support.csi_node import SECRETS, Mode, Node, capability, code_of, running_node
+from tests.support.faulty_s3 import FaultyS3
+from tests.support.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
+from tests.support.sharing import skip_without_fuse, until
+
+Code = grpc.StatusCode
+BLOCK = csi_pb2.VolumeCapability(block={}, access_mode={"mode": Mode.SINGLE_NODE_WRITER})
+
+
+@pytest.fixture(scope="module")
+def running(s3: S3Server, faulty: FaultyS3) -> Iterator[Node]:
+    skip_without_fuse()
+    if os.geteuid() != 0:
+        pytest.skip("the node service is root's")
+    with running_node(main=s3.endpoint_url, faulty=faulty.endpoint_url) as node:
+        yield node
+
+
+@pytest.fixture
+def node(running: Node, faulty: FaultyS3) -> Iterator[Node]:
+    """The module's node; each test has to leave nothing on it."""
+    yield running
+    faulty.clear()
+    assert running.leftovers() == []
+
+
+@contextlib.contextmanager
+def refused(code: grpc.StatusCode, *words: str) -> Iterator[None]:
+    """The call inside ends with this code, and says each of the words."""
+    with pytest.raises(grpc.RpcError) as error:
+        yield
+    told: Any = error.value
+    assert code_of(error) == code, told.details()
+    for word in words:
+        assert word in told.details()
+
+
+@pytest.fixture(scope="module")
+def data(shared: Bucket) -> Bucket:
+    shared.put("a/hello", b"hello")
+    return shared
+
+
+# --- the life of a volume -----------------------------------------------------------
+
+
+def test_a_volume_is_read_and_written_and_leaves_nothing(node: Node, data: Bucket) -> None:
+    target = node.target("pod")
+    node.publish("static", target, bucket=data.name, prefix="a")
+    assert (target / "hello").read_bytes() == b"hello"
+    (target / "new").write_bytes(b"new")
+    assert data.client.get_object(Bucket=data.name, Key="a/new")["Body"].read() == b"new"
+    node.unpublish("static", target)
+    assert node.leftovers() == []
+    data.delete("a/new")
+
+
+def test_pods_share_one_mount_until_the_last_of_them_goes(node: Node, data: Bucket) -> None:
+    targets = [node.target(f"pod-{number}") for number in range(3)]
+    for number, target in enumerate(targets):
+        node.publish("shared", target, readonly=number == 1, bucket=data.name, prefix="a")
+    assert len(node.roots()) == len(node.daemons()) == 1
+    with pytest.raises(OSError, match="Read-only"):
+        (targets[1] / "x").write_bytes(b"")
+    for target in targets:
+        assert (target / "hello").read_bytes() == b"hello"
+        node.unpublish("shared", target)
+        assert not target.exists()
+
+
+def test_a_reader_mode_makes_the_mount_itself_read_only(node: Node, data: Bucket) -> None:
+    target = node.target("pod")
+    node.publish(
+        "rox", target, cap=capability(Mode.MULTI_NODE_READER_ONLY), bucket=data.name, prefix="a"
+    )
+    assert "ro" in node.roots()[0].options.split(",")
+    node.unpublish("rox", target)
+
+
+def test_calls_may_be_repeated(node: Node, data: Bucket) -> None:
+    target = node.target("pod")
+    for _ in range(2):
+        node.publish("twice", target, bucket=data.name)
+    assert len(node.mounted()) == 2
+    for _ in range(2):
+        node.unpublish("twice", target)
+    node.unpublish("never-was", node.target("other-pod"))
+
+
+def test_an_inline_volume_lives_with_its_pods_secret_alone(node: Node, data: Bucket) -> None:
+    target = node.target("pod")
+    inline = {"csi.storage.k8s.io/ephemeral": "true", "bucket": data.name, "prefix": "a"}
+    with refused(Code.INVALID_ARGUMENT, "inline"):
+        node.publish("csi-1", target, secrets={}, **inline)
+    with refused(Code.INVALID_ARGUMENT, "endpoint"):
+        node.publish("csi-1", target, endpoint="http://169.254.169.254", **inline)
+    node.publish("csi-1", target, **inline)
+    assert (target / "hello").read_bytes() == b"hello"
+    node.unpublish("csi-1", target)
+
+
+def test_files_belong_to_the_pods_group(node: Node, data: Bucket) -> None:
+    target = node.target("pod")
+    node.publish("grouped", target, cap=capability(group="2345"), bucket=data.name, prefix="a")
+    found = (target / "hello").stat()
+    assert (found.st_gid, found.st_mode & 0o777) == (2345, 0o664)
+    node.unpublish("grouped", target)
+
+
+# --- publishing again ---------------------------------------------------------------
+
+
+def test_publishing_again_brings_fresh_keys_and_asks_neither_bucket_nor_mount(
+    node: Node, data: Bucket, faulty: FaultyS3
+) -> None:
+    target = node.target("pod")
+    volume = {"store": "faulty", "bucket": data.name, "prefix": "a"}
+    node.publish("again", target, **volume)
+    daemon = node.daemons()[0]
+    before = len(faulty.requests())
+    os.kill(daemon, signal.SIGSTOP)  # whoever looked at the mount would wait
+    try:
+        fresh = {"accessKeyId": "NEW", "secretAccessKey": "new-one"}
+        node.publish("again", target, timeout_s=20, secrets=fresh, **volume)
+        node.publish("again", target, secrets={"accessKeyId": "only"}, timeout_s=20, **volume)
+    finally:
+        os.kill(daemon, signal.SIGCONT)
+    assert len(faulty.requests()) == before
+    files = list((node.state / "credentials").glob("*/keys"))
+    assert ["NEW" in file.read_text() for file in files] == [True]
+    node.unpublish("again", target)
+
+
+def test_a_dead_mount_gets_a_new_one_on_top(node: Node, data: Bucket) -> None:
+    target = node.target("pod")
+    volume = {"bucket": data.name, "prefix": "a"}
+    node.publish("dying", target, **volume)
+    for deaths in range(1, 3):
+        node.kill_all()
+        until(lambda: not node.processes(), "they are dead")
+        node.publish("dying", target, **volume)
+        assert (target / "hello").read_bytes() == b"hello"
+        assert len([one for one in node.mounted() if one.mountpoint == target]) == deaths + 1
+    assert len(node.roots()) == 1
+    node.unpublish("dying", target)
+
+
+def test_a_dead_mount_is_unpublished(node: Node, data: Bucket) -> None:
+    target = node.target("pod")
+    node.publish("dead", target, bucket=data.name)
+    node.kill_all()
+    node.unpublish("dead", target)
+    assert data.client.list_objects_v2(Bucket=data.name)["KeyCount"] > 0
+
+
+def test_a_driver_that_was_killed_goes_on(node: Node, data: Bucket) -> None:
+    target = node.target("pod")
+    node.publish("on", target, bucket=data.name, prefix="a")
+    with (target / "hello").open("rb") as file:
+        node.kill()
+        node.start()
+        assert file.read() == b"hello"
+    node.publish("on", target, bucket=data.name, prefix="a")
+    assert len(node.mounted()) == 2
+    node.unpublish("on", target)
+
+
+def test_a_publish_that_was_cut_off_is_finished_by_the_next(
+    node: Node, data: Bucket, faulty: FaultyS3
+) -> None:
+    target = node.target("pod")
+    volume = {"store": "faulty", "bucket": data.name, "prefix": "a"}
+    slow = faulty.add("LIST", stall=True)
+    before = len(faulty.requests("LIST"))
+    call = node.node.NodePublishVolume.future(node.request("cut", target, **volume))
+    until(lambda: len(faulty.requests("LIST")) > before, "the bucket is asked")
+    node.kill()
+    call.cancel()
+    node.start()
+    faulty.remove(slow)
+    slow.release()
+    until(lambda: published(node, "cut", target, volume), "it is published")
+    assert (target / "hello").read_bytes() == b"hello"
+    node.unpublish("cut", target)
+
+
+def published(node: Node, volume_id: str, target: Path, volume: dict[str, str]) -> bool:
+    """Publish as kubelet does: again while the driver says that it is not final."""
+    try:
+        node.publish(volume_id, target, **volume)
+    except grpc.RpcError as error:
+        told: Any = error
+        assert told.code() in (Code.ABORTED, Code.UNAVAILABLE), told.details()
+        return False
+    return True
+
+
+# --- what is refused ----------------------------------------------------------------
+
+
+def test_wrong_keys_are_said_where_the_pods_events_show_it(node: Node, data: Bucket) -> None:
+    wrong = {"accessKeyId": "NOBODY", "secretAccessKey": "x"}
+    with refused(Code.UNAUTHENTICATED, f"s3://{data.name}/a/", "NOBODY", "request"):
+        node.publish("wrong", node.target("pod"), secrets=wrong, bucket=data.name, prefix="a")
+
+
+def test_a_missing_right_is_said(node: Node, data: Bucket, faulty: FaultyS3) -> None:
+    faulty.add("LIST", code="AccessDenied")
+    with refused(Code.PERMISSION_DENIED, "access denied", data.name, ACCESS_KEY, "request"):
+        node.publish("denied", node.target("pod"), store="faulty", bucket=data.name)
+
+
+def test_a_missing_bucket_is_said(node: Node) -> None:
+    with refused(Code.INVALID_ARGUMENT, "no such bucket"):
+        node.publish("none", node.target("pod"), bucket="there-is-none")
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"volume_id": ""}, "volume_id"),
+        ({"target_path": ""}, "target_path"),
+        ({"target_path": "relative/path"}, "target_path"),
+        ({"target_path": "/etc/../etc/x"}, "target_path"),
+        ({"target_path": "/etc/mount"}, "target_path"),
+        ({"volume_capability": None}, "volume_capability"),
+        ({"volume_capability": BLOCK}, "block"),
+        ({"volume_capability": csi_pb2.VolumeCapability(mount={})}, "access mode"),
+        ({"volume_capability": capability(group="staff")}, "volume_mount_group"),
+        ({"volume_capability": capability(flags=("suid",))}, "suid"),
+        ({"volume_context": {"store": "main"}}, "bucket"),
+        ({"volume_context": {"store": "other", "bucket": "bucket"}}, "store"),
+        ({"volume_context": {"store": "main", "bucket": "bucket", "prefix": "a/../b"}}, "prefix"),
+        ({"volume_context": {"store": "main", "bucket": "bucket", "cacheDir": "/etc"}}, "cacheDir"),
+        ({"secrets": {"accessKeyId": "x"}}, "secret_access_key"),
+        ({"secrets": {}, "volume_context": {"store": "main", "bucket": "bucket",
+                                            "roleArn": "arn:aws:iam::1:role/x"}}, "sts-url"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused_by_name(node: Node, change: dict[str, Any], word: str) -> None:
+    fields: dict[str, Any] = {
+        "volume_id": "bad", "target_path": str(node.target("pod")), "secrets": SECRETS,
+        "volume_capability": capability(), "volume_context": {"store": "main", "bucket": "bucket"},
+    }  # fmt: skip
+    request = csi_pb2.NodePublishVolumeRequest(**(fields | change))
+    with refused(Code.INVALID_ARGUMENT, word):
+        node.node.NodePublishVolume(request, timeout=30)
+
+
+def test_a_target_path_in_a_volume_is_refused(node: Node, data: Bucket) -> None:
+    target = node.target("pod")
+    node.publish("outer", target, bucket=data.name)
+    with refused(Code.INVALID_ARGUMENT, "target_path"):
+        node.publish("inner", target / "a" / "mount", bucket=data.name)
+    with refused(Code.INVALID_ARGUMENT, "target_path"):
+        node.unpublish("inner", target / "a" / "mount")
+    node.unpublish("outer", target)
+
+
+def test_a_published_path_takes_nothing_else(node: Node, data: Bucket) -> None:
+    target = node.target("pod")
+    node.publish("one", target, bucket=data.name, prefix="a")
+    for change in (
+        {"readonly": True},
+        {"cap": capability(Mode.SINGLE_NODE_MULTI_WRITER)},
+        {"cap": capability(group="5")},
+        {"prefix": "b"},
+    ):
+        with refused(Code.ALREADY_EXISTS):
+            node.publish("one", target, **{"bucket": data.name, "prefix": "a", **change})
+    with refused(Code.ALREADY_EXISTS):
+        node.publish("two", target, bucket=data.name, prefix="a")
+    node.publish("one", target, bucket=data.name, prefix="a", cap=capability(flags=("uid=5",)))
+    node.unpublish("two", target)
+    assert (target / "hello").read_bytes() == b"hello"
+    node.unpublish("one", target)
+
+
+@pytest.mark.parametrize(
+    ("mode", "code"),
+    [
+        ("SINGLE_NODE_WRITER", Code.FAILED_PRECONDITION),
+        ("SINGLE_NODE_READER_ONLY", Code.FAILED_PRECONDITION),
+        ("SINGLE_NODE_SINGLE_WRITER", Code.FAILED_PRECONDITION),
+        ("SINGLE_NODE_MULTI_WRITER", None),
+    ],
+)
+def test_how_many_paths_a_mode_allows(
+    node: Node, data: Bucket, mode: str, code: grpc.StatusCode | None
+) -> None:
+    first, second = node.target("pod-1"), node.target("pod-2")
+    cap = capability(Mode.Mode.Value(mode))
+    node.publish("counted", first, cap=cap, bucket=data.name)
+    with refused(code, "counted") if code else contextlib.nullcontext():
+        node.publish("counted", second, cap=cap, bucket=data.name)
+    node.publish("counted", first, cap=cap, bucket=data.name)
+    for target in (first, second):
+        node.unpublish("counted", target)
+
+
+@pytest.mark.parametrize("call", ["NodeUnpublishVolume", "NodeGetVolumeStats"])
+@pytest.mark.parametrize("missing", ["volume_id", "path"])
+def test_calls_without_a_field_are_refused(node: Node, call: str, missing: str) -> None:
+    path = "" if missing == "path" else str(node.target("pod"))
+    volume = "" if missing == "volume_id" else "volume"
+    if call == "NodeUnpublishVolume":
+        request = csi_pb2.NodeUnpublishVolumeRequest(volume_id=volume, target_path=path)
+    else:
+        request = csi_pb2.NodeGetVolumeStatsRequest(volume_id=volume, volume_path=path)
+    with refused(Code.INVALID_ARGUMENT, missing):
+        getattr(node.node, call)(request, timeout=10)
+
+
+# --- what is told -------------------------------------------------------------------
+
+
+def test_a_volumes_numbers_come_from_its_daemon_or_are_the_last_ones(
+    node: Node, data: Bucket
+) -> None:
+    target = node.target("pod")
+    node.publish("counted", target, bucket=data.name, prefix="a")
+    (target / "hello").read_bytes()
+    until(lambda: node.stats("counted", target).usage[0].used > 0, "something is used")
+    told = node.stats("counted", target)
+    assert {one.total for one in told.usage} == {one.available for one in told.usage} == {2**60}
+    os.kill(daemon := node.daemons()[0], signal.SIGSTOP)
+    try:
+        assert node.stats("counted", target).usage[0].used == told.usage[0].used
+    finally:
+        os.kill(daemon, signal.SIGCONT)
+    for volume, path in (("counted", node.target("other")), ("other", target)):
+        with refused(Code.NOT_FOUND):
+            node.stats(volume, path)
+    node.unpublish("counted", target)
+    with refused(Code.NOT_FOUND):
+        node.stats("counted", target)
+
+
+def test_a_node_tells_its_name_and_what_it_can(node: Node) -> None:
+    info = node.node.NodeGetInfo(csi_pb2.NodeGetInfoRequest(), timeout=10)
+    assert info.node_id == "node-1"
+    assert not info.HasField("accessible_topology")
+    told = node.node.NodeGetCapabilities(csi_pb2.NodeGetCapabilitiesRequest(), timeout=10)
+    types = csi_pb2.NodeServiceCapability.RPC
+    assert {one.rpc.type for one in told.capabilities} == {
+        types.GET_VOLUME_STATS, types.VOLUME_MOUNT_GROUP, types.SINGLE_NODE_MULTI_WRITER,
+    }  # fmt: skip
+    with refused(Code.UNIMPLEMENTED):
+        node.node.NodeStageVolume(csi_pb2.NodeStageVolumeRequest(volume_id="x"), timeout=10)
+
+
+# --- uploads and secrets ------------------------------------------------------------
+
+
+def test_what_could_not_be_uploaded_is_waited_for(
+    node: Node, data: Bucket, faulty: FaultyS3
+) -> None:
+    target = node.target("pod")
+    node.publish("slow", target, store="faulty", bucket=data.name, prefix="a", retryTime="1s")
+    fault = faulty.add("PUT", code="InternalError")
+    with pytest.raises(OSError), (target / "late").open("wb") as file:  # noqa: PT011
+        file.write(b"x" * 1000)
+    with refused(Code.ABORTED, "late", "1 files"):
+        node.unpublish("slow", target, timeout_s=5)
+    assert target.exists()
+    faulty.remove(fault)
+    node.unpublish("slow", target)
+    assert data.client.get_object(Bucket=data.name, Key="a/late")["Body"].read() == b"x" * 1000
+
+
+def test_secrets_are_nowhere_but_in_their_file(node: Node, data: Bucket) -> None:
+    target = node.target("pod")
+    node.publish("secret", target, bucket=data.name)
+    told = node.log.read_bytes()
+    for pid in (*node.processes(), node.process.pid if node.process else 0):
+        told += (
+            Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
+        )
+    for record in (node.state / "mounts").iterdir():
+        told += record.read_bytes()
+    assert SECRET_KEY.encode() not in told
+    for place in (node.cache, node.kubelet / "plugins"):
+        for directory, _, names in os.walk(place):
+            if directory == str(node.mounts):
+                break
+            for name in names:
+                assert SECRET_KEY.encode() not in Path(directory, name).read_bytes()
+    node.unpublish("secret", target)
+
+
+def test_a_daemon_is_a_user_of_its_identitys_own(node: Node, data: Bucket) -> None:
+    first, second = node.target("pod-1"), node.target("pod-2")
+    node.publish("keys", first, bucket=data.name)
+    node.publish("driver", second, secrets={}, bucket=data.name)
+    uids = {Path(f"/proc/{pid}").stat().st_uid for pid in node.daemons()}
+    assert len(uids) == 2
+    assert min(uids) >= 1_900_000_000
+    for pid in node.daemons():
+        assert "NoNewPrivs:\t1" in Path(f"/proc/{pid}/status").read_text()
+    node.unpublish("keys", first)
+    node.unpublish("driver", second)
