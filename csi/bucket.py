@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +19,13 @@ from csi.stores import Store
 from fusefs.kinds import Addressing
 from fusefs.store.errors import (
     NO_CREDENTIALS,
+    AccessDeniedError,
     CredentialsError,
     ExistsError,
     NotFoundError,
     StaleVersionError,
     StoreError,
+    UnsupportedError,
     from_code,
     translate,
 )
@@ -30,6 +33,8 @@ from fusefs.store.errors import (
 DEFAULT_REGION = "us-east-1"
 # The most that one LIST tells and one DeleteObjects takes.
 PAGE = 1000
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,18 +131,26 @@ class Bucket:
                 raise failure.kind(f"{failure.sentence} on {whom} as {self._whose}")
 
     def abort_uploads(self, prefix: str) -> None:
-        """Abort the multipart uploads below `prefix` that nobody has completed."""
-        with self._told(prefix):
-            pages = self._client.get_paginator("list_multipart_uploads").paginate(
-                Bucket=self.name, Prefix=prefix
-            )
-            for page in pages:
-                for upload in page.get("Uploads", []):
-                    if not upload["Key"].startswith(prefix):
-                        continue
+        """Abort the multipart uploads below `prefix` that nobody has completed.
+
+        They are no objects, and a store that does not let one list them or
+        cannot is left alone.
+        """
+        try:
+            with self._told(prefix):
+                for key, upload_id in self._uploads(prefix):
                     self._client.abort_multipart_upload(
-                        Bucket=self.name, Key=upload["Key"], UploadId=upload["UploadId"]
+                        Bucket=self.name, Key=key, UploadId=upload_id
                     )
+        except (AccessDeniedError, UnsupportedError) as error:
+            log.warning("unfinished uploads are left: %s", error)
+
+    def _uploads(self, prefix: str) -> list[tuple[str, str]]:
+        pages = self._client.get_paginator("list_multipart_uploads").paginate(
+            Bucket=self.name, Prefix=prefix
+        )
+        found = [upload for page in pages for upload in page.get("Uploads", [])]
+        return [(one["Key"], one["UploadId"]) for one in found if one["Key"].startswith(prefix)]
 
     @contextlib.contextmanager
     def _told(self, key: str) -> Iterator[None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
 
 import grpc
 
@@ -30,7 +31,7 @@ from csi.generated import csi_pb2, csi_pb2_grpc
 from csi.keys import keys_from
 from csi.options import check_attributes
 from csi.stores import Stores
-from csi.volume_records import Prefixes, Record, RecordError
+from csi.volume_records import Record, RecordError, Records
 from csi.volumes import (
     LOCATION_KEYS,
     VolumeId,
@@ -77,7 +78,7 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
         # By volume id, for creating knows only a name before it has begun.
         self._claims = Claims()
         self._deletions = Deletions()
-        self._prefixes = Prefixes()
+        self._records = Records()
 
     def ControllerGetCapabilities(
         self, request: csi_pb2.ControllerGetCapabilitiesRequest, context: grpc.ServicerContext
@@ -135,7 +136,8 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
         location = location_of(attributes, self._stores)
         attributes["store"] = location.store.name
         _check_settings(attributes, request.volume_capabilities)
-        record = Record(request.name, prefix, deletes, self._cluster, size, attributes)
+        now = datetime.now(UTC).isoformat()
+        record = Record(request.name, prefix, deletes, self._cluster, size, attributes, now)
         return record, new_volume_id(location.store.name, location.bucket, request.name)
 
     def DeleteVolume(
@@ -150,7 +152,7 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
         bucket = self._bucket(volume, request.secrets)
 
         def work(progress: Progress) -> None:
-            delete(bucket, volume, self._cluster, self._prefixes, progress)
+            delete(bucket, volume, self._cluster, self._records, progress)
 
         try:
             with self._claims.claim(str(volume)):

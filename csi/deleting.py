@@ -20,7 +20,7 @@ from concurrent.futures import Future
 
 from csi.bucket import Bucket
 from csi.errors import AbortedError
-from csi.volume_records import Prefixes, Record, RecordError, key_of, read
+from csi.volume_records import Record, RecordError, Records, key_of, read
 from csi.volumes import VolumeId, new_volume_id, overlap
 
 # How long before a call's deadline it is answered.
@@ -106,7 +106,7 @@ class Deletions:
 
 
 def delete(
-    bucket: Bucket, volume: VolumeId, cluster: str, prefixes: Prefixes, progress: Progress
+    bucket: Bucket, volume: VolumeId, cluster: str, records: Records, progress: Progress
 ) -> None:
     """End a volume: its data, if they are to go, and then its record.
 
@@ -126,7 +126,7 @@ def delete(
         return
     why = _why_retained(record, volume, cluster)
     if not why:
-        why = _delete_data(bucket, volume, record.prefix, prefixes, progress)
+        why = _delete_data(bucket, volume, record, records, progress)
     bucket.delete(key_of(volume))
     where = f"s3://{volume.bucket}/{record.prefix}"
     if why:
@@ -149,31 +149,42 @@ def _why_retained(record: Record, volume: VolumeId, cluster: str) -> str:
 
 
 def _delete_data(
-    bucket: Bucket, volume: VolumeId, prefix: str, prefixes: Prefixes, progress: Progress
+    bucket: Bucket, volume: VolumeId, record: Record, records: Records, progress: Progress
 ) -> str:
     """Delete all below the prefix; or stop, and say which other volume may have a part of it."""
     # Once more after the last object: a node may have been uploading still.
     is_empty = False
     while not is_empty:
         is_empty = True
-        for page in bucket.pages(prefix):
+        for page in bucket.pages(record.prefix):
             is_empty = False
-            why = _why_shared(bucket, volume, prefix, prefixes)
+            why = _why_shared(bucket, volume, record, records)
             if why:
                 return why
             bucket.delete_all([item.key for item in page])
             progress.deleted += len(page)
-    why = _why_shared(bucket, volume, prefix, prefixes)
+    why = _why_shared(bucket, volume, record, records)
     if not why:
-        bucket.abort_uploads(prefix)
+        bucket.abort_uploads(record.prefix)
     return why
 
 
-def _why_shared(bucket: Bucket, volume: VolumeId, prefix: str, prefixes: Prefixes) -> str:
+def _why_shared(bucket: Bucket, volume: VolumeId, record: Record, records: Records) -> str:
+    """Which other volume may have a part of the data; "" if none may.
+
+    Raises:
+        AbortedError: this volume's record is not there any more, or is another one:
+            another driver has ended the volume, and what is here now is not its data.
+    """
+    own = None
     try:
-        for key, other in prefixes.of_others(bucket, volume):
-            if overlap(prefix, other):
-                return f"the volume of {key} has {other!r}"
+        for key, other in records.now(bucket):
+            if key == key_of(volume):
+                own = other
+            elif overlap(record.prefix, other.prefix):
+                return f"the volume of {key} has {other.prefix!r}"
     except RecordError as error:
         return f"another volume may have a part of it: {error}"
+    if own != record:
+        raise AbortedError(f"volume {volume}: another driver has deleted it")
     return ""

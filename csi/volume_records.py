@@ -34,6 +34,7 @@ class Record:
     """One volume. `name` is the caller's, `attributes` are the volume's context.
 
     `cluster` is the id of the cluster that made it, "" if it was not told.
+    `made_at` tells a volume from an earlier one of the same name.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Record:
     cluster: str
     capacity_bytes: int
     attributes: Mapping[str, str]
+    made_at: str
     format: int = FORMAT
 
     def to_json(self) -> bytes:
@@ -66,6 +68,7 @@ class Record:
                 and normal_prefix(record.prefix) == record.prefix
                 and isinstance(record.deletes, bool)
                 and isinstance(record.cluster, str)
+                and isinstance(record.made_at, str)
                 and isinstance(record.capacity_bytes, int)
                 and isinstance(attributes, dict)
                 and all(isinstance(value, str) for value in attributes.values())
@@ -99,30 +102,28 @@ def read(bucket: Bucket, volume: VolumeId) -> Record | None:
         return None
 
 
-class Prefixes:
-    """The prefixes of the volumes that have a record. Any thread may ask.
+class Records:
+    """The records of whole buckets. Any thread may ask.
 
     A record never changes, so one that was read under an ETag is known for good.
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, Listed], str] = {}
+        self._known: dict[tuple[str, Listed], Record] = {}
 
-    def of_others(self, bucket: Bucket, volume: VolumeId) -> Iterator[tuple[str, str]]:
-        """The keys of the records of all other volumes in the bucket now, and their prefixes.
+    def now(self, bucket: Bucket) -> Iterator[tuple[str, Record]]:
+        """The records that are in the bucket now, with their keys.
 
         Raises:
             RecordError: one cannot be read; the sentence has its key.
             StoreError: S3 could not tell.
         """
-        own = key_of(volume)
         for page in bucket.pages(FOLDER):
-            others = [item for item in page if item.key != own]
-            self._learn(bucket, [item for item in others if (bucket.url, item) not in self._known])
-            for item in others:
-                prefix = self._known.get((bucket.url, item))
-                if prefix is not None:
-                    yield item.key, prefix
+            self._learn(bucket, [item for item in page if (bucket.url, item) not in self._known])
+            for item in page:
+                record = self._known.get((bucket.url, item))
+                if record is not None:
+                    yield item.key, record
 
     def _learn(self, bucket: Bucket, items: list[Listed]) -> None:
         def read_one(item: Listed) -> bytes | None:
@@ -138,6 +139,6 @@ class Prefixes:
                 if body is None:
                     continue
                 try:
-                    self._known[bucket.url, item] = Record.from_json(body).prefix
+                    self._known[bucket.url, item] = Record.from_json(body)
                 except RecordError as error:
                     raise RecordError(f"{item.key} {error}") from error

@@ -584,8 +584,50 @@ def test_many_objects_are_deleted_page_by_page(
     delete(driver, volume.volume_id)
     assert keys_in(bucket) == {record_key(f"pvc-{number}") for number in range(7)}
     assert len(faulty.requests("DELETE MANY")) == 3
-    # The other volumes' records are asked for once, however often they are listed.
-    assert len(faulty.requests("GET")) == 1 + 7
+    # Each record is asked for once, however often they are listed; its own before that.
+    assert len(faulty.requests("GET")) == 1 + 8
+
+
+def test_uploads_that_cannot_be_listed_do_not_keep_a_volume(
+    driver: Driver, bucket: Bucket, faulty: FaultyS3
+) -> None:
+    volume = create(driver, bucket.name, store="faulty", onDelete="delete")
+    bucket.put(f"{NAME}/data", b"")
+    faulty.add("UPLOADS", code="AccessDenied")
+    delete(driver, volume.volume_id)
+    assert keys_in(bucket) == set()
+
+
+@pytest.mark.parametrize("operation", ["GET", "LIST", "DELETE MANY", "UPLOADS", "DELETE"])
+def test_a_deletion_goes_on_where_an_answer_was_lost(
+    driver: Driver, bucket: Bucket, faulty: FaultyS3, operation: str
+) -> None:
+    volume = create(driver, bucket.name, store="faulty", onDelete="delete")
+    bucket.put(f"{NAME}/data", b"")
+    faulty.add(operation, times=1, lose_answer=True)
+    delete(driver, volume.volume_id)
+    assert keys_in(bucket) == set()
+
+
+def test_a_driver_that_was_left_behind_deletes_nothing_of_a_later_volume(
+    driver: Driver, stores: Stores, bucket: Bucket, faulty: FaultyS3
+) -> None:
+    volume = create(driver, bucket.name, store="faulty", onDelete="delete")
+    bucket.put(f"{NAME}/data", b"")
+    held = Held(faulty, "LIST")
+    with (
+        serving([ControllerService(stores, CLUSTER)]) as successor,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        left_behind = pool.submit(delete, driver, volume.volume_id)
+        assert held.begun.wait(PATIENCE_S)
+        delete(successor, volume.volume_id)
+        create(successor, bucket.name, store="faulty", onDelete="delete")
+        bucket.put(f"{NAME}/data", b"precious")
+        held.let_go()
+        error: Any = left_behind.exception()
+    assert error.code() is Code.ABORTED
+    assert keys_in(bucket) == {f"{NAME}/data", record_key()}
 
 
 def test_a_deletion_that_failed_is_finished_by_the_next_call(
