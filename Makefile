@@ -1,4 +1,4 @@
-# make setup   the virtual environment in .venv, and the system packages it needs
+# make setup   the virtual environment in .venv, the system packages it needs, the gRPC modules
 # make demo    mount a real S3 server's bucket and read it, in under two minutes
 # make test    style, types and tests
 # make storm   daemons killed, stopped and upgraded by the hundred, for ten minutes and more
@@ -40,5 +40,5 @@ bench: $(STAMP)
 	$(BIN)/python -m bench
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist *.egg-info csi/generated/*_pb2* .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
