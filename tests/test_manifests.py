@@ -570,11 +570,13 @@ def test_tokens_are_for_the_audience_that_aws_expects() -> None:
 def test_a_store_in_the_cluster_is_known_reachable_and_has_its_keys(tmp_path: Path) -> None:
     documents = render(MANIFESTS / "overlays/in-cluster-store")
     known = stores.read_stores(stores_file(documents, tmp_path))
-    secret = "csi.storage.k8s.io/provisioner-secret-name"
-    role = find(documents, "Role", "fusefs-csi-provisioner-secret")
+    role = find(documents, "Role", "fusefs-csi-store-secret")
     for storage_class in every(documents, "StorageClass"):
         parameters = storage_class["parameters"]
-        assert parameters[secret] in role["rules"][0]["resourceNames"]
+        for use in ("provisioner", "controller-expand"):
+            secret = parameters[f"csi.storage.k8s.io/{use}-secret-name"]
+            assert secret in role["rules"][0]["resourceNames"]
+            assert parameters[f"csi.storage.k8s.io/{use}-secret-namespace"] == "fusefs-csi"
         store = known.named(parameters["store"])
     policy = find(documents, "NetworkPolicy", "fusefs-csi-store")["spec"]
     [way] = policy["egress"]
