@@ -63,7 +63,7 @@ def copy_sources(stage: Stage, directory: Path) -> None:
         for source in sources:
             target = directory / destination
             if (PROJECT / source).is_dir():
-                ignored = shutil.ignore_patterns("__pycache__", "generated")
+                ignored = shutil.ignore_patterns("__pycache__", "*_pb2*")
                 shutil.copytree(PROJECT / source, target, ignore=ignored, dirs_exist_ok=True)
             else:
                 is_directory = destination.endswith("/")

@@ -1,0 +1,166 @@
+"""The image: pinned, without a compiler, and with a package that runs.
+
+The steps need a base image and minutes, so CI builds only the package, as the Dockerfile does. With
+IMAGE_ROOT=1 all steps are run in a fresh Debian root (root, mmdebstrap and a package mirror are
+needed; it stands for the base image, which no test here can fetch).
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.support.image import (
+    PROJECT,
+    Stage,
+    build,
+    copied,
+    copy_sources,
+    run_in,
+    size_of,
+    stages,
+)
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def found() -> list[Stage]:
+    return stages((PROJECT / "Dockerfile").read_text())
+
+
+def pins(name: str) -> dict[str, tuple[str, int]]:
+    """Package to version and number of hashes."""
+    text = (PROJECT / "image" / name).read_text().replace("\\\n", "")
+    return {
+        line.split("==")[0]: (line.split("==")[1].split()[0], line.count("--hash=sha256:"))
+        for line in text.splitlines()
+        if "==" in line
+    }
+
+
+def test_the_dockerfile_passes_its_linter() -> None:
+    hadolint = Path(sys.executable).with_name("hadolint")
+    done = subprocess.run(
+        [hadolint, PROJECT / "Dockerfile"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_the_base_is_pinned_by_its_digest(found: list[Stage]) -> None:
+    names = {stage.name for stage in found}
+    outside = [stage.base for stage in found if stage.base not in names]
+    assert len(outside) == 1
+    assert re.fullmatch(r"debian:[\w-]+@sha256:[0-9a-f]{64}", outside[0])
+
+
+def test_what_compiles_is_not_in_the_image(found: list[Stage]) -> None:
+    by_name = {stage.name: stage for stage in found}
+    image = found[-1]
+    installed = " ".join([*image.texts("RUN"), *by_name[image.base].texts("RUN")])
+    assert not re.search(r"\b(gcc|[\w-]+-dev|pip|venv|make)\b", installed)
+    assert image.texts("COPY") == ["--from=build /opt/fusefs /opt/fusefs"]
+
+
+def test_what_the_program_needs_is_pinned_with_hashes() -> None:
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())
+    wanted = [
+        *project["project"]["dependencies"],
+        *project["project"]["optional-dependencies"]["csi"],
+    ]
+    pinned = pins("requirements.txt")
+    for requirement in map(Requirement, wanted):
+        version, _ = pinned[requirement.name]
+        assert requirement.specifier.contains(version), requirement
+    assert all(hashes for _, hashes in pinned.values())
+
+
+def test_what_builds_is_pinned_and_of_the_same_grpc() -> None:
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())
+    builds, runs = pins("build.txt"), pins("requirements.txt")
+    for requirement in map(Requirement, project["build-system"]["requires"]):
+        version, hashes = builds[requirement.name]
+        assert requirement.specifier.contains(version), requirement
+        assert hashes
+    assert builds["protobuf"][0] == runs["protobuf"][0]
+    assert builds["grpcio-tools"][0] == runs["grpcio"][0]
+
+
+def test_the_context_has_what_is_copied_and_nothing_else(found: list[Stage]) -> None:
+    lines = (PROJECT / ".dockerignore").read_text().splitlines()
+    assert "*" in lines
+    kept = {line.removeprefix("!") for line in lines if line.startswith("!")}
+    used = {
+        source.split("/")[0]
+        for stage in found
+        for sources, _ in copied(stage)
+        for source in sources
+    }
+    assert kept == used
+
+
+def test_the_image_runs_as_an_ordinary_user_under_an_init(found: list[Stage]) -> None:
+    image = found[-1]
+    [user] = image.texts("USER")
+    assert int(user.partition(":")[0]) > 0
+    [entry] = image.texts("ENTRYPOINT")
+    assert ast.literal_eval(entry) == ["/usr/bin/tini", "--", "fusefs-csi"]
+
+
+def test_the_package_that_the_image_installs_runs(found: list[Stage], tmp_path: Path) -> None:
+    [stage] = (stage for stage in found if stage.name == "build")
+    sources, target = tmp_path / "src", tmp_path / "installed"
+    sources.mkdir()
+    copy_sources(stage, sources)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run(
+        [*pip, "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", tmp_path, sources],
+        check=True,
+    )
+    [wheel] = tmp_path.glob("*.whl")
+    subprocess.run(
+        [*pip, "install", "--no-index", "--no-deps", "--target", target, wheel], check=True
+    )
+    # -S: nothing of this checkout, which is installed here, too; only the dependencies.
+    path = [str(target), sysconfig.get_path("purelib")]
+    code = f"import sys; sys.path[:0] = {path}; from csi.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code, "--help"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    for command in ("node", "controller", "daemons"):
+        assert command in done.stdout
+    assert not (target / "tests").exists()
+
+
+@pytest.mark.skipif("IMAGE_ROOT" not in os.environ, reason="takes minutes: IMAGE_ROOT=1")
+def test_all_steps_run_in_a_fresh_root(found: list[Stage], tmp_path: Path) -> None:
+    if os.geteuid() != 0 or shutil.which("mmdebstrap") is None:
+        pytest.skip("needs root and mmdebstrap")
+    root = build(found, tmp_path)
+    try:
+        user = found[-1].texts("USER")[0]
+        told = run_in(root, "fusefs-csi --version && fusefs --version", user=user)
+        assert told.startswith("fusefs-csi ")
+        run_in(root, "fusefs-csi node --help && fusefs-csi controller --help", user=user)
+        run_in(root, "/opt/fusefs/bin/python -c 'import pyfuse3'", user=user)
+        assert run_in(root, "command -v gcc cc pip || echo none", user=user).strip() == "none"
+        own = size_of(root / "opt/fusefs")
+        print(f"/opt/fusefs {own / MIB:.0f} MiB, all {size_of(root) / MIB:.0f} MiB")
+        assert own < 120 * MIB
+    finally:
+        shutil.rmtree(tmp_path)
