@@ -1,173 +1,68 @@
-"""Changes of names: mkdir, unlink, rmdir, rename, symlinks.
-
-A directory is a marker object (its prefix, empty) or what lies below a prefix.
-What this mount empties stays a directory, by a marker of its own, until rmdir.
+"""Changes of names, with renames.
 
 A rename is a copy on the server and then a delete, so that at every moment an
 object is there under its old or its new name; of a directory, all copies come
-before the first delete. A file that was never uploaded only changes its name.
-
-A request may come twice, if the process that did it died before it answered.
-Each is put on record before it is begun, and what a repeated one finds done
-is success.
+before the first delete (renaming.py). A file that was never uploaded only
+changes its name.
 """
 
 from __future__ import annotations
 
 import errno
-import os
-import stat
-import tempfile
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
 
-import trio
-
+from fusefs.cache.files import FileCache
 from fusefs.posix import names
 from fusefs.posix.answers import Caller
+from fusefs.posix.copying import Copies, copy_current
 from fusefs.posix.directories import Directories
+from fusefs.posix.handles import HandleTable
 from fusefs.posix.inodes import Inode, InodeTable
 from fusefs.posix.journal import NodeLog
-from fusefs.posix.meta import PERMISSIONS, Meta
-from fusefs.posix.segments import ABSENT, Absent, Entry
+from fusefs.posix.moving import Mover
+from fusefs.posix.naming import Naming
+from fusefs.posix.renaming import Renames
+from fusefs.posix.segments import Absent, Entry
+from fusefs.posix.staging import Staged
 from fusefs.posix.writing import Writer
-from fusefs.store.base import ObjectInfo, Store
-from fusefs.store.errors import NotFoundError
+from fusefs.store.base import ObjectInfo, ObjectVersion, Store
+from fusefs.store.errors import NotFoundError, StoreError
 
 RENAME_NOREPLACE = 1
-# Copies of a directory's rename that run side by side.
-COPIES_AT_ONCE = 16
 
 
-class Changes:
-    """The changes of one mount's names. Belongs to the event loop."""
+class Changes(Naming):
+    """The changes of one mount's names. Belongs to the event loop.
+
+    `renames` is the directory of the records of renames; `run` takes care of
+    those that nobody waits for.
+    """
 
     def __init__(
         self,
         store: Store,
         directories: Directories,
+        cache: FileCache,
         inodes: InodeTable,
+        handles: HandleTable,
         writer: Writer,
         log: NodeLog,
+        renames: Path,
+        *,
+        may_delete: bool = True,
     ) -> None:
-        self._store = store
-        self._directories = directories
-        self._inodes = inodes
-        self._writer = writer
-        self._log = log
-        # Requests that an earlier process had begun.
-        self.begun: set[int] = set()
+        super().__init__(store, directories, inodes, writer, log, may_delete=may_delete)
+        self._mover = Mover(directories, cache, writer.staging, inodes, handles)
+        self._renames = Renames(
+            store, renames, writer.staging.source, inodes.prefix, writer.empty, self._switch
+        )
+        self.run = self._renames.run
 
-    def _begin(self, caller: Caller) -> bool:
-        """Put a request on record; tell whether it may have been done before."""
-        if caller.unique in self.begun:
-            return True
-        self._log.begun(caller.unique)
-        return False
-
-    async def _find(self, parent: Inode, name: str) -> Entry | Absent:
-        directory = self._directories.get(self._inodes.key(parent))
-        return (await self._directories.lookup(directory, name))[0]
-
-    # Making
-
-    async def mkdir(self, parent: Inode, name: str, mode: int, caller: Caller) -> Inode:
-        is_repeated = self._begin(caller)
-        prefix = self._inodes.key(parent)
-        if not is_repeated and not isinstance(await self._find(parent, name), Absent):
-            raise OSError(errno.EEXIST, name)
-        meta = Meta(stat.S_IFDIR | mode & PERMISSIONS, caller.uid, caller.gid)
-        await self._writer.put_marker(prefix + name + "/", meta)
-        self._directories.changed(prefix, name, None)
-        inode = self._inodes.resolve(parent, name, None, prefix + name + "/")
-        inode.meta = meta
-        inode.packed = None
-        return inode
-
-    async def symlink(self, parent: Inode, name: str, target: bytes, caller: Caller) -> Inode:
-        is_repeated = self._begin(caller)
-        prefix = self._inodes.key(parent)
-        if not is_repeated and not isinstance(await self._find(parent, name), Absent):
-            raise OSError(errno.EEXIST, name)
-        meta = Meta(stat.S_IFLNK | 0o777, caller.uid, caller.gid)
-        with tempfile.TemporaryFile() as file:
-            file.write(target)
-            file.flush()
-            info = await self._store.put_file(
-                prefix + name, file.fileno(), len(target), metadata=meta.as_metadata(),
-                content_type=None,
-            )  # fmt: skip
-        self._directories.changed(prefix, name, info)
-        inode = self._inodes.create(parent, name, info, prefix + name)
-        inode.meta = meta
-        return inode
-
-    async def change_directory(self, inode: Inode, meta: Meta) -> None:
-        """Give a directory another mode, owner or time."""
-        await self._writer.put_marker(self._inodes.key(inode), meta)
-        inode.meta = meta
-
-    # Removing
-
-    async def unlink(self, parent: Inode, name: str, caller: Caller) -> None:
-        is_repeated = self._begin(caller)
-        prefix = self._inodes.key(parent)
-        found = await self._find(parent, name)
-        if isinstance(found, Absent):
-            if is_repeated:
-                return
-            raise OSError(errno.ENOENT, name)
-        if found is None:
-            raise OSError(errno.EISDIR, name)
-        inode = self._current(parent, name)
-        staged = inode.staged if inode is not None else None
-        if inode is not None:
-            await self._writer.forget_unlinked(inode)
-        if staged is None or staged.etag is not None:
-            await self._store.delete(prefix + name)
-        self._gone(parent, name)
-        await self._keep_directory(parent)
-
-    async def rmdir(self, parent: Inode, name: str, caller: Caller) -> None:
-        is_repeated = self._begin(caller)
-        prefix = self._inodes.key(parent) + name + "/"
-        found = await self._find(parent, name)
-        if isinstance(found, Absent):
-            if is_repeated:
-                return
-            raise OSError(errno.ENOENT, name)
-        if found is not None:
-            raise OSError(errno.ENOTDIR, name)
-        if not await self._is_empty(prefix):
-            raise OSError(errno.ENOTEMPTY, name)
-        await self._store.delete(prefix)
-        self._gone(parent, name)
-        await self._keep_directory(parent)
-
-    async def _is_empty(self, prefix: str) -> bool:
-        if self._directories.local.has_lasting(prefix):
-            return False
-        page = await self._store.list_page(prefix, delimiter="", max_keys=2)
-        return all(info.key == prefix for info in page.objects)
-
-    async def _keep_directory(self, directory: Inode) -> None:
-        """Give a directory a marker if nothing else makes it one any more."""
-        prefix = self._inodes.key(directory)
-        if directory.parent is None or self._directories.local.has_lasting(prefix):
-            return
-        page = await self._store.list_page(prefix, delimiter="", max_keys=1)
-        if not page.objects:
-            meta = directory.meta or Meta(stat.S_IFDIR | 0o755, os.geteuid(), os.getegid())
-            await self._writer.put_marker(prefix, meta)
-
-    def _gone(self, parent: Inode, name: str) -> None:
-        inode = self._current(parent, name)
-        if inode is not None:
-            self._inodes.supersede(inode)
-        self._directories.changed(self._inodes.key(parent), name, ABSENT)
-
-    def _current(self, parent: Inode, name: str) -> Inode | None:
-        return (parent.children or {}).get(name)
-
-    # Renaming
+    def describe_renames(self) -> list[dict[str, Any]]:
+        """The renames of directories that are not finished, for people to read."""
+        return self._renames.describe()
 
     async def rename(
         self, parent: Inode, name: str, to: Inode, new_name: str, flags: int, caller: Caller
@@ -176,117 +71,164 @@ class Changes:
             raise OSError(errno.EINVAL, "an exchange cannot be done in one step")
         if not names.is_expressible(new_name):
             raise OSError(errno.EINVAL, new_name)
-        is_repeated = self._begin(caller)
-        found, target = await self._find(parent, name), await self._find(to, new_name)
-        if isinstance(found, Absent):
-            if is_repeated and not isinstance(target, Absent):
-                return
-            raise OSError(errno.ENOENT, name)
-        if not isinstance(target, Absent) and not is_repeated:
-            if flags & RENAME_NOREPLACE:
-                raise OSError(errno.EEXIST, new_name)
-            await self._check_target(found, target, self._inodes.key(to) + new_name + "/")
         if (parent, name) == (to, new_name):
             return
-        if found is None:
-            await self._rename_directory(parent, name, to, new_name)
-        else:
-            await self._rename_file(parent, name, to, new_name, found)
-        await self._keep_directory(parent)
+        is_repeated = self._is_repeated(caller)
+        if await self._finish_others(parent, name, to, new_name) and is_repeated:
+            return
+        async with self._changing(caller, parent, to):
+            found, target = await self._find(parent, name), await self._find(to, new_name)
+            if isinstance(found, Absent) and (isinstance(target, Absent) or not is_repeated):
+                raise OSError(errno.ENOENT, name)
+            if not is_repeated:
+                await self._check_target(found, target, to, new_name, flags)
+            self._begin(caller)
+            await self._keep_directory(parent, name)
+            if found is None:
+                await self._rename_directory(parent, name, to, new_name, target)
+            elif target is not None:
+                await self._rename_file(parent, name, to, new_name, found, target)
 
-    async def _check_target(self, found: Entry, target: Entry, prefix: str) -> None:
+    async def _finish_others(self, parent: Inode, name: str, to: Inode, new_name: str) -> bool:
+        """Have no unfinished rename in the way of a directory's; tell if this was one of them."""
+        if await self._find(parent, name) is not None and not self._renames.describe():
+            return False
+        old = self._inodes.key(parent) + name + "/"
+        new = self._inodes.key(to) + new_name + "/"
+        one = self._renames.find(old, new)
+        has_taken_place = one is not None and await self._renames.finish(one)
+        await self._renames.finish_overlapping(old, new)
+        return has_taken_place
+
+    async def _check_target(
+        self, found: Entry | Absent, target: Entry | Absent, to: Inode, name: str, flags: int
+    ) -> None:
+        if isinstance(target, Absent):
+            return
+        if flags & RENAME_NOREPLACE:
+            raise OSError(errno.EEXIST, name)
         if found is None and target is not None:
-            raise OSError(errno.ENOTDIR, prefix)
+            raise OSError(errno.ENOTDIR, name)
         if found is not None and target is None:
-            raise OSError(errno.EISDIR, prefix)
-        if target is None and not await self._is_empty(prefix):
-            raise OSError(errno.ENOTEMPTY, prefix)
+            raise OSError(errno.EISDIR, name)
+        if target is None and not await self._is_empty(self._inodes.key(to) + name + "/"):
+            raise OSError(errno.ENOTEMPTY, name)
+        if target is not None:
+            self._check_deleting(name)
 
     async def _rename_file(
-        self, parent: Inode, name: str, to: Inode, new_name: str, info: ObjectInfo
-    ) -> None:
-        old_prefix, new_prefix = self._inodes.key(parent), self._inodes.key(to)
-        inode = self._current(parent, name)
-        replaced = self._current(to, new_name)
-        if replaced is not None and replaced is not inode:
-            await self._writer.forget_unlinked(replaced)
-        staged = inode.staged if inode is not None else None
-        if inode is None or staged is None:
-            new = await self._store.copy(info.version, new_prefix + new_name, metadata=None)
-            await self._store.delete(old_prefix + name)
-            self._directories.changed(old_prefix, name, ABSENT)
-            if inode is not None:
-                self._inodes.move(inode, to, new_name)
-                self._inodes.replace_version(inode, new)
-            self._directories.changed(new_prefix, new_name, new)
-            return
-        async with staged.lock:
-            had = staged.etag
-            copied: ObjectInfo | None = None
-            if had is not None and not staged.is_dirty:
-                assert inode.info is not None
-                copied = await self._store.copy(inode.info.version, new_prefix + new_name)
-            staged.etag = copied.etag if copied is not None else None
-            self._inodes.move(inode, to, new_name)
-            if copied is not None:
-                self._inodes.replace_version(inode, copied)
-            self._writer.staging.record(staged)
-            self._directories.changed(old_prefix, name, ABSENT)
-            assert inode.info is not None
-            self._directories.changed(new_prefix, new_name, inode.info, lasting=True)
-        if had is not None:
-            # The old object goes when the new one is there.
-            await self._writer.upload(staged)
-            await self._store.delete(old_prefix + name)
-        await self._writer.finish(inode)
+        self, parent: Inode, name: str, to: Inode, new_name: str,
+        found: ObjectInfo | Absent, target: ObjectInfo | Absent,
+    ) -> None:  # fmt: skip
+        """Rename a file; `found` is ABSENT if nothing is left to be done in the bucket."""
+        old_key, new_key = self._inodes.key(parent) + name, self._inodes.key(to) + new_name
+        inode, replaced = self._current(parent, name), self._current(to, new_name)
+        async with AsyncExitStack() as stack:
+            staged = await self._held(stack, inode)
+            rival = await self._held(stack, replaced)
+            copied: tuple[ObjectInfo, ObjectInfo] | None = None
+            if isinstance(found, Absent):
+                if inode is None or inode.info is None:
+                    return
+                copied = inode.info, await self._store.head(new_key)
+            elif staged is None:
+                copied = await self._copy(found, new_key)
+            elif inode is not None and inode.info is not None and staged.etag == inode.info.etag:
+                copied = await self._copy(inode.info, new_key)
+            moved = {copied[0].version: copied[1]} if copied is not None else {}
+            left = await self._mover.move_cached(moved)
+            if not isinstance(found, Absent) and (staged is None or staged.etag is not None):
+                await self._delete_copied(old_key, copied, is_new=isinstance(target, Absent))
+            if rival is not None:
+                self._unlink_staged(rival)
+            if staged is not None:
+                staged.etag = _etag_under(staged, copied, rival, target)
+            self._mover.move_file(inode, parent, name, to, new_name, moved, left)
+            if staged is not None:
+                self._writer.staging.record(staged)
+        self._let_go(rival)
+        if inode is not None:
+            self._writer.released(inode)
 
-    async def _rename_directory(self, parent: Inode, name: str, to: Inode, new_name: str) -> None:
+    async def _copy(self, source: ObjectInfo, key: str) -> tuple[ObjectInfo, ObjectInfo]:
+        """Copy an object; that it is gone may mean that it was copied and deleted before."""
+        try:
+            return await copy_current(self._store, source, key)
+        except NotFoundError:
+            made = await self._store.head(key)
+            if made.size != source.size:
+                raise
+            return source, made
+
+    async def _delete_copied(
+        self, key: str, copied: tuple[ObjectInfo, ObjectInfo] | None, *, is_new: bool
+    ) -> None:
+        """Delete what was renamed under its old key; if that can't be, there shall be no other."""
+        try:
+            await self._store.delete(key)
+        except StoreError:
+            if copied is not None and is_new:
+                await self._store.delete(copied[1].key)
+            raise
+
+    async def _rename_directory(
+        self, parent: Inode, name: str, to: Inode, new_name: str, target: Entry | Absent
+    ) -> None:
         old = self._inodes.key(parent) + name + "/"
         new = self._inodes.key(to) + new_name + "/"
         if new.startswith(old):
             raise OSError(errno.EINVAL, "a directory cannot be moved below itself")
-        await self._writer.upload_all(old)
-        objects = await self._list_all(old)
-        limiter = trio.CapacityLimiter(COPIES_AT_ONCE)
+        one = await self._renames.begin(old, new, has_replaced=target is None)
+        await self._renames.finish(one)
 
-        async def copy(info: ObjectInfo) -> None:
-            async with limiter:
-                try:
-                    await self._copy(info, new + info.key[len(old) :])
-                except NotFoundError:
-                    return  # removed by somebody else meanwhile
+    async def _switch(self, copies: Copies) -> None:
+        """Everything below a prefix has been copied: let it be below the other one from now on.
 
-        async with trio.open_nursery() as nursery:
-            for info in objects:
-                nursery.start_soon(copy, info)
-        # What is inside goes before its directory's marker.
-        failed = await self._store.delete_many([info.key for info in reversed(objects)])
-        if failed:
-            raise OSError(errno.EIO, f"{len(failed)} objects could not be removed")
-        inode = self._current(parent, name)
-        if inode is not None:
-            self._inodes.move(inode, to, new_name)
-        self._directories.moved(old, new)
-        self._directories.changed(self._inodes.key(parent), name, ABSENT)
-        self._directories.changed(self._inodes.key(to), new_name, None)
+        What was changed since it was listed is brought after.
+        """
+        left: set[ObjectVersion] = set()
+        cached: set[ObjectVersion] = set()
+        local = self._directories.local
+        async with self._gate.closed(copies.old, copies.new), AsyncExitStack() as stack:
+            held: set[Staged] = set()
+            may_delete = False
+            while True:
+                for staged in self._writer.staging:
+                    if staged not in held and staged.key.startswith(copies.old):
+                        one = await self._held(stack, staged.inode)
+                        held |= {one} if one is not None else set()
+                if local.has_changed(copies.old, copies.listed_at):
+                    await copies.bring()
+                    continue
+                moved = copies.by_version()
+                left |= await self._mover.move_cached(
+                    {version: moved[version] for version in moved.keys() - cached}
+                )
+                cached |= moved.keys()
+                if not may_delete:
+                    # Where deleting is not allowed at all, nothing has been done yet.
+                    await self._store.delete(copies.old)
+                    may_delete = True
+                elif self._is_settled(copies, held):
+                    self._mover.move_directory(copies, left)
+                    return
 
-    async def _copy(self, info: ObjectInfo, key: str) -> None:
-        if info.size or not info.key.endswith("/"):
-            await self._store.copy(info.version, key)
-            return
-        # Not every server copies a directory's marker.
-        told = await self._store.head(info.key)
-        await self._store.put_file(
-            key, self._writer.empty, 0, metadata=told.metadata or {},
-            content_type=told.content_type,
-        )  # fmt: skip
+    def _is_settled(self, copies: Copies, held: set[Staged]) -> bool:
+        """Whether nothing below a prefix has changed since it was copied."""
+        below = {one for one in self._writer.staging if one.key.startswith(copies.old)}
+        return below <= held and not self._directories.local.has_changed(
+            copies.old, copies.listed_at
+        )
 
-    async def _list_all(self, prefix: str) -> list[ObjectInfo]:
-        objects: list[ObjectInfo] = []
-        after = ""
-        while True:
-            page = await self._store.list_page(prefix, delimiter="", start_after=after)
-            objects += page.objects
-            if page.next_token is None:
-                return objects
-            after = page.last
+
+def _etag_under(
+    staged: Staged, copied: tuple[ObjectInfo, ObjectInfo] | None, rival: Staged | None,
+    target: ObjectInfo | Absent,
+) -> str | None:  # fmt: skip
+    """What the bucket has under the new key of a staged file."""
+    if copied is not None:
+        # What somebody else has put there meanwhile is for the upload to find.
+        return copied[1].etag if copied[0].etag == staged.etag else staged.etag
+    if rival is not None:
+        return rival.etag
+    return None if isinstance(target, Absent) else target.etag

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from fusefs.posix import names
 from fusefs.posix.segments import Absent, Entry, Segment
+from fusefs.store.base import ObjectInfo
 
 Kept = TypeVar("Kept")
 
@@ -30,7 +31,7 @@ class LocalNames:
         # By prefix and name; those that last, and those of late with their times.
         self._lasting: dict[str, dict[str, Entry | Absent]] = {}
         self._recent: dict[str, dict[str, tuple[Entry | Absent, float]]] = {}
-        self._order: deque[tuple[float, str, str]] = deque()
+        self._order: deque[tuple[float, str, str, bool]] = deque()  # and whether the bucket has it
         # Prefixes that were renamed, or renamed to.
         self._moves: deque[tuple[float, str]] = deque()
 
@@ -42,11 +43,12 @@ class LocalNames:
         else:
             _drop(self._lasting, prefix, name)
         self._recent.setdefault(prefix, {})[name] = entry, now
-        self._order.append((now, prefix, name))
+        is_only_begun = lasting and isinstance(entry, ObjectInfo) and not entry.etag
+        self._order.append((now, prefix, name, not is_only_begun))
 
     def _forget_before(self, oldest: float) -> None:
         while self._order and self._order[0][0] < oldest:
-            at, prefix, name = self._order.popleft()
+            at, prefix, name, _ = self._order.popleft()
             found = self._recent.get(prefix, {}).get(name)
             if found is not None and found[1] == at:
                 _drop(self._recent, prefix, name)
@@ -67,11 +69,11 @@ class LocalNames:
         )
 
     def has_changed(self, prefix: str, since: float) -> bool:
-        """Whether something below a prefix was changed, or begun, at or after a time."""
-        for at, changed, _ in reversed(self._order):
+        """Whether the bucket got or lost something below a prefix at or after a time."""
+        for at, changed, _, is_in_bucket in reversed(self._order):
             if at < since:
                 return False
-            if changed.startswith(prefix):
+            if is_in_bucket and changed.startswith(prefix):
                 return True
         return False
 
@@ -98,7 +100,7 @@ class LocalNames:
         for prefix in [known for known in self._lasting if known.startswith(old)]:
             self._lasting[new + prefix[len(old) :]] = {
                 name: replace(entry, key=new + entry.key[len(old) :])
-                if entry is not None and not isinstance(entry, Absent)
+                if isinstance(entry, ObjectInfo)
                 else entry
                 for name, entry in self._lasting.pop(prefix).items()
             }

@@ -1,0 +1,205 @@
+"""Everything below a prefix, copied to another one by the server, many objects at a time.
+
+What is there already counts as copied, so that an interrupted run can be gone
+on with. An object is a copy of another if it has its size and is not older,
+by the bucket's own clock; within the same second, if it has its ETag as well.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TypeVar
+
+import trio
+
+from fusefs.store.base import ObjectInfo, ObjectVersion, Store
+from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
+
+Item = TypeVar("Item")
+
+# The store has fewer connections, or as many; each copy is a request or two.
+AT_ONCE = 64
+# S3 takes a thousand with a request; several smaller ones are done at the same time.
+DELETES_AT_ONCE = 250
+# Somebody who replaces an object faster than this often has it copied once more next time.
+TRIES = 3
+
+
+class Copies:
+    """What is copied from below `old` to below `new`; `empty` is a descriptor of an empty file.
+
+    `sources` are the objects that were copied and `made` the copies, both by
+    the old key. `total` is how many there are to be; they were listed after
+    `listed_at`, in monotonic seconds.
+    """
+
+    def __init__(self, store: Store, old: str, new: str, empty: int) -> None:
+        self._store = store
+        self.old = old
+        self.new = new
+        self._empty = empty
+        self.sources: dict[str, ObjectInfo] = {}
+        self.made: dict[str, ObjectInfo] = {}
+        self.total = 0
+        self.listed_at = 0.0
+
+    def target(self, key: str) -> str:
+        """The key of the copy of an object."""
+        return self.new + key[len(self.old) :]
+
+    def by_version(self) -> dict[ObjectVersion, ObjectInfo]:
+        """The copies by the versions that they are of."""
+        return {source.version: self.made[key] for key, source in self.sources.items()}
+
+    async def recall(self) -> list[ObjectInfo]:
+        """Know what an earlier run has copied; return what is below the old prefix.
+
+        Raises:
+            StoreError: the bucket could not tell.
+        """
+        self.listed_at = time.monotonic()
+        listed = await list_all(self._store, self.old)
+        there = {info.key: info for info in await list_all(self._store, self.new)}
+        for source in listed:
+            copy = there.get(self.target(source.key))
+            if copy is not None and is_copy(copy, source):
+                self.sources[source.key], self.made[source.key] = source, copy
+        return listed
+
+    async def bring(self, listed: Iterable[ObjectInfo] | None = None) -> None:
+        """Have everything that is below the old prefix below the new one, and no more.
+
+        May be called again when something has changed. `listed` is what is
+        below the old prefix, if that is known.
+
+        Raises:
+            StoreError: something could not be copied; the rest may be.
+        """
+        if listed is None:
+            self.listed_at = time.monotonic()
+            listed = await list_all(self._store, self.old)
+        found = {info.key: info for info in listed}
+        self.total = len(found)
+        gone = [key for key in self.made if key not in found]
+        await self._take_back(gone)
+        await _each(
+            self._copy, [info for key, info in found.items() if self.sources.get(key) != info]
+        )
+
+    async def _copy(self, source: ObjectInfo) -> None:
+        key = self.target(source.key)
+        try:
+            if source.key.endswith("/") and not source.size:
+                made = await self._make_marker(source.key, key)
+            else:
+                source, made = await copy_current(self._store, source, key)
+        except NotFoundError:
+            self.total -= 1
+            return  # removed by somebody else meanwhile
+        self.sources[source.key], self.made[source.key] = source, made
+
+    async def _make_marker(self, source: str, key: str) -> ObjectInfo:
+        """Not every server copies a directory's marker."""
+        told = await self._store.head(source)
+        return await self._store.put_file(
+            key, self._empty, 0, metadata=told.metadata or {}, content_type=told.content_type
+        )
+
+    async def undo(self, *, keep: str = "") -> None:
+        """Remove the copies, except the one of the key `keep`.
+
+        Raises:
+            StoreError: some are still there.
+        """
+        await self._take_back([key for key in self.made if self.made[key].key != keep])
+
+    async def _take_back(self, keys: list[str]) -> None:
+        if keys:
+            await delete_all(self._store, [self.made[key].key for key in keys])
+        for key in keys:
+            del self.sources[key], self.made[key]
+
+
+async def copy_current(store: Store, source: ObjectInfo, key: str) -> tuple[ObjectInfo, ObjectInfo]:
+    """Copy an object as it is now, which need not be as it was listed; return both.
+
+    Raises:
+        NotFoundError: it is not there any more.
+    """
+    for _ in range(TRIES - 1):
+        try:
+            return source, await store.copy(source.version, key)
+        except StaleVersionError:
+            source = await store.head(source.key)
+    return source, await store.copy(source.version, key)
+
+
+async def delete_all(
+    store: Store, keys: Iterable[str], note: Callable[[int], None] = lambda _count: None
+) -> None:
+    """Delete objects, the markers of directories after what is in them.
+
+    `note` is told how many were deleted, as it goes on.
+
+    Raises:
+        StoreError: some could not be deleted; all others are.
+    """
+    ordered = sorted(keys, reverse=True)
+    files = [key for key in ordered if not key.endswith("/")]
+    markers = [key for key in ordered if key.endswith("/")]
+    errors: list[StoreError] = []
+
+    async def delete(batch: list[str]) -> None:
+        failed = await store.delete_many(batch)
+        note(len(batch) - len(failed))
+        errors.extend(one.error for one in failed if isinstance(one.error, StoreError))
+
+    await _each(delete, _batches(files))
+    for batch in _batches(markers):
+        await delete(batch)
+    if errors:
+        raise errors[0]
+
+
+def _batches(keys: list[str]) -> list[list[str]]:
+    return [keys[at : at + DELETES_AT_ONCE] for at in range(0, len(keys), DELETES_AT_ONCE)]
+
+
+def is_copy(copy: ObjectInfo, source: ObjectInfo) -> bool:
+    """Whether an object was copied from another as that is now."""
+    if copy.size != source.size or copy.mtime_ns < source.mtime_ns:
+        return False
+    return copy.etag == source.etag or copy.mtime_ns > source.mtime_ns
+
+
+async def list_all(store: Store, prefix: str) -> list[ObjectInfo]:
+    """All objects below a prefix."""
+    objects: list[ObjectInfo] = []
+    after = ""
+    while True:
+        page = await store.list_page(prefix, delimiter="", start_after=after)
+        objects += page.objects
+        if page.next_token is None:
+            return objects
+        after = page.last
+
+
+async def _each(work: Callable[[Item], Awaitable[None]], items: Iterable[Item]) -> None:
+    """Do something for each, many at a time; the first error ends it."""
+    todo = iter(items)
+    errors: list[StoreError] = []
+
+    async def go_on() -> None:
+        for item in todo:
+            try:
+                await work(item)
+            except StoreError as error:
+                errors.append(error)
+                nursery.cancel_scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(AT_ONCE):
+            nursery.start_soon(go_on)
+    if errors:
+        raise errors[0]

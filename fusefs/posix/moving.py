@@ -1,0 +1,134 @@
+"""What goes along on this mount when an object gets another key.
+
+The bucket has copies under the new keys by then. The cached copies become
+theirs, nodes and open handles go on with them, files that are being written
+will be uploaded there, and listings show the new names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import trio
+
+from fusefs.cache.files import FileCache
+from fusefs.posix.copying import Copies
+from fusefs.posix.directories import Directories
+from fusefs.posix.handles import HandleTable
+from fusefs.posix.inodes import Inode, InodeTable
+from fusefs.posix.segments import ABSENT
+from fusefs.posix.staging import Staged, Staging
+from fusefs.store.base import ObjectInfo, ObjectVersion
+
+# Copies by the versions that they are of.
+Moved = Mapping[ObjectVersion, ObjectInfo]
+# Cached files that are renamed between two looks at what else there is to do.
+CACHED_AT_ONCE = 64
+
+
+class Mover:
+    """Has one mount's state follow its renames. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        directories: Directories,
+        cache: FileCache,
+        staging: Staging,
+        inodes: InodeTable,
+        handles: HandleTable,
+    ) -> None:
+        self._directories = directories
+        self._cache = cache
+        self._staging = staging
+        self._inodes = inodes
+        self._handles = handles
+
+    async def move_cached(self, moved: Moved) -> set[ObjectVersion]:
+        """Keep what is cached of the versions for their copies; return those it can't be for."""
+        left = set()
+        for index, (version, copy) in enumerate(moved.items()):
+            if self._cache.find(version) is not None:
+                if not await self._cache.move(version, copy.version):
+                    left.add(copy.version)
+                if index % CACHED_AT_ONCE == 0:
+                    await trio.lowlevel.checkpoint()
+        return left
+
+    def move_file(
+        self, inode: Inode | None, parent: Inode, name: str, to: Inode, new_name: str,
+        moved: Moved, left: set[ObjectVersion],
+    ) -> None:  # fmt: skip
+        """Let a name be another one; its copy, if there is one, is what `moved` tells."""
+        old, new = self._inodes.key(parent), self._inodes.key(to)
+        entry = next(iter(moved.values()), None)
+        is_staged = inode is not None and inode.staged is not None
+        if inode is not None:
+            self._inodes.move(inode, to, new_name, moved)
+            if entry is None or is_staged:
+                entry = inode.info
+            elif inode.info != entry:
+                self._stand_for(inode, entry)
+        elif new_name in (to.children or {}):
+            self._inodes.detach((to.children or {})[new_name])
+        self._directories.changed(old, name, ABSENT)
+        assert entry is not None
+        self._directories.changed(new, new_name, entry, lasting=is_staged)
+        self._follow(moved, left)
+
+    def _stand_for(self, inode: Inode, copy: ObjectInfo) -> None:
+        """What was copied is not the version that the node stands for."""
+        if inode.is_open:
+            self._inodes.supersede(inode)
+        else:
+            self._inodes.replace_version(inode, copy)
+
+    def move_directory(self, copies: Copies, left: set[ObjectVersion]) -> None:
+        """Let everything below a prefix be below another one."""
+        old, new = copies.old, copies.new
+        moved = copies.by_version()
+        inode, to = self._inodes.at(old), self._inodes.at(_parent(new))
+        staged = [one for one in self._staging if one.key.startswith(old)]
+        for one in staged:
+            _follow_copy(one, copies)
+        if inode is not None and to is not None:
+            self._inodes.move(inode, to, _name(new), moved)
+        elif inode is not None:
+            self._inodes.supersede(inode)
+        for one in staged:
+            self._staging.record(one)
+        self._directories.moved(old, new)
+        self._directories.changed(_parent(old), _name(old), ABSENT)
+        self._directories.changed(_parent(new), _name(new), None)
+        self._follow(moved, left)
+
+    def _follow(self, moved: Moved, left: set[ObjectVersion]) -> None:
+        """Have handles of nodes that their names no longer stand for go on with the copies.
+
+        Where the cached file could not go along, the kernel must not be told
+        of another for the same node.
+        """
+        for handle in self._handles.files.values():
+            inode = handle.inode
+            if inode.info is None:
+                continue
+            copy = moved.get(inode.info.version)
+            if copy is not None and not inode.is_current:
+                self._inodes.follow(inode, copy, copy.key)
+            elif inode.is_current and handle.backing_id and inode.info.version in left:
+                self._inodes.supersede(inode)
+
+
+def _follow_copy(staged: Staged, copies: Copies) -> None:
+    """Know what the bucket has under a staged file's new key."""
+    source = copies.sources.get(staged.key)
+    # What somebody else has put there meanwhile is for the upload to find.
+    if source is not None and source.etag == staged.etag:
+        staged.etag = copies.made[staged.key].etag
+
+
+def _parent(prefix: str) -> str:
+    return prefix[: prefix.rfind("/", 0, -1) + 1]
+
+
+def _name(prefix: str) -> str:
+    return prefix[len(_parent(prefix)) : -1]

@@ -1,0 +1,232 @@
+"""Changes of names: what makes and removes them. Renames build on it (changes.py).
+
+A directory is a marker object (its prefix, empty) or what lies below a prefix.
+What this mount is about to empty gets a marker of its own, and so stays a
+directory until rmdir.
+
+A request may come twice, if the process that did it died before it answered.
+When all is checked, and before anything is changed, it is put on record; what
+a repeated one of these finds done is success.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from fusefs.posix.answers import Caller
+from fusefs.posix.directories import Directories
+from fusefs.posix.gate import Gate
+from fusefs.posix.inodes import Inode, InodeTable
+from fusefs.posix.journal import NodeLog
+from fusefs.posix.meta import PERMISSIONS, Meta
+from fusefs.posix.segments import ABSENT, Absent, Entry
+from fusefs.posix.staging import Staged
+from fusefs.posix.writing import Writer
+from fusefs.store.base import Store
+
+
+class Naming:
+    """What makes and removes the names of one mount. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        store: Store,
+        directories: Directories,
+        inodes: InodeTable,
+        writer: Writer,
+        log: NodeLog,
+        *,
+        may_delete: bool,
+    ) -> None:
+        self._store = store
+        self._directories = directories
+        self._inodes = inodes
+        self._writer = writer
+        self._log = log
+        self._may_delete = may_delete
+        self._gate = Gate(inodes.key)
+        # Requests that an earlier process had begun, and those that this one has not ended.
+        self.begun: set[int] = set()
+        self._under_way: set[int] = set()
+
+    def retell(self, log: NodeLog) -> None:
+        """Tell a new log what the old one knows and the kernel may ask for again."""
+        for unique in self._under_way:
+            log.begun(unique)
+
+    @asynccontextmanager
+    async def _changing(self, caller: Caller, *directories: Inode) -> AsyncIterator[None]:
+        """Do what a request asks for in these directories."""
+        try:
+            async with self._gate.change(*directories):
+                yield
+        finally:
+            self._under_way.discard(caller.unique)
+
+    def _begin(self, caller: Caller) -> None:
+        """Put a request on record that is about to change something."""
+        self._log.begun(caller.unique)
+        self._under_way.add(caller.unique)
+
+    def _is_repeated(self, caller: Caller) -> bool:
+        """Whether a request may have been done before."""
+        return caller.unique in self.begun
+
+    async def _find(self, parent: Inode, name: str) -> Entry | Absent:
+        directory = self._directories.get(self._inodes.key(parent))
+        return (await self._directories.lookup(directory, name))[0]
+
+    def _current(self, parent: Inode, name: str) -> Inode | None:
+        return (parent.children or {}).get(name)
+
+    # Making
+
+    async def mkdir(self, parent: Inode, name: str, mode: int, caller: Caller) -> Inode:
+        async with self._changing(caller, parent):
+            if not self._is_repeated(caller):
+                await self._check_absent(parent, name)
+            prefix = self._inodes.key(parent)
+            meta = Meta(stat.S_IFDIR | mode & PERMISSIONS, caller.uid, caller.gid)
+            self._begin(caller)
+            await self._writer.put_marker(prefix + name + "/", meta)
+            self._directories.changed(prefix, name, None)
+            if not self._is_repeated(caller):
+                self._directories.made(prefix + name + "/")
+            inode = self._inodes.resolve(parent, name, None, prefix + name + "/")
+            inode.meta, inode.has_marker, inode.packed = meta, True, None
+            return inode
+
+    async def symlink(self, parent: Inode, name: str, target: bytes, caller: Caller) -> Inode:
+        async with self._changing(caller, parent):
+            if not self._is_repeated(caller):
+                await self._check_absent(parent, name)
+            prefix = self._inodes.key(parent)
+            meta = Meta(stat.S_IFLNK | 0o777, caller.uid, caller.gid, time.time_ns())
+            self._begin(caller)
+            with tempfile.TemporaryFile() as file:
+                file.write(target)
+                file.flush()
+                info = await self._store.put_file(
+                    prefix + name, file.fileno(), len(target), metadata=meta.as_metadata(),
+                    content_type=None,
+                )  # fmt: skip
+            self._directories.changed(prefix, name, info)
+            inode = self._inodes.create(parent, name, info, prefix + name)
+            inode.meta = meta
+            return inode
+
+    async def _check_absent(self, parent: Inode, name: str) -> None:
+        if not isinstance(await self._find(parent, name), Absent):
+            raise OSError(errno.EEXIST, name)
+
+    async def change_directory(self, inode: Inode, meta: Meta) -> None:
+        """Give a directory another mode, owner or time."""
+        async with self._gate.change(inode):
+            await self._writer.put_marker(self._inodes.key(inode), meta)
+            inode.meta, inode.has_marker = meta, True
+
+    # Removing
+
+    async def unlink(self, parent: Inode, name: str, caller: Caller) -> None:
+        async with self._changing(caller, parent):
+            found = await self._find(parent, name)
+            if isinstance(found, Absent):
+                if self._is_repeated(caller):
+                    return
+                raise OSError(errno.ENOENT, name)
+            if found is None:
+                raise OSError(errno.EISDIR, name)
+            self._check_deleting(name)
+            self._begin(caller)
+            await self._keep_directory(parent, name)
+            await self._delete_file(parent, name)
+            self._gone(parent, name)
+
+    async def _delete_file(self, parent: Inode, name: str) -> None:
+        inode = self._current(parent, name)
+        key = self._inodes.key(parent) + name
+        async with AsyncExitStack() as stack:
+            staged = await self._held(stack, inode)
+            if staged is None or staged.etag is not None:
+                await self._store.delete(key)
+            if staged is not None:
+                self._unlink_staged(staged)
+        self._let_go(staged)
+
+    async def rmdir(self, parent: Inode, name: str, caller: Caller) -> None:
+        async with self._changing(caller, parent):
+            prefix = self._inodes.key(parent) + name + "/"
+            found = await self._find(parent, name)
+            if isinstance(found, Absent):
+                if self._is_repeated(caller):
+                    return
+                raise OSError(errno.ENOENT, name)
+            if found is not None:
+                raise OSError(errno.ENOTDIR, name)
+            if not await self._is_empty(prefix):
+                raise OSError(errno.ENOTEMPTY, name)
+            self._begin(caller)
+            await self._keep_directory(parent, name)
+            await self._store.delete(prefix)
+            self._gone(parent, name)
+
+    async def _is_empty(self, prefix: str) -> bool:
+        if self._directories.local.has_lasting(prefix):
+            return False
+        if self._directories.get(prefix).is_empty(time.monotonic()):
+            return True
+        page = await self._store.list_page(prefix, delimiter="", max_keys=2)
+        return all(info.key == prefix for info in page.objects)
+
+    async def _keep_directory(self, directory: Inode, name: str) -> None:
+        """Give a directory a marker if nothing but `name`, which is to go, makes it one."""
+        prefix = self._inodes.key(directory)
+        if directory.parent is None or directory.has_marker:
+            return
+        if self._directories.has_other(prefix, name):
+            return
+        page = await self._store.list_page(prefix, max_keys=3)
+        there = {info.key for info in page.objects} | set(page.prefixes)
+        directory.has_marker = prefix in there
+        if not there - {prefix + name, prefix + name + "/"}:
+            meta = directory.meta or Meta(stat.S_IFDIR | 0o755, os.geteuid(), os.getegid())
+            await self._writer.put_marker(prefix, meta)
+            directory.has_marker = True
+
+    def _gone(self, parent: Inode, name: str) -> None:
+        inode = self._current(parent, name)
+        if inode is not None:
+            self._inodes.detach(inode)
+        self._directories.changed(self._inodes.key(parent), name, ABSENT)
+
+    def _check_deleting(self, name: str) -> None:
+        if not self._may_delete:
+            raise OSError(errno.EPERM, f"{name}: the mount removes nothing (--no-delete)")
+
+    async def _held(self, stack: AsyncExitStack, inode: Inode | None) -> Staged | None:
+        """Keep a node's staged file, if it has one, from being written or uploaded."""
+        while inode is not None and inode.staged is not None:
+            staged = inode.staged
+            held = self._writer.held(staged)
+            await held.__aenter__()
+            if inode.staged is staged:
+                stack.push_async_exit(held.__aexit__)
+                return staged
+            await held.__aexit__(None, None, None)  # it was settled meanwhile
+        return None
+
+    def _unlink_staged(self, staged: Staged) -> None:
+        staged.is_unlinked = True
+        self._writer.staging.record(staged)
+
+    def _let_go(self, staged: Staged | None) -> None:
+        """Forget an unlinked file's content, unless somebody has it open."""
+        if staged is not None and staged.inode.staged is staged and not staged.inode.served:
+            self._writer.staging.release(staged)
+            self._inodes.drop_unknown(staged.inode)

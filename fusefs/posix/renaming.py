@@ -1,0 +1,285 @@
+"""Renames of directories: copies, then deletes, on record from the first to the last.
+
+    DIRECTORY/NUMBER.json    from where to where, of which bucket, and how far it is
+
+- *copying*: the new prefix gets everything. If that fails, the copies are
+  removed (*undoing*) and the rename has not taken place.
+- *deleting*: everything is there under the new prefix, and the old objects go.
+
+At every moment each file is there under its old or its new name. Whoever
+finds a record of which nobody takes care goes on with it: a daemon that is
+asked again for a rename that the last one died over, or, after a crash of the
+machine, the next mount. Then what is copied is not copied again (copying.py),
+and what came into being under the old name after all had been copied stays.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from fusefs.posix.copying import Copies, delete_all
+from fusefs.store.base import Store
+from fusefs.store.errors import StoreError
+
+logger = logging.getLogger("fusefs.renaming")
+
+# How often what could not be finished is tried again.
+RETRY_S = 5.0
+
+
+class Phase(enum.StrEnum):
+    COPYING = "copying"
+    UNDOING = "undoing"
+    DELETING = "deleting"
+
+
+class Renaming:
+    """One rename on record. `since_ns` is when it began; `lock` is held by who works on it.
+
+    `has_replaced` says that there was a directory of the new name, an empty
+    one; `is_ours` that this process began it.
+    """
+
+    def __init__(
+        self, path: Path, old: str, new: str, *, phase: Phase = Phase.COPYING,
+        has_replaced: bool, is_ours: bool,
+    ) -> None:  # fmt: skip
+        self.path = path
+        self.old = old
+        self.new = new
+        self.phase = phase
+        self.has_replaced = has_replaced
+        self.is_ours = is_ours
+        self.lock = trio.Lock()
+        self.copies: Copies | None = None
+        self.deleted = 0
+
+    @property
+    def since_ns(self) -> int:
+        return int(self.path.stem)
+
+    def overlaps(self, *prefixes: str) -> bool:
+        """Whether it moves something at, above or below one of the prefixes."""
+        return any(
+            own.startswith(prefix) or prefix.startswith(own)
+            for own in (self.old, self.new)
+            for prefix in prefixes
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """How far it is, as plain data."""
+        return {
+            "from": self.old,
+            "to": self.new,
+            "phase": str(self.phase),
+            "files": self.copies.total if self.copies is not None else 0,
+            "copied": len(self.copies.made) if self.copies is not None else 0,
+            "deleted": self.deleted,
+            "since_s": max(0.0, (time.time_ns() - self.since_ns) / 1e9),
+        }
+
+
+class Renames:
+    """The renames of one mount's directories. Belongs to the event loop.
+
+    `source` says which bucket the mount is of and `prefix` what of it; `empty`
+    is a descriptor of an empty file. `switch` is called when everything is
+    copied: it has this mount's nodes go along.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        directory: Path,
+        source: str,
+        prefix: str,
+        empty: int,
+        switch: Callable[[Copies], Awaitable[None]],
+    ) -> None:
+        self._store = store
+        self._directory = directory
+        self._source = source
+        self._empty = empty
+        self._switch = switch
+        self._unfinished = self._load(prefix)
+
+    def _load(self, prefix: str) -> list[Renaming]:
+        """What earlier processes have left unfinished."""
+        self._directory.mkdir(mode=0o700, exist_ok=True)
+        found = []
+        for path in sorted(self._directory.glob("*.json")):
+            told = json.loads(path.read_text())
+            is_here = told["old"].startswith(prefix) and told["new"].startswith(prefix)
+            if told["source"] != self._source or not is_here:
+                logger.warning("%s: a rename of %s is not finished", path, told["source"])
+                continue
+            one = Renaming(
+                path, told["old"], told["new"], phase=Phase(told["phase"]),
+                has_replaced=told["has_replaced"], is_ours=False,
+            )  # fmt: skip
+            found.append(one)
+        return found
+
+    def describe(self) -> list[dict[str, Any]]:
+        """All that are not finished, as plain data: names, counts and seconds."""
+        return [one.describe() for one in self._unfinished]
+
+    def find(self, old: str, new: str) -> Renaming | None:
+        """An unfinished rename."""
+        for one in self._unfinished:
+            if (one.old, one.new) == (old, new):
+                return one
+        return None
+
+    async def finish_overlapping(self, *prefixes: str) -> None:
+        """Have no unfinished rename at, above or below these prefixes.
+
+        Raises:
+            StoreError: one can't be finished now.
+        """
+        while (one := self._overlapping(*prefixes)) is not None:
+            await self.finish(one)
+
+    def _overlapping(self, *prefixes: str) -> Renaming | None:
+        return next((one for one in self._unfinished if one.overlaps(*prefixes)), None)
+
+    async def begin(self, old: str, new: str, *, has_replaced: bool) -> Renaming:
+        """Put a rename on record, safe against a power cut.
+
+        Raises:
+            OSError: the disk does not take it.
+        """
+        path = self._directory / f"{time.time_ns()}.json"
+        one = Renaming(path, old, new, has_replaced=has_replaced, is_ours=True)
+        self._unfinished.append(one)
+        try:
+            await trio.to_thread.run_sync(self._record_safely, one)
+        except OSError:
+            self._end(one)
+            raise
+        return one
+
+    async def finish(self, one: Renaming) -> bool:
+        """Take a rename to its end; if another task does already, wait for that.
+
+        Tells whether it has taken place; else it was undone. It has when
+        everything is there under the new name and objects can be deleted at
+        all: those that could not be deleted yet are deleted later (`run`).
+
+        Raises:
+            StoreError: it has not taken place. If this process has begun
+                it, it is undone; else it stays on record.
+        """
+        async with one.lock:
+            if one in self._unfinished:
+                if one.phase == Phase.COPYING:
+                    await self._copy(one)
+                if one.phase == Phase.UNDOING:
+                    await self._undo(one)
+                else:
+                    await self._delete(one)
+            return one.phase == Phase.DELETING
+
+    async def _copy(self, one: Renaming) -> None:
+        copies = one.copies = Copies(self._store, one.old, one.new, self._empty)
+        try:
+            await copies.bring(None if one.is_ours else await copies.recall())
+            await self._switch(copies)
+        except StoreError:
+            # What another process may have deleted from cannot be taken back.
+            if one.is_ours:
+                self._record(one, Phase.UNDOING)
+                await self._undo(one)
+            raise
+        self._record(one, Phase.DELETING)
+
+    async def _undo(self, one: Renaming) -> None:
+        copies = one.copies
+        if copies is None:
+            copies = one.copies = Copies(self._store, one.old, one.new, self._empty)
+            await copies.recall()
+        try:
+            with trio.CancelScope(shield=True):
+                await copies.undo(keep=one.new if one.has_replaced else "")
+        except StoreError as error:
+            logger.warning("copies are left below %s, and removed later: %s", one.new, error)
+            return
+        self._end(one)
+
+    async def _delete(self, one: Renaming) -> None:
+        copies = one.copies
+        if copies is None:
+            copies = one.copies = Copies(self._store, one.old, one.new, self._empty)
+        if not copies.sources:
+            # What has no copy came into being since.
+            await copies.recall()
+            copies.total = len(copies.sources)
+
+        def note(count: int) -> None:
+            one.deleted += count
+
+        try:
+            await delete_all(self._store, copies.sources, note)
+        except StoreError as error:
+            logger.warning("objects are left below %s, and removed later: %s", one.old, error)
+            # What is there then is not what was copied now.
+            one.copies = None
+            return
+        self._end(one)
+
+    async def run(self) -> None:
+        """Finish what nobody waits for, until cancelled."""
+        while True:
+            for one in list(self._unfinished):
+                if not one.lock.locked():
+                    await self._finish_later(one)
+            await trio.sleep(RETRY_S)
+
+    async def _finish_later(self, one: Renaming) -> None:
+        logger.info("going on with the rename of %s to %s (%s)", one.old, one.new, one.phase)
+        try:
+            await self.finish(one)
+        except StoreError as error:
+            logger.warning("the rename of %s to %s waits: %s", one.old, one.new, error)
+
+    # Records
+
+    def _record(self, one: Renaming, phase: Phase) -> None:
+        """Put on record how far a rename is; blocks as long as creating a file does."""
+        one.phase = phase
+        unfinished = one.path.with_suffix(".new")
+        unfinished.write_text(self._told(one))
+        unfinished.replace(one.path)
+
+    def _record_safely(self, one: Renaming) -> None:
+        """Put a rename on record before anything is done. Blocks."""
+        unfinished = one.path.with_suffix(".new")
+        with unfinished.open("w") as file:
+            file.write(self._told(one))
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(one.path)
+        fd = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def _told(self, one: Renaming) -> str:
+        return json.dumps({
+            "source": self._source, "old": one.old, "new": one.new, "phase": str(one.phase),
+            "has_replaced": one.has_replaced,
+        })  # fmt: skip
+
+    def _end(self, one: Renaming) -> None:
+        self._unfinished.remove(one)
+        one.path.unlink(missing_ok=True)
