@@ -32,7 +32,8 @@ lint: $(STAMP)
 	$(BIN)/mypy --strict fusefs csi
 
 storm: $(STAMP)
-	SURVIVAL_ROUNDS=100 SURVIVAL_UPGRADES=20 SURVIVAL_TREE=20000 DISK_EXAMPLES=300 \
+	SURVIVAL_ROUNDS=100 SURVIVAL_UPGRADES=20 SURVIVAL_TREE=20000 WRITING_ROUNDS=200 \
+	DISK_EXAMPLES=100 \
 	$(BIN)/python -m pytest tests/test_survival.py tests/test_survival_ends.py \
 	tests/test_writing_survives.py tests/test_writing_like_a_disk.py
 
