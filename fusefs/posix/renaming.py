@@ -62,6 +62,8 @@ class Renaming:
         self.lock = trio.Lock()
         self.copies: Copies | None = None
         self.deleted = 0
+        # Some of the old objects could not be deleted yet.
+        self.has_left_some = False
 
     @property
     def since_ns(self) -> int:
@@ -217,9 +219,8 @@ class Renames:
 
     async def _delete(self, one: Renaming) -> None:
         copies = one.copies
-        if copies is None:
+        if copies is None or one.has_left_some:
             copies = one.copies = Copies(self._store, one.old, one.new, self._empty)
-        if not copies.sources:
             # What has no copy came into being since.
             await copies.recall()
             copies.total = len(copies.sources)
@@ -231,8 +232,7 @@ class Renames:
             await delete_all(self._store, copies.sources, note)
         except StoreError as error:
             logger.warning("objects are left below %s, and removed later: %s", one.old, error)
-            # What is there then is not what was copied now.
-            one.copies = None
+            one.has_left_some = True
             return
         self._end(one)
 

@@ -1,0 +1,377 @@
+"""A writable mount without a kernel: what it keeps on the disk outlives its processes.
+
+`MemoryStore` is a bucket that counts what it is asked and can fail or die at
+any request. `MortalMount` has one process after the other serve, each going
+on with the journal, the staged files and the records that the last one left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import os
+import stat
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from fusefs.cache.eviction import Space
+from fusefs.cache.fetch import Fetcher
+from fusefs.cache.files import FileCache
+from fusefs.cache.metadata import NoPages
+from fusefs.kernel.passthrough import NoPassthrough
+from fusefs.posix.answers import Caller
+from fusefs.posix.directories import Directories
+from fusefs.posix.inodes import Inode, Ownership
+from fusefs.posix.journal import Journal
+from fusefs.posix.operations import Operations
+from fusefs.posix.replay import KernelState
+from fusefs.posix.restoring import restore
+from fusefs.posix.staging import Staging
+from fusefs.posix.writeback import Rules, Writing
+from fusefs.store.base import (
+    IF_ABSENT,
+    ChunkWriter,
+    Condition,
+    DeleteFailure,
+    ListPage,
+    ObjectInfo,
+    ObjectVersion,
+)
+from fusefs.store.errors import ExistsError, NotFoundError, StaleVersionError, StoreError
+
+SECOND_NS = 1_000_000_000
+
+
+class DiedError(Exception):
+    """The process has been killed."""
+
+
+@dataclass
+class Stored:
+    data: bytes
+    info: ObjectInfo
+
+
+class MemoryStore:
+    """A bucket in memory. Each change is a second after the one before.
+
+    `before` and `after` are called around each request with its name and key,
+    and may raise. `page_size` is the most that one answer lists.
+    """
+
+    def __init__(self) -> None:
+        self.objects: dict[str, Stored] = {}
+        self.asked: list[tuple[str, str]] = []
+        self.before: Callable[[str, str], None] = lambda _what, _key: None
+        self.after: Callable[[str, str], None] = lambda _what, _key: None
+        self.page_size = 1000
+        self._clock = itertools.count(1_000_000)
+
+    def put(self, key: str, data: bytes = b"", **metadata: str) -> None:
+        etag = f'"{hashlib.md5(data).hexdigest()}"'
+        info = ObjectInfo(
+            key, len(data), etag, next(self._clock) * SECOND_NS, content_type="x/y",
+            metadata=metadata,
+        )  # fmt: skip
+        self.objects[key] = Stored(data, info)
+
+    def contents(self) -> dict[str, bytes]:
+        """What there is, without the markers of directories."""
+        return {key: one.data for key, one in self.objects.items() if not key.endswith("/")}
+
+    def count(self, *what: str) -> int:
+        return sum(asked in what for asked, _ in self.asked)
+
+    @asynccontextmanager
+    async def _request(self, what: str, key: str) -> AsyncIterator[None]:
+        await trio.lowlevel.checkpoint()
+        self.asked.append((what, key))
+        self.before(what, key)
+        yield
+        self.after(what, key)
+
+    def _get(self, key: str) -> Stored:
+        if key not in self.objects:
+            raise NotFoundError(key)
+        return self.objects[key]
+
+    async def list_page(
+        self, prefix: str, *, delimiter: str = "/", start_after: str = "", max_keys: int = 1000,
+        **_: object,
+    ) -> ListPage:  # fmt: skip
+        async with self._request("LIST", prefix):
+            entries: dict[str, bool] = {}
+            for key in sorted(self.objects, key=str.encode):
+                if key.startswith(prefix) and key > start_after:
+                    cut = key.find(delimiter, len(prefix)) if delimiter else -1
+                    entries[key if cut < 0 else key[: cut + 1]] = cut >= 0
+            page = list(entries)[: min(self.page_size, max_keys)]
+            return ListPage(
+                [self._listed(key) for key in page if not entries[key]],
+                [key for key in page if entries[key]],
+                "more" if len(page) < len(entries) else None,
+                page[-1] if page else "",
+            )
+
+    def _listed(self, key: str) -> ObjectInfo:
+        info = self.objects[key].info
+        return ObjectInfo(key, info.size, info.etag, info.mtime_ns)
+
+    async def head(self, key: str, **_: object) -> ObjectInfo:
+        async with self._request("HEAD", key):
+            return self._get(key).info
+
+    async def download(
+        self, version: ObjectVersion, start: int, stop: int, write: ChunkWriter, **_: object
+    ) -> None:
+        async with self._request("GET", version.key):
+            found = self._get(version.key)
+            if found.info.version != version:
+                raise StaleVersionError(version.key)
+            await trio.to_thread.run_sync(write, start, memoryview(found.data)[start:stop])
+
+    async def put_file(
+        self, key: str, fd: int, size: int, *, metadata: Mapping[str, str],
+        content_type: str | None, condition: Condition = None,
+    ) -> ObjectInfo:  # fmt: skip
+        async with self._request("PUT", key):
+            if condition == IF_ABSENT and key in self.objects:
+                raise ExistsError(key)
+            self.put(key, os.pread(fd, size, 0), **metadata)
+        return self._get(key).info
+
+    async def copy(
+        self, source: ObjectVersion, key: str, *, metadata: Mapping[str, str] | None = None,
+        keep_mtime: bool = False, condition: Condition = None,
+    ) -> ObjectInfo:  # fmt: skip
+        async with self._request("COPY", key):
+            found = self._get(source.key)
+            if found.info.version != source:
+                raise StaleVersionError(source.key)
+            if condition == IF_ABSENT and key in self.objects:
+                raise ExistsError(key)
+            said = dict(found.info.metadata if metadata is None else metadata or {})
+            if keep_mtime:
+                said.setdefault("mtime", f"{found.info.mtime_ns // SECOND_NS}.000000000")
+            self.put(key, found.data, **said)
+        return self._get(key).info
+
+    async def delete(self, key: str) -> None:
+        async with self._request("DELETE", key):
+            self.objects.pop(key, None)
+
+    async def delete_many(self, keys: Iterable[str]) -> list[DeleteFailure]:
+        failures: list[DeleteFailure] = []
+        await trio.lowlevel.checkpoint()
+        self.asked.append(("DELETES", ""))
+        for key in keys:
+            try:
+                self.before("DELETED", key)
+            except StoreError as error:
+                failures.append(DeleteFailure(key, error))
+                continue
+            self.objects.pop(key, None)
+            self.after("DELETED", key)
+        return failures
+
+    def hurry(self) -> None:
+        pass
+
+    def counters(self) -> dict[str, int]:
+        return {}
+
+
+@dataclass
+class Names:
+    """A directory buffer that takes all."""
+
+    is_plus: bool = True
+    names: list[str] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.names
+
+    def add_dot(self, _name: bytes, _ino: int, _offset: int) -> bool:
+        return True
+
+    def add(self, name: bytes, _inode: Inode, _valid_s: float) -> bool:
+        self.names.append(name.decode())
+        return True
+
+
+class Process:
+    """One process of a mount, as a program sees it. Paths are relative to the mount."""
+
+    def __init__(self, operations: Operations, uniques: Iterable[int]) -> None:
+        self.operations = operations
+        assert operations.mutations is not None
+        self.changes = operations.mutations.changes
+        self.writer = operations.mutations.writer
+        self._uniques = iter(uniques)
+
+    def caller(self, unique: int | None = None) -> Caller:
+        return Caller(next(self._uniques) if unique is None else unique, 0, 0, 1)
+
+    async def node(self, path: str) -> Inode:
+        """Look a path up, as the kernel does for each call.
+
+        Raises:
+            FileNotFoundError: there is nothing.
+        """
+        inode = self.operations.inodes.root
+        for name in filter(None, path.split("/")):
+            answer = self.operations.lookup(inode.nodeid, name.encode(), self.caller())
+            found = answer if not hasattr(answer, "__await__") else await answer
+            if found.inode is None:
+                raise FileNotFoundError(path)
+            inode = found.inode
+        return inode
+
+    async def _split(self, path: str) -> tuple[Inode, str]:
+        above, _, name = path.rpartition("/")
+        return await self.node(above), name
+
+    async def mkdir(self, path: str, unique: int | None = None) -> None:
+        await self.changes.mkdir(*await self._split(path), 0o755, self.caller(unique))
+
+    async def symlink(self, path: str, target: bytes, unique: int | None = None) -> None:
+        await self.changes.symlink(*await self._split(path), target, self.caller(unique))
+
+    async def unlink(self, path: str, unique: int | None = None) -> None:
+        await self.changes.unlink(*await self._split(path), self.caller(unique))
+
+    async def rmdir(self, path: str, unique: int | None = None) -> None:
+        await self.changes.rmdir(*await self._split(path), self.caller(unique))
+
+    async def rename(
+        self, old: str, new: str, *, flags: int = 0, unique: int | None = None
+    ) -> None:
+        parent, name = await self._split(old)
+        with contextlib.suppress(FileNotFoundError):
+            await self.node(old)
+        with contextlib.suppress(FileNotFoundError):
+            await self.node(new)
+        await self.changes.rename(parent, name, *await self._split(new), flags, self.caller(unique))
+
+    async def create(self, path: str, data: bytes) -> int:
+        """A new file that is open for writing, with some content."""
+        parent, name = await self._split(path)
+        mode = stat.S_IFREG | 0o644
+        _, opened = await self.writer.create(parent, name, mode, os.O_RDWR, self.caller())
+        await self.write(opened.fh, 0, data)
+        return opened.fh
+
+    async def write(self, fh: int, offset: int, data: bytes) -> None:
+        answer = self.writer.write(fh, offset, memoryview(data))
+        assert (answer if isinstance(answer, int) else await answer) == len(data)
+
+    async def close(self, fh: int) -> None:
+        await _answered(self.writer.flush(fh))
+        await _answered(self.operations.release(fh))
+
+    async def save(self, path: str, data: bytes) -> None:
+        """A new file, written and closed."""
+        await self.close(await self.create(path, data))
+
+    async def open(self, path: str, flags: int = os.O_RDONLY) -> int:
+        inode = await self.node(path)
+        return (await _answered(self.operations.open(inode.nodeid, flags, self.caller()))).fh
+
+    async def read(self, fh: int, offset: int = 0, size: int = 1 << 20) -> bytes:
+        return bytes(await _answered(self.operations.read(fh, offset, size)))
+
+    async def load(self, path: str) -> bytes:
+        """A file, opened and read."""
+        fh = await self.open(path)
+        try:
+            return await self.read(fh)
+        finally:
+            await _answered(self.operations.release(fh))
+
+    async def listing(self, path: str = "") -> list[str]:
+        inode = await self.node(path)
+        handle, _ = self.operations.opendir(inode.nodeid, self.caller())
+        names = Names()
+        while True:
+            before = len(names.names)
+            more = Names()
+            await _answered(self.operations.readdir(handle.fh, handle.offset, more))
+            names.names += more.names
+            if len(names.names) == before:
+                break
+        self.operations.releasedir(handle.fh)
+        return names.names
+
+
+class MortalMount:
+    """A mount of `bucket/prefix` whose state is kept in `directory`."""
+
+    def __init__(self, directory: Path, store: MemoryStore | None = None, prefix: str = "") -> None:
+        self.directory = directory
+        self.store = store or MemoryStore()
+        self._prefix = prefix
+        self._mounted_ns = 1
+        self._uniques = itertools.count(2, 2)
+        self._is_mounted = False
+
+    def new_unique(self) -> int:
+        return next(self._uniques)
+
+    def reboot(self) -> None:
+        """Forget what ends with the machine: the next process mounts anew."""
+        self._is_mounted = False
+        self._mounted_ns += 1
+
+    @asynccontextmanager
+    async def serving(self, **rules: Any) -> AsyncIterator[Process]:
+        """A process: the first of a mount, or the next one of it."""
+        space = Space(self.directory, None, lambda _size: 0)
+        self.directory.mkdir(exist_ok=True)
+        cache = FileCache(self.directory / "cache", "test", space)
+        journal, state = self._journal()
+        async with trio.open_nursery() as nursery:
+            directories = Directories(self.store, 60.0, NoPages(), nursery)
+            operations = Operations(
+                self.store, directories, cache, Fetcher(self.store, cache, space, nursery),
+                NoPassthrough("no kernel"), journal, Ownership(0, 0, 0o644, 0o755), self._prefix,
+                writing=self._writing(nursery, Rules(**rules)), mounted_ns=self._mounted_ns,
+            )  # fmt: skip
+            if state is not None:
+                await restore(operations, state, {})
+            else:
+                operations.tell_table(journal)
+            try:
+                yield Process(operations, self._uniques)
+            finally:
+                journal.close(remove=False)
+                nursery.cancel_scope.cancel()
+        await cache.aclose(sync=False)
+
+    def _journal(self) -> tuple[Journal, KernelState | None]:
+        path = self.directory / "journal"
+        if self._is_mounted:
+            return Journal.resume(path)
+        self._is_mounted = True
+        return Journal(path), None
+
+    def _writing(self, nursery: trio.Nursery, rules: Rules) -> Writing:
+        staging = self.directory / "staging" / str(self._mounted_ns)
+        renames = self.directory / "renames"
+        for directory in (staging, renames):
+            directory.mkdir(parents=True, exist_ok=True)
+
+        async def make_room() -> None:
+            pass
+
+        return Writing(Staging(staging, "test"), renames, nursery, rules, make_room)
+
+
+async def _answered(answer: Any) -> Any:
+    return await answer if hasattr(answer, "__await__") else answer

@@ -1,0 +1,256 @@
+"""Renames of directories and files: what goes along, what is undone, what is gone on with."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from fusefs.store.errors import AccessDeniedError, UnreachableError
+from tests.support.mortal_mount import DiedError, MemoryStore, MortalMount
+
+NOREPLACE, EXCHANGE, WHITEOUT = 1, 2, 4
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> MortalMount:
+    return MortalMount(tmp_path)
+
+
+def fill(store: MemoryStore, prefix: str, count: int = 5) -> dict[str, bytes]:
+    """Put a tree below a prefix; returns what is in it, by path in it."""
+    store.put(prefix, mode="16877")
+    store.put(prefix + "sub/")
+    tree = {f"{number}": b"%d" % number for number in range(count)} | {"sub/x": b"x"}
+    for path, data in tree.items():
+        store.put(prefix + path, data, mine="kept")
+    return tree
+
+
+def below(store: MemoryStore, prefix: str) -> dict[str, bytes]:
+    """The files below a prefix, by path in it."""
+    found = store.contents().items()
+    return {key[len(prefix) :]: data for key, data in found if key.startswith(prefix)}
+
+
+async def test_a_directory_takes_all_along(mount: MortalMount) -> None:
+    tree = fill(mount.store, "old/", 30)
+    mount.store.page_size = 7
+    async with mount.serving() as process:
+        assert await process.load("old/3") == b"3"
+        await process.rename("old", "new")
+        assert below(mount.store, "new/") == tree
+        assert not [key for key in mount.store.objects if key.startswith("old/")]
+        assert mount.store.objects["new/"].info.metadata == {"mode": "16877"}
+        assert dict(mount.store.objects["new/4"].info.metadata or {})["mine"] == "kept"
+        assert await process.listing() == ["new"]
+        assert sorted(await process.listing("new")) == sorted({*tree, "sub"} - {"sub/x"})
+        assert await process.load("new/3") == b"3"
+        assert await process.load("new/sub/x") == b"x"
+        assert process.changes.describe_renames() == []
+    assert list((mount.directory / "renames").iterdir()) == []
+
+
+async def test_what_was_cached_is_not_downloaded_again(mount: MortalMount) -> None:
+    tree = fill(mount.store, "old/")
+    async with mount.serving() as process:
+        for path in tree:
+            await process.load(f"old/{path}")
+        await process.save("old/saved", b"saved")
+        await process.rename("old", "new")
+        await process.rename("new/saved", "final")
+        mount.store.asked.clear()
+        for path, data in tree.items():
+            assert await process.load(f"new/{path}") == data
+        assert await process.load("final") == b"saved"
+        assert mount.store.count("GET") == 0
+
+
+async def test_open_files_are_read_on_under_the_new_name(mount: MortalMount) -> None:
+    """Also one of which only the first bytes are there."""
+    data = os.urandom(4 << 20)
+    mount.store.put("old/big", data)
+    async with mount.serving() as process:
+        fh = await process.open("old/big")
+        await process.rename("old", "new")
+        assert await process.read(fh, 3 << 20, 100) == data[3 << 20 :][:100]
+        await process.rename("new/big", "bigger")
+        assert await process.read(fh, 2 << 20, 100) == data[2 << 20 :][:100]
+        again = await process.open("bigger")
+        assert await process.read(again, 0, 100) == data[:100]
+
+
+async def test_what_is_only_staged_is_uploaded_under_the_new_name_alone(
+    mount: MortalMount,
+) -> None:
+    async with mount.serving() as process:
+        await process.mkdir("old")
+        fh = await process.create("old/fresh", b"one")
+        await process.rename("old", "new")
+        assert mount.store.contents() == {}
+        assert await process.listing("new") == ["fresh"]
+        await process.write(fh, 3, b"two")
+        await process.close(fh)
+        assert mount.store.contents() == {"new/fresh": b"onetwo"}
+        assert not [key for what, key in mount.store.asked if what == "PUT" and "old/f" in key]
+
+
+async def test_a_file_that_is_written_goes_on_under_the_new_name(mount: MortalMount) -> None:
+    mount.store.put("old/log", b"one")
+    async with mount.serving() as process:
+        fh = await process.open("old/log", os.O_RDWR)
+        await process.write(fh, 3, b"two")
+        await process.rename("old", "new")
+        await process.write(fh, 6, b"three")
+        assert await process.load("new/log") == b"onetwothree"
+        await process.close(fh)
+        assert mount.store.contents() == {"new/log": b"onetwothree"}
+
+
+async def test_what_changes_while_it_is_copied_comes_along(mount: MortalMount) -> None:
+    fill(mount.store, "old/", 3)
+    store = mount.store
+    async with mount.serving() as process:
+        await process.node("old/0")
+        is_done = False
+
+        def change(what: str, key: str) -> None:
+            nonlocal is_done
+            if (what, key) == ("COPY", "new/2") and not is_done:
+                is_done = True
+                local = process.operations.mutations.changes._directories  # type: ignore[union-attr]
+                store.put("old/late", b"late")
+                store.put("old/1", b"changed")
+                del store.objects["old/0"]
+                local.changed("old/", "late", store.objects["old/late"].info)
+
+        store.after = change
+        await process.rename("old", "new")
+        assert below(store, "new/") == {
+            "1": b"changed", "2": b"2", "late": b"late", "sub/x": b"x",
+        }  # fmt: skip
+        assert below(store, "old/") == {}
+
+
+async def test_copies_that_cannot_be_made_are_taken_back(mount: MortalMount) -> None:
+    tree = fill(mount.store, "old/")
+    mount.store.put("new/", mode="16832")
+
+    def fail(what: str, key: str) -> None:
+        if (what, key) == ("COPY", "new/4"):
+            raise UnreachableError(key)
+
+    mount.store.before = fail
+    async with mount.serving() as process:
+        with pytest.raises(UnreachableError):
+            await process.rename("old", "new")
+        assert below(mount.store, "old/") == tree
+        assert [key for key in mount.store.objects if key.startswith("new/")] == ["new/"]
+        assert sorted(await process.listing()) == ["new", "old"]
+        assert await process.listing("new") == []
+        assert process.changes.describe_renames() == []
+        mount.store.before = lambda _what, _key: None
+        await process.rename("old", "new")
+        assert below(mount.store, "new/") == tree
+
+
+async def test_a_bucket_that_lets_nothing_be_deleted_keeps_its_names(mount: MortalMount) -> None:
+    tree = fill(mount.store, "old/")
+
+    def refuse(what: str, key: str) -> None:
+        if what in ("DELETE", "DELETED") and key.startswith("old"):
+            raise AccessDeniedError(key)
+
+    mount.store.before = refuse
+    async with mount.serving() as process:
+        with pytest.raises(AccessDeniedError):
+            await process.rename("old", "new")
+        with pytest.raises(AccessDeniedError):
+            await process.rename("old/1", "one")
+        assert below(mount.store, "old/") == tree
+        assert mount.store.contents().keys() == {f"old/{path}" for path in tree}
+
+
+async def test_what_cannot_be_deleted_yet_is_deleted_later(mount: MortalMount) -> None:
+    tree = fill(mount.store, "old/")
+
+    def fail(what: str, key: str) -> None:
+        if (what, key) == ("DELETED", "old/2"):
+            raise UnreachableError(key)
+
+    mount.store.before = fail
+    async with mount.serving() as process:
+        await process.rename("old", "new")
+        assert below(mount.store, "old/") == {"2": b"2"}
+        assert await process.listing() == ["new"]
+        (told,) = process.changes.describe_renames()
+        assert (told["phase"], told["copied"], told["deleted"]) == ("deleting", 8, 7)
+        # What comes into being under the old name stays.
+        await process.mkdir("old")
+        await process.save("old/1", b"1")
+        mount.store.before = lambda _what, _key: None
+        await process.changes._renames.finish(process.changes._renames._unfinished[0])
+        assert below(mount.store, "new/") == tree
+        assert below(mount.store, "old/") == {"1": b"1"}
+        assert await process.load("old/1") == b"1"
+
+
+async def test_the_next_mount_finishes_what_a_dead_machine_had_begun(tmp_path: Path) -> None:
+    for point in range(40):
+        mount = MortalMount(tmp_path / str(point))
+        tree = fill(mount.store, "old/", 3)
+        try:
+            async with mount.serving() as process:
+                await process.node("old/1")
+                die_at(mount.store, point)
+                await process.rename("old", "new")
+        except* DiedError:
+            pass
+        live_on(mount.store)
+        assert {**below(mount.store, "old/"), **below(mount.store, "new/")} == tree
+        is_on_record = list((mount.directory / "renames").glob("*.json"))
+        mount.reboot()
+        mount.store.asked.clear()
+        async with mount.serving() as process:
+            for one in list(process.changes._renames._unfinished):
+                assert await process.changes._renames.finish(one)
+            assert process.changes.describe_renames() == []
+            if is_on_record:
+                assert below(mount.store, "new/") == tree
+                assert await process.listing() == ["new"]
+                assert await process.load("new/sub/x") == b"x"
+        if not is_on_record and point:
+            return
+    pytest.fail("it was never done")
+
+
+async def test_a_record_of_another_bucket_is_left_alone(mount: MortalMount) -> None:
+    fill(mount.store, "old/")
+    record = mount.directory / "renames" / "1.json"
+    record.parent.mkdir()
+    told = (
+        '{"source": "other", "old": "old/", "new": "new/", "phase": "copying",'
+        ' "has_replaced": false}'
+    )
+    record.write_text(told)
+    async with mount.serving() as process:
+        assert process.changes.describe_renames() == []
+    assert record.read_text() == told
+
+
+def die_at(store: MemoryStore, point: int) -> None:
+    """Have the process killed at some point: before its first request, after it, and so on."""
+    left = point
+
+    def step(_what: str, _key: str) -> None:
+        nonlocal left
+        if left <= 0:
+            raise DiedError
+        left -= 1
+
+    store.before = store.after = step
+
+
+def live_on(store: MemoryStore) -> None:
+    store.before = store.after = lambda _what, _key: None
