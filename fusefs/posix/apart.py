@@ -18,9 +18,9 @@ Result = TypeVar("Result")
 
 
 class Apart:
-    """Where changes run; without a nursery (None) they run where they are waited for."""
+    """Where changes run."""
 
-    def __init__(self, nursery: trio.Nursery | None) -> None:
+    def __init__(self, nursery: trio.Nursery) -> None:
         self._nursery = nursery
 
     async def run(
@@ -36,8 +36,6 @@ class Apart:
         Raises:
             OSError: the work did.
         """
-        if self._nursery is None:
-            return await work
         done = trio.Event()
         results: list[Result] = []
         errors: list[OSError] = []

@@ -60,8 +60,8 @@ class Meta:
         said = dict(self.other)
         said |= {"mode": str(self.mode), "uid": str(self.uid), "gid": str(self.gid)}
         if self.mtime_ns is not None:
-            seconds, rest = divmod(self.mtime_ns, SECOND_NS)
-            said["mtime"] = f"{seconds}.{rest:09}"
+            seconds, rest = divmod(abs(self.mtime_ns), SECOND_NS)
+            said["mtime"] = f"{'-' if self.mtime_ns < 0 else ''}{seconds}.{rest:09}"
         if self.xattrs:
             said["xattr"] = _written(self.xattrs)
         return said
@@ -124,12 +124,14 @@ def _whole(text: str | None) -> int | None:
 def _time(text: str | None) -> int | None:
     if text is None:
         return None
-    seconds, _, fraction = text.partition(".")
+    seconds, _, fraction = text.removeprefix("-").partition(".")
     try:
         value = int(seconds) * SECOND_NS + int((fraction + "000000000")[:9])
     except ValueError:
         return None
-    return value if abs(value) < 1 << 62 else None
+    if value >= 1 << 62:
+        return None
+    return -value if text.startswith("-") else value
 
 
 def _written(xattrs: tuple[tuple[str, bytes], ...]) -> str:

@@ -38,7 +38,7 @@ class Mutations:
         writer: Writer,
         changes: Changes,
         log: NodeLog,
-        nursery: trio.Nursery | None,
+        nursery: trio.Nursery,
     ) -> None:
         self._operations = operations
         self._inodes = operations.inodes

@@ -1,0 +1,36 @@
+"""What tests of writable mounts share: what the bucket has, and what a call costs there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fusefs import control, mounts
+from tests.conftest import Bucket
+from tests.support.mounting import Mount
+
+WRITABLE = "--no-read-only"
+
+
+def stored(bucket: Bucket, key: str) -> bytes:
+    content: bytes = bucket.client.get_object(Bucket=bucket.name, Key=key)["Body"].read()
+    return content
+
+
+def metadata(bucket: Bucket, key: str) -> dict[str, str]:
+    told: dict[str, str] = bucket.client.head_object(Bucket=bucket.name, Key=key)["Metadata"]
+    return told
+
+
+def status(mount: Mount) -> dict[str, Any]:
+    """As `mount.status`, without a process; one would close copies of open files."""
+    return control.request(mounts.mount_directory(mount.path) / "status.sock", "status", 30)
+
+
+def cost(mount: Mount, call: Callable[[], object]) -> dict[str, int]:
+    """Which requests to the bucket a call takes, by their kind."""
+    kinds = ("gets", "heads", "lists", "puts", "copies", "deletes")
+    before = status(mount)["s3"]
+    call()
+    after = status(mount)["s3"]
+    return {kind: after[kind] - before[kind] for kind in kinds if after[kind] != before[kind]}

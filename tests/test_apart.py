@@ -1,0 +1,57 @@
+"""Changes that go on when whoever asked for them is cancelled."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+import trio
+import trio.lowlevel
+
+from fusefs.posix.apart import Apart
+
+
+async def test_who_waits_gets_the_result_or_the_error() -> None:
+    async def works() -> int:
+        await trio.lowlevel.checkpoint()
+        return 7
+
+    async def fails() -> int:
+        raise OSError(errno.ENOSPC, "full")
+
+    async with trio.open_nursery() as nursery:
+        apart = Apart(nursery)
+        assert await apart.run(works()) == 7
+        with pytest.raises(OSError, match="full"):
+            await apart.run(fails())
+
+
+async def test_what_nobody_waits_for_any_more_is_done_to_its_end() -> None:
+    gate = trio.Event()
+    done: list[str] = []
+
+    async def work() -> str:
+        await gate.wait()
+        done.append("worked")
+        return "result"
+
+    async with trio.open_nursery() as nursery:
+        with trio.move_on_after(0) as scope:
+            await Apart(nursery).run(work(), unwanted=done.append)
+        assert scope.cancelled_caught
+        assert done == []
+        gate.set()
+    assert done == ["worked", "result"]
+
+
+async def test_a_failure_that_nobody_waits_for_ends_nothing_else() -> None:
+    gate = trio.Event()
+
+    async def work() -> None:
+        await gate.wait()
+        raise OSError(errno.EIO, "broken")
+
+    async with trio.open_nursery() as nursery:
+        with trio.move_on_after(0):
+            await Apart(nursery).run(work())
+        gate.set()

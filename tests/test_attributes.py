@@ -1,0 +1,302 @@
+"""Modes, owners and times on a writable mount: as programs set them, as the bucket keeps them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Bucket
+from tests.support.mounting import Mount
+from tests.support.s3_server import S3Server
+from tests.support.sharing import mounted
+from tests.support.writing import WRITABLE, cost, metadata, status, stored
+
+# What other programs write. s3fs tells modes in decimal and, in older versions, whole seconds.
+FOREIGN: dict[str, tuple[bytes, dict[str, str]]] = {
+    "s3fs": (
+        b"hello\n",
+        {
+            "mode": "33256", "uid": "12", "gid": "34", "mtime": "1500000000.123456789",
+            "atime": "1500000001", "ctime": "1500000002.5",
+        },
+    ),
+    "s3fs-old": (b"", {"mode": "33188", "uid": "1", "gid": "1", "mtime": "1500000000"}),
+    "s3fs-link": (b"s3fs", {"mode": "41471", "uid": "0", "gid": "0", "mtime": "1500000000"}),
+    "rclone": (b"hi\n", {"mtime": "1400000000.987654321"}),
+    # With --metadata: modes in octal.
+    "rclone-metadata": (
+        b"hi\n",
+        {
+            "mode": "100640", "uid": "5", "gid": "6", "mtime": "1400000000.987654321",
+            "atime": "2026-11-21T10:40:04.98976901Z", "btime": "2026-11-21T10:40:04.937769008Z",
+        },
+    ),
+    "foreign": (b"x", {"md5chksum": "nVSBKDIZo+lIcZYqpQ", "mode": "nonsense", "uid": "-1"}),
+    "setuid": (b"x", {"mode": str(stat.S_IFREG | 0o6755)}),
+    "device": (b"x", {"mode": str(stat.S_IFCHR | 0o600)}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def mount(
+    s3: S3Server, shared: Bucket, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Mount]:
+    for key, (content, told) in FOREIGN.items():
+        shared.put(key, content, Metadata=told)
+    directory = tmp_path_factory.mktemp("attributes")
+    with mounted(s3, f"s3://{shared.name}/", directory, WRITABLE) as mount:
+        yield mount
+
+
+@pytest.fixture
+def path(mount: Mount, request: pytest.FixtureRequest) -> Path:
+    """A file of the test's own, with ten bytes."""
+    path = mount.path / f"file-{request.node.name[:80]}"
+    path.write_bytes(b"0123456789")
+    return path
+
+
+# --- as other programs write them -----------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "owner", "mtime_ns"),
+    [
+        ("s3fs", stat.S_IFREG | 0o750, (12, 34), 1_500_000_000_123_456_789),
+        ("s3fs-old", stat.S_IFREG | 0o644, (1, 1), 1_500_000_000 * 10**9),
+        ("s3fs-link", stat.S_IFLNK | 0o777, (0, 0), 1_500_000_000 * 10**9),
+        ("rclone-metadata", stat.S_IFREG | 0o640, (5, 6), 1_400_000_000_987_654_321),
+        ("rclone", stat.S_IFREG | 0o644, (os.geteuid(), os.getegid()), 1_400_000_000_987_654_321),
+    ],
+)
+def test_an_object_shows_what_the_program_that_wrote_it_said(
+    mount: Mount, name: str, mode: int, owner: tuple[int, int], mtime_ns: int
+) -> None:
+    found = (mount.path / name).lstat()
+    assert (found.st_mode, (found.st_uid, found.st_gid)) == (mode, owner)
+    assert found.st_mtime_ns == mtime_ns
+
+
+def test_a_link_that_s3fs_made_is_followed(mount: Mount) -> None:
+    assert (mount.path / "s3fs-link").read_bytes() == b"hello\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), [("setuid", 0o755), ("device", 0o600), ("foreign", 0o644)]
+)
+def test_nothing_in_a_bucket_makes_a_program_setuid_or_a_device(
+    mount: Mount, name: str, mode: int
+) -> None:
+    assert (mount.path / name).lstat().st_mode == stat.S_IFREG | mode
+
+
+def test_other_metadata_stays_when_attributes_change_and_goes_with_the_content(
+    mount: Mount, shared: Bucket
+) -> None:
+    path = mount.path / "foreign"
+    os.chmod(path, 0o600)
+    assert metadata(shared, "foreign")["md5chksum"] == FOREIGN["foreign"][1]["md5chksum"]
+    with open(path, "ab") as file:
+        file.write(b"more")
+    assert stored(shared, "foreign") == b"xmore"
+    assert "md5chksum" not in metadata(shared, "foreign")
+
+
+# --- setting them ----------------------------------------------------------------
+
+
+def test_set_id_bits_are_never_kept(path: Path, shared: Bucket) -> None:
+    os.chmod(path, 0o6751)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o751
+    os.chmod(path, 0o1751)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o1751
+    assert metadata(shared, path.name)["mode"] == str(stat.S_IFREG | 0o1751)
+
+
+def test_what_changes_nothing_asks_the_bucket_nothing(mount: Mount, path: Path) -> None:
+    found = path.stat()
+
+    def set_the_same() -> None:
+        os.chmod(path, stat.S_IMODE(found.st_mode))
+        os.chown(path, found.st_uid, found.st_gid)
+        os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+        os.truncate(path, found.st_size)
+
+    assert cost(mount, set_the_same) == {}
+    assert path.stat().st_mtime_ns == found.st_mtime_ns
+
+
+def test_owner_and_group_are_one_change(mount: Mount, path: Path) -> None:
+    assert cost(mount, lambda: os.chown(path, 7, 8)).get("copies") == 1
+    assert (path.stat().st_uid, path.stat().st_gid) == (7, 8)
+
+
+def test_the_content_stays_cached_when_attributes_change(mount: Mount, path: Path) -> None:
+    os.chmod(path, 0o600)
+    assert cost(mount, lambda: path.read_bytes()) == {}
+
+
+def test_an_access_time_is_accepted_and_not_kept(mount: Mount, path: Path) -> None:
+    before = path.stat().st_mtime_ns
+    touch = ["touch", "-a", "-d", "@12345", path]
+    assert cost(mount, lambda: subprocess.run(touch, check=True)) == {}
+    assert (path.stat().st_mtime_ns, path.stat().st_atime_ns) == (before, before)
+
+
+def test_a_modification_time_alone_is_kept(path: Path, shared: Bucket) -> None:
+    subprocess.run(["touch", "-m", "-d", "@12345.5", path], check=True)
+    assert path.stat().st_mtime == 12345.5
+    assert metadata(shared, path.name)["mtime"] == "12345.500000000"
+
+
+def test_times_before_1970_are_kept(path: Path, shared: Bucket) -> None:
+    os.utime(path, ns=(0, -1_500_000_000))
+    assert path.stat().st_mtime_ns == -1_500_000_000
+
+
+def test_truncating_a_closed_file_is_one_upload(mount: Mount, path: Path, shared: Bucket) -> None:
+    assert cost(mount, lambda: os.truncate(path, 4)) == {"puts": 1}
+    assert stored(shared, path.name) == b"0123"
+    os.truncate(path, 6)
+    assert path.read_bytes() == stored(shared, path.name) == b"0123\0\0"
+
+
+def test_attributes_of_an_open_file_go_up_with_its_content(
+    mount: Mount, path: Path, shared: Bucket
+) -> None:
+    def rewrite() -> None:
+        with open(path, "wb", buffering=0) as file:
+            file.write(b"new")
+            os.fchmod(file.fileno(), 0o640)
+            os.fchown(file.fileno(), 3, 4)
+            os.utime(file.fileno(), ns=(5, 10**18 + 7))
+
+    assert cost(mount, rewrite) == {"puts": 1}
+    told = metadata(shared, path.name)
+    assert (told["mode"], told["uid"], told["gid"]) == (str(stat.S_IFREG | 0o640), "3", "4")
+    assert told["mtime"] == "1000000000.000000007"
+    assert path.stat().st_mtime_ns == 10**18 + 7
+
+
+def test_a_write_after_a_set_time_has_a_time_of_its_own(path: Path) -> None:
+    with open(path, "r+b", buffering=0) as file:
+        os.utime(file.fileno(), (1, 1))
+        assert os.fstat(file.fileno()).st_mtime == 1
+        file.write(b"later")
+        written = os.fstat(file.fileno()).st_mtime_ns
+        assert written > 10**18
+    assert path.stat().st_mtime_ns == written
+
+
+def test_opening_for_writing_alone_changes_no_time(mount: Mount, path: Path) -> None:
+    os.utime(path, (1, 1))
+
+    def open_only() -> None:
+        with open(path, "r+b"):
+            pass
+
+    assert cost(mount, open_only).get("puts") is None
+    assert path.stat().st_mtime == 1
+
+
+def test_an_open_file_shows_the_size_and_blocks_that_it_has(path: Path) -> None:
+    with open(path, "r+b", buffering=0) as file:
+        file.write(bytes(70_000))
+        found = path.stat()
+        assert (found.st_size, found.st_blocks * 512 >= 65_536) == (70_000, True)
+        os.ftruncate(file.fileno(), 1 << 30)
+        assert os.fstat(file.fileno()).st_size == 1 << 30
+        assert os.fstat(file.fileno()).st_blocks * 512 < 1 << 20
+        os.ftruncate(file.fileno(), 3)
+    assert (path.stat().st_size, path.stat().st_blocks) == (3, 1)
+
+
+def test_a_saved_file_that_is_renamed_and_made_private_is_sent_once(mount: Mount) -> None:
+    def save() -> None:
+        with open(mount.path / "save.tmp", "wb", buffering=0) as file:
+            file.write(bytes(100_000))
+            os.fchmod(file.fileno(), 0o600)
+            os.rename(mount.path / "save.tmp", mount.path / "saved")
+
+    assert cost(mount, save) == {"puts": 1}
+    assert stat.S_IMODE((mount.path / "saved").stat().st_mode) == 0o600
+
+
+def test_a_symbolic_link_has_times_and_an_owner_of_its_own(mount: Mount, path: Path) -> None:
+    link = mount.path / "a-link"
+    link.symlink_to(path.name)
+    before = path.stat()
+    os.utime(link, ns=(1, 10**18), follow_symlinks=False)
+    os.chown(link, 9, 10, follow_symlinks=False)
+    found = link.lstat()
+    assert (found.st_mtime_ns, found.st_uid, found.st_gid) == (10**18, 9, 10)
+    assert stat.S_ISLNK(found.st_mode)
+    assert os.readlink(link) == path.name
+    assert path.stat() == before
+
+
+def test_a_directory_shows_what_was_set(mount: Mount) -> None:
+    directory = mount.path / "directory"
+    directory.mkdir()
+    os.chmod(directory, 0o1770)
+    os.chown(directory, 3, 4)
+    os.utime(directory, ns=(1, 10**18))
+    found = directory.stat()
+    assert (stat.S_IMODE(found.st_mode), found.st_uid, found.st_gid) == (0o1770, 3, 4)
+    assert found.st_mtime_ns == 10**18
+
+
+def test_the_root_of_a_bucket_takes_attributes_while_it_is_mounted(
+    mount: Mount, shared: Bucket
+) -> None:
+    before = mount.path.stat()
+    os.utime(mount.path, (1, 2))
+    os.chmod(mount.path, 0o711)
+    assert (mount.path.stat().st_mtime, stat.S_IMODE(mount.path.stat().st_mode)) == (2, 0o711)
+    os.chmod(mount.path, stat.S_IMODE(before.st_mode))
+
+
+def test_what_somebody_else_has_replaced_is_not_changed_unseen(
+    mount: Mount, path: Path, shared: Bucket
+) -> None:
+    shared.put(path.name, b"theirs", Metadata={"mode": str(stat.S_IFREG | 0o604)})
+    os.chmod(path, 0o640)
+    assert stored(shared, path.name) == b"theirs"
+    assert path.read_bytes() == b"theirs"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+@pytest.mark.parametrize("kind", [stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFCHR, stat.S_IFBLK])
+def test_no_special_file_can_be_made(mount: Mount, kind: int) -> None:
+    with pytest.raises(PermissionError):
+        os.mknod(mount.path / "special", kind | 0o600, os.makedev(1, 3))
+
+
+def test_a_regular_file_can_be_made_by_mknod(mount: Mount, shared: Bucket) -> None:
+    os.mknod(mount.path / "made", 0o604)
+    assert metadata(shared, "made")["mode"] == str(stat.S_IFREG | 0o604)
+    with pytest.raises(FileExistsError):
+        os.mknod(mount.path / "made", 0o604)
+
+
+def test_each_name_of_a_directory_is_asked_for_once(mount: Mount, shared: Bucket) -> None:
+    for number in range(60):
+        shared.put(f"many/{number:02}", b"x", Metadata={"mode": str(stat.S_IFREG | 0o600)})
+    # The root was listed before.
+    os.mkdir(mount.path / "many")
+    before = status(mount)["s3"]["heads"]
+    assert len(list((mount.path / "many").iterdir())) == 60
+    modes = {one.stat().st_mode for one in sorted((mount.path / "many").iterdir())}
+    assert modes == {stat.S_IFREG | 0o600}
+    assert status(mount)["s3"]["heads"] - before == 60
+
+
+def test_a_name_that_is_too_long_for_a_link_is_refused(mount: Mount) -> None:
+    with pytest.raises(OSError, match=os.strerror(errno.ENAMETOOLONG)):
+        os.symlink("target", mount.path / ("x" * 256))

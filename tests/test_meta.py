@@ -1,0 +1,114 @@
+"""What object metadata says of a file: read as several programs write it, and written."""
+
+from __future__ import annotations
+
+import stat
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusefs.posix import meta
+from fusefs.posix.meta import METADATA_LIMIT, PERMISSIONS, Meta
+
+FILE = Meta(stat.S_IFREG | 0o640, 1, 2)
+DIRECTORY = Meta(stat.S_IFDIR | 0o750, 1, 2)
+IDS = st.integers(0, (1 << 32) - 1)
+NAMES = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1)
+TOKENS = st.text("abcdefghijklmnopqrstuvwxyz0123456789-", min_size=1).map(lambda text: "x-" + text)
+VALUES = st.text(st.characters(min_codepoint=0x20, max_codepoint=0x7E), min_size=1).filter(
+    lambda text: text == text.strip()
+)
+METAS = st.builds(
+    Meta,
+    mode=st.tuples(st.sampled_from([stat.S_IFREG, stat.S_IFLNK]), st.integers(0, PERMISSIONS)).map(
+        lambda both: both[0] | both[1] & PERMISSIONS
+    ),
+    uid=IDS,
+    gid=IDS,
+    mtime_ns=st.none() | st.integers(-(10**18), 1 << 61),
+    xattrs=st.dictionaries(NAMES, st.binary(), max_size=4).map(lambda one: tuple(one.items())),
+    other=st.dictionaries(TOKENS, VALUES, max_size=3).map(lambda one: tuple(one.items())),
+)
+
+
+@given(METAS)
+def test_what_is_written_is_read_again(said: Meta) -> None:
+    assert meta.read(said.as_metadata(), FILE) == said
+
+
+@given(METAS)
+def test_what_is_written_can_be_a_header(said: Meta) -> None:
+    for value in said.as_metadata().values():
+        assert value.isascii()
+        assert value.isprintable()
+        assert value == value.strip()
+
+
+@given(st.dictionaries(st.sampled_from(["mode", "uid", "gid", "mtime", "xattr"]), st.text()))
+def test_whatever_stands_there_is_read_as_something(told: dict[str, str]) -> None:
+    found = meta.read(told, FILE)
+    assert stat.S_IFMT(found.mode) in (stat.S_IFREG, stat.S_IFLNK)
+    assert not found.mode & 0o6000
+    assert meta.read(found.as_metadata(), FILE).mode == found.mode
+
+
+@given(st.integers(0, 0o7777))
+def test_decimal_and_octal_modes_are_told_apart(bits: int) -> None:
+    for default, kind in ((FILE, stat.S_IFREG), (FILE, stat.S_IFLNK), (DIRECTORY, stat.S_IFDIR)):
+        for text in (str(kind | bits), f"{kind | bits:o}", f"{kind | bits:07o}"):
+            assert meta.read({"mode": text}, default).mode == kind | bits & PERMISSIONS
+
+
+@pytest.mark.parametrize(
+    ("told", "mode"),
+    [
+        ({}, FILE.mode),
+        ({"mode": ""}, FILE.mode),
+        ({"mode": "-1"}, FILE.mode),
+        ({"mode": "420"}, stat.S_IFREG | 0o644),  # without a type: decimal
+        ({"mode": str(stat.S_IFIFO | 0o600)}, stat.S_IFREG | 0o600),
+        ({"mode": str(stat.S_IFDIR | 0o700)}, stat.S_IFREG | 0o700),
+        ({"mode": "9" * 30}, FILE.mode),
+    ],
+)
+def test_a_file_is_a_file_or_a_link_whatever_its_mode_says(told: dict[str, str], mode: int) -> None:
+    assert meta.read(told, FILE).mode == mode
+
+
+@pytest.mark.parametrize(
+    ("text", "mtime_ns"),
+    [
+        ("1500000000", 1_500_000_000 * 10**9),
+        ("1500000000.5", 1_500_000_000 * 10**9 + 500_000_000),
+        ("1400000000.987654321", 1_400_000_000_987_654_321),
+        ("1400000000.9876543219", 1_400_000_000_987_654_321),
+        ("-1.500000000", -1_500_000_000),
+        ("-0.5", -500_000_000),
+        ("2026-11-21T10:40:04Z", None),
+        ("", None),
+        ("nan", None),
+        ("9" * 40, None),
+    ],
+)
+def test_a_time_is_seconds_with_or_without_a_fraction(text: str, mtime_ns: int | None) -> None:
+    assert meta.read({"mtime": text}, FILE).mtime_ns == mtime_ns
+
+
+def test_times_that_will_be_wrong_are_not_kept() -> None:
+    told = {"mode": "33188", "atime": "1", "ctime": "2", "btime": "3"}
+    assert meta.read(told, FILE).other == (("btime", "3"),)
+
+
+def test_what_cannot_be_sent_again_is_left_out() -> None:
+    told = {"a": "größe", "b": " x", "c": "", "d": "x\ny", "e": "fine"}
+    assert meta.read(told, FILE).other == (("e", "fine"),)
+
+
+def test_what_fits_is_counted_with_its_headers() -> None:
+    # "x-amz-meta-" five times, the names, and what they say.
+    said = Meta(stat.S_IFREG | 0o644, 0, 0, 0, other=(("note", "x"),))
+    counted = sum(11 + len(name) + len(text) for name, text in said.as_metadata().items())
+    room = METADATA_LIMIT - counted
+    assert said.changed(other=(("note", "x" * (1 + room)),)).fits
+    assert not said.changed(other=(("note", "x" * (2 + room)),)).fits

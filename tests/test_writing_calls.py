@@ -1,0 +1,172 @@
+"""The less usual calls on files that are written: mappings, O_DIRECT, holes, kernel copies."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Bucket
+from tests.support.mounting import Mount
+from tests.support.s3_server import S3Server
+from tests.support.sharing import SESSIONS, mounted, until
+from tests.support.writing import WRITABLE, stored
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@pytest.fixture(scope="module", params=SESSIONS)
+def mount(
+    s3: S3Server, shared: Bucket, tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest,
+) -> Iterator[Mount]:  # fmt: skip
+    directory = tmp_path_factory.mktemp("calls")
+    options = ("--session", request.param, WRITABLE)
+    with mounted(s3, f"s3://{shared.name}/{request.param}/", directory, *options) as mount:
+        yield mount
+
+
+@pytest.fixture
+def path(mount: Mount, request: pytest.FixtureRequest) -> Path:
+    return mount.path / request.node.originalname
+
+
+def content_of(bucket: Bucket, mount: Mount, path: Path) -> bytes:
+    """What the bucket has of a file."""
+    prefix = mount.source.split("/", 3)[3]
+    return stored(bucket, prefix + path.name)
+
+
+def mapped_in_c(fd: int, size: int) -> int:
+    """A shared mapping whose descriptor is closed at once, as in C; Python's keep their own."""
+    _libc.mmap.restype = ctypes.c_void_p
+    address: int = _libc.mmap(None, size, mmap.PROT_WRITE, mmap.MAP_SHARED, fd, ctypes.c_long(0))
+    os.close(fd)
+    return address
+
+
+def test_what_is_stored_through_a_mapping_is_there_at_close(
+    mount: Mount, path: Path, shared: Bucket
+) -> None:
+    fd = os.open(path, os.O_CREAT | os.O_RDWR)
+    os.ftruncate(fd, 10_000)
+    with mmap.mmap(fd, 10_000) as mapping:
+        mapping[5:10] = b"store"
+        os.close(fd)
+        assert content_of(shared, mount, path) == bytes(5) + b"store" + bytes(9990)
+
+
+def test_what_is_stored_after_the_close_is_uploaded_after_munmap(
+    mount: Mount, path: Path, shared: Bucket
+) -> None:
+    fd = os.open(path, os.O_CREAT | os.O_RDWR)
+    os.ftruncate(fd, 8192)
+    address = mapped_in_c(fd, 8192)
+    ctypes.memmove(address + 100, b"stored", 6)
+    assert not _libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(8192))
+    expected = bytes(100) + b"stored" + bytes(8192 - 106)
+    until(lambda: content_of(shared, mount, path) == expected, "the mapping's bytes go up")
+    assert path.read_bytes() == expected
+
+
+def test_msync_brings_a_mapping_to_the_readers_of_the_mount(mount: Mount, path: Path) -> None:
+    with open(path, "w+b", buffering=0) as file:
+        file.truncate(4096)
+        with mmap.mmap(file.fileno(), 4096) as mapping:
+            mapping[:4] = b"seen"
+            mapping.flush()
+            with open(path, "rb", buffering=0) as reader:
+                assert reader.read(6) == b"seen\0\0"
+
+
+def test_direct_writes_and_reads_are_the_same_file(
+    mount: Mount, path: Path, shared: Bucket
+) -> None:
+    content = mmap.mmap(-1, 1 << 20)
+    content[:] = os.urandom(1 << 20)
+    page = mmap.mmap(-1, 4096)
+    fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_DIRECT)
+    assert os.pwritev(fd, [content], 4096) == 1 << 20
+    assert os.preadv(fd, [page], 8192) == 4096
+    os.close(fd)
+    assert page[:] == content[4096:8192]
+    assert content_of(shared, mount, path) == bytes(4096) + content[:]
+
+
+def test_appending_handles_do_not_overwrite_each_other(
+    mount: Mount, path: Path, shared: Bucket
+) -> None:
+    flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND
+    one, other = os.open(path, flags), os.open(path, flags)
+    lines = [b"%d\n" % number for number in range(40)]
+    for number, line in enumerate(lines):
+        os.write(one if number % 2 else other, line)
+    os.close(one)
+    os.close(other)
+    assert content_of(shared, mount, path) == b"".join(lines)
+
+
+def test_a_sparse_file_is_all_data(path: Path) -> None:
+    with open(path, "w+b", buffering=0) as file:
+        file.truncate(1 << 20)
+        file.seek(1 << 19)
+        file.write(b"x")
+        assert file.seek(0, os.SEEK_DATA) == 0
+        assert file.seek(0, os.SEEK_HOLE) == 1 << 20
+        assert os.fstat(file.fileno()).st_blocks * 512 < 1 << 18
+        with pytest.raises(OSError, match=os.strerror(errno.ENXIO)):
+            file.seek(1 << 20, os.SEEK_DATA)
+
+
+def test_space_is_allocated_and_the_file_is_longer(
+    mount: Mount, path: Path, shared: Bucket
+) -> None:
+    with open(path, "wb", buffering=0) as file:
+        file.write(b"ab")
+        # Under pyfuse3, which has no such request, the C library writes zeros.
+        os.posix_fallocate(file.fileno(), 0, 10_000)
+        assert os.fstat(file.fileno()).st_size == 10_000
+    assert content_of(shared, mount, path) == b"ab" + bytes(9_998)
+
+
+def test_the_kernel_copies_between_files(mount: Mount, path: Path, shared: Bucket) -> None:
+    source = mount.path / "copied-from"
+    content = os.urandom(300_000)
+    source.write_bytes(content)
+    with open(source, "rb") as read, open(path, "wb") as written:
+        assert os.copy_file_range(read.fileno(), written.fileno(), 300_000) == 300_000
+        os.lseek(read.fileno(), 0, os.SEEK_SET)
+        assert os.sendfile(written.fileno(), read.fileno(), 0, 1000) == 1000
+    assert content_of(shared, mount, path) == content + content[:1000]
+
+
+def test_an_unnamed_file_is_refused(mount: Mount) -> None:
+    with pytest.raises(OSError, match=os.strerror(errno.EOPNOTSUPP)):
+        os.open(mount.path, os.O_TMPFILE | os.O_RDWR)
+
+
+def test_a_directory_can_be_synced(mount: Mount) -> None:
+    fd = os.open(mount.path, os.O_RDONLY | os.O_DIRECTORY)
+    os.fsync(fd)
+    os.close(fd)
+
+
+def test_a_tree_is_removed_while_it_is_listed_and_filled(path: Path) -> None:
+    path.mkdir()
+    names = {f"{number:03}" for number in range(120)}
+    for name in names:
+        (path / name).touch()
+    seen = set()
+    with os.scandir(path) as entries:
+        for number, entry in enumerate(entries):
+            seen.add(entry.name)
+            os.unlink(entry.path)
+            if number % 20 == 0:
+                (path / f"new-{number}").touch()
+    assert names <= seen
+    assert not names & set(os.listdir(path))

@@ -1,0 +1,193 @@
+"""Extended attributes on a writable mount: kept in the object's metadata as s3fs keeps them."""
+
+from __future__ import annotations
+
+import base64
+import errno
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+from tests.conftest import Bucket
+from tests.support.mounting import Mount
+from tests.support.s3_server import S3Server
+from tests.support.sharing import mounted
+from tests.support.writing import WRITABLE, cost, metadata, status, stored
+
+TOLD = ["user.s3.key", "user.s3.etag", "user.s3.storage_class", "user.s3.content_type"]
+# What s3fs 1.91 writes for two attributes, one of them with odd bytes.
+S3FS = (
+    "%7B%22user.bin%22%3A%22AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8gISIjJCUmJ//78A%3D%3D%22"
+    "%2C%22user.colour%22%3A%22cmVkK2JsdWUvPT8%3D%22%7D"
+)
+FOREIGN = {
+    "s3fs": S3FS,
+    "capability": "%7B%22security.capability%22%3A%22AAAA%22%2C%22user.a%22%3A%22MQ%3D%3D%22%7D",
+    "torn": "%7B%22user.a",
+    "list": "%5B1%2C2%5D",
+    "deep": "[" * 1500,
+}
+
+
+@pytest.fixture(scope="module")
+def mount(
+    s3: S3Server, shared: Bucket, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Mount]:
+    for key, told in FOREIGN.items():
+        shared.put(key, b"x", Metadata={"xattr": told, "mode": "33188"})
+    directory = tmp_path_factory.mktemp("xattrs")
+    with mounted(s3, f"s3://{shared.name}/", directory, WRITABLE) as mount:
+        yield mount
+
+
+@pytest.fixture
+def path(mount: Mount, request: pytest.FixtureRequest) -> Path:
+    """A file of the test's own, with a few bytes."""
+    path = mount.path / f"file-{request.node.name[:80]}"
+    path.write_bytes(b"content")
+    return path
+
+
+def own(path: Path) -> dict[str, bytes]:
+    """The attributes that programs have given a file."""
+    names = [name for name in os.listxattr(path) if not name.startswith("user.s3.")]
+    return {name: os.getxattr(path, name) for name in names}
+
+
+def test_attributes_are_set_listed_read_and_removed(path: Path) -> None:
+    os.setxattr(path, "user.one", b"1")
+    os.setxattr(path, "user.empty", b"")
+    os.setxattr(path, "user.bytes", bytes(range(200)))
+    os.setxattr(path, "user.one", b"other")
+    assert own(path) == {"user.one": b"other", "user.empty": b"", "user.bytes": bytes(range(200))}
+    assert os.listxattr(path)[:4] == TOLD
+    os.removexattr(path, "user.one")
+    assert "user.one" not in os.listxattr(path)
+
+
+def test_the_object_keeps_them_as_s3fs_does(path: Path, shared: Bucket) -> None:
+    os.setxattr(path, "user.größe", b"\xff\xfb\xf0")
+    told = metadata(shared, path.name)["xattr"]
+    assert told.isascii()
+    assert json.loads(unquote(told)) == {"user.größe": base64.b64encode(b"\xff\xfb\xf0").decode()}
+
+
+def test_what_s3fs_has_written_is_read(mount: Mount) -> None:
+    assert own(mount.path / "s3fs") == {
+        "user.bin": bytes(range(40)) + b"\xff\xfb\xf0",
+        "user.colour": b"red+blue/=?",
+    }
+
+
+def test_what_is_no_users_attribute_is_hidden_and_kept(mount: Mount, shared: Bucket) -> None:
+    path = mount.path / "capability"
+    assert own(path) == {"user.a": b"1"}
+    with pytest.raises(OSError, match=os.strerror(errno.ENODATA)):
+        os.getxattr(path, "security.capability")
+    os.setxattr(path, "user.b", b"2")
+    assert "security.capability" in unquote(metadata(shared, "capability")["xattr"])
+
+
+@pytest.mark.parametrize("name", ["torn", "list", "deep"])
+def test_what_cannot_be_read_is_none(mount: Mount, name: str) -> None:
+    assert own(mount.path / name) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "flags", "number"),
+    [
+        ("user.there", b"", os.XATTR_CREATE, errno.EEXIST),
+        ("user.none", b"", os.XATTR_REPLACE, errno.ENODATA),
+        ("user.s3.etag", b"", 0, errno.EPERM),
+        ("user.s3.mine", b"", 0, errno.EPERM),
+        ("security.selinux", b"x", 0, errno.EOPNOTSUPP),
+        ("trusted.overlay.opaque", b"y", 0, errno.EOPNOTSUPP),
+        ("user.", b"x", 0, errno.EINVAL),
+        ("user.large", bytes(1600), 0, errno.ENOSPC),
+    ],
+)
+def test_what_cannot_be_set_is_said(
+    path: Path, shared: Bucket, name: str, value: bytes, flags: int, number: int
+) -> None:
+    os.setxattr(path, "user.there", b"1")
+    before = metadata(shared, path.name)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        os.setxattr(path, name, value, flags)
+    assert metadata(shared, path.name) == before
+    assert own(path) == {"user.there": b"1"}
+
+
+@pytest.mark.parametrize(
+    ("name", "number"), [("user.none", errno.ENODATA), ("user.s3.key", errno.EPERM)]
+)
+def test_what_is_not_there_or_not_ours_cannot_be_removed(
+    path: Path, name: str, number: int
+) -> None:
+    with pytest.raises(OSError, match=os.strerror(number)):
+        os.removexattr(path, name)
+
+
+def test_a_kilobyte_fits(path: Path) -> None:
+    os.setxattr(path, "user.large", os.urandom(1000))
+    assert len(os.getxattr(path, "user.large")) == 1000
+
+
+def test_setting_the_same_again_asks_the_bucket_nothing(mount: Mount, path: Path) -> None:
+    os.setxattr(path, "user.a", b"1")
+    assert cost(mount, lambda: os.setxattr(path, "user.a", b"1")) == {}
+
+
+def test_they_survive_all_that_happens_to_a_file(mount: Mount, path: Path, shared: Bucket) -> None:
+    os.setxattr(path, "user.a", b"1")
+    os.chmod(path, 0o600)
+    os.utime(path, (1, 2))
+    with open(path, "ab") as file:
+        file.write(b"more")
+    path.write_bytes(b"rewritten")
+    renamed = mount.path / "renamed"
+    path.rename(renamed)
+    assert own(renamed) == {"user.a": b"1"}
+    mount.end()
+    mount.start()
+    assert own(renamed) == {"user.a": b"1"}
+    assert stored(shared, "renamed") == b"rewritten"
+
+
+def test_a_file_that_is_being_written_goes_up_with_them(
+    mount: Mount, path: Path, shared: Bucket
+) -> None:
+    def rewrite() -> None:
+        with open(path, "wb", buffering=0) as file:
+            file.write(b"new")
+            os.setxattr(file.fileno(), "user.open", b"o")
+            assert os.getxattr(path, "user.open") == b"o"
+
+    assert cost(mount, rewrite) == {"puts": 1}
+    assert "user.open" in unquote(metadata(shared, path.name)["xattr"])
+
+
+def test_a_file_that_is_in_no_bucket_yet_has_no_etag(mount: Mount) -> None:
+    with open(mount.path / "new", "wb"):
+        assert os.listxattr(mount.path / "new") == ["user.s3.key"]
+        with pytest.raises(OSError, match=os.strerror(errno.ENODATA)):
+            os.getxattr(mount.path / "new", "user.s3.content_type")
+
+
+def test_directories_have_them_and_the_root_too(mount: Mount) -> None:
+    directory = mount.path / "directory"
+    directory.mkdir()
+    for path in (directory, mount.path):
+        os.setxattr(path, "user.a", b"1")
+        assert own(path) == {"user.a": b"1"}
+
+
+def test_writes_ask_for_no_capabilities(mount: Mount, path: Path) -> None:
+    with open(path, "r+b", buffering=0) as file:
+        before = status(mount)["requests"]["total"]
+        for _ in range(200):
+            file.write(b"x")
+        assert status(mount)["requests"]["total"] - before < 210
