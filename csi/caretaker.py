@@ -20,10 +20,11 @@ from csi.draining import Draining
 from csi.errors import AbortedError, CsiError
 from csi.mount_records import MountRecord
 from csi.mounts import Mounts
+from fusefs.kernel.holder import HolderError
 
 log = logging.getLogger(__name__)
 
-EVERY_S = 30.0
+EVERY_S = 10.0
 # For a mount that is gone on with.
 START_S = 60.0
 
@@ -59,7 +60,7 @@ class Caretaker(threading.Thread):
                     self._look_after(record)
             except AbortedError:
                 pass  # somebody else is at it, or it takes its time
-            except (CsiError, OSError) as error:
+            except (CsiError, OSError, HolderError) as error:
                 log.warning("%s: %s", record.source, error)
         self._remove_leftovers()
 
@@ -70,8 +71,8 @@ class Caretaker(threading.Thread):
         if not self._mounts.references(record, table):
             self._draining.wait(record, time.monotonic())
             self._draining.end(record, time.monotonic())
-        elif not self._mounts.is_alive(record, table):
-            self._mounts.go_on(record, time.monotonic() + START_S)
+        else:
+            self._mounts.secure(record, time.monotonic() + START_S)
 
     def _remove_leftovers(self) -> None:
         """Directories of mounts that a reboot has ended, with their records."""

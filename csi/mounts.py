@@ -35,9 +35,9 @@ from csi.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
+from csi.holding import Holding
 from csi.mount_records import MountRecord, MountRecords
 from fusefs import control, mounts
-from fusefs.kernel import holder
 from fusefs.mounts import KernelMount
 
 log = logging.getLogger(__name__)
@@ -64,12 +64,12 @@ class Mounts:
     """The driver's mounts, below one directory. One call at a time for each volume."""
 
     def __init__(
-        self, records: MountRecords, files: CredentialFiles, roots: Path, holder_socket: Path
+        self, records: MountRecords, files: CredentialFiles, roots: Path, holding: Holding
     ) -> None:
         self.records = records
         self._files = files
         self._roots = roots
-        self._holder = holder_socket
+        self._holding = holding
         roots.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     # --- what is there ---
@@ -134,7 +134,7 @@ class Mounts:
         """
         root = Path(record.root)
         top = Table().top(root)
-        if top is not None and not self._is_held(root, top):
+        if top is not None and not self._holding.has(top):
             self._kill(root)
             binding.pop_all(root)
             top = None
@@ -147,21 +147,23 @@ class Mounts:
             raise _refusal(why)(f"{why}, as {record.who}")
         log.info("%s is mounted for %s as uid %d", record.source, record.volume_id, record.uid)
 
-    def go_on(self, record: MountRecord, deadline: float) -> None:
-        """Start a daemon for a mount that nobody serves, if its connection is still held."""
-        root = Path(record.root)
-        top = Table().top(root)
-        if top is not None and self._is_held(root, top):
-            self.start(record, deadline)
+    def secure(self, record: MountRecord, deadline: float) -> None:
+        """Have a mount's connection held by the other process too, and somebody serve it.
 
-    def _is_held(self, root: Path, top: KernelMount) -> bool:
-        """Whether a mount that nobody serves can still be gone on with."""
-        name = holder.name_of(os.fspath(root), top.connection)
-        try:
-            os.close(holder.fetch(os.fspath(self._holder), name))
-        except holder.HolderError:
-            return False
-        return True
+        Raises:
+            CsiError: no daemon came up.
+            OSError, HolderError: its connection could not be handed over.
+        """
+        table = Table()
+        root = table.top(Path(record.root))
+        if root is None or not self._holding.is_there:
+            return
+        is_held = self._holding.has(root)
+        is_alive = self.is_alive(record, table)
+        if is_alive and not is_held:
+            self._holding.bring(root)
+        elif is_held and not is_alive:
+            self.start(record, deadline)
 
     # --- ending ---
 

@@ -186,7 +186,9 @@ class Node:
         left = [str(mount.mountpoint) for mount in self.mounted()]
         left += [f"{pid} {command}" for pid, command in self.processes().items()]
         left += [str(path) for path in self.mounts.iterdir()]
-        left += [str(path) for path in self.pods.glob("*/volumes/*/*/mount")]
+        # Their names alone, as a mount may be there.
+        for parent in self.pods.glob("*/volumes/*/*"):
+            left += [str(parent / name) for name in os.listdir(parent)]
         for name in ("mounts", "credentials", "fusefs"):
             if (self.state / name).exists():
                 left += [str(path) for path in (self.state / name).iterdir()]
@@ -209,6 +211,8 @@ class Node:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
+        if os.environ.get("SHOW_DRIVER_LOG"):
+            print(self.log.read_text())
         if not self.mounted():
             shutil.rmtree(self.state, ignore_errors=True)
 
