@@ -72,9 +72,9 @@ class Passthrough:
         self._most = most
         self.is_on = False
         self.why = "not negotiated yet"
-        # By the name of the cache file, least recently used first.
-        self._ids: OrderedDict[str, tuple[int, CacheFile]] = OrderedDict()
-        self._registering: dict[str, trio.Event] = {}
+        # Least recently used first.
+        self._ids: OrderedDict[CacheFile, int] = OrderedDict()
+        self._registering: dict[CacheFile, trio.Event] = {}
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -96,27 +96,26 @@ class Passthrough:
 
     def find(self, file: CacheFile) -> int:
         """The id under which a file is registered, or 0."""
-        found = self._ids.get(file.name)
-        if found is None or found[1] is not file:
-            return 0
-        self._ids.move_to_end(file.name)
-        return found[0]
+        backing_id = self._ids.get(file, 0)
+        if backing_id:
+            self._ids.move_to_end(file)
+        return backing_id
 
     async def register(self, file: CacheFile) -> int:
         """Register a pinned file whose descriptor is open; 0 if the kernel refuses."""
-        while (event := self._registering.get(file.name)) is not None:
+        while (event := self._registering.get(file)) is not None:
             await event.wait()
         known = self.find(file)
         if known or not self.is_on:
             return known
-        event = self._registering[file.name] = trio.Event()
+        event = self._registering[file] = trio.Event()
         try:
             backing_id = await self.registrar.open_backing(file.fd)
         except OSError as error:
             logger.warning("the kernel refused a file for passthrough: %s", _explain(error))
             return 0
         finally:
-            del self._registering[file.name]
+            del self._registering[file]
             event.set()
         self.adopt(file, backing_id)
         self._shrink()
@@ -124,11 +123,11 @@ class Passthrough:
 
     def adopt(self, file: CacheFile, backing_id: int) -> None:
         """Take over an id that is registered already."""
-        self._ids[file.name] = (backing_id, file)
+        self._ids[file] = backing_id
 
     def table(self) -> list[tuple[int, int]]:
         """What is registered, as (id, st_ino)."""
-        return [(backing_id, file.st_ino) for backing_id, file in self._ids.values()]
+        return [(backing_id, file.st_ino) for file, backing_id in self._ids.items()]
 
     def take_over(
         self,
@@ -149,20 +148,20 @@ class Passthrough:
             file = whole.get(st_ino)
             if backing_id in used:
                 continue
-            if file is not None and file.name not in self._ids:
+            if file is not None and file not in self._ids:
                 self.adopt(file, backing_id)
             else:
                 self.registrar.close_backing(backing_id)
 
     def drop(self, file: CacheFile) -> None:
         """Give a file's id back; nobody has the file open."""
-        found = self._ids.pop(file.name, None)
-        if found is not None:
-            self.registrar.close_backing(found[0])
+        backing_id = self._ids.pop(file, 0)
+        if backing_id:
+            self.registrar.close_backing(backing_id)
 
     def _shrink(self) -> None:
         while len(self._ids) > self._most:
-            unused = next((file for _, file in self._ids.values() if not file.pins), None)
+            unused = next((file for file in self._ids if not file.pins), None)
             if unused is None:
                 return
             self.drop(unused)
