@@ -41,6 +41,7 @@ from fusefs.cache.file import CacheFile, OpenFile
 from fusefs.cache.ledger import Ledger
 from fusefs.cache.lingering import Lingering
 from fusefs.cache.opening import create, open_or_create
+from fusefs.cache.ranges import RangeMap
 from fusefs.cache.sweep import ORPHAN_AGE_S, sweep_orphans
 from fusefs.store.base import ObjectVersion
 
@@ -222,16 +223,17 @@ class FileCache:
             file.become(found, st_ino, b"")
             self.arrived(file, 0, file.size)
 
-    def take_in(self, version: ObjectVersion, path: Path) -> None:
-        """Make a file the whole copy of a version that was uploaded from it; not if there is one.
+    def take_in(self, version: ObjectVersion, path: Path, there: RangeMap | None = None) -> None:
+        """Make a file the copy of a version that was uploaded from it; not if there is one.
 
-        The caller writes to it no more.
+        `there` is what the file has of it, if not all. The caller writes to it no more.
         """
         file = self.pin(version)
         try:
             if not file.generation:
                 file.become(*self._disk.take_in(file.name, path), b"")
-                self.arrived(file, 0, file.size)
+                for start, stop in there or ((0, file.size),):
+                    self.arrived(file, start, stop)
         except OSError as error:
             self.warn(error.strerror or str(error))
         finally:
@@ -241,19 +243,17 @@ class FileCache:
         """Let the file of a version be that of its copy in the bucket, whatever is there of it.
 
         Who uses the file goes on with it, and what is missing comes from the
-        copy. False if that cannot be: the copy has a file that is in use, or
-        the disk refuses.
+        copy. False if nobody else will find it there: the copy has a file that
+        is in use, or the disk refuses.
         """
-        while True:
-            file, rival = self.find(old), self.find(new)
-            opening = [one.opening for one in (file, rival) if one and one.opening.locked()]
-            if not opening:
-                break
+        file, rival = self.find(old), self.find(new)
+        while opening := [one.opening for one in (file, rival) if one and one.opening.locked()]:
             async with opening[0]:
-                pass
+                file, rival = self.find(old), self.find(new)
         # Nothing waits from here on. A rename takes no longer than a message to a thread.
         if file is None or file is rival:
             return True
+        file.version = new
         if rival is not None and rival.pins:
             return False
         try:
@@ -261,7 +261,6 @@ class FileCache:
         except OSError as error:
             logger.info("%s stays where it is: %s", file.name, error.strerror)
             return False
-        file.version = new
         return True
 
     def _rename(self, file: CacheFile, name: str) -> None:
