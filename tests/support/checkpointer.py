@@ -58,8 +58,7 @@ def journal_of(path: Path) -> Journal:
             contents = found.changing.setdefault(name, [])
             if name in found.saved:
                 contents.append(found.saved.pop(name))
-            if content is not None:
-                contents.append(Content(*content))
+            contents.append(Content(*content))
         for name, content in told["saved"].items():
             found.changing.pop(name, None)
             found.saved[name] = Content(*content)
@@ -80,7 +79,7 @@ class Program:
 
     def tell(
         self,
-        changing: dict[str, Content | None] | None = None,
+        changing: dict[str, Content] | None = None,
         saved: dict[str, Content] | None = None,
         gone: list[str] | None = None,
     ) -> None:
@@ -178,7 +177,7 @@ class Program:
 
     def lock(self) -> None:
         """An exclusive file that goes away again, and one that is deleted while it is open."""
-        self.tell(changing={"lock": None})
+        self.tell(changing={"lock": Content(0, 0, "mine")})
         fd = os.open(self.root / "lock", os.O_CREAT | os.O_EXCL | os.O_WRONLY)
         os.write(fd, b"mine")
         if self.dice.random() < 0.5:
