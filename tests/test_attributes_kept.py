@@ -1,0 +1,242 @@
+"""Attributes and what becomes of them, without a kernel: markers, ETags, repetitions, HEADs."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fusefs.posix.answers import Caller, NewAttributes
+from fusefs.posix.inodes import Inode
+from fusefs.posix.mutations import Mutations
+from fusefs.store.base import Condition, ObjectInfo, ObjectVersion
+from fusefs.store.errors import StoreError
+from tests.support.mortal_mount import DiedError, MemoryStore, MortalMount, Process
+
+CREATE, REPLACE = 1, 2
+
+
+class OtherEtags(MemoryStore):
+    """A copy has another ETag than its source, as on S3 where that was made of parts."""
+
+    _copies = itertools.count()
+
+    async def copy(
+        self, source: ObjectVersion, key: str, *, metadata: Mapping[str, str] | None = None,
+        keep_mtime: bool = False, condition: Condition = None,
+    ) -> ObjectInfo:  # fmt: skip
+        info = await super().copy(
+            source, key, metadata=metadata, keep_mtime=keep_mtime, condition=condition
+        )
+        copied = replace(info, etag=f'"{next(self._copies)}"')
+        self.objects[key].info = copied
+        return copied
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> MortalMount:
+    return MortalMount(tmp_path)
+
+
+def mutations(process: Process) -> Mutations:
+    assert process.operations.mutations is not None
+    return process.operations.mutations
+
+
+async def set_on(process: Process, path: str, **new: int) -> None:
+    inode = await process.node(path)
+    await mutations(process).setattr(inode.nodeid, NewAttributes(**new))
+
+
+async def shown(process: Process, path: str) -> tuple[int, int, int, int]:
+    """Mode, owner, group and time of a path, as stat tells them."""
+    inode = await process.node(path)
+    found, _ = await process.operations.getattr_later(inode.nodeid)
+    told = process.operations.attributes(found)
+    return told.mode, told.uid, told.gid, told.mtime_ns
+
+
+def kept(process: Process, inode: Inode) -> dict[str, bytes]:
+    return dict(process.operations.learner.meta(inode).xattrs)
+
+
+async def test_a_directory_keeps_what_was_set_in_its_marker(mount: MortalMount) -> None:
+    mount.store.put("implied/file", b"x")
+    async with mount.serving() as process:
+        await process.mkdir("made")
+        for path in ("made", "implied"):
+            await set_on(process, path, mode=0o1770, uid=3, gid=4, mtime_ns=5)
+            inode = await process.node(path)
+            await mutations(process).setxattr(inode.nodeid, b"user.a", b"1", 0, process.caller())
+    mount.reboot()
+    async with mount.serving() as process:
+        for path in ("made", "implied"):
+            assert await shown(process, path) == (stat.S_IFDIR | 0o1770, 3, 4, 5)
+            assert kept(process, await process.node(path)) == {"user.a": b"1"}
+
+
+async def test_the_root_of_a_prefix_keeps_its_own(tmp_path: Path) -> None:
+    mount = MortalMount(tmp_path, prefix="data/set/")
+    async with mount.serving() as process:
+        await set_on(process, "", mode=0o711, mtime_ns=7)
+    mount.reboot()
+    async with mount.serving() as process:
+        mode, _, _, mtime_ns = await shown(process, "")
+    assert (mode, mtime_ns) == (stat.S_IFDIR | 0o711, 7)
+
+
+async def test_a_copy_that_has_another_etag_is_still_the_cached_content(tmp_path: Path) -> None:
+    mount = MortalMount(tmp_path, OtherEtags())
+    content = os.urandom(5 << 20)
+    mount.store.put("whole", b"small")
+    mount.store.put("cold", content)
+    async with mount.serving() as process:
+        assert await process.load("whole") == b"small"
+        fh = await process.open("cold")
+        assert await process.read(fh, 0, 10) == content[:10]
+        for path in ("whole", "cold"):
+            await set_on(process, path, mode=0o600)
+        gets = mount.store.count("GET")
+        assert await process.load("whole") == b"small"
+        assert mount.store.count("GET") == gets
+        assert await process.read(fh, 4 << 20, 100) == content[4 << 20 :][:100]
+
+
+@pytest.mark.parametrize(
+    ("before", "value", "flags", "after"),
+    [
+        ({}, b"1", CREATE, {"user.a": b"1"}),
+        ({"user.a": b"1"}, b"2", REPLACE, {"user.a": b"2"}),
+        ({"user.a": b"1"}, None, 0, {}),
+    ],
+    ids=["created", "replaced", "removed"],
+)
+async def test_an_attribute_that_was_set_is_not_refused_when_that_is_asked_again(
+    mount: MortalMount, before: dict[str, bytes], value: bytes | None, flags: int,
+    after: dict[str, bytes],
+) -> None:  # fmt: skip
+    """The process dies when the bucket has the change, and the kernel asks the next one."""
+
+    async def change(process: Process, caller: Caller) -> None:
+        inode = await process.node("file")
+        if value is None:
+            await mutations(process).removexattr(inode.nodeid, b"user.a", caller)
+        else:
+            await mutations(process).setxattr(inode.nodeid, b"user.a", value, flags, caller)
+
+    def die(what: str, _key: str) -> None:
+        if what == "COPY":
+            raise DiedError
+
+    mount.store.put("file", b"x")
+    caller = Caller(mount.new_unique(), 0, 0, 1)
+    try:
+        async with mount.serving() as process:
+            inode = await process.node("file")
+            for name, old in before.items():
+                await mutations(process).setxattr(
+                    inode.nodeid, name.encode(), old, 0, process.caller()
+                )
+            mount.store.after = die
+            await change(process, caller)
+    except* DiedError:
+        pass
+    mount.store.after = lambda _what, _key: None
+    async with mount.serving() as process:
+        await change(process, caller)
+        assert kept(process, await process.node("file")) == after
+
+
+async def test_what_was_refused_is_refused_when_it_is_asked_again(mount: MortalMount) -> None:
+    mount.store.put("file", b"x", xattr="%7B%22user.a%22%3A%22MQ%3D%3D%22%7D")
+    caller = Caller(mount.new_unique(), 0, 0, 1)
+    for _ in range(2):
+        async with mount.serving() as process:
+            inode = await process.node("file")
+            with pytest.raises(FileExistsError):
+                await mutations(process).setxattr(inode.nodeid, b"user.a", b"2", CREATE, caller)
+
+
+async def test_attributes_beside_much_other_metadata_have_no_room(mount: MortalMount) -> None:
+    mount.store.put("full", b"x", note="n" * 1990)
+    async with mount.serving() as process:
+        with pytest.raises(OSError, match="2 KiB") as caught:
+            await set_on(process, "full", uid=1234567)
+        assert caught.value.errno == errno.ENOSPC
+    assert mount.store.count("COPY") == 0
+
+
+async def test_what_another_node_has_set_is_asked_for_when_a_listing_shows_it(
+    mount: MortalMount,
+) -> None:
+    mount.store.put("file", b"x", mode=str(stat.S_IFREG | 0o600))
+    async with mount.serving() as process:
+        assert (await shown(process, "file"))[0] == stat.S_IFREG | 0o600
+        for _ in range(2):
+            mount.store.put("file", b"x", mode=str(stat.S_IFREG | 0o640))
+        inodes = process.operations.inodes
+        inodes.resolve(inodes.root, "file", mount.store.objects["file"].info, "file")
+        assert (await shown(process, "file"))[0] == stat.S_IFREG | 0o640
+
+
+# --- asked ahead -----------------------------------------------------------------
+
+NAMES = [f"{number:03}" for number in range(100)]
+
+
+async def walk(mount: MortalMount, names: list[str]) -> list[int]:
+    """Look names up one after the other; how many HEADs had been asked after each."""
+    for name in NAMES:
+        mount.store.put("d/" + name, b"x", mode=str(stat.S_IFREG | 0o600))
+    async with mount.serving() as process:
+        await process.node("d")
+        before = mount.store.count("HEAD")
+        asked = []
+        for name in names:
+            assert (await shown(process, "d/" + name))[0] == stat.S_IFREG | 0o600
+            asked.append(mount.store.count("HEAD") - before)
+    return asked
+
+
+async def test_who_goes_through_a_directory_in_order_is_asked_for_ahead(
+    mount: MortalMount,
+) -> None:
+    asked = await walk(mount, NAMES)
+    assert asked[0] == 1
+    assert asked[30] > 45, asked
+    assert max(ahead - done for done, ahead in enumerate(asked)) <= 2 * 32
+    assert asked[-1] == len(NAMES)
+
+
+async def test_who_looks_here_and_there_gets_what_was_asked_for_alone(mount: MortalMount) -> None:
+    assert (await walk(mount, NAMES[::3]))[-1] == len(NAMES[::3])
+
+
+async def test_a_failed_question_is_asked_again(mount: MortalMount) -> None:
+    mount.store.put("file", b"x")
+
+    def fail(what: str, _key: str) -> None:
+        if what == "HEAD":
+            raise StoreError("not now")
+
+    async with mount.serving() as process:
+        mount.store.before = fail
+        with pytest.raises(OSError, match="not now"):
+            await process.node("file")
+        mount.store.before = lambda _what, _key: None
+        assert (await shown(process, "file"))[0] == stat.S_IFREG | 0o644
+
+
+async def test_a_listing_with_attributes_asks_for_each_once(mount: MortalMount) -> None:
+    for name in NAMES:
+        mount.store.put("d/" + name, b"x", mode=str(stat.S_IFREG | 0o600))
+    async with mount.serving() as process:
+        before = mount.store.count("HEAD")
+        assert await process.listing("d") == NAMES
+        assert mount.store.count("HEAD") - before == len(NAMES) + 1
