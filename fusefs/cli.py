@@ -136,7 +136,10 @@ def _add_setting(group: argparse._ArgumentGroup, setting: Setting) -> None:
     # The text is kept as it is: settings.build reads it and knows what to say.
     text = f"{setting.help} (default: {setting.default})".replace("%", "%%")
     shared: dict[str, Any] = {"dest": setting.name, "default": argparse.SUPPRESS, "help": text}
-    if setting.is_switch:
+    if setting.is_switch and setting.flag.startswith("--no-"):
+        # argparse would take the name itself for a denial.
+        group.add_argument(setting.flag, action="store_true", **shared)
+    elif setting.is_switch:
         group.add_argument(setting.flag, action=argparse.BooleanOptionalAction, **shared)
     else:
         group.add_argument(setting.flag, metavar=setting.kind.metavar, **shared)

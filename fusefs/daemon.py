@@ -37,7 +37,7 @@ from fusefs.cache.eviction import Space
 from fusefs.cache.fetch import Fetcher
 from fusefs.cache.files import FileCache
 from fusefs.cache.metadata import NoPages, RememberedPages
-from fusefs.handover import Handover, TakeOverError, staging_directory
+from fusefs.handover import Handover, TakeOverError, renames_directory, staging_directory
 from fusefs.kernel import mount
 from fusefs.kernel.keeper_wire import CANNOT_TAKE_OVER
 from fusefs.kernel.keeping import KeeperError, Keeping
@@ -186,8 +186,9 @@ class Daemon:
                     ready()
                     nursery.start_soon(self.cache.run)
                     nursery.start_soon(self.pages.run)
-                    if self.operations.writer is not None:
-                        nursery.start_soon(self.operations.writer.run)
+                    if self.operations.mutations is not None:
+                        nursery.start_soon(self.operations.mutations.writer.run)
+                        nursery.start_soon(self.operations.mutations.changes.run)
                     serving.start_soon(self._compact)
             finally:
                 if self._is_unmounted or self._handover is None:
@@ -218,8 +219,9 @@ class Daemon:
                 staging_directory(settings, mounted_ns), self._identity, settings.staging_size
             )
             writing = Writing(
-                staging, self._nursery, process.writing_rules(settings), self.space.tend
-            )
+                staging, renames_directory(settings), self._nursery,
+                process.writing_rules(settings), self.space.tend,
+            )  # fmt: skip
         self.operations = Operations(
             self.store, self.directories, self.cache, self.fetcher, self.backing, log,
             owner, settings.source.prefix, ids_are_inos=ids_are_inos, writing=writing,

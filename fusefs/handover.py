@@ -57,6 +57,13 @@ def staging_directory(settings: MountSettings, mounted_ns: int) -> Path:
     return directory
 
 
+def renames_directory(settings: MountSettings) -> Path:
+    """Where renames of directories are on record; made if need be."""
+    directory = state_directory(settings) / "renames"
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return directory
+
+
 class Handover:
     """One daemon's dealings with its keeper. Use `begin`."""
 

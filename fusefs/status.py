@@ -56,10 +56,12 @@ def collect(daemon: Daemon) -> dict[str, Any]:
 def _writing(daemon: Daemon) -> dict[str, Any] | None:
     """What is written and not in the bucket yet; None on a read-only mount."""
     writer = daemon.operations.writer
-    if writer is None:
+    mutations = daemon.operations.mutations
+    if writer is None or mutations is None:
         return None
     return {
         "durability": str(daemon.settings.durability),
+        "renames": mutations.changes.describe_renames() if mutations is not None else [],
         "staged": len(writer.staging),
         "staged_bytes": writer.staging.charged,
         **pending(writer, ""),

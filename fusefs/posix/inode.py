@@ -126,9 +126,11 @@ class Inode:
         if staged is not None:
             # The kernel may have written by itself: what the file says is the truth.
             found = os.fstat(staged.fd)
+            # Holes of a file that is edited are the object's bytes, and not to be skipped.
+            blocks = found.st_blocks if staged.base is None else -(-found.st_size // 512)
             return Attributes(
                 self.ino, found.st_size, found.st_mtime_ns, meta.mode, int(not staged.is_unlinked),
-                meta.uid, meta.gid, found.st_blocks,
+                meta.uid, meta.gid, blocks,
             )  # fmt: skip
         if info is None:
             size, mtime_ns, nlink = 4096, mounted_ns, 2

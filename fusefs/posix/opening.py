@@ -149,10 +149,18 @@ class Opener:
         Raises:
             OSError: ESTALE, for the kernel to look the name up again.
         """
+        self.redirect(inode, caller)
+        return await self._open_anyway(inode, flags, caller)
+
+    def redirect(self, inode: Inode, caller: Caller) -> None:
+        """Send the opener to the name's new node, unless it has no name to look up.
+
+        Raises:
+            OSError: ESTALE, for the kernel to look the name up again.
+        """
         if not self.redirects.was_told(inode, caller.pid):
             self.redirects.tell(inode, caller.pid)
             raise OSError(errno.ESTALE, "the name stands for something else now")
-        return await self._open_anyway(inode, flags, caller)
 
     async def _open_anyway(self, inode: Inode, flags: int, caller: Caller) -> Opened:
         """Open an old node for a program that has no name to look up.

@@ -100,9 +100,13 @@ class Operations:
         if writing is not None:
             self.writer = Writer(
                 store, directories, cache, fetcher, writing, self.inodes, self.handles,
-                lambda inode: inode.default_meta(owner),
+                lambda inode: inode.default_meta(owner), self._opener.outdate,
             )  # fmt: skip
-            changes = Changes(store, directories, self.inodes, self.writer, log)
+            self._reader.editor = self.writer.editor
+            changes = Changes(
+                store, directories, cache, self.inodes, self.handles, self.writer, log,
+                writing.renames, may_delete=writing.rules.may_delete,
+            )  # fmt: skip
             self.mutations = Mutations(self, self.writer, changes, log, writing.nursery)
 
     # Names
@@ -186,6 +190,8 @@ class Operations:
         if self.writer is not None and (is_writing or inode.staged is not None):
             if known := self.handles.opened_by(caller.unique):
                 return Opened(known, keep_cache=False, may_write=bool(is_writing))
+            if not inode.is_current:
+                self._opener.redirect(inode, caller)
             return self.writer.open(inode, flags, caller)
         return self._opener.open(inode, flags, caller)
 

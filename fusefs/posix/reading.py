@@ -17,6 +17,7 @@ from fusefs.cache.fetch import Fetcher, NotKeptError
 from fusefs.cache.file import CacheFile
 from fusefs.cache.files import FileCache
 from fusefs.posix.answers import Answer, ReadCounters, waiting
+from fusefs.posix.editing import Base, Editor
 from fusefs.posix.handles import FileHandle, HandleTable
 from fusefs.posix.inodes import Inode
 from fusefs.posix.staging import Staged
@@ -51,6 +52,8 @@ class Reader:
         self._buffer = memoryview(bytearray(MAX_READ))
         self._nowait = os.RWF_NOWAIT
         self._disk = trio.CapacityLimiter(16)
+        # Brings what an edited file lacks, on a writable mount.
+        self.editor: Editor | None = None
 
     def read(self, fh: int, offset: int, size: int) -> Answer[memoryview | bytes | bytearray]:
         """The bytes of a handle's version at [offset, offset + size); see `Operations.read`."""
@@ -77,6 +80,8 @@ class Reader:
         self, staged: Staged, offset: int, size: int
     ) -> Answer[memoryview | bytes | bytearray]:
         """The bytes of a file that is being written, fewer at its end."""
+        if staged.base is not None and staged.base.lacks(offset, offset + size):
+            return waiting(self._read_edited(staged, staged.base, offset, size))
         data = self._buffer[: min(size, MAX_READ)]
         try:
             return data[: os.preadv(staged.fd, (data,), offset, self._nowait)]
@@ -84,6 +89,12 @@ class Reader:
             if error.errno not in (errno.EAGAIN, errno.EOPNOTSUPP):
                 raise
         return self._pread_later(staged, offset, size)
+
+    async def _read_edited(self, staged: Staged, base: Base, offset: int, size: int) -> bytes:
+        assert self.editor is not None
+        async with staged.lock:
+            await self.editor.fill(base, staged.fd, offset, offset + size)
+        return await self._pread_later(staged, offset, size)
 
     async def _pread_later(self, staged: Staged, offset: int, size: int) -> bytes:
         return await trio.to_thread.run_sync(os.pread, staged.fd, size, offset, limiter=self._disk)
@@ -152,8 +163,10 @@ class Reader:
         start, data = handle.unkept
         if not (start <= offset and stop <= start + len(data)):
             start = offset
-            end = min(handle.version.size, max(stop, offset + UNKEPT))
-            data = await self._fetcher.read_unkept(handle.version, start, end)
+            end = min(handle.file.size, max(stop, offset + UNKEPT))
+            # The object may have another key than when it was opened.
+            version = handle.file.version or handle.version
+            data = await self._fetcher.read_unkept(version, start, end)
             handle.unkept = (start, data)
         return data[offset - start : stop - start]
 

@@ -19,16 +19,19 @@ import os
 import stat
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
 import trio
 
+from fusefs.cache.files import FileCache
+from fusefs.cache.ranges import RangeMap
 from fusefs.posix import meta
+from fusefs.posix.editing import Base
 from fusefs.posix.inodes import Inode
 from fusefs.posix.meta import Meta
-from fusefs.store.base import Upload, UploadState
+from fusefs.store.base import ObjectVersion, Upload, UploadState
 
 logger = logging.getLogger("fusefs.staging")
 
@@ -52,12 +55,14 @@ class Staged:
     """
 
     __slots__ = (
+        "base",
         "begun_ns",
         "changes",
         "charged",
         "error",
         "etag",
         "fd",
+        "free",
         "inode",
         "is_closed",
         "is_leftover",
@@ -94,7 +99,10 @@ class Staged:
         self.begun_ns: int | None = None
         # How far the content was written from its start on without a gap.
         self.written_to = 0
+        # The bytes that count as held, and those of them that are the object's.
         self.charged = 0
+        self.free = 0
+        self.base: Base | None = None
         self.recorded = ""
         self.since = trio.current_time()
         self.lock = trio.Lock()
@@ -155,6 +163,8 @@ class Staging:
     def __init__(self, directory: Path, source: str, limit: int | None = None) -> None:
         self.directory = directory
         self.source = source
+        # Has the objects that are edited; set by who writes.
+        self.cache: FileCache | None = None
         self._limit = limit
         self._files: dict[int, Staged] = {}
         self.charged = 0
@@ -183,13 +193,17 @@ class Staging:
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         return os.open(self.directory / str(inode.nodeid), flags, 0o600)
 
-    def begin(self, inode: Inode, fd: int, meta: Meta, etag: str | None) -> Staged:
-        """Let a node's content be what was prepared; takes the descriptor.
+    def begin(
+        self, inode: Inode, fd: int, meta: Meta, etag: str | None, base: Base | None = None
+    ) -> Staged:
+        """Let a node's content be what was prepared; takes the descriptor and the base's pin.
 
         Raises:
             OSError: the disk does not take it.
         """
         staged = Staged(inode, self.directory / str(inode.nodeid), fd, meta, etag)
+        staged.base = base
+        staged.charged = staged.free = staged.size()
         try:
             self.record(staged)
         except OSError:
@@ -203,6 +217,14 @@ class Staging:
         self._files[staged.inode.nodeid] = staged
         staged.inode.staged = staged
         staged.inode.packed = None
+
+    def rebase(self, staged: Staged, version: ObjectVersion) -> None:
+        """The bucket has the file's content now, in place of the object that was edited."""
+        if staged.base is not None and self.cache is not None:
+            old, staged.base.file = staged.base.file, self.cache.pin(version)
+            self.cache.unpin(old)
+            staged.base.size = version.size
+            staged.base.changed = RangeMap()
 
     def charge(self, staged: Staged, size: int) -> None:
         """Count a file as `size` bytes long, before it is.
@@ -272,14 +294,13 @@ class Staging:
             staged.uploaded = staged.changes
         if told["upload"] is not None:
             staged.upload_state = UploadState.from_plain(told["upload"])
-        self.charge_anyway(staged, staged.size())
+        staged.charged = staged.free = staged.size()
+        if told["base"] is not None and self.cache is not None:
+            key, etag, size, kept = told["base"]
+            staged.base = Base(self.cache.pin(ObjectVersion(key, etag, size)), kept)
+            staged.base.recover(fd)
         self._add(staged)
         return staged
-
-    def charge_anyway(self, staged: Staged, size: int) -> None:
-        """Count what is there already."""
-        self.charged += size - staged.charged
-        staged.charged = size
 
     def on_disk(self) -> list[int]:
         """The nodes that an earlier process of this mount had staged."""
@@ -288,7 +309,9 @@ class Staging:
     def release(self, staged: Staged) -> None:
         """Forget a file; what is left of it on the disk is removed."""
         del self._files[staged.inode.nodeid]
-        self.charged -= staged.charged
+        self.charged -= staged.charged - staged.free
+        if staged.base is not None and self.cache is not None:
+            self.cache.unpin(staged.base.file)
         staged.inode.staged = None
         staged.inode.packed = None
         os.close(staged.fd)
@@ -309,6 +332,7 @@ def _told(staged: Staged) -> str:
     """A file's record."""
     stamp = staged.stamp()
     is_clean = not staged.is_content_dirty and _is_past(stamp)
+    base = staged.base
     state = staged.upload.state if staged.upload is not None else staged.upload_state
     return json.dumps({
         "key": staged.key,
@@ -320,8 +344,8 @@ def _told(staged: Staged) -> str:
         "is_leftover": staged.is_leftover,
         "uploaded": stamp if is_clean else None,
         "begun_ns": staged.begun_ns,
-        # Which parts there are is asked of the bucket.
-        "upload": replace(state, parts=()).plain() if state is not None else None,
+        "base": (*astuple(base.version), base.size) if base is not None else None,
+        "upload": state.plain() if state is not None else None,
     })  # fmt: skip
 
 

@@ -22,12 +22,13 @@ import mimetypes
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 import trio
 
+from fusefs.posix.editing import Base, Editor
 from fusefs.posix.staging import Staged, Staging
 from fusefs.store.base import IF_ABSENT, Condition, IfMatch, ObjectInfo, Store, Upload, UploadState
 from fusefs.store.errors import (
@@ -36,6 +37,7 @@ from fusefs.store.errors import (
     NotFoundError,
     StaleVersionError,
     StoreError,
+    UnsupportedError,
 )
 
 logger = logging.getLogger("fusefs.uploads")
@@ -44,6 +46,7 @@ logger = logging.getLogger("fusefs.uploads")
 IN_PARTS = 8 << 20
 # A file is sent while it is written once it has this much, which is two parts.
 AHEAD = 16 << 20
+COPIES_AT_ONCE = 8
 # How often it is tried again with credentials that were rejected.
 CREDENTIALS_S = 5.0
 # S3 tells when an upload was begun in whole seconds, and by its own clock.
@@ -81,6 +84,7 @@ class Uploads:
         self,
         store: Store,
         staging: Staging,
+        editor: Editor,
         nursery: trio.Nursery,
         landed: Callable[[Staged, ObjectInfo], None],
         kept_apart: Callable[[Staged, ObjectInfo, ObjectInfo | None], None],
@@ -90,6 +94,7 @@ class Uploads:
     ) -> None:
         self._store = store
         self._staging = staging
+        self._editor = editor
         self._nursery = nursery
         self._landed = landed
         self._kept_apart = kept_apart
@@ -174,6 +179,10 @@ class Uploads:
         while staged.is_dirty:
             try:
                 info = await self._send(staged, attempt)
+                base = staged.base
+                if base is not None and base.file.is_complete:
+                    # So that the new version is as whole in the cache as the old one was.
+                    await self._editor.fill(base, staged.fd, 0, base.size)
                 self._note_uploaded(staged, info)
                 self._landed(staged, info)
                 return
@@ -196,6 +205,7 @@ class Uploads:
         staged.uploaded = staged.changes
         staged.is_meta_dirty = staged.is_closed = staged.is_leftover = False
         staged.etag = info.etag
+        self._staging.rebase(staged, info.version)
 
     # Sending
 
@@ -206,6 +216,8 @@ class Uploads:
             return await self._describe(staged)
         if staged.upload_state is None and staged.upload is None and size <= IN_PARTS:
             # A request that was cancelled may come to pass all the same.
+            if staged.base is not None:
+                await self._editor.fill(staged.base, staged.fd, 0, size)
             attempt.is_cancellable = False
             return await self._store.put_file(
                 staged.key, staged.fd, size, metadata=staged.metadata(),
@@ -254,6 +266,8 @@ class Uploads:
                 content_type=content_type(staged.key), condition=self._condition(staged),
             )  # fmt: skip
         try:
+            if staged.base is not None:
+                await self._copy_parts(staged, staged.base, upload, size)
             await upload.send(staged.fd, upload.missing(size), size)
             attempt.is_cancellable = False
             info = await upload.complete(size, self._condition(staged))
@@ -264,6 +278,23 @@ class Uploads:
             raise
         staged.upload = staged.upload_state = None
         return await self._corrected(staged, upload, info)
+
+    async def _copy_parts(self, staged: Staged, base: Base, upload: Upload, size: int) -> None:
+        """Have S3 copy the parts that nobody wrote to, and bring what the others lack."""
+        limiter = trio.CapacityLimiter(COPIES_AT_ONCE)
+
+        async def settle(number: int) -> None:
+            start, stop = upload.part_range(number, size)
+            async with limiter:
+                if base.keeps(start, stop):
+                    with suppress(NotFoundError, StaleVersionError, UnsupportedError):
+                        await upload.copy_part(number, base.version, start, stop)
+                        return
+                await self._editor.fill(base, staged.fd, start, stop)
+
+        async with trio.open_nursery(strict_exception_groups=False) as nursery:
+            for number in upload.missing(size):
+                nursery.start_soon(settle, number)
 
     async def _corrected(self, staged: Staged, upload: Upload, info: ObjectInfo) -> ObjectInfo:
         """Have a new object say what was not known when its upload was begun."""
@@ -355,6 +386,8 @@ class Uploads:
             return True
         stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
         key = f"{staged.key}.conflict-{os.uname().nodename}-{stamp}"
+        if staged.base is not None:
+            await self._editor.fill(staged.base, staged.fd, 0, staged.size())
         info = await self._store.put_file(
             key, staged.fd, staged.size(), metadata=staged.metadata(),
             content_type=content_type(staged.key),
@@ -369,6 +402,8 @@ class Uploads:
     def wrote(self, staged: Staged, start: int, stop: int) -> None:
         """Note that the bytes [start, stop) have been written."""
         staged.touch()
+        if staged.base is not None:
+            staged.base.wrote(start, stop)
         self._drop(staged, start, stop)
         if start <= staged.written_to < stop:
             # A part is full with every few writes; looking each time would cost more.
@@ -380,6 +415,9 @@ class Uploads:
     def truncated(self, staged: Staged, size: int) -> None:
         """Note that the file is `size` bytes long now."""
         staged.touch()
+        if staged.base is not None:
+            staged.base.size = min(staged.base.size, size)
+            self._staging.record(staged)
         self._drop(staged, size, max(size, staged.written_to) + 1)
         staged.written_to = min(staged.written_to, size)
 
@@ -408,6 +446,8 @@ class Uploads:
                     upload = await self._begun(staged, metadata)
                 while not ahead.is_last and (parts := _full_parts(staged, upload)):
                     await upload.send(staged.fd, parts, staged.written_to)
+                    # Not every store tells of parts as much as it takes to know them again.
+                    self._staging.record(staged)
         except (StoreError, OSError) as error:
             logger.info("%s could not be sent while it is written: %s", staged.key, error)
         finally:

@@ -15,12 +15,14 @@ import os
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from pathlib import Path
 
 import trio
 
 from fusefs.cache.files import FileCache
 from fusefs.posix.answers import Answer, waiting
 from fusefs.posix.directories import Directories
+from fusefs.posix.editing import Editor
 from fusefs.posix.handles import HandleTable
 from fusefs.posix.inodes import Inode, InodeTable
 from fusefs.posix.segments import ABSENT
@@ -56,10 +58,12 @@ class Writing:
     """What a writable mount has beside a read-only one.
 
     Uploads, and changes that somebody was killed over, live in `nursery`.
+    Renames of directories are on record in `renames`.
     `make_room` has the cache give up what the disk needs.
     """
 
     staging: Staging
+    renames: Path
     nursery: trio.Nursery
     rules: Rules
     make_room: Callable[[], Awaitable[None]]
@@ -76,15 +80,18 @@ class Writeback:
         writing: Writing,
         inodes: InodeTable,
         handles: HandleTable,
+        editor: Editor,
     ) -> None:
         self.directories = directories
         self._cache = cache
         self.staging = writing.staging
+        self.staging.cache = cache
+        self.editor = editor
         self.inodes = inodes
         self._handles = handles
         self._rules = writing.rules
         self.uploads = Uploads(
-            store, writing.staging, writing.nursery, self._landed, self._kept_apart,
+            store, writing.staging, editor, writing.nursery, self._landed, self._kept_apart,
             fails_on_conflict=self._rules.fails_on_conflict,
             sends_ahead=not self._rules.is_local,
         )  # fmt: skip
@@ -186,7 +193,9 @@ class Writeback:
         assert inode.info is not None
         assert inode.parent is not None
         prefix, name = self.inodes.key(inode.parent), inode.name
-        self.inodes.move(inode, inode.parent, info.key[len(prefix) :])
+        # The kernel goes on to believe that the node has the name, until it opens it.
+        self.inodes.supersede(inode)
+        inode.name = info.key[len(prefix) :]
         self.directories.changed(prefix, name, ABSENT if theirs is None else theirs)
         self._landed(staged, info)
 
@@ -203,7 +212,8 @@ class Writeback:
         if staged.is_dirty or inode.served or inode.staged is not staged:
             return
         if not staged.is_unlinked and inode.info is not None and inode.info.size:
-            self._cache.take_in(inode.info.version, staged.path)
+            own = None if staged.base is None else staged.base.own(inode.info.size)
+            self._cache.take_in(inode.info.version, staged.path, own)
         inode.meta = staged.described()
         self._release(staged)
         if not staged.is_unlinked and inode.info is not None:

@@ -18,22 +18,21 @@ from collections.abc import Callable
 
 import trio
 
-from fusefs.cache.fetch import Fetcher, NotKeptError
+from fusefs.cache.fetch import Fetcher
 from fusefs.cache.files import FileCache
 from fusefs.posix.answers import Answer, Caller, Opened, waiting
 from fusefs.posix.directories import Directories
+from fusefs.posix.editing import Base, Editor
 from fusefs.posix.handles import FileHandle, HandleTable
 from fusefs.posix.inodes import Inode, InodeTable
 from fusefs.posix.meta import PERMISSIONS, Meta
 from fusefs.posix.staging import Staged
-from fusefs.posix.uploads import content_type
+from fusefs.posix.uploads import IN_PARTS, content_type
 from fusefs.posix.writeback import WRITING, Writeback, Writing
 from fusefs.store.base import IF_ABSENT, ObjectInfo, Store
-from fusefs.store.errors import ConflictError
+from fusefs.store.errors import ConflictError, NotFoundError, StaleVersionError
 
 logger = logging.getLogger("fusefs.writing")
-
-COPY_CHUNK = 8 << 20
 
 
 class Writer(Writeback):
@@ -49,11 +48,13 @@ class Writer(Writeback):
         inodes: InodeTable,
         handles: HandleTable,
         default_meta: Callable[[Inode], Meta],
+        outdate: Callable[[Inode], None],
     ) -> None:
-        super().__init__(store, directories, cache, writing, inodes, handles)
+        editor = Editor(cache, fetcher)
+        super().__init__(store, directories, cache, writing, inodes, handles, editor)
         self._store = store
-        self._fetcher = fetcher
         self._default_meta = default_meta
+        self._outdate = outdate
         self._make_room = writing.make_room
         self._disk = trio.CapacityLimiter(16)
         # Nodes whose content is on its way into staging.
@@ -138,6 +139,7 @@ class Writer(Writeback):
         Raises:
             OSError: ESTALE, the kernel reads the node by passthrough: a new one is to be opened.
         """
+        self._check_overwriting(inode)
         while True:
             if inode.staged is None:
                 await self._begin(inode, keep)
@@ -166,28 +168,32 @@ class Writer(Writeback):
         assert inode.info is not None
         info = inode.info
         wanted = info.size if keep is None else min(keep, info.size)
-        file = self._cache.pin(info.version)
+        base = Base(self._cache.pin(info.version), wanted)
+        staged: Staged | None = None
         try:
-            if wanted:
-                await self._fetcher.wait_for(file, 0, wanted)
             fd = self.staging.prepare(inode)
             try:
-                await trio.to_thread.run_sync(_copy, file.fd, fd, wanted, limiter=self._disk)
+                os.ftruncate(fd, wanted)
+                # Of a large object the first bytes, which show that it is still there.
+                await self.editor.fill(base, fd, 0, wanted if wanted <= IN_PARTS else 1)
             except BaseException:
                 os.close(fd)
                 raise
             meta = inode.meta or self._default_meta(inode)
             mtime_ns = info.mtime_ns if meta.mtime_ns is None else meta.mtime_ns
             os.utime(fd, ns=(mtime_ns, mtime_ns))
-            staged = self.staging.begin(inode, fd, meta.changed(mtime_ns=None), info.etag)
-            self.staging.charge_anyway(staged, wanted)
-            staged.uploaded = staged.changes if wanted == info.size else 0
-        except NotKeptError:
-            raise OSError(errno.ENOSPC, "the cache has no room for the file") from None
+            staged = self.staging.begin(
+                inode, fd, meta.changed(mtime_ns=None), info.etag,
+                base if base.lacks(0, wanted) else None,
+            )  # fmt: skip
+        except (StaleVersionError, NotFoundError):
+            self._outdate(inode)
+            raise OSError(errno.ESTALE, "the object has been replaced") from None
         finally:
-            self._cache.unpin(file)
-        prefix = info.key[: len(info.key) - len(inode.name)]
-        self.directories.changed(prefix, inode.name, info, lasting=True)
+            if staged is None or staged.base is None:
+                self._cache.unpin(base.file)
+        staged.uploaded = staged.changes if wanted == info.size else 0
+        self.list_staged(inode)
 
     # Changing
 
@@ -198,7 +204,8 @@ class Writer(Writeback):
         if staged is None:
             raise OSError(errno.EBADF, "not open for writing")
         stop = offset + len(data)
-        if not staged.lock.locked():
+        is_whole = staged.base is None or not staged.base.lacks_edges(offset, stop)
+        if is_whole and not staged.lock.locked():
             if stop > staged.charged:
                 self.staging.charge(staged, stop)
             try:
@@ -211,13 +218,15 @@ class Writer(Writeback):
                 self.uploads.wrote(staged, offset, stop)
                 return count
         # The memory is the session's and is used again for the next request.
-        return self._write_later(staged, offset, bytes(data))
+        return waiting(self._write_later(staged, offset, bytes(data)))
 
     async def _write_later(self, staged: Staged, offset: int, data: bytes) -> int:
         stop = offset + len(data)
         async with staged.lock:
             if stop > staged.charged:
                 self.staging.charge(staged, stop)
+            if staged.base is not None:
+                await self.editor.fill_edges(staged.base, staged.fd, offset, stop)
             try:
                 return await self._write_to_disk(staged, offset, data)
             except OSError as error:
@@ -244,14 +253,17 @@ class Writer(Writeback):
         async with staged.lock:
             if offset + length > staged.charged:
                 self.staging.charge(staged, offset + length)
-            await trio.to_thread.run_sync(
-                os.posix_fallocate, staged.fd, offset, length, limiter=self._disk
-            )
+            if staged.base is not None:
+                # What is not there is the object's: it is not to become zeros.
+                os.ftruncate(staged.fd, max(staged.size(), offset + length))
+            else:
+                await trio.to_thread.run_sync(
+                    os.posix_fallocate, staged.fd, offset, length, limiter=self._disk
+                )
             staged.touch()
 
     async def truncate(self, inode: Inode, size: int) -> None:
         """Make a file as long as `size`; one that nobody has open is uploaded at once."""
-        self._check_overwriting(inode)
         await self.stage(inode, keep=size)
         await self.finish(inode)
 
@@ -273,6 +285,8 @@ class Writer(Writeback):
         info = await self._store.copy(
             inode.info.version, inode.info.key, metadata=meta.as_metadata()
         )
+        # The copy may have another ETag, and has the same bytes.
+        await self._cache.move(inode.info.version, info.version)
         self._has(inode, info)
         inode.meta = meta
 
@@ -281,16 +295,6 @@ class Writer(Writeback):
             return self._handles.files[fh]
         except KeyError:
             raise OSError(errno.EBADF, f"unknown file handle {fh}") from None
-
-
-def _copy(source: int, target: int, size: int) -> None:
-    """Copy the first bytes of a file, by reference where the file system can. Blocks."""
-    at = 0
-    while at < size:
-        count = os.copy_file_range(source, target, min(COPY_CHUNK, size - at), at, at)
-        if not count:
-            raise OSError(errno.EIO, "the cache file is too short")
-        at += count
 
 
 def _write_fully(fd: int, data: bytes, offset: int) -> int:

@@ -1,0 +1,367 @@
+"""What was saved is saved: uploads that fail, are interrupted, wait, or outlive their mount."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusefs import control, mounts
+from tests.conftest import Bucket
+from tests.support.faulty_s3 import FaultyS3
+from tests.support.mounting import Mount, fusefs
+from tests.support.surviving import serving_pid
+from tests.support.surviving import wait_until as wait_for_it
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+
+Mounter = Callable[..., Mount]
+LARGE = 20_000_001
+
+
+def stored(bucket: Bucket, key: str) -> bytes | None:
+    if key not in keys(bucket):
+        return None
+    content: bytes = bucket.client.get_object(Bucket=bucket.name, Key=key)["Body"].read()
+    return content
+
+
+def keys(bucket: Bucket) -> list[str]:
+    page = bucket.client.list_objects_v2(Bucket=bucket.name)
+    return [one["Key"] for one in page.get("Contents", [])]
+
+
+def uploads(bucket: Bucket) -> list[str]:
+    page = bucket.client.list_multipart_uploads(Bucket=bucket.name)
+    return [one["Key"] for one in page.get("Uploads", [])]
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    wait_for_it(condition, "what the test waits for")
+
+
+def status(mount: Mount) -> dict[str, Any]:
+    """As `Mount.status`, without a child, whose copies of open files would be closed."""
+    return control.request(mounts.mount_directory(mount.path) / "status.sock", "status", 10)
+
+
+def pending(mount: Mount) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = status(mount)["writing"]["pending"]
+    return found
+
+
+@pytest.fixture
+def local(mounter: Mounter) -> Mount:
+    return mounter("--no-read-only", "--durability", "local")
+
+
+# --- local durability ---------------------------------------------------------------
+
+
+def test_with_local_durability_a_file_is_uploaded_after_its_close(
+    local: Mount, bucket: Bucket
+) -> None:
+    (local.path / "a").write_bytes(b"content")
+    assert (local.path / "a").read_bytes() == b"content"
+    fusefs("sync", local.path / "a")
+    assert stored(bucket, "a") == b"content"
+    assert pending(local) == []
+    assert (local.path / "a").read_bytes() == b"content"
+
+
+def test_a_temporary_file_that_is_renamed_is_uploaded_once(local: Mount, bucket: Bucket) -> None:
+    before = status(local)["s3"]
+    with open(local.path / "tmp", "wb") as file:
+        file.write(b"weights" * 1000)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(local.path / "tmp", local.path / "model")
+    os.chmod(local.path / "model", 0o600)
+    fusefs("sync", local.path)
+    after = status(local)["s3"]
+    assert keys(bucket) == ["model"]
+    assert after["puts"] - before["puts"] == 1
+    assert after["copies"] == before["copies"]
+
+
+# --- fusefs sync --------------------------------------------------------------------
+
+
+def test_sync_uploads_what_is_open(local: Mount, bucket: Bucket) -> None:
+    with open(local.path / "log", "wb", buffering=0) as file:
+        file.write(b"line\n")
+        fusefs("sync", local.path)
+        assert stored(bucket, "log") == b"line\n"
+
+
+def test_sync_of_what_is_no_mount_is_refused(tmp_path: Path) -> None:
+    result = fusefs("sync", tmp_path, check=False)
+    assert result.returncode == 1
+    assert "not in a mount of fusefs" in result.stderr
+
+
+# --- uploads that fail --------------------------------------------------------------
+
+
+@pytest.fixture
+def broken(mounter: Mounter, faulty: FaultyS3) -> Iterator[Mount]:
+    """A mount whose requests fail when a test says so, after a short while."""
+    yield mounter("--no-read-only", "--retry-time", "1s", endpoint_url=faulty.endpoint_url)
+    faulty.clear()
+
+
+def test_a_close_tells_of_a_failed_upload_and_the_content_is_kept(
+    broken: Mount, bucket: Bucket, faulty: FaultyS3
+) -> None:
+    faulty.add("PUT", code="InternalError")
+    file = open(broken.path / "a", "wb", buffering=0)  # noqa: SIM115
+    file.write(b"content")
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        file.close()
+    assert caught.value.errno == errno.EIO
+    (one,) = pending(broken)
+    assert one["key"] == "a"
+    assert (broken.path / "a").read_bytes() == b"content"
+    faulty.clear()
+    wait_until(lambda: stored(bucket, "a") == b"content")
+
+
+def test_umount_says_what_could_not_be_uploaded_and_the_next_mount_uploads_it(
+    broken: Mount, bucket: Bucket, faulty: FaultyS3
+) -> None:
+    faulty.add("PUT", code="InternalError")
+    with pytest.raises(OSError, match="Input/output error"):
+        (broken.path / "a").write_bytes(b"content")
+    result = fusefs("umount", broken.path, check=False)
+    assert result.returncode == 1
+    assert "a (" in result.stderr
+    assert "kept" in result.stderr
+    faulty.clear()
+    broken.start()
+    assert (broken.path / "a").read_bytes() == b"content"
+    fusefs("sync", broken.path)
+    assert stored(bucket, "a") == b"content"
+
+
+def test_what_was_left_is_uploaded_beside_what_somebody_else_has_written(
+    broken: Mount, bucket: Bucket, faulty: FaultyS3
+) -> None:
+    faulty.add("PUT", code="InternalError")
+    with pytest.raises(OSError, match="Input/output error"):
+        (broken.path / "a").write_bytes(b"ours")
+    fusefs("umount", broken.path, check=False)
+    faulty.clear()
+    bucket.put("a", b"theirs")
+    broken.start()
+    wait_until(lambda: len(keys(bucket)) == 2)
+    conflict = next(key for key in keys(bucket) if key != "a")
+    assert conflict.startswith("a.conflict-")
+    assert stored(bucket, "a") == b"theirs"
+    assert stored(bucket, conflict) == b"ours"
+
+
+def test_credentials_that_are_refused_make_a_close_wait(
+    broken: Mount, bucket: Bucket, faulty: FaultyS3
+) -> None:
+    faulty.add("PUT", code="ExpiredToken")
+    script = "import sys; open(sys.argv[1], 'wb').write(b'content')"
+    with subprocess.Popen([sys.executable, "-c", script, str(broken.path / "a")]) as writer:
+        wait_until(lambda: [one["state"] for one in pending(broken)] == ["waiting for credentials"])
+        assert writer.poll() is None
+        faulty.clear()
+        assert writer.wait(60) == 0
+    assert stored(bucket, "a") == b"content"
+
+
+# --- writers that are killed --------------------------------------------------------
+
+
+def test_a_program_that_is_killed_in_its_close_does_not_wait_and_its_file_is_uploaded(
+    broken: Mount, bucket: Bucket, faulty: FaultyS3
+) -> None:
+    faulty.add("PUT", code="ExpiredToken")
+    script = "import sys; open(sys.argv[1], 'wb').write(b'content')"
+    with subprocess.Popen([sys.executable, "-c", script, str(broken.path / "a")]) as writer:
+        wait_until(lambda: [one["state"] for one in pending(broken)] != [])
+        writer.send_signal(signal.SIGKILL)
+        assert writer.wait(30) == -signal.SIGKILL
+    faulty.clear()
+    wait_until(lambda: stored(bucket, "a") == b"content")
+
+
+# --- large files --------------------------------------------------------------------
+
+
+def test_a_large_file_is_sent_while_it_is_written(mounter: Mounter, bucket: Bucket) -> None:
+    mount = mounter("--no-read-only")
+    content = os.urandom(40 << 20)
+    with open(mount.path / "big", "wb", buffering=0) as file:
+        file.write(content)
+        wait_until(lambda: status(mount)["s3"]["bytes_sent"] >= 16 << 20)
+        assert keys(bucket) == []
+        # What was sent already is changed once more.
+        os.pwrite(file.fileno(), b"changed", 1 << 20)
+    expected = content[: 1 << 20] + b"changed" + content[(1 << 20) + 7 :]
+    assert stored(bucket, "big") == expected
+    assert (mount.path / "big").read_bytes() == expected
+    assert uploads(bucket) == []
+
+
+def test_a_large_file_that_is_renamed_or_removed_while_it_is_written(
+    mounter: Mounter, bucket: Bucket
+) -> None:
+    mount = mounter("--no-read-only")
+    content = os.urandom(24 << 20)
+    with open(mount.path / "a", "wb", buffering=0) as file:
+        file.write(content)
+        wait_until(lambda: uploads(bucket) == ["a"])
+        os.rename(mount.path / "a", mount.path / "b")
+        file.write(b"more")
+    assert keys(bucket) == ["b"]
+    assert stored(bucket, "b") == content + b"more"
+    with open(mount.path / "c", "wb", buffering=0) as file:
+        file.write(content)
+        wait_until(lambda: uploads(bucket) == ["c"])
+        os.unlink(mount.path / "c")
+    assert keys(bucket) == ["b"]
+    assert uploads(bucket) == []
+
+
+def test_parts_that_the_bucket_has_are_not_sent_again_by_the_next_daemon(
+    mounter: Mounter, bucket: Bucket
+) -> None:
+    mount = mounter("--no-read-only")
+    content = os.urandom(40 << 20)
+    with open(mount.path / "big", "wb", buffering=0) as file:
+        file.write(content)
+        (record,) = mount.cache.glob("mounts/*/staging/*/*.json")
+        wait_until(
+            lambda: len((json.loads(record.read_text())["upload"] or {"parts": ()})["parts"]) == 5
+        )
+        pid = serving_pid(mount)
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: serving_pid(mount) not in (0, pid))
+    assert stored(bucket, "big") == content
+    assert status(mount)["s3"]["bytes_sent"] == 0
+    assert uploads(bucket) == []
+
+
+# --- conflicts, limits --------------------------------------------------------------
+
+
+def test_a_conflict_fails_the_second_close_and_keeps_its_content_beside(
+    mounter: Mounter, bucket: Bucket
+) -> None:
+    bucket.put("a", b"first")
+    mount = mounter("--no-read-only", "--conflict", "fail")
+    file = open(mount.path / "a", "r+b", buffering=0)  # noqa: SIM115
+    file.write(b"OURS!")
+    bucket.put("a", b"theirs")
+    with pytest.raises(OSError, match="Stale") as caught:
+        file.close()
+    assert caught.value.errno == errno.ESTALE
+    assert (mount.path / "a").read_bytes() == b"theirs"
+    conflict = next(name for name in os.listdir(mount.path) if name != "a")
+    assert (mount.path / conflict).read_bytes() == b"OURS!"
+    assert stored(bucket, conflict) == b"OURS!"
+    (mount.path / "a").write_bytes(b"again")
+    assert stored(bucket, "a") == b"again"
+
+
+def test_more_than_the_staging_size_is_enospc(mounter: Mounter, bucket: Bucket) -> None:
+    mount = mounter("--no-read-only", "--staging-size", "1MiB")
+    (mount.path / "fits").write_bytes(bytes(1 << 20))
+    with open(mount.path / "large", "wb", buffering=0) as file:
+        file.write(bytes(1 << 20))
+        with pytest.raises(OSError, match="No space left"):
+            file.write(b"one more")
+    (mount.path / "fits again").write_bytes(bytes(1 << 20))
+    assert stored(bucket, "fits again") == bytes(1 << 20)
+
+
+def test_without_deleting_nothing_is_overwritten(mounter: Mounter, bucket: Bucket) -> None:
+    bucket.put("a", b"old")
+    mount = mounter("--no-read-only", "--no-delete")
+    for flags in (os.O_WRONLY, os.O_RDWR, os.O_WRONLY | os.O_TRUNC):
+        with pytest.raises(PermissionError):
+            os.open(mount.path / "a", flags)
+    with pytest.raises(PermissionError):
+        os.truncate(mount.path / "a", 1)
+    (mount.path / "b").write_bytes(b"new")
+    assert (stored(bucket, "a"), stored(bucket, "b")) == (b"old", b"new")
+
+
+def test_a_file_that_is_closed_often_is_uploaded_once_in_a_while(
+    mounter: Mounter, bucket: Bucket
+) -> None:
+    mount = mounter("--no-read-only", "--flush-interval", "2s")
+    with open(mount.path / "log", "wb", buffering=0) as file:
+        for number in range(10):
+            file.write(b"%d" % number)
+            os.close(os.dup(file.fileno()))
+        assert stored(bucket, "log") == b"0"
+        wait_until(lambda: stored(bucket, "log") == b"0123456789")
+    assert status(mount)["s3"]["puts"] == 2
+
+
+# --- editing large objects ----------------------------------------------------------
+
+
+def test_editing_a_large_object_moves_the_parts_that_change_alone(
+    mounter: Mounter, bucket: Bucket
+) -> None:
+    content = bytearray(os.urandom(64 << 20))
+    bucket.put("big", bytes(content))
+    mount = mounter("--no-read-only")
+    before = status(mount)["s3"]
+    with open(mount.path / "big", "r+b", buffering=0) as file:
+        file.seek((20 << 20) + 5)
+        file.write(b"changed")
+        file.seek((20 << 20) - 3)
+        assert (
+            file.read(20)
+            == content[(20 << 20) - 3 : (20 << 20) + 5]
+            + b"changed"
+            + content[(20 << 20) + 12 : (20 << 20) + 17]
+        )
+    content[(20 << 20) + 5 : (20 << 20) + 12] = b"changed"
+    after = status(mount)["s3"]
+    assert after["bytes_fetched"] - before["bytes_fetched"] <= 24 << 20
+    assert after["bytes_sent"] - before["bytes_sent"] == 8 << 20
+    assert stored(bucket, "big") == content
+    assert (mount.path / "big").read_bytes() == content
+    assert uploads(bucket) == []
+
+
+def test_a_large_object_is_extended_shortened_and_edited_over_a_kill(
+    mounter: Mounter, bucket: Bucket
+) -> None:
+    content = bytearray(os.urandom(40 << 20))
+    bucket.put("big", bytes(content))
+    mount = mounter("--no-read-only")
+    with open(mount.path / "big", "r+b", buffering=0) as file:
+        file.seek(10_000_001)
+        file.write(b"one")
+        content[10_000_001:10_000_004] = b"one"
+        file.truncate(30_000_001)
+        del content[30_000_001:]
+        pid = serving_pid(mount)
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: serving_pid(mount) not in (0, pid))
+        file.truncate(35_000_000)
+        content.extend(bytes(35_000_000 - len(content)))
+        file.seek(34_000_000)
+        file.write(b"two")
+        content[34_000_000:34_000_003] = b"two"
+        file.seek(0)
+        assert file.read(100) == content[:100]
+    assert stored(bucket, "big") == content
+    assert (mount.path / "big").read_bytes() == content
