@@ -198,7 +198,7 @@ async def test_what_cannot_be_deleted_yet_is_deleted_later(mount: MortalMount) -
 
 async def test_the_next_mount_finishes_what_a_dead_machine_had_begun(tmp_path: Path) -> None:
     for point in range(40):
-        mount = MortalMount(tmp_path / str(point))
+        mount = MortalMount(tmp_path / str(point), cache=tmp_path / "cache")
         tree = fill(mount.store, "old/", 3)
         try:
             async with mount.serving() as process:

@@ -56,8 +56,9 @@ class Changes(Naming):
         super().__init__(store, directories, inodes, writer, log, may_delete=may_delete)
         self._mover = Mover(directories, cache, writer.staging, inodes, handles)
         self._renames = Renames(
-            store, renames, writer.staging.source, inodes.prefix, writer.empty, self._switch
-        )
+            store, renames, writer.staging.source, inodes.prefix, writer.empty,
+            self._switch, self._mover.distrust,
+        )  # fmt: skip
         self.run = self._renames.run
 
     def describe_renames(self) -> list[dict[str, Any]]:

@@ -101,6 +101,13 @@ class Mover:
         self._directories.changed(_parent(new), _name(new), None)
         self._follow(moved, left)
 
+    def distrust(self, old: str, new: str) -> None:
+        """Believe no listing that may have shown a directory's rename half done."""
+        self._directories.moved(old, new)
+        for prefix in (old, new):
+            above = self._directories.get(_parent(prefix))
+            self._directories.correct(above, _name(prefix), None)
+
     def _follow(self, moved: Moved, left: set[ObjectVersion]) -> None:
         """Have handles of nodes that their names no longer stand for go on with the copies.
 

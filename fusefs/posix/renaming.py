@@ -95,7 +95,8 @@ class Renames:
 
     `source` says which bucket the mount is of and `prefix` what of it; `empty`
     is a descriptor of an empty file. `switch` is called when everything is
-    copied: it has this mount's nodes go along.
+    copied: it has this mount's nodes go along. `ended` is told of what another
+    process had begun.
     """
 
     def __init__(
@@ -106,12 +107,14 @@ class Renames:
         prefix: str,
         empty: int,
         switch: Callable[[Copies], Awaitable[None]],
+        ended: Callable[[str, str], None],
     ) -> None:
         self._store = store
         self._directory = directory
         self._source = source
         self._empty = empty
         self._switch = switch
+        self._ended = ended
         self._unfinished = self._load(prefix)
 
     def _load(self, prefix: str) -> list[Renaming]:
@@ -283,3 +286,5 @@ class Renames:
     def _end(self, one: Renaming) -> None:
         self._unfinished.remove(one)
         one.path.unlink(missing_ok=True)
+        if not one.is_ours:
+            self._ended(one.old, one.new)

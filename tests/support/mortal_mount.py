@@ -311,12 +311,12 @@ class Process:
 
 
 class MortalMount:
-    """A mount of `bucket/prefix` whose state is kept in `directory`."""
+    """A mount of a bucket of its own; its state is kept in `directory`."""
 
-    def __init__(self, directory: Path, store: MemoryStore | None = None, prefix: str = "") -> None:
+    def __init__(self, directory: Path, *, cache: Path | None = None) -> None:
         self.directory = directory
-        self.store = store or MemoryStore()
-        self._prefix = prefix
+        self._cache = cache or directory / "cache"
+        self.store = MemoryStore()
         self._mounted_ns = 1
         self._uniques = itertools.count(2, 2)
         self._is_mounted = False
@@ -334,13 +334,13 @@ class MortalMount:
         """A process: the first of a mount, or the next one of it."""
         space = Space(self.directory, None, lambda _size: 0)
         self.directory.mkdir(exist_ok=True)
-        cache = FileCache(self.directory / "cache", "test", space)
+        cache = FileCache(self._cache, "test", space)
         journal, state = self._journal()
         async with trio.open_nursery() as nursery:
             directories = Directories(self.store, 60.0, NoPages(), nursery)
             operations = Operations(
                 self.store, directories, cache, Fetcher(self.store, cache, space, nursery),
-                NoPassthrough("no kernel"), journal, Ownership(0, 0, 0o644, 0o755), self._prefix,
+                NoPassthrough("no kernel"), journal, Ownership(0, 0, 0o644, 0o755), "",
                 writing=self._writing(nursery, Rules(**rules)), mounted_ns=self._mounted_ns,
             )  # fmt: skip
             if state is not None:

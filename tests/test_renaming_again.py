@@ -1,0 +1,242 @@
+"""Requests that come twice: whoever did them first died somewhere, and nobody notices.
+
+The process is killed at each point in turn: before and after every request to
+the bucket, every record of the journal, and every record of a staged file.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from fusefs.posix.journal import Journal
+from fusefs.posix.staging import Staging
+from tests.support.mortal_mount import DiedError, MemoryStore, MortalMount, Process
+
+MOST_POINTS = 200
+
+
+class Fate:
+    """Kills after so many steps, if told to."""
+
+    def __init__(self) -> None:
+        self.left: int | None = None
+
+    def step(self, *_: object) -> None:
+        if self.left is not None:
+            if self.left == 0:
+                raise DiedError
+            self.left -= 1
+
+
+@pytest.fixture
+def fate(monkeypatch: pytest.MonkeyPatch) -> Fate:
+    fate = Fate()
+    append, record = Journal._append, Staging.record
+
+    def append_or_die(self: Journal, *record: object) -> None:
+        fate.step()
+        append(self, *record)  # type: ignore[arg-type]
+        fate.step()
+
+    def record_or_die(self: Staging, *staged: object) -> None:
+        fate.step()
+        record(self, *staged)  # type: ignore[arg-type]
+        fate.step()
+
+    monkeypatch.setattr(Journal, "_append", append_or_die)
+    monkeypatch.setattr(Staging, "record", record_or_die)
+    return fate
+
+
+class Case:
+    """A request, what there is before it, and what there is after it."""
+
+    def __init__(
+        self,
+        before: dict[str, bytes],
+        request: Callable[[Process, int], Awaitable[None]],
+        after: dict[str, bytes],
+        *,
+        listing: dict[str, list[str]],
+        open: str = "",
+        new: str = "",
+    ) -> None:
+        self.before = before
+        self.request = request
+        self.after = after
+        self.listing = listing
+        self.open = open
+        self.new = new
+
+    async def set_up(self, process: Process, store: MemoryStore) -> list[int]:
+        """Returns the handles that are open: of a file that was changed, or of a new one."""
+        for key, data in self.before.items():
+            store.put(key, data)
+        handles = []
+        if self.open:
+            handles.append(await process.open(self.open, os.O_RDWR))
+            await process.write(handles[-1], 0, b"E")
+        if self.new:
+            handles.append(await process.create(self.new, b"new"))
+        return handles
+
+
+CASES = {
+    "mkdir": Case(
+        {}, lambda process, unique: process.mkdir("a", unique),
+        {}, listing={"": ["a"], "a": []},
+    ),
+    "symlink": Case(
+        {}, lambda process, unique: process.symlink("a", b"target", unique),
+        {"a": b"target"}, listing={"": ["a"]},
+    ),
+    "unlink": Case(
+        {"d/a": b"a", "d/b": b"b"}, lambda process, unique: process.unlink("d/a", unique),
+        {"d/b": b"b"}, listing={"d": ["b"]},
+    ),
+    "unlink of the last file": Case(
+        {"d/a": b"a"}, lambda process, unique: process.unlink("d/a", unique),
+        {}, listing={"": ["d"], "d": []},
+    ),
+    "unlink of a file that is changed": Case(
+        {"a": b"a"}, lambda process, unique: process.unlink("a", unique),
+        {}, listing={"": []}, open="a",
+    ),
+    "unlink of a new file": Case(
+        {}, lambda process, unique: process.unlink("a", unique),
+        {}, listing={"": []}, new="a",
+    ),
+    "rmdir": Case(
+        {"d/a/": b""}, lambda process, unique: process.rmdir("d/a", unique),
+        {}, listing={"": ["d"], "d": []},
+    ),
+    "rename": Case(
+        {"d/a": b"a"}, lambda process, unique: process.rename("d/a", "b", unique=unique),
+        {"b": b"a"}, listing={"": ["b", "d"], "d": []},
+    ),
+    "rename over a file": Case(
+        {"a": b"a", "b": b"bb"}, lambda process, unique: process.rename("a", "b", unique=unique),
+        {"b": b"a"}, listing={"": ["b"]},
+    ),
+    "rename of a file that is changed": Case(
+        {"a": b"a", "b": b"b"}, lambda process, unique: process.rename("a", "b", unique=unique),
+        {"b": b"E"}, listing={"": ["b"]}, open="a",
+    ),
+    "rename over a file that is changed": Case(
+        {"a": b"a", "b": b"b"}, lambda process, unique: process.rename("a", "b", unique=unique),
+        {"b": b"a"}, listing={"": ["b"]}, open="b",
+    ),
+    "rename of a new file": Case(
+        {"b": b"b"}, lambda process, unique: process.rename("a", "b", unique=unique),
+        {"b": b"new"}, listing={"": ["b"]}, new="a",
+    ),
+    "rename of a directory": Case(
+        {"d/a": b"a", "d/b": b"bb", "d/s/": b""},
+        lambda process, unique: process.rename("d", "e", unique=unique),
+        {"e/a": b"E", "e/b": b"bb", "e/n": b"new"},
+        listing={"": ["e"], "e": ["a", "b", "n", "s"]}, open="d/a", new="d/n",
+    ),
+    "rename of a directory over an empty one": Case(
+        {"d/a": b"a", "d/": b"", "e/": b""},
+        lambda process, unique: process.rename("d", "e", unique=unique),
+        {"e/a": b"a"}, listing={"": ["e"], "e": ["a"]},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+async def test_a_request_that_comes_again_is_answered_as_the_first_time(
+    tmp_path: Path, fate: Fate, name: str
+) -> None:
+    case = CASES[name]
+    for point in range(MOST_POINTS):
+        mount = MortalMount(tmp_path / str(point), cache=tmp_path / "cache")
+        unique = mount.new_unique()
+        mount.store.before = mount.store.after = fate.step
+        has_died = True
+        handles: list[int] = []
+        try:
+            async with mount.serving() as process:
+                handles = await case.set_up(process, mount.store)
+                fate.left = point
+                await case.request(process, unique)
+                has_died = False
+                fate.left = None
+                await check(case, mount, process, handles)
+        except* DiedError:
+            pass
+        fate.left = None
+        if not has_died:
+            return
+        async with mount.serving() as process:
+            await case.request(process, unique)
+            await check(case, mount, process, handles)
+    pytest.fail("it was never done")
+
+
+async def check(case: Case, mount: MortalMount, process: Process, handles: list[int]) -> None:
+    for fh in handles:
+        await process.close(fh)
+    assert mount.store.contents() == case.after
+    for path, names in case.listing.items():
+        assert await process.listing(path) == names
+    for path, data in case.after.items():
+        if not case.open and not case.new:
+            assert await process.load(path) == data
+    assert process.changes.describe_renames() == []
+
+
+@pytest.mark.parametrize(
+    ("request_", "number"),
+    [
+        (lambda process, unique: process.mkdir("a", unique), errno.EEXIST),
+        (lambda process, unique: process.symlink("a", b"x", unique), errno.EEXIST),
+        (lambda process, unique: process.rmdir("d", unique), errno.ENOTEMPTY),
+        (lambda process, unique: process.rename("a", "d/b", flags=1, unique=unique), errno.EEXIST),
+        (lambda process, unique: process.rename("d", "e", unique=unique), errno.ENOTEMPTY),
+    ],
+)
+async def test_what_was_refused_is_refused_again(
+    tmp_path: Path, request_: Callable[[Process, int], Awaitable[None]], number: int
+) -> None:
+    """The first process died before its answer arrived."""
+    mount = MortalMount(tmp_path)
+    for key in ("a", "d/b", "e/c"):
+        mount.store.put(key, key.encode())
+    before = mount.store.contents()
+    unique = mount.new_unique()
+    for _ in range(2):
+        async with mount.serving() as process:
+            with pytest.raises(OSError, match=rf"\[Errno {number}\]"):
+                await request_(process, unique)
+    assert mount.store.contents() == before
+
+
+async def test_what_is_under_way_is_known_after_the_journal_was_compacted(tmp_path: Path) -> None:
+    mount = MortalMount(tmp_path)
+    unique = mount.new_unique()
+    async with mount.serving() as process:
+        mount.store.put("a", b"a")
+
+        def compact(what: str, _key: str) -> None:
+            if what == "DELETE":
+                log = process.operations.handles._log
+                assert isinstance(log, Journal)
+                log.begin_compaction()
+                process.changes.retell(log)
+                for inode in process.operations.inodes.all():
+                    log.node(inode)
+                log.finish_compaction()
+
+        mount.store.after = compact
+        await process.unlink("a", unique)
+    mount.store.after = lambda _what, _key: None
+    async with mount.serving() as process:
+        await process.unlink("a", unique)
+        with pytest.raises(FileNotFoundError):
+            await process.unlink("a")
