@@ -52,6 +52,25 @@ async def test_a_directory_takes_all_along(mount: MortalMount) -> None:
     assert list((mount.directory / "renames").iterdir()) == []
 
 
+async def test_a_file_stays_as_old_as_it_is(mount: MortalMount) -> None:
+    """Also in the bucket, where a copy is new."""
+    mount.store.put("old/plain", b"1")
+    mount.store.put("old/dated", b"2", mtime="12.5")
+    age = mount.store.objects["old/plain"].info.mtime_ns
+    async with mount.serving() as process:
+        shown = process.operations.attributes
+        await process.node("old/plain")
+        await process.rename("old", "new")
+        assert shown(await process.node("new/plain")).mtime_ns == age
+        await process.rename("new/plain", "moved")
+        assert shown(await process.node("moved")).mtime_ns == age
+    mount.reboot()
+    async with mount.serving() as process:
+        assert process.operations.attributes(await process.node("moved")).mtime_ns == age
+        node = await process.node("new/dated")
+        assert process.operations.attributes(node).mtime_ns == 12_500_000_000
+
+
 async def test_what_was_cached_is_not_downloaded_again(mount: MortalMount) -> None:
     tree = fill(mount.store, "old/")
     async with mount.serving() as process:
@@ -197,7 +216,7 @@ async def test_what_cannot_be_deleted_yet_is_deleted_later(mount: MortalMount) -
 
 
 async def test_the_next_mount_finishes_what_a_dead_machine_had_begun(tmp_path: Path) -> None:
-    for point in range(40):
+    for point in range(100):
         mount = MortalMount(tmp_path / str(point), cache=tmp_path / "cache")
         tree = fill(mount.store, "old/", 3)
         try:

@@ -57,7 +57,7 @@ class Changes(Naming):
         self._mover = Mover(directories, cache, writer.staging, inodes, handles)
         self._renames = Renames(
             store, renames, writer.staging.source, inodes.prefix, writer.empty,
-            self._switch, self._mover.distrust,
+            self._mover.is_dated, self._switch, self._mover.distrust,
         )  # fmt: skip
         self.run = self._renames.run
 
@@ -154,7 +154,7 @@ class Changes(Naming):
     async def _copy(self, source: ObjectInfo, key: str) -> tuple[ObjectInfo, ObjectInfo]:
         """Copy an object; that it is gone may mean that it was copied and deleted before."""
         try:
-            return await copy_current(self._store, source, key)
+            return await copy_current(self._store, source, key, self._mover.is_dated)
         except NotFoundError:
             made = await self._store.head(key)
             if made.size != source.size:

@@ -7,6 +7,7 @@ by the bucket's own clock; within the same second, if it has its ETag as well.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
@@ -16,7 +17,12 @@ import trio
 from fusefs.store.base import ObjectInfo, ObjectVersion, Store
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
 
+logger = logging.getLogger("fusefs.renaming")
+
 Item = TypeVar("Item")
+IsDated = Callable[[ObjectInfo], bool]
+
+SECOND_NS = 1_000_000_000
 
 # The store has fewer connections, or as many; each copy is a request or two.
 AT_ONCE = 64
@@ -29,16 +35,19 @@ TRIES = 3
 class Copies:
     """What is copied from below `old` to below `new`; `empty` is a descriptor of an empty file.
 
+    `is_dated` tells of objects whose metadata is known to say when they were modified.
+
     `sources` are the objects that were copied and `made` the copies, both by
     the old key. `total` is how many there are to be; they were listed after
     `listed_at`, in monotonic seconds.
     """
 
-    def __init__(self, store: Store, old: str, new: str, empty: int) -> None:
+    def __init__(self, store: Store, old: str, new: str, empty: int, is_dated: IsDated) -> None:
         self._store = store
         self.old = old
         self.new = new
         self._empty = empty
+        self._is_dated = is_dated
         self.sources: dict[str, ObjectInfo] = {}
         self.made: dict[str, ObjectInfo] = {}
         self.total = 0
@@ -83,9 +92,13 @@ class Copies:
         self.total = len(found)
         gone = [key for key in self.made if key not in found]
         await self._take_back(gone)
-        await _each(
-            self._copy, [info for key, info in found.items() if self.sources.get(key) != info]
-        )
+        await _each(self._copy, [info for info in found.values() if not self._is_copied(info)])
+
+    def _is_copied(self, info: ObjectInfo) -> bool:
+        source = self.sources.get(info.key)
+        if source is None or source.version != info.version:
+            return False
+        return source.mtime_ns // SECOND_NS == info.mtime_ns // SECOND_NS
 
     async def _copy(self, source: ObjectInfo) -> None:
         key = self.target(source.key)
@@ -93,7 +106,7 @@ class Copies:
             if source.key.endswith("/") and not source.size:
                 made = await self._make_marker(source.key, key)
             else:
-                source, made = await copy_current(self._store, source, key)
+                source, made = await copy_current(self._store, source, key, self._is_dated)
         except NotFoundError:
             self.total -= 1
             return  # removed by somebody else meanwhile
@@ -121,18 +134,41 @@ class Copies:
             del self.sources[key], self.made[key]
 
 
-async def copy_current(store: Store, source: ObjectInfo, key: str) -> tuple[ObjectInfo, ObjectInfo]:
+async def copy_current(
+    store: Store, source: ObjectInfo, key: str, is_dated: IsDated
+) -> tuple[ObjectInfo, ObjectInfo]:
     """Copy an object as it is now, which need not be as it was listed; return both.
+
+    A copy is as young as it is, so its metadata is to say how old the content is.
 
     Raises:
         NotFoundError: it is not there any more.
     """
-    for _ in range(TRIES - 1):
+    if is_dated(source):
         try:
             return source, await store.copy(source.version, key)
         except StaleVersionError:
-            source = await store.head(source.key)
-    return source, await store.copy(source.version, key)
+            logger.info("%s has been replaced: what is there now is copied", source.key)
+    for _ in range(TRIES - 1):
+        source = await store.head(source.key)
+        try:
+            return source, await _copy_dated(store, source, key)
+        except StaleVersionError:
+            continue
+    source = await store.head(source.key)
+    return source, await _copy_dated(store, source, key)
+
+
+async def _copy_dated(store: Store, source: ObjectInfo, key: str) -> ObjectInfo:
+    metadata = source.metadata or {}
+    if "mtime" not in metadata:
+        seconds, rest = divmod(source.mtime_ns, SECOND_NS)
+        dated = {**metadata, "mtime": f"{seconds}.{rest:09}"}
+        try:
+            return await store.copy(source.version, key, metadata=dated)
+        except ValueError:
+            logger.info("%s has metadata that can't be sent again", source.key)
+    return await store.copy(source.version, key)
 
 
 async def delete_all(

@@ -43,6 +43,15 @@ class Mover:
         self._inodes = inodes
         self._handles = handles
 
+    def is_dated(self, info: ObjectInfo) -> bool:
+        """Whether an object is known to say in its metadata when it was modified."""
+        parent = self._inodes.at(_parent(info.key))
+        inode = (parent.children or {}).get(_name(info.key)) if parent is not None else None
+        if inode is None or inode.info is None or inode.info.version != info.version:
+            return False
+        # One of a large object that was sent while it was written is not in its metadata.
+        return inode.meta is not None and inode.meta.mtime_ns not in (None, inode.info.mtime_ns)
+
     async def move_cached(self, moved: Moved) -> set[ObjectVersion]:
         """Keep what is cached of the versions for their copies; return those it can't be for."""
         left = set()
@@ -133,9 +142,9 @@ def _follow_copy(staged: Staged, copies: Copies) -> None:
         staged.etag = copies.made[staged.key].etag
 
 
-def _parent(prefix: str) -> str:
-    return prefix[: prefix.rfind("/", 0, -1) + 1]
+def _parent(key: str) -> str:
+    return key[: key.rfind("/", 0, -1) + 1]
 
 
-def _name(prefix: str) -> str:
-    return prefix[len(_parent(prefix)) : -1]
+def _name(key: str) -> str:
+    return key[len(_parent(key)) :].removesuffix("/")

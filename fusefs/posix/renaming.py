@@ -26,7 +26,7 @@ from typing import Any
 
 import trio
 
-from fusefs.posix.copying import Copies, delete_all
+from fusefs.posix.copying import Copies, IsDated, delete_all
 from fusefs.store.base import Store
 from fusefs.store.errors import StoreError
 
@@ -94,7 +94,7 @@ class Renames:
     """The renames of one mount's directories. Belongs to the event loop.
 
     `source` says which bucket the mount is of and `prefix` what of it; `empty`
-    is a descriptor of an empty file. `switch` is called when everything is
+    and `is_dated` are for `Copies`. `switch` is called when everything is
     copied: it has this mount's nodes go along. `ended` is told of what another
     process had begun.
     """
@@ -106,6 +106,7 @@ class Renames:
         source: str,
         prefix: str,
         empty: int,
+        is_dated: IsDated,
         switch: Callable[[Copies], Awaitable[None]],
         ended: Callable[[str, str], None],
     ) -> None:
@@ -113,6 +114,7 @@ class Renames:
         self._directory = directory
         self._source = source
         self._empty = empty
+        self._is_dated = is_dated
         self._switch = switch
         self._ended = ended
         self._unfinished = self._load(prefix)
@@ -194,8 +196,11 @@ class Renames:
                     await self._delete(one)
             return one.phase == Phase.DELETING
 
+    def _copies(self, one: Renaming) -> Copies:
+        return Copies(self._store, one.old, one.new, self._empty, self._is_dated)
+
     async def _copy(self, one: Renaming) -> None:
-        copies = one.copies = Copies(self._store, one.old, one.new, self._empty)
+        copies = one.copies = self._copies(one)
         try:
             await copies.bring(None if one.is_ours else await copies.recall())
             await self._switch(copies)
@@ -210,7 +215,7 @@ class Renames:
     async def _undo(self, one: Renaming) -> None:
         copies = one.copies
         if copies is None:
-            copies = one.copies = Copies(self._store, one.old, one.new, self._empty)
+            copies = one.copies = self._copies(one)
             await copies.recall()
         try:
             with trio.CancelScope(shield=True):
@@ -223,7 +228,7 @@ class Renames:
     async def _delete(self, one: Renaming) -> None:
         copies = one.copies
         if copies is None or one.has_left_some:
-            copies = one.copies = Copies(self._store, one.old, one.new, self._empty)
+            copies = one.copies = self._copies(one)
             # What has no copy came into being since.
             await copies.recall()
             copies.total = len(copies.sources)
