@@ -14,8 +14,8 @@ import pytest
 import trio
 import trio.testing
 
-from fusefs.store import multipart, writing
-from fusefs.store.base import IF_ABSENT, IfMatch, ObjectVersion, Priority
+from fusefs.store import copying, multipart, writing
+from fusefs.store.base import IF_ABSENT, IfMatch, ObjectInfo, ObjectVersion, Priority
 from fusefs.store.body import Body
 from fusefs.store.clients import Clients, S3Settings
 from fusefs.store.connections import Connections
@@ -27,6 +27,7 @@ from fusefs.store.errors import (
     StoreError,
 )
 from tests.conftest import Bucket
+from tests.support.faulty_s3 import FaultyS3
 from tests.support.s3_server import S3Server
 from tests.support.store_writing import (
     METADATA,
@@ -51,6 +52,12 @@ SIZES = [
 @pytest.fixture(autouse=True)
 def _as_owner(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     become_owner(s3, monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def _as_usual(faulty: FaultyS3) -> Iterator[None]:
+    yield
+    faulty.clear()
 
 
 @pytest.fixture
@@ -199,9 +206,9 @@ class _SentError(Exception):
     """Ends a request that was about to be sent."""
 
 
-@pytest.mark.parametrize(("scheme", "is_signed"), [("https", False), ("http", True)])
-async def test_a_body_with_a_checksum_is_signed_only_where_nothing_else_protects_it(
-    make: MAKE, scheme: str, is_signed: bool
+@pytest.mark.parametrize("scheme", ["https", "http"])
+async def test_a_body_with_a_checksum_is_not_hashed_for_its_signature(
+    make: MAKE, scheme: str
 ) -> None:
     clients = Clients(S3Settings("bucket", f"{scheme}://127.0.0.1:9"))
     sent: dict[str, bytes] = {}
@@ -219,7 +226,8 @@ async def test_a_body_with_a_checksum_is_signed_only_where_nothing_else_protects
     ):
         with pytest.raises(_SentError):
             send(Key="key", Body=body, ChecksumCRC32=body.checksum())
-        assert (sent["X-Amz-Content-SHA256"] != b"UNSIGNED-PAYLOAD") is is_signed
+        assert sent["X-Amz-Content-SHA256"] == b"UNSIGNED-PAYLOAD"
+        assert b"x-amz-checksum-crc32" in sent["Authorization"]
 
 
 # --- conditions -------------------------------------------------------------------
@@ -272,22 +280,38 @@ async def test_a_version_that_was_deleted_is_not_replaced(
 @pytest.fixture(params=[False, True], ids=["whole", "in parts"])
 def copied_in_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     if request.param:
-        monkeypatch.setattr(writing, "COPY_LIMIT", PART)
+        monkeypatch.setattr(copying, "COPY_LIMIT", PART)
         monkeypatch.setattr(multipart, "COPY_PART", PART)
     return bool(request.param)
 
 
 @pytest.mark.usefixtures("copied_in_parts")
-async def test_a_copy_has_what_its_source_has(bucket: Bucket, make: MAKE) -> None:
+@pytest.mark.parametrize("has_listed", [True, False])
+async def test_a_copy_has_what_its_source_has(bucket: Bucket, make: MAKE, has_listed: bool) -> None:
     file = make(3 * PART + 5)
-    async with opened(bucket, bucket.server.endpoint_url) as store:
+    async with opened(bucket, bucket.server.endpoint_url, has_listed=has_listed) as store:
         source = await put(store, KEYS[0], file)
         copied = await store.copy(source.version, "a copy/ü")
         seen = await store.head("a copy/ü")
-    assert copied.version == seen.version
-    assert copied.mtime_ns == seen.mtime_ns
+    assert copied == seen
     assert (seen.metadata, seen.content_type) == (METADATA, "text/x-test")
     assert digest(contents(bucket, "a copy/ü")) == digest(file.data)
+
+
+@pytest.mark.parametrize("key", ["it's/~a+b %20&=?#*()!@:,;$[]", *KEYS])
+async def test_what_was_listed_is_copied_with_one_request(
+    bucket: Bucket, faulty: FaultyS3, key: str
+) -> None:
+    bucket.put(key, b"x", Metadata={"mode": "1"}, StorageClass="STANDARD_IA")
+    async with opened(bucket, faulty.endpoint_url) as store:
+        [listed] = (await store.list_page("", delimiter="")).objects
+        faulty.clear()
+        copied = await store.copy(listed, key + "2")
+        assert [request.operation for request in faulty.requests()] == ["COPY"]
+        seen = await store.head(key + "2")
+    assert (copied.version, copied.mtime_ns) == (seen.version, seen.mtime_ns)
+    assert copied.storage_class == seen.storage_class == "STANDARD_IA"
+    assert (copied.metadata, seen.metadata) == (None, {"mode": "1"})
 
 
 @pytest.mark.usefixtures("copied_in_parts")
@@ -327,15 +351,17 @@ async def test_another_version_than_the_named_one_is_not_copied(bucket: Bucket, 
     async with opened(bucket, bucket.server.endpoint_url) as store:
         old = await put(store, "source", make(100))
         await put(store, "source", make(100))
-        with pytest.raises(StaleVersionError):
-            await store.copy(old.version, "copy")
+        for source in (old, old.version):
+            with pytest.raises(StaleVersionError):
+                await store.copy(source, "copy")
     assert keys(bucket) == ["source"]
 
 
 async def test_what_is_missing_is_not_copied(bucket: Bucket) -> None:
     async with opened(bucket, bucket.server.endpoint_url) as store:
-        with pytest.raises(NotFoundError):
-            await store.copy(ObjectVersion("missing", '"00"', 1), "copy")
+        for source in (ObjectVersion("missing", '"00"', 1), ObjectInfo("missing", 1, '"00"', 0)):
+            with pytest.raises(NotFoundError):
+                await store.copy(source, "copy")
 
 
 # --- deletes ----------------------------------------------------------------------

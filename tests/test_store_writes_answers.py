@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from fusefs.store import writing
+from fusefs.store import copying, writing
 from fusefs.store.base import IF_ABSENT, IfMatch
 from fusefs.store.errors import (
     ExistsError,
@@ -154,18 +154,21 @@ async def test_a_copy_onto_itself_whose_answer_was_lost_is_done(
 
 
 @pytest.mark.parametrize("body", [None, b"", b"\n\n"], ids=["error", "empty", "blank"])
-@pytest.mark.parametrize("operation", ["COMPLETE", "COPY", "PART COPY"])
+@pytest.mark.parametrize(
+    ("operation", "metadata"),
+    [("COMPLETE", None), ("COPY", None), ("COPY", {"new": "1"}), ("PART COPY", None)],
+)
 async def test_an_error_with_status_200_is_an_error(
     bucket: Bucket, faulty: FaultyS3, make: MAKE, monkeypatch: pytest.MonkeyPatch,
-    operation: str, body: bytes | None,
+    operation: str, body: bytes | None, metadata: dict[str, str] | None,
 ) -> None:  # fmt: skip
     if operation == "PART COPY":
-        monkeypatch.setattr(writing, "COPY_LIMIT", PART)
+        monkeypatch.setattr(copying, "COPY_LIMIT", PART)
     file = make(2 * PART)
     rule = faulty.add(operation, times=2, status=200, code="InternalError", body=body)
     async with opened(bucket, faulty.endpoint_url) as store:
         info = await put(store, "file", file)
-        await store.copy(info.version, "copy")
+        await store.copy(info.version, "copy", metadata=metadata)
     assert rule.used == 2
     assert digest(contents(bucket, "copy")) == digest(file.data)
 

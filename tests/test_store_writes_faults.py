@@ -158,6 +158,32 @@ async def test_what_is_forbidden_is_not_tried_again(
         assert store.counters()["retries"] == 0
 
 
+async def test_a_redirect_is_followed_by_botocore(
+    bucket: Bucket, faulty: FaultyS3, make: MAKE
+) -> None:
+    file = make(2 * PART)
+    async with opened(bucket, faulty.endpoint_url) as store:
+        rules = [
+            faulty.add(operation, times=1, status=307, headers={"location": faulty.endpoint_url})
+            for operation in ("PART", "COPY")
+        ]
+        await store.copy(await put(store, "file", file), "copy")
+        assert [rule.used for rule in rules] == [1, 1]
+        assert store.counters()["retries"] == 0
+    assert digest(contents(bucket, "copy")) == digest(file.data)
+
+
+async def test_parts_are_sent_again_by_botocore(
+    bucket: Bucket, faulty: FaultyS3, make: MAKE
+) -> None:
+    file = make(2 * PART)
+    faulty.add("PART", times=2, corrupt=True)
+    async with opened(bucket, faulty.endpoint_url, has_listed=False) as store:
+        await put(store, "file", file)
+        assert store.counters()["retries"] == 2
+    assert digest(contents(bucket, "file")) == digest(file.data)
+
+
 # --- conditions -----------------------------------------------------------------------
 
 

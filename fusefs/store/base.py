@@ -374,13 +374,20 @@ class Store(Protocol):
         """
 
     async def copy(
-        self, source: ObjectVersion, key: str, *, metadata: Mapping[str, str] | None = None
+        self,
+        source: ObjectInfo | ObjectVersion,
+        key: str,
+        *,
+        metadata: Mapping[str, str] | None = None,
     ) -> ObjectInfo:
         """Have S3 copy exactly `source` to `key`, however large it is.
 
         Content type, storage class, tags and the like are kept, and so is the
         user metadata, unless another is given. `key` may be the source's if
         `metadata` is given. The copy may have another ETag than the source.
+
+        An `ObjectInfo` as source spares a HEAD, if the metadata is kept; what
+        it does not tell, as a listed one does not, the answer does not either.
 
         Raises:
             NotFoundError: there is no such source.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
+from fusefs.store.direct import Direct, unsigned_body
 from fusefs.store.errors import NO_CREDENTIALS, Failure, StoreError
 from fusefs.store.lister import Lister
 from fusefs.store.stream import AttemptError
@@ -53,6 +54,8 @@ class S3Settings:
 class Clients:
     """`s3` is boto3's client, `objects` obstore's, `lister` does the LISTs.
 
+    `direct` sends what there is much of through the connections of `s3`.
+
     `request` goes with every call of `s3`.
     """
 
@@ -75,7 +78,8 @@ class Clients:
         if settings.requester_pays:
             self.request["RequestPayer"] = "requester"
         self.s3 = self._make_s3(session)
-        self.lister = Lister(self.s3, self._credentials, self.request)
+        self.direct = Direct(self.s3, self._credentials)
+        self.lister = Lister(self.s3, self.direct, self.request)
         self.principal = self._name_principal(session)
         self.objects = self._make_objects(session.region_name)
 
@@ -112,7 +116,7 @@ class Clients:
             config=config,
         )
         for operation in ("PutObject", "UploadPart"):
-            client.meta.events.register(f"before-sign.s3.{operation}", _tell_of_checksum)
+            client.meta.events.register(f"before-sign.s3.{operation}", _leave_body_unsigned)
         return client
 
     def _make_objects(self, region: str | None) -> ObjectStore:
@@ -194,14 +198,9 @@ class Clients:
         return f"{method} {session.profile_name} {role} uid {os.geteuid()}"
 
 
-def _tell_of_checksum(request: Any, **_: Any) -> None:
-    """Keep botocore from signing a body that has a checksum and goes over TLS.
-
-    It does so by itself only for checksums that it has computed itself. The
-    SHA256 would take more time than all the rest of an upload.
-    """
-    algorithm = {"algorithm": "crc32", "in": "header", "name": "x-amz-checksum-crc32"}
-    request.context["checksum"] = {"request_algorithm": algorithm}
+def _leave_body_unsigned(request: Any, **_: Any) -> None:
+    """S3 compares the checksum that goes with each body, and the signature covers that."""
+    request.context.update(unsigned_body())
 
 
 def _read_certificates(path: str) -> bytes:

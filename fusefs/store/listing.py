@@ -128,7 +128,7 @@ def _object_of(fields: list[str], is_encoded: bool) -> ObjectInfo:
         _decode(key, is_encoded),
         int(fields[1]),
         _etag(fields[2]),
-        _nanoseconds(fields[3]),
+        nanoseconds(fields[3]),
         sys.intern(storage_class) if storage_class else "STANDARD",
     )
 
@@ -149,7 +149,7 @@ def _object(element: ElementTree.Element, is_encoded: bool) -> ObjectInfo:
         _decode(fields.get("Key", ""), is_encoded),
         int(fields.get("Size", "")),
         quoted(fields.get("ETag", "")),
-        _nanoseconds(fields.get("LastModified", "")),
+        nanoseconds(fields.get("LastModified", "")),
         fields.get("StorageClass") or "STANDARD",
     )
 
@@ -165,7 +165,7 @@ def _decode(text: str, is_encoded: bool) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _nanoseconds(text: str) -> int:
+def nanoseconds(text: str) -> int:
     """2026-11-21T04:15:07.000Z in nanoseconds since the epoch."""
     moment = datetime.fromisoformat(text)
     if moment.tzinfo is None:

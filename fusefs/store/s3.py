@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 import trio
 
-from fusefs.store import multipart, requests, upload, writing
+from fusefs.store import copying, multipart, requests, upload, writing
 from fusefs.store.base import (
     ChunkWriter,
     Condition,
@@ -202,9 +202,13 @@ class S3Store:
         return await multipart.pending(self, prefix)
 
     async def copy(
-        self, source: ObjectVersion, key: str, *, metadata: Mapping[str, str] | None = None
+        self,
+        source: ObjectInfo | ObjectVersion,
+        key: str,
+        *,
+        metadata: Mapping[str, str] | None = None,
     ) -> ObjectInfo:
-        return await writing.copy(self, source, key, metadata)
+        return await copying.copy(self, source, key, metadata)
 
     async def delete(self, key: str) -> None:
         await writing.delete(self, key)

@@ -1,4 +1,4 @@
-"""Single writes: PUT of a file that is one part, copies on the server, deletes.
+"""Single writes: PUT of a file that is one part, and deletes.
 
 A small file is read whole and sent by obstore, with the SHA256 that it needs
 for its signature anyway; a larger one, or a key that obstore can't express,
@@ -15,22 +15,19 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlencode
 
-from fusefs.store import listing, multipart, requests
+from fusefs.store import listing, requests
 from fusefs.store.base import (
     IF_ABSENT,
     Condition,
     DeleteFailure,
     IfMatch,
     ObjectInfo,
-    ObjectVersion,
 )
 from fusefs.store.body import Body, encoded
 from fusefs.store.errors import (
     ConflictError,
     Failure,
-    StaleVersionError,
     StoreError,
     from_code,
 )
@@ -43,19 +40,11 @@ if TYPE_CHECKING:
 # What obstore sends, and so holds in memory; larger files are read as they are sent.
 SMALL = 1 << 20
 DELETES_AT_ONCE = 1000
-# S3 copies up to 5 GiB at once, but takes its time, and not every store sends
-# something meanwhile to keep the connection from its time-out.
-COPY_LIMIT = 256 << 20
 # What obstore takes for a header of its own, and not for metadata.
 _HEADERS = {
     "content-type", "content-disposition", "content-encoding", "content-language",
     "cache-control", "storage-class",
 }  # fmt: skip
-# What HEAD tells and a copy with other metadata would lose.
-_KEPT = (
-    "ContentType", "CacheControl", "ContentDisposition", "ContentEncoding", "ContentLanguage",
-    "Expires", "WebsiteRedirectLocation",
-)  # fmt: skip
 # Characters that a DeleteObjects request, XML 1.0, has no way to write.
 _NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
 
@@ -171,87 +160,6 @@ class _Put:
             version_id=version_id,
             metadata=self._metadata,
         )
-
-
-# --- copies ---------------------------------------------------------------------
-
-
-async def copy(
-    store: S3Store, source: ObjectVersion, key: str, metadata: Mapping[str, str] | None
-) -> ObjectInfo:
-    """As `Store.copy`."""
-    if metadata is not None:
-        requests.check(metadata)
-    answer = await store.retried(
-        "HEAD", source.key, lambda clients: requests.head(clients, source.key)
-    )
-    info = requests.told(source.key, answer)
-    if info.version != source:
-        raise StaleVersionError("the object has been replaced")
-    kept: dict[str, Any] = {name: answer[name] for name in _KEPT if name in answer}
-    kept["StorageClass"] = info.storage_class
-    kept["Metadata"] = dict(metadata if metadata is not None else info.metadata or {})
-    if source.size > COPY_LIMIT:
-        if answer.get("TagCount"):
-            kept["Tagging"] = await _tagging(store, source.key)
-        return await multipart.copy(store, source, key, kept)
-    kept["MetadataDirective"] = "COPY" if metadata is None else "REPLACE"
-    return await _copy_whole(store, source, key, kept)
-
-
-async def _tagging(store: S3Store, key: str) -> str:
-    """An object's tags as S3 takes them; a multipart upload gets none by itself."""
-
-    def work(clients: Clients) -> str:
-        answer = clients.s3.get_object_tagging(**clients.request, Key=key)
-        return urlencode({tag["Key"]: tag["Value"] for tag in answer["TagSet"]})
-
-    return await store.retried("HEAD", key, work)
-
-
-async def _copy_whole(
-    store: S3Store,
-    source: ObjectVersion,
-    key: str,
-    kept: Mapping[str, Any],
-) -> ObjectInfo:
-    """Copy with one request; `kept` are boto3's parameters for what the copy has."""
-    may_be_done = False
-
-    def work(clients: Clients) -> ObjectInfo:
-        nonlocal may_be_done
-        try:
-            answer = clients.s3.copy_object(
-                **clients.request,
-                **kept,
-                Key=key,
-                CopySource={"Bucket": clients.request["Bucket"], "Key": source.key},
-                CopySourceIfMatch=source.etag,
-            )
-        except Exception as error:
-            failure = requests.judged(error, None)
-            # Copied onto itself, a version made of parts gets another ETag.
-            if may_be_done and failure.kind is StaleVersionError and key == source.key:
-                info = requests.find(clients, key, source.size, kept["Metadata"], {})
-                if info is not None:
-                    return info
-            may_be_done |= failure.is_retryable
-            raise AttemptError(failure) from error
-        result = answer.get("CopyObjectResult", {})
-        if not result.get("ETag"):
-            raise requests.no_etag()
-        return ObjectInfo(
-            key,
-            source.size,
-            listing.quoted(result["ETag"]),
-            int(result["LastModified"].timestamp()) * 1_000_000_000,
-            kept["StorageClass"],
-            kept.get("ContentType"),
-            answer.get("VersionId"),
-            kept["Metadata"],
-        )
-
-    return await store.retried("COPY", key, work)
 
 
 # --- deletes --------------------------------------------------------------------

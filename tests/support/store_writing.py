@@ -32,14 +32,18 @@ def become_owner(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def opened(bucket: Bucket, endpoint_url: str, **settings: Any) -> AsyncIterator[S3Store]:
-    """A store with small parts that gives up soon."""
+async def opened(
+    bucket: Bucket, endpoint_url: str, *, has_listed: bool = True, **settings: Any
+) -> AsyncIterator[S3Store]:
+    """A store with small parts that gives up soon; a mount's has listed before it writes."""
     chosen = {
         "bucket": bucket.name, "endpoint_url": endpoint_url, "max_connections": 4,
         "retry_time_s": 20.0, "read_timeout_s": 5.0, "part_size": PART, **settings,
     }  # fmt: skip
     store = S3Store(S3Settings(**chosen))
     with trio.fail_after(LIMIT_S):
+        if has_listed:
+            await store.check("")
         yield store
         await store.aclose()
 
