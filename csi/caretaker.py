@@ -8,12 +8,9 @@ that wait for a daemon. All of it shows in the records and in mountinfo.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
-from pathlib import Path
 
-from csi import binding
 from csi.binding import Table
 from csi.claims import Claims
 from csi.draining import Draining
@@ -24,7 +21,7 @@ from fusefs.kernel.holder import HolderError
 
 log = logging.getLogger(__name__)
 
-EVERY_S = 10.0
+EVERY_S = 5.0
 # For a mount that is gone on with.
 START_S = 60.0
 
@@ -75,16 +72,13 @@ class Caretaker(threading.Thread):
             self._mounts.secure(record, time.monotonic() + START_S)
 
     def _remove_leftovers(self) -> None:
-        """Directories of mounts that a reboot has ended, with their records."""
+        """Mounts, or only their directories, whose records were lost, as in a reboot."""
         for key in self._mounts.unknown():
-            root: Path = self._mounts.root_of(key)
             table = Table()
-            top = table.top(root)
+            top = table.top(self._mounts.root_of(key))
+            if top is not None and len(table.of_device(top.device)) > 1:
+                continue  # it is in use; unpublish ends that
             try:
-                if top is None:
-                    os.rmdir(root)
-                elif len(table.of_device(top.device)) == 1:
-                    binding.pop_all(root)
-                    os.rmdir(root)
-            except OSError as error:
-                log.warning("%s: %s", root, error.strerror)
+                self._mounts.end_key(key, time.monotonic())
+            except (AbortedError, OSError) as error:
+                log.info("later: %s", error)

@@ -174,27 +174,27 @@ class Mounts:
             AbortedError: its daemon is still at work at `deadline`.
             OSError: it cannot be unmounted.
         """
-        root = Path(record.root)
+        self.end_key(record.key, deadline, is_forced=is_forced)
+        log.info("the mount of %s for %s has ended", record.source, record.volume_id)
+
+    def end_key(self, key: str, deadline: float, *, is_forced: bool = False) -> None:
+        """`end` for a mount of which nothing but its directory may be left."""
+        root = self.root_of(key)
         processes = self._processes(root)
         binding.pop_all(root)
         try:
             if not _have_ended(processes, deadline):
                 if not is_forced:
-                    raise AbortedError(f"the mount of {record.source} is still ending")
+                    raise AbortedError(f"the mount at {root} is still ending")
                 self._see_out(processes)
         finally:
             for process in processes:
                 os.close(process)
-        self._forget(record)
-
-    def _forget(self, record: MountRecord) -> None:
-        root = Path(record.root)
         mounts.unregister(root)
         mounts.keeper_socket(root).unlink(missing_ok=True)
         binding.remove_directory(root)
-        self._files.remove(record.key)
-        self.records.remove(record.key)
-        log.info("the mount of %s for %s has ended", record.source, record.volume_id)
+        self._files.remove(key)
+        self.records.remove(key)
 
     def _processes(self, root: Path) -> list[int]:
         """The processes of a mount as pidfds, the one that would start the others first."""

@@ -164,11 +164,16 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             raise InvalidArgumentError(f"target_path: there is no {asked.target.parent}")
         identity, record = self._plan(request, asked)
         if self._mounts.is_alive(record, Table()):
+            self._mounts.records.write(record)  # it may have been lost
             self._files.store(record.key, identity, record.uid)
         else:
             self._begin(record, identity, ends)
-        if Table().top(asked.target) is None:
+        table = Table()
+        at_target, root = table.top(asked.target), table.top(Path(record.root))
+        if at_target is None:
             binding.make_directory(asked.target, TARGET_MODE)
+        elif root is not None and at_target.device == root.device:
+            return  # it was gone on with
         binding.bind(Path(record.root), asked.target, is_read_only=asked.is_read_only)
 
     def _begin(self, record: MountRecord, identity: Identity, ends: float) -> None:
