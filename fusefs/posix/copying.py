@@ -146,7 +146,7 @@ async def copy_current(
     """
     if is_dated(source):
         try:
-            return source, await store.copy(source.version, key)
+            return source, await store.copy(source, key)
         except StaleVersionError:
             logger.info("%s has been replaced: what is there now is copied", source.key)
     for _ in range(TRIES - 1):
@@ -165,10 +165,10 @@ async def _copy_dated(store: Store, source: ObjectInfo, key: str) -> ObjectInfo:
         seconds, rest = divmod(source.mtime_ns, SECOND_NS)
         dated = {**metadata, "mtime": f"{seconds}.{rest:09}"}
         try:
-            return await store.copy(source.version, key, metadata=dated)
+            return await store.copy(source, key, metadata=dated)
         except ValueError:
             logger.info("%s has metadata that can't be sent again", source.key)
-    return await store.copy(source.version, key)
+    return await store.copy(source, key)
 
 
 async def delete_all(

@@ -147,19 +147,16 @@ class MemoryStore:
         return self._get(key).info
 
     async def copy(
-        self, source: ObjectVersion, key: str, *, metadata: Mapping[str, str] | None = None,
-        keep_mtime: bool = False, condition: Condition = None,
+        self, source: ObjectInfo | ObjectVersion, key: str, *,
+        metadata: Mapping[str, str] | None = None,
     ) -> ObjectInfo:  # fmt: skip
+        version = source.version if isinstance(source, ObjectInfo) else source
         async with self._request("COPY", key):
-            found = self._get(source.key)
-            if found.info.version != source:
-                raise StaleVersionError(source.key)
-            if condition == IF_ABSENT and key in self.objects:
-                raise ExistsError(key)
-            said = dict(found.info.metadata if metadata is None else metadata or {})
-            if keep_mtime:
-                said.setdefault("mtime", f"{found.info.mtime_ns // SECOND_NS}.000000000")
-            self.put(key, found.data, **said)
+            found = self._get(version.key)
+            if found.info.version != version:
+                raise StaleVersionError(version.key)
+            said = found.info.metadata if metadata is None else metadata
+            self.put(key, found.data, **(said or {}))
         return self._get(key).info
 
     async def delete(self, key: str) -> None:
