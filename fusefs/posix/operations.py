@@ -6,7 +6,8 @@ answers. What is in memory or in the page cache is answered at once, so most
 requests cost no task and no switch. Errors are OSErrors whose errno is the
 answer.
 
-How an open is decided is told in opening.py, how a read is answered in reading.py.
+How an open is decided is told in opening.py, how a read is answered in
+reading.py, and how a directory is in streams.py.
 
 The object belongs to the event loop.
 """
@@ -35,21 +36,20 @@ from fusefs.posix.answers import (
     waiting,
 )
 from fusefs.posix.changes import Changes
-from fusefs.posix.directories import Absent, Directories, Directory, Entry, Segment
+from fusefs.posix.directories import Absent, Directories, Directory, Entry
 from fusefs.posix.handles import DirectoryHandle, HandleTable
 from fusefs.posix.inodes import Attributes, Inode, InodeTable, Ownership
 from fusefs.posix.journal import NodeLog
-from fusefs.posix.learning import MOST_AHEAD, Learner
+from fusefs.posix.learning import Learner
 from fusefs.posix.mutations import Mutations
 from fusefs.posix.opening import Opener
 from fusefs.posix.reading import Reader
+from fusefs.posix.streams import Streams, resolved
 from fusefs.posix.writeback import Writing
 from fusefs.posix.writing import Writer
 from fusefs.posix.xattrs import Xattrs
 from fusefs.store.base import Store
 
-# The offsets of "." and ".." in a directory stream; all others are node ids.
-DOT, DOT_DOT = 2, 3
 # Who asks for listings younger than this also wants rewinddir to ask again.
 CACHED_DIRECTORY_TTL_S = 10.0
 
@@ -83,9 +83,12 @@ class Operations:
         self.counters = ReadCounters()
         nursery = writing.nursery if writing is not None else None
         self.learner = Learner(store, directories, self.inodes, owner, nursery)
+        self._streams = Streams(directories, self.inodes, self.handles, self.learner)
         self._xattrs = Xattrs(store, self.inodes, self.learner)
         # Asks the kernel to forget a node's attributes; set by the session.
         self.invalidate_attributes: Callable[[int], None] = lambda _nodeid: None
+        # Has the kernel look all names up again; set by a session that can.
+        self.invalidate_names: Callable[[], None] = lambda: None
         self._opener = Opener(
             store, directories, cache, fetcher, backing, log,
             self.inodes, self.handles, self.counters,
@@ -127,7 +130,7 @@ class Operations:
     async def _lookup_later(self, parent: Inode, directory: Directory, name: str) -> Found:
         entry, expires = await self._directories.lookup(directory, name)
         if self.writer is not None and not isinstance(entry, Absent):
-            await self.learner.learn(self._resolve(parent, directory, name, entry))
+            await self.learner.learn(resolved(self.inodes, parent, directory, name, entry))
         return self._found(parent, directory, name, entry, expires)
 
     def _lacks_meta(
@@ -135,7 +138,7 @@ class Operations:
     ) -> bool:
         if self.writer is None or isinstance(entry, Absent):
             return False
-        return self.learner.lacks(self._resolve(parent, directory, name, entry))
+        return self.learner.lacks(resolved(self.inodes, parent, directory, name, entry))
 
     def _found(
         self, parent: Inode, directory: Directory, name: str, entry: Entry | Absent, expires: float
@@ -143,13 +146,9 @@ class Operations:
         valid_s = max(0.0, expires - time.monotonic())
         if isinstance(entry, Absent):
             return Found(None, valid_s)
-        inode = self._resolve(parent, directory, name, entry)
+        inode = resolved(self.inodes, parent, directory, name, entry)
         self.inodes.count(inode, expires)
         return Found(inode, valid_s)
-
-    def _resolve(self, parent: Inode, directory: Directory, name: str, entry: Entry) -> Inode:
-        key = entry.key if entry is not None else directory.prefix + name + "/"
-        return self.inodes.resolve(parent, name, entry, key)
 
     def forget(self, nodeid: int, nlookup: int) -> None:
         self.inodes.forget(nodeid, nlookup)
@@ -213,17 +212,16 @@ class Operations:
         """
         return self._reader.read(fh, offset, size)
 
-    def release(self, fh: int) -> Answer[None]:
+    def release(self, fh: int) -> None:
         """Close a handle; an unknown one is none any more."""
         handle = self.handles.close_file(fh)
         if handle is None:
-            return None
+            return
         if handle.window is not None:
             handle.window.close()
         self.cache.unpin(handle.file)
         if self.writer is not None:
             self.writer.released(handle.inode)
-        return None
 
     # Directories
 
@@ -234,127 +232,14 @@ class Operations:
 
     def opendir(self, nodeid: int, caller: Caller) -> tuple[DirectoryHandle, bool]:
         """Open a directory; also tell whether what the kernel has cached of it still holds."""
-        inode = self.directory(nodeid)
-        if known := self.handles.opened_by(caller.unique):
-            return self.handles.directories[known], False
-        directory = self._directories.get(self.inodes.key(inode))
-        is_cached = inode.streamed_generation == directory.generation and directory.is_complete(
-            time.monotonic()
-        )
-        return self.handles.open_directory(inode, directory.generation, caller.unique), is_cached
+        return self._streams.open(self.directory(nodeid), caller)
 
     def readdir(self, fh: int, offset: int, buffer: DirectoryBuffer) -> Answer[None]:
         """Add the entries behind `offset` to the buffer, as many as it holds; none at the end."""
-        handle = self.handles.directory(fh)
-        self._seek(handle, offset)
-        if not self._add_dots(handle, buffer):
-            return None
-        directory = self._directories.get(self.inodes.key(handle.inode))
-        while True:
-            segment = self._directories.segment_now(directory, handle.position, handle.opened)
-            if segment is None or self._shows_meta(buffer):
-                # What is there is not held back by a request to the bucket.
-                if buffer.is_empty:
-                    return waiting(self._readdir_later(handle, directory, buffer))
-                return None
-            if not self._add_entries(handle, directory, segment, buffer):
-                return None
-
-    async def _readdir_later(
-        self, handle: DirectoryHandle, directory: Directory, buffer: DirectoryBuffer
-    ) -> None:
-        """Wait for the next entries, and add those that come with them."""
-        while buffer.is_empty:
-            segment = await self._directories.segment_behind(
-                directory, handle.position, handle.opened
-            )
-            if self._shows_meta(buffer):
-                await self._learn_next(handle, directory, segment)
-            if not self._add_entries(handle, directory, segment, buffer):
-                return
-
-    def _shows_meta(self, buffer: DirectoryBuffer) -> bool:
-        """Whether entries come with attributes that a listing does not tell."""
-        return buffer.is_plus and self.writer is not None
-
-    async def _learn_next(
-        self, handle: DirectoryHandle, directory: Directory, segment: Segment
-    ) -> None:
-        at = segment.after(handle.position)
-        inodes = [
-            self._resolve(handle.inode, directory, name, segment.entries[name])
-            for name in segment.ordered[at : at + MOST_AHEAD]
-        ]
-        try:
-            await self.learner.learn_all(inodes)
-        finally:
-            for inode in inodes:
-                self.inodes.drop_unknown(inode)
-
-    def _seek(self, handle: DirectoryHandle, offset: int) -> None:
-        if offset == handle.offset:
-            return
-        handle.offset = offset
-        if not offset:
-            handle.opened = time.monotonic()  # rewound: as if opened now
-        if offset in (0, DOT, DOT_DOT):
-            handle.position = ""
-            return
-        inode = self.inodes.find(offset)
-        if inode is None:
-            raise OSError(errno.EINVAL, f"unknown directory offset {offset}")
-        handle.position = names.position(inode.name)
-
-    def _add_dots(self, handle: DirectoryHandle, buffer: DirectoryBuffer) -> bool:
-        """Add "." and ".." where the stream is at its start; False if there is no room."""
-        inode = handle.inode
-        parent = inode.parent if inode.parent is not None else inode
-        for at, name, ino, own in ((0, b".", inode.ino, DOT), (DOT, b"..", parent.ino, DOT_DOT)):
-            if handle.offset == at:
-                if not buffer.add_dot(name, ino, own):
-                    return False
-                handle.offset = own
-        return True
-
-    def _add_entries(
-        self,
-        handle: DirectoryHandle,
-        directory: Directory,
-        segment: Segment,
-        buffer: DirectoryBuffer,
-    ) -> bool:
-        """Add a segment's entries and move on to the next; False if nothing more is to be added."""
-        if not handle.position:
-            handle.generation = directory.generation
-        expires = segment.expires
-        valid_s = max(0.0, expires - time.monotonic())
-        ordered = segment.ordered
-        for index in range(segment.after(handle.position), len(ordered)):
-            name = ordered[index]
-            inode = self._resolve(handle.inode, directory, name, segment.entries[name])
-            if self._shows_meta(buffer) and self.learner.lacks(inode):
-                self.inodes.drop_unknown(inode)
-                return buffer.is_empty
-            if not buffer.add(name.encode(), inode, valid_s):
-                self.inodes.drop_unknown(inode)
-                return False
-            if buffer.is_plus:
-                self.inodes.count(inode, expires)
-            else:
-                self.inodes.mention(inode)
-            handle.offset = inode.nodeid
-            handle.position = name + "/"
-        if segment.stop is None:
-            if handle.generation == directory.generation:
-                handle.inode.streamed_generation = directory.generation
-            return False
-        handle.position = max(handle.position, segment.stop)
-        return True
+        return self._streams.read(fh, offset, buffer)
 
     def releasedir(self, fh: int) -> None:
-        handle = self.handles.close_directory(fh)
-        if handle is not None and not handle.inode.served:
-            self.inodes.close_directory(handle.inode)
+        self._streams.close(fh)
 
     # What an object has beside its bytes
 
@@ -383,6 +268,8 @@ class Operations:
                 self.handles.tell_file(handle)
         for directory in list(self.handles.directories.values()):
             self.handles.tell_directory(directory)
+        if self.mutations is not None:
+            self.mutations.changes.retell(log)
 
     def tell_table(self, log: NodeLog) -> None:
         """Put on record which numbers may have been used, and when the mount was made."""

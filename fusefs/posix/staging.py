@@ -40,6 +40,10 @@ logger = logging.getLogger("fusefs.staging")
 TICK_NS = 20_000_000
 
 
+# What S3 takes as one object.
+LARGEST = 5 << 40
+
+
 class Staged:
     """One file that is written. Belongs to the event loop.
 
@@ -230,8 +234,10 @@ class Staging:
         """Count a file as `size` bytes long, before it is.
 
         Raises:
-            OSError: ENOSPC, it would be more than may be held.
+            OSError: ENOSPC, it would be more than may be held; EFBIG, than S3 holds.
         """
+        if size > LARGEST:
+            raise OSError(errno.EFBIG, "no object is larger than 5 TiB")
         more = size - staged.charged
         if more > 0 and self._limit is not None and self.charged + more > self._limit:
             raise OSError(errno.ENOSPC, "more than --staging-size waits for upload")

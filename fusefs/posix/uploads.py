@@ -1,14 +1,12 @@
-"""Staged files on their way into the bucket.
+"""Staged files on their way into the bucket: when, and in whose task.
 
 An upload is a task of its own: who waits for it may be cancelled (a program
 that is killed in its close), and it goes on. It holds the file's lock, so
-that writes wait and no object is a mix of two contents. Attributes that
-changed alone are a copy on the server.
+that writes wait and no object is a mix of two contents. What is sent, and how,
+is told in sending.py.
 
 A file that grows from its start on is sent while it is being written: each
 part as soon as it is full, so that close has to wait for the last ones only.
-Such an upload is on record before its first part, and another process goes on
-with it: what the bucket has, and the file still has, is not sent again.
 
 What failed stays staged and dirty, and whoever waits is told. Rejected
 credentials are no failure: the upload waits until they are renewed.
@@ -18,39 +16,25 @@ from __future__ import annotations
 
 import errno
 import logging
-import mimetypes
-import os
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
 import trio
 
-from fusefs.posix.editing import Base, Editor
+from fusefs.posix.editing import Editor
+from fusefs.posix.sending import IN_PARTS, Sender
 from fusefs.posix.staging import Staged, Staging
-from fusefs.store.base import IF_ABSENT, Condition, IfMatch, ObjectInfo, Store, Upload, UploadState
-from fusefs.store.errors import (
-    ConflictError,
-    CredentialsError,
-    NotFoundError,
-    StaleVersionError,
-    StoreError,
-    UnsupportedError,
-)
+from fusefs.store.base import ObjectInfo, Store, Upload, UploadState
+from fusefs.store.errors import ConflictError, CredentialsError, StaleVersionError, StoreError
 
 logger = logging.getLogger("fusefs.uploads")
 
-# From this size on a file goes up in parts.
-IN_PARTS = 8 << 20
 # A file is sent while it is written once it has this much, which is two parts.
 AHEAD = 16 << 20
-COPIES_AT_ONCE = 8
 # How often it is tried again with credentials that were rejected.
 CREDENTIALS_S = 5.0
-# S3 tells when an upload was begun in whole seconds, and by its own clock.
-CLOCKS_NS = 5_000_000_000
 
 
 class Attempt:
@@ -62,6 +46,10 @@ class Attempt:
         self.error: Exception | None = None
         self.scope = trio.CancelScope()
         self.is_cancellable = True
+
+    def commit(self) -> None:
+        """What is done from now on may come to pass even if it is cancelled."""
+        self.is_cancellable = False
 
 
 class Ahead:
@@ -92,13 +80,12 @@ class Uploads:
         fails_on_conflict: bool,
         sends_ahead: bool,
     ) -> None:
-        self._store = store
+        self._sender = Sender(store, staging, editor, fails_on_conflict=fails_on_conflict)
         self._staging = staging
         self._editor = editor
         self._nursery = nursery
         self._landed = landed
         self._kept_apart = kept_apart
-        self._fails_on_conflict = fails_on_conflict
         self._sends_ahead = sends_ahead
         self._attempts: dict[Staged, Attempt] = {}
         self._aheads: dict[Staged, Ahead] = {}
@@ -153,7 +140,7 @@ class Uploads:
             key = staged.key
             yield
             if staged.key != key or staged.is_unlinked:
-                await self._abandon(staged)
+                await self._sender.abandon(staged)
 
     async def _run(self, staged: Staged, attempt: Attempt, delay_s: float) -> None:
         try:
@@ -167,7 +154,7 @@ class Uploads:
                     break
                 attempt.scope = trio.CancelScope()
             staged.error = None
-        except (StoreError, OSError) as error:
+        except (StoreError, OSError, ValueError) as error:
             staged.error = attempt.error = error
             logger.warning("%s is not in the bucket yet: %s", staged.key, error)
         finally:
@@ -178,7 +165,8 @@ class Uploads:
         """Upload a file that is locked, also with credentials that come later."""
         while staged.is_dirty:
             try:
-                info = await self._send(staged, attempt)
+                await self._last_ahead(staged)
+                info = await self._sender.send(staged, attempt.commit)
                 base = staged.base
                 if base is not None and base.file.is_complete:
                     # So that the new version is as whole in the cache as the old one was.
@@ -190,10 +178,14 @@ class Uploads:
                 staged.error = error
                 logger.warning("%s waits for other credentials: %s", staged.key, error)
             except (ConflictError, StaleVersionError) as error:
-                if not self._is_careful(staged):
+                if not self._sender.is_careful(staged):
                     raise
-                if await self._keep_apart(staged):
+                theirs, info = await self._sender.keep_apart(staged)
+                self._note_uploaded(staged, info)
+                if theirs is info:
+                    self._landed(staged, info)
                     return
+                self._kept_apart(staged, info, theirs)
                 raise OSError(errno.ESTALE, "somebody else has replaced the object") from error
             finally:
                 attempt.is_cancellable = True
@@ -207,195 +199,11 @@ class Uploads:
         staged.etag = info.etag
         self._staging.rebase(staged, info.version)
 
-    # Sending
-
-    async def _send(self, staged: Staged, attempt: Attempt) -> ObjectInfo:
-        size = staged.size()
-        if not staged.is_content_dirty and staged.etag is not None:
-            attempt.is_cancellable = False
-            return await self._describe(staged)
-        if staged.upload_state is None and staged.upload is None and size <= IN_PARTS:
-            # A request that was cancelled may come to pass all the same.
-            if staged.base is not None:
-                await self._editor.fill(staged.base, staged.fd, 0, size)
-            attempt.is_cancellable = False
-            return await self._store.put_file(
-                staged.key, staged.fd, size, metadata=staged.metadata(),
-                content_type=content_type(staged.key), condition=self._condition(staged),
-            )  # fmt: skip
-        return await self._send_parts(staged, attempt, size)
-
-    def _condition(self, staged: Staged) -> Condition:
-        if not self._is_careful(staged):
-            return None
-        return IF_ABSENT if staged.etag is None else IfMatch(staged.etag)
-
-    def _is_careful(self, staged: Staged) -> bool:
-        """Whether somebody else's object is not to be replaced."""
-        return self._fails_on_conflict or staged.is_leftover
-
-    async def _describe(self, staged: Staged) -> ObjectInfo:
-        """Have the object say what the file's attributes are now."""
-        version = staged.inode.info
-        assert version is not None
-        try:
-            return await self._store.copy(version.version, staged.key, metadata=staged.metadata())
-        except (NotFoundError, StaleVersionError):
-            if self._is_careful(staged):
-                raise
-            # Somebody else has removed or replaced it: the last one to change it is here.
-            staged.changes += 1
-            return await self._store.put_file(
-                staged.key, staged.fd, staged.size(), metadata=staged.metadata(),
-                content_type=content_type(staged.key),
-            )  # fmt: skip
-
-    async def _send_parts(self, staged: Staged, attempt: Attempt, size: int) -> ObjectInfo:
-        ahead = self._aheads.get(staged)
-        if ahead is not None:
-            ahead.is_last = True
-            if staged.upload is None:
-                await ahead.done.wait()  # it is just beginning
-        upload = await self._resumed(staged, size)
-        if upload is None and size:
-            upload = await self._begun(staged, staged.metadata())
-        if upload is None:
-            attempt.is_cancellable = False
-            return await self._store.put_file(
-                staged.key, staged.fd, 0, metadata=staged.metadata(),
-                content_type=content_type(staged.key), condition=self._condition(staged),
-            )  # fmt: skip
-        try:
-            if staged.base is not None:
-                await self._copy_parts(staged, staged.base, upload, size)
-            await upload.send(staged.fd, upload.missing(size), size)
-            attempt.is_cancellable = False
-            info = await upload.complete(size, self._condition(staged))
-        except NotFoundError:
-            # Somebody has aborted it, or the bucket's own rules have.
-            staged.upload = staged.upload_state = None
-            self._staging.record(staged)
-            raise
-        staged.upload = staged.upload_state = None
-        return await self._corrected(staged, upload, info)
-
-    async def _copy_parts(self, staged: Staged, base: Base, upload: Upload, size: int) -> None:
-        """Have S3 copy the parts that nobody wrote to, and bring what the others lack."""
-        limiter = trio.CapacityLimiter(COPIES_AT_ONCE)
-
-        async def settle(number: int) -> None:
-            start, stop = upload.part_range(number, size)
-            async with limiter:
-                if base.keeps(start, stop):
-                    with suppress(NotFoundError, StaleVersionError, UnsupportedError):
-                        await upload.copy_part(number, base.version, start, stop)
-                        return
-                await self._editor.fill(base, staged.fd, start, stop)
-
-        async with trio.open_nursery(strict_exception_groups=False) as nursery:
-            for number in upload.missing(size):
-                nursery.start_soon(settle, number)
-
-    async def _corrected(self, staged: Staged, upload: Upload, info: ObjectInfo) -> ObjectInfo:
-        """Have a new object say what was not known when its upload was begun."""
-        said, wanted = dict(upload.state.metadata), staged.metadata()
-        if "mtime" not in said:
-            wanted.pop("mtime", None)
-        if said != wanted:
-            info = await self._store.copy(info.version, staged.key, metadata=staged.metadata())
-        elif "mtime" not in said:
-            # The time that everybody else sees.
-            os.utime(staged.fd, ns=(info.mtime_ns, info.mtime_ns))
-        return info
-
-    async def _begun(self, staged: Staged, metadata: dict[str, str]) -> Upload:
-        """Begin an upload, which is on record before and after."""
-        staged.begun_ns = time.time_ns()
-        self._staging.record(staged)
-        staged.upload = await self._store.begin_upload(
-            staged.key, metadata=metadata, content_type=content_type(staged.key)
-        )
-        staged.begun_ns = None
-        self._staging.record(staged)
-        return staged.upload
-
-    async def _resumed(self, staged: Staged, size: int) -> Upload | None:
-        """The upload that is under way, if there is one and it can be gone on with."""
-        if staged.begun_ns is not None:
-            await self._abort_lost(staged.key, staged.begun_ns)
-            staged.begun_ns = None
-        state = staged.upload_state
-        if staged.upload is None and state is not None:
-            try:
-                if state.key == staged.key:
-                    staged.upload = await self._store.resume_upload(state)
-                    await staged.upload.verify(staged.fd, size)
-                else:
-                    await self._store.abort_upload(state.key, state.upload_id)
-            except NotFoundError:
-                staged.upload = None
-            staged.upload_state = None
-        if staged.upload is not None and not size:
-            await self._abandon(staged)
-        return staged.upload
-
-    async def _abort_lost(self, key: str, begun_ns: int) -> None:
-        """Abort what was begun for a key when its process died before it knew the id."""
-        for lost in await self._store.list_uploads(key):
-            if lost.key == key and lost.begun_ns >= begun_ns - CLOCKS_NS:
-                await self._store.abort_upload(lost.key, lost.upload_id)
-
-    async def _abandon(self, staged: Staged) -> None:
-        """Give up the upload that is under way, if there is one; the record goes last."""
-        upload = staged.upload.state if staged.upload is not None else staged.upload_state
-        if upload is None and staged.begun_ns is None:
-            return
-        await self._abort(staged.key, upload, staged.begun_ns)
-        staged.upload = staged.upload_state = staged.begun_ns = None
-        self._staging.record(staged)
-
-    async def _abort(self, key: str, upload: UploadState | None, begun_ns: int | None) -> None:
-        try:
-            if begun_ns is not None:
-                await self._abort_lost(key, begun_ns)
-            if upload is not None:
-                await self._store.abort_upload(upload.key, upload.upload_id)
-        except StoreError as error:
-            logger.warning("%s: its upload could not be aborted: %s", key, error)
-
     def abort_later(self, key: str, upload: Mapping[str, Any] | None, begun_ns: int | None) -> None:
         """Abort what an earlier process has left of a file that is not to be uploaded."""
         state = UploadState.from_plain(upload) if upload is not None else None
         if state is not None or begun_ns is not None:
-            self._nursery.start_soon(self._abort, key, state, begun_ns)
-
-    async def _keep_apart(self, staged: Staged) -> bool:
-        """Keep the content under a key of its own, beside the object that somebody else made.
-
-        Tells whether the object is this very content, which a process
-        uploaded that died before it could say so.
-        """
-        await self._abandon(staged)
-        try:
-            theirs = await self._store.head(staged.key)
-        except NotFoundError:
-            theirs = None
-        if theirs is not None and _is_content_of(theirs, staged):
-            self._note_uploaded(staged, theirs)
-            self._landed(staged, theirs)
-            return True
-        stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
-        key = f"{staged.key}.conflict-{os.uname().nodename}-{stamp}"
-        if staged.base is not None:
-            await self._editor.fill(staged.base, staged.fd, 0, staged.size())
-        info = await self._store.put_file(
-            key, staged.fd, staged.size(), metadata=staged.metadata(),
-            content_type=content_type(staged.key),
-        )  # fmt: skip
-        logger.error("%s was replaced by somebody else: this content is in %s", staged.key, key)
-        self._note_uploaded(staged, info)
-        self._kept_apart(staged, info, theirs)
-        return False
+            self._nursery.start_soon(self._sender.abort, key, state, begun_ns)
 
     # While it is written
 
@@ -443,7 +251,7 @@ class Uploads:
                 if upload is None:
                     # The time of the content is known at the end only.
                     metadata = replace(staged.described(), mtime_ns=None).as_metadata()
-                    upload = await self._begun(staged, metadata)
+                    upload = await self._sender.begin(staged, metadata)
                 while not ahead.is_last and (parts := _full_parts(staged, upload)):
                     await upload.send(staged.fd, parts, staged.written_to)
                     # Not every store tells of parts as much as it takes to know them again.
@@ -453,6 +261,14 @@ class Uploads:
         finally:
             del self._aheads[staged]
             ahead.done.set()
+
+    async def _last_ahead(self, staged: Staged) -> None:
+        """Leave the rest of a file to its upload, which takes over what is on its way."""
+        ahead = self._aheads.get(staged)
+        if ahead is not None:
+            ahead.is_last = True
+            if staged.upload is None:
+                await ahead.done.wait()  # it is just beginning
 
     async def _stop_ahead(self, staged: Staged) -> None:
         ahead = self._aheads.get(staged)
@@ -464,14 +280,3 @@ class Uploads:
 def _full_parts(staged: Staged, upload: Upload) -> list[int]:
     """The parts that are written to their end and that the bucket does not have."""
     return [n for n in range(1, upload.part_at(staged.written_to)) if not upload.has(n)]
-
-
-def _is_content_of(info: ObjectInfo, staged: Staged) -> bool:
-    """Whether an object says of itself what this file says, to the nanosecond."""
-    told = (info.metadata or {}).get("mtime")
-    return info.size == staged.size() and told == staged.metadata()["mtime"]
-
-
-def content_type(key: str) -> str | None:
-    """What a browser would take an object for, by its name."""
-    return mimetypes.guess_type(key)[0]

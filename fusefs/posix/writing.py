@@ -20,14 +20,15 @@ import trio
 
 from fusefs.cache.fetch import Fetcher
 from fusefs.cache.files import FileCache
+from fusefs.posix.allocating import KEEP_SIZE, MODES, allocate
 from fusefs.posix.answers import Answer, Caller, Opened, waiting
 from fusefs.posix.directories import Directories
 from fusefs.posix.editing import Base, Editor
 from fusefs.posix.handles import FileHandle, HandleTable
 from fusefs.posix.inodes import Inode, InodeTable
 from fusefs.posix.meta import PERMISSIONS, Meta
+from fusefs.posix.sending import IN_PARTS, content_type
 from fusefs.posix.staging import Staged
-from fusefs.posix.uploads import IN_PARTS, content_type
 from fusefs.posix.writeback import WRITING, Writeback, Writing
 from fusefs.store.base import IF_ABSENT, ObjectInfo, Store
 from fusefs.store.errors import ConflictError, NotFoundError, StaleVersionError
@@ -145,7 +146,7 @@ class Writer(Writeback):
                 await self._begin(inode, keep)
             staged = inode.staged
             assert staged is not None
-            if keep is None or staged.size() == keep:
+            if keep is None:
                 return staged
             async with staged.lock:
                 if inode.staged is not staged:
@@ -180,8 +181,9 @@ class Writer(Writeback):
                 os.close(fd)
                 raise
             meta = inode.meta or self._default_meta(inode)
-            mtime_ns = info.mtime_ns if meta.mtime_ns is None else meta.mtime_ns
-            os.utime(fd, ns=(mtime_ns, mtime_ns))
+            if keep is None:
+                mtime_ns = info.mtime_ns if meta.mtime_ns is None else meta.mtime_ns
+                os.utime(fd, ns=(mtime_ns, mtime_ns))
             staged = self.staging.begin(
                 inode, fd, meta.changed(mtime_ns=None), info.etag,
                 base if base.lacks(0, wanted) else None,
@@ -192,7 +194,8 @@ class Writer(Writeback):
         finally:
             if staged is None or staged.base is None:
                 self._cache.unpin(base.file)
-        staged.uploaded = staged.changes if wanted == info.size else 0
+        if keep is None:
+            staged.uploaded = staged.changes
         self.list_staged(inode)
 
     # Changing
@@ -244,23 +247,26 @@ class Writer(Writeback):
         )
 
     async def allocate(self, fh: int, offset: int, length: int, mode: int) -> None:
-        """fallocate(2) with the mode 0; other modes are not there."""
+        """fallocate(2), with the modes that concern no more than its range."""
         staged = self._handle(fh).inode.staged
         if staged is None:
             raise OSError(errno.EBADF, "not open for writing")
-        if mode:
-            raise OSError(errno.EOPNOTSUPP, "only allocating is supported")
+        if mode & ~MODES or (mode and staged.base is not None):
+            raise OSError(errno.EOPNOTSUPP, "not supported")
         async with staged.lock:
-            if offset + length > staged.charged:
+            if offset + length > staged.charged and not mode & KEEP_SIZE:
                 self.staging.charge(staged, offset + length)
             if staged.base is not None:
                 # What is not there is the object's: it is not to become zeros.
                 os.ftruncate(staged.fd, max(staged.size(), offset + length))
             else:
                 await trio.to_thread.run_sync(
-                    os.posix_fallocate, staged.fd, offset, length, limiter=self._disk
+                    allocate, staged.fd, mode, offset, length, limiter=self._disk
                 )
-            staged.touch()
+            if mode & ~KEEP_SIZE:
+                self.uploads.wrote(staged, offset, offset + length)  # zeros
+            else:
+                staged.touch()
 
     async def truncate(self, inode: Inode, size: int) -> None:
         """Make a file as long as `size`; one that nobody has open is uploaded at once."""
@@ -279,6 +285,11 @@ class Writer(Writeback):
             await self.finish(inode)
             return
         assert inode.info is not None
+        now = self._named_now(inode)
+        if now is not inode:
+            inode.meta = meta
+            await self.change_meta(now, meta)
+            return
         if meta.mtime_ns is None:
             # A copy has a time of its own.
             meta = meta.changed(mtime_ns=inode.info.mtime_ns)
@@ -289,6 +300,12 @@ class Writer(Writeback):
         await self._cache.move(inode.info.version, info.version)
         self._has(inode, info)
         inode.meta = meta
+
+    def _named_now(self, inode: Inode) -> Inode:
+        """The node that has the file's name now, where an edit has given it another one."""
+        siblings = inode.parent.children if inode.parent is not None else None
+        now = (siblings or {}).get(inode.name, inode)
+        return now if now.info is not None else inode
 
     def _handle(self, fh: int) -> FileHandle:
         try:
