@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import stat
 import subprocess
 import time
@@ -18,6 +17,7 @@ from csi.credentials import ACCOUNT, NAMESPACE, TOKENS
 from fusefs.store.s3 import RECONNECT_EVERY_S
 from tests.conftest import Bucket, new_bucket
 from tests.support.csi_node import Node, code_of, running_node
+from tests.support.csi_rights import allow, retire
 from tests.support.fake_sts import AUDIENCE, FakeSts, token_for
 from tests.support.s3_server import S3Server
 from tests.support.sharing import skip_without_fuse, until
@@ -121,37 +121,6 @@ def test_reads_wait_while_keys_are_renewed_with_the_latest_token(
 # --- two identities -----------------------------------------------------------------
 
 
-def allow(s3: S3Server, name: str, bucket: str, prefix: str) -> dict[str, str]:
-    """A Secret whose keys may read one prefix's objects."""
-    path = s3.data.parent / "identities.json"
-    told = json.loads(path.read_text())
-    keys = {"accessKey": f"KEY{name}", "secretKey": f"secret-{name}"}
-    actions = [f"{verb}:{bucket}/{prefix}*" for verb in ("Read", "List", "Write")]
-    told["identities"] = [one for one in told["identities"] if one["name"] != name]
-    told["identities"].append({"name": name, "credentials": [keys], "actions": actions})
-    path.write_text(json.dumps(told))
-    assert s3._process is not None
-    s3._process.send_signal(signal.SIGHUP)
-    secret = {"accessKeyId": keys["accessKey"], "secretAccessKey": keys["secretKey"]}
-    until(lambda: may_read(s3, secret, bucket, prefix), "the server knows the keys")
-    return secret
-
-
-def may_read(s3: S3Server, secret: dict[str, str], bucket: str, prefix: str) -> bool:
-    import boto3
-
-    client = boto3.client(
-        "s3", endpoint_url=s3.endpoint_url, region_name="us-east-1",
-        aws_access_key_id=secret["accessKeyId"],
-        aws_secret_access_key=secret["secretAccessKey"],
-    )  # fmt: skip
-    try:
-        client.get_object(Bucket=bucket, Key=f"{prefix}hello")
-    except client.exceptions.ClientError:
-        return False
-    return True
-
-
 def is_refused(node: Node, uid: int, code: str, *arguments: object) -> bool:
     """Whether Python code fails for want of a right when it runs as a user of the node."""
     done = subprocess.run(
@@ -217,15 +186,6 @@ def test_rotated_keys_are_used_when_the_old_ones_are_no_more(
     until(lambda: reads(target / "later") == b"later", "the new keys are used")
     node.unpublish("rotated", target)
     data.delete("a/later")
-
-
-def retire(s3: S3Server, name: str) -> None:
-    path = s3.data.parent / "identities.json"
-    told = json.loads(path.read_text())
-    told["identities"] = [one for one in told["identities"] if one["name"] != name]
-    path.write_text(json.dumps(told))
-    assert s3._process is not None
-    s3._process.send_signal(signal.SIGHUP)
 
 
 def reads(path: Path) -> bytes:

@@ -8,7 +8,6 @@ import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -17,6 +16,7 @@ from fusefs.kernel import libc
 from tests.conftest import Bucket
 from tests.support.csi_node import Node, running_node
 from tests.support.csi_pod import pod_reading
+from tests.support.csi_rights import reboot
 from tests.support.s3_server import S3Server
 from tests.support.sharing import PATIENCE_S, skip_without_fuse, until
 
@@ -160,13 +160,3 @@ def test_a_reboot_leaves_nothing_that_is_in_the_way(node: Node, data: Bucket) ->
     assert (target / "a" / "hello").read_bytes() == b"hello"
     node.unpublish("volume", target)
     assert objects(data) == before
-
-
-def reboot(node: Node) -> None:
-    """Everything ends, what is mounted is gone, and so is /run; the disk stays."""
-    node.kill()
-    node.kill_all()
-    for mount in reversed(node.mounted()):
-        libc.umount(str(mount.mountpoint), libc.UMOUNT_NOFOLLOW | libc.MNT_DETACH)
-    for entry in Path(node.state).iterdir():
-        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()

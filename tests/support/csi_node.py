@@ -174,12 +174,13 @@ class Node:
     def daemons(self) -> list[int]:
         return [pid for pid, command in self.processes().items() if "fusefs.daemon" in command]
 
-    def kill_all(self) -> None:
-        """SIGKILL all keepers and daemons of all mounts."""
-        for pid in self.processes():
-            os.kill(pid, signal.SIGSTOP)
-        for pid in self.processes():
-            os.kill(pid, signal.SIGKILL)
+    def kill_all(self, whom: str = "") -> None:
+        """SIGKILL all keepers and daemons, or those whose command says so, at one moment."""
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid, command in self.processes().items():
+                if whom in command:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, number)
 
     def leftovers(self) -> list[str]:
         """What is left of mounts: to be nothing when all volumes are unpublished."""

@@ -1,0 +1,148 @@
+"""A node under any order of calls, kills, reboots and rotated keys, against a model of it.
+
+Three pods use the volumes of two identities. Whatever has happened, publishing
+(again) ends with the right bytes readable; no pod ever reads the other
+identity's; no object is lost; and when all have gone, nothing is left.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+from hypothesis.strategies import sampled_from
+
+from tests.conftest import Bucket, new_bucket
+from tests.support.csi_node import Node, running_node
+from tests.support.csi_rights import allow, reboot, retire
+from tests.support.s3_server import S3Server
+from tests.support.sharing import PATIENCE_S, skip_without_fuse, until
+
+EXAMPLES = int(os.environ.get("CSI_EXAMPLES", "1"))
+STEPS = int(os.environ.get("CSI_STEPS", "6"))
+PODS = ("pod-0", "pod-1", "pod-2")
+IDENTITIES = ("x", "y")
+NOT_FINAL = (
+    grpc.StatusCode.ABORTED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def node(s3: S3Server) -> Iterator[Node]:
+    skip_without_fuse()
+    if os.geteuid() != 0:
+        pytest.skip("the node service is root's")
+    with running_node(main=s3.endpoint_url) as node:
+        yield node
+
+
+@pytest.fixture(scope="module")
+def data(s3: S3Server) -> Bucket:
+    bucket = new_bucket(s3)
+    for name in IDENTITIES:
+        bucket.put(f"{name}/hello", f"of {name}".encode())
+    return bucket
+
+
+def until_final(call: Any, *arguments: Any, **options: Any) -> None:
+    """Call as kubelet does: again until the answer is final, which has to be OK."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            call(*arguments, **options)
+            return
+        except grpc.RpcError as error:
+            told: Any = error
+            if told.code() not in NOT_FINAL or time.monotonic() > deadline:
+                raise
+        time.sleep(0.1)
+
+
+def test_a_node_keeps_its_promises_in_any_order_of_events(
+    s3: S3Server, node: Node, data: Bucket
+) -> None:
+    class Model(RuleBasedStateMachine):
+        """What each pod has, and each identity's present keys."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.used: dict[str, str] = {}
+            self.generations = dict.fromkeys(IDENTITIES, 0)
+            self.secrets = {name: self.new_keys(name) for name in IDENTITIES}
+            self.is_reachable = True
+
+        def new_keys(self, name: str) -> dict[str, str]:
+            return allow(s3, f"{name}{self.generations[name]}", data.name, f"{name}/")
+
+        @rule(pod=sampled_from(PODS), name=sampled_from(IDENTITIES))
+        def publish(self, pod: str, name: str) -> None:
+            name = self.used.setdefault(pod, name)
+            target = node.target(pod)
+            until_final(
+                node.publish, f"volume-{name}", target, secrets=self.secrets[name],
+                bucket=data.name, prefix=name, metadataTtl="0s",
+            )  # fmt: skip
+            wanted = f"of {name}"
+            assert read(target) in (wanted, "", "denied")  # never another's
+            until(lambda: read(target) == wanted, f"{pod} reads")
+
+        @precondition(lambda self: self.used)
+        @rule(pod=sampled_from(PODS))
+        def unpublish(self, pod: str) -> None:
+            name = self.used.pop(pod, IDENTITIES[0])
+            until_final(node.unpublish, f"volume-{name}", node.target(pod))
+
+        @rule(whom=sampled_from(("driver", "keeper", "fusefs.daemon", "")))
+        def kill(self, whom: str) -> None:
+            if whom == "driver":
+                node.kill()
+                node.start()
+            else:
+                node.kill_all(whom)
+
+        @precondition(lambda self: self.used)
+        @rule()
+        def reboot(self) -> None:
+            reboot(node)
+            self.used.clear()
+            node.start()
+
+        @rule(name=sampled_from(IDENTITIES))
+        def rotate(self, name: str) -> None:
+            old = f"{name}{self.generations[name]}"
+            self.generations[name] += 1
+            self.secrets[name] = self.new_keys(name)
+            for pod in [pod for pod, user in self.used.items() if user == name]:
+                self.publish(pod=pod, name=name)
+            retire(s3, old)
+
+        def teardown(self) -> None:
+            for pod, name in self.used.items():
+                until_final(node.unpublish, f"volume-{name}", node.target(pod))
+            until(lambda: node.leftovers() == [], "nothing is left")
+            told = data.client.list_objects_v2(Bucket=data.name)
+            assert [one["Key"] for one in told["Contents"]] == ["x/hello", "y/hello"]
+
+    run_state_machine_as_test(
+        Model,
+        settings=settings(
+            max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None, database=None,
+            phases=[Phase.generate], suppress_health_check=list(HealthCheck),
+        ),
+    )  # fmt: skip
+
+
+def read(target: Path) -> str:
+    try:
+        return (target / "hello").read_text()
+    except PermissionError:
+        return "denied"
+    except OSError:
+        return ""
