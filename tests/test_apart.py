@@ -11,6 +11,10 @@ import trio.lowlevel
 from fusefs.posix.apart import Apart
 
 
+def never() -> None:
+    raise AssertionError("somebody waited")
+
+
 async def test_who_waits_gets_the_result_or_the_error() -> None:
     async def works() -> int:
         await trio.lowlevel.checkpoint()
@@ -20,7 +24,7 @@ async def test_who_waits_gets_the_result_or_the_error() -> None:
         raise OSError(errno.ENOSPC, "full")
 
     async with trio.open_nursery() as nursery:
-        apart = Apart(nursery)
+        apart = Apart(nursery, never)
         assert await apart.run(works()) == 7
         with pytest.raises(OSError, match="full"):
             await apart.run(fails())
@@ -37,15 +41,17 @@ async def test_what_nobody_waits_for_any_more_is_done_to_its_end() -> None:
 
     async with trio.open_nursery() as nursery:
         with trio.move_on_after(0) as scope:
-            await Apart(nursery).run(work(), unwanted=done.append)
+            apart = Apart(nursery, lambda: done.append("unseen"))
+            await apart.run(work(), unwanted=done.append)
         assert scope.cancelled_caught
         assert done == []
         gate.set()
-    assert done == ["worked", "result"]
+    assert done == ["worked", "unseen", "result"]
 
 
 async def test_a_failure_that_nobody_waits_for_ends_nothing_else() -> None:
     gate = trio.Event()
+    unseen: list[int] = []
 
     async def work() -> None:
         await gate.wait()
@@ -53,5 +59,6 @@ async def test_a_failure_that_nobody_waits_for_ends_nothing_else() -> None:
 
     async with trio.open_nursery() as nursery:
         with trio.move_on_after(0):
-            await Apart(nursery).run(work())
+            await Apart(nursery, lambda: unseen.append(1)).run(work())
         gate.set()
+    assert unseen == [1]

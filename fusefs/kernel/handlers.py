@@ -131,9 +131,9 @@ class Handlers:
     def _flush(self, _nodeid: int, _body: memoryview, _caller: Caller) -> Payload:
         return b""  # nothing was written
 
-    def _release(self, _nodeid: int, body: memoryview, _caller: Caller) -> Result:
-        answer = self._operations.release(wire.RELEASE_IN.unpack_from(body)[0])
-        return b"" if answer is None else self._when_there(answer, lambda _none: b"")
+    def _release(self, _nodeid: int, body: memoryview, _caller: Caller) -> Payload:
+        self._operations.release(wire.RELEASE_IN.unpack_from(body)[0])
+        return b""
 
     # Directories
 

@@ -16,7 +16,7 @@ that had to be faulted in while the kernel copies a reply would, if the
 process was killed in that moment, become an EIO for the program that waits.
 Replies are written from bytes that have been read, never from a mapping.
 
-Only two notifications are ever written, both of which return at once. The
+Only three notifications are ever written, all of which return at once. The
 others can wait in the kernel for an answer of this very process.
 
 A session can go on where that of another process ended (`adopt`). What that
@@ -131,6 +131,7 @@ class Session:
         if operations.mutations is not None:
             self._handlers |= ChangingHandlers(handlers, operations.mutations).table
         operations.invalidate_attributes = self.invalidate_attributes
+        operations.invalidate_names = self.invalidate_names
 
     @property
     def waiting(self) -> list[Waiting]:
@@ -291,6 +292,16 @@ class Session:
             os.writev(self._fd, (header, body))
         except OSError as error:
             self._note_lost_reply(error)
+
+    def invalidate_names(self) -> None:
+        """Have the kernel look names up again before it uses them; returns at once."""
+        header = wire.OUT_HEADER.pack(wire.OUT_HEADER.size, wire.NOTIFY_INC_EPOCH_CODE, 0)
+        try:
+            os.write(self._fd, header)
+        except OSError as error:
+            # EINVAL: before Linux 6.16 names are believed for their time.
+            if error.errno != errno.EINVAL:
+                self._note_lost_reply(error)
 
     # The session itself
 

@@ -1,7 +1,8 @@
 """Changes run apart from who asked for them, so that none is cut in half.
 
 The wait of a process that is being killed is cancelled; its change goes on to
-its end in the daemon's nursery.
+its end in the daemon's nursery. The kernel does not hear of it then, and is
+made to look names up again.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ Result = TypeVar("Result")
 
 
 class Apart:
-    """Where changes run."""
+    """Where changes run; `unseen` is called after one of which nobody waited to hear."""
 
-    def __init__(self, nursery: trio.Nursery) -> None:
+    def __init__(self, nursery: trio.Nursery, unseen: Callable[[], None]) -> None:
         self._nursery = nursery
+        self._unseen = unseen
 
     async def run(
         self,
@@ -46,12 +48,14 @@ class Apart:
                 results.append(await work)
             except OSError as error:
                 errors.append(error)
-                if not is_waited_for:
-                    logger.warning("a change that nobody waited for any more failed: %s", error)
+            if is_waited_for:
+                done.set()
+                return
+            self._unseen()
+            if errors:
+                logger.warning("a change that nobody waited for any more failed: %s", errors[0])
             else:
-                if not is_waited_for:
-                    unwanted(results[0])
-            done.set()
+                unwanted(results[0])
 
         self._nursery.start_soon(act)
         try:

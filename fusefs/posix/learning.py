@@ -75,6 +75,11 @@ class Learner:
         self._questions: OrderedDict[str, Question] = OrderedDict()
         self._streaks: OrderedDict[str, Streak] = OrderedDict()
 
+    @property
+    def is_on(self) -> bool:
+        """Whether objects tell of modes and owners at all."""
+        return self._nursery is not None
+
     def lacks(self, inode: Inode) -> bool:
         """Whether an inode's metadata is still to be asked for."""
         # A whole bucket's root has no key, and so no object that could tell of it.

@@ -43,7 +43,7 @@ class Mutations:
         self._operations = operations
         self._inodes = operations.inodes
         self._log = log
-        self._apart = Apart(nursery)
+        self._apart = Apart(nursery, lambda: operations.invalidate_names())
         self.writer = writer
         self.changes = changes
 

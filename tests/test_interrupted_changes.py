@@ -1,0 +1,77 @@
+"""A program that is killed while it changes something: it goes at once, the change is whole."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Bucket
+from tests.support.faulty_s3 import FaultyS3
+from tests.support.mounting import Mount
+from tests.support.s3_server import S3Server
+from tests.support.sharing import PATIENCE_S, mounted, python, until
+from tests.support.writing import WRITABLE, metadata, status
+
+
+@pytest.fixture(scope="module")
+def mount(
+    s3: S3Server, shared: Bucket, faulty: FaultyS3, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Mount]:
+    for number in range(3):
+        shared.put(f"old/{number}", b"x")
+    shared.put("file", b"x")
+    directory = tmp_path_factory.mktemp("interrupted")
+    source, endpoint = f"s3://{shared.name}/", faulty.endpoint_url
+    with mounted(s3, source, directory, WRITABLE, endpoint_url=endpoint) as mount:
+        yield mount
+
+
+def keys(bucket: Bucket) -> list[str]:
+    page = bucket.client.list_objects_v2(Bucket=bucket.name)
+    return [one["Key"] for one in page.get("Contents", [])]
+
+
+def killed_in(call: str, path: Path, faulty: FaultyS3, operation: str) -> None:
+    """Have a process killed while its call waits for the bucket, and then let that answer."""
+    rule = faulty.add(operation, times=1, stall=True)
+    program = python(f"import os, sys; path = sys.argv[1]; {call}", path)
+    until(lambda: rule.used, f"a {operation} is under way")
+    program.kill()
+    program.communicate(timeout=PATIENCE_S)
+    faulty.remove(rule)
+
+
+def test_a_directory_is_made(mount: Mount, shared: Bucket, faulty: FaultyS3) -> None:
+    killed_in("os.mkdir(path)", mount.path / "made", faulty, "PUT")
+    until(lambda: "made/" in keys(shared), "the marker is there")
+    assert (mount.path / "made").is_dir()
+
+
+def test_a_mode_is_set(mount: Mount, shared: Bucket, faulty: FaultyS3) -> None:
+    killed_in("os.chmod(path, 0o604)", mount.path / "file", faulty, "COPY")
+    wanted = str(stat.S_IFREG | 0o604)
+    until(lambda: metadata(shared, "file").get("mode") == wanted, "the mode is set")
+    until(lambda: (mount.path / "file").stat().st_mode == int(wanted), "the mount shows it")
+
+
+def test_a_directory_is_renamed(mount: Mount, shared: Bucket, faulty: FaultyS3) -> None:
+    call = "os.rename(path, os.path.join(os.path.dirname(path), 'new'))"
+    killed_in(call, mount.path / "old", faulty, "COPY")
+    expected = ["new/0", "new/1", "new/2"]
+    until(lambda: [key for key in keys(shared) if key[:3] in ("old", "new")] == expected, "renamed")
+    until(lambda: sorted(os.listdir(mount.path / "new")) == ["0", "1", "2"], "and shown so")
+
+
+def test_a_file_that_was_created_is_not_held_open(
+    mount: Mount, shared: Bucket, faulty: FaultyS3
+) -> None:
+    flags = "os.O_CREAT | os.O_EXCL | os.O_WRONLY"
+    killed_in(f"os.open(path, {flags})", mount.path / "created", faulty, "PUT")
+    until(lambda: "created" in keys(shared), "the file is created")
+    until(lambda: status(mount)["writing"]["staged"] == 0, "nobody has it open")
+    (mount.path / "created").write_bytes(b"used")
+    assert (mount.path / "created").read_bytes() == b"used"
