@@ -195,7 +195,8 @@ def test_what_was_saved_is_there_after_everything_has_died(
         scratch = tmp_path / str(round)
         scratch.mkdir()
         with at_work(mount, scratch) as programs:
-            time.sleep(dice.uniform(0.5, 1.5))
+            wait_until(lambda: all(one.journal().saved for one in programs), "nobody begins")
+            time.sleep(dice.uniform(0.1, 1.0))
             kill_everything(mount)
             for program in programs:
                 assert program.process.wait(LIMIT_S) == 1, "it saw no error"
