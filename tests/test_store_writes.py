@@ -6,6 +6,7 @@ import errno
 import os
 import tracemalloc
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -194,12 +195,26 @@ async def test_uploads_leave_connections_to_those_who_wait_for_data() -> None:
         nursery.cancel_scope.cancel()
 
 
-async def test_a_head_tells_metadata_with_keys_in_lower_case(bucket: Bucket) -> None:
-    bucket.put("file", b"x", Metadata={"Some-Key": "Some Value"})
-    async with opened(bucket, bucket.server.endpoint_url) as store:
-        assert (await store.head("file")).metadata == {"some-key": "Some Value"}
-        [listed] = (await store.list_page("")).objects
-        assert listed.metadata is None
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("has_listed", [True, False])
+async def test_a_head_tells_metadata_with_keys_in_lower_case(
+    bucket: Bucket, key: str, has_listed: bool
+) -> None:
+    etag = bucket.put(key, b"x", Metadata={"Some-Key": "Some Value"}, StorageClass="STANDARD_IA")
+    async with opened(bucket, bucket.server.endpoint_url, has_listed=has_listed) as store:
+        seen = await store.head(key)
+        [listed] = (await store.list_page("", delimiter="")).objects
+    assert seen.metadata == {"some-key": "Some Value"}
+    assert listed == replace(seen, metadata=None, content_type=None)
+    assert seen.version == ObjectVersion(key, etag, 1)
+
+
+async def test_a_head_that_tells_nothing_is_asked_again(bucket: Bucket, faulty: FaultyS3) -> None:
+    etag = bucket.put("file", b"x")
+    rule = faulty.add("HEAD", times=2, status=200)
+    async with opened(bucket, faulty.endpoint_url) as store:
+        assert (await store.head("file")).etag == etag
+    assert rule.used == 2
 
 
 class _SentError(Exception):

@@ -1,4 +1,4 @@
-"""What requests that write have in common: their parameters in boto3's words, and their answers."""
+"""What requests have in common: their parameters in boto3's words, and their answers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
 from fusefs.store import listing
@@ -23,6 +24,7 @@ from fusefs.store.stream import AttemptError
 if TYPE_CHECKING:
     from fusefs.store.clients import Clients
 
+_META = "x-amz-meta-"
 _KEY = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
 _VALUE = re.compile(r"[!-~]([ -~]*[!-~])?")
 
@@ -103,6 +105,33 @@ def head(clients: Clients, key: str, **options: Any) -> dict[str, Any]:
     """What HEAD tells, as boto3 puts it. Blocks."""
     answer: dict[str, Any] = clients.s3.head_object(**clients.request, **options, Key=key)
     return answer
+
+
+def look(clients: Clients, key: str) -> ObjectInfo:
+    """What a HEAD tells. Blocks."""
+    answer = clients.direct.send("HEAD", key)
+    if answer is None:
+        return told(key, head(clients, key))
+    headers = {name.lower(): value for name, value in answer.headers.items()}
+    try:
+        modified = parsedate_to_datetime(headers["last-modified"])
+        return ObjectInfo(
+            key,
+            int(headers["content-length"]),
+            listing.quoted(headers["etag"]),
+            int(modified.timestamp()) * 1_000_000_000,
+            headers.get("x-amz-storage-class", "STANDARD"),
+            headers.get("content-type", "binary/octet-stream"),
+            headers.get("x-amz-version-id"),
+            {
+                name.removeprefix(_META): value
+                for name, value in headers.items()
+                if name.startswith(_META)
+            },
+        )
+    except (KeyError, ValueError) as error:
+        sentence = "S3 did not say what there is"
+        raise AttemptError(Failure(UnreachableError, sentence, is_retryable=True)) from error
 
 
 def told(key: str, answer: Mapping[str, Any]) -> ObjectInfo:

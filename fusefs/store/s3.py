@@ -2,8 +2,10 @@
 
 obstore (Rust) streams ranges without holding the GIL; its chunks are written
 to the cache file as they come. boto3 finds the credentials the way its users
-expect and does LIST and HEAD; obstore asks it for credentials, and again
-before they expire. Keys that obstore's paths can't hold are read by boto3.
+expect; obstore asks it for credentials, and again before they expire. What
+obstore can't do goes through boto3's connections, and what there is much of
+without the rest of boto3 (direct.py). Keys that obstore's paths can't hold are
+read by boto3.
 
 Both libraries block, so each request runs in a thread, with one connection of
 the budget (connections.py). Retries are ours, for all requests alike: with
@@ -140,10 +142,7 @@ class S3Store:
         return lambda clients: clients.lister.page(arguments)
 
     async def head(self, key: str) -> ObjectInfo:
-        def work(clients: Clients) -> ObjectInfo:
-            return requests.told(key, requests.head(clients, key))
-
-        return await self.retried("HEAD", key, work)
+        return await self.retried("HEAD", key, lambda clients: requests.look(clients, key))
 
     async def download(
         self,

@@ -167,9 +167,12 @@ class _Put:
 
 async def delete(store: S3Store, key: str) -> None:
     """As `Store.delete`."""
-    await store.retried(
-        "DELETE", key, lambda clients: clients.s3.delete_object(**clients.request, Key=key)
-    )
+
+    def work(clients: Clients) -> None:
+        if clients.direct.send("DELETE", key) is None:
+            clients.s3.delete_object(**clients.request, Key=key)
+
+    await store.retried("DELETE", key, work)
 
 
 async def delete_many(store: S3Store, keys: Iterable[str]) -> list[DeleteFailure]:
