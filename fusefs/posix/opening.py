@@ -68,6 +68,8 @@ class Opener:
         self._handles = handles
         self._counters = counters
         self._invalidate_attributes = invalidate_attributes
+        # Opens a file that is being written; set by who writes.
+        self.open_staged: Callable[[Inode, int, Caller], Opened]
         self.redirects = Redirects(log)
         self._siblings: OrderedDict[str, Siblings] = OrderedDict()
 
@@ -122,8 +124,14 @@ class Opener:
             # A file that is not whole is registered for its lock, which the
             # kernel keeps when this process dies: nobody evicts it then.
             backing_id = await self._backing.register(file) if file.fd >= 0 else 0
+            if inode.staged is not None:
+                # Somebody has begun to write to it meanwhile.
+                return self.open_staged(inode, flags, caller)
             if not inode.is_current:
                 return await self._open_elsewhere(inode, flags, caller)
+            if self._cache.find(inode.info.version) is not file:
+                # It was written to, and is in the bucket already.
+                return await self._open_later(inode, flags, caller, is_believed)
             if is_whole and backing_id:
                 if not inode.served:
                     return self._opened_passthrough(inode, file, backing_id, flags, caller)

@@ -106,6 +106,7 @@ class Operations:
                 lambda inode: inode.default_meta(owner), self._opener.outdate,
             )  # fmt: skip
             self._reader.editor = self.writer.editor
+            self._opener.open_staged = self.writer.open_staged
             changes = Changes(
                 store, directories, cache, self.inodes, self.handles, self.writer, log,
                 writing.renames, may_delete=writing.rules.may_delete,

@@ -84,7 +84,10 @@ class Reader:
             return waiting(self._read_edited(staged, staged.base, offset, size))
         data = self._buffer[: min(size, MAX_READ)]
         try:
-            return data[: os.preadv(staged.fd, (data,), offset, self._nowait)]
+            count = os.preadv(staged.fd, (data,), offset, self._nowait)
+            # It is short at the file's end, but also where the page cache ends.
+            if count == len(data) or offset + count >= staged.size():
+                return data[:count]
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EOPNOTSUPP):
                 raise
@@ -97,7 +100,9 @@ class Reader:
         return await self._pread_later(staged, offset, size)
 
     async def _pread_later(self, staged: Staged, offset: int, size: int) -> bytes:
-        return await trio.to_thread.run_sync(os.pread, staged.fd, size, offset, limiter=self._disk)
+        return await trio.to_thread.run_sync(
+            _read_what_is_there, staged.fd, offset, size, limiter=self._disk
+        )
 
     def _read_now(self, file: CacheFile, offset: int, size: int) -> memoryview | None:
         """Read what the page cache has, all of it or None."""
@@ -169,6 +174,14 @@ class Reader:
             data = await self._fetcher.read_unkept(version, start, end)
             handle.unkept = (start, data)
         return data[offset - start : stop - start]
+
+
+def _read_what_is_there(fd: int, offset: int, size: int) -> bytes:
+    """Read up to `size` bytes, fewer only at the file's end. Blocks."""
+    data = os.pread(fd, size, offset)
+    while len(data) < size and (more := os.pread(fd, size - len(data), offset + len(data))):
+        data += more
+    return data
 
 
 def read_fully(fd: int, offset: int, size: int) -> bytes:

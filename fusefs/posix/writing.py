@@ -90,7 +90,7 @@ class Writer(Writeback):
             staged.uploaded = staged.changes
         self.directories.changed(prefix, name, info, lasting=True)
         self.inodes.count(inode, time.monotonic())
-        return inode, self._opened(staged, flags, caller)
+        return inode, self.open_staged(inode, flags, caller)
 
     async def _put_empty(self, key: str, meta: Meta) -> ObjectInfo:
         # If the answer is lost, this tells our object from another node's.
@@ -114,7 +114,7 @@ class Writer(Writeback):
         if flags & (WRITING | os.O_TRUNC):
             self._check_overwriting(inode)
         if inode.staged is not None and not flags & os.O_TRUNC:
-            return self._opened(inode.staged, flags, caller)
+            return self.open_staged(inode, flags, caller)
         return waiting(self._open_later(inode, flags, caller))
 
     def _check_overwriting(self, inode: Inode) -> None:
@@ -124,11 +124,11 @@ class Writer(Writeback):
             raise OSError(errno.EPERM, "the mount removes and overwrites nothing (--no-delete)")
 
     async def _open_later(self, inode: Inode, flags: int, caller: Caller) -> Opened:
-        staged = await self.stage(inode, keep=0 if flags & os.O_TRUNC else None)
-        return self._opened(staged, flags, caller)
+        await self.stage(inode, keep=0 if flags & os.O_TRUNC else None)
+        return self.open_staged(inode, flags, caller)
 
-    def _opened(self, staged: Staged, flags: int, caller: Caller) -> Opened:
-        inode = staged.inode
+    def open_staged(self, inode: Inode, flags: int, caller: Caller) -> Opened:
+        """Open a file that is staged."""
         assert inode.info is not None
         file = self._cache.pin(inode.info.version)
         handle = self._handles.open_file(inode, inode.info.version, file, 0, flags, caller.unique)
@@ -157,13 +157,17 @@ class Writer(Writeback):
                 return staged
 
     async def _begin(self, inode: Inode, keep: int | None) -> None:
-        if inode.passthrough:
-            self.inodes.supersede(inode)
-            raise OSError(errno.ESTALE, "the node is open for passthrough")
+        self._check_mode(inode)
         async with self._preparing.setdefault(inode.nodeid, trio.Lock()):
             if inode.staged is None:
                 await self._stage_content(inode, keep)
         self._preparing.pop(inode.nodeid, None)
+
+    def _check_mode(self, inode: Inode) -> None:
+        """Have a node that the kernel reads by itself be followed by a new one."""
+        if inode.passthrough:
+            self.inodes.supersede(inode)
+            raise OSError(errno.ESTALE, "the node is open for passthrough")
 
     async def _stage_content(self, inode: Inode, keep: int | None) -> None:
         assert inode.info is not None
@@ -177,6 +181,7 @@ class Writer(Writeback):
                 os.ftruncate(fd, wanted)
                 # Of a large object the first bytes, which show that it is still there.
                 await self.editor.fill(base, fd, 0, wanted if wanted <= IN_PARTS else 1)
+                self._check_mode(inode)
             except BaseException:
                 os.close(fd)
                 raise
