@@ -61,6 +61,16 @@ class Copies:
         """The copies by the versions that they are of."""
         return {source.version: self.made[key] for key, source in self.sources.items()}
 
+    def folders(self) -> set[str]:
+        """The old prefixes that have no marker: some servers show them until they are deleted."""
+        folders = {self.old}
+        for key in self.sources:
+            at = key.rfind("/")
+            while at >= len(self.old) and key[: at + 1] not in folders:
+                folders.add(key[: at + 1])
+                at = key.rfind("/", 0, at)
+        return folders - self.sources.keys()
+
     async def recall(self) -> list[ObjectInfo]:
         """Know what an earlier run has copied; return what is below the old prefix.
 

@@ -227,10 +227,11 @@ class Renames:
 
     async def _delete(self, one: Renaming) -> None:
         copies = one.copies
+        kept: set[str] = set()
         if copies is None or one.has_left_some:
             copies = one.copies = self._copies(one)
             # What has no copy came into being since.
-            await copies.recall()
+            kept = {info.key for info in await copies.recall()} - copies.sources.keys()
             copies.total = len(copies.sources)
 
         def note(count: int) -> None:
@@ -238,6 +239,7 @@ class Renames:
 
         try:
             await delete_all(self._store, copies.sources, note)
+            await delete_all(self._store, copies.folders() - kept)
         except StoreError as error:
             logger.warning("objects are left below %s, and removed later: %s", one.old, error)
             one.has_left_some = True

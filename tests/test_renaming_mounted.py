@@ -1,0 +1,223 @@
+"""Renames on a mount: what the kernel has open or cached goes along, and kills do no harm."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fusefs import control, mounts
+from tests.conftest import Bucket
+from tests.support.faulty_s3 import FaultyS3
+from tests.support.mounting import Mount
+from tests.support.s3_server import S3Server
+from tests.support.sharing import content, mounted
+from tests.support.surviving import keeper_status, serving_pid, wait_until
+
+OPTIONS = ("--session", "kernel", "--no-read-only")
+MIB = 1 << 20
+
+
+def skip_unless_root() -> None:
+    if os.geteuid():
+        pytest.skip("needs root")
+
+
+@pytest.fixture(scope="module")
+def writable(
+    s3: S3Server, shared: Bucket, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Mount]:
+    skip_unless_root()
+    shared.put("tree/of/files/one", b"1")
+    directory = tmp_path_factory.mktemp("writable")
+    with mounted(s3, f"s3://{shared.name}/", directory, *OPTIONS) as mount:
+        yield mount
+
+
+def requests(mount: Mount) -> dict[str, int]:
+    socket = mounts.mount_directory(mount.path) / "status.sock"
+    told: dict[str, int] = control.request(socket, "status", 10)["s3"]
+    return told
+
+
+def asked(mount: Mount, action: Callable[[], object]) -> dict[str, int]:
+    """How many requests of each kind an action takes."""
+    names = ("gets", "heads", "lists", "puts", "copies", "deletes")
+    before = requests(mount)
+    action()
+    after = requests(mount)
+    return {name: after[name] - before[name] for name in names if after[name] != before[name]}
+
+
+def keys(bucket: Bucket, prefix: str) -> list[str]:
+    page = bucket.client.list_objects_v2(Bucket=bucket.name, Prefix=prefix)
+    return [one["Key"] for one in page.get("Contents", [])]
+
+
+def test_what_was_saved_by_rename_is_read_from_the_cache(writable: Mount, shared: Bucket) -> None:
+    data = content("model", 3 * MIB)
+    path = writable.path / "model"
+    path.write_bytes(b"old")
+    writable.path.joinpath("model.tmp").write_bytes(data)
+    assert asked(writable, lambda: os.replace(writable.path / "model.tmp", path)) == {
+        "copies": 1, "deletes": 1,
+    }  # fmt: skip
+    assert asked(writable, lambda: path.read_bytes()) == {}
+    assert path.read_bytes() == data
+    assert keys(shared, "model") == ["model"]
+
+
+def test_a_file_that_is_read_by_passthrough_is_opened_again_after_a_rename(
+    writable: Mount,
+) -> None:
+    data = content("held", 3 * MIB)
+    os.makedirs(writable.path / "run-1")
+    (writable.path / "run-1" / "held").write_bytes(data)
+    with open(writable.path / "run-1" / "held", "rb", buffering=0) as held:
+        assert held.read(MIB) == data[:MIB]
+        os.rename(writable.path / "run-1", writable.path / "run-2")
+        assert held.read(MIB) == data[MIB : 2 * MIB]
+        moved = writable.path / "run-2" / "held"
+        assert asked(writable, lambda: moved.read_bytes()) == {}
+        os.rename(moved, writable.path / "kept")
+        with open(writable.path / "kept", "rb", buffering=0) as again:
+            assert again.read() == data
+            assert held.read(MIB) == data[2 * MIB :]
+            assert os.fstat(again.fileno()).st_ino == os.fstat(held.fileno()).st_ino
+
+
+def test_a_name_that_is_made_anew_has_another_number(writable: Mount) -> None:
+    path = writable.path / "log"
+    path.write_bytes(b"first")
+    first = path.stat().st_ino
+    with open(path, "rb", buffering=0) as held:
+        os.rename(path, writable.path / "log.1")
+        path.write_bytes(b"second")
+        numbers = {path.stat().st_ino, (writable.path / "log.1").stat().st_ino}
+        assert len(numbers) == 2
+        assert path.stat().st_ino == first
+        with open(path, "rb", buffering=0) as replaced:
+            os.replace(writable.path / "log.1", path)
+            assert os.fstat(held.fileno()).st_ino == path.stat().st_ino
+            assert os.fstat(replaced.fileno()).st_ino != path.stat().st_ino
+            assert (replaced.read(), held.read()) == (b"second", b"first")
+
+
+def test_unlinked_files_are_read_on(writable: Mount) -> None:
+    data = content("gone", 2 * MIB)
+    for name in ("gone", "over"):
+        (writable.path / name).write_bytes(data)
+    (writable.path / "new").write_bytes(b"new")
+    with (
+        open(writable.path / "gone", "rb", buffering=0) as gone,
+        open(writable.path / "over", "rb", buffering=0) as over,
+    ):
+        os.unlink(writable.path / "gone")
+        os.replace(writable.path / "new", writable.path / "over")
+        assert gone.read() == over.read() == data
+    assert (writable.path / "over").read_bytes() == b"new"
+
+
+def test_names_cost_few_requests(writable: Mount) -> None:
+    top = writable.path / "few"
+    assert asked(writable, top.mkdir) == {"puts": 1}
+    inner = top / "inner"
+    assert asked(writable, inner.mkdir) == {"puts": 1}
+    assert asked(writable, lambda: (inner / "a").write_bytes(b"a")) == {"puts": 1}
+    (inner / "b").write_bytes(b"b")
+    assert asked(writable, lambda: os.rename(inner / "a", inner / "c")) == {
+        "copies": 1, "deletes": 1,
+    }  # fmt: skip
+    assert asked(writable, lambda: os.unlink(inner / "b")) == {"deletes": 1}
+    assert asked(writable, lambda: os.unlink(inner / "c")) == {"deletes": 1}
+    assert asked(writable, inner.rmdir) == {"deletes": 1}
+    assert asked(writable, top.rmdir) == {"deletes": 1}
+
+
+def test_a_directory_is_renamed_while_daemons_are_killed(
+    mounter: Callable[..., Mount], bucket: Bucket, faulty: FaultyS3
+) -> None:
+    """Once in the middle of the copies, once in the middle of the deletes."""
+    skip_unless_root()
+    faulty.clear()
+    expected = {f"{number:02}": b"%d" % number for number in range(40)}
+    for name, data in expected.items():
+        bucket.put(f"old/{name}", data)
+    mount = mounter(*OPTIONS, endpoint_url=faulty.endpoint_url)
+    pauses = [
+        faulty.add("COPY", "new/20", times=1, stall=True),
+        faulty.add("DELETE MANY", times=1, stall=True),
+    ]
+    with open(mount.path / "old" / "07", "rb", buffering=0) as held:
+        renaming = threading.Thread(
+            target=os.rename, args=(mount.path / "old", mount.path / "new"), daemon=True
+        )
+        renaming.start()
+        for pause in pauses:
+            wait_until(lambda pause=pause: pause.used > 0, "the rename has not come that far")
+            os.kill(serving_pid(mount), signal.SIGKILL)
+            pause.release()
+        renaming.join(60)
+        assert not renaming.is_alive()
+        assert held.read() == b"7"
+    assert sorted(os.listdir(mount.path)) == ["new"]
+    assert {path.name: path.read_bytes() for path in (mount.path / "new").iterdir()} == expected
+    assert keys(bucket, "") == [f"new/{name}" for name in expected]
+    made = [request.key for request in faulty.requests("COPY")]
+    assert len(made) < 1.8 * len(expected), "what was copied was copied again"
+
+
+def test_the_next_mount_finishes_a_rename(
+    mounter: Callable[..., Mount], bucket: Bucket, faulty: FaultyS3
+) -> None:
+    """As after a crash of the machine: nobody asks for it again."""
+    skip_unless_root()
+    faulty.clear()
+    for number in range(10):
+        bucket.put(f"old/{number}", b"%d" % number)
+    mount = mounter(*OPTIONS, endpoint_url=faulty.endpoint_url)
+    pause = faulty.add("COPY", "new/5", times=1, stall=True)
+    renaming = threading.Thread(target=rename_or_fail, args=(mount.path, "old", "new"), daemon=True)
+    renaming.start()
+    wait_until(lambda: pause.used > 0, "nothing is copied")
+    for who in ("pid", "daemon"):
+        os.kill(keeper_status(mount)[who], signal.SIGKILL)
+    mount.force()
+    pause.release()
+    renaming.join(60)
+    mount.start()
+    wait_until(lambda: keys(bucket, "old/") == [], "the rename is not finished")
+    assert keys(bucket, "") == [f"new/{number}" for number in range(10)]
+    wait_until(lambda: not mount.status()["writing"]["renames"], "it is still on record")
+    assert sorted(os.listdir(mount.path)) == ["new"]
+
+
+def rename_or_fail(root: Path, old: str, new: str) -> None:
+    try:
+        os.rename(root / old, root / new)
+    except OSError:
+        return
+
+
+def test_a_mount_that_deletes_nothing_refuses_what_would_lose_something(
+    mounter: Callable[..., Mount], bucket: Bucket
+) -> None:
+    skip_unless_root()
+    bucket.put("a", b"a")
+    bucket.put("b", b"b")
+    path = mounter(*OPTIONS, "--no-delete").path
+    for refused in (
+        lambda: os.unlink(path / "a"),
+        lambda: os.rename(path / "a", path / "b"),
+        lambda: os.truncate(path / "a", 0),
+        lambda: os.open(path / "a", os.O_RDWR),
+    ):
+        with pytest.raises(PermissionError):
+            refused()
+    (path / "tmp").write_bytes(b"new")
+    os.rename(path / "tmp", path / "final")
+    assert keys(bucket, "") == ["a", "b", "final"]
