@@ -6,16 +6,22 @@ import errno
 import itertools
 import os
 import stat
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import trio
 
+from fusefs.cache.metadata import NoPages
 from fusefs.posix.answers import Caller, NewAttributes
-from fusefs.posix.inodes import Inode
+from fusefs.posix.directories import Directories
+from fusefs.posix.inodes import Inode, InodeTable, Ownership
+from fusefs.posix.journal import NoJournal
+from fusefs.posix.learning import Learner
+from fusefs.posix.meta import Meta
 from fusefs.posix.mutations import Mutations
-from fusefs.store.base import Condition, ObjectInfo, ObjectVersion
+from fusefs.store.base import ObjectInfo
 from fusefs.store.errors import StoreError
 from tests.support.mortal_mount import DiedError, MemoryStore, MortalMount, Process
 
@@ -27,13 +33,8 @@ class OtherEtags(MemoryStore):
 
     _copies = itertools.count()
 
-    async def copy(
-        self, source: ObjectVersion, key: str, *, metadata: Mapping[str, str] | None = None,
-        keep_mtime: bool = False, condition: Condition = None,
-    ) -> ObjectInfo:  # fmt: skip
-        info = await super().copy(
-            source, key, metadata=metadata, keep_mtime=keep_mtime, condition=condition
-        )
+    async def copy(self, source: Any, key: str, **options: Any) -> ObjectInfo:
+        info = await super().copy(source, key, **options)
         copied = replace(info, etag=f'"{next(self._copies)}"')
         self.objects[key].info = copied
         return copied
@@ -81,18 +82,22 @@ async def test_a_directory_keeps_what_was_set_in_its_marker(mount: MortalMount) 
             assert kept(process, await process.node(path)) == {"user.a": b"1"}
 
 
-async def test_the_root_of_a_prefix_keeps_its_own(tmp_path: Path) -> None:
-    mount = MortalMount(tmp_path, prefix="data/set/")
-    async with mount.serving() as process:
-        await set_on(process, "", mode=0o711, mtime_ns=7)
-    mount.reboot()
-    async with mount.serving() as process:
-        mode, _, _, mtime_ns = await shown(process, "")
-    assert (mode, mtime_ns) == (stat.S_IFDIR | 0o711, 7)
+async def test_the_root_of_a_prefix_is_what_its_marker_says() -> None:
+    store = MemoryStore()
+    store.put("data/set/", mode=str(stat.S_IFDIR | 0o711), mtime="7")
+    inodes = InodeTable("data/set/", NoJournal())
+    async with trio.open_nursery() as nursery:
+        directories = Directories(store, 60.0, NoPages(), nursery)
+        learner = Learner(store, directories, inodes, Ownership(1, 2, 0o644, 0o755), nursery)
+        assert learner.lacks(inodes.root)
+        await learner.learn(inodes.root)
+    found = learner.meta(inodes.root)
+    assert found == Meta(stat.S_IFDIR | 0o711, 1, 2, 7_000_000_000)
 
 
 async def test_a_copy_that_has_another_etag_is_still_the_cached_content(tmp_path: Path) -> None:
-    mount = MortalMount(tmp_path, OtherEtags())
+    mount = MortalMount(tmp_path)
+    mount.store = OtherEtags()
     content = os.urandom(5 << 20)
     mount.store.put("whole", b"small")
     mount.store.put("cold", content)

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from fusefs.posix.allocating import allocate
 from tests.conftest import Bucket
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
 from tests.support.sharing import SESSIONS, mounted, until
 from tests.support.writing import WRITABLE, stored
 
+KEEP_SIZE, PUNCH_HOLE, COLLAPSE_RANGE, ZERO_RANGE, INSERT_RANGE = 0x1, 0x2, 0x8, 0x10, 0x20
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -132,6 +134,38 @@ def test_space_is_allocated_and_the_file_is_longer(
         os.posix_fallocate(file.fileno(), 0, 10_000)
         assert os.fstat(file.fileno()).st_size == 10_000
     assert content_of(shared, mount, path) == b"ab" + bytes(9_998)
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        (KEEP_SIZE, b"x" * 20_000),
+        (KEEP_SIZE | PUNCH_HOLE, b"x" * 100 + bytes(10_000) + b"x" * 9_900),
+        (ZERO_RANGE, b"x" * 100 + bytes(10_000) + b"x" * 9_900),
+    ],
+    ids=["kept size", "punched", "zeroed"],
+)
+def test_a_range_is_allocated_punched_or_zeroed(
+    mount: Mount, path: Path, shared: Bucket, mode: int, expected: bytes
+) -> None:
+    with open(path, "wb", buffering=0) as file:
+        file.write(b"x" * 20_000)
+        os.fsync(file.fileno())
+        start, size = (30_000, 5000) if mode == KEEP_SIZE else (100, 10_000)
+        if "pyfuse3" in mount.options:
+            with pytest.raises(OSError, match=os.strerror(errno.EOPNOTSUPP)):
+                allocate(file.fileno(), mode, start, size)
+            return
+        allocate(file.fileno(), mode, start, size)
+    assert path.read_bytes() == content_of(shared, mount, path) == expected
+
+
+@pytest.mark.parametrize("mode", [COLLAPSE_RANGE, INSERT_RANGE])
+def test_what_is_behind_a_range_cannot_be_moved(path: Path, mode: int) -> None:
+    with open(path, "wb", buffering=0) as file:
+        file.write(bytes(20_000))
+        with pytest.raises(OSError, match=os.strerror(errno.EOPNOTSUPP)):
+            allocate(file.fileno(), mode, 4096, 4096)
 
 
 def test_the_kernel_copies_between_files(mount: Mount, path: Path, shared: Bucket) -> None:
