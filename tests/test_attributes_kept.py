@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 import stat
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import trio
 
 from fusefs.cache.metadata import NoPages
-from fusefs.posix.answers import Caller, NewAttributes
+from fusefs.posix.answers import Caller, NewAttributes, Opened
 from fusefs.posix.directories import Directories
 from fusefs.posix.inodes import Inode, InodeTable, Ownership
 from fusefs.posix.journal import NoJournal
@@ -188,6 +189,70 @@ async def test_what_another_node_has_set_is_asked_for_when_a_listing_shows_it(
         inodes = process.operations.inodes
         inodes.resolve(inodes.root, "file", mount.store.objects["file"].info, "file")
         assert (await shown(process, "file"))[0] == stat.S_IFREG | 0o640
+
+
+# --- a process that knows less than the kernel --------------------------------------
+
+
+XATTR = "%7B%22user.a%22%3A%22MQ%3D%3D%22%7D"
+
+
+async def in_next_process(
+    mount: MortalMount, act: Callable[[Process, int], Awaitable[object]]
+) -> dict[str, str]:
+    """Do something to a node that the process before had looked up; what the object says then."""
+    mount.store.put("file", b"content", mode=str(stat.S_IFREG | 0o640), xattr=XATTR)
+    async with mount.serving() as process:
+        nodeid = (await process.node("file")).nodeid
+    async with mount.serving() as process:
+        await act(process, nodeid)
+    return dict(mount.store.objects["file"].info.metadata or {})
+
+
+@pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_WRONLY | os.O_TRUNC])
+async def test_an_edit_keeps_the_mode_that_an_earlier_process_knew(
+    mount: MortalMount, flags: int
+) -> None:
+    async def edit(process: Process, nodeid: int) -> None:
+        answer = process.operations.open(nodeid, flags, process.caller())
+        opened = answer if isinstance(answer, Opened) else await answer
+        await process.write(opened.fh, 0, b"C")
+        await process.close(opened.fh)
+
+    told = await in_next_process(mount, edit)
+    assert (told["mode"], told["xattr"]) == (str(stat.S_IFREG | 0o640), XATTR)
+
+
+@pytest.mark.parametrize("new", [NewAttributes(size=3), NewAttributes(uid=7, size=3)])
+async def test_a_truncation_keeps_the_mode_that_an_earlier_process_knew(
+    mount: MortalMount, new: NewAttributes
+) -> None:
+    told = await in_next_process(
+        mount, lambda process, nodeid: mutations(process).setattr(nodeid, new)
+    )
+    assert (told["mode"], told["xattr"]) == (str(stat.S_IFREG | 0o640), XATTR)
+    assert told["uid"] == str(new.uid or 0)
+    assert mount.store.objects["file"].data == b"con"
+
+
+async def test_a_link_is_read_that_an_earlier_process_knew(mount: MortalMount) -> None:
+    async with mount.serving() as process:
+        await process.symlink("link", b"target")
+        nodeid = (await process.node("link")).nodeid
+    async with mount.serving() as process:
+        assert await mutations(process).readlink(nodeid) == b"target"
+
+
+async def test_attributes_of_an_unlinked_open_file_are_its_own(mount: MortalMount) -> None:
+    mount.store.put("file", b"content")
+    async with mount.serving() as process:
+        inode = await process.node("file")
+        fh = await process.open("file")
+        await process.unlink("file")
+        await mutations(process).setattr(inode.nodeid, NewAttributes(mode=0o600))
+        assert process.operations.attributes(inode).mode == stat.S_IFREG | 0o600
+        assert await process.read(fh) == b"content"
+    assert mount.store.contents() == {}
 
 
 # --- asked ahead -----------------------------------------------------------------

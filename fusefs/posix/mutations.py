@@ -23,7 +23,7 @@ from fusefs.posix.inodes import Inode
 from fusefs.posix.journal import NodeLog
 from fusefs.posix.meta import PERMISSIONS, Meta
 from fusefs.posix.writing import Writer
-from fusefs.store.errors import StaleVersionError
+from fusefs.store.errors import NotFoundError, StaleVersionError
 
 if TYPE_CHECKING:
     from fusefs.posix.operations import Operations
@@ -60,13 +60,14 @@ class Mutations:
 
     async def _setattr(self, inode: Inode, new: NewAttributes) -> None:
         mtime_ns = new.mtime_ns
+        # What is staged now would go up with what is known now.
+        await self._operations.learner.learn(inode)
         if new.size is not None:
             if inode.info is None:
                 raise OSError(errno.EISDIR, "a directory")
             if new.size != self._operations.attributes(inode).size:
                 mtime_ns = None  # truncate(2) asks for the current time, which it gets anyway
             await self.writer.truncate(inode, new.size)
-        await self._operations.learner.learn(inode)
         old = self._operations.learner.meta(inode)
         if inode.staged is not None and mtime_ns == self._operations.attributes(inode).mtime_ns:
             mtime_ns = None
@@ -119,6 +120,10 @@ class Mutations:
             except StaleVersionError:
                 self._operations.outdate(inode)
                 raise
+            except NotFoundError:
+                if inode.is_current:
+                    raise
+                inode.meta = meta  # unlinked, and open
         elif self._inodes.key(inode):
             await self.changes.change_directory(inode, meta)
         else:
@@ -172,6 +177,7 @@ class Mutations:
 
     async def readlink(self, nodeid: int) -> bytes:
         inode = self._inodes.get(nodeid)
+        await waiting(self._operations.learner.learn(inode))
         if inode.info is None or not self._operations.learner.meta(inode).is_symlink:
             raise OSError(errno.EINVAL, "not a symbolic link")
         info = inode.info

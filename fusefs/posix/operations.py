@@ -192,8 +192,18 @@ class Operations:
                 return Opened(known, keep_cache=False, may_write=bool(is_writing))
             if not inode.is_current:
                 self._opener.redirect(inode, caller)
+            if self.learner.lacks(inode):
+                return waiting(self._open_learned(self.writer, inode, flags, caller))
             return self.writer.open(inode, flags, caller)
         return self._opener.open(inode, flags, caller)
+
+    async def _open_learned(
+        self, writer: Writer, inode: Inode, flags: int, caller: Caller
+    ) -> Opened:
+        """Open a file for writing once it is known what is to be written with it."""
+        await self.learner.learn(inode)
+        answer = writer.open(inode, flags, caller)
+        return answer if isinstance(answer, Opened) else await answer
 
     def outdate(self, inode: Inode) -> None:
         """The bucket has another version than the inode's by now."""
