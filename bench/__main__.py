@@ -30,7 +30,7 @@ from bench.contenders import CONTENDERS, Contender, Place
 from bench.dataset import DataSet, Sizes
 from bench.processes import BenchError
 from bench.runner import Results, Runner
-from bench.workloads import WORKLOADS, Workload
+from bench.workloads import WORKLOADS, WRITING, Workload
 from tests.support.s3_server import S3Server, ServerError
 
 MIB = 1024 * 1024
@@ -82,9 +82,10 @@ def _run(
         server = cleanup.enter_context(S3Server(scratch / "server"))
         bucket = Bucket(server, server.new_bucket())
         data = DataSet(scratch / "native", scratch / "names.json", sizes)
-        print("making and uploading the data", file=sys.stderr, flush=True)
-        data.create()
-        data.upload(bucket.store())
+        if any(workload.group != WRITING for workload in workloads):
+            print("making and uploading the data", file=sys.stderr, flush=True)
+            data.create()
+            data.upload(bucket.store())
         place = Place(bucket, data.root, scratch)
         contenders, skipped = _present(names, place)
         runner = Runner(workloads, data, QUICK_LIMIT_S if arguments.quick else LIMIT_S)

@@ -33,6 +33,16 @@ class Bucket:
         """A client for the upload of the data set."""
         return readers.open_store(self.reader_options(), self.server.environment)
 
+    def another(self) -> Bucket:
+        """An empty bucket of the same server, which has made room for its first objects."""
+        bucket = Bucket(self.server, self.server.new_bucket())
+        self.server.client().put_object(Bucket=bucket.name, Key="ready", Body=b"ready")
+        return bucket
+
+    def remove(self) -> None:
+        """Remove the bucket with all that is in it; the server frees the space at once."""
+        self.server.client().delete_bucket(Bucket=self.name)
+
     def warm(self) -> None:
         """Read the server's own files once, so that it serves from memory."""
         pagecache.load(self.server.data)

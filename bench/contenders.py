@@ -4,19 +4,22 @@ A contender that is mounted shows the whole bucket below `root`. `start`
 begins with an empty cache of its own, `stop` leaves nothing behind; both can
 be called again, and `stop` after a failed `start`. The options of the peers
 are those that were fastest where they were tried: large chunks, many streams,
-long-lived attributes, no checksums.
+long-lived attributes, no checksums. For writing, peers are mounted in the way
+in which close returns when the bucket has the file.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import subprocess
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 from bench import processes
 from bench.bucket import Bucket
@@ -24,6 +27,9 @@ from bench.processes import BenchError, Usage
 from tests.support.s3_server import ACCESS_KEY, REGION, SECRET_KEY
 
 COMMAND_WAIT_S = 60.0
+
+# fusefs where close waits for the local disk alone; it is measured for writing only.
+LOCAL = "fusefs-local"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +44,25 @@ class Place:
 class Contender:
     """Base of all: something that does not need starting and uses nothing.
 
-    `is_mount` tells a FUSE mount from the bare disk and the bare client.
+    `is_mount` tells a FUSE mount from the bare disk and the bare client,
+    `is_writable` how it is mounted.
     """
 
     is_mount = False
+    is_writable = False
 
     def __init__(self, name: str, place: Place) -> None:
         self.name = name
         self.place = place
         self.root = place.native_root
         self.cache = place.scratch / "caches" / name
+
+    def writing_to(self, bucket: Bucket) -> Self:
+        """The same contender, to be started for writing, on another bucket."""
+        other = copy.copy(self)
+        other.place = replace(self.place, bucket=bucket)
+        other.is_writable = True
+        return other
 
     def missing(self) -> str | None:
         """Why it cannot be measured here; None if it can."""
@@ -66,6 +81,9 @@ class Contender:
     def stop(self) -> None:
         """End it and remove its cache."""
 
+    def settle(self) -> None:
+        """Have in the bucket what was written, where close did not wait for that."""
+
     def usage(self) -> Usage | None:
         """What its processes have used since `start`."""
         return None
@@ -78,9 +96,20 @@ class Contender:
 class Native(Contender):
     """The files on the local disk: what a cached read is compared with."""
 
+    def writing_to(self, bucket: Bucket) -> Self:
+        other = super().writing_to(bucket)
+        other.root = other.cache
+        return other
 
-class BareClient(Contender):
-    """obstore without a file system: what a first read is compared with."""
+    def start(self) -> None:
+        self.cache.mkdir(parents=True, exist_ok=True)
+
+    def stop(self) -> None:
+        shutil.rmtree(self.cache, ignore_errors=True)
+
+
+class BareClient(Native):
+    """obstore without a file system: what a first read and an upload are compared with."""
 
     def version(self) -> str:
         import obstore
@@ -152,6 +181,9 @@ class Fusefs(Mount):
             # The cache must not be removed underneath a daemon that still closes it.
             processes.wait_gone(pid)
 
+    def settle(self) -> None:
+        self._run("sync", str(self.root))
+
     def usage(self) -> Usage | None:
         # The daemon is a child of its keeper, where it has one.
         pid = self._pid("keeper") or self._pid("daemon")
@@ -196,7 +228,7 @@ class Fusefs(Mount):
         return [
             "mount", f"s3://{bucket.name}", str(self.root),
             "--endpoint-url", bucket.server.endpoint_url, "--region", REGION,
-            "--cache-dir", str(self.cache), "--read-only",
+            "--cache-dir", str(self.cache), "--no-read-only" if self.is_writable else "--read-only",
             "--log-file", str(self.log.with_suffix(".daemon.log")), *self._options,
         ]  # fmt: skip
 
@@ -268,13 +300,21 @@ class Peer(Mount, ABC):
 
 
 class Rclone(Peer):
-    """rclone mount with its full cache; its remote is defined in the environment."""
+    """rclone mount with its full cache; its remote is defined in the environment.
+
+    Its cache uploads after close has returned, whatever its options; without
+    a cache it sends what is written, and close waits for the end of that.
+    """
 
     def _argv(self) -> list[str]:
+        if self.is_writable:
+            mode = ["--vfs-cache-mode", "off", "--s3-chunk-size", "16M",
+                    "--s3-upload-concurrency", "8", "--s3-disable-checksum"]  # fmt: skip
+        else:
+            mode = ["--read-only", "--vfs-cache-mode", "full", "--vfs-cache-max-age", "24h"]
         return [
             str(self._program), "mount", f"bench:{self.place.bucket.name}", str(self.root),
-            "--allow-other", "--cache-dir", str(self.cache), "--read-only",
-            "--vfs-cache-mode", "full", "--vfs-cache-max-age", "24h",
+            "--allow-other", "--cache-dir", str(self.cache), *mode,
             "--vfs-read-chunk-size", "4M", "--vfs-read-chunk-streams", "16",
             "--vfs-read-ahead", "256M", "--vfs-fast-fingerprint", "--use-server-modtime",
             "--no-checksum", "--dir-cache-time", "24h", "--attr-timeout", "10m",
@@ -308,7 +348,8 @@ class S3fs(Peer):
 
     def _argv(self) -> list[str]:
         options = [
-            f"url={self.place.bucket.server.endpoint_url}", "use_path_request_style", "ro",
+            f"url={self.place.bucket.server.endpoint_url}", "use_path_request_style",
+            *([] if self.is_writable else ["ro"]),
             f"use_cache={self.cache}", f"passwd_file={self._passwords()}", "allow_other",
             "kernel_cache", "big_writes", "max_write=131072", "max_readahead=1048576",
             "parallel_count=20", "multireq_max=30", "multipart_size=16",
@@ -331,6 +372,9 @@ CONTENDERS: dict[str, Callable[[str, Place], Contender]] = {
     "fusefs-kernel": lambda name, place: Fusefs(name, place, ["--session", "kernel"]),
     "fusefs-nopt": lambda name, place: Fusefs(
         name, place, ["--session", "kernel", "--passthrough", "off"]
+    ),
+    LOCAL: lambda name, place: Fusefs(
+        name, place, ["--session", "kernel", "--durability", "local"]
     ),
     "fusefs-pyfuse3": lambda name, place: Fusefs(name, place, ["--session", "pyfuse3"]),
     "rclone": lambda name, place: Rclone(name, place, _find("rclone")),

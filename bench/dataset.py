@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,12 @@ class Sizes:
     large: int = 1024 * MIB
     small: int = 2_000
     listed: int = 10_000
+    written: int = 1_000
+    renamed: int = 2_000
 
     def quick(self) -> Sizes:
         """A quarter of it: enough to see that all works and roughly how fast."""
-        return Sizes(self.large // 4, self.small // 4, self.listed // 4)
+        return Sizes(*(count // 4 for count in astuple(self)))
 
 
 @dataclass(frozen=True, slots=True)

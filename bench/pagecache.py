@@ -8,9 +8,14 @@ from pathlib import Path
 MIB = 1024 * 1024
 
 
+def settle() -> None:
+    """Have everything that was written on the disk, so that no later writer waits for it."""
+    os.sync()
+
+
 def drop() -> None:
     """Empty the page cache, the inodes and the directory entries, once all is on the disk."""
-    os.sync()
+    settle()
     Path("/proc/sys/vm/drop_caches").write_text("3")
 
 

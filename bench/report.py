@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.contenders import CONTENDERS, PEERS, Contender
+from bench.contenders import CONTENDERS, LOCAL, PEERS, Contender
 from bench.runner import Results
 from bench.workloads import WORKLOADS
 
@@ -68,6 +68,13 @@ TARGETS = (
     Target("flat_cold", 25_000),
     Target("flat_warm", 1.0, PEERS),
     Target("direct8", 3.0, ("fusefs-pyfuse3",), subject="fusefs-nopt"),
+    Target("write_large", 0.85, ("obstore",)),
+    Target("write_large", 1.0, PEERS),
+    Target("write_local", 0.85, NATIVE, subject=LOCAL),
+    Target("write_small", 0.85, ("obstore",)),
+    Target("write_small", 1.0, PEERS),
+    Target("rename_tree", 1.0, PEERS),
+    Target("read_written", 0.90, NATIVE),
     Target("rss_mib", 250, below=True),
 )
 

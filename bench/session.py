@@ -38,7 +38,8 @@ class Sample:
 class Session:
     """One started contender with the data set, and the ways to read through it.
 
-    `has_large` and `has_small` tell what has been fetched since the start.
+    `has_large` and `has_small` tell what has been fetched since the start, and
+    `has_written` whether a large file has been written.
     `limit_s` bounds each random-read measurement, `seed` orders the small files.
     """
 
@@ -49,6 +50,7 @@ class Session:
         self.seed = seed
         self.has_large = False
         self.has_small = False
+        self.has_written = False
         self._holder: subprocess.Popen[str] | None = None
 
     @property
@@ -65,6 +67,16 @@ class Session:
             _command(operation, arguments), READER_WAIT_S, self._environment()
         )
         return dict(json.loads(output))
+
+    def write(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        """Run one operation of `bench.writers` in a process of its own."""
+        command = _command(operation, arguments, module="bench.writers")
+        return dict(json.loads(processes.capture(command, READER_WAIT_S, self._environment())))
+
+    def write_objects(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        """Like `write`, for the operations that go to the bucket without a file system."""
+        options = self.contender.place.bucket.reader_options()
+        return self.write(operation, store=options, **arguments)
 
     def read_objects(self, operation: str, **arguments: Any) -> dict[str, Any]:
         """Like `read`, for the operations that go to the bucket without a file system."""
@@ -136,8 +148,8 @@ class Session:
         return self.contender.place.bucket.environment()
 
 
-def _command(operation: str, arguments: dict[str, Any]) -> list[str]:
-    return [sys.executable, "-m", "bench.readers", json.dumps({"op": operation, **arguments})]
+def _command(operation: str, arguments: dict[str, Any], module: str = "bench.readers") -> list[str]:
+    return [sys.executable, "-m", module, json.dumps({"op": operation, **arguments})]
 
 
 def _first_line(process: subprocess.Popen[str]) -> dict[str, Any]:

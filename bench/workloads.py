@@ -3,9 +3,9 @@
 A workload is a function of a `Session` that returns a `Sample`. Workloads of
 one group share a mount that began with an empty cache: "data" reads the large
 object and the small files, "listing" walks the directories, "recovery" kills
-the daemon. `applies` tells for whom a workload makes sense. A workload that
-needs its data in the contender's cache fetches it if no earlier one did, so
-that any selection works.
+the daemon; "writing" is told in writes.py. `applies` tells for whom a workload
+makes sense. A workload that needs its data in the contender's cache fetches it
+if no earlier one did, so that any selection works.
 
 The three states of the caches: *first*, nothing is local and the S3 server is
 warm in memory; *dropped*, the contender's cache is complete and the page cache
@@ -18,8 +18,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from bench import fio, pagecache
-from bench.contenders import BareClient, Contender, Fusefs, Native
+from bench import fio, pagecache, writes
+from bench.contenders import LOCAL, PEERS, BareClient, Contender, Fusefs
 from bench.dataset import LARGE, SMALL_SIZE
 from bench.fio import RandomRead
 from bench.session import MB, THREADS, Sample, Session, per_second
@@ -29,6 +29,7 @@ DROPPED_TIMES = 3
 READERS = 8
 
 KILLS = 5
+WRITING = "writing"
 MAPPED = RandomRead(1, engine="mmap")
 
 # Where fio is missing: how many reads a reader of the Python loop makes at most.
@@ -214,11 +215,31 @@ def _recovery(session: Session) -> Sample:
 
 def _has_cache(contender: Contender) -> bool:
     """For all that is read as files: the mounts, and the bare disk."""
-    return not isinstance(contender, BareClient)
+    return not isinstance(contender, BareClient) and contender.name != LOCAL
 
 
 def _comes_from_s3(contender: Contender) -> bool:
-    return not isinstance(contender, Native)
+    return contender.name not in ("native", LOCAL)
+
+
+def _writes_to_s3(contender: Contender) -> bool:
+    return contender.name in ("obstore", "fusefs-kernel", *PEERS)
+
+
+def _writes_to_disk(contender: Contender) -> bool:
+    return contender.name in ("native", LOCAL)
+
+
+def _writes(contender: Contender) -> bool:
+    return _writes_to_s3(contender) or contender.name == "native"
+
+
+def _writes_files(contender: Contender) -> bool:
+    return _writes(contender) and contender.name != "obstore"
+
+
+def _renames(contender: Contender) -> bool:
+    return _writes_to_s3(contender) and contender.is_mount
 
 
 def _answers_every_read(contender: Contender) -> bool:
@@ -234,6 +255,7 @@ class Workload:
     """One row of the table.
 
     `holds` workloads leave, or want, the handle of the first read open.
+    `prepare` is run before the contender is started.
     """
 
     name: str
@@ -243,6 +265,7 @@ class Workload:
     group: str = "data"
     applies: Callable[[Contender], bool] = _has_cache
     holds: bool = False
+    prepare: Callable[[Session], None] | None = None
 
 
 WORKLOADS = (
@@ -285,8 +308,20 @@ WORKLOADS = (
              group="listing"),
     Workload("recovery", "from SIGKILL of the daemon to its first answer", "ms", _recovery,
              group="recovery", applies=_survives),
+    Workload("write_large", "1 GiB in 1 MiB writes, until close has returned, in the bucket",
+             "MB/s", writes.large, group=WRITING, applies=_writes_to_s3),
+    Workload("write_local", "the same, safe on the local disk", "MB/s", writes.large_local,
+             group=WRITING, applies=_writes_to_disk),
+    Workload("read_written", "first read of a file that was just written", "MB/s",
+             writes.read_written, group=WRITING, applies=_writes_files),
+    Workload("read_written_again", "the same again", "MB/s", writes.read_written_again,
+             group=WRITING, applies=_writes_files),
+    Workload("write_small", "64 KiB files written by 8 threads, in the bucket", "files/s",
+             writes.small, group=WRITING, applies=_writes),
+    Workload("rename_tree", "rename of a directory of 2,000 files", "files/s", writes.rename,
+             group=WRITING, applies=_renames, prepare=writes.put_renamed),
 )  # fmt: skip
 # Each group has a mount of its own; the last one's daemons are killed, so what they use tells
 # nothing.
-GROUPS = ("data", "listing", "recovery")
+GROUPS = ("data", "listing", "recovery", WRITING)
 COUNTED_GROUPS = ("data", "listing")

@@ -1,0 +1,188 @@
+"""The writers: what runs in a process of its own and does the timed writing.
+
+Started as `python -m bench.writers SPEC`, with SPEC as for the readers. What
+is written is made from a seed, so that any process can say what the bucket
+ought to have: a pool of random bytes, of which each block takes another
+stretch. Times run from before the open to after the close.
+
+The `check_…` operations compare what the bucket has with what was written.
+Run right after a writer has ended, they tell whether close had waited.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from bench.readers import MIB, Result, open_store
+from bench.together import by_tasks
+
+POOL_SIZE = 64 * MIB
+# Odd, so that no two blocks of a large file are the same.
+STEP = 1_000_003
+PUTS_AT_A_TIME = 16
+
+
+class NotStoredError(Exception):
+    """The bucket does not have what was written."""
+
+
+class Content:
+    """The bytes of large and small files."""
+
+    def __init__(self, seed: int) -> None:
+        self._pool = memoryview(random.Random(seed).randbytes(POOL_SIZE))
+
+    def block(self, number: int, size: int) -> memoryview:
+        start = number * STEP % (POOL_SIZE - size)
+        return self._pool[start : start + size]
+
+    def blocks(self, size: int) -> Iterator[memoryview]:
+        """A large file's, a MiB each."""
+        return (self.block(number, MIB) for number in range(size // MIB))
+
+
+def write_file(path: str, size: int, seed: int, sync: bool = False) -> Result:
+    """Write a new file in 1 MiB writes, with `sync` also fsync it, and close it."""
+    content = Content(seed)
+    start = time.monotonic()
+    with open(path, "wb", buffering=0) as file:
+        for block in content.blocks(size):
+            if file.write(block) != len(block):
+                raise NotStoredError(f"{path}: a write was cut short")
+        if sync:
+            os.fsync(file.fileno())
+    return {"seconds": [time.monotonic() - start], "bytes": size}
+
+
+def write_files(root: str, files: int, size: int, threads: int, seed: int) -> Result:
+    """Write many small files into a new directory, one task per file."""
+    content = Content(seed)
+    os.mkdir(root)
+
+    def write(name: str) -> int:
+        with open(f"{root}/{name}", "wb") as file:
+            return file.write(content.block(int(name), size))
+
+    return {"seconds": [by_tasks(_names(files), threads, write, size)], "files": files}
+
+
+def rename(source: str, target: str, files: int) -> Result:
+    """Rename a directory that has so many files."""
+    start = time.monotonic()
+    os.rename(source, target)
+    return {"seconds": [time.monotonic() - start], "files": files}
+
+
+def put_file(
+    store: dict[str, str], path: str, key: str, part_size: int, parts_at_a_time: int
+) -> Result:
+    """Upload a local file with obstore."""
+    import obstore
+
+    s3 = open_store(store)
+    start = time.monotonic()
+    obstore.put(s3, key, Path(path), chunk_size=part_size, max_concurrency=parts_at_a_time)
+    return {"seconds": [time.monotonic() - start], "bytes": os.stat(path).st_size}
+
+
+def put_objects(
+    store: dict[str, str], prefix: str, files: int, size: int, threads: int, seed: int
+) -> Result:
+    """What `write_files` does, with obstore in place of a file system."""
+    import obstore
+
+    s3 = open_store(store)
+    content = Content(seed)
+
+    def put(name: str) -> int:
+        data = bytes(content.block(int(name), size))
+        obstore.put(s3, f"{prefix}/{name}", data)
+        return len(data)
+
+    return {"seconds": [by_tasks(_names(files), threads, put, size)], "files": files}
+
+
+def check_file(store: dict[str, str], key: str, size: int, seed: int) -> Result:
+    """Compare an object with what `write_file` has written."""
+    import obstore
+
+    s3 = open_store(store)
+    found = obstore.head(s3, key)["size"]
+    if found != size:
+        raise NotStoredError(f"the bucket has {found} of {size} bytes of {key}")
+    wanted, digest = hashlib.sha256(), hashlib.sha256()
+    for block in Content(seed).blocks(size):
+        wanted.update(block)
+    for data in obstore.get(s3, key).stream(min_chunk_size=MIB):
+        digest.update(data)
+    if digest.digest() != wanted.digest():
+        raise NotStoredError(f"{key} has other bytes than were written")
+    return {}
+
+
+def check_files(store: dict[str, str], prefix: str, files: int, size: int, seed: int) -> Result:
+    """Compare objects with what `write_files` has written."""
+    import obstore
+
+    s3 = open_store(store)
+    _check_names(s3, prefix, files, size)
+    content = Content(seed)
+
+    def check(name: str) -> None:
+        if bytes(obstore.get(s3, f"{prefix}/{name}").bytes()) != content.block(int(name), size):
+            raise NotStoredError(f"{prefix}/{name} has other bytes than were written")
+
+    with ThreadPoolExecutor(PUTS_AT_A_TIME) as pool:
+        list(pool.map(check, _names(files)))
+    return {}
+
+
+def check_renamed(
+    store: dict[str, str], source: str, target: str, files: int, size: int
+) -> Result:  # fmt: skip
+    """See that nothing is left under the old prefix, and everything is under the new one."""
+    s3 = open_store(store)
+    _check_names(s3, source, 0, size)
+    _check_names(s3, target, files, size)
+    return {}
+
+
+def _check_names(s3: Any, prefix: str, files: int, size: int) -> None:
+    import obstore
+
+    listed = [entry for page in obstore.list(s3, prefix) for entry in page]
+    # Directories may have objects of their own.
+    found = {entry["path"]: entry["size"] for entry in listed if entry["size"]}
+    if found != {f"{prefix}/{name}": size for name in _names(files)}:
+        raise NotStoredError(f"the bucket has {len(found)} of {files} files of {prefix}")
+
+
+def _names(files: int) -> list[str]:
+    return [f"{number:05}" for number in range(files)]
+
+
+OPERATIONS: dict[str, Callable[..., Result]] = {
+    operation.__name__: operation
+    for operation in (
+        write_file, write_files, rename, put_file, put_objects,
+        check_file, check_files, check_renamed,
+    )
+}  # fmt: skip
+
+
+def main() -> None:
+    spec = json.loads(sys.argv[1])
+    print(json.dumps(OPERATIONS[spec.pop("op")](**spec)))
+
+
+if __name__ == "__main__":
+    main()
