@@ -61,9 +61,7 @@ def start(settings: MountSettings) -> subprocess.Popen[bytes]:
     Raises:
         LaunchError: it did not come up; nothing is left of it.
     """
-    log_path = settings.log_file
-    if log_path is None and not settings.foreground:
-        log_path = default_log_file(settings.mountpoint)
+    log_path = _log_path(settings)
     with _claim(settings.mountpoint), _open_log(log_path) as log:
         log_start = log.seek(0, os.SEEK_END) if log_path is not None else 0
         process = _spawn(settings, log)
@@ -98,7 +96,7 @@ def resume(settings: MountSettings) -> bool:
         fuse_fd = holder.fetch(os.fspath(settings.holder), name)
     except holder.HolderError:
         return False
-    with os.fdopen(fuse_fd), _open_log(settings.log_file or default_log_file(mountpoint)) as log:
+    with os.fdopen(fuse_fd), _open_log(_log_path(settings)) as log:
         user = _choose_user(settings)
         settings = _with_owner(settings)
         told = _keeper_configuration(settings, user) | {"fuse_fd": fuse_fd, "table": []}
@@ -311,6 +309,13 @@ def _clean_up(daemon: subprocess.Popen[bytes], mountpoint: Path) -> None:
 
 
 # --- the log ------------------------------------------------------------------
+
+
+def _log_path(settings: MountSettings) -> Path | None:
+    """Where the log goes; None is standard error."""
+    if settings.log_file is None and not settings.foreground:
+        return default_log_file(settings.mountpoint)
+    return settings.log_file
 
 
 def default_log_file(mountpoint: Path) -> Path:
