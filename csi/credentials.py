@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import threading
@@ -35,6 +36,8 @@ from csi.errors import (
 from csi.keys import Keys, keys_from
 from csi.options import Options
 from csi.stores import Store
+
+log = logging.getLogger(__name__)
 
 TOKENS = "csi.storage.k8s.io/serviceAccount.tokens"
 NAMESPACE = "csi.storage.k8s.io/pod.namespace"
@@ -134,27 +137,49 @@ def _token(secrets: Mapping[str, str], context: Mapping[str, str], audience: str
 
 
 class _OwnKeys:
-    """The driver's own credentials, from wherever boto3 finds them; they may be temporary."""
+    """The driver's own credentials, from wherever boto3 finds them; they may be temporary.
+
+    boto3 renews those a quarter of an hour before they expire. That may take
+    as long as whoever gives them out does not answer, so only the first call waits.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._credentials: Any = None
+        self._last: Keys | None = None
 
     def keys(self) -> Keys:
-        """What is valid now. Blocks while it is renewed."""
+        """What is valid now.
+
+        Raises:
+            UnauthenticatedError: there is nothing.
+        """
+        if self._last is None:
+            return self._ask()
+        if not self._lock.locked():
+            threading.Thread(target=self._renew, name="own keys", daemon=True).start()
+        return self._last
+
+    def _renew(self) -> None:
+        try:
+            self._ask()
+        except UnauthenticatedError as error:
+            log.warning("%s", error)
+
+    def _ask(self) -> Keys:
         import boto3
         from botocore.exceptions import BotoCoreError, ClientError
 
-        try:
-            with self._lock:
-                if self._credentials is None:
-                    self._credentials = boto3.Session().get_credentials()
+        with self._lock:
+            try:
+                self._credentials = self._credentials or boto3.Session().get_credentials()
                 if self._credentials is None:
                     raise UnauthenticatedError("the driver has no credentials of its own")
                 now = self._credentials.get_frozen_credentials()
-        except (BotoCoreError, ClientError) as error:
-            raise UnauthenticatedError(f"the driver's own credentials: {error}") from error
-        return Keys(now.access_key, now.secret_key, now.token)
+            except (BotoCoreError, ClientError) as error:
+                raise UnauthenticatedError(f"the driver's own credentials: {error}") from error
+            self._last = Keys(now.access_key, now.secret_key, now.token)
+            return self._last
 
 
 _own = _OwnKeys()
