@@ -199,6 +199,7 @@ def show(directory: Path, server: S3Server) -> None:
 
         compare_epochs(source, mountpoint)
         compare_sums(source, mountpoint)
+        save_checkpoint(source, mountpoint, server, bucket)
 
         say("What the mount says about itself")
         shell(f"fusefs status {mountpoint}", environment)
@@ -228,6 +229,22 @@ def compare_sums(source: Path, mountpoint: Path) -> None:
             if hashlib.file_digest(file, "sha256").hexdigest() != digest:
                 raise DemoError(f"{name} differs from what was uploaded")
     print("the same as before the upload")
+
+
+def save_checkpoint(source: Path, mountpoint: Path, server: S3Server, bucket: str) -> None:
+    say("A checkpoint that was saved is in the bucket")
+    saved = mountpoint / "checkpoints"
+    shell(
+        f"mkdir {saved} && cp {source}/shards/shard00.tar {saved}/tmp && mv {saved}/tmp {saved}/1"
+    )
+    body = server.client().get_object(Bucket=bucket, Key="checkpoints/1")["Body"]
+    digest = hashlib.sha256()
+    while chunk := body.read(MIB):
+        digest.update(chunk)
+    with open(source / "shards" / "shard00.tar", "rb") as file:
+        if hashlib.file_digest(file, "sha256").digest() != digest.digest():
+            raise DemoError("the checkpoint in the bucket differs from what was saved")
+    print("read from the bucket past the mount: the same bytes")
 
 
 def _stop(*_: object) -> NoReturn:

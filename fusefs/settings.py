@@ -136,7 +136,7 @@ class MountSettings:
     )
 
     read_only: bool = field(
-        default=True,
+        default=False,
         metadata=about(SWITCH, "Files", "refuse every change"),
     )
     allow_other: bool = field(

@@ -133,7 +133,7 @@ CHANGES: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@states("On a read-only mount, which is the default, every change is refused with EROFS.")
+@states("On a read-only mount every change is refused with EROFS.")
 @pytest.mark.parametrize("change", CHANGES)
 def test_every_change_is_erofs(tree: Mount, change: str) -> None:
     with pytest.raises(OSError, match="Read-only file system") as caught:
@@ -154,12 +154,12 @@ def flags_of(path: Path) -> set[str]:
     return set(next(fields[5] for fields in lines if fields[4] == str(path)).split(","))
 
 
-@states("The mount is `nosuid` and `nodev`, and `ro` unless it is made with `--no-read-only`.")
+@states("The mount is `nosuid` and `nodev`, and `ro` if it is made with `--read-only`.")
 def test_the_mount_has_the_flags_that_keep_it_harmless(tree: Mount) -> None:
     assert {"ro", "nosuid", "nodev"} <= flags_of(tree.path)
 
 
-@states("The mount is `nosuid` and `nodev`, and `ro` unless it is made with `--no-read-only`.")
+@states("The mount is `nosuid` and `nodev`, and `ro` if it is made with `--read-only`.")
 def test_a_mount_for_writing_is_nosuid_and_nodev_too(mounter: Mounter) -> None:
     flags = flags_of(mounter("--session", "kernel", "--no-read-only").path)
     assert {"rw", "nosuid", "nodev"} <= flags

@@ -307,7 +307,7 @@ def test_open_files_are_written_on_when_the_daemon_is_killed(
     wait_until(lambda: keeper_status(writable)["pause_s"] == 0.0, "no daemon serves")
 
 
-@states("On a read-only mount, which is the default, every change is refused with EROFS.")
+@states("On a read-only mount every change is refused with EROFS.")
 def test_everything_is_refused_on_a_read_only_mount(
     mounter: Callable[..., Mount], bucket: Bucket
 ) -> None:

@@ -17,7 +17,7 @@ import trio
 from fusefs.posix import meta, names
 from fusefs.posix.directories import Directories
 from fusefs.posix.inodes import Inode, InodeTable, Ownership
-from fusefs.posix.meta import Meta
+from fusefs.posix.meta import SECOND_NS, Meta
 from fusefs.posix.segments import Entry
 from fusefs.store.base import ObjectInfo, Store
 from fusefs.store.errors import NotFoundError, StoreError
@@ -27,6 +27,8 @@ MOST_AHEAD = 32
 # Answers that nobody has wanted yet, and directories that are walked through.
 MOST_KEPT = 4096
 MOST_STREAKS = 64
+# Versions of which it is remembered what they say, at about 100 bytes for each.
+MOST_REMEMBERED = 200_000
 
 
 class Question:
@@ -74,6 +76,9 @@ class Learner:
         self._nursery = nursery
         self._questions: OrderedDict[str, Question] = OrderedDict()
         self._streaks: OrderedDict[str, Streak] = OrderedDict()
+        # What versions say, None for nothing, by what tells them apart: the kernel
+        # forgets names, and asks for them again, sooner than anything of it changes.
+        self._remembered: OrderedDict[int, Meta | None] = OrderedDict()
 
     @property
     def is_on(self) -> bool:
@@ -82,13 +87,18 @@ class Learner:
 
     def lacks(self, inode: Inode) -> bool:
         """Whether an inode's metadata is still to be asked for."""
-        # A whole bucket's root has no key, and so no object that could tell of it.
-        return (
-            self._nursery is not None
-            and inode.meta is None
-            and inode.staged is None
-            and bool(inode.parent is not None or self._inodes.prefix)
-        )
+        if self._nursery is None or inode.meta is not None or inode.staged is not None:
+            return False
+        if inode.info is None:
+            # A whole bucket's root has no key, and so no object that could tell of it.
+            return bool(inode.parent is not None or self._inodes.prefix)
+        version = _version(inode.info)
+        if version not in self._remembered:
+            return True
+        self._remembered.move_to_end(version)
+        inode.meta = self._remembered[version] or inode.default_meta(self._owner)
+        inode.packed = None
+        return False
 
     def meta(self, inode: Inode) -> Meta:
         """What is kept with an inode, as far as it is known."""
@@ -126,8 +136,16 @@ class Learner:
         if self.lacks(inode):
             # Without an object: a directory that has no marker, or a file that is just going.
             told = question.info.metadata if question.info is not None else None
-            inode.meta = meta.read(told or {}, inode.default_meta(self._owner))
+            default = inode.default_meta(self._owner)
+            inode.meta = meta.read(told or {}, default)
             inode.packed = None
+            if question.info is not None and _is_same(question.info, inode.info):
+                self._remember(question.info, None if inode.meta == default else inode.meta)
+
+    def _remember(self, info: ObjectInfo, said: Meta | None) -> None:
+        self._remembered[_version(info)] = said
+        if len(self._remembered) > MOST_REMEMBERED:
+            self._remembered.popitem(last=False)
 
     def _is_about(self, question: Question, inode: Inode) -> bool:
         """Whether a question was asked about what an inode stands for, and not too long ago."""
@@ -190,3 +208,13 @@ class Learner:
         self._questions[key] = self._ask(key)
         if len(self._questions) > MOST_KEPT:
             self._questions.popitem(last=False)
+
+
+def _version(info: ObjectInfo) -> int:
+    """What tells an object from others and from itself after each change of its metadata."""
+    # Some servers list parts of seconds, which a HEAD does not tell.
+    return hash((info.key, info.etag, info.size, info.mtime_ns // SECOND_NS))
+
+
+def _is_same(told: ObjectInfo, known: ObjectInfo | None) -> bool:
+    return known is not None and _version(told) == _version(known)

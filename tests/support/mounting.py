@@ -42,7 +42,10 @@ def _clean_environment() -> dict[str, str]:
 
 @dataclass
 class Mount:
-    """One mount of a bucket, from `start` to `end`; may be started again on the same cache."""
+    """One mount of a bucket, from `start` to `end`; may be started again on the same cache.
+
+    It is read-only unless an option says otherwise.
+    """
 
     source: str
     path: Path
@@ -55,7 +58,7 @@ class Mount:
 
     def start(self, *options: str) -> None:
         fusefs(
-            "mount", self.source, self.path, "--endpoint-url", self.endpoint_url,
+            "mount", self.source, self.path, "--read-only", "--endpoint-url", self.endpoint_url,
             "--cache-dir", self.cache, "--log-file", self.log, "--log-level", "debug",
             *self.options, *options, environment=self.environment,
         )  # fmt: skip
