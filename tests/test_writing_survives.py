@@ -86,6 +86,7 @@ class Program:
         return journal_of(self.journal_path)
 
     def say(self, word: str) -> None:
+        assert self.process.poll() is None, self.process.communicate()[1]
         assert self.process.stdin is not None
         self.process.stdin.write(word + "\n")
         self.process.stdin.flush()

@@ -6,6 +6,7 @@ from a mount or a disk by `tree`, and from S3 alone by `in_bucket`.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import shutil
@@ -26,6 +27,8 @@ from tests.support.sharing import skip_without_fuse
 IS_FULL = "PROGRAMS_FULL" in os.environ
 LIMIT_S = 1200 if IS_FULL else 120
 WRITABLE = ("--no-read-only",)
+_AT_FDCWD = -100
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Entry(NamedTuple):
@@ -76,6 +79,14 @@ def mounted(bucket: Bucket, place: Path) -> Iterator[Mount]:
         yield mount
     finally:
         mount.clean_up()
+
+
+def rename_to_a_new_name(source: Path, to: Path) -> None:
+    """renameat2 with RENAME_NOREPLACE."""
+    names = (os.fsencode(source), os.fsencode(to))
+    if _libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], 1):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 def digest(content: bytes) -> str:
