@@ -1,0 +1,157 @@
+"""The DaemonSets' containers as the manifests have them, on this machine and its own root."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from csi.generated import csi_pb2, csi_pb2_grpc
+from csi.server import DRIVER_NAME
+from tests.conftest import Bucket
+from tests.support.keeping import LIMIT_S, needs_fuse, needs_root
+from tests.support.manifests import MANIFESTS, find, render
+from tests.support.pods import (
+    Container,
+    Host,
+    free,
+    make_mountpoints,
+    mountpoints_of,
+    overlaid_root,
+)
+from tests.support.s3_server import ACCESS_KEY, SECRET_KEY
+
+pytestmark = [needs_root, needs_fuse]
+
+# The root of an image, where one was built (see test_image.py), in place of this machine's.
+IMAGE = os.environ.get("IMAGE")
+SOCKET = "/csi/csi.sock"
+MOUNTS = f"/var/lib/kubelet/plugins/{DRIVER_NAME}/mounts"
+TARGET = "/var/lib/kubelet/pods/uid/volumes/kubernetes.io~csi/data/mount"
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    # Not pytest's, which looks through everything below it.
+    directory = Path(tempfile.mkdtemp(prefix="pods-"))
+    yield directory
+    free(directory)
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
+def pods(directory: Path, bucket: Bucket) -> Iterator[dict[str, Container]]:
+    """Both containers, not started: `driver` and `daemons`."""
+    documents = render(MANIFESTS)
+    sets = {"driver": "fusefs-csi-node", "daemons": "fusefs-csi-daemons"}
+    templates = {
+        name: find(documents, "DaemonSet", of)["spec"]["template"] for name, of in sets.items()
+    }
+    mountpoints = mountpoints_of(*templates.values())
+    if IMAGE:
+        root, program = Path(IMAGE), "/usr/bin/tini -- fusefs-csi"
+        make_mountpoints(root, mountpoints)
+    else:
+        root = overlaid_root(directory, mountpoints)
+        program = str(Path(sys.executable).with_name("fusefs-csi"))
+    host = Host(directory / "host")
+    containers = {
+        name: Container(
+            root, host, directory / name, template, name, program, directory / f"{name}.log"
+        )
+        for name, template in templates.items()
+    }
+    for each in containers.values():
+        if name_of_volume(each, "/etc/fusefs-csi"):
+            each.path("/etc/fusefs-csi/stores.toml").write_text(
+                f'[stores.here]\nendpoint-url = "{bucket.server.endpoint_url}"\n'
+                'region = "us-east-1"\naddressing = "path"\n'
+            )
+    yield containers
+    for each in containers.values():
+        each.kill()
+
+
+def name_of_volume(each: Container, inside: str) -> bool:
+    try:
+        each.path(inside)
+    except ValueError:
+        return False
+    return True
+
+
+def start(pods: dict[str, Container]) -> None:
+    pods["daemons"].start()
+    pods["daemons"].wait_for("/tmp/ready")
+    start_driver(pods)
+
+
+def start_driver(pods: dict[str, Container]) -> None:
+    pods["driver"].path(SOCKET).unlink(missing_ok=True)
+    pods["driver"].start()
+    pods["driver"].wait_for(SOCKET)
+
+
+def call(pods: dict[str, Container], method: str, request: Any) -> Any:
+    with grpc.insecure_channel(f"unix://{pods['driver'].path(SOCKET)}") as channel:
+        stub = csi_pb2_grpc.NodeStub(channel)
+        return getattr(stub, method)(request, timeout=LIMIT_S, wait_for_ready=True)
+
+
+def publish(pods: dict[str, Container], bucket: Bucket) -> None:
+    mode = csi_pb2.VolumeCapability.AccessMode.MULTI_NODE_MULTI_WRITER
+    call(pods, "NodePublishVolume", csi_pb2.NodePublishVolumeRequest(
+        volume_id="data",
+        target_path=TARGET,
+        secrets={"access_key_id": ACCESS_KEY, "secret_access_key": SECRET_KEY},
+        volume_context={"store": "here", "bucket": bucket.name},
+        volume_capability=csi_pb2.VolumeCapability(
+            mount=csi_pb2.VolumeCapability.MountVolume(volume_mount_group="1000"),
+            access_mode=csi_pb2.VolumeCapability.AccessMode(mode=mode),
+        ),
+    ))  # fmt: skip
+
+
+def unpublish(pods: dict[str, Container]) -> None:
+    request = csi_pb2.NodeUnpublishVolumeRequest(volume_id="data", target_path=TARGET)
+    call(pods, "NodeUnpublishVolume", request)
+
+
+def in_thread(work: Any) -> tuple[threading.Thread, list[Any]]:
+    """Run it beside the test, for it may wait for long; its result is put into the list."""
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
+    thread.start()
+    return thread, results
+
+
+def test_a_volume_outlives_the_node_container(pods: dict[str, Container], bucket: Bucket) -> None:
+    bucket.put("before", b"object " * 1000)
+    target = pods["driver"].path(TARGET)
+    target.parent.mkdir(parents=True)
+    start(pods)
+    publish(pods, bucket)
+    assert os.stat(target / "before").st_gid == 1000
+    (target / "written").write_bytes(b"content")
+    file = (target / "before").open("rb")  # closed at the end, for that may wait, too
+    file.read(7)
+    pods["driver"].kill()
+    thread, results = in_thread(lambda: (file.read(), sorted(os.listdir(target))))
+    start_driver(pods)
+    thread.join(LIMIT_S)
+    assert results == [(b"object " * 999, ["before", "written"])]
+    body = bucket.server.client().get_object(Bucket=bucket.name, Key="written")["Body"]
+    assert body.read() == b"content"
+    file.close()
+    publish(pods, bucket)
+    unpublish(pods)
+    assert not target.exists()
+    assert not os.listdir(pods["driver"].path(MOUNTS))
