@@ -42,7 +42,7 @@ from fusefs.store.errors import NotFoundError
 
 __all__ = ["ABSENT", "Absent", "Directories", "Directory", "Entry", "PageMemory", "Segment"]
 
-# About 300 bytes each: 60 MB when full, a hundred times a usual data set's folder.
+# About 560 bytes each: 110 MB when full, a hundred times a usual data set's folder.
 MAX_ENTRIES = 200_000
 
 
