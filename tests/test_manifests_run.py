@@ -9,7 +9,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import grpc
 import pytest
@@ -33,12 +33,13 @@ pytestmark = [needs_root, needs_fuse]
 
 # The root of an image, where one was built (see test_image.py), in place of this machine's.
 IMAGE = os.environ.get("IMAGE")
+CONTENT = b"object " * 1000
 SOCKET = "/csi/csi.sock"
 MOUNTS = f"/var/lib/kubelet/plugins/{DRIVER_NAME}/mounts"
 TARGET = "/var/lib/kubelet/pods/uid/volumes/kubernetes.io~csi/data/mount"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def directory() -> Iterator[Path]:
     # Not pytest's, which looks through everything below it.
     directory = Path(tempfile.mkdtemp(prefix="pods-"))
@@ -47,11 +48,15 @@ def directory() -> Iterator[Path]:
     shutil.rmtree(directory)
 
 
-@pytest.fixture
-def pods(directory: Path, bucket: Bucket) -> Iterator[dict[str, Container]]:
-    """Both containers, not started: `driver` and `daemons`."""
+@pytest.fixture(scope="module")
+def pods(directory: Path, shared: Bucket) -> Iterator[dict[str, Container]]:
+    """The containers, started: `driver`, `daemons`, and what follows the latter: `next`."""
     documents = render(MANIFESTS)
-    sets = {"driver": "fusefs-csi-node", "daemons": "fusefs-csi-daemons"}
+    sets = {
+        "driver": "fusefs-csi-node",
+        "daemons": "fusefs-csi-daemons",
+        "next": "fusefs-csi-daemons",
+    }
     templates = {
         name: find(documents, "DaemonSet", of)["spec"]["template"] for name, of in sets.items()
     }
@@ -65,33 +70,44 @@ def pods(directory: Path, bucket: Bucket) -> Iterator[dict[str, Container]]:
     host = Host(directory / "host")
     containers = {
         name: Container(
-            root, host, directory / name, template, name, program, directory / f"{name}.log"
+            root,
+            host,
+            directory / name,
+            template,
+            name.replace("next", "daemons"),
+            program,
+            directory / f"{name}.log",
         )
         for name, template in templates.items()
     }
-    for each in containers.values():
-        if name_of_volume(each, "/etc/fusefs-csi"):
-            each.path("/etc/fusefs-csi/stores.toml").write_text(
-                f'[stores.here]\nendpoint-url = "{bucket.server.endpoint_url}"\n'
-                'region = "us-east-1"\naddressing = "path"\n'
-            )
+    containers["driver"].path("/etc/fusefs-csi/stores.toml").write_text(
+        f'[stores.here]\nendpoint-url = "{shared.server.endpoint_url}"\n'
+        'region = "us-east-1"\naddressing = "path"\n'
+    )
+    start_holder(containers["daemons"])
+    start_driver(containers)
     yield containers
     for each in containers.values():
         each.kill()
 
 
-def name_of_volume(each: Container, inside: str) -> bool:
-    try:
-        each.path(inside)
-    except ValueError:
-        return False
-    return True
+@pytest.fixture
+def target(pods: dict[str, Container], shared: Bucket) -> Iterator[Path]:
+    """A volume with a file `before`, published; nothing may be left of it afterwards."""
+    shared.put("before", CONTENT)
+    target = pods["driver"].path(TARGET)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    publish(pods, shared)
+    yield target
+    request = csi_pb2.NodeUnpublishVolumeRequest(volume_id="data", target_path=TARGET)
+    call(pods, "NodeUnpublishVolume", request)
+    assert not target.exists()
+    assert not os.listdir(pods["driver"].path(MOUNTS))
 
 
-def start(pods: dict[str, Container]) -> None:
-    pods["daemons"].start()
-    pods["daemons"].wait_for("/tmp/ready")
-    start_driver(pods)
+def start_holder(holder: Container) -> None:
+    holder.start()
+    holder.wait_for("/tmp/ready")
 
 
 def start_driver(pods: dict[str, Container]) -> None:
@@ -120,11 +136,6 @@ def publish(pods: dict[str, Container], bucket: Bucket) -> None:
     ))  # fmt: skip
 
 
-def unpublish(pods: dict[str, Container]) -> None:
-    request = csi_pb2.NodeUnpublishVolumeRequest(volume_id="data", target_path=TARGET)
-    call(pods, "NodeUnpublishVolume", request)
-
-
 def in_thread(work: Any) -> tuple[threading.Thread, list[Any]]:
     """Run it beside the test, for it may wait for long; its result is put into the list."""
     results: list[Any] = []
@@ -133,25 +144,44 @@ def in_thread(work: Any) -> tuple[threading.Thread, list[Any]]:
     return thread, results
 
 
-def test_a_volume_outlives_the_node_container(pods: dict[str, Container], bucket: Bucket) -> None:
-    bucket.put("before", b"object " * 1000)
-    target = pods["driver"].path(TARGET)
-    target.parent.mkdir(parents=True)
-    start(pods)
-    publish(pods, bucket)
+def read_on(file: BinaryIO, target: Path) -> tuple[bytes, list[str]]:
+    """From a file that is open, and from the directory."""
+    file.seek(0)
+    return file.read(), os.listdir(target)
+
+
+def test_a_pod_reads_and_writes_as_its_group(target: Path, shared: Bucket) -> None:
     assert os.stat(target / "before").st_gid == 1000
     (target / "written").write_bytes(b"content")
-    file = (target / "before").open("rb")  # closed at the end, for that may wait, too
+    answer = shared.client.get_object(Bucket=shared.name, Key="written")
+    assert answer["Body"].read() == b"content"
+    (target / "written").unlink()
+
+
+def test_a_volume_outlives_the_node_container(
+    pods: dict[str, Container], target: Path, shared: Bucket
+) -> None:
+    file = (target / "before").open("rb")  # closed only at the end, for that may wait, too
     file.read(7)
     pods["driver"].kill()
-    thread, results = in_thread(lambda: (file.read(), sorted(os.listdir(target))))
+    thread, results = in_thread(lambda: read_on(file, target))
     start_driver(pods)
     thread.join(LIMIT_S)
-    assert results == [(b"object " * 999, ["before", "written"])]
-    body = bucket.server.client().get_object(Bucket=bucket.name, Key="written")["Body"]
-    assert body.read() == b"content"
+    assert results == [(CONTENT, ["before"])]
     file.close()
-    publish(pods, bucket)
-    unpublish(pods)
-    assert not target.exists()
-    assert not os.listdir(pods["driver"].path(MOUNTS))
+    publish(pods, shared)
+
+
+def test_a_volume_outlives_a_roll_out_of_both_sets_at_once(
+    pods: dict[str, Container], target: Path
+) -> None:
+    file = (target / "before").open("rb")
+    file.read(7)
+    start_holder(pods["next"])
+    pods["driver"].kill()
+    pods["daemons"].kill()
+    thread, results = in_thread(lambda: read_on(file, target))
+    start_driver(pods)
+    thread.join(LIMIT_S)
+    assert results == [(CONTENT, ["before"])]
+    file.close()
