@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -18,7 +19,8 @@ from fusefs import control, mounts
 from tests.conftest import Bucket
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.mounting import Mount, fusefs
-from tests.support.surviving import serving_pid
+from tests.support.semantics import states
+from tests.support.surviving import keeper_status, serving_pid
 from tests.support.surviving import wait_until as wait_for_it
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -66,6 +68,11 @@ def local(mounter: Mounter) -> Mount:
 # --- local durability ---------------------------------------------------------------
 
 
+@states(
+    "With `--durability local`, `close` and `fsync` return when the file and the record "
+    "of its upload are safe on the local disk; it is uploaded a moment later, once, under "
+    "the name that it has then."
+)
 def test_with_local_durability_a_file_is_uploaded_after_its_close(
     local: Mount, bucket: Bucket
 ) -> None:
@@ -77,6 +84,11 @@ def test_with_local_durability_a_file_is_uploaded_after_its_close(
     assert (local.path / "a").read_bytes() == b"content"
 
 
+@states(
+    "With `--durability local`, `close` and `fsync` return when the file and the record "
+    "of its upload are safe on the local disk; it is uploaded a moment later, once, under "
+    "the name that it has then."
+)
 def test_a_temporary_file_that_is_renamed_is_uploaded_once(local: Mount, bucket: Bucket) -> None:
     before = status(local)["s3"]
     with open(local.path / "tmp", "wb") as file:
@@ -95,6 +107,9 @@ def test_a_temporary_file_that_is_renamed_is_uploaded_once(local: Mount, bucket:
 # --- fusefs sync --------------------------------------------------------------------
 
 
+@states(
+    "`fusefs sync` waits until the bucket has everything at or below a path, also what is open."
+)
 def test_sync_uploads_what_is_open(local: Mount, bucket: Bucket) -> None:
     with open(local.path / "log", "wb", buffering=0) as file:
         file.write(b"line\n")
@@ -118,6 +133,10 @@ def broken(mounter: Mounter, faulty: FaultyS3) -> Iterator[Mount]:
     faulty.clear()
 
 
+@states(
+    "A failed upload is EIO for whoever closes; the content stays, is what readers see, "
+    "and is tried again until the bucket has it."
+)
 def test_a_close_tells_of_a_failed_upload_and_the_content_is_kept(
     broken: Mount, bucket: Bucket, faulty: FaultyS3
 ) -> None:
@@ -134,6 +153,10 @@ def test_a_close_tells_of_a_failed_upload_and_the_content_is_kept(
     wait_until(lambda: stored(bucket, "a") == b"content")
 
 
+@states(
+    "`fusefs umount` waits for uploads and names those that fail; they are kept, and made "
+    "when the bucket is mounted there again."
+)
 def test_umount_says_what_could_not_be_uploaded_and_the_next_mount_uploads_it(
     broken: Mount, bucket: Bucket, faulty: FaultyS3
 ) -> None:
@@ -151,6 +174,10 @@ def test_umount_says_what_could_not_be_uploaded_and_the_next_mount_uploads_it(
     assert stored(bucket, "a") == b"content"
 
 
+@states(
+    "What an earlier mount left is uploaded beside what somebody else has written since, "
+    "as NAME.conflict-HOST-TIME."
+)
 def test_what_was_left_is_uploaded_beside_what_somebody_else_has_written(
     broken: Mount, bucket: Bucket, faulty: FaultyS3
 ) -> None:
@@ -168,6 +195,7 @@ def test_what_was_left_is_uploaded_beside_what_somebody_else_has_written(
     assert stored(bucket, conflict) == b"ours"
 
 
+@states("While credentials are refused uploads wait and do not fail, and `fusefs status` says so.")
 def test_credentials_that_are_refused_make_a_close_wait(
     broken: Mount, bucket: Bucket, faulty: FaultyS3
 ) -> None:
@@ -184,6 +212,10 @@ def test_credentials_that_are_refused_make_a_close_wait(
 # --- writers that are killed --------------------------------------------------------
 
 
+@states(
+    "A program that is killed in its `close` does not wait for the bucket, and its file "
+    "is uploaded all the same."
+)
 def test_a_program_that_is_killed_in_its_close_does_not_wait_and_its_file_is_uploaded(
     broken: Mount, bucket: Bucket, faulty: FaultyS3
 ) -> None:
@@ -200,6 +232,7 @@ def test_a_program_that_is_killed_in_its_close_does_not_wait_and_its_file_is_upl
 # --- large files --------------------------------------------------------------------
 
 
+@states("A large file is sent while it is written, and seen in the bucket after its close.")
 def test_a_large_file_is_sent_while_it_is_written(mounter: Mounter, bucket: Bucket) -> None:
     mount = mounter("--no-read-only")
     content = os.urandom(40 << 20)
@@ -235,6 +268,7 @@ def test_a_large_file_that_is_renamed_or_removed_while_it_is_written(
     assert uploads(bucket) == []
 
 
+@states("Parts that the bucket has are not sent again by the next daemon.")
 def test_parts_that_the_bucket_has_are_not_sent_again_by_the_next_daemon(
     mounter: Mounter, bucket: Bucket
 ) -> None:
@@ -254,9 +288,69 @@ def test_parts_that_the_bucket_has_are_not_sent_again_by_the_next_daemon(
     assert uploads(bucket) == []
 
 
+@states(
+    "What nobody had closed when the machine went down is not uploaded; the log says where it is."
+)
+def test_what_was_never_closed_is_kept_and_its_upload_aborted(
+    mounter: Mounter, bucket: Bucket
+) -> None:
+    mount = mounter("--no-read-only")
+    with contextlib.suppress(OSError), open(mount.path / "torn", "wb", buffering=0) as file:
+        file.write(bytes(24 << 20))
+        wait_until(lambda: uploads(bucket) == ["torn"])
+        # As if the machine went down.
+        os.kill(keeper_status(mount)["pid"], signal.SIGKILL)
+        mount.kill()
+    mount.start()
+    wait_until(lambda: uploads(bucket) == [])
+    assert keys(bucket) == []
+    assert os.listdir(mount.path) == []
+    (kept,) = mount.cache.glob("mounts/*/staging/*/[0-9]*[0-9]")
+    assert kept.stat().st_size == 24 << 20
+    assert str(kept.parent) in mount.log.read_text()
+
+
+# --- S3 that fails --------------------------------------------------------------------
+
+FAULTS: list[tuple[str, dict[str, Any]]] = [
+    ("PUT", {"code": "SlowDown"}),
+    ("PUT", {"cut_request_after": 1000}),
+    ("PUT", {"lose_answer": True}),
+    ("PUT", {"corrupt": True}),
+    ("BEGIN", {"code": "InternalError"}),
+    ("PART", {"code": "SlowDown"}),
+    ("PART", {"cut_request_after": 100_000}),
+    ("PART", {"lose_answer": True}),
+    ("PART", {"corrupt": True}),
+    ("COMPLETE", {"code": "InternalError", "status": 200}),
+    ("COMPLETE", {"lose_answer": True}),
+]
+
+
+def test_whatever_fails_once_on_the_way_into_the_bucket_is_made_good(
+    mounter: Mounter, bucket: Bucket, faulty: FaultyS3
+) -> None:
+    mount = mounter("--no-read-only", "--passthrough", "off", endpoint_url=faulty.endpoint_url)
+    try:
+        for number, (operation, fault) in enumerate(FAULTS):
+            content = os.urandom(50_000 if operation == "PUT" else 20 << 20)
+            rule = faulty.add(operation, times=1, **fault)
+            (mount.path / f"file{number}").write_bytes(content)
+            assert rule.used == 1, (operation, fault)
+            assert stored(bucket, f"file{number}") == content, (operation, fault)
+            faulty.clear()
+    finally:
+        faulty.clear()
+    assert uploads(bucket) == []
+
+
 # --- conflicts, limits --------------------------------------------------------------
 
 
+@states(
+    "Of two mounts that write one file the last to close wins; with `--conflict fail` the "
+    "second gets ESTALE, and its content is kept as NAME.conflict-HOST-TIME."
+)
 def test_a_conflict_fails_the_second_close_and_keeps_its_content_beside(
     mounter: Mounter, bucket: Bucket
 ) -> None:
@@ -276,6 +370,7 @@ def test_a_conflict_fails_the_second_close_and_keeps_its_content_beside(
     assert stored(bucket, "a") == b"again"
 
 
+@states("Beyond `--staging-size` writing is ENOSPC.")
 def test_more_than_the_staging_size_is_enospc(mounter: Mounter, bucket: Bucket) -> None:
     mount = mounter("--no-read-only", "--staging-size", "1MiB")
     (mount.path / "fits").write_bytes(bytes(1 << 20))
@@ -287,6 +382,7 @@ def test_more_than_the_staging_size_is_enospc(mounter: Mounter, bucket: Bucket) 
     assert stored(bucket, "fits again") == bytes(1 << 20)
 
 
+@states("With `--no-delete` removing and overwriting are EPERM.")
 def test_without_deleting_nothing_is_overwritten(mounter: Mounter, bucket: Bucket) -> None:
     bucket.put("a", b"old")
     mount = mounter("--no-read-only", "--no-delete")
@@ -299,6 +395,10 @@ def test_without_deleting_nothing_is_overwritten(mounter: Mounter, bucket: Bucke
     assert (stored(bucket, "a"), stored(bucket, "b")) == (b"old", b"new")
 
 
+@states(
+    "A file whose descriptor is closed again and again (by forked children, say) is "
+    "uploaded once in each `--flush-interval`, and at its last close."
+)
 def test_a_file_that_is_closed_often_is_uploaded_once_in_a_while(
     mounter: Mounter, bucket: Bucket
 ) -> None:
@@ -315,6 +415,7 @@ def test_a_file_that_is_closed_often_is_uploaded_once_in_a_while(
 # --- editing large objects ----------------------------------------------------------
 
 
+@states("Editing a large object downloads and sends the parts that change, and no others.")
 def test_editing_a_large_object_moves_the_parts_that_change_alone(
     mounter: Mounter, bucket: Bucket
 ) -> None:
