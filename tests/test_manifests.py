@@ -115,6 +115,27 @@ def render_with(directory: Path, *components: str) -> list[Object]:
     return render(directory)
 
 
+def test_the_kustomization_that_is_shown_does_what_it_says(tmp_path: Path) -> None:
+    text = (MANIFESTS / "README.md").read_text()
+    [shown] = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    [operation] = re.findall(r"`(- \{op: add.*?\})`", text)
+    more = "  - target: {kind: DaemonSet, name: fusefs-csi-node}\n    patch: |-\n      "
+    (tmp_path / "kustomization.yaml").write_text(shown + more + operation)
+    (tmp_path / "stores.toml").write_text("")
+    (tmp_path / "minio-ca.pem").write_text("certificates")
+    (tmp_path / "fusefs").symlink_to(MANIFESTS.parent)
+    documents = render(tmp_path)
+    driver = container(template(documents, "fusefs-csi-node"), "driver")
+    assert driver["image"] == "registry.internal/fusefs-csi:0.1.0"
+    assert flag(driver, "memory-limit") == "512MiB"
+    contents = [each["data"] for each in every(documents, "ConfigMap")]
+    assert {"cluster-id": "production-eu"} in contents
+    assert {"stores.toml": "", "minio-ca.pem": "certificates"} in contents
+    for storage_class in every(documents, "StorageClass"):
+        assert storage_class["parameters"]["bucket"] == "my-bucket"
+    assert find(documents, "CSIDriver")["spec"]["tokenRequests"]
+
+
 # --- consistent with itself -------------------------------------------------------
 
 
