@@ -74,10 +74,8 @@ class Caretaker(threading.Thread):
     def _remove_leftovers(self) -> None:
         """Mounts, or only their directories, whose records were lost, as in a reboot."""
         for key in self._mounts.unknown():
-            table = Table()
-            top = table.top(self._mounts.root_of(key))
-            if top is not None and len(table.of_device(top.device)) > 1:
-                continue  # it is in use; unpublish ends that
+            if self._mounts.is_used(key, Table()):
+                continue  # unpublish ends that
             try:
                 self._mounts.end_key(key, time.monotonic())
             except (AbortedError, OSError) as error:

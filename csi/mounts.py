@@ -81,12 +81,24 @@ class Mounts:
         """The directories for mounts that have no record."""
         return [key for key in os.listdir(self._roots) if self.records.read(key) is None]
 
-    def behind(self, mount: KernelMount, table: Table) -> MountRecord | None:
-        """The record of the mount whose root another mount, at a target path, is bound from."""
+    def key_behind(self, mount: KernelMount, table: Table) -> str | None:
+        """The key of the mount that another one, at a target path, is bound from."""
         for one in table.of_device(mount.device):
             if one.mountpoint.parent == self._roots:
-                return self.records.read(one.mountpoint.name)
+                return one.mountpoint.name
         return None
+
+    def behind(self, mount: KernelMount, table: Table) -> MountRecord | None:
+        """The record of the mount that another one, at a target path, is bound from."""
+        key = self.key_behind(mount, table)
+        return self.records.read(key) if key is not None else None
+
+    def is_used(self, key: str, table: Table) -> bool:
+        """Whether a mount is bound to any path."""
+        top = table.top(self.root_of(key))
+        return top is not None and any(
+            one.mountpoint.name != key for one in table.of_device(top.device)
+        )
 
     def references(self, record: MountRecord, table: Table) -> list[Path]:
         """Where a record's mount is used."""

@@ -244,10 +244,14 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         stack = table.stack(target)
         if any(not mount.is_fusefs for mount in stack):
             raise FailedPreconditionError(f"{target}: what is mounted there is not a volume")
+        lost = set()
         for mount in stack:
             record = self._mounts.behind(mount, table)
             if record is not None and record.volume_id != volume_id:
                 return  # that of another volume; this one is not here
+            key = self._mounts.key_behind(mount, table)
+            if record is None and key is not None:
+                lost.add(key)
         records = self._mounts.records.of_volume(volume_id)
         for record in records:
             if all(path == target for path in self._mounts.references(record, table)):
@@ -261,6 +265,9 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             if not self._mounts.references(record, Table()):
                 self._draining.end(record, ends)
                 self._stats.forget(record.key)
+        for key in lost:  # mounts whose records are no more
+            if not self._mounts.is_used(key, Table()):
+                self._mounts.end_key(key, ends)
 
     def _sweep(self, volume_id: str) -> None:
         """End mounts of a volume that are used no more, as another identity has come."""

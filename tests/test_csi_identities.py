@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import subprocess
 import time
 from collections.abc import Iterator
@@ -89,10 +88,9 @@ def test_a_pods_token_is_exchanged_and_never_shown(
     "token",
     [
         token_for("team:trainer", audience="somebody-else"),
-        token_for("team:trainer", lifetime_s=-60),
         token_for("team:trainer", key=b"forged"),
     ],
-    ids=["audience", "expired", "forged"],
+    ids=["audience", "forged"],
 )
 def test_a_token_that_sts_refuses_is_said_with_the_role(
     node: Node, data: Bucket, token: str
@@ -121,18 +119,29 @@ def test_reads_wait_while_keys_are_renewed_with_the_latest_token(
 # --- two identities -----------------------------------------------------------------
 
 
-def is_refused(node: Node, uid: int, code: str, *arguments: object) -> bool:
-    """Whether Python code fails for want of a right when it runs as a user of the node."""
+# Tells what of its arguments it could read or connect to.
+TRY = """
+import socket, stat, os, sys
+for path in sys.argv[1:]:
+    try:
+        if path.endswith(".sock"):
+            socket.socket(socket.AF_UNIX).connect(path)
+        else:
+            open(path, "rb").read()
+    except PermissionError:
+        continue
+    print(path)
+"""
+
+
+def within_reach(node: Node, uid: int, paths: list[str]) -> str:
+    """Which of some files and sockets a user of the node gets at."""
     done = subprocess.run(
         ["setpriv", "--reuid", str(uid), "--regid", str(uid), "--clear-groups",
-         node.command[0], "-c", code, *map(str, arguments)],
-        env={**os.environ, **node.environment}, capture_output=True, text=True, check=False,
+         node.command[0], "-c", TRY, *paths],
+        env={**os.environ, **node.environment}, stdout=subprocess.PIPE, text=True, check=True,
     )  # fmt: skip
-    return "Permission denied" in done.stderr
-
-
-READ = "import sys; print(len(open(sys.argv[1], 'rb').read()))"
-CONNECT = "import socket, sys; socket.socket(socket.AF_UNIX).connect(sys.argv[1])"
+    return done.stdout
 
 
 def test_one_identity_gets_at_nothing_of_another(node: Node, data: Bucket, s3: S3Server) -> None:
@@ -148,27 +157,25 @@ def test_one_identity_gets_at_nothing_of_another(node: Node, data: Bucket, s3: S
 
     users = {Path(f"/proc/{pid}").stat().st_uid: pid for pid in node.daemons()}
     assert len(users) == 2
-    for uid in users:
-        for theirs, pid in users.items():
-            if theirs == uid:
-                continue
-            for name in ("environ", "mem", "maps"):
-                assert is_refused(node, uid, READ, f"/proc/{pid}/{name}"), name
-            for path in things_of(node, theirs):
-                code = CONNECT if stat.S_ISSOCK(path.lstat().st_mode) else READ
-                assert is_refused(node, uid, code, path), path
+    for uid, pid in users.items():
+        [stranger] = users.keys() - {uid}
+        paths = [f"/proc/{pid}/{name}" for name in ("environ", "mem", "maps")]
+        paths += things_of(node, uid)
+        assert any(path.endswith("keys") for path in paths)
+        assert any(path.endswith(".sock") for path in paths)
+        assert within_reach(node, stranger, paths) == ""
     node.unpublish("of-a", one)
     node.unpublish("of-b", other)
 
 
-def things_of(node: Node, uid: int) -> list[Path]:
+def things_of(node: Node, uid: int) -> list[str]:
     """Files and sockets that belong to a user of the node."""
     return [
         path
         for place in (node.cache, node.state)
         for directory, _, names in os.walk(place)
-        for path in (Path(directory, name) for name in names)
-        if path.lstat().st_uid == uid
+        for path in (os.path.join(directory, name) for name in names)
+        if os.lstat(path).st_uid == uid
     ]
 
 

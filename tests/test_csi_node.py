@@ -377,7 +377,7 @@ def test_what_could_not_be_uploaded_is_waited_for(
     with pytest.raises(OSError), (target / "late").open("wb") as file:  # noqa: PT011
         file.write(b"x" * 1000)
     with refused(Code.ABORTED, "late", "1 files"):
-        node.unpublish("slow", target, timeout_s=5)
+        node.unpublish("slow", target, timeout_s=3.5)
     assert target.exists()
     faulty.remove(fault)
     node.unpublish("slow", target)
