@@ -92,13 +92,14 @@ class Changes(Naming):
 
     async def _finish_others(self, parent: Inode, name: str, to: Inode, new_name: str) -> bool:
         """Have no unfinished rename in the way of a directory's; tell if this was one of them."""
-        if await self._find(parent, name) is not None and not self._renames.describe():
+        if self._renames.are_finished:
             return False
         old = self._inodes.key(parent) + name + "/"
         new = self._inodes.key(to) + new_name + "/"
         one = self._renames.find(old, new)
         has_taken_place = one is not None and await self._renames.finish(one)
-        await self._renames.finish_overlapping(old, new)
+        if await self._find(parent, name) is None:
+            await self._renames.finish_overlapping(old, new)
         return has_taken_place
 
     async def _check_target(

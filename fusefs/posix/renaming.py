@@ -124,7 +124,11 @@ class Renames:
         self._directory.mkdir(mode=0o700, exist_ok=True)
         found = []
         for path in sorted(self._directory.glob("*.json")):
-            told = json.loads(path.read_text())
+            try:
+                told = json.loads(path.read_text())
+            except ValueError as error:
+                logger.error("%s is damaged, a rename may be half done: %s", path, error)
+                continue
             is_here = told["old"].startswith(prefix) and told["new"].startswith(prefix)
             if told["source"] != self._source or not is_here:
                 logger.warning("%s: a rename of %s is not finished", path, told["source"])
@@ -139,6 +143,10 @@ class Renames:
     def describe(self) -> list[dict[str, Any]]:
         """All that are not finished, as plain data: names, counts and seconds."""
         return [one.describe() for one in self._unfinished]
+
+    @property
+    def are_finished(self) -> bool:
+        return not self._unfinished
 
     def find(self, old: str, new: str) -> Renaming | None:
         """An unfinished rename."""
@@ -169,7 +177,7 @@ class Renames:
         one = Renaming(path, old, new, has_replaced=has_replaced, is_ours=True)
         self._unfinished.append(one)
         try:
-            await trio.to_thread.run_sync(self._record_safely, one)
+            await self._record(one, Phase.COPYING)
         except OSError:
             self._end(one)
             raise
@@ -207,10 +215,10 @@ class Renames:
         except StoreError:
             # What another process may have deleted from cannot be taken back.
             if one.is_ours:
-                self._record(one, Phase.UNDOING)
+                await self._record(one, Phase.UNDOING)
                 await self._undo(one)
             raise
-        self._record(one, Phase.DELETING)
+        await self._record(one, Phase.DELETING)
 
     async def _undo(self, one: Renaming) -> None:
         copies = one.copies
@@ -263,21 +271,20 @@ class Renames:
 
     # Records
 
-    def _record(self, one: Renaming, phase: Phase) -> None:
-        """Put on record how far a rename is; blocks as long as creating a file does."""
+    async def _record(self, one: Renaming, phase: Phase) -> None:
+        """Put on record how far a rename is, safe against a power cut."""
         one.phase = phase
-        unfinished = one.path.with_suffix(".new")
-        unfinished.write_text(self._told(one))
-        unfinished.replace(one.path)
+        with trio.CancelScope(shield=True):
+            await trio.to_thread.run_sync(self._write, one.path, self._told(one))
 
-    def _record_safely(self, one: Renaming) -> None:
-        """Put a rename on record before anything is done. Blocks."""
-        unfinished = one.path.with_suffix(".new")
+    def _write(self, path: Path, told: str) -> None:
+        """Write a record, whole or not at all. Blocks."""
+        unfinished = path.with_suffix(".new")
         with unfinished.open("w") as file:
-            file.write(self._told(one))
+            file.write(told)
             file.flush()
             os.fsync(file.fileno())
-        unfinished.replace(one.path)
+        unfinished.replace(path)
         fd = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
