@@ -268,13 +268,19 @@ class Writeback:
         self.directories.changed(prefix, inode.name, inode.info, lasting=True)
 
     async def drain(self, limit_s: float) -> None:
-        """Upload what is pending, once, if that takes no longer; the rest stays on the disk."""
-        self.begin_sync("")
+        """Upload what is pending, once, if that takes no longer; the rest stays on the disk.
+
+        What a program has still open, in a mount that was ended by force, is not whole.
+        """
+        finished = [one for one in self.staging.pending if one.is_closed or not one.inode.served]
+        for staged in finished:
+            self.uploads.start(staged).hurry.set()
         with trio.move_on_after(limit_s):
-            for staged in self.pending(""):
+            for staged in finished:
                 await self.uploads.ended(staged)
         for staged in self.staging.pending:
-            self.staging.close(staged)
+            if staged in finished:
+                self.staging.close(staged)
             logger.error("%s is not in the bucket; kept in %s", staged.key, staged.path)
         self.staging.remove_if_empty()
 
