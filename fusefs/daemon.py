@@ -27,7 +27,8 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from functools import partial
+from typing import Protocol
 
 import trio
 
@@ -176,7 +177,7 @@ class Daemon:
             mounts.register(mountpoint, str(self.settings.source), os.getpid())
             try:
                 socket = mounts.mount_directory(mountpoint) / "status.sock"
-                await nursery.start(control.serve, socket, self._answer)
+                await nursery.start(control.serve, socket, partial(status.answer, self))
                 async with trio.open_nursery() as serving:
                     serving.start_soon(self._until_ended, session, serving)
                     await trio.to_thread.run_sync(mount.raise_read_ahead, mountpoint)
@@ -213,21 +214,22 @@ class Daemon:
             settings.dir_mode,
         )
         self._log = log
-        writing = None
-        if not settings.read_only:
-            staging = Staging(
-                staging_directory(settings, mounted_ns), self._identity, settings.staging_size
-            )
-            writing = Writing(
-                staging, renames_directory(settings), self._nursery,
-                process.writing_rules(settings), self.space.tend,
-            )  # fmt: skip
+        writing = None if settings.read_only else self._writing(mounted_ns)
         self.operations = Operations(
             self.store, self.directories, self.cache, self.fetcher, self.backing, log,
             owner, settings.source.prefix, ids_are_inos=ids_are_inos, writing=writing,
             mounted_ns=mounted_ns,
         )  # fmt: skip
         return self.operations
+
+    def _writing(self, mounted_ns: int) -> Writing:
+        settings = self.settings
+        directory = staging_directory(settings, mounted_ns)
+        return Writing(
+            Staging(directory, self._identity, settings.staging_size),
+            renames_directory(settings), self._nursery,
+            process.writing_rules(settings), self.space.tend,
+        )  # fmt: skip
 
     @asynccontextmanager
     async def _kernel_session(self, nursery: trio.Nursery) -> AsyncIterator[Session]:
@@ -328,7 +330,7 @@ class Daemon:
             ending = False
             async for number in received:
                 if number == signal.SIGUSR2:
-                    self._log_waiting()
+                    status.log_waiting(self)
                 elif ending:
                     logger.warning("ending with the mount still in use")
                     os._exit(1)
@@ -346,30 +348,6 @@ class Daemon:
         except UnmountError as error:
             logger.warning("can't unmount, detaching instead: %s", error)
             await trio.to_thread.run_sync(lambda: umount_path(mountpoint, is_lazy=True))
-
-    def _log_waiting(self) -> None:
-        """Answer SIGUSR2."""
-        now = time.monotonic()
-        waiting = self.session.waiting if self.session is not None else []
-        logger.warning("%d requests wait", len(waiting))
-        for request in sorted(waiting, key=lambda one: one.since):
-            logger.warning("%s", request.describe(now, self.operations))
-        for line in self.fetcher.describe():
-            logger.warning("%s", line)
-
-    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        writer = self.operations.writer
-        match request:
-            case {"command": "status"}:
-                return status.collect(self)
-            case {"command": "sync", "path": str(path), "start": bool(is_first)}:
-                if writer is None:
-                    return {"pending": [], "under_way": 0}
-                key = self.settings.source.prefix + path
-                if is_first:
-                    writer.begin_sync(key)
-                return status.pending(writer, key)
-        raise control.ControlError("no such command")
 
 
 def run(settings: MountSettings, ready: Callable[[], None]) -> None:
@@ -396,7 +374,7 @@ def _first(group: BaseExceptionGroup[Exception]) -> Exception:
 def main() -> int:
     """`python -m fusefs.daemon`: see the module's text."""
 
-    def tell(message: dict[str, Any]) -> None:
+    def tell(message: dict[str, object]) -> None:
         """Write the one line, and let go of the pipe."""
         sys.stdout.write(json.dumps(message) + "\n")
         sys.stdout.flush()

@@ -1,7 +1,8 @@
-"""What a daemon tells about itself when `fusefs status` asks."""
+"""What a daemon answers when the commands ask: what it tells about itself, and how uploads go."""
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import resource
@@ -12,7 +13,10 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 import fusefs
+from fusefs.control import ControlError
 from fusefs.posix.writeback import UPLOADING
+
+logger = logging.getLogger("fusefs.daemon")
 
 # More would say no more.
 MOST_PENDING = 20
@@ -20,6 +24,26 @@ MOST_PENDING = 20
 if TYPE_CHECKING:
     from fusefs.daemon import Daemon
     from fusefs.posix.writing import Writer
+
+
+def answer(daemon: Daemon, request: dict[str, Any]) -> dict[str, Any]:
+    """Answer `fusefs status` or `fusefs sync`.
+
+    Raises:
+        ControlError: it is something else.
+    """
+    writer = daemon.operations.writer
+    match request:
+        case {"command": "status"}:
+            return collect(daemon)
+        case {"command": "sync", "path": str(path), "start": bool(is_first)}:
+            if writer is None:
+                return {"pending": [], "under_way": 0}
+            key = daemon.settings.source.prefix + path
+            if is_first:
+                writer.begin_sync(key)
+            return pending(writer, key)
+    raise ControlError("no such command")
 
 
 def collect(daemon: Daemon) -> dict[str, Any]:
@@ -122,3 +146,14 @@ def _process(daemon: Daemon) -> dict[str, Any]:
 def _resident_bytes() -> int:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def log_waiting(daemon: Daemon) -> None:
+    """Answer SIGUSR2."""
+    now = time.monotonic()
+    waiting = daemon.session.waiting if daemon.session is not None else []
+    logger.warning("%d requests wait", len(waiting))
+    for request in sorted(waiting, key=lambda one: one.since):
+        logger.warning("%s", request.describe(now, daemon.operations))
+    for line in daemon.fetcher.describe():
+        logger.warning("%s", line)
