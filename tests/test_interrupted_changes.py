@@ -48,7 +48,7 @@ def killed_in(call: str, path: Path, faulty: FaultyS3, operation: str) -> None:
 def test_a_directory_is_made(mount: Mount, shared: Bucket, faulty: FaultyS3) -> None:
     killed_in("os.mkdir(path)", mount.path / "made", faulty, "PUT")
     until(lambda: "made/" in keys(shared), "the marker is there")
-    assert (mount.path / "made").is_dir()
+    until((mount.path / "made").is_dir, "the mount shows it")
 
 
 def test_a_mode_is_set(mount: Mount, shared: Bucket, faulty: FaultyS3) -> None:
@@ -63,7 +63,9 @@ def test_a_directory_is_renamed(mount: Mount, shared: Bucket, faulty: FaultyS3) 
     killed_in(call, mount.path / "old", faulty, "COPY")
     expected = ["new/0", "new/1", "new/2"]
     until(lambda: [key for key in keys(shared) if key[:3] in ("old", "new")] == expected, "renamed")
-    until(lambda: sorted(os.listdir(mount.path / "new")) == ["0", "1", "2"], "and shown so")
+    until((mount.path / "new").is_dir, "the mount shows it")
+    assert sorted(os.listdir(mount.path / "new")) == ["0", "1", "2"]
+    assert not (mount.path / "old").exists()
 
 
 def test_a_file_that_was_created_is_not_held_open(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import stat
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusefs.posix import meta
@@ -45,6 +45,7 @@ def test_what_is_written_can_be_a_header(said: Meta) -> None:
         assert value == value.strip()
 
 
+@settings(max_examples=40)
 @given(st.dictionaries(st.sampled_from(["mode", "uid", "gid", "mtime", "xattr"]), st.text()))
 def test_whatever_stands_there_is_read_as_something(told: dict[str, str]) -> None:
     found = meta.read(told, FILE)
