@@ -19,6 +19,7 @@ MANIFESTS = PROJECT / "manifests"
 OVERLAYS = sorted((MANIFESTS / "overlays").iterdir())
 # The oldest version that the manifests are for, and the newest whose schemas are known.
 VERSIONS = ("1.31", "1.37")
+WORKLOADS = ("Deployment", "DaemonSet")
 
 Object = dict[str, Any]
 
@@ -63,6 +64,17 @@ def every(documents: list[Object], kind: str) -> list[Object]:
 
 def name_of(document: Object) -> str:
     return str(document["metadata"]["name"])
+
+
+def template(documents: list[Object], workload: str) -> Object:
+    """The pods of one Deployment or DaemonSet."""
+    [found] = (
+        document["spec"]["template"]
+        for kind in WORKLOADS
+        for document in every(documents, kind)
+        if name_of(document) == workload
+    )
+    return found
 
 
 def pod_templates(value: Any) -> Iterator[Object]:

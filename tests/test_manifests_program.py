@@ -1,0 +1,349 @@
+"""What a cluster installs and the program that it runs: the same flags, paths, names, limits."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+from unittest import mock
+from urllib.parse import urlsplit
+
+import grpc
+import pytest
+
+from csi import cli, controller, node, server, stores, volumes
+from csi.generated import csi_pb2
+from csi.identity import IdentityService
+from csi.options import check_attributes
+from tests.support.manifests import (
+    MANIFESTS,
+    OVERLAYS,
+    Object,
+    container,
+    containers,
+    every,
+    find,
+    flag,
+    host_path,
+    name_of,
+    on_host,
+    pod_templates,
+    render,
+    template,
+)
+
+each_kustomization = pytest.mark.parametrize(
+    "directory", [MANIFESTS, *OVERLAYS], ids=lambda path: path.name
+)
+
+
+@pytest.fixture
+def base() -> list[Object]:
+    return render(MANIFESTS)
+
+
+@pytest.fixture
+def node_pod(base: list[Object]) -> Object:
+    return template(base, "fusefs-csi-node")
+
+
+@pytest.fixture
+def daemons_pod(base: list[Object]) -> Object:
+    return template(base, "fusefs-csi-daemons")
+
+
+@pytest.fixture
+def controller_pod(base: list[Object]) -> Object:
+    return template(base, "fusefs-csi-controller")
+
+
+# --- consistent with the program --------------------------------------------------
+
+
+@pytest.fixture
+def parser() -> argparse.ArgumentParser:
+    return cli.make_parser()
+
+
+@each_kustomization
+def test_the_program_understands_its_arguments(
+    directory: Path, parser: argparse.ArgumentParser
+) -> None:
+    commands = []
+    for pod in pod_templates(render(directory)):
+        for each in containers(pod):
+            if "fusefs-csi:" in each["image"]:
+                known = {variable["name"] for variable in each.get("env", [])}
+                assert set(re.findall(r"\$\((\w+)\)", " ".join(each["args"]))) == known
+                commands.append(parser.parse_args(each["args"]).command)
+    assert sorted(commands) == ["controller", "daemons", "node"]
+
+
+def test_the_drivers_name_is_the_same_everywhere(base: list[Object], node_pod: Object) -> None:
+    assert name_of(find(base, "CSIDriver")) == server.DRIVER_NAME
+    for storage_class in every(base, "StorageClass"):
+        assert storage_class["provisioner"] == server.DRIVER_NAME
+    socket_directory = host_path(node_pod, "socket-dir")
+    assert socket_directory is not None
+    assert socket_directory.parts[-3:-1] == ("plugins", server.DRIVER_NAME)
+
+
+@pytest.mark.parametrize("name", ["fusefs-csi-node", "fusefs-csi-controller"])
+def test_sidecars_call_the_socket_that_the_driver_serves(base: list[Object], name: str) -> None:
+    pod = template(base, name)
+    served = place(pod, container(pod, "driver"), server.socket_path(endpoint(pod)))
+    sidecars = [each for each in containers(pod) if each["name"] != "driver"]
+    for sidecar in sidecars:
+        assert place(pod, sidecar, Path(flag(sidecar, "csi-address"))) == served
+
+
+def place(pod: Object, where: Object, path: Path) -> tuple[str, Path]:
+    """The volume that holds a path, and the path in it."""
+    [mount] = (each for each in where["volumeMounts"] if path.is_relative_to(each["mountPath"]))
+    return mount["name"], path.relative_to(mount["mountPath"])
+
+
+def endpoint(pod: Object) -> str:
+    return flag(container(pod, "driver"), "endpoint")
+
+
+def test_kubelet_is_told_the_sockets_path_on_the_host(node_pod: Object) -> None:
+    socket = server.socket_path(endpoint(node_pod))
+    told = flag(container(node_pod, "node-driver-registrar"), "kubelet-registration-path")
+    assert on_host(node_pod, container(node_pod, "driver"), socket) == Path(told)
+    assert len(told) < 108  # what the address of a Unix socket holds
+
+
+def test_target_paths_are_the_hosts_own(node_pod: Object) -> None:
+    driver = container(node_pod, "driver")
+    for name in ("kubelet-dir", "mounts-dir", "state-dir"):
+        path = Path(flag(driver, name))
+        assert on_host(node_pod, driver, path) == path
+
+
+def test_mounts_are_made_where_they_reach_the_host(node_pod: Object) -> None:
+    driver = container(node_pod, "driver")
+    volume, _ = place(node_pod, driver, Path(flag(driver, "mounts-dir")))
+    [mount] = (each for each in driver["volumeMounts"] if each["name"] == volume)
+    assert mount["mountPropagation"] == "Bidirectional"
+
+
+@each_kustomization
+def test_no_other_container_has_a_directory_with_mounts_in_it(directory: Path) -> None:
+    """A private copy of a mount keeps it alive after everybody has unmounted it."""
+    documents = render(directory)
+    driver = container(template(documents, "fusefs-csi-node"), "driver")
+    kubelet, ours = (Path(flag(driver, name)) for name in ("kubelet-dir", "mounts-dir"))
+    for pod in pod_templates(documents):
+        for each in containers(pod):
+            if each is driver:
+                continue
+            for mount in each["volumeMounts"]:
+                path = host_path(pod, mount["name"])
+                for mounts in (ours, kubelet / "pods"):
+                    assert path is None or not mounts.is_relative_to(path)
+                    assert path is None or not path.is_relative_to(mounts)
+
+
+def test_both_daemon_sets_meet_in_the_state_directory(
+    node_pod: Object, daemons_pod: Object
+) -> None:
+    found = [
+        on_host(pod, container(pod, name), Path(flag(container(pod, name), "state-dir")))
+        for pod, name in ((node_pod, "driver"), (daemons_pod, "daemons"))
+    ]
+    assert found == [Path("/run/fusefs-csi")] * 2
+
+
+def test_the_cache_survives_a_reboot_and_the_state_does_not(node_pod: Object) -> None:
+    driver = container(node_pod, "driver")
+    cache, state = (
+        on_host(node_pod, driver, Path(flag(driver, name))) for name in ("cache-dir", "state-dir")
+    )
+    assert cache is not None
+    assert cache.is_relative_to("/var/lib")
+    assert state is not None
+    assert state.is_relative_to("/run")
+
+
+def test_readiness_looks_at_the_file_that_the_program_writes(daemons_pod: Object) -> None:
+    daemons = container(daemons_pod, "daemons")
+    command = daemons["readinessProbe"]["exec"]["command"]
+    assert command == ["test", "-e", flag(daemons, "ready-file")]
+
+
+def test_the_driver_object_says_what_the_services_can(base: list[Object]) -> None:
+    spec = find(base, "CSIDriver")["spec"]
+    capabilities = rpc_types(
+        controller.ControllerService(stores.read_stores(None), "").ControllerGetCapabilities(
+            csi_pb2.ControllerGetCapabilitiesRequest(), no_context()
+        )
+    )
+    kind = csi_pb2.ControllerServiceCapability.RPC
+    assert spec["attachRequired"] is (kind.PUBLISH_UNPUBLISH_VOLUME in capabilities)
+    assert spec["storageCapacity"] is (kind.GET_CAPACITY in capabilities)
+    assert kind.EXPAND_VOLUME in capabilities
+    assert kind.MODIFY_VOLUME not in capabilities
+    assert spec["podInfoOnMount"]
+    assert spec["requiresRepublish"]
+
+
+def test_expansion_has_its_sidecar_and_its_classes(
+    base: list[Object], controller_pod: Object
+) -> None:
+    answer = IdentityService().GetPluginCapabilities(
+        csi_pb2.GetPluginCapabilitiesRequest(), no_context()
+    )
+    assert any(each.HasField("volume_expansion") for each in answer.capabilities)
+    assert flag(container(controller_pod, "csi-resizer"), "csi-address")
+    assert all(each["allowVolumeExpansion"] for each in every(base, "StorageClass"))
+
+
+def test_a_pods_group_reaches_the_driver(base: list[Object]) -> None:
+    kind = csi_pb2.NodeServiceCapability.RPC
+    answer = node.NodeService.NodeGetCapabilities(
+        mock.Mock(), csi_pb2.NodeGetCapabilitiesRequest(), no_context()
+    )
+    assert kind.VOLUME_MOUNT_GROUP in rpc_types(answer)
+    assert kind.STAGE_UNSTAGE_VOLUME not in rpc_types(answer)
+    assert find(base, "CSIDriver")["spec"]["fsGroupPolicy"] == "None"
+
+
+def rpc_types(answer: Any) -> set[int]:
+    return {capability.rpc.type for capability in answer.capabilities}
+
+
+def no_context() -> grpc.ServicerContext:
+    return mock.Mock(spec=grpc.ServicerContext)
+
+
+def test_the_provisioner_calls_no_more_at_once_than_are_answered(controller_pod: Object) -> None:
+    sidecar = container(controller_pod, "csi-provisioner")
+    # Creating and deleting have as many workers each.
+    assert 2 * int(flag(sidecar, "worker-threads")) <= server.MAX_CALLS
+    timeout = int(flag(sidecar, "timeout").removesuffix("s"))
+    assert timeout < controller_pod["spec"]["terminationGracePeriodSeconds"]
+    assert "--extra-create-metadata" in sidecar["args"]
+
+
+def test_a_pod_is_given_the_time_that_the_server_takes_to_end(
+    node_pod: Object, controller_pod: Object
+) -> None:
+    for pod in (node_pod, controller_pod):
+        assert pod["spec"]["terminationGracePeriodSeconds"] > server.GRACE_S
+
+
+# --- classes and stores -----------------------------------------------------------
+
+
+@each_kustomization
+def test_shipped_classes_keep_the_data_and_are_understood(directory: Path, tmp_path: Path) -> None:
+    documents = render(directory)
+    known = stores.read_stores(stores_file(documents, tmp_path))
+    for storage_class in every(documents, "StorageClass"):
+        parameters = {
+            name: value
+            for name, value in storage_class["parameters"].items()
+            if not name.startswith("csi.storage.k8s.io/")
+        }
+        assert parameters.pop("onDelete") == "retain"
+        prefix = volumes.fill_in(
+            parameters["prefix"],
+            {"pvc.namespace": "team", "pvc.name": "data", "pv.name": "pvc-1"},
+        )
+        location = {
+            name: value for name, value in parameters.items() if name in volumes.LOCATION_KEYS
+        }
+        volumes.location_of({**location, "bucket": "bucket", "prefix": prefix}, known)
+        own = {name: value for name, value in parameters.items() if name not in location}
+        check_attributes(own, storage_class.get("mountOptions", []), is_inline=False)
+
+
+def stores_file(documents: list[Object], directory: Path) -> Path:
+    [text] = (
+        each["data"]["stores.toml"]
+        for each in every(documents, "ConfigMap")
+        if "stores.toml" in each["data"]
+    )
+    path = directory / "stores.toml"
+    path.write_text(text)
+    return path
+
+
+def test_nobody_can_own_the_bucket_that_has_to_be_set(base: list[Object]) -> None:
+    for storage_class in every(base, "StorageClass"):
+        assert not volumes.is_bucket(storage_class["parameters"]["bucket"])
+
+
+def test_prefixes_of_different_classes_never_overlap(base: list[Object]) -> None:
+    values = {"pvc.namespace": "same", "pvc.name": "same", "pv.name": "same"}
+    one, other = (
+        volumes.fill_in(storage_class["parameters"]["prefix"], values)
+        for storage_class in every(base, "StorageClass")
+    )
+    assert not volumes.overlap(one, other)
+
+
+def test_the_file_of_stores_shows_a_store_that_can_be_read(tmp_path: Path) -> None:
+    text = (MANIFESTS / "base/stores.toml").read_text()
+    example = text[text.index("# [stores.") :]
+    path = tmp_path / "stores.toml"
+    certificates = Path(__file__)  # any file that is there
+    example = re.sub(r"^# ?", "", example, flags=re.MULTILINE)
+    path.write_text(example.replace("/etc/fusefs-csi/minio-ca.pem", str(certificates)))
+    assert stores.read_stores(path).named("minio").endpoint_url
+
+
+# --- components -------------------------------------------------------------------
+
+
+def test_tokens_are_for_the_audience_that_aws_expects() -> None:
+    [request] = find(render(MANIFESTS / "overlays/aws"), "CSIDriver")["spec"]["tokenRequests"]
+    assert request["audience"] == stores.read_stores(None).named("aws").audience
+    assert request["expirationSeconds"] >= 600
+
+
+def test_a_store_in_the_cluster_is_known_reachable_and_has_its_keys(tmp_path: Path) -> None:
+    documents = render(MANIFESTS / "overlays/in-cluster-store")
+    known = stores.read_stores(stores_file(documents, tmp_path))
+    role = find(documents, "Role", "fusefs-csi-store-secret")
+    for storage_class in every(documents, "StorageClass"):
+        parameters = storage_class["parameters"]
+        for use in ("provisioner", "controller-expand"):
+            secret = parameters[f"csi.storage.k8s.io/{use}-secret-name"]
+            assert secret in role["rules"][0]["resourceNames"]
+            assert parameters[f"csi.storage.k8s.io/{use}-secret-namespace"] == "fusefs-csi"
+        store = known.named(parameters["store"])
+    policy = find(documents, "NetworkPolicy", "fusefs-csi-store")["spec"]
+    [way] = policy["egress"]
+    [peer] = way["to"]
+    host, port = urlsplit(store.endpoint_url).hostname, urlsplit(store.endpoint_url).port
+    assert [each["port"] for each in way["ports"]] == [port]
+    namespace = peer["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"]
+    assert str(host).split(".")[1] == namespace
+
+
+def test_inline_volumes_are_a_choice() -> None:
+    def modes(directory: Path) -> list[str]:
+        return list(find(render(directory), "CSIDriver")["spec"]["volumeLifecycleModes"])
+
+    assert modes(MANIFESTS) == ["Persistent"]
+    assert modes(MANIFESTS / "overlays/ephemeral") == ["Persistent", "Ephemeral"]
+
+
+def test_an_nvme_disk_that_is_not_mounted_is_not_replaced_by_the_systems() -> None:
+    pod = template(render(MANIFESTS / "overlays/local-nvme"), "fusefs-csi-node")
+    [cache] = (volume for volume in pod["spec"]["volumes"] if volume["name"] == "cache")
+    assert cache["hostPath"] == {"path": "/mnt/nvme/fusefs", "type": "Directory"}
+
+
+def test_link_local_addresses_are_closed_but_for_the_one_that_is_needed() -> None:
+    [policy] = every(render(MANIFESTS), "NetworkPolicy")
+    blocks = [peer["ipBlock"] for way in policy["spec"]["egress"] for peer in way.get("to", [])]
+    assert any("169.254.0.0/16" in block["except"] for block in blocks)
+    agent = find(
+        render(MANIFESTS / "overlays/aws-pod-identity"), "NetworkPolicy", "fusefs-csi-pod-identity"
+    )
+    [way] = agent["spec"]["egress"]
+    assert way["to"][0]["ipBlock"]["cidr"] == "169.254.170.23/32"
