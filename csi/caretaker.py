@@ -53,7 +53,7 @@ class Caretaker(threading.Thread):
             if self._ending.is_set():
                 return
             try:
-                with self._claims.claim("node " + record.volume_id):
+                with self._claims.claim(record.volume_id):
                     self._look_after(record)
             except AbortedError:
                 pass  # somebody else is at it, or it takes its time

@@ -18,6 +18,8 @@ import argparse
 import logging
 import os
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import grpc
@@ -30,6 +32,7 @@ from csi.credentials import CredentialFiles, Identity, choose
 from csi.domains import Domains
 from csi.draining import Draining
 from csi.errors import (
+    AbortedError,
     AlreadyExistsError,
     CsiError,
     FailedPreconditionError,
@@ -59,6 +62,7 @@ LONGEST_CALL_S = 110.0
 # Between our own end of a call and the caller's.
 MARGIN_S = 3.0
 TARGET_MODE = 0o750
+CLAIM_POLL_S = 0.02
 
 Request = csi_pb2.NodePublishVolumeRequest
 Capability = csi_pb2.NodeServiceCapability
@@ -105,6 +109,20 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         """Stop what goes on beside the calls. The mounts go on."""
         self._caretaker.stop()
 
+    @contextmanager
+    def _claimed(self, volume_id: str, ends: float) -> Iterator[None]:
+        """Have a volume to oneself; the caretaker, the only other one, is soon done."""
+        with ExitStack() as stack:
+            while True:
+                try:
+                    stack.enter_context(self._claims.claim(volume_id))
+                    break
+                except AbortedError:
+                    if time.monotonic() + CLAIM_POLL_S > ends:
+                        raise
+                    time.sleep(CLAIM_POLL_S)
+            yield
+
     # --- publish ---
 
     def NodePublishVolume(
@@ -112,7 +130,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
     ) -> csi_pb2.NodePublishVolumeResponse:
         ends = _end_of(context)
         asked = read_request(request, self._configuration.kubelet_directory, self._own)
-        with self._claims.claim("node " + asked.volume_id):
+        with self._claimed(asked.volume_id, ends):
             table = Table()
             if not self._is_published(request, asked, table):
                 self._refuse_second_target(asked, table)
@@ -235,7 +253,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         if not request.volume_id:
             raise InvalidArgumentError("volume_id: missing")
         target = target_of(request.target_path, self._configuration.kubelet_directory, self._own)
-        with self._claims.claim("node " + request.volume_id):
+        with self._claimed(request.volume_id, ends):
             self._unpublish(request.volume_id, target, ends)
         return csi_pb2.NodeUnpublishVolumeResponse()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -175,12 +176,20 @@ class Node:
         return [pid for pid, command in self.processes().items() if "fusefs.daemon" in command]
 
     def kill_all(self, whom: str = "") -> None:
-        """SIGKILL all keepers and daemons, or those whose command says so, at one moment."""
+        """SIGKILL all keepers and daemons, or those whose command says so, at one moment.
+
+        Returns when they have closed all that they held.
+        """
+        dying = []
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for pid, command in self.processes().items():
                 if whom in command:
                     with contextlib.suppress(ProcessLookupError):
+                        dying.append(os.pidfd_open(pid))
                         os.kill(pid, number)
+        for process in dying:
+            select.select([process], [], [], PATIENCE_S)
+            os.close(process)
 
     def leftovers(self) -> list[str]:
         """What is left of mounts: to be nothing when all volumes are unpublished."""

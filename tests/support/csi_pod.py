@@ -16,7 +16,7 @@ from tests.support.csi_node import Node
 
 USER = 12345
 # It holds a file open and, when told, reads that again and opens it anew.
-_READER = """
+READER = """
 import sys
 path = sys.argv[1]
 held = open(path, "rb")
@@ -58,7 +58,7 @@ def pod_reading(node: Node, path: Path) -> Iterator[Pod]:
     command = [
         "unshare", "--mount", "--propagation", "slave",
         "setpriv", "--reuid", str(USER), "--regid", str(USER), "--clear-groups",
-        node.command[0], "-c", _READER, str(path),
+        node.command[0], "-c", READER, str(path),
     ]  # fmt: skip
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
