@@ -79,17 +79,17 @@ def make(tmp_path: Path) -> Iterator[MAKE]:
 
 
 @pytest.mark.parametrize("key", KEYS)
-@pytest.mark.parametrize("size", SIZES)
-async def test_a_file_arrives_as_it_is(bucket: Bucket, make: MAKE, size: int, key: str) -> None:
-    file = make(size)
+async def test_a_file_arrives_as_it_is(bucket: Bucket, make: MAKE, key: str) -> None:
     async with opened(bucket, bucket.server.endpoint_url) as store:
-        info = await put(store, key, file)
-        seen = await store.head(key)
-    assert digest(contents(bucket, key)) == digest(file.data)
-    assert info.version == seen.version == ObjectVersion(key, info.etag, size)
-    assert seen.metadata == info.metadata == METADATA
-    assert seen.content_type == info.content_type == "text/x-test"
-    assert abs(seen.mtime_ns - info.mtime_ns) < 60e9
+        for size in SIZES:
+            file = make(size)
+            info = await put(store, key, file)
+            seen = await store.head(key)
+            assert digest(contents(bucket, key)) == digest(file.data)
+            assert info.version == seen.version == ObjectVersion(key, info.etag, size)
+            assert seen.metadata == info.metadata == METADATA
+            assert seen.content_type == info.content_type == "text/x-test"
+            assert abs(seen.mtime_ns - info.mtime_ns) < 60e9
 
 
 async def test_a_file_of_many_parts_arrives_as_it_is(bucket: Bucket, make: MAKE) -> None:
@@ -170,17 +170,21 @@ async def test_metadata_named_as_headers_stay_metadata(
     assert seen.content_type == "text/x-test"
 
 
-@pytest.mark.parametrize("size", [10, 2 * PART])
-@pytest.mark.parametrize(
-    "metadata",
-    [{"a": "ü"}, {"a": " b"}, {"a": ""}, {"a": "b\nc: d"}, {"a b": "c"}, {"A": "b"}, {"": "b"}],
-)
-async def test_metadata_that_are_no_headers_are_refused(
-    bucket: Bucket, make: MAKE, metadata: dict[str, str], size: int
-) -> None:
+async def test_metadata_that_are_no_headers_are_refused(bucket: Bucket, make: MAKE) -> None:
+    refused = (
+        {"a": "ü"},
+        {"a": " b"},
+        {"a": ""},
+        {"a": "b\nc: d"},
+        {"a b": "c"},
+        {"A": "b"},
+        {"": "b"},
+    )
     async with opened(bucket, bucket.server.endpoint_url) as store:
-        with pytest.raises(ValueError, match="no metadata"):
-            await put(store, "refused", make(size), metadata=metadata)
+        for file in (make(10), make(2 * PART)):
+            for metadata in refused:
+                with pytest.raises(ValueError, match="no metadata"):
+                    await put(store, "refused", file, metadata=metadata)
 
 
 async def test_uploads_leave_connections_to_those_who_wait_for_data() -> None:

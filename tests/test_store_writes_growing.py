@@ -119,7 +119,7 @@ async def test_a_part_that_is_dropped_on_its_way_does_not_count(
     bucket: Bucket, faulty: FaultyS3, file: LocalFile
 ) -> None:
     rule = faulty.add("PART", times=1, stall=True)
-    async with opened(bucket, faulty.endpoint_url) as store:
+    async with opened(bucket, faulty.endpoint_url, read_timeout_s=60.0) as store:
         upload = await store.begin_upload("file", **BEGUN)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(upload.send, file.fd, [1], file.size)
@@ -133,7 +133,7 @@ async def test_two_who_send_one_part_wait_for_one_another(
     bucket: Bucket, faulty: FaultyS3, file: LocalFile
 ) -> None:
     rule = faulty.add("PART", times=1, stall=True)
-    async with opened(bucket, faulty.endpoint_url) as store:
+    async with opened(bucket, faulty.endpoint_url, read_timeout_s=60.0) as store:
         upload = await store.begin_upload("file", **BEGUN)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(upload.send, file.fd, [1], file.size)
