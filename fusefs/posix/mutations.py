@@ -164,14 +164,14 @@ class Mutations:
     async def mkdir(self, parent_id: int, name: bytes, mode: int, caller: Caller) -> Inode:
         parent = self._operations.directory(parent_id)
         made = self.changes.mkdir(parent, self._new_name(name), mode, caller)
-        inode = await self._apart.run(waiting(made))
+        inode = await self._apart.run(waiting(made), unwanted=self._inodes.drop_unknown)
         self._inodes.count(inode, time.monotonic())
         return inode
 
     async def symlink(self, parent_id: int, name: bytes, target: bytes, caller: Caller) -> Inode:
         parent = self._operations.directory(parent_id)
         made = self.changes.symlink(parent, self._new_name(name), target, caller)
-        inode = await self._apart.run(waiting(made))
+        inode = await self._apart.run(waiting(made), unwanted=self._inodes.drop_unknown)
         self._inodes.count(inode, time.monotonic())
         return inode
 
