@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
 
 from fusefs.store.errors import AccessDeniedError, UnreachableError
 from tests.support.mortal_mount import DiedError, MemoryStore, MortalMount
@@ -273,3 +276,87 @@ def die_at(store: MemoryStore, point: int) -> None:
 
 def live_on(store: MemoryStore) -> None:
     store.before = store.after = lambda _what, _key: None
+
+
+@pytest.mark.parametrize("flags", [EXCHANGE, WHITEOUT, NOREPLACE | EXCHANGE])
+async def test_what_is_not_one_step_is_refused(mount: MortalMount, flags: int) -> None:
+    mount.store.put("a", b"a")
+    mount.store.put("b", b"b")
+    async with mount.serving() as process:
+        with pytest.raises(OSError, match=rf"\[Errno {errno.EINVAL}\]"):
+            await process.rename("a", "b", flags=flags)
+        with pytest.raises(FileExistsError):
+            await process.rename("a", "b", flags=NOREPLACE)
+        await process.rename("a", "c", flags=NOREPLACE)
+        assert mount.store.contents() == {"b": b"b", "c": b"a"}
+
+
+async def test_a_target_that_is_written_is_lost_only_when_the_rename_succeeds(
+    mount: MortalMount,
+) -> None:
+    mount.store.put("a", b"a")
+
+    def fail(what: str, _key: str) -> None:
+        if what == "COPY":
+            raise UnreachableError
+
+    async with mount.serving() as process:
+        fh = await process.create("b", b"precious")
+        mount.store.before = fail
+        with pytest.raises(UnreachableError):
+            await process.rename("a", "b")
+        mount.store.before = lambda _what, _key: None
+        assert await process.load("b") == b"precious"
+        await process.close(fh)
+        assert mount.store.contents() == {"a": b"a", "b": b"precious"}
+        await process.rename("a", "b")
+        assert mount.store.contents() == {"b": b"a"}
+
+
+async def test_an_object_that_was_replaced_since_it_was_listed_is_renamed_as_it_is(
+    mount: MortalMount,
+) -> None:
+    fill(mount.store, "old/", 2)
+    async with mount.serving() as process:
+        assert await process.load("old/1") == b"1"
+        mount.store.put("old/1", b"of another node")
+        await process.rename("old/1", "one")
+        assert await process.load("one") == b"of another node"
+
+
+async def test_changes_below_a_directory_wait_for_its_new_name(mount: MortalMount) -> None:
+    """What was begun under the old name is done there, and goes along."""
+    fill(mount.store, "old/", 3)
+    store = mount.store
+    async with mount.serving() as process, trio.open_nursery() as nursery:
+        sub = await process.node("old/sub")
+        copied = trio.Event()
+
+        async def change() -> None:
+            await copied.wait()
+            await process.changes.mkdir(sub, "made", 0o755, process.caller())
+            await process.changes.unlink(sub, "x", process.caller())
+
+        nursery.start_soon(change)
+        store.after = lambda what, key: copied.set() if (what, key) == ("COPY", "new/2") else None
+        await process.rename("old", "new")
+        await wait_all_tasks_blocked()
+        assert await process.listing() == ["new"]
+        assert sorted(await process.listing("new/sub")) == ["made"]
+        assert not [key for key in store.objects if key.startswith("old/")]
+        assert "new/sub/made/" in store.objects
+
+
+async def test_removing_a_tree_asks_for_no_listings(mount: MortalMount) -> None:
+    fill(mount.store, "tree/", 4)
+    async with mount.serving() as process:
+        await process.listing()
+        await process.listing("tree")
+        await process.listing("tree/sub")
+        mount.store.asked.clear()
+        for name in ("0", "1", "2", "3", "sub/x"):
+            await process.unlink(f"tree/{name}")
+        await process.rmdir("tree/sub")
+        await process.rmdir("tree")
+        assert mount.store.objects == {}
+        assert mount.store.count("LIST") <= 2  # does the directory have a marker of its own?
