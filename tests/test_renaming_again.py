@@ -240,3 +240,32 @@ async def test_what_is_under_way_is_known_after_the_journal_was_compacted(tmp_pa
         await process.unlink("a", unique)
         with pytest.raises(FileNotFoundError):
             await process.unlink("a")
+
+
+@pytest.mark.parametrize("is_renamed", [True, False])
+async def test_an_upload_that_nobody_saw_the_end_of_leaves_no_object_behind(
+    tmp_path: Path, is_renamed: bool
+) -> None:
+    mount = MortalMount(tmp_path)
+    fh = 0
+
+    def die(what: str, _key: str) -> None:
+        if what == "PUT":
+            raise DiedError
+
+    try:
+        async with mount.serving() as process:
+            fh = await process.create("a", b"data")
+            mount.store.after = die
+            await process.close(fh)
+    except* DiedError:
+        pass
+    mount.store.after = lambda _what, _key: None
+    assert mount.store.contents() == {"a": b"data"}
+    async with mount.serving() as process:
+        if is_renamed:
+            await process.rename("a", "b")
+        else:
+            await process.unlink("a")
+        await process.close(fh)
+    assert mount.store.contents() == ({"b": b"data"} if is_renamed else {})

@@ -59,7 +59,11 @@ class Changes(Naming):
             store, renames, writer.staging.source, inodes.prefix, writer.empty,
             self._mover.is_dated, self._switch, self._mover.distrust,
         )  # fmt: skip
-        self.run = self._renames.run
+
+    async def run(self) -> None:
+        """Finish renames that nobody waits for, until cancelled."""
+        self._note_inherited()
+        await self._renames.run()
 
     def describe_renames(self) -> list[dict[str, Any]]:
         """The renames of directories that are not finished, for people to read."""
@@ -139,7 +143,8 @@ class Changes(Naming):
                 copied = await self._copy(inode.info, new_key)
             moved = {copied[0].version: copied[1]} if copied is not None else {}
             left = await self._mover.move_cached(moved)
-            if not isinstance(found, Absent) and (staged is None or staged.etag is not None):
+            may_be_there = staged is None or self._may_be_there(staged)
+            if may_be_there and not isinstance(found, Absent):
                 await self._delete_copied(old_key, copied, is_new=isinstance(target, Absent))
             if rival is not None:
                 self._unlink_staged(rival)

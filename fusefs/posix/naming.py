@@ -54,6 +54,8 @@ class Naming:
         # Requests that an earlier process had begun, and those that this one has not ended.
         self.begun: set[int] = set()
         self._under_way: set[int] = set()
+        # The nodes of files that an earlier process had staged.
+        self._inherited: set[int] | None = None
 
     def retell(self, log: NodeLog) -> None:
         """Tell a new log what the old one knows and the kernel may ask for again."""
@@ -63,11 +65,24 @@ class Naming:
     @asynccontextmanager
     async def _changing(self, caller: Caller, *directories: Inode) -> AsyncIterator[None]:
         """Do what a request asks for in these directories."""
+        self._note_inherited()
         try:
             async with self._gate.change(*directories):
                 yield
         finally:
             self._under_way.discard(caller.unique)
+
+    def _note_inherited(self) -> None:
+        """Before the first change of this process: whose uploads it did not see."""
+        if self._inherited is None:
+            self._inherited = {staged.inode.nodeid for staged in self._writer.staging}
+
+    def _may_be_there(self, staged: Staged) -> bool:
+        """Whether the bucket may have an object under a staged file's key.
+
+        The last upload of a process that was killed may have taken effect.
+        """
+        return staged.etag is not None or staged.inode.nodeid in (self._inherited or ())
 
     def _begin(self, caller: Caller) -> None:
         """Put a request on record that is about to change something."""
@@ -153,7 +168,7 @@ class Naming:
         key = self._inodes.key(parent) + name
         async with AsyncExitStack() as stack:
             staged = await self._held(stack, inode)
-            if staged is None or staged.etag is not None:
+            if staged is None or self._may_be_there(staged):
                 await self._store.delete(key)
             if staged is not None:
                 self._unlink_staged(staged)
