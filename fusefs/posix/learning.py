@@ -29,6 +29,8 @@ MOST_KEPT = 4096
 MOST_STREAKS = 64
 # Versions of which it is remembered what they say, at about 100 bytes for each.
 MOST_REMEMBERED = 200_000
+# S3 tells times in whole seconds, and by a clock of its own.
+SETTLED_NS = 5 * SECOND_NS
 
 
 class Question:
@@ -139,8 +141,9 @@ class Learner:
             default = inode.default_meta(self._owner)
             inode.meta = meta.read(told or {}, default)
             inode.packed = None
-            if question.info is not None and _is_same(question.info, inode.info):
-                self._remember(question.info, None if inode.meta == default else inode.meta)
+            info = question.info
+            if info is not None and _is_same(info, inode.info) and _is_settled(info):
+                self._remember(info, None if inode.meta == default else inode.meta)
 
     def _remember(self, info: ObjectInfo, said: Meta | None) -> None:
         self._remembered[_version(info)] = said
@@ -214,6 +217,11 @@ def _version(info: ObjectInfo) -> int:
     """What tells an object from others and from itself after each change of its metadata."""
     # Some servers list parts of seconds, which a HEAD does not tell.
     return hash((info.key, info.etag, info.size, info.mtime_ns // SECOND_NS))
+
+
+def _is_settled(info: ObjectInfo) -> bool:
+    """Whether a further change of its metadata would show in its time."""
+    return time.time_ns() - info.mtime_ns > SETTLED_NS
 
 
 def _is_same(told: ObjectInfo, known: ObjectInfo | None) -> bool:
