@@ -18,7 +18,7 @@ from tests.conftest import Bucket, new_bucket
 from tests.support.csi_node import Node, code_of, running_node
 from tests.support.csi_rights import allow, retire
 from tests.support.fake_sts import AUDIENCE, FakeSts, token_for
-from tests.support.s3_server import S3Server
+from tests.support.s3_server import SECRET_KEY, S3Server
 from tests.support.sharing import skip_without_fuse, until
 
 ROLE = "arn:aws:iam::123456789012:role/reader"
@@ -177,6 +177,39 @@ def things_of(node: Node, uid: int) -> list[str]:
         for path in (os.path.join(directory, name) for name in names)
         if os.lstat(path).st_uid == uid
     ]
+
+
+def test_secrets_are_nowhere_but_in_their_file(node: Node, data: Bucket) -> None:
+    target = node.target("pod")
+    node.publish("secret", target, bucket=data.name)
+    told = node.log.read_bytes()
+    for pid in (*node.processes(), node.process.pid if node.process else 0):
+        told += (
+            Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
+        )
+    for record in (node.state / "mounts").iterdir():
+        told += record.read_bytes()
+    assert SECRET_KEY.encode() not in told
+    for place in (node.cache, node.kubelet / "plugins"):
+        for directory, _, names in os.walk(place):
+            if directory == str(node.mounts):
+                break
+            for name in names:
+                assert SECRET_KEY.encode() not in Path(directory, name).read_bytes()
+    node.unpublish("secret", target)
+
+
+def test_a_daemon_is_a_user_of_its_identitys_own(node: Node, data: Bucket) -> None:
+    first, second = node.target("pod-1"), node.target("pod-2")
+    node.publish("keys", first, bucket=data.name)
+    node.publish("driver", second, secrets={}, bucket=data.name)
+    uids = {Path(f"/proc/{pid}").stat().st_uid for pid in node.daemons()}
+    assert len(uids) == 2
+    assert min(uids) >= 1_900_000_000
+    for pid in node.daemons():
+        assert "NoNewPrivs:\t1" in Path(f"/proc/{pid}/status").read_text()
+    node.unpublish("keys", first)
+    node.unpublish("driver", second)
 
 
 def test_rotated_keys_are_used_when_the_old_ones_are_no_more(

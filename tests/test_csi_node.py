@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -14,9 +13,17 @@ import pytest
 
 from csi.generated import csi_pb2
 from tests.conftest import Bucket
-from tests.support.csi_node import SECRETS, Mode, Node, capability, code_of, running_node
+from tests.support.csi_node import (
+    SECRETS,
+    Mode,
+    Node,
+    capability,
+    code_of,
+    running_node,
+    until_final,
+)
 from tests.support.faulty_s3 import FaultyS3
-from tests.support.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
+from tests.support.s3_server import ACCESS_KEY, S3Server
 from tests.support.sharing import skip_without_fuse, until
 
 Code = grpc.StatusCode
@@ -195,20 +202,9 @@ def test_a_publish_that_was_cut_off_is_finished_by_the_next(
     node.start()
     faulty.remove(slow)
     slow.release()
-    until(lambda: published(node, "cut", target, volume), "it is published")
+    until_final(node.publish, "cut", target, **volume)
     assert (target / "hello").read_bytes() == b"hello"
     node.unpublish("cut", target)
-
-
-def published(node: Node, volume_id: str, target: Path, volume: dict[str, str]) -> bool:
-    """Publish as kubelet does: again while the driver says that it is not final."""
-    try:
-        node.publish(volume_id, target, **volume)
-    except grpc.RpcError as error:
-        told: Any = error
-        assert told.code() in (Code.ABORTED, Code.UNAVAILABLE), told.details()
-        return False
-    return True
 
 
 # --- what is refused ----------------------------------------------------------------
@@ -296,7 +292,6 @@ def test_a_published_path_takes_nothing_else(node: Node, data: Bucket) -> None:
     ("mode", "code"),
     [
         ("SINGLE_NODE_WRITER", Code.FAILED_PRECONDITION),
-        ("SINGLE_NODE_READER_ONLY", Code.FAILED_PRECONDITION),
         ("SINGLE_NODE_SINGLE_WRITER", Code.FAILED_PRECONDITION),
         ("SINGLE_NODE_MULTI_WRITER", None),
     ],
@@ -365,7 +360,7 @@ def test_a_node_tells_its_name_and_what_it_can(node: Node) -> None:
         node.node.NodeStageVolume(csi_pb2.NodeStageVolumeRequest(volume_id="x"), timeout=10)
 
 
-# --- uploads and secrets ------------------------------------------------------------
+# --- uploads ------------------------------------------------------------------------
 
 
 def test_what_could_not_be_uploaded_is_waited_for(
@@ -382,36 +377,3 @@ def test_what_could_not_be_uploaded_is_waited_for(
     faulty.remove(fault)
     node.unpublish("slow", target)
     assert data.client.get_object(Bucket=data.name, Key="a/late")["Body"].read() == b"x" * 1000
-
-
-def test_secrets_are_nowhere_but_in_their_file(node: Node, data: Bucket) -> None:
-    target = node.target("pod")
-    node.publish("secret", target, bucket=data.name)
-    told = node.log.read_bytes()
-    for pid in (*node.processes(), node.process.pid if node.process else 0):
-        told += (
-            Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
-        )
-    for record in (node.state / "mounts").iterdir():
-        told += record.read_bytes()
-    assert SECRET_KEY.encode() not in told
-    for place in (node.cache, node.kubelet / "plugins"):
-        for directory, _, names in os.walk(place):
-            if directory == str(node.mounts):
-                break
-            for name in names:
-                assert SECRET_KEY.encode() not in Path(directory, name).read_bytes()
-    node.unpublish("secret", target)
-
-
-def test_a_daemon_is_a_user_of_its_identitys_own(node: Node, data: Bucket) -> None:
-    first, second = node.target("pod-1"), node.target("pod-2")
-    node.publish("keys", first, bucket=data.name)
-    node.publish("driver", second, secrets={}, bucket=data.name)
-    uids = {Path(f"/proc/{pid}").stat().st_uid for pid in node.daemons()}
-    assert len(uids) == 2
-    assert min(uids) >= 1_900_000_000
-    for pid in node.daemons():
-        assert "NoNewPrivs:\t1" in Path(f"/proc/{pid}/status").read_text()
-    node.unpublish("keys", first)
-    node.unpublish("driver", second)

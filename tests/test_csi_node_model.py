@@ -8,30 +8,24 @@ identity's; no object is lost; and when all have gone, nothing is left.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import grpc
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 from hypothesis.strategies import sampled_from
 
 from tests.conftest import Bucket, new_bucket
-from tests.support.csi_node import Node, running_node
+from tests.support.csi_node import Node, running_node, until_final
 from tests.support.csi_rights import allow, reboot, retire
 from tests.support.s3_server import S3Server
-from tests.support.sharing import PATIENCE_S, skip_without_fuse, until
+from tests.support.sharing import skip_without_fuse, until
 
 EXAMPLES = int(os.environ.get("CSI_EXAMPLES", "1"))
 STEPS = int(os.environ.get("CSI_STEPS", "6"))
 PODS = ("pod-0", "pod-1", "pod-2")
 IDENTITIES = ("x", "y")
-NOT_FINAL = (
-    grpc.StatusCode.ABORTED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED,
-)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -49,20 +43,6 @@ def data(s3: S3Server) -> Bucket:
     for name in IDENTITIES:
         bucket.put(f"{name}/hello", f"of {name}".encode())
     return bucket
-
-
-def until_final(call: Any, *arguments: Any, **options: Any) -> None:
-    """Call as kubelet does: again until the answer is final, which has to be OK."""
-    deadline = time.monotonic() + PATIENCE_S
-    while True:
-        try:
-            call(*arguments, **options)
-            return
-        except grpc.RpcError as error:
-            told: Any = error
-            if told.code() not in NOT_FINAL or time.monotonic() > deadline:
-                raise
-        time.sleep(0.1)
 
 
 def test_a_node_keeps_its_promises_in_any_order_of_events(

@@ -27,6 +27,9 @@ START = "import sys; from csi.cli import main; sys.exit(main())"
 SECRETS = {"accessKeyId": ACCESS_KEY, "secretAccessKey": SECRET_KEY}
 Mode = csi_pb2.VolumeCapability.AccessMode
 MULTI = Mode.MULTI_NODE_MULTI_WRITER
+NOT_FINAL = (
+    grpc.StatusCode.ABORTED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED,
+)  # fmt: skip
 
 
 def capability(
@@ -250,3 +253,17 @@ def code_of(error: Any) -> grpc.StatusCode:
     """The status of a failed call."""
     code: grpc.StatusCode = error.value.code()
     return code
+
+
+def until_final(call: Any, *arguments: Any, **options: Any) -> None:
+    """Call as kubelet does: again until the answer is final, which has to be OK."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            call(*arguments, **options)
+            return
+        except grpc.RpcError as error:
+            told: Any = error
+            if told.code() not in NOT_FINAL or time.monotonic() > deadline:
+                raise
+        time.sleep(0.1)
