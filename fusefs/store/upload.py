@@ -106,7 +106,7 @@ class S3Upload:
         async def copy() -> Part:
             return await self._store.retried("COPY PART", self._state.key, work, requests.writing)
 
-        await self._obtain(number, copy)
+        await self._obtain(number, copy, lambda: False)
 
     async def copy_all(self, source: ObjectVersion) -> None:
         """Copy the parts from another object, byte for byte."""
@@ -264,7 +264,7 @@ class S3Upload:
             self._store.note_sent(len(body))
             return part
 
-        await self._obtain(number, send)
+        await self._obtain(number, send, lambda: self._fits(self._parts.get(number), size))
 
     def _put(self, clients: Clients, number: int, body: Body, checksum: str) -> str | None:
         """Send a part and return its ETag. Blocks."""
@@ -285,9 +285,16 @@ class S3Upload:
         )
         return told.get("ETag")
 
-    async def _obtain(self, number: int, obtain: Callable[[], Awaitable[Part]]) -> None:
-        """Have the bucket get a part; it counts unless it is dropped meanwhile."""
+    async def _obtain(
+        self, number: int, obtain: Callable[[], Awaitable[Part]], is_there: Callable[[], bool]
+    ) -> None:
+        """Have the bucket get a part; it counts unless it is dropped meanwhile.
+
+        Nothing is done if somebody else has brought it by now.
+        """
         async with self._turns[number]:
+            if number in self._valid and is_there():
+                return
             self.drop(number)
             self._valid.add(number)
             part = await obtain()
