@@ -14,6 +14,7 @@ import pytest
 from tests.conftest import Bucket
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
+from tests.support.semantics import states
 from tests.support.sharing import mounted
 from tests.support.writing import WRITABLE, cost, metadata, status, stored
 
@@ -98,6 +99,10 @@ def test_nothing_in_a_bucket_makes_a_program_setuid_or_a_device(
     assert (mount.path / name).lstat().st_mode == stat.S_IFREG | mode
 
 
+@states(
+    "Other metadata of an object stays when attributes change, and goes when the content "
+    "is rewritten."
+)
 def test_other_metadata_stays_when_attributes_change_and_goes_with_the_content(
     mount: Mount, shared: Bucket
 ) -> None:
@@ -113,6 +118,7 @@ def test_other_metadata_stays_when_attributes_change_and_goes_with_the_content(
 # --- setting them ----------------------------------------------------------------
 
 
+@states("Set-id bits are never kept, whoever sets them.")
 def test_set_id_bits_are_never_kept(path: Path, shared: Bucket) -> None:
     os.chmod(path, 0o6751)
     assert stat.S_IMODE(path.stat().st_mode) == 0o751
@@ -121,6 +127,7 @@ def test_set_id_bits_are_never_kept(path: Path, shared: Bucket) -> None:
     assert metadata(shared, path.name)["mode"] == str(stat.S_IFREG | 0o1751)
 
 
+@states("Setting what is already so asks the bucket nothing.")
 def test_what_changes_nothing_asks_the_bucket_nothing(mount: Mount, path: Path) -> None:
     found = path.stat()
 
@@ -143,6 +150,7 @@ def test_the_content_stays_cached_when_attributes_change(mount: Mount, path: Pat
     assert cost(mount, lambda: path.read_bytes()) == {}
 
 
+@states("An access time is accepted and not kept.")
 def test_an_access_time_is_accepted_and_not_kept(mount: Mount, path: Path) -> None:
     before = path.stat().st_mtime_ns
     touch = ["touch", "-a", "-d", "@12345", path]

@@ -13,6 +13,7 @@ from tests.conftest import Bucket
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
+from tests.support.semantics import states
 from tests.support.sharing import PATIENCE_S, mounted, python, until
 from tests.support.writing import WRITABLE, metadata, status
 
@@ -58,6 +59,9 @@ def test_a_mode_is_set(mount: Mount, shared: Bucket, faulty: FaultyS3) -> None:
     until(lambda: (mount.path / "file").stat().st_mode == int(wanted), "the mount shows it")
 
 
+@states(
+    "A program that is killed in a change of names does not wait, and the change is done whole."
+)
 def test_a_directory_is_renamed(mount: Mount, shared: Bucket, faulty: FaultyS3) -> None:
     call = "os.rename(path, os.path.join(os.path.dirname(path), 'new'))"
     killed_in(call, mount.path / "old", faulty, "COPY")

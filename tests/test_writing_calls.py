@@ -15,6 +15,7 @@ from fusefs.posix.allocating import allocate
 from tests.conftest import Bucket
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
+from tests.support.semantics import states
 from tests.support.sharing import SESSIONS, mounted, until
 from tests.support.writing import WRITABLE, stored
 
@@ -52,6 +53,7 @@ def mapped_in_c(fd: int, size: int) -> int:
     return address
 
 
+@states("What is stored through a shared mapping is uploaded at close, or after munmap.")
 def test_what_is_stored_through_a_mapping_is_there_at_close(
     mount: Mount, path: Path, shared: Bucket
 ) -> None:
@@ -63,6 +65,7 @@ def test_what_is_stored_through_a_mapping_is_there_at_close(
         assert content_of(shared, mount, path) == bytes(5) + b"store" + bytes(9990)
 
 
+@states("What is stored through a shared mapping is uploaded at close, or after munmap.")
 def test_what_is_stored_after_the_close_is_uploaded_after_munmap(
     mount: Mount, path: Path, shared: Bucket
 ) -> None:
@@ -100,6 +103,7 @@ def test_direct_writes_and_reads_are_the_same_file(
     assert content_of(shared, mount, path) == bytes(4096) + content[:]
 
 
+@states("Handles that append do not overwrite each other.")
 def test_appending_handles_do_not_overwrite_each_other(
     mount: Mount, path: Path, shared: Bucket
 ) -> None:
@@ -145,6 +149,10 @@ def test_space_is_allocated_and_the_file_is_longer(
     ],
     ids=["kept size", "punched", "zeroed"],
 )
+@states(
+    "`fallocate` extends, punches and zeroes; under pyfuse3 and in a large object that is "
+    "edited it is EOPNOTSUPP beyond extending."
+)
 def test_a_range_is_allocated_punched_or_zeroed(
     mount: Mount, path: Path, shared: Bucket, mode: int, expected: bytes
 ) -> None:
@@ -179,11 +187,13 @@ def test_the_kernel_copies_between_files(mount: Mount, path: Path, shared: Bucke
     assert content_of(shared, mount, path) == content + content[:1000]
 
 
+@states("An unnamed file (O_TMPFILE) is refused with EOPNOTSUPP.")
 def test_an_unnamed_file_is_refused(mount: Mount) -> None:
     with pytest.raises(OSError, match=os.strerror(errno.EOPNOTSUPP)):
         os.open(mount.path, os.O_TMPFILE | os.O_RDWR)
 
 
+@states("`fsync` of a directory returns at once: a name is durable when its object is.")
 def test_a_directory_can_be_synced(mount: Mount) -> None:
     fd = os.open(mount.path, os.O_RDONLY | os.O_DIRECTORY)
     os.fsync(fd)

@@ -15,6 +15,7 @@ import pytest
 from tests.conftest import Bucket, Mounter
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
+from tests.support.semantics import states
 from tests.support.sharing import SESSIONS, mounted, python
 from tests.support.surviving import keeper_status, serving_pid, wait_until
 from tests.support.writing import WRITABLE, stored
@@ -68,6 +69,9 @@ def as_another_sees(path: Path) -> tuple[str, str]:
     return by_flock, by_fcntl
 
 
+@states(
+    "`flock` and `fcntl` locks on files that are written hold between the processes of one machine."
+)
 def test_both_kinds_keep_other_processes_out_of_a_file_that_is_written(mount: Mount) -> None:
     path = mount.path / "data"
     with open(path, "wb", buffering=0) as mine:
@@ -129,6 +133,7 @@ def test_a_file_that_is_created_exclusively_is_a_lock(mount: Mount) -> None:
     assert not (mount.path / "exclusive").exists()
 
 
+@states("Locks outlive the daemon.")
 def test_locks_outlive_the_daemon(mounter: Mounter, bucket: Bucket) -> None:
     mount = mounter("--session", "kernel", WRITABLE)
     path = mount.path / "held"

@@ -15,6 +15,7 @@ import pytest
 from tests.conftest import Bucket
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
+from tests.support.semantics import states
 from tests.support.sharing import mounted
 from tests.support.writing import WRITABLE, cost, metadata, status, stored
 
@@ -69,6 +70,9 @@ def test_attributes_are_set_listed_read_and_removed(path: Path) -> None:
     assert "user.one" not in os.listxattr(path)
 
 
+@states(
+    "Extended attributes `user.*` are kept in the object's metadata (`xattr`), as s3fs writes them."
+)
 def test_the_object_keeps_them_as_s3fs_does(path: Path, shared: Bucket) -> None:
     os.setxattr(path, "user.größe", b"\xff\xfb\xf0")
     told = metadata(shared, path.name)["xattr"]
@@ -76,6 +80,9 @@ def test_the_object_keeps_them_as_s3fs_does(path: Path, shared: Bucket) -> None:
     assert json.loads(unquote(told)) == {"user.größe": base64.b64encode(b"\xff\xfb\xf0").decode()}
 
 
+@states(
+    "Extended attributes `user.*` are kept in the object's metadata (`xattr`), as s3fs writes them."
+)
 def test_what_s3fs_has_written_is_read(mount: Mount) -> None:
     assert own(mount.path / "s3fs") == {
         "user.bin": bytes(range(40)) + b"\xff\xfb\xf0",
@@ -109,6 +116,11 @@ def test_what_cannot_be_read_is_none(mount: Mount, name: str) -> None:
         ("user.", b"x", 0, errno.EINVAL),
         ("user.large", bytes(1600), 0, errno.ENOSPC),
     ],
+)
+@states(
+    "`user.s3.*` cannot be set (EPERM), attributes of other kinds are not kept "
+    "(EOPNOTSUPP), and beyond the 2 KiB that an object has for metadata setting one is "
+    "ENOSPC."
 )
 def test_what_cannot_be_set_is_said(
     path: Path, shared: Bucket, name: str, value: bytes, flags: int, number: int
