@@ -30,7 +30,7 @@ from tests.support.programs import (
     tree,
 )
 
-FILES = 5000 if IS_FULL else 150
+FILES = 5000 if IS_FULL else 100
 
 
 @pytest.fixture(scope="module")

@@ -119,6 +119,12 @@ def names_and_contents(found: Tree) -> Tree:
     return {path: Entry(one.kind, one.content, one.mode) for path, one in found.items()}
 
 
+def times_of_contents(found: Tree) -> dict[str, int]:
+    """When files were written that have something written to them."""
+    nothing = digest(b"")
+    return {path: one.mtime_ns for path, one in found.items() if one.content != nothing}
+
+
 def in_bucket(bucket: Bucket, prefix: str) -> Tree:
     """The tree that S3 alone tells of, without times."""
     found: Tree = {}
@@ -149,6 +155,7 @@ def check_what_is_left(mount: Mount, bucket: Bucket, folder: str) -> Tree:
     mount.start()
     after = tree(mount.path / folder)
     assert names_and_contents(after) == names_and_contents(before)
+    assert times_of_contents(after) == times_of_contents(before)
     assert in_bucket(bucket, f"{folder}/") == names_and_contents(before)
     assert not bucket.client.list_multipart_uploads(Bucket=bucket.name).get("Uploads")
     return after
