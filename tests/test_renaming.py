@@ -12,6 +12,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from fusefs.store.errors import AccessDeniedError, UnreachableError
 from tests.support.mortal_mount import DiedError, MemoryStore, MortalMount
+from tests.support.semantics import states
 
 NOREPLACE, EXCHANGE, WHITEOUT = 1, 2, 4
 
@@ -55,6 +56,7 @@ async def test_a_directory_takes_all_along(mount: MortalMount) -> None:
     assert list((mount.directory / "renames").iterdir()) == []
 
 
+@states("A renamed file stays as old as it is.")
 async def test_a_file_stays_as_old_as_it_is(mount: MortalMount) -> None:
     """Also in the bucket, where a copy is new."""
     mount.store.put("old/plain", b"1")
@@ -89,6 +91,7 @@ async def test_what_was_cached_is_not_downloaded_again(mount: MortalMount) -> No
         assert mount.store.count("GET") == 0
 
 
+@states("Files that are open, also for writing, go on under the new name.")
 async def test_open_files_are_read_on_under_the_new_name(mount: MortalMount) -> None:
     """Also one of which only the first bytes are there."""
     data = os.urandom(4 << 20)
@@ -118,6 +121,7 @@ async def test_what_is_only_staged_is_uploaded_under_the_new_name_alone(
         assert not [key for what, key in mount.store.asked if what == "PUT" and "old/f" in key]
 
 
+@states("Files that are open, also for writing, go on under the new name.")
 async def test_a_file_that_is_written_goes_on_under_the_new_name(mount: MortalMount) -> None:
     mount.store.put("old/log", b"one")
     async with mount.serving() as process:
@@ -155,6 +159,7 @@ async def test_what_changes_while_it_is_copied_comes_along(mount: MortalMount) -
         assert below(store, "old/") == {}
 
 
+@states("If the rename of a directory fails its copies are removed.")
 async def test_copies_that_cannot_be_made_are_taken_back(mount: MortalMount) -> None:
     tree = fill(mount.store, "old/")
     mount.store.put("new/", mode="16832")
@@ -279,6 +284,7 @@ def live_on(store: MemoryStore) -> None:
 
 
 @pytest.mark.parametrize("flags", [EXCHANGE, WHITEOUT, NOREPLACE | EXCHANGE])
+@states("RENAME_EXCHANGE is EINVAL: three copies are not one step.")
 async def test_what_is_not_one_step_is_refused(mount: MortalMount, flags: int) -> None:
     mount.store.put("a", b"a")
     mount.store.put("b", b"b")

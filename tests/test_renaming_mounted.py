@@ -15,6 +15,7 @@ from tests.conftest import Bucket
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
+from tests.support.semantics import states
 from tests.support.sharing import content, mounted
 from tests.support.surviving import keeper_status, serving_pid, wait_until
 
@@ -58,6 +59,7 @@ def keys(bucket: Bucket, prefix: str) -> list[str]:
     return [one["Key"] for one in page.get("Contents", [])]
 
 
+@states("What was cached is read from the cache after a rename, of a file or of a directory.")
 def test_what_was_saved_by_rename_is_read_from_the_cache(writable: Mount, shared: Bucket) -> None:
     data = content("model", 3 * MIB)
     path = writable.path / "model"
@@ -138,6 +140,10 @@ def test_names_cost_few_requests(writable: Mount) -> None:
     assert asked(writable, top.rmdir) == {"deletes": 1}
 
 
+@states(
+    "The rename of a directory that a daemon or a machine died over is finished; at every "
+    "moment each file is there under its old name or its new one."
+)
 def test_a_directory_is_renamed_while_daemons_are_killed(
     mounter: Callable[..., Mount], bucket: Bucket, faulty: FaultyS3
 ) -> None:
@@ -171,6 +177,10 @@ def test_a_directory_is_renamed_while_daemons_are_killed(
     assert len(made) < 1.8 * len(expected), "what was copied was copied again"
 
 
+@states(
+    "The rename of a directory that a daemon or a machine died over is finished; at every "
+    "moment each file is there under its old name or its new one."
+)
 def test_the_next_mount_finishes_a_rename(
     mounter: Callable[..., Mount], bucket: Bucket, faulty: FaultyS3
 ) -> None:

@@ -152,15 +152,6 @@ class Writeback:
         else:
             self._settle(staged)
 
-    async def upload_all(self, prefix: str) -> None:
-        """Have everything that is staged below a prefix in the bucket.
-
-        Raises:
-            StoreError, OSError: something can't be uploaded.
-        """
-        for staged in self.pending(prefix):
-            await self.upload(staged)
-
     def pending(self, key: str) -> list[Staged]:
         """What is not in the bucket of a file or of what is below a prefix ("": of everything)."""
         below = key if not key or key.endswith("/") else key + "/"
@@ -235,19 +226,6 @@ class Writeback:
         elif not self.uploads.is_under_way(staged):
             self.staging.close(staged)
             self.uploads.start(staged, LATER_S if self._rules.is_local else 0.0)
-
-    async def forget_unlinked(self, inode: Inode) -> None:
-        """The name of a staged file is gone; its content goes with the last handle."""
-        staged = inode.staged
-        if staged is None:
-            return
-        async with self.held(staged):
-            if inode.staged is not staged:
-                return  # it settled while this was waiting
-            staged.is_unlinked = True
-            self.staging.record(staged)
-        if not inode.served:
-            self._release(staged)
 
     def restore(self, inode: Inode) -> None:
         """Take up what an earlier process had staged under a node."""

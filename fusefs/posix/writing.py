@@ -190,7 +190,7 @@ class Writer(Writeback):
                 mtime_ns = info.mtime_ns if meta.mtime_ns is None else meta.mtime_ns
                 os.utime(fd, ns=(mtime_ns, mtime_ns))
             staged = self.staging.begin(
-                inode, fd, meta.changed(mtime_ns=None), info.etag,
+                inode, fd, meta.changed(mtime_ns=None), inode.info.etag,
                 base if base.lacks(0, wanted) else None,
             )  # fmt: skip
         except (StaleVersionError, NotFoundError):
