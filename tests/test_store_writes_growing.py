@@ -148,6 +148,18 @@ async def test_two_who_send_one_part_wait_for_one_another(
     assert digest(contents(bucket, "file")) == digest(file.data)
 
 
+async def test_a_part_that_somebody_else_has_sent_is_not_sent_again(
+    bucket: Bucket, faulty: FaultyS3, file: LocalFile
+) -> None:
+    async with opened(bucket, faulty.endpoint_url) as store:
+        upload = await store.begin_upload("file", **BEGUN)
+        async with trio.open_nursery() as nursery:
+            for _ in range(2):
+                nursery.start_soon(upload.send, file.fd, [1], file.size)
+        assert upload.has(1)
+    assert len(faulty.requests("PART")) == 1
+
+
 # --- what another process has sent ---------------------------------------------------
 
 

@@ -133,12 +133,9 @@ class UploadState:
         """The state as JSON can hold it."""
         parts = [[part.number, part.size, part.etag, part.checksum] for part in self.parts]
         return {
-            "key": self.key,
-            "upload_id": self.upload_id,
-            "part_size": self.part_size,
-            "metadata": dict(self.metadata),
-            "parts": parts,
-        }
+            "key": self.key, "upload_id": self.upload_id, "part_size": self.part_size,
+            "metadata": dict(self.metadata), "parts": parts,
+        }  # fmt: skip
 
     @staticmethod
     def from_plain(plain: Mapping[str, Any]) -> UploadState:
@@ -181,18 +178,10 @@ class Upload(Protocol):
         """What to put on record; it changes with each part."""
 
     def part_at(self, offset: int) -> int:
-        """The number of the part that has the byte at `offset`.
-
-        Raises:
-            ValueError: no object is as large.
-        """
+        """The number of the part that has this byte; a ValueError if no object is as large."""
 
     def part_range(self, number: int, size: int) -> tuple[int, int]:
-        """The bytes [start, stop) of a part in a file of `size` bytes.
-
-        Raises:
-            ValueError: such a file has no such part.
-        """
+        """The bytes [start, stop) of a part of a file; a ValueError if it has no such part."""
 
     def part_count(self, size: int) -> int:
         """How many parts a file of `size` bytes has."""
@@ -215,9 +204,10 @@ class Upload(Protocol):
     async def send(self, fd: int, numbers: Iterable[int], size: int) -> None:
         """Send these parts of a file of `size` bytes, in parallel.
 
-        Two who send one part at the same time wait for one another. Reads with
-        pread; after the return, also by cancellation, `fd` is not used any
-        more, and the parts that were done stay done.
+        A part that somebody else sends is waited for; one that has been sent
+        and not been dropped is not sent again. Reads with pread; after the
+        return, also by cancellation, `fd` is not used any more, and the parts
+        that were done stay done.
 
         Raises:
             StoreError: a part could not be sent in the retry time, or the file
@@ -265,12 +255,7 @@ class Store(Protocol):
     """One bucket. All methods raise `StoreError` (see store/errors.py)."""
 
     async def list_page(
-        self,
-        prefix: str,
-        *,
-        delimiter: str = "/",
-        start_after: str = "",
-        max_keys: int = 1000,
+        self, prefix: str, *, delimiter: str = "/", start_after: str = "", max_keys: int = 1000
     ) -> ListPage:
         """Return one page of the keys that start with `prefix`.
 

@@ -1,0 +1,146 @@
+"""Copies on the server, on a real one: what they keep, what they replace, and what they cost."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fusefs.store import copying, multipart
+from fusefs.store.base import ObjectInfo, ObjectVersion
+from fusefs.store.errors import (
+    NotFoundError,
+    StaleVersionError,
+)
+from tests.conftest import Bucket
+from tests.support.faulty_s3 import FaultyS3
+from tests.support.s3_server import S3Server
+from tests.support.store_writing import (
+    METADATA,
+    PART,
+    LocalFile,
+    become_owner,
+    contents,
+    digest,
+    keys,
+    opened,
+    put,
+)
+
+MAKE = Callable[[int], LocalFile]
+# One that obstore can express, and one that it can't.
+KEYS = ["some dir/a+b %20~ü", "odd\x01key"]
+
+
+@pytest.fixture(autouse=True)
+def _as_owner(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    become_owner(s3, monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def _as_usual(faulty: FaultyS3) -> Iterator[None]:
+    yield
+    faulty.clear()
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[MAKE]:
+    """Makes files of a size."""
+    made: list[LocalFile] = []
+
+    def make_one(size: int) -> LocalFile:
+        made.append(LocalFile(tmp_path / str(len(made)), size))
+        return made[-1]
+
+    yield make_one
+    for file in made:
+        os.close(file.fd)
+
+
+@pytest.fixture(params=[False, True], ids=["whole", "in parts"])
+def copied_in_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    if request.param:
+        monkeypatch.setattr(copying, "COPY_LIMIT", PART)
+        monkeypatch.setattr(multipart, "COPY_PART", PART)
+    return bool(request.param)
+
+
+@pytest.mark.usefixtures("copied_in_parts")
+@pytest.mark.parametrize("has_listed", [True, False])
+async def test_a_copy_has_what_its_source_has(bucket: Bucket, make: MAKE, has_listed: bool) -> None:
+    file = make(3 * PART + 5)
+    async with opened(bucket, bucket.server.endpoint_url, has_listed=has_listed) as store:
+        source = await put(store, KEYS[0], file)
+        copied = await store.copy(source.version, "a copy/ü")
+        seen = await store.head("a copy/ü")
+    assert copied == seen
+    assert (seen.metadata, seen.content_type) == (METADATA, "text/x-test")
+    assert digest(contents(bucket, "a copy/ü")) == digest(file.data)
+
+
+@pytest.mark.parametrize("key", ["it's/~a+b %20&=?#*()!@:,;$[]", *KEYS])
+async def test_what_was_listed_is_copied_with_one_request(
+    bucket: Bucket, faulty: FaultyS3, key: str
+) -> None:
+    bucket.put(key, b"x", Metadata={"mode": "1"}, StorageClass="STANDARD_IA")
+    async with opened(bucket, faulty.endpoint_url) as store:
+        [listed] = (await store.list_page("", delimiter="")).objects
+        faulty.clear()
+        copied = await store.copy(listed, key + "2")
+        assert [request.operation for request in faulty.requests()] == ["COPY"]
+        seen = await store.head(key + "2")
+    assert (copied.version, copied.mtime_ns) == (seen.version, seen.mtime_ns)
+    assert copied.storage_class == seen.storage_class == "STANDARD_IA"
+    assert (copied.metadata, seen.metadata) == (None, {"mode": "1"})
+
+
+@pytest.mark.usefixtures("copied_in_parts")
+async def test_a_copy_with_other_metadata_keeps_the_rest(bucket: Bucket, make: MAKE) -> None:
+    file = make(2 * PART)
+    kept = {"ContentType": "a/b", "CacheControl": "no-cache", "ContentEncoding": "x"}
+    etag = bucket.put("source", file.data, Metadata={"old": "1"}, **kept)
+    async with opened(bucket, bucket.server.endpoint_url) as store:
+        await store.copy(ObjectVersion("source", etag, file.size), "copy", metadata={"new": "2"})
+        assert (await store.head("copy")).metadata == {"new": "2"}
+    answer = bucket.client.head_object(Bucket=bucket.name, Key="copy")
+    assert {name: answer[name] for name in kept} == kept
+
+
+async def test_the_metadata_of_an_object_are_replaced_in_place(bucket: Bucket, make: MAKE) -> None:
+    file = make(100)
+    async with opened(bucket, bucket.server.endpoint_url) as store:
+        info = await put(store, "same", file)
+        changed = await store.copy(info.version, "same", metadata={"mode": "33152"})
+        seen = await store.head("same")
+    assert changed.version == seen.version
+    assert seen.metadata == {"mode": "33152"}
+    assert contents(bucket, "same") == file.data
+
+
+@pytest.mark.usefixtures("copied_in_parts")
+async def test_tags_go_with_a_copy(bucket: Bucket, make: MAKE) -> None:
+    file = make(2 * PART)
+    etag = bucket.put("source", file.data, Tagging="a=b%26c&d=")
+    async with opened(bucket, bucket.server.endpoint_url) as store:
+        await store.copy(ObjectVersion("source", etag, file.size), "copy")
+    tags = bucket.client.get_object_tagging(Bucket=bucket.name, Key="copy")["TagSet"]
+    assert {tag["Key"]: tag["Value"] for tag in tags} == {"a": "b&c", "d": ""}
+
+
+async def test_another_version_than_the_named_one_is_not_copied(bucket: Bucket, make: MAKE) -> None:
+    async with opened(bucket, bucket.server.endpoint_url) as store:
+        old = await put(store, "source", make(100))
+        await put(store, "source", make(100))
+        for source in (old, old.version):
+            with pytest.raises(StaleVersionError):
+                await store.copy(source, "copy")
+    assert keys(bucket) == ["source"]
+
+
+async def test_what_is_missing_is_not_copied(bucket: Bucket) -> None:
+    async with opened(bucket, bucket.server.endpoint_url) as store:
+        for source in (ObjectVersion("missing", '"00"', 1), ObjectInfo("missing", 1, '"00"', 0)):
+            with pytest.raises(NotFoundError):
+                await store.copy(source, "copy")
