@@ -16,6 +16,7 @@ from tests.conftest import Bucket
 from tests.support.mounting import Mount
 from tests.support.semantics import states
 from tests.support.surviving import keeper_status, serving_pid, wait_until
+from tests.support.writing import keys, stored
 
 
 @pytest.fixture
@@ -23,16 +24,6 @@ def writable(mounter: Callable[..., Mount], bucket: Bucket) -> Mount:
     if os.geteuid():
         pytest.skip("needs root")
     return mounter("--session", "kernel", "--no-read-only")
-
-
-def stored(bucket: Bucket, key: str) -> bytes:
-    content: bytes = bucket.client.get_object(Bucket=bucket.name, Key=key)["Body"].read()
-    return content
-
-
-def keys(bucket: Bucket) -> list[str]:
-    page = bucket.client.list_objects_v2(Bucket=bucket.name)
-    return [one["Key"] for one in page.get("Contents", [])]
 
 
 @states(

@@ -7,6 +7,7 @@ from typing import Any
 
 from fusefs import control, mounts
 from tests.conftest import Bucket
+from tests.support import surviving
 from tests.support.mounting import Mount
 
 WRITABLE = "--no-read-only"
@@ -15,6 +16,27 @@ WRITABLE = "--no-read-only"
 def stored(bucket: Bucket, key: str) -> bytes:
     content: bytes = bucket.client.get_object(Bucket=bucket.name, Key=key)["Body"].read()
     return content
+
+
+def keys(bucket: Bucket) -> list[str]:
+    page = bucket.client.list_objects_v2(Bucket=bucket.name)
+    return [one["Key"] for one in page.get("Contents", [])]
+
+
+def uploads(bucket: Bucket) -> list[str]:
+    """The keys of multipart uploads that are neither complete nor aborted."""
+    page = bucket.client.list_multipart_uploads(Bucket=bucket.name)
+    return [one["Key"] for one in page.get("Uploads", [])]
+
+
+def pending(mount: Mount) -> list[dict[str, Any]]:
+    """What the mount says is not in the bucket yet."""
+    found: list[dict[str, Any]] = status(mount)["writing"]["pending"]
+    return found
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    surviving.wait_until(lambda: bool(condition()), "what the test waits for")
 
 
 def metadata(bucket: Bucket, key: str) -> dict[str, str]:

@@ -1,0 +1,195 @@
+"""Large files on their way into the bucket: in parts, edited, over kills, a bad network."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.conftest import Bucket
+from tests.support.faulty_s3 import FaultyS3
+from tests.support.mounting import Mount
+from tests.support.semantics import states
+from tests.support.surviving import keeper_status, serving_pid
+from tests.support.writing import keys, status, stored, uploads, wait_until
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+
+Mounter = Callable[..., Mount]
+# --- large files --------------------------------------------------------------------
+
+
+@states("A large file is sent while it is written, and seen in the bucket after its close.")
+def test_a_large_file_is_sent_while_it_is_written(mounter: Mounter, bucket: Bucket) -> None:
+    mount = mounter("--no-read-only")
+    content = os.urandom(40 << 20)
+    with open(mount.path / "big", "wb", buffering=0) as file:
+        file.write(content)
+        wait_until(lambda: status(mount)["s3"]["bytes_sent"] >= 16 << 20)
+        assert keys(bucket) == []
+        # What was sent already is changed once more.
+        os.pwrite(file.fileno(), b"changed", 1 << 20)
+    expected = content[: 1 << 20] + b"changed" + content[(1 << 20) + 7 :]
+    assert stored(bucket, "big") == expected
+    assert (mount.path / "big").read_bytes() == expected
+    assert uploads(bucket) == []
+
+
+def test_a_large_file_that_is_renamed_or_removed_while_it_is_written(
+    mounter: Mounter, bucket: Bucket
+) -> None:
+    mount = mounter("--no-read-only")
+    content = os.urandom(24 << 20)
+    with open(mount.path / "a", "wb", buffering=0) as file:
+        file.write(content)
+        wait_until(lambda: uploads(bucket) == ["a"])
+        os.rename(mount.path / "a", mount.path / "b")
+        file.write(b"more")
+    assert keys(bucket) == ["b"]
+    assert stored(bucket, "b") == content + b"more"
+    with open(mount.path / "c", "wb", buffering=0) as file:
+        file.write(content)
+        wait_until(lambda: uploads(bucket) == ["c"])
+        os.unlink(mount.path / "c")
+    assert keys(bucket) == ["b"]
+    assert uploads(bucket) == []
+
+
+@states("Parts that the bucket has are not sent again by the next daemon.")
+def test_parts_that_the_bucket_has_are_not_sent_again_by_the_next_daemon(
+    mounter: Mounter, bucket: Bucket
+) -> None:
+    mount = mounter("--no-read-only")
+    content = os.urandom(40 << 20)
+    with open(mount.path / "big", "wb", buffering=0) as file:
+        file.write(content)
+        (record,) = mount.cache.glob("mounts/*/staging/*/*.json")
+        wait_until(
+            lambda: len((json.loads(record.read_text())["upload"] or {"parts": ()})["parts"]) == 5
+        )
+        pid = serving_pid(mount)
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: serving_pid(mount) not in (0, pid))
+    assert stored(bucket, "big") == content
+    assert status(mount)["s3"]["bytes_sent"] == 0
+    assert uploads(bucket) == []
+
+
+@states(
+    "What nobody had closed when the machine went down is not uploaded; the log says where it is."
+)
+def test_what_was_never_closed_is_kept_and_its_upload_aborted(
+    mounter: Mounter, bucket: Bucket
+) -> None:
+    mount = mounter("--no-read-only")
+    script = "import sys, time; f = open(sys.argv[1], 'wb', 0); f.write(bytes(24 << 20))"
+    script += "; time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", script, str(mount.path / "torn")]) as writer:
+        wait_until(lambda: uploads(bucket) == ["torn"])
+        # As if the machine went down.
+        os.kill(keeper_status(mount)["pid"], signal.SIGKILL)
+        mount.kill()
+        writer.kill()
+    mount.start()
+    wait_until(lambda: uploads(bucket) == [])
+    assert keys(bucket) == []
+    assert os.listdir(mount.path) == []
+    (kept,) = mount.cache.glob("mounts/*/staging/*/[0-9]*[0-9]")
+    assert kept.stat().st_size >= 16 << 20
+    assert str(kept.parent) in mount.log.read_text()
+
+
+# --- editing large objects ----------------------------------------------------------
+
+
+@states("Editing a large object downloads and sends the parts that change, and no others.")
+def test_editing_a_large_object_moves_the_parts_that_change_alone(
+    mounter: Mounter, bucket: Bucket
+) -> None:
+    content = bytearray(os.urandom(64 << 20))
+    bucket.put("big", bytes(content))
+    mount = mounter("--no-read-only")
+    before = status(mount)["s3"]
+    with open(mount.path / "big", "r+b", buffering=0) as file:
+        file.seek((20 << 20) + 5)
+        file.write(b"changed")
+        file.seek((20 << 20) - 3)
+        assert (
+            file.read(20)
+            == content[(20 << 20) - 3 : (20 << 20) + 5]
+            + b"changed"
+            + content[(20 << 20) + 12 : (20 << 20) + 17]
+        )
+    content[(20 << 20) + 5 : (20 << 20) + 12] = b"changed"
+    after = status(mount)["s3"]
+    assert after["bytes_fetched"] - before["bytes_fetched"] <= 24 << 20
+    assert after["bytes_sent"] - before["bytes_sent"] == 8 << 20
+    assert stored(bucket, "big") == content
+    assert (mount.path / "big").read_bytes() == content
+    assert uploads(bucket) == []
+
+
+def test_a_large_object_is_extended_shortened_and_edited_over_a_kill(
+    mounter: Mounter, bucket: Bucket
+) -> None:
+    content = bytearray(os.urandom(40 << 20))
+    bucket.put("big", bytes(content))
+    mount = mounter("--no-read-only")
+    with open(mount.path / "big", "r+b", buffering=0) as file:
+        file.seek(10_000_001)
+        file.write(b"one")
+        content[10_000_001:10_000_004] = b"one"
+        file.truncate(30_000_001)
+        del content[30_000_001:]
+        pid = serving_pid(mount)
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: serving_pid(mount) not in (0, pid))
+        file.truncate(35_000_000)
+        content.extend(bytes(35_000_000 - len(content)))
+        file.seek(34_000_000)
+        file.write(b"two")
+        content[34_000_000:34_000_003] = b"two"
+        file.seek(0)
+        assert file.read(100) == content[:100]
+    assert stored(bucket, "big") == content
+    assert (mount.path / "big").read_bytes() == content
+
+
+# --- S3 that fails --------------------------------------------------------------------
+
+FAULTS: list[tuple[str, dict[str, Any]]] = [
+    ("PUT", {"code": "SlowDown"}),
+    ("PUT", {"cut_request_after": 1000}),
+    ("PUT", {"lose_answer": True}),
+    ("PUT", {"corrupt": True}),
+    ("BEGIN", {"code": "InternalError"}),
+    ("PART", {"code": "SlowDown"}),
+    ("PART", {"cut_request_after": 100_000}),
+    ("PART", {"lose_answer": True}),
+    ("PART", {"corrupt": True}),
+    ("COMPLETE", {"code": "InternalError", "status": 200}),
+    ("COMPLETE", {"lose_answer": True}),
+]
+
+
+def test_whatever_fails_once_on_the_way_into_the_bucket_is_made_good(
+    mounter: Mounter, bucket: Bucket, faulty: FaultyS3
+) -> None:
+    mount = mounter("--no-read-only", "--passthrough", "off", endpoint_url=faulty.endpoint_url)
+    try:
+        for number, (operation, fault) in enumerate(FAULTS):
+            content = os.urandom(50_000 if operation == "PUT" else 20 << 20)
+            rule = faulty.add(operation, times=1, **fault)
+            (mount.path / f"file{number}").write_bytes(content)
+            assert rule.used == 1, (operation, fault)
+            assert stored(bucket, f"file{number}") == content, (operation, fault)
+            faulty.clear()
+    finally:
+        faulty.clear()
+    assert uploads(bucket) == []
