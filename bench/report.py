@@ -74,6 +74,7 @@ TARGETS = (
     Target("write_small", 0.85, ("obstore",)),
     Target("write_small", 1.0, PEERS),
     Target("rename_tree", 1.0, PEERS),
+    Target("rename_foreign", 1.0, PEERS),
     Target("read_written", 0.90, NATIVE),
     Target("rss_mib", 250, below=True),
 )

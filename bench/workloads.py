@@ -318,8 +318,12 @@ WORKLOADS = (
              group=WRITING, applies=_writes_files),
     Workload("write_small", "64 KiB files written by 8 threads, in the bucket", "files/s",
              writes.small, group=WRITING, applies=_writes),
-    Workload("rename_tree", "rename of a directory of 2,000 files", "files/s", writes.rename,
-             group=WRITING, applies=_renames, prepare=writes.put_renamed),
+    Workload("rename_tree", "rename of a directory of 2,000 files, as mounts write them",
+             "files/s", writes.rename_dated, group=WRITING, applies=_renames,
+             prepare=writes.put_dated),
+    Workload("rename_foreign", "the same of files that don't say when they were modified",
+             "files/s", writes.rename_foreign, group=WRITING, applies=_renames,
+             prepare=writes.put_foreign),
 )  # fmt: skip
 # Each group has a mount of its own; the last one's daemons are killed, so what they use tells
 # nothing.

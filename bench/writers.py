@@ -95,7 +95,13 @@ def put_file(
 
 
 def put_objects(
-    store: dict[str, str], prefix: str, files: int, size: int, threads: int, seed: int
+    store: dict[str, str],
+    prefix: str,
+    files: int,
+    size: int,
+    threads: int,
+    seed: int,
+    metadata: dict[str, str] | None = None,
 ) -> Result:
     """What `write_files` does, with obstore in place of a file system."""
     import obstore
@@ -105,7 +111,7 @@ def put_objects(
 
     def put(name: str) -> int:
         data = bytes(content.block(int(name), size))
-        obstore.put(s3, f"{prefix}/{name}", data)
+        obstore.put(s3, f"{prefix}/{name}", data, attributes=metadata)
         return len(data)
 
     return {"seconds": [by_tasks(_names(files), threads, put, size)], "files": files}
@@ -159,7 +165,7 @@ def check_renamed(
 def _check_names(s3: Any, prefix: str, files: int, size: int) -> None:
     import obstore
 
-    listed = [entry for page in obstore.list(s3, prefix) for entry in page]
+    listed = [entry for page in obstore.list(s3, f"{prefix}/") for entry in page]
     # Directories may have objects of their own.
     found = {entry["path"]: entry["size"] for entry in listed if entry["size"]}
     if found != {f"{prefix}/{name}": size for name in _names(files)}:

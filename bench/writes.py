@@ -110,26 +110,48 @@ def small(session: Session) -> Sample:
     return sample
 
 
-def put_renamed(session: Session) -> None:
-    """Put into the bucket what `rename` renames; a mount that is up might not see it at once."""
+# What mounts write say when they were modified; what other programs write mostly does not.
+DATED = {"mtime": "1700000000.000000000"}
+
+
+def put_dated(session: Session) -> None:
+    """Put into the bucket what `rename_dated` renames; a mount that is up might not see it."""
+    _put_renamed(session, "dated", DATED)
+
+
+def put_foreign(session: Session) -> None:
+    """The same for `rename_foreign`."""
+    _put_renamed(session, "foreign", {})
+
+
+def _put_renamed(session: Session, folder: str, metadata: dict[str, str]) -> None:
     session.write_objects(
-        "put_objects", prefix="before", files=session.data.sizes.renamed, size=RENAMED_SIZE,
-        threads=THREADS, seed=session.seed,
+        "put_objects", prefix=folder, files=session.data.sizes.renamed, size=RENAMED_SIZE,
+        threads=THREADS, seed=session.seed, metadata=metadata,
     )  # fmt: skip
 
 
-def rename(session: Session) -> Sample:
+def rename_dated(session: Session) -> Sample:
+    return _rename(session, "dated")
+
+
+def rename_foreign(session: Session) -> Sample:
+    return _rename(session, "foreign")
+
+
+def _rename(session: Session, folder: str) -> Sample:
     files = session.data.sizes.renamed
+    source, target = folder, f"{folder}-renamed"
     root = session.contender.root
 
     def write() -> dict[str, Any]:
         return session.write(
-            "rename", source=str(root / "before"), target=str(root / "after"), files=files
+            "rename", source=str(root / source), target=str(root / target), files=files
         )
 
     sample = _timed(session, write, "files")
     session.write_objects(
-        "check_renamed", source="before", target="after", files=files, size=RENAMED_SIZE
+        "check_renamed", source=source, target=target, files=files, size=RENAMED_SIZE
     )
     return sample
 
