@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import secrets
 import stat
 import time
 from collections.abc import Callable
@@ -74,17 +73,15 @@ class Writer(Writeback):
         """
         prefix = self.inodes.key(parent)
         key = prefix + name
-        info = ObjectInfo(key, 0, "", time.time_ns())
+        now = time.time_ns()
+        info = ObjectInfo(key, 0, "", now)
         meta = Meta(stat.S_IFREG | mode & PERMISSIONS, caller.uid, caller.gid)
         if flags & os.O_EXCL:
             # The bucket decides between two nodes that create one lock file.
-            try:
-                info = await self._put_empty(key, meta.changed(mtime_ns=info.mtime_ns))
-            except ConflictError as error:
-                raise OSError(errno.EEXIST, str(error)) from error
+            info = await self._put_empty(key, meta.changed(mtime_ns=now), caller)
         inode = self.inodes.create(parent, name, info, key)
         fd = self.staging.prepare(inode)
-        os.utime(fd, ns=(info.mtime_ns, info.mtime_ns))
+        os.utime(fd, ns=(now, now))
         staged = self.staging.begin(inode, fd, meta, info.etag or None)
         if staged.etag is not None:
             staged.uploaded = staged.changes
@@ -92,13 +89,25 @@ class Writer(Writeback):
         self.inodes.count(inode, time.monotonic())
         return inode, self.open_staged(inode, flags, caller)
 
-    async def _put_empty(self, key: str, meta: Meta) -> ObjectInfo:
-        # If the answer is lost, this tells our object from another node's.
-        metadata = meta.as_metadata() | {"created-by": secrets.token_hex(8)}
-        return await self._store.put_file(
-            key, self.empty, 0, metadata=metadata, content_type=content_type(key),
-            condition=IF_ABSENT,
-        )  # fmt: skip
+    async def _put_empty(self, key: str, meta: Meta, caller: Caller) -> ObjectInfo:
+        """Make an object where there is none.
+
+        Raises:
+            OSError: EEXIST, there is one that this request has not made.
+        """
+        # Where the answer is lost, to this process or with the last one, this
+        # tells our object from another node's.
+        token = f"{self.staging.directory.name}-{caller.unique}"
+        try:
+            return await self._store.put_file(
+                key, self.empty, 0, metadata=meta.as_metadata() | {"created-by": token},
+                content_type=content_type(key), condition=IF_ABSENT,
+            )  # fmt: skip
+        except ConflictError as error:
+            found = await self._store.head(key)
+            if found.size or (found.metadata or {}).get("created-by") != token:
+                raise OSError(errno.EEXIST, str(error)) from error
+            return found
 
     async def put_marker(self, prefix: str, meta: Meta) -> None:
         """Make a prefix a directory, as S3 consoles do."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,11 @@ def overlaid_root(directory: Path, mountpoints: list[str]) -> Path:
     mounted = subprocess.run(["mount", "-t", "overlay", "-o", options, "overlay", root])
     if mounted.returncode != 0:
         pytest.skip("overlayfs cannot be mounted here")
+    program = Path(sys.prefix)
+    is_hidden = any(program.is_relative_to(path) for path in mountpoints)
+    if is_hidden or not (root / program.relative_to("/")).exists():
+        subprocess.run(["umount", root], check=True)
+        pytest.skip(f"{program} is not to be seen in the containers")
     make_mountpoints(root, mountpoints)
     # For the mounts' users, where Python is root's own.
     (root / "root").chmod(0o711)
