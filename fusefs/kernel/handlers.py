@@ -257,6 +257,8 @@ def open_out(opened: Opened) -> bytes:
     flags = Fopen(0) if opened.may_write else Fopen.NOFLUSH
     if opened.backing_id:
         flags |= Fopen.PASSTHROUGH
+    elif opened.is_direct:
+        flags |= Fopen.DIRECT_IO
     elif opened.keep_cache:
         flags |= Fopen.KEEP_CACHE
     return wire.OPEN_OUT.pack(opened.fh, flags, opened.backing_id)

@@ -38,12 +38,16 @@ class Found:
 
 @dataclass(slots=True)
 class Opened:
-    """An open handle. `backing_id` is not 0 for passthrough."""
+    """An open handle. `backing_id` is not 0 for passthrough.
+
+    What is written through an `is_direct` handle is not kept by the kernel, too.
+    """
 
     fh: int
     keep_cache: bool
     backing_id: int = 0
     may_write: bool = False
+    is_direct: bool = False
 
 
 @dataclass(slots=True)

@@ -175,8 +175,9 @@ class Writeback:
     def _landed(self, staged: Staged, info: ObjectInfo) -> None:
         """The bucket has the content of a file."""
         self._has(staged.inode, info)
-        self.staging.record(staged)
         self._settle(staged)
+        if staged.inode.staged is staged:
+            self.staging.record(staged)
 
     def _kept_apart(self, staged: Staged, info: ObjectInfo, theirs: ObjectInfo | None) -> None:
         """The content is in the bucket under another name than it was to have."""

@@ -35,6 +35,12 @@ from fusefs.store.errors import ConflictError, NotFoundError, StaleVersionError
 logger = logging.getLogger("fusefs.writing")
 
 
+# A write to the page cache takes a tenth of this for each MiB. After a slower
+# one, writes go to threads for a while.
+SLOW_WRITE_S = 0.005
+IN_THREADS_S = 1.0
+
+
 class Writer(Writeback):
     """The files of one mount that are written. Belongs to the event loop."""
 
@@ -56,6 +62,7 @@ class Writer(Writeback):
         self._default_meta = default_meta
         self._outdate = outdate
         self._make_room = writing.make_room
+        self._in_threads_until = 0.0
         self._disk = trio.CapacityLimiter(16)
         # Nodes whose content is on its way into staging.
         self._preparing: dict[int, trio.Lock] = {}
@@ -141,7 +148,10 @@ class Writer(Writeback):
         assert inode.info is not None
         file = self._cache.pin(inode.info.version)
         handle = self._handles.open_file(inode, inode.info.version, file, 0, flags, caller.unique)
-        return Opened(handle.fh, keep_cache=True, may_write=bool(flags & WRITING))
+        # A handle that only writes needs no second copy in the kernel's pages.
+        is_direct = flags & os.O_ACCMODE == os.O_WRONLY
+        may_write = bool(flags & WRITING)
+        return Opened(handle.fh, keep_cache=True, may_write=may_write, is_direct=is_direct)
 
     async def stage(self, inode: Inode, *, keep: int | None) -> Staged:
         """Have a file staged, with the first `keep` bytes of its content (None: all).
@@ -225,17 +235,31 @@ class Writer(Writeback):
         if is_whole and not staged.lock.locked():
             if stop > staged.charged:
                 self.staging.charge(staged, stop)
-            try:
-                count = os.pwritev(staged.fd, (data,), offset, os.RWF_NOWAIT)
-            except OSError as error:
-                if error.errno not in (errno.EAGAIN, errno.EOPNOTSUPP, errno.ENOSPC):
-                    raise
-                count = 0
+            count = self._write_now(staged.fd, data, offset)
             if count == len(data):
                 self.uploads.wrote(staged, offset, stop)
                 return count
         # The memory is the session's and is used again for the next request.
         return waiting(self._write_later(staged, offset, bytes(data)))
+
+    def _write_now(self, fd: int, data: memoryview, offset: int) -> int:
+        """Write to the page cache; return how many bytes, 0 where a thread has to do it.
+
+        RWF_NOWAIT is no help: ext4 refuses it. A write that took its time tells
+        that the kernel holds writers back, for the disk is behind.
+        """
+        began = time.monotonic()
+        if began < self._in_threads_until:
+            return 0
+        try:
+            count = os.pwrite(fd, data, offset)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            return 0
+        if time.monotonic() - began > SLOW_WRITE_S:
+            self._in_threads_until = began + IN_THREADS_S
+        return count
 
     async def _write_later(self, staged: Staged, offset: int, data: bytes) -> int:
         stop = offset + len(data)
