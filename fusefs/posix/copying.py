@@ -154,31 +154,15 @@ async def copy_current(
     Raises:
         NotFoundError: it is not there any more.
     """
-    if is_dated(source):
+    keeps_mtime = not is_dated(source)
+    for _ in range(TRIES - 1):
         try:
-            return source, await store.copy(source, key)
+            return source, await store.copy(source, key, keeps_mtime=keeps_mtime)
         except StaleVersionError:
             logger.info("%s has been replaced: what is there now is copied", source.key)
-    for _ in range(TRIES - 1):
         source = await store.head(source.key)
-        try:
-            return source, await _copy_dated(store, source, key)
-        except StaleVersionError:
-            continue
-    source = await store.head(source.key)
-    return source, await _copy_dated(store, source, key)
-
-
-async def _copy_dated(store: Store, source: ObjectInfo, key: str) -> ObjectInfo:
-    metadata = source.metadata or {}
-    if "mtime" not in metadata:
-        seconds, rest = divmod(source.mtime_ns, SECOND_NS)
-        dated = {**metadata, "mtime": f"{seconds}.{rest:09}"}
-        try:
-            return await store.copy(source, key, metadata=dated)
-        except ValueError:
-            logger.info("%s has metadata that can't be sent again", source.key)
-    return await store.copy(source, key)
+        keeps_mtime = True
+    return source, await store.copy(source, key, keeps_mtime=keeps_mtime)
 
 
 async def delete_all(

@@ -364,12 +364,15 @@ class Store(Protocol):
         key: str,
         *,
         metadata: Mapping[str, str] | None = None,
+        keeps_mtime: bool = False,
     ) -> ObjectInfo:
         """Have S3 copy exactly `source` to `key`, however large it is.
 
         Content type, storage class, tags and the like are kept, and so is the
         user metadata, unless another is given. `key` may be the source's if
         `metadata` is given. The copy may have another ETag than the source.
+        With `keeps_mtime` it says in its metadata when the source was modified,
+        if that does not say so itself.
 
         An `ObjectInfo` as source spares a HEAD, if the metadata is kept; what
         it does not tell, as a listed one does not, the answer does not either.

@@ -45,11 +45,14 @@ async def copy(
     source: ObjectInfo | ObjectVersion,
     key: str,
     metadata: Mapping[str, str] | None,
+    *,
+    keeps_mtime: bool = False,
 ) -> ObjectInfo:
     """As `Store.copy`."""
     if metadata is not None:
         requests.check(metadata)
-    if isinstance(source, ObjectInfo) and metadata is None and source.size <= COPY_LIMIT:
+    is_plain = metadata is None and not keeps_mtime and source.size <= COPY_LIMIT
+    if isinstance(source, ObjectInfo) and is_plain:
         return await _copy_as_it_is(store, source, key)
     answer = await store.retried(
         "HEAD", source.key, lambda clients: requests.head(clients, source.key), requests.writing
@@ -58,6 +61,8 @@ async def copy(
     version = source.version if isinstance(source, ObjectInfo) else source
     if info.version != version:
         raise StaleVersionError("the object has been replaced")
+    if metadata is None and keeps_mtime:
+        metadata = _dated(info)
     if metadata is None and source.size <= COPY_LIMIT:
         return await _copy_as_it_is(store, info, key)
     kept: dict[str, Any] = {name: answer[name] for name in _KEPT if name in answer}
@@ -68,6 +73,18 @@ async def copy(
             kept["Tagging"] = await _tagging(store, source.key)
         return await multipart.copy(store, version, key, kept)
     return await _copy_described(store, replace(info, metadata=kept["Metadata"]), key, kept)
+
+
+def _dated(info: ObjectInfo) -> dict[str, str] | None:
+    """An object's metadata with its time, as s3fs and rclone write that; None if it is to stay."""
+    said = info.metadata or {}
+    seconds, rest = divmod(info.mtime_ns, _SECOND)
+    dated = {**said, "mtime": f"{seconds}.{rest:09}"}
+    try:
+        requests.check(dated)
+    except ValueError:
+        return None  # what is there can't be sent again
+    return None if "mtime" in said else dated
 
 
 async def _tagging(store: S3Store, key: str) -> str:

@@ -206,8 +206,9 @@ class S3Store:
         key: str,
         *,
         metadata: Mapping[str, str] | None = None,
+        keeps_mtime: bool = False,
     ) -> ObjectInfo:
-        return await copying.copy(self, source, key, metadata)
+        return await copying.copy(self, source, key, metadata, keeps_mtime=keeps_mtime)
 
     async def delete(self, key: str) -> None:
         await writing.delete(self, key)

@@ -148,15 +148,18 @@ class MemoryStore:
 
     async def copy(
         self, source: ObjectInfo | ObjectVersion, key: str, *,
-        metadata: Mapping[str, str] | None = None,
+        metadata: Mapping[str, str] | None = None, keeps_mtime: bool = False,
     ) -> ObjectInfo:  # fmt: skip
         version = source.version if isinstance(source, ObjectInfo) else source
         async with self._request("COPY", key):
             found = self._get(version.key)
             if found.info.version != version:
                 raise StaleVersionError(version.key)
-            said = found.info.metadata if metadata is None else metadata
-            self.put(key, found.data, **(said or {}))
+            said = dict((found.info.metadata if metadata is None else metadata) or {})
+            if keeps_mtime:
+                seconds, rest = divmod(found.info.mtime_ns, SECOND_NS)
+                said.setdefault("mtime", f"{seconds}.{rest:09}")
+            self.put(key, found.data, **said)
         return self._get(key).info
 
     async def delete(self, key: str) -> None:
