@@ -243,10 +243,13 @@ class Mounts:
 
 def _have_ended(processes: list[int], deadline: float) -> bool:
     """Wait until they all have, or `deadline` of the monotonic clock has passed."""
-    return all(
-        select.select([process], [], [], max(0.0, deadline - time.monotonic()))[0]
-        for process in processes
-    )
+    return all(_has_ended(process, deadline) for process in processes)
+
+
+def _has_ended(process: int, deadline: float) -> bool:
+    ended = select.poll()  # select takes no descriptors from 1024 on
+    ended.register(process, select.POLLIN)
+    return bool(ended.poll(1000 * max(0.0, deadline - time.monotonic())))
 
 
 def _run_starter(record: MountRecord, deadline: float) -> dict[str, Any]:

@@ -119,7 +119,9 @@ def _has_ended(pid: int, timeout_s: float) -> bool:
     except ProcessLookupError:
         return True
     try:
-        return bool(select.select([process], [], [], timeout_s)[0])
+        ended = select.poll()  # select takes no descriptors from 1024 on
+        ended.register(process, select.POLLIN)
+        return bool(ended.poll(1000 * timeout_s))
     finally:
         os.close(process)
 

@@ -191,7 +191,9 @@ class Node:
                         dying.append(os.pidfd_open(pid))
                         os.kill(pid, number)
         for process in dying:
-            select.select([process], [], [], PATIENCE_S)
+            ended = select.poll()
+            ended.register(process, select.POLLIN)
+            ended.poll(1000 * PATIENCE_S)
             os.close(process)
 
     def leftovers(self) -> list[str]:

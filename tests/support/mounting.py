@@ -109,4 +109,6 @@ def _wait_for(handle: int) -> None:
     import select
 
     with os.fdopen(handle) as process:
-        select.select([process], [], [], LIMIT_S)
+        ended = select.poll()
+        ended.register(process, select.POLLIN)
+        ended.poll(1000 * LIMIT_S)

@@ -44,6 +44,7 @@ class S3Server:
         self._process: subprocess.Popen[bytes] | None = None
         self._ports: list[int] = []
         self._numbers = itertools.count(1)
+        self._client: Any = None
 
     def __enter__(self) -> S3Server:
         try:
@@ -121,15 +122,20 @@ class S3Server:
                     left.unlink(missing_ok=True)
 
     def client(self, **options: Any) -> Any:
-        """A boto3 S3 client for this server."""
+        """A boto3 S3 client for this server: one for all who want no options."""
+        if not options and self._client is not None:
+            return self._client
         import boto3
         from botocore.config import Config
 
-        return boto3.client(
+        client = boto3.client(
             "s3", endpoint_url=self.endpoint_url, region_name=REGION,
             aws_access_key_id=ACCESS_KEY, aws_secret_access_key=SECRET_KEY,
             config=Config(max_pool_connections=16, **options),
         )  # fmt: skip
+        if not options:
+            self._client = client
+        return client
 
     def new_bucket(self) -> str:
         """Make an empty bucket and return its name."""
