@@ -29,7 +29,7 @@ from tests.support.mounting import LIMIT_S, Mount, fusefs
 from tests.support.programs import WRITABLE
 from tests.support.surviving import children_of, keeper_status, serving_pid, wait_until
 
-ROUNDS = int(os.environ.get("WRITING_ROUNDS", "8"))
+ROUNDS = int(os.environ.get("WRITING_ROUNDS", "4"))
 PROGRAM = Path(__file__).parent / "support" / "checkpointer.py"
 PROGRAMS = 3
 VICTIMS = (("daemon",), ("daemon",), ("daemon", "pid"), ("pid",))

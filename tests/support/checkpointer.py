@@ -209,7 +209,8 @@ class Program:
             assert found == self.files[path].digest(), path
         names = [one for one in self.files if "/" not in one]
         found_names = [one.name for one in os.scandir(self.root) if not one.is_dir()]
-        assert sorted(found_names) == sorted(names)
+        differing = set(found_names) ^ set(names)
+        assert sorted(found_names) == sorted(names), (differing, len(found_names), len(names))
 
     def step(self) -> None:
         acts: list[Callable[[], None]] = [
