@@ -264,12 +264,26 @@ class Staging:
             OSError: the disk does not take it.
         """
         staged.is_closed = True
-        while True:
-            told = _told(staged)
-            await trio.to_thread.run_sync(self._sync, staged.path, staged.fd, told)
-            staged.recorded = told
-            if _told(staged) == told:
-                return
+        # The file may be uploaded, and released, while this waits for the disk.
+        fd = os.dup(staged.fd)
+        try:
+            while True:
+                told = _told(staged)
+                await trio.to_thread.run_sync(self._sync, staged.path, fd, told)
+                now = staged.inode.staged
+                if now is not staged:
+                    break
+                staged.recorded = told
+                if _told(staged) == told:
+                    return
+        finally:
+            os.close(fd)
+        # What was just written is the record of nothing any more.
+        if now is None:
+            staged.path.with_suffix(".json").unlink(missing_ok=True)
+        else:
+            now.recorded = ""
+            self.record(now)
 
     def _sync(self, path: Path, fd: int, told: str) -> None:
         os.fsync(fd)

@@ -14,6 +14,7 @@ import os
 import stat
 import time
 from collections.abc import Callable
+from weakref import WeakValueDictionary
 
 import trio
 
@@ -65,7 +66,7 @@ class Writer(Writeback):
         self._in_threads_until = 0.0
         self._disk = trio.CapacityLimiter(16)
         # Nodes whose content is on its way into staging.
-        self._preparing: dict[int, trio.Lock] = {}
+        self._preparing: WeakValueDictionary[int, trio.Lock] = WeakValueDictionary()
         self.empty = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     # Opening
@@ -177,10 +178,11 @@ class Writer(Writeback):
 
     async def _begin(self, inode: Inode, keep: int | None) -> None:
         self._check_mode(inode)
-        async with self._preparing.setdefault(inode.nodeid, trio.Lock()):
+        # Held, and so kept in the table, by whoever is in here.
+        lock = self._preparing.setdefault(inode.nodeid, trio.Lock())
+        async with lock:
             if inode.staged is None:
                 await self._stage_content(inode, keep)
-        self._preparing.pop(inode.nodeid, None)
 
     def _check_mode(self, inode: Inode) -> None:
         """Have a node that the kernel reads by itself be followed by a new one."""
