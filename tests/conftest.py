@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.faulty_s3 import FaultyS3
+from tests.support.keeping import Kept, kept_mount
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
 from tests.support.sharing import skip_without_fuse
@@ -120,3 +121,10 @@ def passthrough(mounter: Mounter) -> Mounter:
 def mount(mounter: Mounter, session: str) -> Callable[..., Mount]:
     """As `mounter`, under each session."""
     return lambda *options, **places: mounter("--session", session, *options, **places)
+
+
+@pytest.fixture
+def kept() -> Iterator[Kept]:
+    """A keeper whose daemon is a stand-in; not started yet."""
+    with kept_mount() as one:
+        yield one

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,15 +21,6 @@ from tests.support.keeping import LIMIT_S, PROJECT, Kept, needs_fuse, needs_root
 pytestmark = [needs_root, needs_fuse]
 
 SERVICE = "import sys; from fusefs.kernel.holder import main; sys.exit(main(sys.argv[1]))"
-
-
-@pytest.fixture
-def kept() -> Iterator[Kept]:
-    directory = Path(tempfile.mkdtemp(prefix="kept-"))
-    one = Kept(directory)
-    yield one
-    one.clean_up()
-    shutil.rmtree(directory)
 
 
 @pytest.fixture

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from fusefs.kernel import libc
 from fusefs.kernel.keeper_wire import FRESH
 from tests.support.keeping import (
     LIMIT_S,
+    NOBODY,
     PROJECT,
     STANDIN,
     Kept,
@@ -31,26 +30,21 @@ from tests.support.keeping import (
 
 pytestmark = [needs_root, needs_fuse, needs_passthrough]
 
-NOBODY = 65534
 HOSTILE = PROJECT / "tests" / "support" / "hostile_fuse.py"
 
 
 @pytest.fixture
-def kept() -> Iterator[Kept]:
-    """Not started yet; what it starts runs as nobody."""
-    directory = Path(tempfile.mkdtemp(prefix="kept-"))
-    directory.chmod(0o755)
-    one = Kept(directory)
+def kept(kept: Kept) -> Iterator[Kept]:
+    """What it starts runs as nobody."""
     for name, owner in (("through", NOBODY), ("roots", 0)):
-        path = one.cache / name
+        path = kept.cache / name
         path.write_bytes(b"content")
         path.chmod(0o666)
         os.chown(path, owner, owner)
     with public_python() as python:
-        one.command = [python, str(STANDIN)]
-        yield one
-        one.clean_up()
-    shutil.rmtree(directory)
+        kept.command = [python, str(STANDIN)]
+        yield kept
+        kept.clean_up()
 
 
 def attack(kept: Kept, name: str, **overrides: Any) -> Any:

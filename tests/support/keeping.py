@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -24,6 +25,9 @@ from fusefs.kernel.mount import stack_depth
 PROJECT = Path(__file__).parents[2]
 STANDIN = PROJECT / "tests" / "support" / "standin_daemon.py"
 LIMIT_S = 60.0
+NOBODY = 65534
+# What the stand-in answers to who reads "held", once it may.
+HELD = b"held content"
 MS_BIND = 4096
 MS_REMOUNT = 32
 
@@ -222,12 +226,56 @@ class Kept:
     def connection_now(self) -> int | None:
         return connection_at(str(self.mountpoint))
 
+    def upgrade(self, behaviour: dict[str, Any], command: list[str] | None = None) -> Any:
+        return self.ask(
+            {
+                "do": "upgrade",
+                "command": command or self.configuration["command"],
+                "settings": json.dumps(self.settings | {"behaviour": behaviour}),
+            }
+        )
+
     # --- ending ---
 
     def kill_daemon(self) -> int:
         pid: int = self.status()["daemon"]
         os.kill(pid, signal.SIGKILL)
         return pid
+
+    def kill_keeper(self) -> dict[str, Any]:
+        """Kill the keeper alone; returns the status by its successor."""
+        before = self.status()
+        handle = os.pidfd_open(before["pid"])
+        signal.pidfd_send_signal(handle, signal.SIGKILL)
+        os.close(handle)
+
+        def succeeded() -> dict[str, Any] | None:
+            with contextlib.suppress(OSError, ValueError):
+                status = self.status()
+                if status["pid"] == before["clerk"] and status["clerk"]:
+                    return status
+            return None
+
+        status: dict[str, Any] = until(succeeded)
+        assert status["daemon"] == before["daemon"]
+        return status
+
+    def kill_keeper_and_clerk(self) -> dict[str, Any]:
+        """Returns the status once the daemon has started another keeper."""
+        before = self.status()
+        os.kill(before["clerk"], signal.SIGSTOP)
+        os.kill(before["pid"], signal.SIGKILL)
+        os.kill(before["clerk"], signal.SIGKILL)
+
+        def adopted() -> dict[str, Any] | None:
+            with contextlib.suppress(OSError, ValueError):
+                status = self.status()
+                return status if status["is_serving"] else None
+            return None
+
+        status: dict[str, Any] = until(adopted)
+        assert status["daemon"] == before["daemon"]
+        return status
 
     def abort(self) -> None:
         assert self.connection is not None
@@ -274,6 +322,60 @@ class Kept:
         until(lambda: not self.processes())
         for process in self._started:
             process.wait(LIMIT_S)
+
+
+@contextlib.contextmanager
+def kept_mount() -> Iterator[Kept]:
+    """Not started yet, and gone at the end whatever happened."""
+    # Not below pytest's own directory, which only root may enter.
+    directory = Path(tempfile.mkdtemp(prefix="kept-"))
+    directory.chmod(0o755)
+    one = Kept(directory)
+    try:
+        yield one
+    finally:
+        one.clean_up()
+        shutil.rmtree(directory)
+
+
+@contextlib.contextmanager
+def blocked_reader(kept: Kept) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that waits for the answer to a READ."""
+    kept.hold.touch()
+    reader = subprocess.Popen(
+        ["cat", str(kept.mountpoint / "held")], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        until(lambda: kept.status()["in_flight"] == 1)
+        yield reader
+    finally:
+        kept.hold.unlink(missing_ok=True)
+        reader.kill()
+        reader.wait(LIMIT_S)
+
+
+def put_through(kept: Kept, size: int = 300_000) -> bytes:
+    """Make the file that is passed through; returns its content."""
+    content = os.urandom(size)
+    (kept.cache / "through").write_bytes(content)
+    return content
+
+
+def error_of(path: Path) -> int | None:
+    """The errno with which reading the file fails, if it does."""
+    try:
+        path.read_bytes()
+    except OSError as error:
+        return error.errno
+    return None
+
+
+def capabilities(pid: int) -> int:
+    """The effective ones, as a mask."""
+    [line] = [
+        line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "CapEff" in line
+    ]
+    return int(line.split()[1], 16)
 
 
 def _is_zombie(process: Path) -> bool:

@@ -1,0 +1,156 @@
+"""Daemons that die, hang or stop, and the keeper that replaces them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+import time
+
+from fusefs.kernel.keeper_wire import FRESH
+from tests.support.keeping import (
+    HELD,
+    LIMIT_S,
+    Kept,
+    blocked_reader,
+    error_of,
+    needs_fuse,
+    needs_passthrough,
+    needs_root,
+    put_through,
+    until,
+)
+
+pytestmark = [needs_root, needs_fuse]
+
+
+def test_a_killed_daemon_is_replaced_and_its_readers_never_notice(kept: Kept) -> None:
+    kept.start()
+    with blocked_reader(kept) as reader:
+        old = kept.kill_daemon()
+        status = kept.served_by_another_than(old)
+        assert reader.poll() is None
+        kept.hold.unlink()
+        assert reader.communicate(timeout=LIMIT_S) == (HELD, b"")
+    assert status["restarts"] == 1
+    assert status["last_reason"] == "killed by signal 9"
+    assert status["longest_pause_s"] > 0
+    facts = kept.facts(status["daemon"])
+    assert facts["restarts"] == 1
+    assert facts["is_lingering"] is False
+    assert abs(facts["last_death_ns"] - time.time_ns()) < LIMIT_S * 1e9
+
+
+def test_a_storm_of_kills_is_no_reason_to_give_up(kept: Kept) -> None:
+    kept.start()
+    for _ in range(15):
+        kept.served_by_another_than(kept.kill_daemon())
+    assert (kept.mountpoint / "plain").read_bytes() == b"plain content"
+    assert kept.status()["restarts"] == 15
+
+
+@needs_passthrough
+def test_registered_files_are_handed_to_the_next_daemon(kept: Kept) -> None:
+    content = put_through(kept)
+    kept.start()
+    with open(kept.mountpoint / "through", "rb", buffering=0) as file:
+        assert file.read(1000) == content[:1000]
+        registered = kept.facts(kept.status()["daemon"])["registered"]
+        status = kept.served_by_another_than(kept.kill_daemon())
+        assert os.pread(file.fileno(), 1000, 5000) == content[5000:6000]
+        assert (kept.mountpoint / "through").read_bytes() == content
+    where = os.stat(kept.cache / "through")
+    [[error, backing_id]] = registered
+    assert error == 0
+    facts = kept.facts(status["daemon"])
+    assert facts["table"] == [[backing_id, [where.st_dev, where.st_ino]]]
+    assert facts["registered"] == []
+    assert status["backing_ids"] == 1
+
+
+def test_a_daemon_that_hangs_tells_where_and_is_replaced(kept: Kept) -> None:
+    kept.start({"after_serving": "hang"}, hang_s=1)
+    old = kept.process_of(FRESH)
+    status = kept.served_by_another_than(old)
+    assert status["last_reason"] == "silent for 1 s"
+    assert status["longest_pause_s"] >= 1
+    assert "most recent call first" in kept.said()
+    assert (kept.mountpoint / "plain").read_bytes() == b"plain content"
+
+
+def test_a_stopped_daemon_is_replaced(kept: Kept) -> None:
+    kept.start(hang_s=1)
+    with blocked_reader(kept) as reader:
+        old = kept.status()["daemon"]
+        os.kill(old, signal.SIGSTOP)
+        kept.served_by_another_than(old)
+        kept.hold.unlink()
+        assert reader.communicate(timeout=LIMIT_S) == (HELD, b"")
+
+
+def test_daemons_that_die_one_after_the_other_end_the_mount_with_an_error(kept: Kept) -> None:
+    kept.start({"take_over": "exit"})
+    with blocked_reader(kept) as reader:
+        kept.kill_daemon()
+        _, complaint = reader.communicate(timeout=LIMIT_S)
+        assert complaint
+    assert kept.wait() == 1
+    assert "10 daemons in a row" in kept.said()
+    assert error_of(kept.mountpoint / "plain") == errno.ENOTCONN
+    assert kept.connection_now() is not None
+    assert kept.processes() == []
+
+
+def test_a_pause_ends_with_an_error_for_who_waits(kept: Kept) -> None:
+    kept.start({"take_over": "hang"}, max_pause_s=1)
+    with blocked_reader(kept) as reader:
+        kept.kill_daemon()
+        _, complaint = reader.communicate(timeout=LIMIT_S)
+        assert complaint
+    assert kept.wait() == 1
+    assert error_of(kept.mountpoint / "plain") == errno.ENOTCONN
+    assert kept.processes() == []
+
+
+def test_without_resend_a_death_ends_the_mount_at_once(kept: Kept) -> None:
+    kept.start({"has_resend": False})
+    with blocked_reader(kept) as reader:
+        kept.kill_daemon()
+        assert reader.communicate(timeout=LIMIT_S)[1]
+    assert kept.wait() == 1
+    assert "cannot send requests again" in kept.said()
+    assert error_of(kept.mountpoint / "plain") == errno.ENOTCONN
+
+
+def test_a_daemon_that_cannot_take_over_is_the_last_one(kept: Kept) -> None:
+    kept.start({"take_over": "cannot"})
+    kept.kill_daemon()
+    assert kept.wait() == 1
+    assert kept.said().count("is gone") == 2
+    assert error_of(kept.mountpoint / "plain") == errno.ENOTCONN
+
+
+def test_a_daemon_that_closes_its_socket_is_replaced(kept: Kept) -> None:
+    kept.start({"after_serving": "close"})
+    old = kept.process_of(FRESH)
+    kept.served_by_another_than(old)
+    assert (kept.mountpoint / "plain").read_bytes() == b"plain content"
+
+
+def test_waiting_threads_of_a_mount_that_is_given_up_are_all_freed(kept: Kept) -> None:
+    kept.start({"take_over": "exit"})
+    kept.hold.touch()
+    errors: list[int | None] = []
+    threads = [
+        threading.Thread(target=lambda: errors.append(error_of(kept.mountpoint / "held")))
+        for _ in range(5)
+    ]
+    for thread in threads:
+        thread.start()
+    until(lambda: kept.status()["in_flight"] == 5)
+    kept.kill_daemon()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert len(errors) == 5
+    assert set(errors) <= {errno.ENOTCONN, errno.ECONNABORTED}

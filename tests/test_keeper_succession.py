@@ -1,0 +1,149 @@
+"""Keepers that die: their clerk, or else their daemon, sees to it that the mount has one."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import random
+import signal
+import threading
+import time
+from typing import Any
+
+from fusefs.kernel.keeper_system import CAP_SYS_ADMIN
+from tests.support.keeping import (
+    HELD,
+    LIMIT_S,
+    NOBODY,
+    STANDIN,
+    Kept,
+    blocked_reader,
+    capabilities,
+    error_of,
+    needs_fuse,
+    needs_passthrough,
+    needs_root,
+    public_python,
+    put_through,
+    until,
+)
+
+pytestmark = [needs_root, needs_fuse]
+
+ROLES = ["pid", "clerk", "daemon"]
+
+
+@needs_passthrough
+def test_a_killed_keeper_is_succeeded_by_its_clerk(kept: Kept) -> None:
+    content = put_through(kept)
+    kept.start()
+    with blocked_reader(kept) as reader:
+        assert (kept.mountpoint / "through").read_bytes() == content
+        kept.kill_keeper()
+        assert (kept.mountpoint / "plain").read_bytes() == b"plain content"
+        kept.hold.unlink()
+        assert reader.communicate(timeout=LIMIT_S) == (HELD, b"")
+    old = kept.kill_daemon()
+    status = kept.served_by_another_than(old)
+    assert status["backing_ids"] == 1
+    assert (kept.mountpoint / "through").read_bytes() == content
+    assert kept.facts(status["daemon"])["registered"] == []
+    kept.umount()
+    until(lambda: kept.processes() == [])
+
+
+def test_keepers_can_be_killed_again_and_again(kept: Kept) -> None:
+    kept.start()
+    for _ in range(5):
+        kept.kill_keeper()
+    status = kept.served_by_another_than(kept.kill_daemon())
+    assert status["restarts"] == 1
+    assert (kept.mountpoint / "plain").read_bytes() == b"plain content"
+
+
+@needs_passthrough
+def test_a_successor_registers_files_with_no_more_privilege_than_before(kept: Kept) -> None:
+    put_through(kept)
+    kept.start()
+    status = kept.kill_keeper()
+    assert error_of(kept.mountpoint / "through") is None
+    assert capabilities(status["clerk"]) == 1 << CAP_SYS_ADMIN
+    assert capabilities(status["pid"]) == capabilities(os.getpid())
+
+
+@needs_passthrough
+def test_a_daemon_whose_keeper_and_clerk_are_dead_starts_a_keeper(kept: Kept) -> None:
+    content = put_through(kept)
+    kept.start()
+    assert (kept.mountpoint / "through").read_bytes() == content
+    assert kept.kill_keeper_and_clerk()["backing_ids"] == 1
+    new = kept.served_by_another_than(kept.kill_daemon())
+    assert (kept.mountpoint / "through").read_bytes() == content
+    assert kept.facts(new["daemon"])["registered"] == []
+    kept.umount()
+    until(lambda: kept.processes() == [])
+
+
+@needs_passthrough
+def test_a_keeper_that_an_ordinary_users_daemon_starts_registers_no_files(kept: Kept) -> None:
+    put_through(kept)
+    os.chown(kept.cache / "through", NOBODY, NOBODY)
+    kept.directory.chmod(0o777)  # for the control socket
+    with public_python() as python:
+        kept.start(command=[python, str(STANDIN)], uid=NOBODY, gid=NOBODY)
+        assert kept.kill_keeper_and_clerk()["is_privileged"] is False
+        assert error_of(kept.mountpoint / "through") == errno.EPERM
+        kept.served_by_another_than(kept.kill_daemon())
+        assert (kept.mountpoint / "plain").read_bytes() == b"plain content"
+        kept.umount()
+        until(lambda: kept.processes() == [])
+
+
+def test_readers_notice_nothing_of_any_two_processes_killed_at_once(kept: Kept) -> None:
+    kept.start()
+    is_over = threading.Event()
+    failures: list[int] = []
+
+    def read() -> None:
+        while not is_over.is_set():
+            error = error_of(kept.mountpoint / "plain")
+            if error is not None:
+                failures.append(error)
+                return
+
+    def whole() -> dict[str, Any] | None:
+        with contextlib.suppress(OSError, ValueError):
+            status = kept.status()
+            if {status[role] for role in ROLES} <= set(kept.processes()) and status["is_serving"]:
+                return status
+        return None
+
+    readers = [threading.Thread(target=read) for _ in range(3)]
+    for reader in readers:
+        reader.start()
+    dice = random.Random(7)
+    try:
+        for _ in range(60):
+            status = until(whole)
+            victims = [status[role] for role in dice.sample(ROLES, dice.choice([1, 2]))]
+            for number in (signal.SIGSTOP, signal.SIGKILL):
+                for pid in victims:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, number)
+            time.sleep(dice.choice([0, 0.01, 0.1]))
+        until(whole)
+    finally:
+        is_over.set()
+    for reader in readers:
+        reader.join(LIMIT_S)
+    assert failures == []
+
+
+def test_a_clerk_that_dies_takes_its_daemon_with_it(kept: Kept) -> None:
+    kept.start()
+    status = kept.status()
+    os.kill(status["clerk"], signal.SIGKILL)
+    new = kept.served_by_another_than(status["daemon"])
+    assert new["last_reason"] == "lost its clerk"
+    assert (kept.mountpoint / "plain").read_bytes() == b"plain content"

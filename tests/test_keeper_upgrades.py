@@ -1,0 +1,136 @@
+"""A daemon that is replaced by a newer one while files are read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from typing import Any
+
+import pytest
+
+from fusefs.kernel.keeper_wire import PREPARE
+from tests.support.keeping import (
+    HELD,
+    LIMIT_S,
+    Kept,
+    blocked_reader,
+    needs_fuse,
+    needs_passthrough,
+    needs_root,
+    put_through,
+    until,
+)
+
+pytestmark = [needs_root, needs_fuse]
+
+PREPARE_HANGS = {"prepare": "hang"}
+
+
+@needs_passthrough
+def test_an_upgrade_hands_everything_to_the_new_daemon(kept: Kept) -> None:
+    content = put_through(kept)
+    kept.start()
+    assert (kept.mountpoint / "through").read_bytes() == content
+    old = kept.status()["daemon"]
+    with blocked_reader(kept) as reader:
+        answer = kept.upgrade({"fresh": "exit"})
+        # The old one has answered what it had begun.
+        assert reader.stdout is not None
+        assert os.read(reader.stdout.fileno(), 100) == HELD
+        kept.hold.unlink()
+        assert reader.communicate(timeout=LIMIT_S) == (b"", b"")
+    status = kept.status()
+    assert answer["ok"] is True
+    assert answer["pid"] == status["daemon"] != old
+    assert answer["pause_s"] == status["longest_pause_s"] > 0
+    assert status["last_reason"] == "upgrade"
+    facts = kept.facts(answer["pid"])
+    assert facts["state"] == 2
+    assert len(facts["table"]) == 1
+    assert (kept.mountpoint / "through").read_bytes() == content
+    # Later ones are started the new way as well.
+    assert json.loads(kept.ask({"do": "settings"})["settings"])["behaviour"] == {"fresh": "exit"}
+    kept.served_by_another_than(kept.kill_daemon())
+
+
+def test_an_upgrade_is_succeeded_like_any_other_daemon(kept: Kept) -> None:
+    kept.start()
+    answer = kept.upgrade({})
+    kept.kill_keeper()
+    assert kept.status()["daemon"] == answer["pid"]
+    kept.served_by_another_than(kept.kill_daemon())
+
+
+@pytest.mark.parametrize(("how", "why"), [("exit", "exited with 5"), ("hang", "not ready")])
+def test_an_upgrade_that_cannot_prepare_leaves_the_old_daemon(
+    kept: Kept, how: str, why: str
+) -> None:
+    kept.start(hang_s=1)
+    old = kept.status()["daemon"]
+    answer = kept.upgrade({"prepare": how})
+    assert why in answer["error"]
+    assert kept.status()["daemon"] == old
+    assert kept.status()["restarts"] == 0
+    assert (kept.mountpoint / "plain").read_bytes() == b"plain content"
+    assert kept.upgrade({})["ok"] is True
+
+
+def test_an_upgrade_to_a_program_that_is_not_there_leaves_the_old_daemon(kept: Kept) -> None:
+    kept.start()
+    old = kept.status()["daemon"]
+    assert "/nonexistent" in kept.upgrade({}, ["/nonexistent"])["error"]
+    assert kept.status()["daemon"] == old
+
+
+@pytest.mark.parametrize("how", ["exit", "cannot"])
+def test_an_upgrade_that_fails_when_it_takes_over_brings_the_old_program_back(
+    kept: Kept, how: str
+) -> None:
+    kept.start()
+    with blocked_reader(kept):
+        answer = kept.upgrade({"taken": how})
+    assert "the old is started" in answer["error"]
+    status = kept.served_by_another_than(0)
+    assert json.loads(kept.ask({"do": "settings"})["settings"])["behaviour"] == {}
+    assert kept.facts(status["daemon"])["state"] == 1
+    assert (kept.mountpoint / "plain").read_bytes() == b"plain content"
+
+
+def test_a_daemon_that_will_not_end_is_killed_for_the_new_one(kept: Kept) -> None:
+    kept.start({"quiesced": "hang"})
+    assert kept.upgrade({})["ok"] is True
+    assert (kept.mountpoint / "plain").read_bytes() == b"plain content"
+
+
+def test_an_upgrade_whose_keeper_dies_has_not_happened(kept: Kept) -> None:
+    kept.start()
+    old = kept.status()["daemon"]
+
+    def ask_in_vain() -> None:
+        with contextlib.suppress(ValueError):  # the connection ends without an answer
+            kept.upgrade(PREPARE_HANGS)
+
+    asking = threading.Thread(target=ask_in_vain)
+    asking.start()
+    new = kept.process_of(PREPARE)
+    kept.kill_keeper()
+    asking.join(LIMIT_S)
+    until(lambda: new not in kept.processes())
+    assert kept.status()["daemon"] == old
+    assert kept.upgrade({})["ok"] is True
+
+
+def test_a_daemon_that_dies_ends_the_upgrade_that_is_under_way(kept: Kept) -> None:
+    kept.start()
+    answers: list[dict[str, Any]] = []
+    asking = threading.Thread(target=lambda: answers.append(kept.upgrade(PREPARE_HANGS)))
+    asking.start()
+    new = kept.process_of(PREPARE)
+    status = kept.served_by_another_than(kept.kill_daemon())
+    asking.join(LIMIT_S)
+    [answer] = answers
+    assert "died meanwhile" in answer["error"]
+    assert status["daemon"] != new
+    assert (kept.mountpoint / "plain").read_bytes() == b"plain content"
