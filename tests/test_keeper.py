@@ -6,14 +6,7 @@ import json
 import os
 import signal
 
-from tests.support.keeping import (
-    LIMIT_S,
-    Kept,
-    blocked_reader,
-    needs_fuse,
-    needs_root,
-    until,
-)
+from tests.support.keeping import LIMIT_S, Kept, blocked_reader, needs_fuse, needs_root, until
 
 pytestmark = [needs_root, needs_fuse]
 

@@ -1,0 +1,52 @@
+"""The controller's server, for all tests of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from csi.controller import ControllerService
+from csi.stores import Store, Stores
+from fusefs.kinds import Addressing
+from tests.conftest import Bucket
+from tests.support.csi import Driver, serving
+from tests.support.csi_volumes import CLUSTER, keys_in
+from tests.support.faulty_s3 import FaultyS3
+from tests.support.s3_server import REGION, S3Server
+
+
+@pytest.fixture(scope="module")
+def stores(s3: S3Server, faulty: FaultyS3) -> Stores:
+    """The server, directly and through one that fails on demand, and one where nobody is."""
+    urls = {
+        "minio": s3.endpoint_url, "faulty": faulty.endpoint_url, "gone": "http://127.0.0.1:9",
+    }  # fmt: skip
+    made = [Store(name, url, REGION, Addressing.PATH) for name, url in urls.items()]
+    return Stores({"aws": Store("aws"), **{store.name: store for store in made}})
+
+
+@pytest.fixture(scope="module")
+def driver(stores: Stores) -> Iterator[Driver]:
+    with serving([ControllerService(stores, CLUSTER)]) as driver:
+        yield driver
+
+
+@pytest.fixture(scope="module")
+def other_cluster(stores: Stores) -> Iterator[Driver]:
+    with serving([ControllerService(stores, "another-cluster")]) as driver:
+        yield driver
+
+
+@pytest.fixture
+def bucket(shared: Bucket) -> Bucket:
+    """The module's bucket without anything in it: a new one takes the server longer."""
+    for key in keys_in(shared):
+        shared.delete(key)
+    return shared
+
+
+@pytest.fixture(autouse=True)
+def _no_faults(faulty: FaultyS3) -> Iterator[None]:
+    yield
+    faulty.clear()

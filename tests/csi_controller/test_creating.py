@@ -1,0 +1,117 @@
+"""Volumes that the controller creates."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from csi.generated import csi_pb2
+from tests.conftest import Bucket
+from tests.support.csi import GIB, Driver, refusal
+from tests.support.csi_volumes import (
+    CLUSTER,
+    NAME,
+    Code,
+    changed,
+    create,
+    delete,
+    keys_in,
+    record_key,
+    request,
+)
+from tests.support.s3_server import SECRET_KEY, S3Server
+from tests.support.sharing import mounted
+
+
+def test_a_new_volume_is_a_record_in_its_bucket(driver: Driver, bucket: Bucket) -> None:
+    volume = create(driver, bucket.name, prefix="/${pvc.namespace}/${pvc.name}/${pv.name}")
+    prefix = f"team/data/{NAME}/"
+    assert volume.volume_id == f"minio/{bucket.name}/{NAME}"
+    assert volume.capacity_bytes == 5 * GIB
+    assert volume.volume_context == {"store": "minio", "bucket": bucket.name, "prefix": prefix}
+    assert keys_in(bucket) == {record_key()}
+    body = bucket.client.get_object(Bucket=bucket.name, Key=record_key())["Body"].read()
+    record = json.loads(body)
+    assert (record["prefix"], record["deletes"], record["cluster"]) == (prefix, False, CLUSTER)
+    assert SECRET_KEY not in body.decode()
+
+
+def test_a_class_without_a_prefix_gives_each_volume_its_own(driver: Driver, bucket: Bucket) -> None:
+    assert create(driver, bucket.name).volume_context["prefix"] == f"{NAME}/"
+
+
+def test_settings_of_the_class_go_to_the_mounts(driver: Driver, bucket: Bucket) -> None:
+    context = create(driver, bucket.name, metadataTtl="5m", onDelete="retain").volume_context
+    assert context["metadataTtl"] == "5m"
+    assert "onDelete" not in context
+
+
+def test_a_volume_that_is_there_is_created_again_without_a_change(
+    driver: Driver, bucket: Bucket
+) -> None:
+    first = create(driver, bucket.name)
+    bucket.put(f"{NAME}/data", b"kept")
+    assert create(driver, bucket.name) == first
+    assert keys_in(bucket) == {record_key(), f"{NAME}/data"}
+
+
+def _larger(asked: csi_pb2.CreateVolumeRequest) -> None:
+    asked.capacity_range.required_bytes *= 2
+
+
+def _smaller(asked: csi_pb2.CreateVolumeRequest) -> None:
+    asked.capacity_range.required_bytes = 1
+    asked.capacity_range.limit_bytes = GIB
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (changed(parameters={"prefix": "elsewhere"}), "prefix"),
+        (changed(parameters={"metadataTtl": "5m"}), "attributes"),
+        (changed(parameters={"onDelete": "delete"}), "deletes"),
+        (_larger, "size"),
+        (_smaller, "size"),
+    ],
+)
+def test_a_name_stands_for_one_volume(
+    driver: Driver, shared: Bucket, change: Any, what: str
+) -> None:
+    create(driver, shared.name, "pvc-taken")
+    asked = request(shared.name, "pvc-taken")
+    change(asked)
+    code, sentence = refusal(driver.controller.CreateVolume, asked)
+    assert (code, what in sentence) == (Code.ALREADY_EXISTS, True)
+
+
+def test_two_clusters_do_not_share_a_name(
+    driver: Driver, other_cluster: Driver, bucket: Bucket
+) -> None:
+    create(driver, bucket.name)
+    code, sentence = refusal(other_cluster.controller.CreateVolume, request(bucket.name))
+    assert (code, "cluster" in sentence) == (Code.ALREADY_EXISTS, True)
+
+
+@pytest.mark.parametrize("name", ["x" * 128, "über/größe", "..", "a b\tc"])
+def test_any_name_makes_a_volume_that_can_be_deleted(
+    driver: Driver, bucket: Bucket, name: str
+) -> None:
+    volume = create(driver, bucket.name, name, prefix="shared")
+    assert len(volume.volume_id.encode()) <= 128
+    assert create(driver, bucket.name, name, prefix="shared") == volume
+    delete(driver, volume.volume_id)
+    assert keys_in(bucket) == set()
+
+
+def test_a_mount_of_the_whole_bucket_does_not_show_the_records(
+    s3: S3Server, bucket: Bucket, tmp_path: Any
+) -> None:
+    bucket.put(record_key(), b"{}")
+    bucket.put("data", b"")
+    with mounted(s3, f"s3://{bucket.name}", tmp_path) as mount:
+        names = {entry.name for entry in mount.path.iterdir()}
+        assert "data" in names
+        assert ".fusefs" not in names
+        assert not (mount.path / record_key()).exists()

@@ -1,0 +1,194 @@
+"""What the controller refuses, and what S3 refuses it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from csi.bucket import make_client
+from csi.controller import ControllerService
+from csi.generated import csi_pb2
+from csi.stores import Stores
+from tests.conftest import Bucket
+from tests.support.csi import Driver, Mode, block_capability, mount_capability, refusal, serving
+from tests.support.csi_volumes import NAME, Code, changed, keys_in, record_key, request
+from tests.support.faulty_s3 import FaultyS3
+from tests.support.s3_server import SECRET_KEY
+from tests.support.sharing import PATIENCE_S
+
+BAD_REQUESTS = {
+    "no name": (lambda asked: asked.ClearField("name"), "name"),
+    "no capability": (lambda asked: asked.ClearField("volume_capabilities"), "capabilities"),
+    "a block volume": (changed(volume_capabilities=[block_capability()]), "volumeMode"),
+    "no access mode": (
+        changed(volume_capabilities=[mount_capability(Mode.UNKNOWN)]),
+        "access mode",
+    ),
+    "no access type": (
+        changed(volume_capabilities=[csi_pb2.VolumeCapability()]),
+        "access type",
+    ),
+    "a type of disks": (
+        changed(volume_capabilities=[mount_capability(fs_type="xfs")]),
+        "fsType",
+    ),
+    "a mount option": (
+        changed(volume_capabilities=[mount_capability(Mode.SINGLE_NODE_WRITER, "cache-dir=/etc")]),
+        "cache-dir",
+    ),
+    "a source": (
+        changed(
+            volume_content_source=csi_pb2.VolumeContentSource(
+                volume=csi_pb2.VolumeContentSource.VolumeSource(volume_id="x")
+            )
+        ),
+        "volume_content_source",
+    ),
+    "mutable parameters": (changed(mutable_parameters={"speed": "9"}), "speed"),
+    "a field of the Secret": (changed(secrets={"endpoint": "http://x"}), "endpoint"),
+    "half a Secret": (lambda asked: asked.secrets.pop("secretAccessKey"), "secret_access_key"),
+    "a negative size": (
+        lambda asked: setattr(asked.capacity_range, "required_bytes", -1),
+        "negative",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "what"), BAD_REQUESTS.values(), ids=BAD_REQUESTS)
+def test_a_bad_request_is_refused_and_nothing_made(
+    driver: Driver, shared: Bucket, change: Any, what: str
+) -> None:
+    asked = request(shared.name, "pvc-refused")
+    change(asked)
+    code, sentence = refusal(driver.controller.CreateVolume, asked)
+    assert (code, what in sentence) == (Code.INVALID_ARGUMENT, True), sentence
+    assert record_key("pvc-refused") not in keys_in(shared)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("bucket", ""), ("bucket", "SET-YOUR-BUCKET"), ("bucket", "192.168.1.1"),
+        ("bucket", "arn:aws:s3:::b"), ("bucket", "a/../b"), ("bucket", "evil.example#"),
+        ("store", "unknown"), ("store", ""),
+        ("endpoint", "http://169.254.169.254"), ("endpoint", "https://evil.example"),
+        ("region", "evil.example/"), ("prefix", "a/../b"), ("prefix", "./a"), ("prefix", "a//b"),
+        ("prefix", "a//"), ("prefix", "//"), ("prefix", "a/\n/b"), ("prefix", "a\x7f"),
+        ("prefix", "x" * 901), ("prefix", ".fusefs/volumes"), ("prefix", "a/.fusefs"),
+        ("prefix", "${pvc.annotations['x']}"), ("prefix", "${pv.name"), ("onDelete", "Delete"),
+        ("onDelete", ""), ("unknown", "1"), ("cacheDir", "/etc"), ("durability", "local"),
+    ],
+)  # fmt: skip
+def test_a_bad_parameter_is_refused_by_name(
+    driver: Driver, shared: Bucket, name: str, value: str
+) -> None:
+    asked = request(shared.name, "pvc-refused")
+    asked.parameters[name] = value
+    code, sentence = refusal(driver.controller.CreateVolume, asked)
+    assert (code, name in sentence) == (Code.INVALID_ARGUMENT, True), sentence
+    assert record_key("pvc-refused") not in keys_in(shared)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "what"),
+    [
+        ("csi.storage.k8s.io/pvc/name", "a/b", "pvc.name"),
+        ("csi.storage.k8s.io/pvc/namespace", "..", "prefix"),
+        ("csi.storage.k8s.io/pvc/name", "", "--extra-create-metadata"),
+    ],
+)
+def test_a_value_that_would_lead_elsewhere_is_not_filled_in(
+    driver: Driver, shared: Bucket, name: str, value: str, what: str
+) -> None:
+    asked = request(shared.name, "pvc-refused", prefix="${pvc.namespace}/${pvc.name}")
+    asked.parameters[name] = value
+    code, sentence = refusal(driver.controller.CreateVolume, asked)
+    assert (code, what in sentence) == (Code.INVALID_ARGUMENT, True), sentence
+
+
+@pytest.mark.parametrize("prefix", ["data", "x${pv.name}", "${pvc.name}/${pv.name}-data", ""])
+def test_deleting_needs_a_prefix_of_the_volumes_own(
+    driver: Driver, shared: Bucket, prefix: str
+) -> None:
+    asked = request(shared.name, "pvc-refused", prefix=prefix, onDelete="delete")
+    code, sentence = refusal(driver.controller.CreateVolume, asked)
+    assert (code, "${pv.name}" in sentence) == (Code.INVALID_ARGUMENT, True)
+
+
+def test_deleting_needs_a_cluster_id(stores: Stores, shared: Bucket) -> None:
+    with serving([ControllerService(stores, "")]) as nameless:
+        asked = request(shared.name, "pvc-refused", onDelete="delete")
+        code, sentence = refusal(nameless.controller.CreateVolume, asked)
+        assert (code, "--cluster-id" in sentence) == (Code.INVALID_ARGUMENT, True)
+
+
+@pytest.mark.parametrize(("required", "limit"), [(2, 1), (1 << 61, 0)])
+def test_an_impossible_size_is_out_of_range(
+    driver: Driver, shared: Bucket, required: int, limit: int
+) -> None:
+    asked = request(shared.name, "pvc-refused")
+    asked.capacity_range.required_bytes = required
+    asked.capacity_range.limit_bytes = limit
+    assert refusal(driver.controller.CreateVolume, asked)[0] is Code.OUT_OF_RANGE
+
+
+def test_rejected_keys_are_unauthenticated(driver: Driver, shared: Bucket) -> None:
+    asked = request(shared.name, "pvc-refused")
+    asked.secrets["accessKeyId"] = "nobody"
+    code, sentence = refusal(driver.controller.CreateVolume, asked)
+    assert code is Code.UNAUTHENTICATED
+    assert f"s3://{shared.name}/" in sentence
+    assert SECRET_KEY not in sentence
+
+
+def test_without_any_keys_it_says_what_is_missing(
+    driver: Driver, shared: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in os.environ:
+        if name.startswith("AWS_"):
+            monkeypatch.delenv(name)
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, os.devnull)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    make_client.cache_clear()
+    asked = request(shared.name, "pvc-refused")
+    asked.ClearField("secrets")
+    code, sentence = refusal(driver.controller.CreateVolume, asked)
+    assert (code, "provisioner Secret" in sentence) == (Code.UNAUTHENTICATED, True)
+    make_client.cache_clear()
+
+
+def test_a_denied_request_is_told_with_its_id(
+    driver: Driver, shared: Bucket, faulty: FaultyS3
+) -> None:
+    faulty.add("PUT", code="AccessDenied")
+    asked = request(shared.name, "pvc-refused", store="faulty")
+    code, sentence = refusal(driver.controller.CreateVolume, asked)
+    assert (code, "request FAULTY00" in sentence) == (Code.PERMISSION_DENIED, True)
+
+
+def test_a_bucket_that_is_not_there_is_named(
+    driver: Driver, shared: Bucket, faulty: FaultyS3
+) -> None:
+    faulty.add("PUT", code="NoSuchBucket")
+    asked = request(shared.name, "pvc-refused", store="faulty")
+    code, sentence = refusal(driver.controller.CreateVolume, asked)
+    assert (code, f"s3://{shared.name}/" in sentence) == (Code.INVALID_ARGUMENT, True)
+
+
+def test_a_store_that_is_away_is_a_reason_to_try_again(driver: Driver, shared: Bucket) -> None:
+    asked = request(shared.name, "pvc-refused", store="gone")
+    assert refusal(driver.controller.CreateVolume, asked)[0] is Code.UNAVAILABLE
+
+
+def test_a_volume_whose_answer_was_lost_is_created_by_the_next_call(
+    driver: Driver, bucket: Bucket, faulty: FaultyS3
+) -> None:
+    faulty.add("PUT", times=1, lose_answer=True)
+    asked = request(bucket.name, store="faulty")
+    driver.controller.CreateVolume(asked, timeout=PATIENCE_S)
+    faulty.clear()
+    again = driver.controller.CreateVolume(asked, timeout=PATIENCE_S)
+    assert again.volume.volume_id == f"faulty/{bucket.name}/{NAME}"
