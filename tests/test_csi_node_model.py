@@ -45,79 +45,70 @@ def data(s3: S3Server) -> Bucket:
     return bucket
 
 
-def test_a_node_keeps_its_promises_in_any_order_of_events(
-    s3: S3Server, node: Node, data: Bucket
-) -> None:
-    class Model(RuleBasedStateMachine):
-        """What each pod has, and each identity's present keys."""
+class NodeModel(RuleBasedStateMachine):
+    """What each pod has, and each identity's present keys."""
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.used: dict[str, str] = {}
-            self.generations = dict.fromkeys(IDENTITIES, 0)
-            self.secrets = {name: self.new_keys(name) for name in IDENTITIES}
-            self.is_reachable = True
+    def __init__(self, s3: S3Server, node: Node, data: Bucket) -> None:
+        super().__init__()
+        self.s3 = s3
+        self.node = node
+        self.data = data
+        self.used: dict[str, str] = {}
+        self.generations = dict.fromkeys(IDENTITIES, 0)
+        self.secrets = {name: self.new_keys(name) for name in IDENTITIES}
 
-        def new_keys(self, name: str) -> dict[str, str]:
-            return allow(s3, f"{name}{self.generations[name]}", data.name, f"{name}/")
+    def new_keys(self, name: str) -> dict[str, str]:
+        return allow(self.s3, f"{name}{self.generations[name]}", self.data.name, f"{name}/")
 
-        @rule(pod=sampled_from(PODS), name=sampled_from(IDENTITIES))
-        def publish(self, pod: str, name: str) -> None:
-            name = self.used.setdefault(pod, name)
-            target = node.target(pod)
-            until_final(
-                node.publish, f"volume-{name}", target, secrets=self.secrets[name],
-                bucket=data.name, prefix=name, metadataTtl="0s",
-            )  # fmt: skip
-            wanted = f"of {name}"
-            assert read(target) in (wanted, "", "denied")  # never another's
-            until(lambda: read(target) == wanted, f"{pod} reads")
+    @rule(pod=sampled_from(PODS), name=sampled_from(IDENTITIES))
+    def publish(self, pod: str, name: str) -> None:
+        name = self.used.setdefault(pod, name)
+        target = self.node.target(pod)
+        until_final(
+            self.node.publish, f"volume-{name}", target, secrets=self.secrets[name],
+            bucket=self.data.name, prefix=name, metadataTtl="0s",
+        )  # fmt: skip
+        wanted = f"of {name}"
+        assert read(target) in (wanted, "", "denied")  # never another's
+        until(lambda: read(target) == wanted, f"{pod} reads")
 
-        @precondition(lambda self: self.used)
-        @rule(pod=sampled_from(PODS))
-        def unpublish(self, pod: str) -> None:
-            name = self.used.pop(pod, IDENTITIES[0])
-            until_final(node.unpublish, f"volume-{name}", node.target(pod))
+    @precondition(lambda self: self.used)
+    @rule(pod=sampled_from(PODS))
+    def unpublish(self, pod: str) -> None:
+        name = self.used.pop(pod, IDENTITIES[0])
+        until_final(self.node.unpublish, f"volume-{name}", self.node.target(pod))
 
-        @rule(whom=sampled_from(("driver", "keeper", "fusefs.daemon", "")))
-        def kill(self, whom: str) -> None:
-            if whom == "driver":
-                node.kill()
-                node.start()
-            else:
-                node.kill_all(whom)
+    @rule(whom=sampled_from(("driver", "keeper", "fusefs.daemon", "")))
+    def kill(self, whom: str) -> None:
+        if whom == "driver":
+            self.node.kill()
+            self.node.start()
+        else:
+            self.node.kill_all(whom)
 
-        @precondition(lambda self: self.used)
-        @rule()
-        def reboot(self) -> None:
-            reboot(node)
-            self.used.clear()
-            node.start()
+    @precondition(lambda self: self.used)
+    @rule()
+    def reboot(self) -> None:
+        reboot(self.node)
+        self.used.clear()
+        self.node.start()
 
-        @rule(name=sampled_from(IDENTITIES))
-        def rotate(self, name: str) -> None:
-            old = f"{name}{self.generations[name]}"
-            self.generations[name] += 1
-            self.secrets[name] = self.new_keys(name)
-            for pod in [pod for pod, user in self.used.items() if user == name]:
-                self.publish(pod=pod, name=name)
-            retire(s3, old)
+    @rule(name=sampled_from(IDENTITIES))
+    def rotate(self, name: str) -> None:
+        old = f"{name}{self.generations[name]}"
+        self.generations[name] += 1
+        self.secrets[name] = self.new_keys(name)
+        for pod in [pod for pod, user in self.used.items() if user == name]:
+            self.publish(pod=pod, name=name)
+        retire(self.s3, old)
 
-        def teardown(self) -> None:
-            for pod in PODS:  # a reboot leaves paths behind, which kubelet takes back as well
-                name = self.used.get(pod, IDENTITIES[0])
-                until_final(node.unpublish, f"volume-{name}", node.target(pod))
-            until(lambda: node.leftovers() == [], "nothing is left")
-            told = data.client.list_objects_v2(Bucket=data.name)
-            assert [one["Key"] for one in told["Contents"]] == ["x/hello", "y/hello"]
-
-    run_state_machine_as_test(
-        Model,
-        settings=settings(
-            max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None, database=None,
-            phases=[Phase.generate], suppress_health_check=list(HealthCheck),
-        ),
-    )  # fmt: skip
+    def teardown(self) -> None:
+        for pod in PODS:  # a reboot leaves paths behind, which kubelet takes back as well
+            name = self.used.get(pod, IDENTITIES[0])
+            until_final(self.node.unpublish, f"volume-{name}", self.node.target(pod))
+        until(lambda: self.node.leftovers() == [], "nothing is left")
+        told = self.data.client.list_objects_v2(Bucket=self.data.name)
+        assert [one["Key"] for one in told["Contents"]] == ["x/hello", "y/hello"]
 
 
 def read(target: Path) -> str:
@@ -127,3 +118,15 @@ def read(target: Path) -> str:
         return "denied"
     except OSError:
         return ""
+
+
+def test_a_node_keeps_its_promises_in_any_order_of_events(
+    s3: S3Server, node: Node, data: Bucket
+) -> None:
+    run_state_machine_as_test(
+        lambda: NodeModel(s3, node, data),
+        settings=settings(
+            max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None, database=None,
+            phases=[Phase.generate], suppress_health_check=list(HealthCheck),
+        ),
+    )  # fmt: skip
