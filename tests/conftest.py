@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.support.buckets import Bucket, new_bucket
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.keeping import Kept, kept_mount
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
 from tests.support.sharing import skip_without_fuse
+from tests.support.store_writing import LocalFile, MakeFile, become_owner
 
 
 @pytest.fixture(scope="session")
@@ -21,28 +22,6 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """A SeaweedFS for the whole run."""
     with S3Server(tmp_path_factory.mktemp("s3")) as server:
         yield server
-
-
-@dataclass
-class Bucket:
-    """An empty bucket of a test's own."""
-
-    server: S3Server
-    name: str
-    client: Any
-
-    def put(self, key: str, data: bytes, **options: Any) -> str:
-        """Put an object and return its ETag."""
-        answer = self.client.put_object(Bucket=self.name, Key=key, Body=data, **options)
-        etag: str = answer["ETag"]
-        return etag
-
-    def delete(self, key: str) -> None:
-        self.client.delete_object(Bucket=self.name, Key=key)
-
-
-def new_bucket(s3: S3Server) -> Bucket:
-    return Bucket(s3, s3.new_bucket(), s3.client())
 
 
 @pytest.fixture
@@ -61,6 +40,28 @@ def faulty(s3: S3Server) -> Iterator[FaultyS3]:
     """A server before the real one that fails on demand; tests `clear` it."""
     with FaultyS3(s3.endpoint_url) as server:
         yield server
+
+
+@pytest.fixture
+def as_owner(s3: S3Server, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The environment has the server's credentials, and no fault outlives a test."""
+    become_owner(s3, monkeypatch)
+    yield
+    faulty.clear()
+
+
+@pytest.fixture
+def make_file(tmp_path: Path) -> Iterator[MakeFile]:
+    """Makes files of random bytes: `make_file(size)`."""
+    made: list[LocalFile] = []
+
+    def make(size: int) -> LocalFile:
+        made.append(LocalFile(tmp_path / f"file{len(made)}", size))
+        return made[-1]
+
+    yield make
+    for file in made:
+        os.close(file.fd)
 
 
 @pytest.fixture(params=["kernel", "pyfuse3"])

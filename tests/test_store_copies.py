@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
-
 import pytest
 
 from fusefs.store import copying, multipart
 from fusefs.store.base import ObjectInfo, ObjectVersion
-from fusefs.store.errors import (
-    NotFoundError,
-    StaleVersionError,
-)
+from fusefs.store.errors import NotFoundError, StaleVersionError
 from tests.conftest import Bucket
 from tests.support.faulty_s3 import FaultyS3
-from tests.support.s3_server import S3Server
 from tests.support.store_writing import (
+    KEYS,
     METADATA,
     PART,
-    LocalFile,
-    become_owner,
+    MakeFile,
     contents,
     digest,
     keys,
@@ -29,34 +21,7 @@ from tests.support.store_writing import (
     put,
 )
 
-MAKE = Callable[[int], LocalFile]
-# One that obstore can express, and one that it can't.
-KEYS = ["some dir/a+b %20~ü", "odd\x01key"]
-
-
-@pytest.fixture(autouse=True)
-def _as_owner(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    become_owner(s3, monkeypatch)
-
-
-@pytest.fixture(autouse=True)
-def _as_usual(faulty: FaultyS3) -> Iterator[None]:
-    yield
-    faulty.clear()
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[MAKE]:
-    """Makes files of a size."""
-    made: list[LocalFile] = []
-
-    def make_one(size: int) -> LocalFile:
-        made.append(LocalFile(tmp_path / str(len(made)), size))
-        return made[-1]
-
-    yield make_one
-    for file in made:
-        os.close(file.fd)
+pytestmark = pytest.mark.usefixtures("as_owner")
 
 
 @pytest.fixture(params=[False, True], ids=["whole", "in parts"])
@@ -69,8 +34,10 @@ def copied_in_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.usefixtures("copied_in_parts")
 @pytest.mark.parametrize("has_listed", [True, False])
-async def test_a_copy_has_what_its_source_has(bucket: Bucket, make: MAKE, has_listed: bool) -> None:
-    file = make(3 * PART + 5)
+async def test_a_copy_has_what_its_source_has(
+    bucket: Bucket, make_file: MakeFile, has_listed: bool
+) -> None:
+    file = make_file(3 * PART + 5)
     async with opened(bucket, bucket.server.endpoint_url, has_listed=has_listed) as store:
         source = await put(store, KEYS[0], file)
         copied = await store.copy(source.version, "a copy/ü")
@@ -97,8 +64,10 @@ async def test_what_was_listed_is_copied_with_one_request(
 
 
 @pytest.mark.usefixtures("copied_in_parts")
-async def test_a_copy_with_other_metadata_keeps_the_rest(bucket: Bucket, make: MAKE) -> None:
-    file = make(2 * PART)
+async def test_a_copy_with_other_metadata_keeps_the_rest(
+    bucket: Bucket, make_file: MakeFile
+) -> None:
+    file = make_file(2 * PART)
     kept = {"ContentType": "a/b", "CacheControl": "no-cache", "ContentEncoding": "x"}
     etag = bucket.put("source", file.data, Metadata={"old": "1"}, **kept)
     async with opened(bucket, bucket.server.endpoint_url) as store:
@@ -108,8 +77,10 @@ async def test_a_copy_with_other_metadata_keeps_the_rest(bucket: Bucket, make: M
     assert {name: answer[name] for name in kept} == kept
 
 
-async def test_the_metadata_of_an_object_are_replaced_in_place(bucket: Bucket, make: MAKE) -> None:
-    file = make(100)
+async def test_the_metadata_of_an_object_are_replaced_in_place(
+    bucket: Bucket, make_file: MakeFile
+) -> None:
+    file = make_file(100)
     async with opened(bucket, bucket.server.endpoint_url) as store:
         info = await put(store, "same", file)
         changed = await store.copy(info.version, "same", metadata={"mode": "33152"})
@@ -120,8 +91,8 @@ async def test_the_metadata_of_an_object_are_replaced_in_place(bucket: Bucket, m
 
 
 @pytest.mark.usefixtures("copied_in_parts")
-async def test_tags_go_with_a_copy(bucket: Bucket, make: MAKE) -> None:
-    file = make(2 * PART)
+async def test_tags_go_with_a_copy(bucket: Bucket, make_file: MakeFile) -> None:
+    file = make_file(2 * PART)
     etag = bucket.put("source", file.data, Tagging="a=b%26c&d=")
     async with opened(bucket, bucket.server.endpoint_url) as store:
         await store.copy(ObjectVersion("source", etag, file.size), "copy")
@@ -129,10 +100,12 @@ async def test_tags_go_with_a_copy(bucket: Bucket, make: MAKE) -> None:
     assert {tag["Key"]: tag["Value"] for tag in tags} == {"a": "b&c", "d": ""}
 
 
-async def test_another_version_than_the_named_one_is_not_copied(bucket: Bucket, make: MAKE) -> None:
+async def test_another_version_than_the_named_one_is_not_copied(
+    bucket: Bucket, make_file: MakeFile
+) -> None:
     async with opened(bucket, bucket.server.endpoint_url) as store:
-        old = await put(store, "source", make(100))
-        await put(store, "source", make(100))
+        old = await put(store, "source", make_file(100))
+        await put(store, "source", make_file(100))
         for source in (old, old.version):
             with pytest.raises(StaleVersionError):
                 await store.copy(source, "copy")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import tracemalloc
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,19 +19,14 @@ from fusefs.store.base import IF_ABSENT, IfMatch, ObjectVersion, Priority
 from fusefs.store.body import Body
 from fusefs.store.clients import Clients, S3Settings
 from fusefs.store.connections import Connections
-from fusefs.store.errors import (
-    ConflictError,
-    ExistsError,
-    StoreError,
-)
+from fusefs.store.errors import ConflictError, ExistsError, StoreError
 from tests.conftest import Bucket
 from tests.support.faulty_s3 import FaultyS3
-from tests.support.s3_server import S3Server
 from tests.support.store_writing import (
+    KEYS,
     METADATA,
     PART,
-    LocalFile,
-    become_owner,
+    MakeFile,
     contents,
     digest,
     keys,
@@ -40,47 +34,21 @@ from tests.support.store_writing import (
     put,
 )
 
-MAKE = Callable[[int], LocalFile]
-# One that obstore can express, and one that it can't.
-KEYS = ["some dir/a+b %20~ü", "odd\x01key"]
+pytestmark = pytest.mark.usefixtures("as_owner")
+
 SIZES = [
     0, 1, writing.SMALL, writing.SMALL + 1, PART - 1, PART, PART + 1, 2 * PART, 3 * PART + 17,
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _as_owner(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    become_owner(s3, monkeypatch)
-
-
-@pytest.fixture(autouse=True)
-def _as_usual(faulty: FaultyS3) -> Iterator[None]:
-    yield
-    faulty.clear()
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[MAKE]:
-    """Makes files of a size."""
-    made: list[LocalFile] = []
-
-    def make_one(size: int) -> LocalFile:
-        made.append(LocalFile(tmp_path / str(len(made)), size))
-        return made[-1]
-
-    yield make_one
-    for file in made:
-        os.close(file.fd)
 
 
 # --- contents ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("key", KEYS)
-async def test_a_file_arrives_as_it_is(bucket: Bucket, make: MAKE, key: str) -> None:
+async def test_a_file_arrives_as_it_is(bucket: Bucket, make_file: MakeFile, key: str) -> None:
     async with opened(bucket, bucket.server.endpoint_url) as store:
         for size in SIZES:
-            file = make(size)
+            file = make_file(size)
             info = await put(store, key, file)
             seen = await store.head(key)
             assert digest(contents(bucket, key)) == digest(file.data)
@@ -90,8 +58,8 @@ async def test_a_file_arrives_as_it_is(bucket: Bucket, make: MAKE, key: str) -> 
             assert abs(seen.mtime_ns - info.mtime_ns) < 60e9
 
 
-async def test_a_file_of_many_parts_arrives_as_it_is(bucket: Bucket, make: MAKE) -> None:
-    file = make(13 * PART + 1)
+async def test_a_file_of_many_parts_arrives_as_it_is(bucket: Bucket, make_file: MakeFile) -> None:
+    file = make_file(13 * PART + 1)
     async with opened(bucket, bucket.server.endpoint_url) as store:
         info = await put(store, "many", file)
         assert info == await store.head("many")
@@ -100,8 +68,10 @@ async def test_a_file_of_many_parts_arrives_as_it_is(bucket: Bucket, make: MAKE)
     assert digest(contents(bucket, "many")) == digest(file.data)
 
 
-async def test_uploads_at_the_same_time_share_few_connections(bucket: Bucket, make: MAKE) -> None:
-    files = [make(2 * PART + number) for number in range(5)]
+async def test_uploads_at_the_same_time_share_few_connections(
+    bucket: Bucket, make_file: MakeFile
+) -> None:
+    files = [make_file(2 * PART + number) for number in range(5)]
     async with (
         opened(bucket, bucket.server.endpoint_url, max_connections=2) as store,
         trio.open_nursery() as nursery,
@@ -112,10 +82,12 @@ async def test_uploads_at_the_same_time_share_few_connections(bucket: Bucket, ma
         assert digest(contents(bucket, str(number))) == digest(file.data)
 
 
-async def test_an_upload_does_not_hold_the_file_in_memory(bucket: Bucket, make: MAKE) -> None:
-    file = make(8 * PART)
+async def test_an_upload_does_not_hold_the_file_in_memory(
+    bucket: Bucket, make_file: MakeFile
+) -> None:
+    file = make_file(8 * PART)
     async with opened(bucket, bucket.server.endpoint_url) as store:
-        await put(store, "warm", make(1))
+        await put(store, "warm", make_file(1))
         tracemalloc.start()
         try:
             await put(store, "large", file)
@@ -125,8 +97,8 @@ async def test_an_upload_does_not_hold_the_file_in_memory(bucket: Bucket, make: 
     assert peak < 2 * PART
 
 
-async def test_only_the_first_bytes_of_a_file_are_sent(bucket: Bucket, make: MAKE) -> None:
-    file = make(PART)
+async def test_only_the_first_bytes_of_a_file_are_sent(bucket: Bucket, make_file: MakeFile) -> None:
+    file = make_file(PART)
     async with opened(bucket, bucket.server.endpoint_url) as store:
         await store.put_file("short", file.fd, 1000, metadata={}, content_type=None)
     assert contents(bucket, "short") == file.data[:1000]
@@ -134,9 +106,9 @@ async def test_only_the_first_bytes_of_a_file_are_sent(bucket: Bucket, make: MAK
 
 @pytest.mark.parametrize("size", [1000, writing.SMALL + 1, 2 * PART])
 async def test_a_file_that_is_too_short_becomes_no_object(
-    bucket: Bucket, make: MAKE, size: int
+    bucket: Bucket, make_file: MakeFile, size: int
 ) -> None:
-    file = make(size - 1)
+    file = make_file(size - 1)
     async with opened(bucket, bucket.server.endpoint_url) as store:
         with pytest.raises(StoreError, match="became shorter"):
             await store.put_file("short", file.fd, size, metadata={}, content_type=None)
@@ -158,17 +130,19 @@ async def test_a_file_that_cannot_be_read_becomes_no_object(
 
 @pytest.mark.parametrize("size", [10, 2 * PART])
 async def test_metadata_named_as_headers_stay_metadata(
-    bucket: Bucket, make: MAKE, size: int
+    bucket: Bucket, make_file: MakeFile, size: int
 ) -> None:
     metadata = {"content-type": "mine", "cache-control": "mine too"}
     async with opened(bucket, bucket.server.endpoint_url) as store:
-        await put(store, "named", make(size), metadata=metadata)
+        await put(store, "named", make_file(size), metadata=metadata)
         seen = await store.head("named")
     assert seen.metadata == metadata
     assert seen.content_type == "text/x-test"
 
 
-async def test_metadata_that_are_no_headers_are_refused(bucket: Bucket, make: MAKE) -> None:
+async def test_metadata_that_are_no_headers_are_refused(
+    bucket: Bucket, make_file: MakeFile
+) -> None:
     refused = (
         {"a": "ü"},
         {"a": " b"},
@@ -179,7 +153,7 @@ async def test_metadata_that_are_no_headers_are_refused(bucket: Bucket, make: MA
         {"": "b"},
     )
     async with opened(bucket, bucket.server.endpoint_url) as store:
-        for file in (make(10), make(2 * PART)):
+        for file in (make_file(10), make_file(2 * PART)):
             for metadata in refused:
                 with pytest.raises(ValueError, match="no metadata"):
                     await put(store, "refused", file, metadata=metadata)
@@ -225,7 +199,7 @@ class _SentError(Exception):
 
 @pytest.mark.parametrize("scheme", ["https", "http"])
 async def test_a_body_with_a_checksum_is_not_hashed_for_its_signature(
-    make: MAKE, scheme: str
+    make_file: MakeFile, scheme: str
 ) -> None:
     clients = Clients(S3Settings("bucket", f"{scheme}://127.0.0.1:9"))
     sent: dict[str, bytes] = {}
@@ -235,7 +209,7 @@ async def test_a_body_with_a_checksum_is_not_hashed_for_its_signature(
         raise _SentError
 
     clients.s3.meta.events.register("before-send.s3", note)
-    body = Body(make(100).fd, 0, 100)
+    body = Body(make_file(100).fd, 0, 100)
     body.begin()
     for send in (
         partial(clients.s3.put_object, Bucket="bucket"),
@@ -253,9 +227,9 @@ async def test_a_body_with_a_checksum_is_not_hashed_for_its_signature(
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("size", [10, 2 * PART])
 async def test_a_new_object_is_made_only_where_there_is_none(
-    bucket: Bucket, make: MAKE, size: int, key: str
+    bucket: Bucket, make_file: MakeFile, size: int, key: str
 ) -> None:
-    first, second = make(size), make(size)
+    first, second = make_file(size), make_file(size)
     async with opened(bucket, bucket.server.endpoint_url) as store:
         await put(store, key, first, IF_ABSENT)
         with pytest.raises(ExistsError) as caught:
@@ -268,9 +242,9 @@ async def test_a_new_object_is_made_only_where_there_is_none(
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("size", [10, 2 * PART])
 async def test_only_the_named_version_is_replaced(
-    bucket: Bucket, make: MAKE, size: int, key: str
+    bucket: Bucket, make_file: MakeFile, size: int, key: str
 ) -> None:
-    first, second, third = make(100), make(size), make(size)
+    first, second, third = make_file(100), make_file(size), make_file(size)
     async with opened(bucket, bucket.server.endpoint_url) as store:
         old = await put(store, key, first)
         await put(store, key, second, IfMatch(old.etag))
@@ -282,11 +256,11 @@ async def test_only_the_named_version_is_replaced(
 
 @pytest.mark.parametrize("size", [10, 2 * PART])
 async def test_a_version_that_was_deleted_is_not_replaced(
-    bucket: Bucket, make: MAKE, size: int
+    bucket: Bucket, make_file: MakeFile, size: int
 ) -> None:
     async with opened(bucket, bucket.server.endpoint_url) as store:
         with pytest.raises(ConflictError) as caught:
-            await put(store, "gone", make(size), IfMatch('"00"'))
+            await put(store, "gone", make_file(size), IfMatch('"00"'))
     assert caught.value.errno == errno.ESTALE
     assert keys(bucket) == []
 

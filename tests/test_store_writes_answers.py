@@ -2,66 +2,28 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 
 import pytest
 import trio
 
-from fusefs.store import copying, writing
+from fusefs.store import copying
 from fusefs.store.base import IF_ABSENT, IfMatch
-from fusefs.store.errors import (
-    ExistsError,
-    StoreError,
-    UnreachableError,
-)
+from fusefs.store.errors import ExistsError, StoreError, UnreachableError
 from tests.conftest import Bucket
 from tests.support.faulty_s3 import FaultyS3
-from tests.support.s3_server import S3Server
 from tests.support.store_writing import (
     PART,
-    LocalFile,
-    become_owner,
+    MakeFile,
     contents,
     digest,
+    each_way,
     keys,
     opened,
     put,
 )
 
-MAKE = Callable[[int], LocalFile]
-# How a file is sent, by its size: through obstore, through boto3, in parts.
-WAYS = [(1000, "PUT"), (writing.SMALL + 1000, "PUT"), (3 * PART, "PART")]
-each_way = pytest.mark.parametrize(("size", "operation"), WAYS, ids=["small", "one", "parts"])
-
-
-@pytest.fixture(scope="module")
-def faulty(s3: S3Server) -> Iterator[FaultyS3]:
-    with FaultyS3(s3.endpoint_url) as server:
-        yield server
-
-
-@pytest.fixture(autouse=True)
-def _as_owner(s3: S3Server, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    become_owner(s3, monkeypatch)
-    yield
-    faulty.clear()
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[MAKE]:
-    """Makes files of a size."""
-    made: list[LocalFile] = []
-
-    def make_one(size: int) -> LocalFile:
-        made.append(LocalFile(tmp_path / str(len(made)), size))
-        return made[-1]
-
-    yield make_one
-    for file in made:
-        os.close(file.fd)
+pytestmark = pytest.mark.usefixtures("as_owner")
 
 
 # --- answers that were lost ---------------------------------------------------------
@@ -69,9 +31,9 @@ def make(tmp_path: Path) -> Iterator[MAKE]:
 
 @each_way
 async def test_a_new_object_whose_answer_was_lost_is_ones_own(
-    bucket: Bucket, faulty: FaultyS3, make: MAKE, size: int, operation: str
+    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile, size: int, operation: str
 ) -> None:
-    file = make(size)
+    file = make_file(size)
     ends = "COMPLETE" if operation == "PART" else "PUT"
     faulty.add(ends, times=1, lose_answer=True)
     async with opened(bucket, faulty.endpoint_url) as store:
@@ -82,9 +44,9 @@ async def test_a_new_object_whose_answer_was_lost_is_ones_own(
 
 @each_way
 async def test_a_replaced_object_whose_answer_was_lost_is_ones_own(
-    bucket: Bucket, faulty: FaultyS3, make: MAKE, size: int, operation: str
+    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile, size: int, operation: str
 ) -> None:
-    file = make(size)
+    file = make_file(size)
     old = bucket.put("file", b"old")
     ends = "COMPLETE" if operation == "PART" else "PUT"
     faulty.add(ends, times=1, lose_answer=True)
@@ -96,9 +58,9 @@ async def test_a_replaced_object_whose_answer_was_lost_is_ones_own(
 
 @each_way
 async def test_another_object_with_the_same_bytes_is_not_ones_own(
-    bucket: Bucket, faulty: FaultyS3, make: MAKE, size: int, operation: str
+    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile, size: int, operation: str
 ) -> None:
-    file = make(size)
+    file = make_file(size)
     ends = "COMPLETE" if operation == "PART" else "PUT"
     async with (
         opened(bucket, bucket.server.endpoint_url) as other,
@@ -117,9 +79,9 @@ async def test_another_object_with_the_same_bytes_is_not_ones_own(
 
 
 async def test_a_head_decides_when_completing_gets_no_answer(
-    bucket: Bucket, faulty: FaultyS3, make: MAKE
+    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
 ) -> None:
-    file = make(2 * PART)
+    file = make_file(2 * PART)
     faulty.add("COMPLETE", lose_answer=True)
     async with opened(bucket, faulty.endpoint_url, retry_time_s=0.5) as store:
         info = await put(store, "file", file)
@@ -128,9 +90,9 @@ async def test_a_head_decides_when_completing_gets_no_answer(
 
 
 async def test_an_upload_that_was_not_completed_is_no_success(
-    bucket: Bucket, faulty: FaultyS3, make: MAKE
+    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
 ) -> None:
-    file = make(2 * PART)
+    file = make_file(2 * PART)
     bucket.put("file", b"old")
     faulty.add("COMPLETE", cut_request_after=0)
     async with opened(bucket, faulty.endpoint_url, retry_time_s=0.5) as store:
@@ -141,11 +103,11 @@ async def test_an_upload_that_was_not_completed_is_no_success(
 
 
 async def test_a_copy_onto_itself_whose_answer_was_lost_is_done(
-    bucket: Bucket, faulty: FaultyS3, make: MAKE
+    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
 ) -> None:
     faulty.add("COPY", times=1, lose_answer=True)
     async with opened(bucket, faulty.endpoint_url) as store:
-        info = await put(store, "file", make(2 * PART))
+        info = await put(store, "file", make_file(2 * PART))
         await store.copy(info.version, "file", metadata={"new": "1"})
         assert (await store.head("file")).metadata == {"new": "1"}
 
@@ -159,12 +121,12 @@ async def test_a_copy_onto_itself_whose_answer_was_lost_is_done(
     [("COMPLETE", None), ("COPY", None), ("COPY", {"new": "1"}), ("PART COPY", None)],
 )
 async def test_an_error_with_status_200_is_an_error(
-    bucket: Bucket, faulty: FaultyS3, make: MAKE, monkeypatch: pytest.MonkeyPatch,
+    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch,
     operation: str, body: bytes | None, metadata: dict[str, str] | None,
 ) -> None:  # fmt: skip
     if operation == "PART COPY":
         monkeypatch.setattr(copying, "COPY_LIMIT", PART)
-    file = make(2 * PART)
+    file = make_file(2 * PART)
     rule = faulty.add(operation, times=2, status=200, code="InternalError", body=body)
     async with opened(bucket, faulty.endpoint_url) as store:
         info = await put(store, "file", file)
@@ -174,20 +136,20 @@ async def test_an_error_with_status_200_is_an_error(
 
 
 async def test_an_upload_that_only_fails_with_status_200_is_given_up(
-    bucket: Bucket, faulty: FaultyS3, make: MAKE
+    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
 ) -> None:
     faulty.add("COMPLETE", status=200, code="InternalError")
     async with opened(bucket, faulty.endpoint_url, retry_time_s=0.5) as store:
         with pytest.raises(UnreachableError):
-            await put(store, "file", make(2 * PART))
+            await put(store, "file", make_file(2 * PART))
         assert await store.list_uploads("") == []
     assert keys(bucket) == []
 
 
 async def test_a_part_that_the_bucket_lost_is_an_error(
-    bucket: Bucket, faulty: FaultyS3, make: MAKE
+    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
 ) -> None:
-    file = make(3 * PART)
+    file = make_file(3 * PART)
     faulty.add("PART", times=1, status=200, body=b"", headers={"etag": '"00"'})
     async with opened(bucket, faulty.endpoint_url) as store:
         with pytest.raises(StoreError, match="does not have all the parts"):

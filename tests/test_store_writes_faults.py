@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import errno
-import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import trio
 
 from fusefs.store import s3 as s3_module
-from fusefs.store import writing
 from fusefs.store.base import IF_ABSENT, IfMatch, ObjectVersion
 from fusefs.store.errors import (
     AccessDeniedError,
@@ -22,51 +18,20 @@ from fusefs.store.errors import (
 )
 from tests.conftest import Bucket
 from tests.support.faulty_s3 import FaultyS3
-from tests.support.s3_server import S3Server
 from tests.support.store_writing import (
     METADATA,
     PART,
-    LocalFile,
-    become_owner,
+    MakeFile,
     contents,
     digest,
+    each_way,
     keys,
     opened,
     put,
     until,
 )
 
-MAKE = Callable[[int], LocalFile]
-# How a file is sent, by its size: through obstore, through boto3, in parts.
-WAYS = [(1000, "PUT"), (writing.SMALL + 1000, "PUT"), (3 * PART, "PART")]
-each_way = pytest.mark.parametrize(("size", "operation"), WAYS, ids=["small", "one", "parts"])
-
-
-@pytest.fixture(scope="module")
-def faulty(s3: S3Server) -> Iterator[FaultyS3]:
-    with FaultyS3(s3.endpoint_url) as server:
-        yield server
-
-
-@pytest.fixture(autouse=True)
-def _as_owner(s3: S3Server, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    become_owner(s3, monkeypatch)
-    yield
-    faulty.clear()
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[MAKE]:
-    """Makes files of a size."""
-    made: list[LocalFile] = []
-
-    def make_one(size: int) -> LocalFile:
-        made.append(LocalFile(tmp_path / str(len(made)), size))
-        return made[-1]
-
-    yield make_one
-    for file in made:
-        os.close(file.fd)
+pytestmark = pytest.mark.usefixtures("as_owner")
 
 
 # --- what is tried again ------------------------------------------------------------
@@ -85,12 +50,12 @@ def make(tmp_path: Path) -> Iterator[MAKE]:
 async def test_what_failed_is_sent_again(
     bucket: Bucket,
     faulty: FaultyS3,
-    make: MAKE,
+    make_file: MakeFile,
     size: int,
     operation: str,
     fault: dict[str, object],
 ) -> None:
-    file = make(size)
+    file = make_file(size)
     rule = faulty.add(operation, times=2, **fault)
     async with opened(bucket, faulty.endpoint_url) as store:
         info = await put(store, "file", file)
@@ -103,9 +68,9 @@ async def test_what_failed_is_sent_again(
 
 @each_way
 async def test_a_server_that_says_nothing_is_asked_again(
-    bucket: Bucket, faulty: FaultyS3, make: MAKE, size: int, operation: str
+    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile, size: int, operation: str
 ) -> None:
-    file = make(size)
+    file = make_file(size)
     faulty.add(operation, times=1, stall=True)
     async with opened(bucket, faulty.endpoint_url, read_timeout_s=1.0) as store:
         await put(store, "file", file)
@@ -115,9 +80,9 @@ async def test_a_server_that_says_nothing_is_asked_again(
 @pytest.mark.parametrize("operation", ["BEGIN", "COMPLETE"])
 @pytest.mark.parametrize("fault", [{"code": "SlowDown"}, {"cut_request_after": 0}])
 async def test_the_ends_of_an_upload_are_tried_again(
-    bucket: Bucket, faulty: FaultyS3, make: MAKE, operation: str, fault: dict[str, object]
+    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile, operation: str, fault: dict[str, object]
 ) -> None:
-    file = make(2 * PART)
+    file = make_file(2 * PART)
     faulty.add(operation, times=2, **fault)
     async with opened(bucket, faulty.endpoint_url) as store:
         await put(store, "file", file)
@@ -126,42 +91,42 @@ async def test_the_ends_of_an_upload_are_tried_again(
 
 @each_way
 async def test_a_store_that_goes_on_failing_is_given_up(
-    bucket: Bucket, faulty: FaultyS3, make: MAKE, size: int, operation: str
+    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile, size: int, operation: str
 ) -> None:
     rule = faulty.add(operation, code="SlowDown")
     async with opened(bucket, faulty.endpoint_url, retry_time_s=0.5) as store:
         with pytest.raises(ThrottledError):
-            await put(store, "file", make(size))
+            await put(store, "file", make_file(size))
         faulty.remove(rule)
         assert await store.list_uploads("") == []
     assert keys(bucket) == []
 
 
 async def test_an_upload_that_is_throttled_takes_fewer_connections(
-    bucket: Bucket, faulty: FaultyS3, make: MAKE
+    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
 ) -> None:
     faulty.add("PART", code="SlowDown")
     async with opened(bucket, faulty.endpoint_url, retry_time_s=0.5) as store:
         with pytest.raises(ThrottledError):
-            await put(store, "file", make(3 * PART))
+            await put(store, "file", make_file(3 * PART))
         assert store.counters()["connections"] < 4
 
 
 @each_way
 async def test_what_is_forbidden_is_not_tried_again(
-    bucket: Bucket, faulty: FaultyS3, make: MAKE, size: int, operation: str
+    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile, size: int, operation: str
 ) -> None:
     faulty.add(operation, code="AccessDenied")
     async with opened(bucket, faulty.endpoint_url, max_connections=1) as store:
         with pytest.raises(AccessDeniedError):
-            await put(store, "file", make(size))
+            await put(store, "file", make_file(size))
         assert store.counters()["retries"] == 0
 
 
 async def test_a_redirect_is_followed_by_botocore(
-    bucket: Bucket, faulty: FaultyS3, make: MAKE
+    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
 ) -> None:
-    file = make(2 * PART)
+    file = make_file(2 * PART)
     async with opened(bucket, faulty.endpoint_url) as store:
         rules = [
             faulty.add(operation, times=1, status=307, headers={"location": faulty.endpoint_url})
@@ -174,9 +139,9 @@ async def test_a_redirect_is_followed_by_botocore(
 
 
 async def test_parts_are_sent_again_by_botocore(
-    bucket: Bucket, faulty: FaultyS3, make: MAKE
+    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
 ) -> None:
-    file = make(2 * PART)
+    file = make_file(2 * PART)
     faulty.add("PART", times=2, corrupt=True)
     async with opened(bucket, faulty.endpoint_url, has_listed=False) as store:
         await put(store, "file", file)
@@ -189,9 +154,9 @@ async def test_parts_are_sent_again_by_botocore(
 
 @each_way
 async def test_writes_that_collide_are_tried_again(
-    bucket: Bucket, faulty: FaultyS3, make: MAKE, size: int, operation: str
+    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile, size: int, operation: str
 ) -> None:
-    file = make(size)
+    file = make_file(size)
     ends = "COMPLETE" if operation == "PART" else "PUT"
     faulty.add(ends, times=2, code="ConditionalRequestConflict")
     async with opened(bucket, faulty.endpoint_url) as store:
@@ -201,26 +166,26 @@ async def test_writes_that_collide_are_tried_again(
 
 @each_way
 async def test_a_store_without_conditions_says_so(
-    bucket: Bucket, faulty: FaultyS3, make: MAKE, size: int, operation: str
+    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile, size: int, operation: str
 ) -> None:
     ends = "COMPLETE" if operation == "PART" else "PUT"
     faulty.add(ends, code="NotImplemented")
     async with opened(bucket, faulty.endpoint_url) as store:
         with pytest.raises(UnsupportedError) as caught:
-            await put(store, "file", make(size), IF_ABSENT)
+            await put(store, "file", make_file(size), IF_ABSENT)
         assert store.counters()["retries"] == 0
     assert caught.value.errno == errno.EOPNOTSUPP
 
 
 @each_way
 async def test_a_missing_object_to_be_replaced_is_a_conflict(
-    bucket: Bucket, faulty: FaultyS3, make: MAKE, size: int, operation: str
+    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile, size: int, operation: str
 ) -> None:
     ends = "COMPLETE" if operation == "PART" else "PUT"
     faulty.add(ends, code="NoSuchKey")  # AWS's way to say so
     async with opened(bucket, faulty.endpoint_url) as store:
         with pytest.raises(ConflictError) as caught:
-            await put(store, "file", make(size), IfMatch('"00"'))
+            await put(store, "file", make_file(size), IfMatch('"00"'))
     assert caught.value.errno == errno.ESTALE
 
 
@@ -230,11 +195,11 @@ async def test_a_missing_object_to_be_replaced_is_a_conflict(
 @each_way
 @pytest.mark.parametrize("code", ["ExpiredToken", "InvalidAccessKeyId"])
 async def test_an_upload_waits_for_credentials(
-    bucket: Bucket, faulty: FaultyS3, make: MAKE, monkeypatch: pytest.MonkeyPatch,
+    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch,
     size: int, operation: str, code: str,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(s3_module, "RECONNECT_EVERY_S", 0.0)
-    file = make(size)
+    file = make_file(size)
     rule = faulty.add(operation, code=code)
     async with opened(bucket, faulty.endpoint_url) as store, trio.open_nursery() as nursery:
         nursery.start_soon(put, store, "file", file)
@@ -245,12 +210,12 @@ async def test_an_upload_waits_for_credentials(
 
 
 async def test_credentials_that_stay_rejected_are_an_error_of_their_own(
-    bucket: Bucket, faulty: FaultyS3, make: MAKE
+    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
 ) -> None:
     faulty.add("PUT", code="InvalidAccessKeyId")
     async with opened(bucket, faulty.endpoint_url, retry_time_s=0.5) as store:
         with pytest.raises(CredentialsError):
-            await put(store, "file", make(10))
+            await put(store, "file", make_file(10))
         assert store.counters()["awaiting_credentials"] == 0
 
 
@@ -318,10 +283,12 @@ async def test_many_deletes_that_fail_together_are_told_one_by_one(
 # --- the cost -------------------------------------------------------------------------
 
 
-async def test_what_is_sent_is_counted(bucket: Bucket, faulty: FaultyS3, make: MAKE) -> None:
+async def test_what_is_sent_is_counted(
+    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
+) -> None:
     async with opened(bucket, faulty.endpoint_url) as store:
-        small = await put(store, "small", make(1000))
-        await put(store, "large", make(2 * PART))
+        small = await put(store, "small", make_file(1000))
+        await put(store, "large", make_file(2 * PART))
         await store.copy(ObjectVersion("small", small.etag, small.size), "copy")
         await store.delete("copy")
         counters = store.counters()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import trio
@@ -12,11 +10,10 @@ import trio
 from fusefs.store.errors import NotFoundError, StoreError
 from tests.conftest import Bucket
 from tests.support.faulty_s3 import FaultyS3
-from tests.support.s3_server import S3Server
 from tests.support.store_writing import (
     PART,
     LocalFile,
-    become_owner,
+    MakeFile,
     contents,
     digest,
     keys,
@@ -24,22 +21,15 @@ from tests.support.store_writing import (
     until,
 )
 
+pytestmark = pytest.mark.usefixtures("as_owner")
+
 BEGUN = {"metadata": {}, "content_type": None}
 
 
-@pytest.fixture(autouse=True)
-def _as_owner(s3: S3Server, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    become_owner(s3, monkeypatch)
-    yield
-    faulty.clear()
-
-
 @pytest.fixture
-def file(tmp_path: Path) -> Iterator[LocalFile]:
+def file(make_file: MakeFile) -> LocalFile:
     """A file of a part and a bit."""
-    file = LocalFile(tmp_path / "file", PART + 1000)
-    yield file
-    os.close(file.fd)
+    return make_file(PART + 1000)
 
 
 async def test_a_file_is_sent_while_it_is_written(

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import trio
@@ -15,12 +12,11 @@ from fusefs.store.body import Body
 from fusefs.store.errors import NotFoundError, StaleVersionError
 from tests.conftest import Bucket
 from tests.support.faulty_s3 import FaultyS3
-from tests.support.s3_server import S3Server
 from tests.support.store_writing import (
     METADATA,
     PART,
     LocalFile,
-    become_owner,
+    MakeFile,
     contents,
     digest,
     keys,
@@ -29,29 +25,16 @@ from tests.support.store_writing import (
     until,
 )
 
+pytestmark = pytest.mark.usefixtures("as_owner")
+
 # No answer; and what was sent comes to nothing.
 HANG: dict[str, object] = {"stall": True, "code": "InternalError"}
 
 
-@pytest.fixture(scope="module")
-def faulty(s3: S3Server) -> Iterator[FaultyS3]:
-    with FaultyS3(s3.endpoint_url) as server:
-        yield server
-
-
-@pytest.fixture(autouse=True)
-def _as_owner(s3: S3Server, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    become_owner(s3, monkeypatch)
-    yield
-    faulty.clear()
-
-
 @pytest.fixture
-def file(tmp_path: Path) -> Iterator[LocalFile]:
+def file(make_file: MakeFile) -> LocalFile:
     """A file of four parts, the last a short one."""
-    file = LocalFile(tmp_path / "file", 3 * PART + 1000)
-    yield file
-    os.close(file.fd)
+    return make_file(3 * PART + 1000)
 
 
 async def send(upload: Upload, file: LocalFile) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from csi.generated import csi_pb2
-from tests.conftest import Bucket
+from tests.support.buckets import Bucket
 from tests.support.csi import GIB, Driver, mount_capability
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.s3_server import ACCESS_KEY, SECRET_KEY

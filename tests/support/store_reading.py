@@ -6,7 +6,7 @@ The fixtures are imported by name; `as_owner` then holds for all tests of a modu
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,10 +17,8 @@ from fusefs.store import s3 as s3_module
 from fusefs.store.base import ObjectInfo, ObjectVersion
 from fusefs.store.clients import S3Settings
 from fusefs.store.s3 import S3Store
-from tests.conftest import Bucket
+from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
-from tests.support.s3_server import S3Server
-from tests.support.store_writing import become_owner
 
 BODY = os.urandom(5 << 20)
 # No path of obstore's can hold it, so boto3 reads it.
@@ -37,11 +35,9 @@ def shared(shared: Bucket) -> Bucket:
 
 
 @pytest.fixture(autouse=True)
-def as_owner(s3: S3Server, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    become_owner(s3, monkeypatch)
+def as_owner(as_owner: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As everywhere, and a store is given up soon."""
     monkeypatch.setattr(s3_module, "CHECK_TIME_S", 0.5)
-    yield
-    faulty.clear()
 
 
 @asynccontextmanager

@@ -15,12 +15,19 @@ import trio
 from fusefs.store.base import Condition, ObjectInfo
 from fusefs.store.clients import S3Settings
 from fusefs.store.s3 import S3Store
-from tests.conftest import Bucket
+from fusefs.store.writing import SMALL
+from tests.support.buckets import Bucket
 from tests.support.s3_server import S3Server
 
 PART = 5 << 20  # no S3 takes smaller ones
 LIMIT_S = 60
+# One that obstore can express, and one that it can't.
+KEYS = ["some dir/a+b %20~ü", "odd\x01key"]
 METADATA = {"mode": "33188", "mtime": "1795250694.123456789"}
+
+# How a file is sent, by its size: through obstore, through boto3, in parts.
+WAYS = [(1000, "PUT"), (SMALL + 1000, "PUT"), (3 * PART, "PART")]
+each_way = pytest.mark.parametrize(("size", "operation"), WAYS, ids=["small", "one", "parts"])
 
 
 def become_owner(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,6 +79,9 @@ class LocalFile:
     def append(self, size: int) -> None:
         with self.path.open("ab") as file:
             file.write(os.urandom(size))
+
+
+MakeFile = Callable[[int], LocalFile]
 
 
 async def put(

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from fusefs import control, mounts
-from tests.conftest import Bucket
 from tests.support import survival_data as data
+from tests.support.buckets import Bucket
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from fusefs import control, mounts
-from tests.conftest import Bucket
 from tests.support import surviving
+from tests.support.buckets import Bucket
 from tests.support.mounting import Mount
 
 WRITABLE = "--no-read-only"
