@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.conftest import Bucket
+from tests.support.buckets import Bucket
 from tests.support.csi_container import container_reading
 from tests.support.csi_node import Node, capability, running_node
 from tests.support.csi_pod import USER

@@ -13,7 +13,7 @@ import pytest
 
 from csi import binding
 from fusefs.kernel import libc
-from tests.conftest import Bucket
+from tests.support.buckets import Bucket
 from tests.support.csi_node import running_node
 from tests.support.s3_server import S3Server
 from tests.support.sharing import skip_without_fuse

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from csi.generated import csi_pb2
-from tests.conftest import Bucket
+from tests.support.buckets import Bucket
 from tests.support.csi_node import (
     SECRETS,
     Mode,

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 from hypothesis.strategies import sampled_from
 
-from tests.conftest import Bucket, new_bucket
+from tests.support.buckets import Bucket, new_bucket
 from tests.support.csi_node import Node, running_node, until_final
 from tests.support.csi_rights import allow, reboot, retire
 from tests.support.s3_server import S3Server

@@ -13,7 +13,7 @@ import pytest
 
 from fusefs import control
 from fusefs.kernel import libc
-from tests.conftest import Bucket
+from tests.support.buckets import Bucket
 from tests.support.csi_node import Node, running_node
 from tests.support.csi_pod import pod_reading
 from tests.support.csi_rights import reboot

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Bucket
+from tests.support.buckets import Bucket
 from tests.support.libc import DirectoryStream
 from tests.support.listing_server import ListingServer
 from tests.support.mounting import Mount

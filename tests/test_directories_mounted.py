@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.conftest import Bucket, new_bucket
+from tests.support.buckets import Bucket, new_bucket
 from tests.support.libc import DirectoryStream
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Bucket
+from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import REQUEST_ID, FaultyS3
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server

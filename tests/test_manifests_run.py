@@ -16,7 +16,7 @@ import pytest
 
 from csi.generated import csi_pb2, csi_pb2_grpc
 from csi.server import DRIVER_NAME
-from tests.conftest import Bucket
+from tests.support.buckets import Bucket
 from tests.support.keeping import LIMIT_S, needs_fuse, needs_root
 from tests.support.manifests import MANIFESTS, find, render
 from tests.support.pods import (

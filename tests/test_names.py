@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Bucket, new_bucket
+from tests.support.buckets import Bucket, new_bucket
 from tests.support.listing_server import ListingServer
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Bucket
+from tests.support.buckets import Bucket
 from tests.support.mounting import LIMIT_S
 from tests.support.ordinary_user import runnable_by_all
 from tests.support.semantics import states

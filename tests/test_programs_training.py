@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Bucket
+from tests.support.buckets import Bucket
 from tests.support.mounting import Mount
 from tests.support.programs import check_what_is_left, mounted, run
 

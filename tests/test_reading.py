@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Bucket, new_bucket
+from tests.support.buckets import Bucket, new_bucket
 from tests.support.libc import mapped
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server

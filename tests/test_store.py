@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fusefs.store.errors import StaleVersionError
-from tests.conftest import Bucket
+from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.store_reading import BODY, ODD_KEY, download, opened
 from tests.support.store_reading import as_owner as as_owner

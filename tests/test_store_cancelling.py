@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from fusefs.store.base import Priority
-from tests.conftest import Bucket
+from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.local_cache import until
 from tests.support.store_reading import BODY, LIMIT_S, download, opened

@@ -7,7 +7,7 @@ import pytest
 from fusefs.store import copying, multipart
 from fusefs.store.base import ObjectInfo, ObjectVersion
 from fusefs.store.errors import NotFoundError, StaleVersionError
-from tests.conftest import Bucket
+from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.store_writing import (
     KEYS,

@@ -17,7 +17,7 @@ from fusefs.store.errors import (
     ThrottledError,
     UnreachableError,
 )
-from tests.conftest import Bucket
+from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import REQUEST_ID, FaultyS3
 from tests.support.local_cache import until
 from tests.support.store_reading import BODY, download, opened

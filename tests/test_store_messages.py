@@ -10,7 +10,7 @@ import pytest
 
 from fusefs.store.base import ObjectVersion
 from fusefs.store.errors import StoreError
-from tests.conftest import Bucket
+from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import REQUEST_ID, FaultyS3
 from tests.support.store_reading import ODD_KEY, download, opened
 from tests.support.store_reading import as_owner as as_owner

@@ -20,7 +20,7 @@ from fusefs.store.body import Body
 from fusefs.store.clients import Clients, S3Settings
 from fusefs.store.connections import Connections
 from fusefs.store.errors import ConflictError, ExistsError, StoreError
-from tests.conftest import Bucket
+from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.store_writing import (
     KEYS,

@@ -10,7 +10,7 @@ import trio
 from fusefs.store import copying
 from fusefs.store.base import IF_ABSENT, IfMatch
 from fusefs.store.errors import ExistsError, StoreError, UnreachableError
-from tests.conftest import Bucket
+from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.store_writing import (
     PART,

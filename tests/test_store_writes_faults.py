@@ -16,7 +16,7 @@ from fusefs.store.errors import (
     ThrottledError,
     UnsupportedError,
 )
-from tests.conftest import Bucket
+from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.store_writing import (
     METADATA,

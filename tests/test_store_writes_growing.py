@@ -8,7 +8,7 @@ import pytest
 import trio
 
 from fusefs.store.errors import NotFoundError, StoreError
-from tests.conftest import Bucket
+from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.store_writing import (
     PART,

@@ -10,7 +10,7 @@ import trio
 from fusefs.store.base import IF_ABSENT, Condition, IfMatch, ObjectInfo, Upload, UploadState
 from fusefs.store.body import Body
 from fusefs.store.errors import NotFoundError, StaleVersionError
-from tests.conftest import Bucket
+from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.store_writing import (
     METADATA,

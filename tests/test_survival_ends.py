@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from fusefs import control
-from tests.conftest import Bucket
 from tests.support import survival_data as data
+from tests.support.buckets import Bucket
 from tests.support.mounting import FUSEFS, Mount, fusefs
 from tests.support.ordinary_user import runnable_by_all
 from tests.support.semantics import states

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fusefs import control, mounts, report
-from tests.conftest import Bucket
+from tests.support.buckets import Bucket
 from tests.support.mounting import Mount
 from tests.support.semantics import states
 from tests.support.surviving import keeper_status, serving_pid, wait_until

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fusefs.posix.allocating import allocate
-from tests.conftest import Bucket
+from tests.support.buckets import Bucket
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
 from tests.support.semantics import states

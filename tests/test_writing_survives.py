@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Bucket
+from tests.support.buckets import Bucket
 from tests.support.checkpointer import Journal, journal_of
 from tests.support.mounting import LIMIT_S, Mount, fusefs
 from tests.support.programs import WRITABLE

@@ -9,7 +9,7 @@ import pytest
 from csi.controller import ControllerService
 from csi.stores import Store, Stores
 from fusefs.kinds import Addressing
-from tests.conftest import Bucket
+from tests.support.buckets import Bucket
 from tests.support.csi import Driver, serving
 from tests.support.csi_volumes import CLUSTER, keys_in
 from tests.support.faulty_s3 import FaultyS3

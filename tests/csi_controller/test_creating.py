@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from csi.generated import csi_pb2
-from tests.conftest import Bucket
+from tests.support.buckets import Bucket
 from tests.support.csi import GIB, Driver, refusal
 from tests.support.csi_volumes import (
     CLUSTER,

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from csi.generated import csi_pb2
-from tests.conftest import Bucket
+from tests.support.buckets import Bucket
 from tests.support.csi import Driver, refusal
 from tests.support.csi_volumes import NAME, Code, create, delete, keys_in, record_key
 from tests.support.s3_server import S3Server

@@ -11,7 +11,7 @@ import pytest
 from csi.controller import ControllerService
 from csi.generated import csi_pb2
 from csi.stores import Stores
-from tests.conftest import Bucket
+from tests.support.buckets import Bucket
 from tests.support.csi import Driver, refusal, serving
 from tests.support.csi_volumes import (
     CLUSTER,

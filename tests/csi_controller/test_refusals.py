@@ -11,7 +11,7 @@ from csi.bucket import make_client
 from csi.controller import ControllerService
 from csi.generated import csi_pb2
 from csi.stores import Stores
-from tests.conftest import Bucket
+from tests.support.buckets import Bucket
 from tests.support.csi import Driver, Mode, block_capability, mount_capability, refusal, serving
 from tests.support.csi_volumes import NAME, Code, changed, keys_in, record_key, request
 from tests.support.faulty_s3 import FaultyS3

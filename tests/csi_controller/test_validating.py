@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from csi.generated import csi_pb2
-from tests.conftest import Bucket
+from tests.support.buckets import Bucket
 from tests.support.csi import GIB, Driver, Mode, block_capability, mount_capability, refusal
 from tests.support.csi_volumes import KEYS, Code, create
 
