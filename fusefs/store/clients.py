@@ -56,7 +56,7 @@ class Clients:
 
     `direct` sends what there is much of through the connections of `s3`.
 
-    `request` goes with every call of `s3`.
+    `request` goes with every call of `s3`. `is_confined` says that `objects` is not to be used.
     """
 
     def __init__(self, settings: S3Settings) -> None:
@@ -81,7 +81,19 @@ class Clients:
         self.direct = Direct(self.s3, self._credentials)
         self.lister = Lister(self.s3, self.direct, self.request)
         self.principal = self._name_principal(session)
-        self.objects = self._make_objects(session.region_name)
+        self.is_confined = self._is_confined()
+        self.objects = self._make_objects(session)
+
+    def has_other_credentials(self) -> bool:
+        """Whether boto3 would find other credentials now. Blocks, and may ask for them far away."""
+        import boto3
+
+        settings = self._settings
+        session = boto3.Session(profile_name=settings.profile, region_name=settings.region)
+        found, known = session.get_credentials(), self._credentials
+        if found is None or known is None:
+            return False
+        return bool(found.get_frozen_credentials() != known.get_frozen_credentials())
 
     def _make_s3(self, session: boto3.Session) -> Any:
         from botocore import UNSIGNED
@@ -119,7 +131,7 @@ class Clients:
             client.meta.events.register(f"before-sign.s3.{operation}", _leave_body_unsigned)
         return client
 
-    def _make_objects(self, region: str | None) -> ObjectStore:
+    def _make_objects(self, session: boto3.Session) -> ObjectStore:
         from obstore.store import S3Store as ObjectStore
 
         settings = self._settings
@@ -134,10 +146,11 @@ class Clients:
             "timeout": timedelta(days=1),
             "allow_http": endpoint is not None and endpoint.startswith("http://"),
         }
-        if settings.ca_bundle is not None:
-            options["root_certificate"] = _read_certificates(settings.ca_bundle)
+        ca_bundle = self._ca_bundle(session)
+        if ca_bundle is not None:
+            options["root_certificate"] = _read_certificates(ca_bundle)
         config: dict[str, Any] = {
-            "region": self._bucket_region() or region or DEFAULT_REGION,
+            "region": self._bucket_region() or session.region_name or DEFAULT_REGION,
             "virtual_hosted_style_request": not is_path,
             # Costs nothing: the signature needs this hash as well.
             "checksum_algorithm": "SHA256",
@@ -160,6 +173,11 @@ class Clients:
             **config,
         )
 
+    def _ca_bundle(self, session: boto3.Session) -> str | None:
+        """The certificates to trust: ours, else those that boto3 is told to."""
+        told = session._session.get_config_variable("ca_bundle")
+        return self._settings.ca_bundle or told or os.environ.get("REQUESTS_CA_BUNDLE")
+
     def _provide_credentials(self) -> dict[str, Any]:
         """What obstore signs with; it asks again when they expire."""
         assert self._credentials is not None
@@ -177,6 +195,17 @@ class Clients:
         host = urlsplit(endpoint).hostname or ""
         is_aws = host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
         return None if is_aws else endpoint
+
+    def _is_confined(self) -> bool:
+        """Whether a redirect could take a session token to another host.
+
+        obstore follows redirects, and takes off the signature but not the
+        token; it has no setting for that. AWS sends nobody elsewhere; any
+        other server might. boto3's connections follow none.
+        """
+        credentials = self._credentials
+        has_token = credentials is not None and credentials.get_frozen_credentials().token
+        return bool(has_token) and self._custom_endpoint() is not None
 
     def _bucket_region(self) -> str | None:
         """Where the bucket is, as S3 tells in the headers of any answer."""

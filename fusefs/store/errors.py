@@ -97,7 +97,10 @@ _THROTTLING = {
 }  # fmt: skip
 # Credentials that their source or its administrator will renew.
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}
-_REJECTED = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken"}
+_REJECTED = {
+    "InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "InvalidIdentityToken",
+    "IDPRejectedClaim",
+}  # fmt: skip
 # What a client sent did not arrive whole, or not in time.
 _DAMAGED = {"BadDigest", "XAmzContentSHA256Mismatch", "IncompleteBody", "RequestTimeout"}
 # Two writes of one key at the same time.
@@ -121,6 +124,7 @@ _SENTENCES = {
     "AuthorizationHeaderMalformed": "the bucket is in another region: set --region",
     "RequestTimeTooSkewed": "the clock of this machine is wrong",
     "InvalidToken": "the session token is not valid: check the credentials",
+    "InvalidIdentityToken": "the identity token is not accepted: check the credentials",
     **dict.fromkeys(_EXPIRED, "the credentials have expired"),
 }
 

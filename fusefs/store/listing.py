@@ -155,8 +155,12 @@ def _object(element: ElementTree.Element, is_encoded: bool) -> ObjectInfo:
 
 
 def quoted(etag: str) -> str:
-    """An ETag in the quotes that some servers leave out."""
-    return etag if etag.startswith(('"', "W/")) else f'"{etag}"'
+    """An ETag in the quotes that some servers leave out, and without what makes it weak.
+
+    S3's are strong; proxies weaken them on the way (`W/"…"`), in some answers and not in others.
+    """
+    etag = etag.removeprefix("W/")
+    return etag if etag.startswith('"') else f'"{etag}"'
 
 
 def _decode(text: str, is_encoded: bool) -> str:

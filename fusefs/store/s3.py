@@ -18,7 +18,7 @@ boto3 takes half a second to import, so that happens at the first request.
 from __future__ import annotations
 
 import logging
-import random
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -52,6 +52,7 @@ from fusefs.store.errors import (
     StoreError,
     ThrottledError,
 )
+from fusefs.store.patience import Patience
 from fusefs.store.stream import Attempt, AttemptError, Stream, Transfer
 from fusefs.store.threads import Threads
 from fusefs.store.upload import S3Upload
@@ -60,10 +61,10 @@ logger = logging.getLogger("fusefs.store")
 
 T = TypeVar("T")
 
-FIRST_PAUSE_S = 0.1
-LAST_PAUSE_S = 5.0
 CHECK_TIME_S = 5.0
 RECONNECT_EVERY_S = 2.0
+# How long a refusal that has nothing to do with the credentials stands for the next ones.
+EXPLAIN_EVERY_S = 5.0
 
 
 class S3Store:
@@ -77,11 +78,14 @@ class S3Store:
         self._clients: Clients | None = None
         self._connecting = trio.Lock()
         self._connected = 0.0
+        self._understood = -math.inf
+        # When S3 last did what it was asked, or could not for want of an object.
+        self.answered = -math.inf
         self._principal: str | None = None
         self._counted: Counter[str] = Counter()
         self._has_if_match = True
         # The requests that try again because their credentials were refused.
-        self._refused: set[_Patience] = set()
+        self._refused: set[Patience] = set()
 
     @property
     def principal(self) -> str:
@@ -235,21 +239,25 @@ class S3Store:
         Raises:
             StoreError: it did not; there is one log line about it.
         """
-        patience = _Patience(retry_time_s or self.settings.retry_time_s)
+        patience = Patience(retry_time_s or self.settings.retry_time_s)
         has_doubted = False
         try:
             while True:
+                used = self._clients
                 try:
                     async with self._connections.one(priority):
                         result = await self._run(operation, work, transfer)
                     self._connections.succeeded()
+                    self.answered = time.monotonic()
                     return result
                 except AttemptError as error:
-                    failure = _considered(operation, error.failure)
+                    failure = await self._explained(operation, key, error.failure)
                 if (failure.status, failure.code) == (400, "") and not has_doubted:
-                    # So S3 answers a HEAD with expired credentials, among other things.
+                    # The credentials had expired, and have been renewed since.
                     has_doubted = True
                     failure = replace(failure, is_retryable=True, has_expired=True)
+                if failure.kind is CredentialsError and not failure.is_retryable:
+                    failure = replace(failure, is_retryable=await self._has_renewed(used))
                 self._react(failure, patience)
                 if transfer is not None and transfer.has_progressed():
                     patience.renew()
@@ -261,8 +269,47 @@ class S3Store:
         finally:
             self._refused.discard(patience)
 
-    def _react(self, failure: Failure, patience: _Patience) -> None:
+    async def _explained(self, operation: str, key: str, failure: Failure) -> Failure:
+        """What an attempt's failure means to an operation, asked for where S3 did not say.
+
+        The answer to a HEAD has no body, so it does not tell what is wrong with
+        the credentials; that to a LIST does.
+        """
+        is_due = time.monotonic() - self._understood >= EXPLAIN_EVERY_S
+        if not failure.code and (failure.status == 400 or (failure.status == 403 and is_due)):
+            try:
+                async with self._connections.one(demanded):
+                    await self._run("LIST", self._lister(key, "", "", 1), None)
+            except AttemptError as error:
+                if error.failure.kind is CredentialsError:
+                    return _considered(operation, error.failure)
+            self._understood = time.monotonic()
+        return _considered(operation, failure)
+
+    async def _has_renewed(self, used: Clients | None) -> bool:
+        """Whether there are other credentials than those of a refused request; then use them."""
+        async with self._connecting:
+            current = self._clients
+            if used is not None and used is not current:
+                return True
+            now = time.monotonic()
+            if current is None or now - self._connected < RECONNECT_EVERY_S:
+                return False
+            self._connected = now
+            look = Attempt().guarded(current.has_other_credentials)
+            try:
+                if not await trio.to_thread.run_sync(look):
+                    return False
+            except AttemptError as error:
+                logger.info("no other credentials: %s", error)
+                return False
+            self._clients = None
+            return True
+
+    def _react(self, failure: Failure, patience: Patience) -> None:
         """Do what an attempt that failed so asks for."""
+        if issubclass(failure.kind, NotFoundError | StaleVersionError | ConflictError):
+            self.answered = time.monotonic()
         if failure.has_expired:
             self._reconnect()
         if failure.kind is CredentialsError:
@@ -340,25 +387,3 @@ _COUNTERS = {
     "GET": "gets", "HEAD": "heads", "LIST": "lists", "LIST PARTS": "lists",
     "LIST UPLOADS": "lists", **_WRITES,
 }  # fmt: skip
-
-
-class _Patience:
-    """How long to go on trying, and how long to pause before the next attempt."""
-
-    def __init__(self, time_s: float) -> None:
-        self._time_s = time_s
-        self.renew()
-
-    def renew(self) -> None:
-        """Something has been achieved."""
-        self._end = time.monotonic() + self._time_s
-        self._attempts = 0
-
-    def is_left(self) -> bool:
-        return time.monotonic() < self._end
-
-    def pause_s(self) -> float:
-        # Full jitter: clients that failed together do not come back together.
-        self._attempts += 1
-        longest = min(LAST_PAUSE_S, FIRST_PAUSE_S * 2**self._attempts)
-        return min(random.uniform(0, longest), max(0.0, self._end - time.monotonic()))

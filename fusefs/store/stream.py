@@ -142,7 +142,7 @@ class Stream:
         Raises:
             AttemptError: the stream broke, or is not what was asked for.
         """
-        if is_plain(self._version.key):
+        if is_plain(self._version.key) and not clients.is_confined:
             self._run_obstore(clients)
         else:
             self._run_boto(clients)
@@ -166,18 +166,27 @@ class Stream:
             self._take(memoryview(chunk))
 
     def _run_boto(self, clients: Clients) -> None:
-        """For keys that obstore's paths can't hold."""
+        """For keys that obstore's paths can't hold, and where it must not follow redirects."""
+        asked = f"bytes={self._position}-{self._stop - 1}"
+        if self._stop - self._position <= CHUNK and self._run_direct(clients, asked):
+            return
         condition = {"IfMatch": self._version.etag} if self.has_if_match else {}
         answer = clients.s3.get_object(
-            **clients.request,
-            **condition,
-            Key=self._version.key,
-            Range=f"bytes={self._position}-{self._stop - 1}",
+            **clients.request, **condition, Key=self._version.key, Range=asked
         )
-        shown = re.match(r"bytes (\d+)-", answer.get("ContentRange", ""))
-        self._compare(answer["ETag"], int(shown[1]) if shown else 0)
+        self._compare(answer["ETag"], _first_byte(answer.get("ContentRange")))
         for chunk in answer["Body"].iter_chunks(CHUNK):
             self._take(memoryview(chunk))
+
+    def _run_direct(self, clients: Clients, asked: str) -> bool:
+        """For one chunk, in a third of the time; False if botocore has to ask."""
+        headers = {"if-match": self._version.etag} if self.has_if_match else {}
+        answer = clients.direct.send("GET", self._version.key, headers={**headers, "range": asked})
+        if answer is None:
+            return False
+        self._compare(answer.headers.get("etag"), _first_byte(answer.headers.get("content-range")))
+        self._take(memoryview(answer.content))
+        return True
 
     def _compare(self, etag: str | None, start: int) -> None:
         """Some servers ignore If-Match, and some ignore ranges."""
@@ -193,6 +202,11 @@ class Stream:
         self._attempt.locally(lambda: self._write(self._position, chunk))
         self._position += len(chunk)
         self._note_bytes(len(chunk))
+
+
+def _first_byte(content_range: str | None) -> int:
+    shown = re.match(r"bytes (\d+)-", content_range or "")
+    return int(shown[1]) if shown else 0
 
 
 def is_plain(key: str) -> bool:

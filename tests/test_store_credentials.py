@@ -1,0 +1,143 @@
+"""The store and its credentials: who gets to see them, and what happens when they are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fusefs.store import s3 as s3_module
+from fusefs.store.base import ObjectVersion
+from fusefs.store.errors import CredentialsError, StoreError
+from tests.support.buckets import Bucket
+from tests.support.faulty_s3 import FaultyS3
+from tests.support.s3_server import ACCESS_KEY, SECRET_KEY
+from tests.support.store_reading import BODY, download, opened
+from tests.support.store_reading import as_owner as as_owner
+from tests.support.store_reading import shared as shared
+from tests.support.tls import TlsDoor, tls_door
+
+HELLO = ObjectVersion("hello", '"1"', 5)
+HELLO_HEADERS = {
+    "etag": '"1"', "content-range": "bytes 0-4/5",
+    "last-modified": "Sat, 21 Nov 2026 13:00:00 GMT",
+}  # fmt: skip
+EMPTY_LISTING = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
+PROFILE = "[default]\naws_access_key_id = {}\naws_secret_access_key = {}\n"
+
+
+@pytest.fixture
+def elsewhere(shared: Bucket) -> Iterator[FaultyS3]:
+    """Another host, which would answer."""
+    with FaultyS3(shared.server.endpoint_url) as server:
+        server.add("GET", status=206, body=b"hello", headers=HELLO_HEADERS)
+        yield server
+
+
+@pytest.mark.parametrize("size", [5, 3 << 20], ids=["small", "large"])
+async def test_a_session_token_does_not_follow_a_redirect(
+    shared: Bucket, faulty: FaultyS3, elsewhere: FaultyS3, monkeypatch: pytest.MonkeyPatch,
+    size: int,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "a-token-of-a-session")
+    faulty.add("LIST", body=EMPTY_LISTING)
+    away = {"location": f"{elsewhere.endpoint_url}/{shared.name}/hello"}
+    faulty.add("GET", status=307, headers=away)
+    async with opened(shared, faulty, retry_time_s=0.5) as store:
+        await store.list_page("")
+        with pytest.raises(StoreError):
+            await download(store, ObjectVersion("hello", '"1"', size))
+    assert faulty.requests("GET", "hello")
+    assert faulty.requests("GET", "hello")[0].headers["x-amz-security-token"]
+    assert elsewhere.requests() == []
+
+
+async def test_with_a_session_token_objects_are_read_all_the_same(
+    shared: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(shared, faulty) as store:
+        info = await store.head("body")
+        assert store._clients is not None
+        assert not store._clients.is_confined
+        store._clients.is_confined = True  # this server takes no tokens
+        assert await download(store, info) == BODY
+        assert await download(store, info, 1 << 20, (1 << 20) + 7) == BODY[1 << 20 : (1 << 20) + 7]
+
+
+async def test_a_head_with_credentials_that_have_just_expired_waits_for_new_ones(
+    shared: Bucket, faulty: FaultyS3
+) -> None:
+    async with opened(shared, faulty) as store:
+        await store.list_page("")
+        # What a HEAD is told has no reason in it; botocore and we ask once each.
+        faulty.add("HEAD", code="ExpiredToken", times=6)
+        faulty.add("LIST", code="ExpiredToken", times=3)
+        assert (await store.head("body")).size == len(BODY)
+
+
+async def test_a_key_that_is_rejected_is_looked_up_again_before_a_read_fails(
+    shared: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(s3_module, "RECONNECT_EVERY_S", 0.0)
+    credentials = tmp_path / "credentials"
+    credentials.write_text(PROFILE.format("retired", SECRET_KEY))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    async with opened(shared, faulty) as store:
+        with pytest.raises(CredentialsError):
+            await store.list_page("")
+        credentials.write_text(PROFILE.format(ACCESS_KEY, SECRET_KEY))
+        assert (await store.list_page("")).objects
+        assert await download(store, await store.head("body")) == BODY
+
+
+@pytest.mark.parametrize("listed", ['"1"', 'W/"1"'])
+@pytest.mark.parametrize("told", ['"1"', 'W/"1"'])
+async def test_a_proxy_that_weakens_etags_makes_no_other_versions(
+    shared: Bucket, faulty: FaultyS3, listed: str, told: str
+) -> None:
+    page = (
+        "<ListBucketResult><IsTruncated>false</IsTruncated><Contents><Key>hello</Key><Size>5</Size>"
+        f"<ETag>{listed}</ETag><LastModified>2026-11-21T13:00:00Z</LastModified></Contents>"
+        "</ListBucketResult>"
+    )
+    faulty.add("LIST", body=page.encode())
+    faulty.add("GET", status=206, body=b"hello", headers={**HELLO_HEADERS, "etag": told})
+    async with opened(shared, faulty) as store:
+        (info,) = (await store.list_page("")).objects
+        assert info.version == HELLO
+        assert await download(store, info) == b"hello"
+    assert {one.headers["if-match"] for one in faulty.requests("GET")} == {'"1"'}
+
+
+@pytest.fixture(scope="module")
+def secure(shared: Bucket, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsDoor]:
+    with tls_door(shared.server.endpoint_url, tmp_path_factory.mktemp("tls")) as door:
+        yield door
+
+
+@pytest.mark.parametrize("place", ["AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "config", "setting"])
+async def test_a_private_authority_is_trusted_for_all_requests(
+    shared: Bucket, faulty: FaultyS3, secure: TlsDoor, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, place: str,
+) -> None:  # fmt: skip
+    settings = {}
+    if place == "setting":
+        settings["ca_bundle"] = str(secure.authority)
+    elif place == "config":
+        (tmp_path / "config").write_text(f"[default]\nca_bundle = {secure.authority}\n")
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    else:
+        monkeypatch.setenv(place, str(secure.authority))
+    async with opened(shared, faulty, endpoint_url=secure.url, **settings) as store:
+        assert await download(store, await store.head("body")) == BODY
+
+
+async def test_an_unknown_authority_is_not_trusted(
+    shared: Bucket, faulty: FaultyS3, secure: TlsDoor
+) -> None:
+    async with opened(shared, faulty, endpoint_url=secure.url, retry_time_s=0.2) as store:
+        with pytest.raises(StoreError, match="secure connection"):
+            await store.list_page("")
