@@ -33,6 +33,7 @@ from fusefs.kernel.keeper_daemon import Daemon
 from fusefs.kernel.keeper_household import BecomeClerk, point_to_null
 from fusefs.kernel.keeper_ledger import Configuration, Ledger, Program, log
 from fusefs.kernel.keeper_master import Keeper
+from fusefs.kernel.launching import Process
 
 TYPE_CHECKING = False  # typing itself is not imported: it is large
 if TYPE_CHECKING:
@@ -43,8 +44,9 @@ def begin(given: dict[str, Any], configuration: Configuration, listener: Listene
     """A keeper that has started its first daemon.
 
     With `fuse_fd` the mount is there already, and `table` tells what is
-    registered with it, as [id, st_ino] pairs. With `adopt_pid` too, that
-    process, our parent, serves it, and `daemon_fd` is our end of its socket.
+    registered with it, as [id, st_ino] pairs. With `daemon_fd` too, our end of a
+    daemon's socket, that daemon serves it: our parent, if `adopt_pid` is its pid,
+    or one whose `pidfd`, `supervisor_fd` and `supervisor` number are given.
 
     Raises:
         OSError: the daemon could not be started.
@@ -61,13 +63,11 @@ def begin(given: dict[str, Any], configuration: Configuration, listener: Listene
     elif configuration.is_privileged:
         ledger.fuse_fd = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     keeper = Keeper(configuration, ledger, listener)
-    daemon = _find_adoptee(given, ledger.program) if "adopt_pid" in given else None
+    daemon = _find_adoptee(given, ledger.program) if "daemon_fd" in given else None
     if daemon is None:
         keeper.start()
     else:
-        clerk = Clerk(
-            configuration, ledger, daemon.socket, daemon.pid, daemon.pidfd, wire.TAKE_OVER
-        )
+        clerk = Clerk(configuration, ledger, daemon.socket, daemon.process, wire.TAKE_OVER)
         clerk.attach()
         log(f"the daemon {daemon.pid} is adopted")
         keeper.adopt(daemon, clerk)
@@ -75,10 +75,12 @@ def begin(given: dict[str, Any], configuration: Configuration, listener: Listene
 
 
 def _find_adoptee(given: dict[str, Any], program: Program) -> Daemon | None:
-    """The daemon that started this keeper, unless it has died meanwhile."""
+    """The daemon that is to be gone on with, unless it has died meanwhile."""
     channel = socket.socket(fileno=given["daemon_fd"])
     channel.set_inheritable(False)
     channel.setblocking(False)
+    if "supervisor_fd" in given:
+        return Daemon(_process_elsewhere(given), channel, program)
     try:
         pidfd = os.pidfd_open(given["adopt_pid"])
     except ProcessLookupError:
@@ -86,7 +88,16 @@ def _find_adoptee(given: dict[str, Any], program: Program) -> Daemon | None:
     if os.getppid() != given["adopt_pid"]:  # the number may be somebody else's by now
         os.close(pidfd)
         return None
-    return Daemon(given["adopt_pid"], pidfd, channel, program)
+    return Daemon(Process(given["adopt_pid"], pidfd), channel, program)
+
+
+def _process_elsewhere(given: dict[str, Any]) -> Process:
+    pidfd = given["pidfd"]
+    os.set_inheritable(pidfd, False)
+    supervisor = socket.socket(fileno=given["supervisor_fd"])
+    supervisor.set_inheritable(False)
+    supervisor.setblocking(False)
+    return Process(system.pid_behind(pidfd), pidfd, supervisor, given["supervisor"])
 
 
 def succeed(clerk: Clerk, listener: Listener | None) -> Keeper:
@@ -97,7 +108,7 @@ def succeed(clerk: Clerk, listener: Listener | None) -> Keeper:
     """
     log("the keeper is dead; its clerk goes on in its place")
     keeper = Keeper(clerk.configuration, clerk.ledger, listener)
-    daemon = Daemon(clerk.pid, clerk.pidfd, clerk.daemon, clerk.ledger.program)
+    daemon = Daemon(clerk.process, clerk.daemon, clerk.ledger.program)
     keeper.adopt(daemon, clerk)
     return keeper
 

@@ -39,8 +39,8 @@ from fusefs.kernel.keeper_system import (
     FUSE_DEVICE,
     lower_privileges,
     raise_privileges,
-    send_signal,
 )
+from fusefs.kernel.launching import Process
 
 # To the keeper: a file was registered (b: id, c: st_ino), or the daemon is cut
 # off (a: 1 if it broke the protocol, 0 if it closed its socket).
@@ -80,16 +80,14 @@ class Clerk:
         configuration: Configuration,
         ledger: Ledger,
         daemon: socket.socket,
-        pid: int,
-        pidfd: int,
+        process: Process,
         state: int,
         is_lingering: bool = False,
     ) -> None:
         self.configuration = configuration
         self.ledger = ledger
         self.daemon = daemon
-        self.pid = pid
-        self.pidfd = pidfd
+        self.process = process
         self.state = state
         self.is_lingering = is_lingering
         self.is_cut_off = False
@@ -149,7 +147,7 @@ class Clerk:
             raise_privileges()
         if self.state == wire.PREPARE:
             # Whoever succeeds the keeper knows nothing of the upgrade.
-            send_signal(self.pidfd, signal.SIGKILL)
+            self.process.kill()
             return False
         return True
 

@@ -7,8 +7,14 @@ import socket
 import time
 
 from fusefs.kernel import keeper_wire as wire
-from fusefs.kernel.keeper_ledger import Program
-from fusefs.kernel.keeper_system import Credentials, spawn
+from fusefs.kernel import launching
+from fusefs.kernel.keeper_ledger import Configuration, Ledger, Program
+from fusefs.kernel.keeper_system import spawn
+from fusefs.kernel.launching import Process
+
+TYPE_CHECKING = False  # typing itself is not imported: it is large
+if TYPE_CHECKING:
+    from typing import Any
 
 NEVER = float("inf")
 
@@ -59,6 +65,7 @@ class Daemon:
         "is_quiesced",
         "pid",
         "pidfd",
+        "process",
         "program",
         "reason",
         "served",
@@ -67,12 +74,13 @@ class Daemon:
         "step",
     )
 
-    def __init__(self, pid: int, pidfd: int, channel: socket.socket, program: Program) -> None:
-        self.pid = pid
-        self.pidfd = pidfd
+    def __init__(self, process: Process, channel: socket.socket, program: Program) -> None:
+        self.process = process
+        self.pid = process.pid
+        self.pidfd = process.pidfd
         self.socket = channel
         self.program = program
-        self.is_child = True
+        self.is_child = process.supervisor is None
         self.clerk: Clerkship | None = None
         self.step = ALIVE
         self.deadline = NEVER
@@ -87,9 +95,16 @@ class Daemon:
         self.reason = ""
         self.status: int | None = None
 
+    def close(self) -> None:
+        """Close what we have of it."""
+        os.close(self.pidfd)
+        self.socket.close()
+        if self.process.supervisor is not None:
+            self.process.supervisor.close()
 
-def start_daemon(program: Program, credentials: Credentials) -> Daemon:
-    """Start a daemon: settings on its standard input, our standard output and error.
+
+def start_daemon(program: Program, configuration: Configuration) -> Daemon:
+    """Start a daemon, or have it started: with settings on its standard input, and our output.
 
     Raises:
         OSError: its program could not be executed.
@@ -101,18 +116,55 @@ def start_daemon(program: Program, credentials: Credentials) -> Daemon:
     try:
         os.write(settings, program.settings.encode())
         os.lseek(settings, 0, os.SEEK_SET)
-        pid = spawn(
-            program.command,
-            stdin=settings,
-            stdout=1,
-            kept=theirs.fileno(),
-            environment={**os.environ, wire.ENVIRONMENT: str(theirs.fileno())},
-            credentials=credentials,
-        )
+        process = _start(program.command, configuration, theirs.fileno(), settings)
     except OSError:
         ours.close()
         raise
     finally:
         theirs.close()
         os.close(settings)
-    return Daemon(pid, os.pidfd_open(pid), ours, program)
+    return Daemon(process, ours, program)
+
+
+def _start(command: list[str], configuration: Configuration, channel: int, stdin: int) -> Process:
+    credentials, launcher = configuration.credentials, configuration.launcher
+    if launcher is not None:
+        try:
+            return launching.launch(
+                launcher.socket, launcher.mount, uid=credentials.uid, gid=credentials.gid,
+                channel=channel, stdin=stdin, stdout=1,
+            )  # fmt: skip
+        except (FileNotFoundError, ConnectionRefusedError):
+            if launcher.is_needed:
+                raise
+    pid = spawn(
+        command,
+        stdin=stdin,
+        stdout=1,
+        kept=[channel],
+        environment={**os.environ, wire.ENVIRONMENT: str(channel)},
+        credentials=credentials,
+    )
+    return Process(pid, os.pidfd_open(pid))
+
+
+def describe(configuration: Configuration, ledger: Ledger, daemon: Daemon | None) -> dict[str, Any]:
+    """What a keeper tells about itself, its daemon and its mount."""
+    since = ledger.pause_since
+    return {
+        "pid": os.getpid(),
+        "daemon": daemon.pid if daemon is not None else None,
+        "supervisor": daemon.process.supervisor_number if daemon is not None else 0,
+        "clerk": daemon.clerk.pid if daemon is not None and daemon.clerk is not None else None,
+        "is_serving": daemon is not None and daemon.served is not None and since is None,
+        "restarts": ledger.restarts,
+        "last_death_ns": ledger.last_death_ns,
+        "last_reason": ledger.last_reason,
+        "pause_s": 0.0 if since is None else time.monotonic() - since,
+        "longest_pause_s": ledger.longest_pause_s,
+        "backing_ids": len(ledger.files),
+        "in_flight": ledger.in_flight,
+        "mountpoint": configuration.mountpoint,
+        "connection": ledger.connection,
+        "is_privileged": configuration.is_privileged,
+    }

@@ -95,7 +95,7 @@ class Household:
             OSError: its program could not be executed.
             BecomeClerk: in the child.
         """
-        daemon = start_daemon(program, self._configuration.credentials)
+        daemon = start_daemon(program, self._configuration)
         point_to_null(1)  # the first one's alone, so that its end can be seen
         if state == wire.PREPARE:
             daemon.is_incoming = True
@@ -132,14 +132,24 @@ class Household:
         self._fork_clerk(daemon, self._new_clerk(daemon, wire.TAKE_OVER))
 
     def _watch(self, daemon: Daemon) -> None:
+        supervisor = daemon.process.supervisor
+        if supervisor is None:
+            self._loop.watch(daemon.pidfd, select.POLLIN, partial(self._die, daemon))
+        else:
+            self._loop.watch(supervisor.fileno(), select.POLLIN, partial(self._hear_end, daemon))
+
+    def _hear_end(self, daemon: Daemon) -> None:
+        """Its supervisor says that it has ended, or is gone itself, which ends it as well."""
+        assert daemon.process.supervisor is not None
+        daemon.status = daemon.process.hear_end()
+        self._loop.forget(daemon.process.supervisor.fileno())
         self._loop.watch(daemon.pidfd, select.POLLIN, partial(self._die, daemon))
 
     def _new_clerk(self, daemon: Daemon, state: int) -> Clerk:
         is_lingering = any(not system.has_ended(pidfd) for pidfd in self._lingering)
         return Clerk(
-            self._configuration, self._ledger, daemon.socket, daemon.pid, daemon.pidfd,
-            state, is_lingering,
-        )  # fmt: skip
+            self._configuration, self._ledger, daemon.socket, daemon.process, state, is_lingering
+        )
 
     def _fork_clerk(self, daemon: Daemon, clerk: Clerk) -> None:
         if not daemon.is_incoming:
@@ -156,7 +166,7 @@ class Household:
         if pid == 0:
             try:
                 ours.close()
-                self._let_go(clerk.daemon)
+                self._let_go(daemon)
                 if daemon.is_prepared:
                     clerk.take()
             except OSError:
@@ -167,13 +177,13 @@ class Household:
         daemon.clerk = Clerkship(pid, ours)
         self._loop.watch(ours.fileno(), select.POLLIN, partial(self._hear_clerk, daemon))
 
-    def _let_go(self, kept: socket.socket | None = None) -> None:
+    def _let_go(self, kept: Daemon | None = None) -> None:
         self._master_lets_go()
         for pidfd in self._lingering:
             os.close(pidfd)
         for daemon in (self.current, self.incoming):
-            if daemon is not None and daemon.socket is not kept:
-                daemon.socket.close()
+            if daemon is not None and daemon is not kept:
+                daemon.close()
             if daemon is not None and daemon.clerk is not None:
                 daemon.clerk.channel.close()
         if self._spare is not None:
@@ -230,7 +240,7 @@ class Household:
             self._ledger.paused(daemon.heard)
             daemon.step = WARNED
             daemon.deadline = now + DUMP_S
-            system.send_signal(daemon.pidfd, signal.SIGUSR1)
+            daemon.process.signal(signal.SIGUSR1)
         elif daemon.step == WARNED:
             self.kill(daemon, daemon.reason)
         elif daemon.step == LEAVING:
@@ -251,7 +261,7 @@ class Household:
         daemon.reason = daemon.reason or reason
         daemon.step = KILLED
         daemon.deadline = time.monotonic() + LINGER_S
-        system.send_signal(daemon.pidfd, signal.SIGKILL)
+        daemon.process.kill()
 
     def quiesce(self, daemon: Daemon, limit_s: float) -> None:
         """Let a daemon finish what it has begun, and go."""
@@ -265,7 +275,7 @@ class Household:
         """Kill them all, and wait shortly until they are gone."""
         for daemon in (self.current, self.incoming):
             if daemon is not None:
-                system.send_signal(daemon.pidfd, signal.SIGKILL)
+                daemon.process.kill()
                 self._dismiss(daemon.clerk)
                 if daemon.is_child and daemon.step != DEAD:
                     self._corpses[daemon.pid] = 0.0
@@ -288,8 +298,9 @@ class Household:
     def _bury(self, daemon: Daemon) -> None:
         daemon.deadline = NEVER
         self._loop.forget(daemon.pidfd)
-        os.close(daemon.pidfd)
-        daemon.socket.close()
+        if daemon.process.supervisor is not None:
+            self._loop.forget(daemon.process.supervisor.fileno())
+        daemon.close()
         if daemon.is_incoming:
             self.incoming = None
             self._dismiss(daemon.clerk)

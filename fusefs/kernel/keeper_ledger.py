@@ -47,6 +47,7 @@ class Configuration:
         "holder",
         "is_privileged",
         "is_read_only",
+        "launcher",
         "max_pause_s",
         "most_backing_ids",
         "mount_data",
@@ -74,6 +75,22 @@ class Configuration:
         self.read_ahead_kib: int | None = given.get("read_ahead_kib")
         # The named socket of a second holder.
         self.holder: str | None = given.get("holder")
+        # Who starts the daemons, where that is not the keeper itself.
+        self.launcher = Launcher(**given["launcher"]) if given.get("launcher") else None
+
+
+class Launcher:
+    """A supervisor's named socket, and the mount's number there.
+
+    Without `is_needed` the keeper starts a daemon itself where nobody listens.
+    """
+
+    __slots__ = ("is_needed", "mount", "socket")
+
+    def __init__(self, socket: str, mount: int, is_needed: bool) -> None:
+        self.socket = socket
+        self.mount = mount
+        self.is_needed = is_needed
 
 
 class Program:
@@ -189,7 +206,7 @@ class Ledger:
 def describe_end(status: int | None) -> str:
     """The end of a process, from what waitpid told; None where it was not our child."""
     if status is None:
-        return "ended while another keeper watched it"
+        return "ended while somebody else watched it"
     code = os.waitstatus_to_exitcode(status)
     return f"killed by signal {-code}" if code < 0 else f"exited with {code}"
 

@@ -22,7 +22,7 @@ from fusefs.kernel import keeper_system as system
 from fusefs.kernel import keeper_wire as wire
 from fusefs.kernel.keeper_clerk import MOUNT_MADE, REGISTERED, Clerk
 from fusefs.kernel.keeper_control import Client, Control, Listener, Loop
-from fusefs.kernel.keeper_daemon import NEVER, Daemon
+from fusefs.kernel.keeper_daemon import NEVER, Daemon, describe
 from fusefs.kernel.keeper_household import Household
 from fusefs.kernel.keeper_ledger import (
     Configuration,
@@ -47,6 +47,8 @@ QUICK_S = 5.0
 MOST_QUICK_DEATHS = 10
 FIRST_DELAY_S = 0.1
 LONGEST_DELAY_S = 2.0
+# After a start that failed before there was a daemon.
+RETRY_S = 0.5
 
 
 class Keeper:
@@ -66,6 +68,7 @@ class Keeper:
         )  # fmt: skip
         self._upgrader: Client | None = None
         self._start_at = NEVER
+        self._obstacle = ""  # to the last start
         self._is_terminating = False
         self._exit_code: int | None = None
         self._signals: list[int] = []
@@ -140,13 +143,13 @@ class Keeper:
         signals, self._signals = self._signals, []
         daemon = self._household.current
         if daemon is not None and signal.SIGUSR2 in signals:
-            system.send_signal(daemon.pidfd, signal.SIGUSR2)
+            daemon.process.signal(signal.SIGUSR2)
         if signal.SIGTERM in signals or signal.SIGINT in signals:
             self._is_terminating = True
             if daemon is None:
                 self._end_mount(0)
             else:
-                system.send_signal(daemon.pidfd, signal.SIGTERM)
+                daemon.process.signal(signal.SIGTERM)
 
     def _let_go(self) -> None:
         """In a child: close what is the keeper's alone."""
@@ -234,7 +237,8 @@ class Keeper:
         end = daemon.reason or describe_end(daemon.status)
         log(f"the daemon {daemon.pid} is gone: {end}")
         if daemon.is_incoming:
-            self._answer_upgrade({"error": f"the new daemon is gone: {end}; the old one goes on"})
+            why = f"the new daemon is gone: {end}; the old one goes on"
+            self._answer_upgrade({"error": why, "is_hopeless": cannot_take_over(daemon.status)})
         elif self._is_terminating or not self._ledger.has_served:
             self._end_mount(0 if self._ledger.has_served else shell_status(daemon.status))
         elif self._is_over(daemon):
@@ -288,9 +292,11 @@ class Keeper:
         try:
             self.start()
         except OSError as error:
-            # Something is short, or just being replaced on the disk.
-            log(f"no daemon can be started: {error}")
-            self._start_at = time.monotonic() + LONGEST_DELAY_S
+            # Something is short, just being replaced on the disk, or a supervisor not there.
+            if self._obstacle != str(error):
+                log(f"no daemon can be started: {error}")
+            self._obstacle = str(error)
+            self._start_at = time.monotonic() + RETRY_S
 
     # --- an upgrade ---
 
@@ -368,32 +374,15 @@ class Keeper:
         program = self._ledger.program
         match request["do"]:
             case "status":
-                client.answer(self._status())
+                client.answer(describe(self._configuration, self._ledger, self._household.current))
             case "settings":
                 client.answer({"settings": program.settings, "command": program.command})
             case "upgrade":
                 self._upgrade(client, Program(list(request["command"]), str(request["settings"])))
+            case "replace" if self._household.current is not None:
+                self._household.kill(self._household.current, "was to be replaced")
+                client.answer({"ok": True})
             case "hand" if self._ledger.connection:
                 client.answer({"ok": True}, self._ledger.fuse_fd)
             case _:
                 client.answer({"error": "this cannot be done"})
-
-    def _status(self) -> dict[str, Any]:
-        ledger, daemon = self._ledger, self._household.current
-        since = ledger.pause_since
-        return {
-            "pid": os.getpid(),
-            "daemon": daemon.pid if daemon is not None else None,
-            "clerk": daemon.clerk.pid if daemon is not None and daemon.clerk is not None else None,
-            "is_serving": daemon is not None and daemon.served is not None and since is None,
-            "restarts": ledger.restarts,
-            "last_death_ns": ledger.last_death_ns,
-            "last_reason": ledger.last_reason,
-            "pause_s": 0.0 if since is None else time.monotonic() - since,
-            "longest_pause_s": ledger.longest_pause_s,
-            "backing_ids": len(ledger.files),
-            "in_flight": ledger.in_flight,
-            "mountpoint": self._configuration.mountpoint,
-            "connection": ledger.connection,
-            "is_privileged": self._configuration.is_privileged,
-        }

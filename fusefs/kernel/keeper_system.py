@@ -25,7 +25,10 @@ _BDI = "/sys/class/bdi"
 
 CAP_SYS_ADMIN = 21
 _CAPABILITY_VERSION_3 = 0x20080522
+_PR_SET_PDEATHSIG = 1
 _PR_SET_NO_NEW_PRIVS = 38
+# Where memory is short, a daemon goes before who starts the next one.
+_OOM_SCORE_ADJUSTMENT = 500
 
 # The new mount interface has the same numbers on every architecture but alpha.
 _SYS_FSOPEN = 430
@@ -209,13 +212,15 @@ def spawn(
     *,
     stdin: int,
     stdout: int,
-    kept: int,
+    kept: Sequence[int],
     environment: dict[str, str],
     credentials: Credentials,
+    is_bound: bool = False,
 ) -> int:
-    """Start a program in a session of its own, with `kept` as its only further descriptor.
+    """Start a program in a session of its own, with `kept` as its only further descriptors.
 
-    Returns its pid, once it has been executed.
+    One that is bound is killed when this process ends. Returns its pid, once
+    it has been executed.
 
     Raises:
         OSError: it could not be.
@@ -231,9 +236,14 @@ def spawn(
         try:
             os.dup2(stdin, 0)
             os.dup2(stdout, 1)
-            os.set_inheritable(kept, True)
+            for fd in kept:
+                os.set_inheritable(fd, True)
+            if is_bound:
+                _volunteer()
             _become(credentials)
-            _close_all_but(sender, kept)
+            if is_bound:
+                die_with_parent()  # what changing credentials undoes
+            _close_all_but(sender, *kept)
             os.execvpe(command[0], list(command), environment)
         except OSError as error:
             os.write(sender, str(error.errno).encode())
@@ -257,7 +267,22 @@ def _become(credentials: Credentials) -> None:
     os.setgroups(credentials.groups)
     os.setresgid(credentials.gid, credentials.gid, credentials.gid)
     os.setresuid(credentials.uid, credentials.uid, credentials.uid)
-    _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, *(ctypes.c_ulong(n) for n in (1, 0, 0, 0))))
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+
+
+def _volunteer() -> None:
+    """Be what the kernel ends first when memory is short, where that can be said."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write(str(_OOM_SCORE_ADJUSTMENT))
+
+
+def die_with_parent() -> None:
+    """Have this process killed when the one that has forked it ends."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    _check(_libc.prctl(option, *(ctypes.c_ulong(n) for n in (value, 0, 0, 0))))
 
 
 def _close_all_but(*kept: int) -> None:
@@ -276,9 +301,16 @@ def has_ended(pidfd: int) -> bool:
 
 
 def send_signal(pidfd: int, number: int) -> None:
-    """Signal a process that may have ended already."""
-    with contextlib.suppress(ProcessLookupError):
+    """Signal a process that may have ended already, or is out of this one's reach."""
+    with contextlib.suppress(OSError):
         signal.pidfd_send_signal(pidfd, number)
+
+
+def pid_behind(pidfd: int) -> int:
+    """The number that a process has here; 0 if it is in another PID namespace, or gone."""
+    with open(f"/proc/self/fdinfo/{pidfd}") as file:
+        told = dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
+    return max(0, int(told["Pid"]))
 
 
 def _syscall(number: int, *arguments: bytes | int | None) -> int:
