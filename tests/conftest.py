@@ -11,7 +11,7 @@ import pytest
 from tests.support.buckets import Bucket, new_bucket
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.keeping import Kept, kept_mount
-from tests.support.mounting import Mount
+from tests.support.mounting import Mount, Mounter
 from tests.support.s3_server import S3Server
 from tests.support.sharing import skip_without_fuse
 from tests.support.store_writing import LocalFile, MakeFile, become_owner
@@ -70,9 +70,6 @@ def session(request: pytest.FixtureRequest) -> str:
     skip_without_fuse()
     name: str = request.param
     return name
-
-
-Mounter = Callable[..., Mount]
 
 
 @pytest.fixture

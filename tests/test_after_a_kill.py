@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Bucket, Mounter
+from tests.support.buckets import Bucket
 from tests.support.libc import DirectoryStream
 from tests.support.listing_server import ListingServer
-from tests.support.mounting import Mount
+from tests.support.mounting import Mount, Mounter
 from tests.support.s3_server import S3Server
 from tests.support.semantics import states
 from tests.support.sharing import mounted, read_all, read_or_stale, stamped, until

@@ -9,7 +9,8 @@ import trio
 
 from fusefs.cache.file import CacheFile
 from fusefs.kernel.passthrough import Passthrough
-from tests.conftest import Bucket, Mounter
+from tests.support.buckets import Bucket
+from tests.support.mounting import Mounter
 from tests.support.sharing import stamped
 
 

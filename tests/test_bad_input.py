@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from fusefs import mounts
-from tests.conftest import Bucket, Mounter
+from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
-from tests.support.mounting import FUSEFS, fusefs
+from tests.support.mounting import FUSEFS, Mounter, fusefs
 from tests.support.s3_server import S3Server
 from tests.support.sharing import skip_without_fuse
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from fusefs import mounts
-from tests.conftest import Bucket, Mounter
+from tests.support.buckets import Bucket
 from tests.support.gate import Gate
-from tests.support.mounting import FUSEFS, LIMIT_S, Mount, fusefs
+from tests.support.mounting import FUSEFS, LIMIT_S, Mount, Mounter, fusefs
 from tests.support.sharing import until
 
 MIB = 1 << 20

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Bucket, Mounter, new_bucket
-from tests.support.mounting import Mount
+from tests.support.buckets import Bucket, new_bucket
+from tests.support.mounting import Mount, Mounter
 from tests.support.s3_server import S3Server
 from tests.support.semantics import states
 from tests.support.sharing import SESSIONS, mounted, read_all

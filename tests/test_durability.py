@@ -7,20 +7,18 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
-from tests.support.mounting import Mount, fusefs
+from tests.support.mounting import Mount, Mounter, fusefs
 from tests.support.semantics import states
 from tests.support.writing import keys, pending, status, stored, wait_until
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-
-Mounter = Callable[..., Mount]
 
 
 @pytest.fixture

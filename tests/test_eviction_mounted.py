@@ -9,10 +9,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.conftest import Bucket, Mounter
+from tests.support.buckets import Bucket
 from tests.support.disks import taken_by
 from tests.support.libc import mapped
-from tests.support.mounting import Mount
+from tests.support.mounting import Mount, Mounter
 from tests.support.semantics import states
 from tests.support.sharing import drop_caches, read_all, stamped, until
 

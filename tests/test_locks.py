@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Bucket, Mounter
-from tests.support.mounting import Mount
+from tests.support.buckets import Bucket
+from tests.support.mounting import Mount, Mounter
 from tests.support.semantics import states
 from tests.support.sharing import python, read_all, stamped
 

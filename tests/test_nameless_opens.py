@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Bucket, Mounter
+from tests.support.buckets import Bucket
+from tests.support.mounting import Mounter
 from tests.support.semantics import states
 from tests.support.sharing import read_all, stamped, version_of
 

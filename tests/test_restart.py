@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from fusefs import mounts
-from tests.conftest import Bucket, Mounter
+from tests.support.buckets import Bucket
 from tests.support.disks import fill, small_disk, taken_by
-from tests.support.mounting import LIMIT_S, Mount, fusefs
+from tests.support.mounting import LIMIT_S, Mount, Mounter, fusefs
 from tests.support.semantics import states
 from tests.support.sharing import until
 

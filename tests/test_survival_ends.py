@@ -10,7 +10,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ import pytest
 from fusefs import control
 from tests.support import survival_data as data
 from tests.support.buckets import Bucket
-from tests.support.mounting import FUSEFS, Mount, fusefs
+from tests.support.mounting import FUSEFS, Mount, Mounter, fusefs
 from tests.support.ordinary_user import runnable_by_all
 from tests.support.semantics import states
 from tests.support.surviving import (
@@ -33,8 +33,6 @@ from tests.support.surviving import (
 )
 from tests.support.surviving import filled as filled
 from tests.support.surviving import survival as survival
-
-Mounter = Callable[..., Mount]
 
 
 @pytest.fixture

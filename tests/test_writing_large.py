@@ -7,21 +7,19 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
-from tests.support.mounting import Mount
+from tests.support.mounting import Mounter
 from tests.support.semantics import states
 from tests.support.surviving import keeper_status, serving_pid
 from tests.support.writing import keys, status, stored, uploads, wait_until
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
-Mounter = Callable[..., Mount]
 # --- large files --------------------------------------------------------------------
 
 

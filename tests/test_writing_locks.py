@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Bucket, Mounter
-from tests.support.mounting import Mount
+from tests.support.buckets import Bucket
+from tests.support.mounting import Mount, Mounter
 from tests.support.s3_server import S3Server
 from tests.support.semantics import states
 from tests.support.sharing import SESSIONS, mounted, python

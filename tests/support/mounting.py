@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,9 +107,10 @@ class Mount:
                 os.kill(pid, signal.SIGKILL)
 
 
-def _wait_for(handle: int) -> None:
-    import select
+Mounter = Callable[..., Mount]
 
+
+def _wait_for(handle: int) -> None:
     with os.fdopen(handle) as process:
         ended = select.poll()
         ended.register(process, select.POLLIN)
