@@ -87,6 +87,13 @@ class Writer(Writeback):
         if flags & os.O_EXCL:
             # The bucket decides between two nodes that create one lock file.
             info = await self._put_empty(key, meta.changed(mtime_ns=now), caller)
+        made = (parent.children or {}).get(name)
+        if made is not None and made.staged is not None:
+            # By this very request, before somebody died over it, or by one that nobody heard of.
+            if flags & os.O_TRUNC:
+                await self.stage(made, keep=0)
+            self.inodes.count(made, time.monotonic())
+            return made, self.open_staged(made, flags, caller)
         inode = self.inodes.create(parent, name, info, key)
         fd = self.staging.prepare(inode)
         os.utime(fd, ns=(now, now))
