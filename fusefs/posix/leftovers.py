@@ -70,8 +70,11 @@ def _remove(directory: Path) -> None:
     directory.rmdir()
 
 
-def adopt_file(writer: Writeback, path: Path) -> bool:
-    """Stage a file of another node again, if it is to be uploaded; tell whether."""
+def adopt_file(writer: Writeback, path: Path, *, may_be_open: bool = True) -> bool:
+    """Stage a file of another node again, if it is to be uploaded; tell whether.
+
+    What was not closed is kept, unless nobody can have been told that it is open.
+    """
     found = load(path)
     if found is None:
         path.with_suffix(".json").unlink(missing_ok=True)
@@ -92,7 +95,7 @@ def adopt_file(writer: Writeback, path: Path) -> bool:
     else:
         os.close(fd)
         writer.uploads.abort_later(told["key"], told["upload"], told["begun_ns"])
-        if not told["is_unlinked"] and not told["uploaded"]:
+        if not told["is_unlinked"] and not told["uploaded"] and (told["is_closed"] or may_be_open):
             return False
     path.with_suffix(".json").unlink()
     path.unlink()

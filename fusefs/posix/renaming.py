@@ -176,11 +176,13 @@ class Renames:
         path = self._directory / f"{time.time_ns()}.json"
         one = Renaming(path, old, new, has_replaced=has_replaced, is_ours=True)
         self._unfinished.append(one)
-        try:
-            await self._record(one, Phase.COPYING)
-        except OSError:
-            self._end(one)
-            raise
+        # `run` would take it for one that nobody waits for.
+        async with one.lock:
+            try:
+                await self._record(one, Phase.COPYING)
+            except OSError:
+                self._end(one)
+                raise
         return one
 
     async def finish(self, one: Renaming) -> bool:

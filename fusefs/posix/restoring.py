@@ -30,7 +30,8 @@ async def restore(operations: Operations, state: KernelState, backing: Backing) 
             if inode is not None:
                 writer.restore(inode)
             else:
-                leftovers.adopt_file(writer, writer.staging.directory / str(nodeid))
+                path = writer.staging.directory / str(nodeid)
+                leftovers.adopt_file(writer, path, may_be_open=False)
     for index, logged in enumerate(state.handles.values()):
         await _restore_handle(operations, logged, backing)
         if index % 200 == 0:
