@@ -5,10 +5,11 @@ endpoint rules, events, parsers. Where a user waits for hundreds of them (a
 walk through small directories, the copies of a rename, the parts of an upload)
 that is half of the time. Only the first LIST goes through botocore, which
 knows about regions, addressing and access points; what it sent (the address,
-the scope of the signature) is the pattern for the rest. They are signed by
-botocore's signer and sent through its connections, with its proxies and
-certificates. An answer that asks for anything but patience (a redirect, a bad
-request) has the caller send the request through botocore.
+the scope of the signature) is the pattern for the rest. They are signed here
+(signing.py) and sent through its connections, with its proxies and
+certificates: by ourselves if one is open (wire.py). An answer that asks for
+anything but patience (a redirect, a bad request) has the caller send the
+request through botocore.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, urlencode
+from urllib.parse import SplitResult, quote, urlsplit
 
+from fusefs.store import wire
 from fusefs.store.body import Body
 from fusefs.store.errors import from_body
+from fusefs.store.signing import Signer
 from fusefs.store.stream import AttemptError
+from fusefs.store.wire import Answer
 
 if TYPE_CHECKING:
     from botocore.credentials import Credentials
@@ -31,24 +35,24 @@ _SCOPE = re.compile(r"AWS4-HMAC-SHA256 Credential=[^/]+/\d+/([^/]+)/([^/]+)/aws4
 # What botocore added that does not depend on the request.
 _KEPT_HEADERS = ("user-agent", "x-amz-request-payer")
 # A server that has no use for the body says so before it is sent.
-_WITH_BODY = {"Expect": b"100-continue"}
+_WITH_BODY = {"expect": "100-continue"}
+# Bodies of at most so many bytes are sent without asking whether they are wanted.
+_SMALL = 128 << 10
+_NOT_IN_HEADERS = re.compile("[\\r\\n\\0]")
 
 
 @dataclass(frozen=True, slots=True)
 class _Pattern:
-    """How botocore asked; `scope` is region and service, None if it did not sign."""
+    """How botocore asked, to the path of the bucket; `signer` is None if it did not sign.
 
-    address: str
+    `pool` has urllib3's connections; None if they are to a proxy that wants to know more.
+    """
+
+    origin: str
+    path: str
     headers: dict[str, str]
-    scope: tuple[str, str] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What S3 answered; `headers` are found in any case."""
-
-    headers: Mapping[str, str]
-    content: bytes
+    signer: Signer | None
+    pool: Any
 
 
 class Direct:
@@ -83,32 +87,61 @@ class Direct:
             AttemptError: S3 said no.
             Exception: whatever botocore raises.
         """
-        from botocore.awsrequest import AWSRequest
-
         pattern = self._pattern
         if pattern is None:
             return None
-        url = pattern.address
-        if key:
-            url = f"{url.rstrip('/')}/{quote(key, safe='/~')}"
-        if query:
-            url += f"?{urlencode(query, quote_via=quote, safe='')}"
-        all_headers: dict[str, str | bytes] = {**pattern.headers, **(headers or {})}
-        if body is not None:
-            all_headers.update(_WITH_BODY)
-        request = AWSRequest(method, url, all_headers, body)
-        if body is not None:
-            request.context.update(unsigned_body())
-        self._sign(request, pattern)
-        # botocore offers no public way to its connections.
-        answer = self._client._endpoint.http_session.send(request.prepare())
-        if answer.status_code < 300:
-            return Answer(answer.headers, answer.content)
-        request_id = answer.headers.get("x-amz-request-id", "")
-        failure = from_body(answer.status_code, answer.text, request_id)
-        if answer.status_code < 401 and not failure.is_retryable:
+        target = f"{pattern.path.rstrip('/')}/{quote(key, safe='/~')}" if key else pattern.path
+        search = _quoted(query) if query else ""
+        sent = {**pattern.headers, **(headers or {})}
+        if body is not None and len(body) > _SMALL:
+            sent |= _WITH_BODY
+        if pattern.signer is not None and self._credentials is not None:
+            sent = pattern.signer.sign(
+                method, target, search, sent, self._credentials.get_frozen_credentials(),
+                has_body=body is not None,
+            )  # fmt: skip
+        if search:
+            target += f"?{search}"
+        if _NOT_IN_HEADERS.search("".join(sent.values())):
+            raise ValueError("a header would have several lines")
+        answer = None
+        if pattern.pool is not None and (body is None or len(body) <= _SMALL):
+            answer = self._exchange(pattern, method, target, sent, body)
+        if answer is None:
+            answer = self._through_botocore(method, pattern.origin + target, sent, body)
+        if answer.status < 300:
+            return answer
+        text = answer.content.decode(errors="replace")
+        failure = from_body(answer.status, text, answer.headers.get("x-amz-request-id", ""))
+        if answer.status < 401 and not failure.is_retryable:
             return None
         raise AttemptError(failure)
+
+    def _exchange(
+        self, pattern: _Pattern, method: str, target: str, headers: dict[str, str],
+        body: Body | None,
+    ) -> Answer | None:  # fmt: skip
+        """Send a request by ourselves; None if no connection is open."""
+        content = body.whole() if body is not None else b""
+        length = {"content-length": str(len(content))} if method == "PUT" else {}
+        lines = (f"{name}: {value}\r\n" for name, value in (headers | length).items())
+        head = f"{method} {target} HTTP/1.1\r\n{''.join(lines)}\r\n".encode()
+        try:
+            return wire.exchange(pattern.pool, head, content, is_head=method == "HEAD")
+        except (OSError, wire.WireError) as error:
+            raise _as_botocore(error, pattern.origin) from error
+
+    def _through_botocore(
+        self, method: str, url: str, headers: dict[str, str], body: Body | None
+    ) -> Answer:
+        """Send a request through botocore's connections, of which it opens a new one if need be."""
+        from botocore.awsrequest import AWSRequest
+
+        request = AWSRequest(method, url, headers, body)
+        # botocore offers no public way to its connections.
+        answer = self._client._endpoint.http_session.send(request.prepare())
+        names = {name.lower(): value for name, value in answer.headers.items()}
+        return Answer(answer.status_code, names, answer.content)
 
     def _note_sent(self, request: Any, **_: Any) -> None:
         headers = {name.lower(): _text(value) for name, value in request.headers.items()}
@@ -117,19 +150,22 @@ class Direct:
         # Other kinds of signatures (of directory buckets, say) stay botocore's.
         self._sent = None
         if is_signed:
+            address = urlsplit(request.url)
             self._sent = _Pattern(
-                request.url.partition("?")[0],
-                {name: headers[name] for name in _KEPT_HEADERS if name in headers},
-                (scope[1], scope[2]) if scope else None,
+                f"{address.scheme}://{address.netloc}",
+                address.path or "/",
+                {name: headers[name] for name in _KEPT_HEADERS if name in headers}
+                | {"host": _host(address), "accept-encoding": "identity"},
+                Signer(scope[1], scope[2]) if scope else None,
+                self._pool(request.url),
             )
 
-    def _sign(self, request: Any, pattern: _Pattern) -> None:
-        from botocore.auth import S3SigV4Auth
-
-        if self._credentials is None or pattern.scope is None:
-            return
-        region, service = pattern.scope
-        S3SigV4Auth(self._credentials.get_frozen_credentials(), service, region).add_auth(request)
+    def _pool(self, url: str) -> Any:
+        session = self._client._endpoint.http_session
+        proxy = session._proxy_config.proxy_url_for(url)
+        if proxy and url.startswith("http:"):
+            return None
+        return session._get_connection_manager(url, proxy).connection_from_url(url)
 
 
 @cache
@@ -143,6 +179,26 @@ def unsigned_body() -> dict[str, Any]:
     from botocore.config import Config
 
     return {"client_config": Config(s3={"payload_signing_enabled": False})}
+
+
+def _quoted(query: Mapping[str, Any]) -> str:
+    """A query as it is signed: by its names."""
+    quoted = ((quote(name, safe=""), quote(str(query[name]), safe="")) for name in query)
+    return "&".join(f"{name}={value}" for name, value in sorted(quoted))
+
+
+def _host(address: SplitResult) -> str:
+    """The header `Host`, as clients send and sign it: without the usual port."""
+    usual = {"http": 80, "https": 443}[address.scheme]
+    return address.netloc.removesuffix(f":{usual}").rpartition("@")[2]
+
+
+def _as_botocore(error: Exception, url: str) -> Exception:
+    """What botocore would raise."""
+    from botocore.exceptions import ConnectionClosedError, ReadTimeoutError
+
+    kind = ReadTimeoutError if isinstance(error, TimeoutError) else ConnectionClosedError
+    return kind(endpoint_url=url, error=error)
 
 
 def _text(value: str | bytes) -> str:

@@ -274,7 +274,7 @@ class S3Upload:
             headers={"x-amz-checksum-crc32": checksum},
         )  # fmt: skip
         if answer is not None:
-            return answer.headers.get("ETag")
+            return answer.headers.get("etag")
         body.seek(0)
         told: Mapping[str, str] = clients.s3.upload_part(
             **clients.request,

@@ -1,0 +1,170 @@
+"""One HTTP/1.1 exchange on a connection that is open already.
+
+urllib3 and http.client take a third of a millisecond for an exchange, most of
+it for reading the answer's headers as if they were a mail's. Here a request is
+one write, and an answer some reads: the status line, the headers, and a body of
+a known length, in chunks, or until the end (RFC 9112). Connections are opened
+by urllib3, which knows of proxies and certificates, and borrowed from its pool.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from queue import Empty
+from typing import Any
+
+READ_SIZE = 1 << 16
+# More than any server sends; http.client's limit is a hundred lines of as many bytes.
+MOST_HEADERS = 1 << 18
+
+
+class WireError(Exception):
+    """What came is no answer, or not all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What S3 answered; the names of `headers` are in lower case."""
+
+    status: int
+    headers: Mapping[str, str]
+    content: bytes
+
+
+def exchange(pool: Any, head: bytes, body: bytes, *, is_head: bool) -> Answer | None:
+    """Send a request and return its answer; None if the pool has no open connection. Blocks.
+
+    Raises:
+        WireError: the answer broke off, or was none.
+        OSError: the connection broke, or was silent for the time that urllib3 has set.
+    """
+    connection = _borrow(pool)
+    if connection is None:
+        return None
+    is_reusable = False
+    try:
+        sock: socket.socket = connection.sock
+        try:
+            sock.sendall(head + body)
+        except (BrokenPipeError, ConnectionResetError):
+            # A server that says no need not wait for the body: its answer may be there.
+            answer, _ = _read(sock, is_head=is_head)
+        else:
+            answer, is_reusable = _read(sock, is_head=is_head)
+        return answer
+    finally:
+        if not is_reusable:
+            connection.close()
+        pool._put_conn(connection)
+
+
+def _borrow(pool: Any) -> Any:
+    """An open connection, for nobody else until it is given back."""
+    try:
+        connection = pool.pool.get(block=False)
+    except (Empty, AttributeError):  # the latter is of a pool that was closed
+        return None
+    if connection is not None and connection.is_connected:
+        return connection
+    if connection is not None:
+        connection.close()
+    pool._put_conn(connection)
+    return None
+
+
+def _read(sock: socket.socket, *, is_head: bool) -> tuple[Answer, bool]:
+    """An answer, and whether another may come on the same connection."""
+    stream = _Stream(sock)
+    status = 100
+    while status < 200:
+        first, *lines = stream.until(b"\r\n\r\n").decode("latin-1").split("\r\n")
+        protocol, _, rest = first.partition(" ")
+        if not protocol.startswith("HTTP/1.") or not rest[:3].isdigit():
+            raise WireError("what came is no answer")
+        status = int(rest[:3])
+    headers: dict[str, str] = {}
+    for line in lines:
+        name, colon, value = line.partition(":")
+        if not colon:
+            raise WireError("what came is no answer")
+        name, value = name.lower(), value.strip()
+        headers[name] = f"{headers[name]}, {value}" if name in headers else value
+    is_reusable = protocol == "HTTP/1.1" and headers.get("connection", "").lower() != "close"
+    if is_head or status in (204, 304):
+        content = b""
+    elif headers.get("transfer-encoding", "").lower() == "chunked":
+        content = _read_chunks(stream)
+    elif (length := headers.get("content-length")) is not None:
+        if not length.isdecimal():
+            raise WireError("what came is no answer")
+        content = stream.exactly(int(length))
+    else:
+        content, is_reusable = stream.rest(), False
+    return Answer(status, headers, content), is_reusable and stream.is_empty
+
+
+def _read_chunks(stream: _Stream) -> bytes:
+    chunks = []
+    while True:
+        line = stream.until(b"\r\n").partition(b";")[0]
+        try:
+            size = int(line, 16)
+        except ValueError as error:
+            raise WireError("what came is no answer") from error
+        if not size:
+            break
+        chunks.append(stream.exactly(size))
+        stream.exactly(2)
+    while stream.until(b"\r\n"):
+        pass
+    return b"".join(chunks)
+
+
+class _Stream:
+    """What arrives on a connection."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._data = b""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has come that was not asked for."""
+        return not self._data
+
+    def until(self, mark: bytes) -> bytes:
+        """What comes before `mark`, which is taken away too."""
+        while True:
+            found, mark_found, rest = self._data.partition(mark)
+            if mark_found:
+                self._data = rest
+                return found
+            if len(self._data) > MOST_HEADERS:
+                raise WireError("what came is no answer")
+            self._data += self._more()
+
+    def exactly(self, size: int) -> bytes:
+        pieces, missing = [self._data[:size]], size - len(self._data)
+        self._data = self._data[size:]
+        while missing > 0:
+            piece = self._more()
+            pieces.append(piece[:missing])
+            self._data = piece[missing:]
+            missing -= len(piece)
+        return b"".join(pieces)
+
+    def rest(self) -> bytes:
+        """Everything until the server closes the connection."""
+        pieces = [self._data]
+        while piece := self._sock.recv(READ_SIZE):
+            pieces.append(piece)
+        self._data = b""
+        return b"".join(pieces)
+
+    def _more(self) -> bytes:
+        data = self._sock.recv(READ_SIZE)
+        if not data:
+            raise WireError("the answer broke off")
+        return data
