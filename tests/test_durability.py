@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -28,12 +29,14 @@ def local(mounter: Mounter) -> Mount:
 
 # --- local durability ---------------------------------------------------------------
 
-
-@states(
+uploaded_later = states(
     "With `--durability local`, `close` and `fsync` return when the file and the record "
     "of its upload are safe on the local disk; it is uploaded a moment later, once, under "
     "the name that it has then."
 )
+
+
+@uploaded_later
 def test_with_local_durability_a_file_is_uploaded_after_its_close(
     local: Mount, bucket: Bucket
 ) -> None:
@@ -45,11 +48,7 @@ def test_with_local_durability_a_file_is_uploaded_after_its_close(
     assert (local.path / "a").read_bytes() == b"content"
 
 
-@states(
-    "With `--durability local`, `close` and `fsync` return when the file and the record "
-    "of its upload are safe on the local disk; it is uploaded a moment later, once, under "
-    "the name that it has then."
-)
+@uploaded_later
 def test_a_temporary_file_that_is_renamed_is_uploaded_once(local: Mount, bucket: Bucket) -> None:
     before = status(local)["s3"]
     with open(local.path / "tmp", "wb") as file:
@@ -94,6 +93,32 @@ def broken(mounter: Mounter, faulty: FaultyS3) -> Iterator[Mount]:
     faulty.clear()
 
 
+def fail_to_write(broken: Mount, faulty: FaultyS3, content: bytes) -> None:
+    """Write the file "a", which the bucket does not take until faults are cleared."""
+    faulty.add("PUT", code="InternalError")
+    fd = os.open(broken.path / "a", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.write(fd, content)
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        os.close(fd)
+    assert caught.value.errno == errno.EIO
+
+
+@contextlib.contextmanager
+def waiting_writer(broken: Mount, faulty: FaultyS3) -> Iterator[subprocess.Popen[bytes]]:
+    """A program in its close of the file "a", for which no credentials are accepted."""
+    faulty.add("PUT", code="ExpiredToken")
+    script = "import sys; open(sys.argv[1], 'wb').write(b'content')"
+    with subprocess.Popen([sys.executable, "-c", script, str(broken.path / "a")]) as writer:
+        try:
+            wait_until(
+                lambda: [one["state"] for one in pending(broken)] == ["waiting for credentials"]
+            )
+            assert writer.poll() is None
+            yield writer
+        finally:
+            writer.kill()
+
+
 @states(
     "A failed upload is EIO for whoever closes; the content stays, is what readers see, "
     "and is tried again until the bucket has it."
@@ -101,12 +126,7 @@ def broken(mounter: Mounter, faulty: FaultyS3) -> Iterator[Mount]:
 def test_a_close_tells_of_a_failed_upload_and_the_content_is_kept(
     broken: Mount, bucket: Bucket, faulty: FaultyS3
 ) -> None:
-    faulty.add("PUT", code="InternalError")
-    file = open(broken.path / "a", "wb", buffering=0)  # noqa: SIM115
-    file.write(b"content")
-    with pytest.raises(OSError, match="Input/output error") as caught:
-        file.close()
-    assert caught.value.errno == errno.EIO
+    fail_to_write(broken, faulty, b"content")
     (one,) = pending(broken)
     assert one["key"] == "a"
     assert (broken.path / "a").read_bytes() == b"content"
@@ -121,9 +141,7 @@ def test_a_close_tells_of_a_failed_upload_and_the_content_is_kept(
 def test_umount_says_what_could_not_be_uploaded_and_the_next_mount_uploads_it(
     broken: Mount, bucket: Bucket, faulty: FaultyS3
 ) -> None:
-    faulty.add("PUT", code="InternalError")
-    with pytest.raises(OSError, match="Input/output error"):
-        (broken.path / "a").write_bytes(b"content")
+    fail_to_write(broken, faulty, b"content")
     result = fusefs("umount", broken.path, check=False)
     assert result.returncode == 1
     assert "a (" in result.stderr
@@ -142,9 +160,7 @@ def test_umount_says_what_could_not_be_uploaded_and_the_next_mount_uploads_it(
 def test_what_was_left_is_uploaded_beside_what_somebody_else_has_written(
     broken: Mount, bucket: Bucket, faulty: FaultyS3
 ) -> None:
-    faulty.add("PUT", code="InternalError")
-    with pytest.raises(OSError, match="Input/output error"):
-        (broken.path / "a").write_bytes(b"ours")
+    fail_to_write(broken, faulty, b"ours")
     fusefs("umount", broken.path, check=False)
     faulty.clear()
     bucket.put("a", b"theirs")
@@ -160,11 +176,7 @@ def test_what_was_left_is_uploaded_beside_what_somebody_else_has_written(
 def test_credentials_that_are_refused_make_a_close_wait(
     broken: Mount, bucket: Bucket, faulty: FaultyS3
 ) -> None:
-    faulty.add("PUT", code="ExpiredToken")
-    script = "import sys; open(sys.argv[1], 'wb').write(b'content')"
-    with subprocess.Popen([sys.executable, "-c", script, str(broken.path / "a")]) as writer:
-        wait_until(lambda: [one["state"] for one in pending(broken)] == ["waiting for credentials"])
-        assert writer.poll() is None
+    with waiting_writer(broken, faulty) as writer:
         faulty.clear()
         assert writer.wait(60) == 0
     assert stored(bucket, "a") == b"content"
@@ -180,10 +192,7 @@ def test_credentials_that_are_refused_make_a_close_wait(
 def test_a_program_that_is_killed_in_its_close_does_not_wait_and_its_file_is_uploaded(
     broken: Mount, bucket: Bucket, faulty: FaultyS3
 ) -> None:
-    faulty.add("PUT", code="ExpiredToken")
-    script = "import sys; open(sys.argv[1], 'wb').write(b'content')"
-    with subprocess.Popen([sys.executable, "-c", script, str(broken.path / "a")]) as writer:
-        wait_until(lambda: [one["state"] for one in pending(broken)] != [])
+    with waiting_writer(broken, faulty) as writer:
         writer.send_signal(signal.SIGKILL)
         assert writer.wait(30) == -signal.SIGKILL
     faulty.clear()
@@ -202,11 +211,11 @@ def test_a_conflict_fails_the_second_close_and_keeps_its_content_beside(
 ) -> None:
     bucket.put("a", b"first")
     mount = mounter("--no-read-only", "--conflict", "fail")
-    file = open(mount.path / "a", "r+b", buffering=0)  # noqa: SIM115
-    file.write(b"OURS!")
+    fd = os.open(mount.path / "a", os.O_RDWR)
+    os.write(fd, b"OURS!")
     bucket.put("a", b"theirs")
     with pytest.raises(OSError, match="Stale") as caught:
-        file.close()
+        os.close(fd)
     assert caught.value.errno == errno.ESTALE
     assert (mount.path / "a").read_bytes() == b"theirs"
     conflict = next(name for name in os.listdir(mount.path) if name != "a")
