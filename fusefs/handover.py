@@ -11,6 +11,8 @@ A mount under the kernel session outlives its daemons. The keeper
 
 When keeper and clerk are both gone, the daemon starts a keeper itself; as an
 ordinary user's process that one cannot register files, which `status` shows.
+A daemon that a supervisor has started (kernel/launching.py) waits for another
+keeper instead: it comes over the socket to the supervisor.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from typing import TypeVar
 import trio
 
 from fusefs import launch, mounts
-from fusefs.kernel import mount
+from fusefs.kernel import launching, mount
+from fusefs.kernel.keeper_system import is_disconnected
 from fusefs.kernel.keeper_wire import FRESH, PREPARE
 from fusefs.kernel.keeping import KeeperError, Keeping, Taken
 from fusefs.kernel.mount import MountError, MountRequest
@@ -73,6 +76,7 @@ class Handover:
         self._state = state
         self.died_ns = died_ns
         self.is_privileged = False
+        self._supervisor: socket.socket | None = None
         self._has_resend = False
         self.fd = -1
         self.taken: Taken | None = None
@@ -93,6 +97,7 @@ class Handover:
         welcome = await keeping.hello()
         handover = cls(settings, keeping, welcome.state, welcome.died_ns)
         handover.is_privileged = welcome.is_privileged
+        handover._supervisor = _from_supervisor()
         return handover
 
     @property
@@ -180,13 +185,40 @@ class Handover:
         except (OSError, UnusableJournalError) as error:
             raise TakeOverError(f"what the last daemon knew can't be read: {error}") from error
 
+    @property
+    def is_disconnected(self) -> bool:
+        """Whether the mount is gone."""
+        return is_disconnected(self.fd)
+
     async def keep(self, in_flight: Callable[[], int]) -> None:
-        """Tick for the keeper, and put another one in its place when it is gone."""
+        """Tick for the keeper, and have another one in its place when it is gone."""
         while True:
             await self.keeping.run(in_flight)
+            if self._supervisor is not None:
+                logger.warning("the keeper is gone: waiting for another")
+                await self._be_adopted(self._supervisor)
+                continue
             logger.warning("the keeper is gone: starting another")
             await trio.sleep(REVIVE_PAUSE_S)
             await self._revive()
+
+    async def _be_adopted(self, supervisor: socket.socket) -> None:
+        while True:
+            try:
+                message = launching.receive(supervisor)
+            except BlockingIOError:
+                await trio.lowlevel.wait_readable(supervisor)
+                continue
+            if message is None:
+                await trio.sleep_forever()  # which is not long: its end is ours
+            else:
+                break
+        [fd] = message.fds
+        keeping = Keeping(socket.socket(fileno=fd))
+        for backing_id, inode in self.table():
+            keeping.known(backing_id, inode)
+        self._go_on(keeping)
+        logger.info("another keeper is there")
 
     async def _revive(self) -> None:
         ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -197,13 +229,26 @@ class Handover:
                 )
             except OSError as error:
                 logger.warning("no keeper can be started: %s", error)
-        quiesced = self.keeping.quiesced
-        self.keeping = Keeping(ours)
-        self.keeping.quiesced = quiesced
+        self._go_on(Keeping(ours))
+
+    def _go_on(self, keeping: Keeping) -> None:
+        keeping.quiesced = self.keeping.quiesced
+        self.keeping = keeping
         self.serving(has_resend=self._has_resend)
-        self.on_revival(self.keeping)
+        self.on_revival(keeping)
 
     def serving(self, *, has_resend: bool) -> None:
         """Tell the keeper that requests are answered, and whether they can be sent again."""
         self._has_resend = has_resend
         self.keeping.serving(has_resend=has_resend)
+
+
+def _from_supervisor() -> socket.socket | None:
+    """The socket to whoever has started this process, if that is not its keeper."""
+    number = os.environ.pop(launching.ENVIRONMENT, None)
+    if number is None:
+        return None
+    os.set_inheritable(int(number), False)
+    supervisor = socket.socket(fileno=int(number))
+    supervisor.setblocking(False)
+    return supervisor

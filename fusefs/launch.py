@@ -20,18 +20,19 @@ import json
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
 from fusefs import control, mounts, users
 from fusefs.checks import LaunchError, refuse_mounted
-from fusefs.kernel import holder, unmount
+from fusefs.kernel import holder, launching, unmount
 from fusefs.kernel.mount import READ_AHEAD_KIB, MountRequest, may_mount, mount_arguments
 from fusefs.kinds import SessionKind
 from fusefs.settings import MountSettings
@@ -47,6 +48,18 @@ KEEPER = [sys.executable, "-I", "-S", "-c", _START_KEEPER]
 # Each keeps a file open in the kernel; the daemon closes the least used before.
 MOST_BACKING_IDS = 20_000
 
+
+@dataclass(frozen=True, slots=True)
+class Supervisor:
+    """Who starts the daemons of mounts: whoever listens on `socket`; see kernel/launching.py.
+
+    Where nobody does, the keeper waits if it `is_needed`, and else starts one itself.
+    """
+
+    socket: Path
+    is_needed: bool
+
+
 # What a start may take beyond the time in which S3 requests are retried.
 START_TIMEOUT_S = 30.0
 END_TIMEOUT_S = 10.0
@@ -55,7 +68,7 @@ END_TIMEOUT_S = 10.0
 # --- starting -----------------------------------------------------------------
 
 
-def start(settings: MountSettings) -> subprocess.Popen[bytes]:
+def start(settings: MountSettings, supervisor: Supervisor | None = None) -> subprocess.Popen[bytes]:
     """Start the mount and return its process once it answers: the keeper, or pyfuse3's daemon.
 
     Raises:
@@ -64,7 +77,7 @@ def start(settings: MountSettings) -> subprocess.Popen[bytes]:
     log_path = _log_path(settings)
     with _claim(settings.mountpoint), _open_log(log_path) as log:
         log_start = log.seek(0, os.SEEK_END) if log_path is not None else 0
-        process = _spawn(settings, log)
+        process = _spawn(settings, log, supervisor)
         try:
             _wait_until_ready(process, settings.retry_time + START_TIMEOUT_S)
         except _DiedError:
@@ -78,19 +91,18 @@ def start(settings: MountSettings) -> subprocess.Popen[bytes]:
     return process
 
 
-def resume(settings: MountSettings) -> bool:
-    """Go on with a mount that only a holder still has; tell whether there was one.
+def resume(settings: MountSettings, supervisor: Supervisor | None = None) -> bool:
+    """Go on with a mount whose keeper is gone, and perhaps its daemon; tell whether it is one.
 
     Raises:
-        LaunchError: there was, and no daemon came up for it; the holder keeps it.
+        LaunchError: it is, and no daemon came up for it; the holder keeps it.
     """
     mountpoint = settings.mountpoint
     mount = mounts.find_mount(mountpoint)
-    registration = mounts.registration_of(mountpoint)
     if settings.holder is None or mount is None or not mount.is_fusefs:
         return False
-    if control.peer(mounts.keeper_socket(mountpoint)) or (registration and registration.is_alive()):
-        return False  # somebody serves it
+    if control.peer(mounts.keeper_socket(mountpoint)):
+        return False
     name = holder.name_of(os.fspath(mountpoint), mount.connection)
     try:
         fuse_fd = holder.fetch(os.fspath(settings.holder), name)
@@ -98,8 +110,13 @@ def resume(settings: MountSettings) -> bool:
         return False
     with os.fdopen(fuse_fd), _open_log(_log_path(settings)) as log:
         user = _choose_user(settings)
-        settings = _with_owner(settings)
-        told = _keeper_configuration(settings, user) | {"fuse_fd": fuse_fd, "table": []}
+        told = _keeper_configuration(_with_owner(settings), user, supervisor)
+        told |= {"fuse_fd": fuse_fd, "table": []}
+        if supervisor is not None and _adopt(told, supervisor, log):
+            return True
+        registration = mounts.registration_of(mountpoint)
+        if registration is not None and registration.is_alive():
+            return False  # it starts another keeper itself
         process = _popen(KEEPER, json.dumps(told), log, pass_fds=(fuse_fd,))
         try:
             _wait_until_ready(process, START_TIMEOUT_S)
@@ -107,6 +124,41 @@ def resume(settings: MountSettings) -> bool:
             raise LaunchError(f"no daemon came up for the held mount on {mountpoint}") from None
     print(f"fusefs: {mountpoint} had lost its daemon and keeper; it goes on", file=sys.stderr)
     return True
+
+
+def _adopt(told: dict[str, Any], supervisor: Supervisor, log: IO[bytes]) -> bool:
+    """Start a keeper for a mount whose daemon goes on without one; False if there is none."""
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, its:
+        number = told["launcher"]["mount"]
+        try:
+            process = launching.adopt(os.fspath(supervisor.socket), number, its.fileno())
+        except OSError:
+            return False
+        connection = process.supervisor
+        assert connection is not None
+        with connection, os.fdopen(process.pidfd):
+            fds = {
+                "daemon_fd": ours.fileno(),
+                "supervisor_fd": connection.fileno(),
+                "pidfd": process.pidfd,
+            }
+            told = {**told, **fds, "supervisor": process.supervisor_number}
+            keeper = _popen(
+                KEEPER, json.dumps(told), log, pass_fds=(told["fuse_fd"], *fds.values())
+            )
+    _wait_until_listening(keeper, Path(told["control"]))
+    return True
+
+
+def _wait_until_listening(keeper: subprocess.Popen[bytes], path: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while control.peer(path) != keeper.pid and keeper.poll() is None:
+        if time.monotonic() > deadline:
+            raise LaunchError("no keeper came up for a mount that had lost its own")
+        time.sleep(0.01)
+    assert keeper.stdout is not None
+    keeper.stdout.close()
 
 
 def run_foreground(settings: MountSettings) -> int:
@@ -143,14 +195,16 @@ class _DiedError(Exception):
     """The daemon closed its answer without having given one."""
 
 
-def _spawn(settings: MountSettings, log: IO[bytes]) -> subprocess.Popen[bytes]:
+def _spawn(
+    settings: MountSettings, log: IO[bytes], supervisor: Supervisor | None
+) -> subprocess.Popen[bytes]:
     if settings.session == SessionKind.PYFUSE3:
         return _popen(DAEMON, daemon_input(settings), log)
     user = _choose_user(settings)
     settings = _with_owner(settings)
     mounts.hand_over(settings.mountpoint, user.uid, user.gid)
     _prepare_cache(settings.cache_dir, user)
-    return _popen(KEEPER, json.dumps(_keeper_configuration(settings, user)), log)
+    return _popen(KEEPER, json.dumps(_keeper_configuration(settings, user, supervisor)), log)
 
 
 def _popen(
@@ -212,7 +266,14 @@ def daemon_input(settings: MountSettings, user: users.User | None = None) -> str
     return json.dumps({"settings": settings.to_json(), "files": files})
 
 
-def _keeper_configuration(settings: MountSettings, user: users.User) -> dict[str, Any]:
+def mount_number(mountpoint: Path) -> int:
+    """What a mount is called by its supervisor."""
+    return int(mounts.keeper_socket(mountpoint).stem, 16)
+
+
+def _keeper_configuration(
+    settings: MountSettings, user: users.User, supervisor: Supervisor | None = None
+) -> dict[str, Any]:
     """What a keeper is told; see kernel/keeper.py."""
     flags, data = mount_arguments(
         MountRequest(
@@ -234,6 +295,12 @@ def _keeper_configuration(settings: MountSettings, user: users.User) -> dict[str
         "cache_dir": os.fspath(settings.cache_dir),
         "control": os.fspath(mounts.keeper_socket(settings.mountpoint)),
         "holder": os.fspath(settings.holder) if settings.holder else None,
+        "launcher": supervisor
+        and {
+            "socket": os.fspath(supervisor.socket),
+            "mount": mount_number(settings.mountpoint),
+            "is_needed": supervisor.is_needed,
+        },
         "most_backing_ids": MOST_BACKING_IDS,
         "hang_s": settings.hang_timeout,
         "max_pause_s": settings.max_pause,

@@ -106,11 +106,12 @@ class Clerk:
             wire.TICK: self._tick,
             wire.ENDING: self._report,
             wire.UNMOUNT: self._report,
+            wire.KNOWN: self._known,
         }
 
     def attach(self) -> None:
         """Begin with a daemon that serves already, and says no HELLO."""
-        self._allowed = ATTACHED
+        self._allowed = ATTACHED | {wire.KNOWN}
 
     def take(self) -> None:
         """Give the mount to a daemon that has said HELLO, and PREPARED if it had to."""
@@ -218,7 +219,7 @@ class Clerk:
             self._outbox.popleft()
 
     def _hello(self, message: wire.Message) -> None:
-        if message.a != wire.VERSION:
+        if message.a not in wire.SPOKEN:
             raise wire.ProtocolError(f"version {message.a}")
         self._report(message)
         ledger = self.ledger
@@ -252,7 +253,14 @@ class Clerk:
         self.ledger.fuse_fd = message.fd
         self._tell(wire.pack(wire.DEPOSIT), message.fd)
 
+    def _known(self, message: wire.Message) -> None:
+        if len(self.ledger.files) >= self.configuration.most_backing_ids:
+            raise wire.ProtocolError("KNOWN, too often")
+        self.ledger.opened(message.b, message.c)
+        self._tell(wire.pack(REGISTERED, 0, message.b, message.c))
+
     def _serving(self, message: wire.Message) -> None:
+        self._allowed = ATTACHED
         self.ledger.serving(bool(message.a))
         self._report(message)
 

@@ -22,6 +22,8 @@ Daemon to keeper, in the order in which they come:
     UNMOUNT       have the mount taken away, or out of sight if it is in use. Not
                   answered: the daemon serves until the kernel says that it is gone.
     ENDING        the daemon ends on purpose: unmounted, told to, or quiesced
+    KNOWN         b: id, c: st_ino of a file that the last keeper had registered. From a
+                  daemon that has got another keeper, before SERVING.
 
 Keeper to daemon:
 
@@ -52,6 +54,8 @@ import struct
 
 ENVIRONMENT = "FUSEFS_KEEPER_FD"
 VERSION = 1
+# What a keeper understands; it answers a daemon in the same version.
+SPOKEN = frozenset((1,))
 
 MESSAGE = struct.Struct("<IiQQQQ")
 
@@ -65,6 +69,7 @@ BACKING_CLOSE = 7
 TICK = 8
 ENDING = 9
 UNMOUNT = 10
+KNOWN = 11
 
 WELCOME = 32
 MOUNTED = 33
@@ -82,7 +87,7 @@ PREPARE = 2
 # The exit status of a daemon for which the mount's state cannot be used.
 CANNOT_TAKE_OVER = 3
 
-FROM_DAEMON = frozenset(range(HELLO, UNMOUNT + 1))
+FROM_DAEMON = frozenset(range(HELLO, KNOWN + 1))
 FROM_KEEPER = frozenset(range(WELCOME, QUIESCE + 1))
 _WITH_DESCRIPTOR = frozenset((DEPOSIT, BACKING_OPEN, MOUNTED, TAKE))
 

@@ -125,6 +125,10 @@ class Keeping:
     def serving(self, *, has_resend: bool) -> None:
         self._send(wire.pack(wire.SERVING, has_resend))
 
+    def known(self, backing_id: int, inode: int) -> None:
+        """Tell a keeper that is new of a file that another has registered."""
+        self._send(wire.pack(wire.KNOWN, 0, backing_id, inode))
+
     def unmount(self) -> None:
         """Have the mount taken away, which this process may not; detached if it is in use."""
         self._send(wire.pack(wire.UNMOUNT))
