@@ -12,6 +12,7 @@ from typing import Any
 
 import kubernetes_validate
 import kubernetes_validate.utils
+import pytest
 import yaml
 
 PROJECT = Path(__file__).parents[2]
@@ -22,6 +23,10 @@ VERSIONS = ("1.31", "1.37")
 WORKLOADS = ("Deployment", "DaemonSet")
 
 Object = dict[str, Any]
+
+each_kustomization = pytest.mark.parametrize(
+    "directory", [MANIFESTS, *OVERLAYS], ids=lambda path: path.name
+)
 
 # The schemas are large files, and it reads them for each object.
 kubernetes_validate.utils.schema_contents = functools.cache(

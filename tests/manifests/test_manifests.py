@@ -13,13 +13,13 @@ import pytest
 from csi import caretaker
 from tests.support.manifests import (
     MANIFESTS,
-    OVERLAYS,
     VERSIONS,
     WORKLOADS,
     Object,
     check,
     container,
     containers,
+    each_kustomization,
     every,
     find,
     flag,
@@ -30,33 +30,7 @@ from tests.support.manifests import (
     template,
 )
 
-KUSTOMIZATIONS = [MANIFESTS, *OVERLAYS]
 PINNED = re.compile(r"[\w.-]+(:\d+)?/[\w./-]+:v?\d+\.\d+\.\d+")
-
-each_kustomization = pytest.mark.parametrize(
-    "directory", KUSTOMIZATIONS, ids=lambda path: path.name
-)
-
-
-@pytest.fixture
-def base() -> list[Object]:
-    return render(MANIFESTS)
-
-
-@pytest.fixture
-def node_pod(base: list[Object]) -> Object:
-    return template(base, "fusefs-csi-node")
-
-
-@pytest.fixture
-def daemons_pod(base: list[Object]) -> Object:
-    return template(base, "fusefs-csi-daemons")
-
-
-@pytest.fixture
-def controller_pod(base: list[Object]) -> Object:
-    return template(base, "fusefs-csi-controller")
-
 
 # --- valid ------------------------------------------------------------------------
 

@@ -18,10 +18,10 @@ from csi.identity import IdentityService
 from csi.options import check_attributes
 from tests.support.manifests import (
     MANIFESTS,
-    OVERLAYS,
     Object,
     container,
     containers,
+    each_kustomization,
     every,
     find,
     flag,
@@ -32,31 +32,6 @@ from tests.support.manifests import (
     render,
     template,
 )
-
-each_kustomization = pytest.mark.parametrize(
-    "directory", [MANIFESTS, *OVERLAYS], ids=lambda path: path.name
-)
-
-
-@pytest.fixture
-def base() -> list[Object]:
-    return render(MANIFESTS)
-
-
-@pytest.fixture
-def node_pod(base: list[Object]) -> Object:
-    return template(base, "fusefs-csi-node")
-
-
-@pytest.fixture
-def daemons_pod(base: list[Object]) -> Object:
-    return template(base, "fusefs-csi-daemons")
-
-
-@pytest.fixture
-def controller_pod(base: list[Object]) -> Object:
-    return template(base, "fusefs-csi-controller")
-
 
 # --- consistent with the program --------------------------------------------------
 
