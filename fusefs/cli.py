@@ -1,4 +1,4 @@
-"""The command `fusefs`: mount, umount, status, upgrade, keeper.
+"""The command `fusefs`: mount, umount, sync, warm, status, upgrade, keeper.
 
 `mount` reads the settings (see `settings`), checks what can be told without
 S3 and starts the daemon (see `launch`). `umount` and `status` find the daemon
@@ -20,7 +20,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fusefs import checks, control, ending, launch, mounts, overview, syncing
+from fusefs import (
+    checks,
+    control,
+    ending,
+    launch,
+    mounts,
+    overview,
+    report,
+    syncing,
+    warming_command,
+)
 from fusefs.control import CommandError
 from fusefs.kernel import unmount
 from fusefs.kinds import DURATION, Setting
@@ -87,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_mount(commands)
     _add_umount(commands)
     _add_sync(commands)
+    _add_warm(commands)
     _add_status(commands)
     _add_upgrade(commands)
     _add_keeper(commands)
@@ -175,6 +186,25 @@ def _add_sync(commands: argparse._SubParsersAction[_Parser]) -> None:
         "--timeout", metavar="DURATION", help="wait no longer (default: as long as it takes)"
     )
     parser.set_defaults(run=_sync)
+
+
+def _add_warm(commands: argparse._SubParsersAction[_Parser]) -> None:
+    parser = commands.add_parser(
+        "warm",
+        help="fetch files into the cache before they are read",
+        description="Have a mount fetch files, and all below directories, into its cache, as much "
+        "as there is room for. What is there is passed over. Returns when the daemon has accepted "
+        "it; fusefs status shows how far it is.",
+    )
+    parser.add_argument("paths", metavar="PATH", nargs="+", help="a mount, or what is in one")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument(
+        "--wait",
+        action="store_true",
+        help="wait until all is there; fails if something can't be",
+    )
+    how.add_argument("--cancel", action="store_true", help="fetch no more of it")
+    parser.set_defaults(run=_warm)
 
 
 def _add_status(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -274,7 +304,7 @@ def _keeper(options: argparse.Namespace) -> int:
     return holder.main(options.socket)
 
 
-# --- umount, sync, status -----------------------------------------------------
+# --- umount, sync, warm, status -----------------------------------------------------
 
 
 def _umount(options: argparse.Namespace) -> int:
@@ -292,6 +322,26 @@ def _sync(options: argparse.Namespace) -> int:
             raise SettingsError(f"--timeout: {error}") from None
     syncing.sync(Path(options.path), timeout_s, syncing.shown())
     return 0
+
+
+def _warm(options: argparse.Namespace) -> int:
+    paths = [Path(path) for path in options.paths]
+    if options.cancel:
+        warming_command.cancel(paths)
+        return 0
+    places = warming_command.warm(paths)
+    try:
+        if not options.wait:
+            warming_command.accepted(places)
+            return 0
+        jobs = warming_command.wait(places)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        _complain("it goes on; fusefs status shows how far it is, fusefs warm --cancel ends it")
+        return 130
+    for place, job in jobs.items():
+        print(f"{warming_command.path_of(place)}: {report.warmth(job)}")
+    return 0 if all(warming_command.is_warm(job) for job in jobs.values()) else 1
 
 
 def _status(options: argparse.Namespace) -> int:

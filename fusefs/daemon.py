@@ -58,6 +58,7 @@ from fusefs.posix.writeback import Writing
 from fusefs.settings import MountSettings, SettingsError
 from fusefs.store.errors import StoreError
 from fusefs.store.s3 import S3Store
+from fusefs.warming import Warming
 
 logger = logging.getLogger("fusefs.daemon")
 
@@ -123,6 +124,7 @@ class Daemon:
                     self.store, self.settings.metadata_ttl, self.pages, nursery
                 )
                 self.fetcher = Fetcher(self.store, self.cache, self.space, nursery)
+                self.warming = Warming(self.store, self.cache, self.fetcher, self.settings)
                 nursery.start_soon(self._watch_signals)
                 try:
                     await self._serve(nursery, ready)
@@ -187,6 +189,7 @@ class Daemon:
                     ready()
                     nursery.start_soon(self.cache.run)
                     nursery.start_soon(self.pages.run)
+                    nursery.start_soon(self.warming.run, self._handover)
                     if self.operations.mutations is not None:
                         nursery.start_soon(self.operations.mutations.writer.run)
                         nursery.start_soon(self.operations.mutations.changes.run)
@@ -224,9 +227,8 @@ class Daemon:
 
     def _writing(self, mounted_ns: int) -> Writing:
         settings = self.settings
-        directory = staging_directory(settings, mounted_ns)
         return Writing(
-            Staging(directory, self._identity, settings.staging_size),
+            Staging(staging_directory(settings, mounted_ns), self._identity, settings.staging_size),
             renames_directory(settings), self._nursery,
             process.writing_rules(settings), self.space.tend,
         )  # fmt: skip

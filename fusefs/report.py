@@ -60,6 +60,9 @@ def render(status: Status) -> str:
     ):
         if section:
             rows.append((label, describe(section)))
+    rows += [
+        ("warming", f"{job['path'] or '.'}: {warmth(job)}") for job in status.get("warming", ())
+    ]
     rows += [("warning", warning) for warning in _warnings(status)]
     return _block(status, rows)
 
@@ -167,6 +170,49 @@ def _writing(writing: Status) -> str:
         f"{_count(count, 'file')}, {human_size(writing.get('pending_bytes', 0))}, not in the bucket"
         f" yet; for {human_duration(oldest['since_s'])} {oldest['key']}: {oldest['state']}{why}"
     )
+
+
+def warmth(job: Status) -> str:
+    """How far a job of `fusefs warm` is, or how it ended."""
+    troubles = warming_troubles(job)
+    if job["state"] == "under way":
+        return "; ".join([progress(job), *troubles])
+    if job["state"] == "listing":
+        return "listing"
+    here = f"{_count(job['done_files'], 'file')}, {human_size(job['done_bytes'])} in the cache"
+    return "; ".join([*(["cancelled"] if job["state"] == "cancelled" else []), here, *troubles])
+
+
+def progress(job: Status) -> str:
+    """A share and sizes, as in `41%, 3.1 of 7.5 GiB, ETA 2 min`."""
+    wanted = job["bytes"] - job["left_out_bytes"]
+    done, of = human_size(job["done_bytes"]), human_size(wanted)
+    if done.split()[1] == of.split()[1]:
+        done = done.split()[0]
+    if not job["is_listed"]:
+        return f"{done} of at least {of}"
+    share = min(1.0, job["done_bytes"] / wanted) if wanted else 1.0
+    text = f"{int(100 * share)}%, {done} of {of}"
+    eta_s = job["eta_s"]
+    if eta_s is None:
+        return text
+    rounded = 60 * round(eta_s / 60) if eta_s >= 60 else max(1, round(eta_s))
+    return f"{text}, ETA {human_duration(rounded)}"
+
+
+def warming_troubles(job: Status) -> list[str]:
+    """What a job of `fusefs warm` could not bring into the cache."""
+    troubles = []
+    if job["why"]:
+        troubles.append(job["why"])
+    if job["left_out_files"]:
+        left_out = f"{human_size(job['left_out_bytes'])} of {_count(job['left_out_files'], 'file')}"
+        troubles.append(f"no room for {left_out} in the cache ({human_size(job['limit_bytes'])})")
+    if job["failed_files"]:
+        more = job["failed_files"] - len(job["failed"])
+        named = ", ".join(job["failed"]) + (f" and {more:,} more" if more else "")
+        troubles.append(f"{_count(job['failed_files'], 'file')} can't be read: {named}")
+    return troubles
 
 
 def _daemon(daemon: Status) -> str:

@@ -7,6 +7,7 @@ import math
 import os
 import resource
 import time
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +21,17 @@ logger = logging.getLogger("fusefs.daemon")
 
 # More would say no more.
 MOST_PENDING = 20
+MOST_JOBS = 10
+# Of what has been warmed.
+MOST_ENDED = 3
 
 if TYPE_CHECKING:
     from fusefs.daemon import Daemon
     from fusefs.posix.writing import Writer
 
 
-def answer(daemon: Daemon, request: dict[str, Any]) -> dict[str, Any]:
-    """Answer `fusefs status` or `fusefs sync`.
+def answer(daemon: Daemon, request: dict[str, Any]) -> dict[str, Any] | Awaitable[dict[str, Any]]:
+    """Answer `fusefs status`, `fusefs sync` or `fusefs warm`.
 
     Raises:
         ControlError: it is something else.
@@ -43,7 +47,18 @@ def answer(daemon: Daemon, request: dict[str, Any]) -> dict[str, Any]:
             if is_first:
                 writer.begin_sync(key)
             return pending(writer, key)
+        case {"command": "warm", "path": str(path)}:
+            return _warm(daemon, path)
+        case {"command": "cancel warming", "path": str(path)}:
+            return {"was_under_way": daemon.warming.cancel(path)}
+        case {"command": "warming"}:
+            return {"jobs": daemon.warming.describe()}
     raise ControlError("no such command")
+
+
+async def _warm(daemon: Daemon, path: str) -> dict[str, Any]:
+    job = await daemon.warming.start(path)
+    return job.describe(daemon.space.limit)
 
 
 def collect(daemon: Daemon) -> dict[str, Any]:
@@ -73,8 +88,17 @@ def collect(daemon: Daemon) -> dict[str, Any]:
             "downloads": daemon.fetcher.under_way,
         },
         "writing": _writing(daemon),
+        "warming": _warming(daemon),
         "daemon": _process(daemon),
     }
+
+
+def _warming(daemon: Daemon) -> list[dict[str, Any]]:
+    """What is being warmed, and what has been at last."""
+    jobs = daemon.warming.describe()
+    under_way = [job for job in jobs if job["state"] in ("listing", "under way")]
+    ended = [job for job in jobs if job not in under_way]
+    return [*ended[-MOST_ENDED:], *under_way[:MOST_JOBS]]
 
 
 def _writing(daemon: Daemon) -> dict[str, Any] | None:

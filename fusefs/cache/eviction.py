@@ -14,6 +14,7 @@ its disk, whoever fills it.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
@@ -78,15 +79,18 @@ class Space:
             excess = max(excess, self.used + self.reserved + wanted - self._limit)
         return excess
 
-    async def reserve(self, wanted: int) -> bool:
-        """Set room aside, evicting if need be; False if there is none to be had."""
+    async def reserve(self, wanted: int, *, spares: float = math.inf) -> bool:
+        """Set room aside, evicting if need be; False if there is none to be had.
+
+        What was used since `spares`, in seconds since the epoch, is not evicted.
+        """
         if self.excess(wanted) <= 0:
             self.reserved += wanted
             return True
         async with self._evicting:
-            await self._evict(wanted)
+            await self._evict(wanted, spares)
             if self.excess(wanted) > 0:
-                if self._cache is not None:
+                if self._cache is not None and spares == math.inf:
                     self._cache.warn("there is no room, what is open takes all of it")
                 return False
             self.reserved += wanted
@@ -110,25 +114,25 @@ class Space:
             async with self._evicting:
                 await self._evict(0)
 
-    async def _evict(self, wanted: int) -> None:
+    async def _evict(self, wanted: int, spares: float = math.inf) -> None:
         assert self._cache is not None
         if self.excess(wanted) <= 0:
             return
         slack = wanted + int(SLACK * self.used)
-        await self._evict_until(slack)
+        await self._evict_until(slack, spares)
         if self.excess(wanted) > 0:
             # What other mounts keep here may go as well.
             await self._cache.learn()
-            await self._evict_until(slack)
+            await self._evict_until(slack, spares)
 
-    async def _evict_until(self, wanted: int) -> None:
+    async def _evict_until(self, wanted: int, spares: float) -> None:
         """Evict, oldest first, until `wanted` bytes fit or nothing is left to go."""
         assert self._cache is not None
         for file in self._cache.victims():
             if self.excess(wanted) <= 0:
                 return
             # It may have been opened, or gone, while another was evicted.
-            if not file.pins and file.present.total:
+            if not file.pins and file.present.total and file.used_at < spares:
                 await self._evict_one(file)
         self._free_known_until = 0.0
 

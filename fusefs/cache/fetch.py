@@ -20,6 +20,7 @@ the store's threads.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import time
 from collections.abc import Callable
@@ -50,7 +51,8 @@ class Download:
     """One range [start, stop) of one file on its way.
 
     `position` is up to where bytes have arrived; `demanded` counts the readers
-    that wait, `wanted` the prefetches that are interested.
+    that wait, `wanted` the prefetches that are interested. What was used since
+    `spares`, in seconds since the epoch, is not evicted for it.
     """
 
     __slots__ = (
@@ -63,6 +65,7 @@ class Download:
         "is_done",
         "position",
         "since",
+        "spares",
         "start",
         "stop",
         "wanted",
@@ -75,6 +78,7 @@ class Download:
         self.stop = stop
         self.position = start
         self.since = time.monotonic()
+        self.spares = math.inf
         self.demanded = 0
         self.wanted = 0
         self.is_done = False
@@ -114,6 +118,13 @@ class Download:
             self._stop_if_unwanted()
             raise
         self.demanded -= 1
+
+    async def ended(self) -> None:
+        """Wait until the download has ended, without hurry."""
+        if not self.is_done:
+            event = trio.Event()
+            self._waiters.append((self.stop + 1, event))
+            await event.wait()
 
     def urgency(self) -> Priority:
         return Priority.DEMAND if self.demanded else Priority.PREFETCH
@@ -169,6 +180,33 @@ class Fetcher:
             await download.reach(min(stop, download.stop))
             if download.error is not None and not file.present.covers(*missing):
                 raise download.error
+
+    async def fill(self, file: CacheFile, start: int, stop: int, spares: float) -> int:
+        """Have the bytes [start, stop) in a pinned file, behind what programs wait for.
+
+        They are at most a part. Evicts nothing that was used since `spares`.
+        Returns how many bytes were missing. Cancelling stops what nobody else wants.
+
+        Raises:
+            StoreError, NotKeptError: as for `wait_for`.
+        """
+        if not self._cache.is_new(file) and not await self._cache.ensure_open(file):
+            raise NotKeptError
+        brought = 0
+        while (missing := file.present.first_missing(start, stop)) is not None:
+            download = self.find(file, missing[0])
+            if download is None:
+                download = self._start(file, missing[0], self._free_until(file, *missing))
+                download.spares = spares
+            download.wanted += 1
+            try:
+                await download.ended()
+            finally:
+                download.unwant()
+            if download.error is not None and not file.present.covers(*missing):
+                raise download.error
+            brought += min(stop, download.stop) - missing[0]
+        return brought
 
     def want(self, file: CacheFile, start: int, stop: int) -> list[Download]:
         """Start or join what is missing of [start, stop) ahead of its use, in parts.
@@ -269,7 +307,7 @@ class Fetcher:
 
     async def _keep(self, download: Download) -> Exception | None:
         size = download.stop - download.start
-        if not await self._space.reserve(size):
+        if not await self._space.reserve(size, spares=download.spares):
             return NotKeptError()
         reserved = _Reservation(self._space, size)
         try:

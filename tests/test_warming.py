@@ -1,0 +1,235 @@
+"""`fusefs warm`: what is fetched before anybody reads it, and what is said of the rest."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.buckets import Bucket
+from tests.support.faulty_s3 import FaultyS3
+from tests.support.mounting import FUSEFS, Mount, Mounter, fusefs
+from tests.support.sharing import read_all, stamped, until
+from tests.support.surviving import serving_pid
+
+MIB = 1 << 20
+SMALL = {f"tree/d{number % 3}/f{number}": stamped(number, 5_000) for number in range(40)}
+LARGE = stamped(99, 20 * MIB + 7)
+
+
+@pytest.fixture(scope="module")
+def tree(shared: Bucket) -> Bucket:
+    for key, data in SMALL.items():
+        shared.put(key, data)
+    shared.put("large", LARGE)
+    shared.put("tree/empty", b"")
+    shared.put(".fusefs/volumes/v.json", b"nobody sees this")
+    return shared
+
+
+@pytest.fixture
+def here(mounter: Mounter, tree: Bucket, faulty: FaultyS3) -> Iterator[Mount]:
+    """A mount of the tree behind the faulty server."""
+    faulty.clear()
+    yield mounter(bucket=tree, endpoint_url=faulty.endpoint_url)
+    faulty.clear()
+
+
+@pytest.fixture
+def kept(mounter: Mounter, tree: Bucket, faulty: FaultyS3) -> Iterator[Mount]:
+    """As `here`, with passthrough and a keeper of root's."""
+    faulty.clear()
+    made = mounter("--session", "kernel", bucket=tree, endpoint_url=faulty.endpoint_url)
+    told = made.status()["passthrough"]
+    if not told["on"]:
+        pytest.skip(f"no passthrough: {told['why']}")
+    yield made
+    faulty.clear()
+
+
+def warm(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return fusefs("warm", *arguments, check=False)
+
+
+def jobs(mount: Mount) -> list[dict[str, Any]]:
+    told: list[dict[str, Any]] = mount.status()["warming"]
+    return told
+
+
+def fetched(mount: Mount) -> int:
+    count: int = mount.status()["s3"]["bytes_fetched"]
+    return count
+
+
+def test_a_warmed_directory_is_read_without_the_bucket(here: Mount, faulty: FaultyS3) -> None:
+    result = warm(here.path / "tree", "--wait")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == f"{here.path}/tree: 41 files, 195 KiB in the cache\n"
+    faulty.add("GET", code="AccessDenied")
+    for key, data in SMALL.items():
+        assert read_all(here.path / key) == data
+
+
+def test_a_large_file_is_fetched_in_parts_and_then_passed_through(
+    kept: Mount, faulty: FaultyS3
+) -> None:
+    assert warm(kept.path / "large", "--wait").returncode == 0
+    assert len(faulty.requests("GET", "large")) == 3
+    with open(kept.path / "large", "rb") as file:
+        requests = kept.status()["requests"]["total"]
+        assert file.read() == LARGE
+        # None of them a read.
+        assert kept.status()["requests"]["total"] - requests < 10
+    assert fetched(kept) == len(LARGE)
+
+
+def test_what_is_in_the_cache_is_passed_over(here: Mount) -> None:
+    assert warm(here.path / "tree/d0", "--wait").returncode == 0
+    before = fetched(here)
+    assert warm(here.path / "tree/d0", "--wait").returncode == 0
+    assert fetched(here) == before
+    assert warm(here.path, "--wait").returncode == 0
+    assert fetched(here) == len(LARGE) + sum(map(len, SMALL.values()))
+
+
+def test_warming_tells_the_kernel_of_no_file(here: Mount) -> None:
+    before = here.status()["metadata"]["nodes"]
+    assert warm(here.path / "tree", "--wait").returncode == 0
+    assert here.status()["metadata"]["nodes"] == before
+
+
+def test_a_path_that_does_not_exist_is_refused(here: Mount, tmp_path: Path) -> None:
+    result = warm(here.path / "tree/no-such")
+    assert result.returncode == 1
+    assert "tree/no-such: there is no such file or directory" in result.stderr
+    result = warm(tmp_path)
+    assert result.returncode == 1
+    assert f"{tmp_path} is not in a mount of fusefs" in result.stderr
+
+
+def test_what_cannot_be_read_is_counted_and_named(here: Mount, faulty: FaultyS3) -> None:
+    faulty.add("GET", key="tree/d0/*", code="AccessDenied")
+    result = warm(here.path / "tree", "--wait")
+    assert result.returncode == 1
+    assert "27 files" in result.stdout
+    assert "14 files can't be read" in result.stdout
+    assert " tree/d0/f" in result.stdout
+    assert "access denied" in result.stdout
+    assert "and 4 more" in result.stdout
+
+
+def test_what_has_no_room_is_left_out_and_evicts_nothing_that_was_fetched(
+    mounter: Mounter, bucket: Bucket
+) -> None:
+    for number in range(6):
+        bucket.put(f"f{number}", stamped(number, 2 * MIB))
+    bucket.put("huge", bytes(12 * MIB))
+    here = mounter("--cache-size", "9MiB")
+    result = warm(here.path, "--wait")
+    assert result.returncode == 1
+    assert "4 files, 8.0 MiB in the cache" in result.stdout
+    assert "no room for 16.0 MiB of 3 files in the cache (9.0 MiB)" in result.stdout
+    status = here.status()
+    assert status["cache"]["evicted_files"] == 0
+    assert status["cache"]["warning"] is None
+    before = fetched(here)
+    assert warm(here.path, "--wait").returncode == 1
+    assert fetched(here) == before
+
+
+def test_what_was_used_before_makes_room(mounter: Mounter, bucket: Bucket) -> None:
+    for number in range(6):
+        bucket.put(f"old/f{number}", stamped(number, MIB))
+        bucket.put(f"new/f{number}", stamped(number, MIB))
+    here = mounter("--cache-size", "7MiB")
+    assert warm(here.path / "old", "--wait").returncode == 0
+    assert warm(here.path / "new", "--wait").returncode == 0
+    before = fetched(here)
+    assert read_all(here.path / "new/f0") == stamped(0, MIB)
+    assert fetched(here) == before
+
+
+def test_without_wait_the_daemon_does_it_and_shows_how_far_it_is(
+    here: Mount, faulty: FaultyS3
+) -> None:
+    stalled = faulty.add("GET", key="tree/d1/*", stall=True)
+    assert warm(here.path / "tree").returncode == 0
+    until(lambda: jobs(here)[-1]["done_files"] == 28, "all but what stalls")
+    assert "tree: 67%, 132 of 195 KiB" in fusefs("status", here.path).stdout
+    faulty.remove(stalled)
+    until(lambda: jobs(here)[-1]["state"] == "ended", "its end")
+    assert jobs(here)[-1]["done_files"] == 41
+
+
+def test_a_job_that_is_cancelled_fetches_no_more(here: Mount, faulty: FaultyS3) -> None:
+    stalled = faulty.add("GET", stall=True)
+    assert warm(here.path / "tree").returncode == 0
+    assert warm("--cancel", here.path).returncode == 0
+    until(lambda: jobs(here)[-1]["state"] == "cancelled", "its end")
+    faulty.remove(stalled)
+    assert here.status()["requests"]["downloads"] == 0
+    result = warm("--cancel", here.path)
+    assert "is not being warmed" in result.stderr
+
+
+def test_interrupting_who_waits_leaves_it_going_on(here: Mount, faulty: FaultyS3) -> None:
+    stalled = faulty.add("GET", stall=True)
+    waiting = subprocess.Popen(
+        [str(FUSEFS), "warm", "--wait", str(here.path / "tree")],
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    until(lambda: jobs(here) and faulty.requests("GET"), "its beginning")
+    waiting.send_signal(signal.SIGINT)
+    _, said = waiting.communicate(timeout=30)
+    assert waiting.returncode == 130
+    assert "it goes on" in said
+    faulty.remove(stalled)
+    until(lambda: jobs(here)[-1]["state"] == "ended", "its end")
+    assert jobs(here)[-1]["done_files"] == 41
+
+
+def test_the_next_daemon_goes_on_with_what_a_killed_one_was_fetching(
+    kept: Mount, faulty: FaultyS3
+) -> None:
+    stalled = faulty.add("GET", key="tree/d1/*", stall=True)
+    waiting = subprocess.Popen(
+        [str(FUSEFS), "warm", "--wait", str(kept.path / "tree")], stdout=subprocess.PIPE, text=True
+    )
+    until(lambda: jobs(kept) and jobs(kept)[-1]["done_files"] == 28, "all but what stalls")
+    pid = kept.pid
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: serving_pid(kept) != pid, "the next daemon")
+    faulty.remove(stalled)
+    said, _ = waiting.communicate(timeout=30)
+    assert waiting.returncode == 0
+    assert "41 files" in said
+    faulty.add("GET", code="AccessDenied")
+    assert read_all(kept.path / "tree/d1/f1") == SMALL["tree/d1/f1"]
+
+
+def test_an_object_that_changes_meanwhile_is_fetched_as_it_is_then(
+    mounter: Mounter, bucket: Bucket, faulty: FaultyS3
+) -> None:
+    faulty.clear()
+    bucket.put("changing", b"as it was")
+    here = mounter("--metadata-ttl", "0s", bucket=bucket, endpoint_url=faulty.endpoint_url)
+    faulty.add("GET", key="changing", times=1, before=lambda: bucket.put("changing", b"as it is!"))
+    result = warm(here.path, "--wait")
+    assert result.returncode == 0, result.stdout
+    assert "1 file," in result.stdout
+    faulty.add("GET", code="AccessDenied")
+    assert read_all(here.path / "changing") == b"as it is!"
+    faulty.clear()
+
+
+def test_the_other_session_warms_as_well(mounter: Mounter, tree: Bucket) -> None:
+    here = mounter("--session", "pyfuse3", bucket=tree)
+    assert warm(here.path / "tree", "--wait").returncode == 0
+    before = fetched(here)
+    assert read_all(here.path / "tree/d2/f2") == SMALL["tree/d2/f2"]
+    assert fetched(here) == before
