@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from email.utils import parsedate_to_datetime
 from html import unescape
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlencode
@@ -30,11 +31,16 @@ if TYPE_CHECKING:
 # S3 copies up to 5 GiB at once, but takes its time, and not every store sends
 # something meanwhile to keep the connection from its time-out.
 COPY_LIMIT = 256 << 20
-# What HEAD tells and a copy with other metadata would lose.
-_KEPT = (
-    "ContentType", "CacheControl", "ContentDisposition", "ContentEncoding", "ContentLanguage",
-    "Expires", "WebsiteRedirectLocation",
-)  # fmt: skip
+# What HEAD tells and a copy with other metadata would lose, and boto3's names for it.
+_KEPT = {
+    "content-type": "ContentType",
+    "cache-control": "CacheControl",
+    "content-disposition": "ContentDisposition",
+    "content-encoding": "ContentEncoding",
+    "content-language": "ContentLanguage",
+    "expires": "Expires",
+    "x-amz-website-redirect-location": "WebsiteRedirectLocation",
+}
 _SECOND = 1_000_000_000
 _ETAG = re.compile(r"<ETag>([^<]+)</ETag>")
 _LAST_MODIFIED = re.compile(r"<LastModified>([^<]+)</LastModified>")
@@ -51,28 +57,40 @@ async def copy(
     """As `Store.copy`."""
     if metadata is not None:
         requests.check(metadata)
-    is_plain = metadata is None and not keeps_mtime and source.size <= COPY_LIMIT
-    if isinstance(source, ObjectInfo) and is_plain:
+    is_small = source.size <= COPY_LIMIT
+    if isinstance(source, ObjectInfo) and is_small and metadata is None and not keeps_mtime:
         return await _copy_as_it_is(store, source, key)
-    answer = await store.retried(
-        "HEAD", source.key, lambda clients: requests.head(clients, source.key), requests.writing
-    )
-    info = requests.told(source.key, answer)
+    info, headers = await store.retried(
+        "HEAD", source.key, lambda clients: requests.look_closely(clients, source.key),
+        requests.writing,
+    )  # fmt: skip
     version = source.version if isinstance(source, ObjectInfo) else source
     if info.version != version:
         raise StaleVersionError("the object has been replaced")
     if metadata is None and keeps_mtime:
         metadata = _dated(info)
-    if metadata is None and source.size <= COPY_LIMIT:
+    if metadata is None and is_small:
         return await _copy_as_it_is(store, info, key)
-    kept: dict[str, Any] = {name: answer[name] for name in _KEPT if name in answer}
-    kept["StorageClass"] = info.storage_class
-    kept["Metadata"] = dict(metadata if metadata is not None else info.metadata or {})
-    if source.size > COPY_LIMIT:
-        if answer.get("TagCount"):
-            kept["Tagging"] = await _tagging(store, source.key)
-        return await multipart.copy(store, version, key, kept)
-    return await _copy_described(store, replace(info, metadata=kept["Metadata"]), key, kept)
+    copied = info if metadata is None else replace(info, metadata=dict(metadata))
+    kept = {name: headers[name] for name in _KEPT if name in headers}
+    if is_small:
+        return await _copy_described(store, copied, key, kept)
+    described = _as_boto_takes_it(copied, kept)
+    if int(headers.get("x-amz-tagging-count", "0")):
+        described["Tagging"] = await _tagging(store, source.key)
+    return await multipart.copy(store, version, key, described)
+
+
+def _as_boto_takes_it(copied: ObjectInfo, kept: Mapping[str, str]) -> dict[str, Any]:
+    """What a copy has, as boto3's parameters."""
+    described: dict[str, Any] = {_KEPT[name]: value for name, value in kept.items()}
+    try:
+        described["Expires"] = parsedate_to_datetime(kept["expires"])
+    except (KeyError, ValueError):
+        described.pop("Expires", None)  # boto3 takes no text for it
+    return {
+        **described, "StorageClass": copied.storage_class, "Metadata": dict(copied.metadata or {})
+    }  # fmt: skip
 
 
 def _dated(info: ObjectInfo) -> dict[str, str] | None:
@@ -99,29 +117,42 @@ async def _tagging(store: S3Store, key: str) -> str:
 
 async def _copy_as_it_is(store: S3Store, source: ObjectInfo, key: str) -> ObjectInfo:
     """Copy with one request, and everything but the key as it is."""
-    kept = {"MetadataDirective": "COPY", "StorageClass": source.storage_class}
 
     def work(clients: Clients) -> ObjectInfo:
-        return _copied_directly(clients, source, key) or _copied(clients, source, key, kept)
+        told = _copied_directly(clients, source, key, {"x-amz-metadata-directive": "COPY"})
+        if told is not None:
+            return told
+        kept = {"MetadataDirective": "COPY", "StorageClass": source.storage_class}
+        return _copied(clients, source, key, kept)
 
     return await store.retried("COPY", key, work, requests.writing)
 
 
 async def _copy_described(
-    store: S3Store, source: ObjectInfo, key: str, kept: Mapping[str, Any]
+    store: S3Store, copied: ObjectInfo, key: str, kept: Mapping[str, str]
 ) -> ObjectInfo:
-    """Copy with one request; `kept` are boto3's parameters for what the copy has."""
+    """Copy with one request, with `kept` and the metadata of `copied`."""
     may_be_done = False
+    metadata = copied.metadata or {}
+    headers = {
+        **kept,
+        "x-amz-metadata-directive": "REPLACE",
+        **{f"{requests.META}{name}": value for name, value in metadata.items()},
+    }
 
     def work(clients: Clients) -> ObjectInfo:
         nonlocal may_be_done
         try:
-            return _copied(clients, source, key, {**kept, "MetadataDirective": "REPLACE"})
+            told = _copied_directly(clients, copied, key, headers)
+            if told is not None:
+                return told
+            described = _as_boto_takes_it(copied, kept)
+            return _copied(clients, copied, key, {**described, "MetadataDirective": "REPLACE"})
         except Exception as error:
             failure = requests.judged(error, None)
             # Copied onto itself, a version made of parts gets another ETag.
-            if may_be_done and failure.kind is StaleVersionError and key == source.key:
-                info = requests.find(clients, key, source.size, kept["Metadata"], {})
+            if may_be_done and failure.kind is StaleVersionError and key == copied.key:
+                info = requests.find(clients, key, copied.size, metadata, {})
                 if info is not None:
                     return info
             may_be_done |= failure.is_retryable
@@ -130,15 +161,17 @@ async def _copy_described(
     return await store.retried("COPY", key, work, requests.writing)
 
 
-def _copied_directly(clients: Clients, source: ObjectInfo, key: str) -> ObjectInfo | None:
-    """Copy an object as it is; None if that is boto3's to do. Blocks."""
+def _copied_directly(
+    clients: Clients, source: ObjectInfo, key: str, headers: Mapping[str, str]
+) -> ObjectInfo | None:
+    """Copy through `Direct`; None if that is boto3's to do. Blocks."""
     bucket = clients.request["Bucket"]
     if bucket.startswith("arn:"):
         return None
     headers = {
+        **headers,
         "x-amz-copy-source": quote(f"{bucket}/{source.key}", safe="/~"),
         "x-amz-copy-source-if-match": source.etag,
-        "x-amz-metadata-directive": "COPY",
         "x-amz-storage-class": source.storage_class,
     }
     answer = clients.direct.send("PUT", key, headers=headers)

@@ -125,7 +125,7 @@ class Direct:
         content = body.whole() if body is not None else b""
         length = {"content-length": str(len(content))} if method == "PUT" else {}
         lines = (f"{name}: {value}\r\n" for name, value in (headers | length).items())
-        head = f"{method} {target} HTTP/1.1\r\n{''.join(lines)}\r\n".encode()
+        head = f"{method} {target} HTTP/1.1\r\n{''.join(lines)}\r\n".encode("latin-1")
         try:
             return wire.exchange(pattern.pool, head, content, is_head=method == "HEAD")
         except (OSError, wire.WireError) as error:

@@ -24,7 +24,7 @@ from fusefs.store.stream import AttemptError
 if TYPE_CHECKING:
     from fusefs.store.clients import Clients
 
-_META = "x-amz-meta-"
+META = "x-amz-meta-"
 _KEY = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
 _VALUE = re.compile(r"[!-~]([ -~]*[!-~])?")
 
@@ -109,13 +109,19 @@ def head(clients: Clients, key: str, **options: Any) -> dict[str, Any]:
 
 def look(clients: Clients, key: str) -> ObjectInfo:
     """What a HEAD tells. Blocks."""
+    return look_closely(clients, key)[0]
+
+
+def look_closely(clients: Clients, key: str) -> tuple[ObjectInfo, Mapping[str, str]]:
+    """What a HEAD tells, and all its headers, with names in lower case. Blocks."""
     answer = clients.direct.send("HEAD", key)
-    if answer is None:
-        return told(key, head(clients, key))
-    headers = {name.lower(): value for name, value in answer.headers.items()}
+    if answer is not None:
+        headers = answer.headers
+    else:
+        headers = head(clients, key)["ResponseMetadata"]["HTTPHeaders"]
     try:
         modified = parsedate_to_datetime(headers["last-modified"])
-        return ObjectInfo(
+        info = ObjectInfo(
             key,
             int(headers["content-length"]),
             listing.quoted(headers["etag"]),
@@ -124,14 +130,15 @@ def look(clients: Clients, key: str) -> ObjectInfo:
             headers.get("content-type", "binary/octet-stream"),
             headers.get("x-amz-version-id"),
             {
-                name.removeprefix(_META): value
+                name.removeprefix(META): value
                 for name, value in headers.items()
-                if name.startswith(_META)
+                if name.startswith(META)
             },
         )
     except (KeyError, ValueError) as error:
         sentence = "S3 did not say what there is"
         raise AttemptError(Failure(UnreachableError, sentence, is_retryable=True)) from error
+    return info, headers
 
 
 def told(key: str, answer: Mapping[str, Any]) -> ObjectInfo:

@@ -55,7 +55,8 @@ class Signer:
     ) -> dict[str, str]:
         """The headers, which have lower-case names and `host` among them, with a signature.
 
-        `path` and `query` are as they are sent: quoted, and the query sorted.
+            `path` and `query` are as they are sent: quoted, and the query sorted. Of
+        the characters of the headers each is a byte (Latin-1).
         """
         moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         payload = _UNSIGNED if has_body else _EMPTY
@@ -67,7 +68,7 @@ class Signer:
         canonical = f"{method}\n{path}\n{query}\n{''.join(lines)}\n{';'.join(names)}\n{payload}"
         day = moment[:8]
         scope = f"{day}/{self._region}/{self._service}/aws4_request"
-        digest = hashlib.sha256(canonical.encode()).hexdigest()
+        digest = hashlib.sha256(canonical.encode("latin-1")).hexdigest()
         told = f"{_ALGORITHM}\n{moment}\n{scope}\n{digest}".encode()
         key = self._key_of(day, credentials.secret_key or "")
         signature = hmac.digest(key, told, "sha256").hex()
