@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 
@@ -13,7 +12,7 @@ from tests.support.csi_container import container_reading
 from tests.support.csi_node import Node, capability, running_node
 from tests.support.csi_pod import USER
 from tests.support.s3_server import S3Server
-from tests.support.sharing import skip_without_fuse, until
+from tests.support.sharing import until
 
 pytestmark = pytest.mark.skipif(shutil.which("runc") is None, reason="there is no runc")
 
@@ -33,9 +32,6 @@ for _ in sys.stdin:
 
 @pytest.fixture(scope="module")
 def node(s3: S3Server) -> Iterator[Node]:
-    skip_without_fuse()
-    if os.geteuid() != 0:
-        pytest.skip("the node service is root's")
     with running_node(main=s3.endpoint_url) as node:
         yield node
         assert node.leftovers() == []

@@ -19,7 +19,7 @@ from tests.support.csi_node import Node, code_of, running_node
 from tests.support.csi_rights import allow, retire
 from tests.support.fake_sts import AUDIENCE, FakeSts, token_for
 from tests.support.s3_server import SECRET_KEY, S3Server
-from tests.support.sharing import skip_without_fuse, until
+from tests.support.sharing import until
 
 ROLE = "arn:aws:iam::123456789012:role/reader"
 POD = {NAMESPACE: "team", ACCOUNT: "trainer"}
@@ -33,9 +33,6 @@ def sts(s3: S3Server) -> Iterator[FakeSts]:
 
 @pytest.fixture(scope="module")
 def running(s3: S3Server, sts: FakeSts) -> Iterator[Node]:
-    skip_without_fuse()
-    if os.geteuid() != 0:
-        pytest.skip("the node service is root's")
     with running_node(main=s3.endpoint_url, door=sts.url) as node:
         node.stores.write_text(node.stores.read_text() + f'sts-url = "{sts.url}"\n')
         node.kill()

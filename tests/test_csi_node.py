@@ -24,7 +24,7 @@ from tests.support.csi_node import (
 )
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.s3_server import ACCESS_KEY, S3Server
-from tests.support.sharing import skip_without_fuse, until
+from tests.support.sharing import until
 
 Code = grpc.StatusCode
 BLOCK = csi_pb2.VolumeCapability(block={}, access_mode={"mode": Mode.SINGLE_NODE_WRITER})
@@ -32,9 +32,6 @@ BLOCK = csi_pb2.VolumeCapability(block={}, access_mode={"mode": Mode.SINGLE_NODE
 
 @pytest.fixture(scope="module")
 def running(s3: S3Server, faulty: FaultyS3) -> Iterator[Node]:
-    skip_without_fuse()
-    if os.geteuid() != 0:
-        pytest.skip("the node service is root's")
     with running_node(main=s3.endpoint_url, faulty=faulty.endpoint_url) as node:
         yield node
 

@@ -20,7 +20,7 @@ from tests.support.buckets import Bucket, new_bucket
 from tests.support.csi_node import Node, running_node, until_final
 from tests.support.csi_rights import allow, reboot, retire
 from tests.support.s3_server import S3Server
-from tests.support.sharing import skip_without_fuse, until
+from tests.support.sharing import until
 
 EXAMPLES = int(os.environ.get("CSI_EXAMPLES", "1"))
 STEPS = int(os.environ.get("CSI_STEPS", "6"))
@@ -30,9 +30,6 @@ IDENTITIES = ("x", "y")
 
 @pytest.fixture(scope="module")
 def node(s3: S3Server) -> Iterator[Node]:
-    skip_without_fuse()
-    if os.geteuid() != 0:
-        pytest.skip("the node service is root's")
     with running_node(main=s3.endpoint_url) as node:
         yield node
 

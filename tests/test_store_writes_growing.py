@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import trio
 
+from fusefs.store.base import Upload
 from fusefs.store.errors import NotFoundError, StoreError
+from fusefs.store.s3 import S3Store
 from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.store_writing import (
@@ -23,7 +28,14 @@ from tests.support.store_writing import (
 
 pytestmark = pytest.mark.usefixtures("as_owner")
 
-BEGUN = {"metadata": {}, "content_type": None}
+
+@asynccontextmanager
+async def begun(
+    bucket: Bucket, faulty: FaultyS3, **settings: Any
+) -> AsyncIterator[tuple[S3Store, Upload]]:
+    """A store and an upload of "file" that has been begun."""
+    async with opened(bucket, faulty.endpoint_url, **settings) as store:
+        yield store, await store.begin_upload("file", metadata={}, content_type=None)
 
 
 @pytest.fixture
@@ -35,8 +47,7 @@ def file(make_file: MakeFile) -> LocalFile:
 async def test_a_file_is_sent_while_it_is_written(
     bucket: Bucket, faulty: FaultyS3, file: LocalFile
 ) -> None:
-    async with opened(bucket, faulty.endpoint_url) as store:
-        upload = await store.begin_upload("file", **BEGUN)
+    async with begun(bucket, faulty) as (store, upload):
         await upload.send(file.fd, [1], file.size)
         file.append(2 * PART)
         assert upload.missing(file.size) == [2, 3, 4]
@@ -50,8 +61,7 @@ async def test_a_file_is_sent_while_it_is_written(
 async def test_the_last_part_of_a_file_that_has_grown_is_missing(
     bucket: Bucket, faulty: FaultyS3, file: LocalFile
 ) -> None:
-    async with opened(bucket, faulty.endpoint_url) as store:
-        upload = await store.begin_upload("file", **BEGUN)
+    async with begun(bucket, faulty) as (_, upload):
         await upload.send(file.fd, [1, 2], file.size)
         assert upload.missing(file.size) == []
         file.append(1)
@@ -66,16 +76,14 @@ async def test_the_last_part_of_a_file_that_has_grown_is_missing(
 async def test_a_file_that_was_cut_short_is_complete_without_its_end(
     bucket: Bucket, faulty: FaultyS3, file: LocalFile
 ) -> None:
-    async with opened(bucket, faulty.endpoint_url) as store:
-        upload = await store.begin_upload("file", **BEGUN)
+    async with begun(bucket, faulty) as (_, upload):
         await upload.send(file.fd, [1, 2], file.size)
         await upload.complete(PART)
     assert digest(contents(bucket, "file")) == digest(file.data[:PART])
 
 
 async def test_nothing_is_no_upload(bucket: Bucket, faulty: FaultyS3, file: LocalFile) -> None:
-    async with opened(bucket, faulty.endpoint_url) as store:
-        upload = await store.begin_upload("file", **BEGUN)
+    async with begun(bucket, faulty) as (_, upload):
         with pytest.raises(ValueError, match="parts are missing"):
             await upload.complete(0)
 
@@ -83,8 +91,7 @@ async def test_nothing_is_no_upload(bucket: Bucket, faulty: FaultyS3, file: Loca
 async def test_a_part_that_the_file_does_not_have_is_not_sent(
     bucket: Bucket, faulty: FaultyS3, file: LocalFile
 ) -> None:
-    async with opened(bucket, faulty.endpoint_url) as store:
-        upload = await store.begin_upload("file", **BEGUN)
+    async with begun(bucket, faulty) as (_, upload):
         with pytest.raises(ValueError, match="no part 3"):
             await upload.send(file.fd, [3], file.size)
 
@@ -92,8 +99,7 @@ async def test_a_part_that_the_file_does_not_have_is_not_sent(
 async def test_a_part_that_is_written_to_again_is_sent_again(
     bucket: Bucket, faulty: FaultyS3, file: LocalFile
 ) -> None:
-    async with opened(bucket, faulty.endpoint_url) as store:
-        upload = await store.begin_upload("file", **BEGUN)
+    async with begun(bucket, faulty) as (_, upload):
         await upload.send(file.fd, [1, 2], file.size)
         file.change(5, b"changed")
         upload.drop(upload.part_at(5))
@@ -109,8 +115,7 @@ async def test_a_part_that_is_dropped_on_its_way_does_not_count(
     bucket: Bucket, faulty: FaultyS3, file: LocalFile
 ) -> None:
     rule = faulty.add("PART", times=1, stall=True)
-    async with opened(bucket, faulty.endpoint_url, read_timeout_s=60.0) as store:
-        upload = await store.begin_upload("file", **BEGUN)
+    async with begun(bucket, faulty, read_timeout_s=60.0) as (_, upload):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(upload.send, file.fd, [1], file.size)
             await until(lambda: rule.used == 1)
@@ -123,8 +128,7 @@ async def test_two_who_send_one_part_wait_for_one_another(
     bucket: Bucket, faulty: FaultyS3, file: LocalFile
 ) -> None:
     rule = faulty.add("PART", times=1, stall=True)
-    async with opened(bucket, faulty.endpoint_url, read_timeout_s=60.0) as store:
-        upload = await store.begin_upload("file", **BEGUN)
+    async with begun(bucket, faulty, read_timeout_s=60.0) as (_, upload):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(upload.send, file.fd, [1], file.size)
             await until(lambda: rule.used == 1)
@@ -141,8 +145,7 @@ async def test_two_who_send_one_part_wait_for_one_another(
 async def test_a_part_that_somebody_else_has_sent_is_not_sent_again(
     bucket: Bucket, faulty: FaultyS3, file: LocalFile
 ) -> None:
-    async with opened(bucket, faulty.endpoint_url) as store:
-        upload = await store.begin_upload("file", **BEGUN)
+    async with begun(bucket, faulty) as (_, upload):
         async with trio.open_nursery() as nursery:
             for _ in range(2):
                 nursery.start_soon(upload.send, file.fd, [1], file.size)
@@ -156,8 +159,7 @@ async def test_a_part_that_somebody_else_has_sent_is_not_sent_again(
 async def test_what_has_not_been_verified_is_missing(
     bucket: Bucket, faulty: FaultyS3, file: LocalFile
 ) -> None:
-    async with opened(bucket, faulty.endpoint_url) as store:
-        upload = await store.begin_upload("file", **BEGUN)
+    async with begun(bucket, faulty) as (store, upload):
         await upload.send(file.fd, [1, 2], file.size)
         resumed = await store.resume_upload(upload.state)
         assert resumed.missing(file.size) == [1, 2]
@@ -171,8 +173,7 @@ async def test_what_has_not_been_verified_is_missing(
 async def test_a_part_that_is_dropped_need_not_be_verified(
     bucket: Bucket, faulty: FaultyS3, file: LocalFile
 ) -> None:
-    async with opened(bucket, faulty.endpoint_url) as store:
-        upload = await store.begin_upload("file", **BEGUN)
+    async with begun(bucket, faulty) as (store, upload):
         await upload.send(file.fd, [1, 2], file.size)
         resumed = await store.resume_upload(upload.state)
         resumed.drop(1)
@@ -183,8 +184,7 @@ async def test_a_part_that_is_dropped_need_not_be_verified(
 async def test_a_file_that_is_too_short_cannot_be_verified(
     bucket: Bucket, faulty: FaultyS3, file: LocalFile
 ) -> None:
-    async with opened(bucket, faulty.endpoint_url) as store:
-        upload = await store.begin_upload("file", **BEGUN)
+    async with begun(bucket, faulty) as (store, upload):
         await upload.send(file.fd, [1, 2], file.size)
         resumed = await store.resume_upload(upload.state)
         size = file.size
@@ -197,8 +197,7 @@ async def test_a_file_that_is_too_short_cannot_be_verified(
 async def test_an_upload_that_was_completed_with_other_bytes_is_told(
     bucket: Bucket, faulty: FaultyS3, file: LocalFile, is_longer: bool
 ) -> None:
-    async with opened(bucket, faulty.endpoint_url) as store:
-        upload = await store.begin_upload("file", **BEGUN)
+    async with begun(bucket, faulty) as (store, upload):
         await upload.send(file.fd, [1, 2], file.size)
         state = upload.state
         await upload.complete(file.size)

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 
 from csi.generated import csi_pb2, csi_pb2_grpc
 from fusefs import mounts
 from fusefs.kernel import libc, unmount
 from tests.support.ordinary_user import runnable_by_all
 from tests.support.s3_server import ACCESS_KEY, SECRET_KEY
-from tests.support.sharing import PATIENCE_S
+from tests.support.sharing import PATIENCE_S, skip_without_fuse
 
 START = "import sys; from csi.cli import main; sys.exit(main())"
 SECRETS = {"accessKeyId": ACCESS_KEY, "secretAccessKey": SECRET_KEY}
@@ -234,7 +235,13 @@ class Node:
 
 @contextlib.contextmanager
 def running_node(*options: str, **stores: str) -> Iterator[Node]:
-    """A node whose driver runs, gone at the end whatever happened. `stores` are URLs by name."""
+    """A node whose driver runs, gone at the end whatever happened. `stores` are URLs by name.
+
+    Skips where mounting is not possible.
+    """
+    skip_without_fuse()
+    if os.geteuid() != 0:
+        pytest.skip("the node service is root's")
     # Not below pytest's own directory, which it keeps closing to other users.
     directory = Path(tempfile.mkdtemp(prefix="node"))
     directory.chmod(0o755)
