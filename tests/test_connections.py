@@ -85,13 +85,31 @@ async def test_a_demand_goes_before_a_prefetch_that_waits_longer(nursery: trio.N
 
 async def test_a_prefetch_that_a_reader_has_joined_goes_as_a_demand(nursery: trio.Nursery) -> None:
     priority = Priority.PREFETCH
-    holders = Holders(Connections(1), nursery)
+    budget = Connections(1)
+    holders = Holders(budget, nursery)
     await holders.start("running", demand)
     await holders.start("other prefetch", prefetch)
     await holders.start("joined", lambda: priority)
     priority = Priority.DEMAND
+    budget.look_again()
     await holders.end("running")
     assert holders.holding == ["joined"]
+    nursery.cancel_scope.cancel()
+
+
+async def test_a_prefetch_that_its_reader_has_left_goes_as_a_prefetch(
+    nursery: trio.Nursery,
+) -> None:
+    priority = Priority.DEMAND
+    holders = Holders(Connections(1), nursery)
+    await holders.start("running", demand)
+    await holders.start("left", lambda: priority)
+    await holders.start("demand", demand)
+    priority = Priority.PREFETCH
+    await holders.end("running")
+    assert holders.holding == ["demand"]
+    await holders.end("demand")
+    assert holders.holding == ["left"]
     nursery.cancel_scope.cancel()
 
 

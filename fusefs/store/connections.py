@@ -11,6 +11,7 @@ free for the next demand.
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,10 +24,15 @@ BACK_OFF_EVERY_S = 1.0
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
-    """A request in the queue; its priority may rise while it waits."""
+    """A request that waits in the queue of `rank`; its priority may change meanwhile."""
 
     priority: Callable[[], Priority]
     turn: trio.Event
+    rank: Priority
+
+
+# In the order of their turns; ordered dictionaries, for those who give up leave from the middle.
+_Queue = OrderedDict[_Waiter, None]
 
 
 class Connections:
@@ -36,7 +42,7 @@ class Connections:
         self.maximum = maximum
         self._allowed = float(maximum)
         self._in_use = 0
-        self._queue: list[_Waiter] = []
+        self._queues: dict[Priority, _Queue] = {rank: OrderedDict() for rank in Priority}
         self._backed_off = -BACK_OFF_EVERY_S
 
     @property
@@ -66,16 +72,20 @@ class Connections:
 
     def look_again(self) -> None:
         """A waiter's priority has risen."""
+        for queue in self._queues.values():
+            for waiter in list(queue):
+                self._rank(waiter)
         self._admit()
 
     async def acquire(self, priority: Callable[[], Priority]) -> None:
         """Wait for a connection, to be given back by `release`; cancelled, it holds none."""
-        if not self._queue and self._is_free(priority()):
+        rank = priority()
+        if not self._has_waiters and self._is_free(rank):
             await trio.lowlevel.checkpoint_if_cancelled()
             self._in_use += 1
             return
-        waiter = _Waiter(priority, trio.Event())
-        self._queue.append(waiter)
+        waiter = _Waiter(priority, trio.Event(), rank)
+        self._queues[rank][waiter] = None
         self._admit()
         try:
             await waiter.turn.wait()
@@ -83,15 +93,19 @@ class Connections:
             if waiter.turn.is_set():
                 self._in_use -= 1
             else:
-                self._queue.remove(waiter)
+                del self._queues[waiter.rank][waiter]
             self._admit()
             raise
 
     def release(self) -> None:
         """Give a connection back."""
         self._in_use -= 1
-        if self._queue:
+        if self._has_waiters:
             self._admit()
+
+    @property
+    def _has_waiters(self) -> bool:
+        return any(self._queues.values())
 
     def _is_free(self, priority: Priority) -> bool:
         kept = self._kept_for_demand() if priority > Priority.DEMAND else 0
@@ -99,13 +113,30 @@ class Connections:
 
     def _admit(self) -> None:
         """Give free connections to those who wait, the most urgent first."""
-        while self._queue and self._in_use < self.allowed:
-            waiter = min(self._queue, key=lambda one: one.priority())
-            if not self._is_free(waiter.priority()):
+        while self._in_use < self.allowed:
+            waiter = self._first()
+            if waiter is None or not self._is_free(waiter.rank):
                 return
-            self._queue.remove(waiter)
+            del self._queues[waiter.rank][waiter]
             self._in_use += 1
             waiter.turn.set()
+
+    def _first(self) -> _Waiter | None:
+        for rank, queue in self._queues.items():
+            while queue:
+                waiter = next(iter(queue))
+                self._rank(waiter)
+                if waiter.rank <= rank:
+                    return waiter
+        return None
+
+    def _rank(self, waiter: _Waiter) -> None:
+        """Have a waiter stand where its priority of now puts it."""
+        rank = waiter.priority()
+        if rank != waiter.rank:
+            del self._queues[waiter.rank][waiter]
+            waiter.rank = rank
+            self._queues[rank][waiter] = None
 
     def _kept_for_demand(self) -> int:
         return min(self.allowed // 4, 4)
