@@ -27,8 +27,9 @@ class CountingRegistrar:
         self.given.add(number)
         return number
 
-    def close_backing(self, backing_id: int) -> None:
+    def close_backing(self, backing_id: int) -> trio.Event:
         self.given.remove(backing_id)
+        return trio.Event()
 
 
 def counted_ids(most: int) -> tuple[Passthrough, set[int]]:

@@ -97,7 +97,8 @@ class FileCache:
         self._threads = trio.CapacityLimiter(16)
         self.warning: str | None = None
         # Called before an eviction; whoever holds the file open in the kernel lets go of it.
-        self.on_evict: Callable[[CacheFile], None] = lambda _file: None
+        # Answers with what is set when the kernel has let a file go, if it had it.
+        self.on_evict: Callable[[CacheFile], trio.Event | None] = lambda _file: None
         self.evicted = 0
         space.attach(self)
 
@@ -331,13 +332,15 @@ class FileCache:
         kernel has let go of the blocks. A file that another mount uses, or
         that is opened in this moment, stays. Not cancelled halfway.
         """
-        self.on_evict(file)
-        generation = file.generation
+        let_go = self.on_evict(file)
+        generation, st_ino = file.generation, file.st_ino
         fd: int | None = None
         # Nobody opens it, for it is not pinned; who wants to from here on waits.
         file.opening.acquire_nowait()
         try:
             with trio.CancelScope(shield=True):
+                if let_go is not None:
+                    await let_go.wait()  # until then it looks like a file in use
                 try:
                     fd = await trio.to_thread.run_sync(
                         self._disk.unlink, file.name, generation, limiter=self._threads
@@ -345,14 +348,15 @@ class FileCache:
                 except OSError as error:
                     self.warn(error.strerror or str(error))
                 if fd is not None:
-                    await self._ledger.remove(file.name, generation, file.st_ino)
+                    # Forgotten first: else what is recorded meanwhile could bring its row back.
+                    if file.generation == generation:
+                        self._ledger.forget(file)
+                        file.forget()
+                    await self._ledger.remove(file.name, generation, st_ino)
         finally:
             file.opening.release()
         if fd is None:
             return -1
-        if file.generation == generation:
-            self._ledger.forget(file)
-            file.forget()
         if not file.pins and self._files.get(file.name) is file:
             del self._files[file.name]
         self.evicted += 1

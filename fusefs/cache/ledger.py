@@ -50,6 +50,9 @@ class Ledger:
         # Rows to be removed or renamed, in this order.
         self._changes: list[Callable[[], object]] = []
         self._thread = trio.CapacityLimiter(1)
+        # Totals are taken over in the order in which the catalog gave them: of two
+        # answers taken the other way round, the older would count for too much.
+        self._counting = trio.Lock()
 
     def arrived(self, file: CacheFile) -> None:
         """There is more of a file than before."""
@@ -92,50 +95,52 @@ class Ledger:
 
     async def record(self) -> None:
         """Tell the catalog of everything that has arrived, and see what others have."""
-        files = [file for file in self._dirty.values() if file.generation and file.is_ours]
-        changes, self._changes = self._changes, []
-        self._dirty = {}
-        rows = [file.row() for file in files]
-        counted = [file.present.total for file in files]
+        async with self._counting:
+            files = [file for file in self._dirty.values() if file.generation and file.is_ours]
+            changes, self._changes = self._changes, []
+            self._dirty = {}
+            rows = [file.row() for file in files]
+            counted = [file.present.total for file in files]
 
-        def update() -> tuple[list[bool], int, bool]:
-            for change in changes:
-                change()
-            accepted, total = (
-                self._catalog.record(rows) if rows else ([], self._catalog.total_bytes())
-            )
-            return accepted, total, self._catalog.has_changed()
+            def update() -> tuple[list[bool], int, bool]:
+                for change in changes:
+                    change()
+                accepted, total = (
+                    self._catalog.record(rows) if rows else ([], self._catalog.total_bytes())
+                )
+                return accepted, total, self._catalog.has_changed()
 
-        answer = await self.in_catalog(update)
-        if answer is None:
-            self._dirty = {file.name: file for file in files if file.generation} | self._dirty
-            self._changes = changes + self._changes
-            return
-        accepted, self._space.committed, has_changed = answer
-        self.has_neighbours = self.has_neighbours or has_changed
-        for file, row, is_ours, bytes_now in zip(files, rows, accepted, counted, strict=True):
-            if file.generation != row.generation:
-                continue  # evicted meanwhile
-            if is_ours:
-                self._space.uncommitted -= bytes_now - file.recorded
-                file.recorded = bytes_now
-            else:
-                file.is_ours = False
+            answer = await self.in_catalog(update)
+            if answer is None:
+                self._dirty = {file.name: file for file in files if file.generation} | self._dirty
+                self._changes = changes + self._changes
+                return
+            accepted, self._space.committed, has_changed = answer
+            self.has_neighbours = self.has_neighbours or has_changed
+            for file, row, is_ours, bytes_now in zip(files, rows, accepted, counted, strict=True):
+                if file.generation != row.generation:
+                    continue  # evicted meanwhile
+                if is_ours:
+                    self._space.uncommitted -= bytes_now - file.recorded
+                    file.recorded = bytes_now
+                else:
+                    file.is_ours = False
 
     async def remove(self, name: str, generation: str, st_ino: int) -> None:
         """Have the catalog remove a row now."""
-        changes, self._changes = self._changes, []
+        async with self._counting:
+            changes, self._changes = self._changes, []
 
-        def update() -> int:
-            for change in changes:
-                change()
-            return self._catalog.remove(name, generation, st_ino)
+            def update() -> int:
+                for change in changes:
+                    change()
+                return self._catalog.remove(name, generation, st_ino)
 
-        total = await self.in_catalog(update)
-        if total is None:
-            self._changes = changes + self._changes
-        else:
-            self._space.committed = total
+            total = await self.in_catalog(update)
+            if total is None:
+                self._changes = changes + self._changes
+            else:
+                self._space.committed = total
 
     async def touch(self) -> None:
         """Tell the catalog what has been used, for the order of eviction after a restart."""

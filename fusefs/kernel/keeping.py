@@ -162,9 +162,8 @@ class Keeping:
         """
         if self.gone.is_set():
             raise OSError(errno.ECONNRESET, "there is no keeper")
-        self._last_number += 1
-        reply = self._waiting[self._last_number] = _Reply()
-        self._send(wire.pack(wire.BACKING_OPEN, self._last_number), fd)
+        number, reply = self._expect_reply()
+        self._send(wire.pack(wire.BACKING_OPEN, number), fd)
         # Not cancelled: an id that comes must be known, and it comes soon.
         with trio.CancelScope(shield=True):
             await reply.event.wait()
@@ -172,9 +171,19 @@ class Keeping:
             raise OSError(reply.error, os.strerror(reply.error))
         return reply.value
 
-    def close_backing(self, backing_id: int) -> None:
-        """Give an id back; the keeper's answer is not waited for."""
-        self._send(wire.pack(wire.BACKING_CLOSE, 0, backing_id))
+    def close_backing(self, backing_id: int) -> trio.Event:
+        """Give an id back; the event is set when it is done, or the keeper has gone."""
+        number, reply = self._expect_reply()
+        if self.gone.is_set():
+            self._waiting.pop(number).come(0, errno.ECONNRESET)
+        else:
+            self._send(wire.pack(wire.BACKING_CLOSE, number, backing_id))
+        return reply.event
+
+    def _expect_reply(self) -> tuple[int, _Reply]:
+        self._last_number += 1
+        reply = self._waiting[self._last_number] = _Reply()
+        return self._last_number, reply
 
     def _send(self, message: bytes, fd: int = -1) -> None:
         if self.gone.is_set():
@@ -212,7 +221,7 @@ class Keeping:
                 return
             if message.kind == wire.QUIESCE:
                 self.quiesced.set()
-            elif message.kind == wire.BACKING_OPENED and message.a in self._waiting:
+            elif message.kind in _REPLIES and message.a in self._waiting:
                 self._waiting.pop(message.a).come(message.b, message.error)
 
     async def _tick(self, in_flight: Callable[[], int]) -> None:
@@ -221,8 +230,11 @@ class Keeping:
             await trio.sleep(TICK_S)
 
 
+_REPLIES = (wire.BACKING_OPENED, wire.BACKING_CLOSED)
+
+
 class _Reply:
-    """The answer to one BACKING_OPEN."""
+    """The answer to one BACKING_OPEN or BACKING_CLOSE."""
 
     def __init__(self) -> None:
         self.event = trio.Event()

@@ -40,7 +40,7 @@ class Registrar(Protocol):
     """Who may register files: the keeper (see keeping.py)."""
 
     async def open_backing(self, fd: int) -> int: ...
-    def close_backing(self, backing_id: int) -> None: ...
+    def close_backing(self, backing_id: int) -> trio.Event: ...
 
 
 class NoPassthrough:
@@ -58,6 +58,9 @@ class NoPassthrough:
         return 0
 
     def drop(self, file: CacheFile) -> None:
+        return None
+
+    def drop_unused(self) -> None:
         pass
 
     def table(self) -> list[tuple[int, int]]:
@@ -153,11 +156,18 @@ class Passthrough:
             else:
                 self.registrar.close_backing(backing_id)
 
-    def drop(self, file: CacheFile) -> None:
-        """Give a file's id back; nobody has the file open."""
+    def drop(self, file: CacheFile) -> trio.Event | None:
+        """Give a file's id back; nobody has the file open.
+
+        The event, if there was an id, is set when the kernel has let the file go.
+        """
         backing_id = self._ids.pop(file, 0)
-        if backing_id:
-            self.registrar.close_backing(backing_id)
+        return self.registrar.close_backing(backing_id) if backing_id else None
+
+    def drop_unused(self) -> None:
+        """Give back the ids of all files that nobody has open."""
+        for file in [file for file in self._ids if not file.pins]:
+            self.drop(file)
 
     def _shrink(self) -> None:
         while len(self._ids) > self._most:
