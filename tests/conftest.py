@@ -11,10 +11,10 @@ import pytest
 from tests.support.buckets import Bucket, new_bucket
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.keeping import Kept, kept_mount
+from tests.support.local_file import LocalFile, MakeFile
 from tests.support.mounting import Mount, Mounter
 from tests.support.s3_server import S3Server
 from tests.support.sharing import skip_without_fuse
-from tests.support.store_writing import LocalFile, MakeFile, become_owner
 
 
 @pytest.fixture(scope="session")
@@ -44,8 +44,11 @@ def faulty(s3: S3Server) -> Iterator[FaultyS3]:
 
 @pytest.fixture
 def as_owner(s3: S3Server, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The environment has the server's credentials, and no fault outlives a test."""
-    become_owner(s3, monkeypatch)
+    """The environment has the server's credentials and nothing else of AWS's; faults end."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, value in s3.environment.items():
+        monkeypatch.setenv(name, value)
     yield
     faulty.clear()
 

@@ -9,17 +9,8 @@ from fusefs.store.base import ObjectInfo, ObjectVersion
 from fusefs.store.errors import NotFoundError, StaleVersionError
 from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
-from tests.support.store_writing import (
-    KEYS,
-    METADATA,
-    PART,
-    MakeFile,
-    contents,
-    digest,
-    keys,
-    opened,
-    put,
-)
+from tests.support.local_file import MakeFile
+from tests.support.store_writing import KEYS, METADATA, PART, contents, digest, keys, opened, put
 
 pytestmark = pytest.mark.usefixtures("as_owner")
 

@@ -22,17 +22,8 @@ from fusefs.store.connections import Connections
 from fusefs.store.errors import ConflictError, ExistsError, StoreError
 from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
-from tests.support.store_writing import (
-    KEYS,
-    METADATA,
-    PART,
-    MakeFile,
-    contents,
-    digest,
-    keys,
-    opened,
-    put,
-)
+from tests.support.local_file import MakeFile
+from tests.support.store_writing import KEYS, METADATA, PART, contents, digest, keys, opened, put
 
 pytestmark = pytest.mark.usefixtures("as_owner")
 

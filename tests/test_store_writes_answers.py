@@ -12,16 +12,8 @@ from fusefs.store.base import IF_ABSENT, IfMatch
 from fusefs.store.errors import ExistsError, StoreError, UnreachableError
 from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
-from tests.support.store_writing import (
-    PART,
-    MakeFile,
-    contents,
-    digest,
-    each_way,
-    keys,
-    opened,
-    put,
-)
+from tests.support.local_file import MakeFile
+from tests.support.store_writing import PART, contents, digest, each_way, keys, opened, put
 
 pytestmark = pytest.mark.usefixtures("as_owner")
 

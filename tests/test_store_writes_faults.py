@@ -18,10 +18,10 @@ from fusefs.store.errors import (
 )
 from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
+from tests.support.local_file import MakeFile
 from tests.support.store_writing import (
     METADATA,
     PART,
-    MakeFile,
     contents,
     digest,
     each_way,

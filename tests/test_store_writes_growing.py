@@ -15,16 +15,8 @@ from fusefs.store.errors import NotFoundError, StoreError
 from fusefs.store.s3 import S3Store
 from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
-from tests.support.store_writing import (
-    PART,
-    LocalFile,
-    MakeFile,
-    contents,
-    digest,
-    keys,
-    opened,
-    until,
-)
+from tests.support.local_file import LocalFile, MakeFile
+from tests.support.store_writing import PART, contents, digest, keys, opened, until
 
 pytestmark = pytest.mark.usefixtures("as_owner")
 

@@ -12,18 +12,8 @@ from fusefs.store.body import Body
 from fusefs.store.errors import NotFoundError, StaleVersionError
 from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
-from tests.support.store_writing import (
-    METADATA,
-    PART,
-    LocalFile,
-    MakeFile,
-    contents,
-    digest,
-    keys,
-    opened,
-    put,
-    until,
-)
+from tests.support.local_file import LocalFile, MakeFile
+from tests.support.store_writing import METADATA, PART, contents, digest, keys, opened, put, until
 
 pytestmark = pytest.mark.usefixtures("as_owner")
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +15,7 @@ from fusefs.store.clients import S3Settings
 from fusefs.store.s3 import S3Store
 from fusefs.store.writing import SMALL
 from tests.support.buckets import Bucket
-from tests.support.s3_server import S3Server
+from tests.support.local_file import LocalFile
 
 PART = 5 << 20  # no S3 takes smaller ones
 LIMIT_S = 60
@@ -28,14 +26,6 @@ METADATA = {"mode": "33188", "mtime": "1795250694.123456789"}
 # How a file is sent, by its size: through obstore, through boto3, in parts.
 WAYS = [(1000, "PUT"), (SMALL + 1000, "PUT"), (3 * PART, "PART")]
 each_way = pytest.mark.parametrize(("size", "operation"), WAYS, ids=["small", "one", "parts"])
-
-
-def become_owner(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the credentials of the server in the environment, and nothing else of AWS's."""
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    for name, value in s3.environment.items():
-        monkeypatch.setenv(name, value)
 
 
 @asynccontextmanager
@@ -53,35 +43,6 @@ async def opened(
             await store.check("")
         yield store
         await store.aclose()
-
-
-class LocalFile:
-    """A file of random bytes, open for reading."""
-
-    def __init__(self, path: Path, size: int) -> None:
-        self.path = path
-        path.write_bytes(os.urandom(size))
-        self.fd = os.open(path, os.O_RDONLY)
-
-    @property
-    def size(self) -> int:
-        return self.path.stat().st_size
-
-    @property
-    def data(self) -> bytes:
-        return self.path.read_bytes()
-
-    def change(self, offset: int, data: bytes) -> None:
-        with self.path.open("r+b") as file:
-            file.seek(offset)
-            file.write(data)
-
-    def append(self, size: int) -> None:
-        with self.path.open("ab") as file:
-            file.write(os.urandom(size))
-
-
-MakeFile = Callable[[int], LocalFile]
 
 
 async def put(
