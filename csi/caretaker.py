@@ -17,6 +17,7 @@ from csi.draining import Draining
 from csi.errors import AbortedError, CsiError
 from csi.mount_records import MountRecord
 from csi.mounts import Mounts
+from csi.warming import Warming
 from fusefs.kernel.holder import HolderError
 
 log = logging.getLogger(__name__)
@@ -29,11 +30,14 @@ START_S = 60.0
 class Caretaker(threading.Thread):
     """Looks after everything once, and again every `EVERY_S`."""
 
-    def __init__(self, mounts: Mounts, claims: Claims, draining: Draining) -> None:
+    def __init__(
+        self, mounts: Mounts, claims: Claims, draining: Draining, warming: Warming
+    ) -> None:
         super().__init__(name="caretaker", daemon=True)
         self._mounts = mounts
         self._claims = claims
         self._draining = draining
+        self._warming = warming
         self._ending = threading.Event()
 
     def run(self) -> None:
@@ -65,9 +69,11 @@ class Caretaker(threading.Thread):
         if self._mounts.records.read(record.key) is None:
             return  # ended meanwhile
         table = Table()
-        if not self._mounts.references(record, table):
+        is_expected = self._warming.is_expected(record.key)
+        if not self._mounts.references(record, table) and not is_expected:
             self._draining.wait(record, time.monotonic())
             self._draining.end(record, time.monotonic())
+            self._warming.forget(record.key)
         else:
             self._mounts.secure(record, time.monotonic() + START_S)
 

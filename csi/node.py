@@ -45,11 +45,12 @@ from csi.holding import Holding
 from csi.mount_records import MountRecord, MountRecords
 from csi.mounts import Mounts
 from csi.nodeconfig import NodeConfiguration, add_flags, configuration_of
-from csi.options import Options, Place, finished, mount_layer, read_options
+from csi.options import Options, Place, Warm, finished, mount_layer, read_options
 from csi.publication import Publication, read_request, target_of
 from csi.stats import Stats
 from csi.stores import Stores
 from csi.volumes import Location, location_of
+from csi.warming import Warming
 from fusefs import mounts as fusefs_mounts
 from fusefs.kinds import Source
 
@@ -62,6 +63,8 @@ LONGEST_CALL_S = 110.0
 # Between our own end of a call and the caller's.
 MARGIN_S = 3.0
 TARGET_MODE = 0o750
+# Without a daemon. Kubelet waits for up to five minutes before it starts a container again.
+LONGEST_PAUSE = "15m"
 CLAIM_POLL_S = 0.02
 
 Request = csi_pb2.NodePublishVolumeRequest
@@ -102,7 +105,8 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         self._stats = Stats(self._mounts)
         self._draining = Draining(self._mounts)
         self._claims = Claims()
-        self._caretaker = Caretaker(self._mounts, self._claims, self._draining)
+        self._warming = Warming(state / "warming")
+        self._caretaker = Caretaker(self._mounts, self._claims, self._draining, self._warming)
         self._caretaker.start()
 
     def close(self) -> None:
@@ -130,13 +134,23 @@ class NodeService(csi_pb2_grpc.NodeServicer):
     ) -> csi_pb2.NodePublishVolumeResponse:
         ends = _end_of(context)
         asked = read_request(request, self._configuration.kubelet_directory, self._own)
-        with self._claimed(asked.volume_id, ends):
-            table = Table()
-            if not self._is_published(request, asked, table):
-                self._refuse_second_target(asked, table)
-                self._publish(request, asked, ends)
-                self._sweep(asked.volume_id)
-        return csi_pb2.NodePublishVolumeResponse()
+        while True:
+            with self._claimed(asked.volume_id, ends):
+                cold = self._publish_if_warm(request, asked, ends)
+            if cold is None:
+                return csi_pb2.NodePublishVolumeResponse()
+            # Without the claim: pods of the volume that run already are not to wait.
+            self._warming.wait(*cold, asked.target, ends)
+
+    def _publish_if_warm(
+        self, request: Request, asked: Publication, ends: float
+    ) -> tuple[MountRecord, Warm] | None:
+        """Publish, or return the mount whose warming is to be waited for first."""
+        table = Table()
+        if self._is_published(request, asked, table):
+            return None
+        self._refuse_second_target(asked, table)
+        return self._publish(request, asked, ends)
 
     def _is_published(self, request: Request, asked: Publication, table: Table) -> bool:
         """Whether it is there and alive; its credentials are fresh then.
@@ -177,15 +191,26 @@ class NodeService(csi_pb2_grpc.NodeServicer):
                         f" {asked.mode} allows one path on a node"
                     )
 
-    def _publish(self, request: Request, asked: Publication, ends: float) -> None:
+    def _publish(
+        self, request: Request, asked: Publication, ends: float
+    ) -> tuple[MountRecord, Warm] | None:
         if not asked.target.parent.is_dir():
             raise InvalidArgumentError(f"target_path: there is no {asked.target.parent}")
-        identity, record = self._plan(request, asked)
+        identity, record, warm = self._plan(request, asked)
         if self._mounts.is_alive(record, Table()):
             self._mounts.records.write(record)  # it may have been lost
             self._files.store(record.key, identity, record.uid)
         else:
             self._begin(record, identity, ends)
+        if self._warming.is_awaited(record, warm):
+            return record, warm
+        self._bind(record, asked)
+        self._warming.is_not_waited_for(record.key, asked.target)
+        self._warming.begin(record, warm)
+        self._sweep(asked.volume_id)
+        return None
+
+    def _bind(self, record: MountRecord, asked: Publication) -> None:
         table = Table()
         at_target, root = table.top(asked.target), table.top(Path(record.root))
         if at_target is None:
@@ -211,8 +236,8 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         )  # fmt: skip
         return identity, location, options
 
-    def _plan(self, request: Request, asked: Publication) -> tuple[Identity, MountRecord]:
-        """The mount that a volume needs, whether it is there or not."""
+    def _plan(self, request: Request, asked: Publication) -> tuple[Identity, MountRecord, Warm]:
+        """The mount that a volume needs, whether it is there or not, and what of it to warm."""
         identity, location, options = self._who(request, asked)
         store = location.store
         place = Place(
@@ -230,19 +255,21 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         key = self._domains.name_of("mount", name, asked.arguments, *identity.proof, "", *texts)
         known = self._mounts.records.read(key)
         if known is not None:
-            return identity, known
+            return identity, known, options.warm
+        self._warming.forget(key)  # an earlier mount's
         store.check_address()
         domain = self._domains.claim(name)
         settings = finished(
             layer, mountpoint=os.fspath(self._mounts.root_of(key)),
             cache_dir=os.fspath(domain.directory), user=str(domain.uid),
-            holder=os.fspath(self._configuration.holder),
+            holder=os.fspath(self._configuration.holder), max_pause=LONGEST_PAUSE,
         )  # fmt: skip
-        return identity, MountRecord(
+        record = MountRecord(
             key, asked.volume_id, os.fspath(settings.mountpoint), str(settings.source),
             identity.who, domain.uid, asked.arguments, settings.to_json(),
             options.drain_timeout_s, self._files.environment(key, identity, store),
         )  # fmt: skip
+        return identity, record, options.warm
 
     # --- unpublish ---
 
@@ -272,6 +299,9 @@ class NodeService(csi_pb2_grpc.NodeServicer):
                 lost.add(key)
         records = self._mounts.records.of_volume(volume_id)
         for record in records:
+            self._warming.is_not_waited_for(record.key, target)
+            if self._warming.is_expected(record.key):
+                continue
             if all(path == target for path in self._mounts.references(record, table)):
                 self._draining.wait(record, ends)
         try:
@@ -280,9 +310,10 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         except OSError as error:
             raise UnavailableError(f"{target}: {error.strerror}") from error
         for record in records:
-            if not self._mounts.references(record, Table()):
+            if not self._is_needed(record):
                 self._draining.end(record, ends)
                 self._stats.forget(record.key)
+                self._warming.forget(record.key)
         for key in lost:  # mounts whose records are no more
             if not self._mounts.is_used(key, Table()):
                 self._mounts.end_key(key, ends)
@@ -290,12 +321,17 @@ class NodeService(csi_pb2_grpc.NodeServicer):
     def _sweep(self, volume_id: str) -> None:
         """End mounts of a volume that are used no more, as another identity has come."""
         for record in self._mounts.records.of_volume(volume_id):
-            if not self._mounts.references(record, Table()):
+            if not self._is_needed(record):
                 try:
                     self._draining.wait(record, time.monotonic())
                     self._draining.end(record, time.monotonic())
                 except (CsiError, OSError) as error:
                     log.info("later: %s", error)  # the caretaker's
+
+    def _is_needed(self, record: MountRecord) -> bool:
+        """Whether anybody uses a mount, or waits for its warming."""
+        is_used = bool(self._mounts.references(record, Table()))
+        return is_used or self._warming.is_expected(record.key)
 
     # --- what is asked ---
 

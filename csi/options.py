@@ -2,8 +2,9 @@
 
 Both take the settings of `fusefs mount` that a user of a node may choose, under
 the setting's own name (`cache-size`) or, as Kubernetes spells, `cacheSize`.
-Attributes also say who reads (`roleArn`, `anonymous`, `cacheDomain`) and how
-its end is dealt with (`drainTimeout`). Everything else is refused by name: what
+Attributes also say who reads (`roleArn`, `anonymous`, `cacheDomain`), how its end
+is dealt with (`drainTimeout`), and what is fetched before it is read (`warm`,
+`warmBeforePublish`, `warmTimeout`). Everything else is refused by name: what
 names a path of the node, reaches another host, or is the node's to decide.
 
 An attribute of a PersistentVolume is its administrator's, one of an inline
@@ -30,7 +31,10 @@ _FREE = frozenset((
 # Settings of which the node gives each mount a share: less may be asked for, more is not given.
 _SHARED = frozenset(("cache_size", "memory_limit", "max_connections"))
 _TAKEN = _FREE | _SHARED
-_OWN = frozenset(("roleArn", "anonymous", "cacheDomain", "allowLocalDurability", "drainTimeout"))
+_OWN = frozenset((
+    "roleArn", "anonymous", "cacheDomain", "allowLocalDurability", "drainTimeout",
+    "warm", "warmBeforePublish", "warmTimeout",
+))  # fmt: skip
 # What an administrator answers for.
 _NOT_INLINE = frozenset(("cacheDomain", "allowLocalDurability", "endpoint"))
 _KNOWN_FLAGS = {"ro": ("read_only", "true"), "rw": ("read_only", "false")}
@@ -38,8 +42,23 @@ _KNOWN_FLAGS = {"ro": ("read_only", "true"), "rw": ("read_only", "false")}
 _ROLE = re.compile(r"arn:[a-z0-9-]+:[a-z0-9-]*:[a-z0-9-]*:[0-9]*:role/[\w+=,.@/-]{1,600}")
 _DOMAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 DRAIN_TIMEOUT_S = 600.0
+WARM_TIMEOUT_S = 600.0
+# The most bytes that a key can have.
+_LONGEST_KEY = 1024
 # A call that is tried again for longer would outlast its caller.
 LONGEST_RETRY_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Warm:
+    """What of a volume is fetched before it is read, relative to it; "" is all.
+
+    With `is_first` a pod starts when that is done, or after `timeout_s`.
+    """
+
+    paths: tuple[str, ...] = ()
+    is_first: bool = False
+    timeout_s: float = WARM_TIMEOUT_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +73,7 @@ class Options:
     is_anonymous: bool = False
     cache_domain: str | None = None
     drain_timeout_s: float = DRAIN_TIMEOUT_S
+    warm: Warm = Warm()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +119,8 @@ def read_options(
         _role(attributes.get("roleArn")),
         _switch(attributes, "anonymous"),
         _cache_domain(attributes.get("cacheDomain")),
-        _drain_timeout(attributes.get("drainTimeout")),
+        _duration(attributes, "drainTimeout", DRAIN_TIMEOUT_S),
+        _warm(attributes),
     )
 
 
@@ -171,13 +192,38 @@ def _switch(attributes: Mapping[str, str], name: str) -> bool:
         raise InvalidArgumentError(f"{name}: {error}") from None
 
 
-def _drain_timeout(text: str | None) -> float:
-    if text is None:
-        return DRAIN_TIMEOUT_S
+def _duration(attributes: Mapping[str, str], name: str, default_s: float) -> float:
+    if name not in attributes:
+        return default_s
     try:
-        return float(DURATION.read(text))
+        return float(DURATION.read(attributes[name]))
     except ValueError as error:
-        raise InvalidArgumentError(f"drainTimeout: {error}") from None
+        raise InvalidArgumentError(f"{name}: {error}") from None
+
+
+def _warm(attributes: Mapping[str, str]) -> Warm:
+    is_first = _switch(attributes, "warmBeforePublish")
+    timeout_s = _duration(attributes, "warmTimeout", WARM_TIMEOUT_S)
+    if "warm" not in attributes:
+        for name in ("warmBeforePublish", "warmTimeout"):
+            if name in attributes:
+                raise InvalidArgumentError(f"{name}: there is no warm, which says what")
+        return Warm()
+    paths = [_warm_path(text.strip()) for text in attributes["warm"].split(",")]
+    return Warm(tuple(dict.fromkeys(paths)), is_first, timeout_s)
+
+
+def _warm_path(text: str) -> str:
+    if text in (".", "/"):
+        return ""
+    path = text.removesuffix("/")
+    if path.startswith("/"):
+        raise InvalidArgumentError(f"warm: {text!r} is not relative to the volume")
+    if any(segment in ("", ".", "..") for segment in path.split("/")) or not path.isprintable():
+        raise InvalidArgumentError(f"warm: {text!r} is no path in its normal form")
+    if len(path.encode()) > _LONGEST_KEY:
+        raise InvalidArgumentError(f"warm: a path of over {_LONGEST_KEY} bytes")
+    return path
 
 
 # --- the settings of a mount ----------------------------------------------------

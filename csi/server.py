@@ -1,8 +1,9 @@
 """The gRPC server on a Unix socket, and what every call goes through.
 
-A call is logged in one line, holds its volume's claim while it runs, and ends
-with a status: an exception becomes the code that `csi.errors` gives it. The
-services below know nothing of this; a handler returns its response or raises.
+A call is logged in one line, holds the claim of its volume while it runs (on a
+node, of the volume at one target path), and ends with a status: an exception
+becomes the code that `csi.errors` gives it. The services below know nothing of
+this; a handler returns its response or raises.
 
 Calls may take minutes (uploads, warming, deletions), and a node's kubelet
 makes many at once. So there are more threads than calls that may run: what
@@ -39,13 +40,14 @@ QUICK_THREADS = 28
 # How long calls may go on after SIGTERM; a pod gets 30 s by default.
 GRACE_S = 20.0
 
-# Calls that change a volume, and the field that names it.
+# Calls that change something, and the fields that name it. Several pods of a volume may
+# wait for its warming side by side; the node service sees to it that no two change it.
 _CLAIMED = {
-    "CreateVolume": "name",
-    "DeleteVolume": "volume_id",
-    "ControllerExpandVolume": "volume_id",
-    "NodePublishVolume": "volume_id",
-    "NodeUnpublishVolume": "volume_id",
+    "CreateVolume": ("name",),
+    "DeleteVolume": ("volume_id",),
+    "ControllerExpandVolume": ("volume_id",),
+    "NodePublishVolume": ("volume_id", "target_path"),
+    "NodeUnpublishVolume": ("volume_id", "target_path"),
 }
 
 log = logging.getLogger(__name__)
@@ -176,13 +178,13 @@ class _Interceptor(grpc.ServerInterceptor):
     def _run(
         self, method: str, handler: Handler, request: Message, context: grpc.ServicerContext
     ) -> Any:
-        volume = getattr(request, _CLAIMED[method]) if method in _CLAIMED else ""
-        if not volume:
+        named = [getattr(request, name) for name in _CLAIMED.get(method, ())]
+        if not named or not named[0]:
             return handler(request, context)
         if not self._room.acquire(blocking=False):
             raise UnavailableError(f"{MAX_CALLS} calls are under way")
         try:
-            with self._claims.claim(volume):
+            with self._claims.claim(" at ".join(filter(None, named))):
                 return handler(request, context)
         finally:
             self._room.release()

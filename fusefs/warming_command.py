@@ -98,7 +98,7 @@ def wait(places: Sequence[Place]) -> dict[Place, Job]:
             if time.monotonic() - heard > SILENCE_S:
                 raise CommandError(f"its daemon is silent: {error}") from None
         if not all(map(_has_ended, jobs.values())):
-            shown.show(_together(list(jobs.values())))
+            shown.show(together(list(jobs.values())))
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, ASK_EVERY_S)
 
@@ -144,8 +144,8 @@ def _jobs(places: Sequence[Place]) -> dict[Place, Job]:
     return found
 
 
-def _together(jobs: list[Job]) -> Job:
-    """Several jobs as one."""
+def together(jobs: list[Job]) -> Job:
+    """Several jobs as one, for `report.progress`."""
     etas = [job["eta_s"] for job in jobs if job["state"] == "under way"]
     eta_s = max((math.inf if one is None else one for one in etas), default=math.inf)
     return {

@@ -1,0 +1,266 @@
+"""Volumes that are warmed before their pods start, over the driver's socket, with real mounts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+
+from csi.errors import InvalidArgumentError
+from csi.options import Warm, read_options
+from fusefs import control, mounts
+from tests.support.buckets import Bucket
+from tests.support.csi_node import Node, code_of, running_node, until_final
+from tests.support.faulty_s3 import FaultyS3
+from tests.support.s3_server import S3Server
+from tests.support.sharing import skip_without_fuse, stamped, until
+
+Code = grpc.StatusCode
+FILES = {f"set/d{number % 2}/f{number}": stamped(number, 100_000) for number in range(10)}
+
+
+@pytest.fixture(scope="module")
+def running(s3: S3Server, faulty: FaultyS3) -> Iterator[Node]:
+    skip_without_fuse()
+    if os.geteuid() != 0:
+        pytest.skip("the node service is root's")
+    with running_node(main=s3.endpoint_url, faulty=faulty.endpoint_url) as node:
+        yield node
+
+
+@pytest.fixture
+def node(running: Node, faulty: FaultyS3) -> Iterator[Node]:
+    """The module's node; each test has to leave nothing on it."""
+    faulty.clear()
+    yield running
+    faulty.clear()
+    assert running.leftovers() == []
+    assert list((running.state / "warming").iterdir()) == []
+
+
+@pytest.fixture
+def volume(bucket: Bucket) -> dict[str, str]:
+    """A volume's attributes."""
+    for key, data in FILES.items():
+        bucket.put(key, data)
+    return {"store": "faulty", "bucket": bucket.name}
+
+
+@contextlib.contextmanager
+def aborted(*words: str) -> Iterator[None]:
+    with pytest.raises(grpc.RpcError) as error:
+        yield
+    told: Any = error.value
+    assert code_of(error) is Code.ABORTED, told.details()
+    for word in words:
+        assert word in told.details()
+
+
+def job(node: Node) -> dict[str, Any]:
+    """What the daemon of the only mount says of its only job."""
+    [root] = node.roots()
+    directory = node.state / "fusefs" / mounts.keeper_socket(root.mountpoint).stem
+    [told] = control.request(directory / "status.sock", "warming", 5)["jobs"]
+    return dict(told)
+
+
+def read_cold(node: Node, faulty: FaultyS3, target: Any) -> None:
+    """Read everything while the bucket gives no bytes."""
+    rule = faulty.add("GET", code="AccessDenied")
+    for key, data in FILES.items():
+        assert (target / key).read_bytes() == data
+    faulty.remove(rule)
+
+
+# --- what may be asked --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "paths"),
+    [
+        (".", ("",)),
+        ("/", ("",)),
+        ("train, val/,train", ("train", "val")),
+        ("a/b c/ü", ("a/b c/ü",)),
+    ],
+)
+def test_paths_are_relative_to_the_volume(text: str, paths: tuple[str, ...]) -> None:
+    assert read_options({"warm": text}, (), is_inline=True).warm == Warm(paths)
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {"warm": "../other"},
+        {"warm": "a/../b"},
+        {"warm": "/etc"},
+        {"warm": ""},
+        {"warm": "a,,b"},
+        {"warm": "a//b"},
+        {"warm": "./a"},
+        {"warm": "a\nb"},
+        {"warm": "x" * 1025},
+        {"warm": "a", "warmBeforePublish": "maybe"},
+        {"warm": "a", "warmTimeout": "soon"},
+        {"warmBeforePublish": "true"},
+        {"warmTimeout": "5m"},
+    ],
+)
+def test_what_cannot_be_warmed_is_refused_by_name(attributes: dict[str, str]) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"^{list(attributes)[-1]}: "):
+        read_options(attributes, (), is_inline=False)
+
+
+# --- before the pod starts ----------------------------------------------------------
+
+
+def test_a_pod_starts_when_its_volume_is_warm(
+    node: Node, volume: dict[str, str], faulty: FaultyS3
+) -> None:
+    target = node.target("pod")
+    node.publish("warm", target, warm="set", warmBeforePublish="true", **volume)
+    read_cold(node, faulty, target)
+    node.unpublish("warm", target)
+
+
+def test_a_publish_that_ends_before_says_how_far_it_is_and_the_next_goes_on(
+    node: Node, volume: dict[str, str], faulty: FaultyS3
+) -> None:
+    target = node.target("pod")
+    asked = {"warm": ".", "warmBeforePublish": "true", **volume}
+    stalled = faulty.add("GET", key="set/d1/*", stall=True)
+    with aborted("warming 50%, 488 of 977 KiB"):
+        node.publish("long", target, timeout_s=7, **asked)
+    assert not target.exists()
+    faulty.remove(stalled)
+    before = len(faulty.requests("GET", "set/d0/*"))
+    node.publish("long", target, **asked)
+    assert len(faulty.requests("GET", "set/d0/*")) == before == 5
+    read_cold(node, faulty, target)
+    node.unpublish("long", target)
+
+
+def test_after_its_time_the_pod_starts_and_the_warming_goes_on(
+    node: Node, volume: dict[str, str], faulty: FaultyS3
+) -> None:
+    target = node.target("pod")
+    asked = {"warm": "set", "warmBeforePublish": "true", "warmTimeout": "1s", **volume}
+    stalled = faulty.add("GET", stall=True)
+    node.publish("slow", target, **asked)
+    assert job(node)["state"] == "under way"
+    node.publish("slow", target, timeout_s=10, **asked)  # again
+    faulty.remove(stalled)
+    until(lambda: job(node)["state"] == "ended", "its end")
+    read_cold(node, faulty, target)
+    node.unpublish("slow", target)
+
+
+def test_a_restarted_driver_goes_on_counting_and_keeps_the_mount(
+    node: Node, volume: dict[str, str], faulty: FaultyS3
+) -> None:
+    target = node.target("pod")
+    asked = {"warm": "set", "warmBeforePublish": "true", "warmTimeout": "8s", **volume}
+    stalled = faulty.add("GET", stall=True)
+    began = time.monotonic()
+    with aborted("warming 0%"):
+        node.publish("restarted", target, timeout_s=5, **asked)
+    [daemon] = node.daemons()
+    node.kill()
+    node.start()
+    until(lambda: time.monotonic() - began > 8, "the end of its time")
+    node.publish("restarted", target, timeout_s=6, **asked)
+    assert node.daemons() == [daemon]
+    faulty.remove(stalled)
+    node.unpublish("restarted", target)
+
+
+def test_pods_of_a_volume_wait_side_by_side(
+    node: Node, volume: dict[str, str], faulty: FaultyS3
+) -> None:
+    targets = [node.target(f"pod-{number}") for number in range(3)]
+    asked = {"warm": "set", "warmBeforePublish": "true", **volume}
+    stalled = faulty.add("GET", stall=True)
+    with ThreadPoolExecutor() as pool:
+        calls = [pool.submit(node.publish, "shared", target, **asked) for target in targets]
+        until(lambda: faulty.requests("GET"), "the first request")
+        until(lambda: waiting(node) == 3, "all of them")
+        # Whoever gives up does not take the mount away from the others.
+        node.unpublish("shared", node.target("pod-9"))
+        assert len(node.roots()) == 1
+        faulty.remove(stalled)
+        for call in calls:
+            call.result()
+    assert len(node.roots()) == len(node.daemons()) == 1
+    for target in targets:
+        node.unpublish("shared", target)
+
+
+def waiting(node: Node) -> int:
+    """How many publishes are on record as waiting."""
+    import json
+
+    told = [json.loads(path.read_text()) for path in (node.state / "warming").glob("*.json")]
+    return sum(len(one["waiting"]) for one in told)
+
+
+def test_a_pod_that_gives_up_waiting_leaves_nothing(
+    node: Node, volume: dict[str, str], faulty: FaultyS3
+) -> None:
+    target = node.target("pod")
+    faulty.add("GET", stall=True)
+    with aborted("warming"):
+        node.publish("left", target, timeout_s=5, warm="set", warmBeforePublish="true", **volume)
+    until_final(
+        node.unpublish, "left", target
+    )  # the next assertion is the fixture's: nothing is left
+
+
+def test_what_is_not_there_does_not_keep_a_pod_from_starting(
+    node: Node, volume: dict[str, str]
+) -> None:
+    target = node.target("pod")
+    node.publish("missing", target, warm="no-such", warmBeforePublish="true", **volume)
+    assert "no such file or directory" in job(node)["why"]
+    node.unpublish("missing", target)
+
+
+# --- beside the pod -----------------------------------------------------------------
+
+
+def test_without_waiting_a_pod_starts_at_once_and_its_volume_is_warmed(
+    node: Node, volume: dict[str, str], faulty: FaultyS3
+) -> None:
+    target = node.target("pod")
+    stalled = faulty.add("GET", stall=True)
+    node.publish("beside", target, warm="set", **volume)
+    assert job(node)["state"] != "ended"
+    faulty.remove(stalled)
+    until(lambda: job(node)["state"] == "ended", "its end")
+    read_cold(node, faulty, target)
+    node.unpublish("beside", target)
+
+
+def test_a_daemon_that_is_silent_keeps_no_pod_from_starting(
+    node: Node, volume: dict[str, str], faulty: FaultyS3
+) -> None:
+    first, second = node.target("pod-0"), node.target("pod-1")
+    stalled = faulty.add("GET", stall=True)
+    asked = {"warm": "set", "warmBeforePublish": "true", "warmTimeout": "2s", **volume}
+    with aborted("warming"):
+        node.publish("silent", first, timeout_s=4.5, **asked)
+    [daemon] = node.daemons()
+    os.kill(daemon, signal.SIGSTOP)
+    try:
+        node.publish("silent", second, timeout_s=20, **asked)
+    finally:
+        os.kill(daemon, signal.SIGCONT)
+        faulty.remove(stalled)
+    node.unpublish("silent", second)
+    until_final(node.unpublish, "silent", first)
