@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,13 +32,11 @@ def as_nobody(*command: object) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def reachable(mount: Callable[..., Mount], tmp_path: Path) -> Callable[..., Mount]:
-    """As `mount`, below directories that every user may pass."""
-    passed = [tmp_path, *tmp_path.parents]
-    for directory in passed:
-        if directory.stat().st_uid == os.geteuid() and not directory.stat().st_mode & 0o001:
-            directory.chmod(directory.stat().st_mode | 0o011)
-    return mount
+def tmp_path() -> Iterator[Path]:
+    """Where every user may go: each run of pytest closes all that is below its own directory."""
+    with tempfile.TemporaryDirectory(prefix="reachable-") as path:
+        os.chmod(path, 0o755)
+        yield Path(path)
 
 
 needs_root = pytest.mark.skipif(
@@ -47,9 +46,9 @@ needs_root = pytest.mark.skipif(
 
 @needs_root
 @states("Only the user who mounted may use the mount, not even root, unless `--allow-other`.")
-def test_another_user_is_refused(reachable: Callable[..., Mount], bucket: Bucket) -> None:
+def test_another_user_is_refused(mount: Callable[..., Mount], bucket: Bucket) -> None:
     bucket.put("file", b"secret")
-    here = reachable("--file-mode", "0666", "--dir-mode", "0777")
+    here = mount("--file-mode", "0666", "--dir-mode", "0777")
     result = as_nobody("cat", here.path / "file")
     assert (result.returncode, "Permission denied" in result.stderr) == (1, True)
 
@@ -57,18 +56,18 @@ def test_another_user_is_refused(reachable: Callable[..., Mount], bucket: Bucket
 @needs_root
 @states("With `--allow-other` the permission bits decide who may read.")
 def test_another_user_is_let_in_by_allow_other_as_far_as_the_mode_says(
-    reachable: Callable[..., Mount], bucket: Bucket
+    mount: Callable[..., Mount], bucket: Bucket
 ) -> None:
     bucket.put("file", b"public")
-    here = reachable("--allow-other")
+    here = mount("--allow-other")
     assert as_nobody("cat", here.path / "file").stdout == "public"
     assert as_nobody("ls", here.path).stdout == "file\n"
 
 
 @needs_root
-def test_mode_bits_are_enforced(reachable: Callable[..., Mount], bucket: Bucket) -> None:
+def test_mode_bits_are_enforced(mount: Callable[..., Mount], bucket: Bucket) -> None:
     bucket.put("d/file", b"private")
-    here = reachable("--allow-other", "--file-mode", "0600", "--dir-mode", "0711")
+    here = mount("--allow-other", "--file-mode", "0600", "--dir-mode", "0711")
     assert "Permission denied" in as_nobody("cat", here.path / "d" / "file").stderr
     assert "Permission denied" in as_nobody("ls", here.path / "d").stderr
     assert as_nobody("stat", here.path / "d" / "file").returncode == 0
@@ -78,10 +77,10 @@ def test_mode_bits_are_enforced(reachable: Callable[..., Mount], bucket: Bucket)
 @needs_root
 @states("Owner, group and permissions are those of `--uid`, `--gid`, `--file-mode`, `--dir-mode`.")
 def test_uid_gid_and_modes_are_what_the_options_say(
-    reachable: Callable[..., Mount], bucket: Bucket
+    mount: Callable[..., Mount], bucket: Bucket
 ) -> None:
     bucket.put("d/file", b"mine")
-    here = reachable(
+    here = mount(
         "--allow-other", "--uid", NOBODY, "--gid", 4321, "--file-mode", "0400", "--dir-mode", "0500"
     )
     file, directory = (here.path / "d" / "file").stat(), (here.path / "d").stat()
