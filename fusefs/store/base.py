@@ -365,6 +365,7 @@ class Store(Protocol):
         *,
         metadata: Mapping[str, str] | None = None,
         keeps_mtime: bool = False,
+        condition: IfAbsent | None = None,
     ) -> ObjectInfo:
         """Have S3 copy exactly `source` to `key`, however large it is.
 
@@ -377,7 +378,10 @@ class Store(Protocol):
         An `ObjectInfo` as source spares a HEAD, if the metadata is kept; what
         it does not tell, as a listed one does not, the answer does not either.
 
+        A store that knows no conditions of copies copies without.
+
         Raises:
+            ExistsError: there is an object under `key`, against `condition`.
             NotFoundError: there is no such source.
             StaleVersionError: the source is no longer this version.
         """

@@ -6,7 +6,8 @@ where the copy gets other metadata (S3 then keeps nothing of the rest), and
 where it is made of parts.
 
 A copy whose answer was lost may have taken effect. Repeating it does no harm,
-except onto itself: then the object tells whether it is ours.
+except onto itself, or where there was to be no object: then the object that is
+there tells whether it is ours.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlencode
 
 from fusefs.store import listing, multipart, requests
-from fusefs.store.base import ObjectInfo, ObjectVersion
-from fusefs.store.errors import StaleVersionError, from_body
+from fusefs.store.base import IfAbsent, ObjectInfo, ObjectVersion
+from fusefs.store.errors import NotFoundError, StaleVersionError, UnsupportedError, from_body
 from fusefs.store.stream import AttemptError
+from fusefs.store.wire import Answer
 
 if TYPE_CHECKING:
     from fusefs.store.clients import Clients
@@ -53,13 +55,26 @@ async def copy(
     metadata: Mapping[str, str] | None,
     *,
     keeps_mtime: bool = False,
+    condition: IfAbsent | None = None,
 ) -> ObjectInfo:
     """As `Store.copy`."""
     if metadata is not None:
         requests.check(metadata)
+    try:
+        return await _copy(store, source, key, metadata, keeps_mtime, condition)
+    except UnsupportedError:
+        if condition is None:
+            raise
+        return await _copy(store, source, key, metadata, keeps_mtime, None)
+
+
+async def _copy(
+    store: S3Store, source: ObjectInfo | ObjectVersion, key: str,
+    metadata: Mapping[str, str] | None, keeps_mtime: bool, condition: IfAbsent | None,
+) -> ObjectInfo:  # fmt: skip
     is_small = source.size <= COPY_LIMIT
     if isinstance(source, ObjectInfo) and is_small and metadata is None and not keeps_mtime:
-        return await _copy_as_it_is(store, source, key)
+        return await _copy_whole(store, _Copy(source, key, None, condition))
     info, headers = await store.retried(
         "HEAD", source.key, lambda clients: requests.look_closely(clients, source.key),
         requests.writing,
@@ -70,15 +85,15 @@ async def copy(
     if metadata is None and keeps_mtime:
         metadata = _dated(info)
     if metadata is None and is_small:
-        return await _copy_as_it_is(store, info, key)
+        return await _copy_whole(store, _Copy(info, key, None, condition))
     copied = info if metadata is None else replace(info, metadata=dict(metadata))
     kept = {name: headers[name] for name in _KEPT if name in headers}
     if is_small:
-        return await _copy_described(store, copied, key, kept)
+        return await _copy_whole(store, _Copy(copied, key, kept, condition))
     described = _as_boto_takes_it(copied, kept)
     if int(headers.get("x-amz-tagging-count", "0")):
         described["Tagging"] = await _tagging(store, source.key)
-    return await multipart.copy(store, version, key, described)
+    return await multipart.copy(store, version, key, described, condition)
 
 
 def _as_boto_takes_it(copied: ObjectInfo, kept: Mapping[str, str]) -> dict[str, Any]:
@@ -115,97 +130,126 @@ async def _tagging(store: S3Store, key: str) -> str:
     return await store.retried("HEAD", key, work, requests.writing)
 
 
-async def _copy_as_it_is(store: S3Store, source: ObjectInfo, key: str) -> ObjectInfo:
-    """Copy with one request, and everything but the key as it is."""
-
-    def work(clients: Clients) -> ObjectInfo:
-        told = _copied_directly(clients, source, key, {"x-amz-metadata-directive": "COPY"})
-        if told is not None:
-            return told
-        kept = {"MetadataDirective": "COPY", "StorageClass": source.storage_class}
-        return _copied(clients, source, key, kept)
-
-    return await store.retried("COPY", key, work, requests.writing)
+async def _copy_whole(store: S3Store, one: _Copy) -> ObjectInfo:
+    return await store.retried("COPY", one.key, one.run, requests.writing)
 
 
-async def _copy_described(
-    store: S3Store, copied: ObjectInfo, key: str, kept: Mapping[str, str]
-) -> ObjectInfo:
-    """Copy with one request, with `kept` and the metadata of `copied`."""
-    may_be_done = False
-    metadata = copied.metadata or {}
-    headers = {
-        **kept,
-        "x-amz-metadata-directive": "REPLACE",
-        **{f"{requests.META}{name}": value for name, value in metadata.items()},
-    }
+class _Copy:
+    """One copy with one request, over several attempts.
 
-    def work(clients: Clients) -> ObjectInfo:
-        nonlocal may_be_done
+    `kept` are the headers that go with the metadata of `source`; None if the
+    server is to keep everything.
+    """
+
+    def __init__(
+        self, source: ObjectInfo, key: str, kept: Mapping[str, str] | None,
+        condition: IfAbsent | None,
+    ) -> None:  # fmt: skip
+        self.key = key
+        self._source = source
+        self._kept = kept
+        self._condition = condition
+        self._may_be_done = False
+
+    def run(self, clients: Clients) -> ObjectInfo:
+        """Send it. Blocks.
+
+        Raises:
+            AttemptError: S3 did not copy.
+        """
         try:
-            told = _copied_directly(clients, copied, key, headers)
-            if told is not None:
-                return told
-            described = _as_boto_takes_it(copied, kept)
-            return _copied(clients, copied, key, {**described, "MetadataDirective": "REPLACE"})
+            return self._directly(clients) or self._through_boto(clients)
         except Exception as error:
             failure = requests.judged(error, None)
-            # Copied onto itself, a version made of parts gets another ETag.
-            if may_be_done and failure.kind is StaleVersionError and key == copied.key:
-                info = requests.find(clients, key, copied.size, metadata, {})
-                if info is not None:
-                    return info
-            may_be_done |= failure.is_retryable
+            if failure.kind is StaleVersionError:
+                return self._after_all(clients, error)
+            self._may_be_done |= failure.is_retryable
             raise AttemptError(failure) from error
 
-    return await store.retried("COPY", key, work, requests.writing)
+    def _directly(self, clients: Clients) -> ObjectInfo | None:
+        """Copy through `Direct`; None if that is boto3's to do."""
+        bucket = clients.request["Bucket"]
+        if bucket.startswith("arn:"):
+            return None
+        answer = clients.direct.send("PUT", self.key, headers=self._headers(bucket))
+        return self._understood(answer) if answer is not None else None
 
+    def _headers(self, bucket: str) -> dict[str, str]:
+        source = self._source
+        headers = {
+            "x-amz-copy-source": quote(f"{bucket}/{source.key}", safe="/~"),
+            "x-amz-copy-source-if-match": source.etag,
+            "x-amz-metadata-directive": "COPY" if self._kept is None else "REPLACE",
+            "x-amz-storage-class": source.storage_class,
+        }
+        if self._condition is not None:
+            headers["if-none-match"] = "*"
+        if self._kept is not None:
+            headers |= self._kept
+            headers |= {f"{requests.META}{k}": v for k, v in (source.metadata or {}).items()}
+        return headers
 
-def _copied_directly(
-    clients: Clients, source: ObjectInfo, key: str, headers: Mapping[str, str]
-) -> ObjectInfo | None:
-    """Copy through `Direct`; None if that is boto3's to do. Blocks."""
-    bucket = clients.request["Bucket"]
-    if bucket.startswith("arn:"):
-        return None
-    headers = {
-        **headers,
-        "x-amz-copy-source": quote(f"{bucket}/{source.key}", safe="/~"),
-        "x-amz-copy-source-if-match": source.etag,
-        "x-amz-storage-class": source.storage_class,
-    }
-    answer = clients.direct.send("PUT", key, headers=headers)
-    if answer is None:
-        return None
-    text = answer.content.decode(errors="replace")
-    if "<Error>" in text:  # with status 200
-        raise AttemptError(from_body(500, text))
-    etag, moment = _ETAG.search(text), _LAST_MODIFIED.search(text)
-    if etag is None or moment is None:
-        raise requests.no_etag()
-    mtime_ns = listing.nanoseconds(moment[1]) // _SECOND * _SECOND
-    version_id = answer.headers.get("x-amz-version-id")
-    return _told(source, key, unescape(etag[1]), mtime_ns, version_id)
+    def _understood(self, answer: Answer) -> ObjectInfo:
+        text = answer.content.decode(errors="replace")
+        if "<Error>" in text:  # with status 200
+            raise AttemptError(from_body(500, text))
+        etag, moment = _ETAG.search(text), _LAST_MODIFIED.search(text)
+        if etag is None or moment is None:
+            raise requests.no_etag()
+        mtime_ns = listing.nanoseconds(moment[1]) // _SECOND * _SECOND
+        return self._told(unescape(etag[1]), mtime_ns, answer.headers.get("x-amz-version-id"))
 
+    def _through_boto(self, clients: Clients) -> ObjectInfo:
+        source = self._source
+        described: dict[str, Any] = {"StorageClass": source.storage_class}
+        if self._kept is not None:
+            described = _as_boto_takes_it(source, self._kept)
+        answer = clients.s3.copy_object(
+            **clients.request,
+            **described,
+            **requests.conditions(self._condition),
+            MetadataDirective="COPY" if self._kept is None else "REPLACE",
+            Key=self.key,
+            CopySource={"Bucket": clients.request["Bucket"], "Key": source.key},
+            CopySourceIfMatch=source.etag,
+        )
+        result = answer.get("CopyObjectResult", {})
+        if not result.get("ETag"):
+            raise requests.no_etag()
+        mtime_ns = int(result["LastModified"].timestamp()) * _SECOND
+        return self._told(result["ETag"], mtime_ns, answer.get("VersionId"))
 
-def _copied(clients: Clients, source: ObjectInfo, key: str, kept: Mapping[str, Any]) -> ObjectInfo:
-    """Copy through boto3. Blocks."""
-    answer = clients.s3.copy_object(
-        **clients.request,
-        **kept,
-        Key=key,
-        CopySource={"Bucket": clients.request["Bucket"], "Key": source.key},
-        CopySourceIfMatch=source.etag,
-    )
-    result = answer.get("CopyObjectResult", {})
-    if not result.get("ETag"):
-        raise requests.no_etag()
-    mtime_ns = int(result["LastModified"].timestamp()) * _SECOND
-    return _told(source, key, result["ETag"], mtime_ns, answer.get("VersionId"))
+    def _told(self, etag: str, mtime_ns: int, version_id: str | None) -> ObjectInfo:
+        return replace(
+            self._source, key=self.key, etag=listing.quoted(etag), mtime_ns=mtime_ns,
+            version_id=version_id,
+        )  # fmt: skip
 
+    def _after_all(self, clients: Clients, error: Exception) -> ObjectInfo:
+        """The copy, if a condition fails because it was made before.
 
-def _told(
-    source: ObjectInfo, key: str, etag: str, mtime_ns: int, version_id: str | None
-) -> ObjectInfo:
-    etag = listing.quoted(etag)
-    return replace(source, key=key, etag=etag, mtime_ns=mtime_ns, version_id=version_id)
+        S3 does not tell of which of the two objects a condition failed.
+
+        Raises:
+            AttemptError: it was not; `error` says why.
+        """
+        is_onto_itself = self.key == self._source.key
+        failed = requests.judged(error, None)
+        if self._condition is None and not (is_onto_itself and self._may_be_done):
+            raise AttemptError(failed) from error
+        try:
+            there = requests.look(clients, self.key)
+        except Exception as missing:
+            if requests.judged(missing, None).kind is not NotFoundError:
+                raise
+            raise AttemptError(failed) from error
+        if self._may_be_done and self._is_copy(there):
+            return there
+        raise AttemptError(requests.judged(error, self._condition)) from error
+
+    def _is_copy(self, there: ObjectInfo) -> bool:
+        source = self._source
+        if self._kept is None:
+            return (there.size, there.etag) == (source.size, source.etag)
+        # What was made of parts has another ETag now.
+        return (there.size, there.metadata) == (source.size, dict(source.metadata or {}))

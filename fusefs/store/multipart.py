@@ -42,11 +42,12 @@ async def copy(
     source: ObjectVersion,
     key: str,
     kept: Mapping[str, Any],
+    condition: Condition,
 ) -> ObjectInfo:
     """Copy what is too large for one copy; `kept` are boto3's parameters for what it has."""
     async with _aborted_on_failure(await _begin(store, key, COPY_PART, kept)) as upload:
         await upload.copy_all(source)
-        return await upload.complete(source.size)
+        return await upload.complete(source.size, condition)
 
 
 @asynccontextmanager
