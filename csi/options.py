@@ -47,6 +47,8 @@ WARM_TIMEOUT_S = 600.0
 _LONGEST_KEY = 1024
 # A call that is tried again for longer would outlast its caller.
 LONGEST_RETRY_S = 300.0
+# A change of policies may take effect here and there at first; a minute of refusals may pass.
+REVOKE_AFTER = "120s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +266,8 @@ def mount_layer(
         "ca_bundle": str(place.ca_bundle) if place.ca_bundle else None,
         "anonymous": "true" if options.is_anonymous else None,
         "min_free": shares.min_free,
+        # Whoever has no rights any more reads on from the cache for no longer.
+        "revoke_after": REVOKE_AFTER,
         "allow_other": "true",
         # Its directory is one identity's, whose keys may change.
         "shared_cache": "true",

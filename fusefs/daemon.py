@@ -22,17 +22,15 @@ import hashlib
 import json
 import logging
 import os
-import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Protocol
 
 import trio
 
-from fusefs import control, mounts, process, status
+from fusefs import control, mounts, process, signals, status
 from fusefs.cache.directory import CacheDirectoryError, prepare_directory
 from fusefs.cache.eviction import Space
 from fusefs.cache.fetch import Fetcher
@@ -44,7 +42,8 @@ from fusefs.kernel.keeper_wire import CANNOT_TAKE_OVER
 from fusefs.kernel.keeping import KeeperError, Keeping
 from fusefs.kernel.mount import MountError, MountRequest
 from fusefs.kernel.passthrough import NoPassthrough, Passthrough
-from fusefs.kernel.session import Session, UnsupportedKernelError, Waiting
+from fusefs.kernel.running import RunningSession
+from fusefs.kernel.session import Session, UnsupportedKernelError
 from fusefs.kernel.unmount import UnmountError, umount_path
 from fusefs.kinds import SessionKind
 from fusefs.posix import leftovers
@@ -55,6 +54,7 @@ from fusefs.posix.operations import Operations
 from fusefs.posix.restoring import restore
 from fusefs.posix.staging import Staging
 from fusefs.posix.writeback import Writing
+from fusefs.revocation import Revocation
 from fusefs.settings import MountSettings, SettingsError
 from fusefs.store.errors import StoreError
 from fusefs.store.s3 import S3Store
@@ -73,23 +73,6 @@ USER_ERRORS = (
     SettingsError,
 )
 INIT_TIMEOUT_S = 30
-
-
-class RunningSession(Protocol):
-    """What the daemon needs of either session.
-
-    `survival` says whether and why the mount outlives this process.
-    """
-
-    name: str
-
-    @property
-    def requests(self) -> int: ...
-    @property
-    def waiting(self) -> list[Waiting]: ...
-    @property
-    def survival(self) -> tuple[bool, str]: ...
-    async def run(self) -> bool: ...
 
 
 class Daemon:
@@ -125,7 +108,7 @@ class Daemon:
                 )
                 self.fetcher = Fetcher(self.store, self.cache, self.space, nursery)
                 self.warming = Warming(self.store, self.cache, self.fetcher, self.settings)
-                nursery.start_soon(self._watch_signals)
+                nursery.start_soon(signals.watch, self._unmount, partial(status.log_waiting, self))
                 try:
                     await self._serve(nursery, ready)
                 finally:
@@ -178,12 +161,13 @@ class Daemon:
             mountpoint = self.settings.mountpoint
             mounts.register(mountpoint, str(self.settings.source), os.getpid())
             try:
+                self._watch_rights(nursery)
                 socket = mounts.mount_directory(mountpoint) / "status.sock"
                 await nursery.start(control.serve, socket, partial(status.answer, self))
                 async with trio.open_nursery() as serving:
                     serving.start_soon(self._until_ended, session, serving)
                     await trio.to_thread.run_sync(mount.raise_read_ahead, mountpoint)
-                    if mounts.find_mount(mountpoint) is None:
+                    if self._is_gone():
                         raise MountError(f"the mount on {mountpoint} ended at once; see the log")
                     logger.info("serving %s on %s", self.settings.source, mountpoint)
                     ready()
@@ -197,6 +181,28 @@ class Daemon:
             finally:
                 if self._is_unmounted or self._handover is None:
                     mounts.unregister(mountpoint, pid=os.getpid())
+
+    def _is_gone(self) -> bool:
+        """Whether the mount has ended. It may be out of this container's sight."""
+        if self._handover is not None:
+            return self._handover.is_disconnected
+        return mounts.find_mount(self.settings.mountpoint) is None
+
+    def _watch_rights(self, nursery: trio.Nursery) -> None:
+        """See to it that nothing is served from the cache once S3 refuses everything."""
+        settings = self.settings
+        self.revocation = Revocation(
+            self.store, settings.source.prefix, settings.revoke_after,
+            mounts.mount_directory(settings.mountpoint) / "refused", self._shut,
+        )  # fmt: skip
+        self.revocation.recall()
+        nursery.start_soon(self.revocation.run)
+
+    def _shut(self, is_shut: bool) -> None:
+        self.operations.is_shut = is_shut
+        self.backing.drop_unused()
+        # What the kernel knows of names it knows no more.
+        self.operations.invalidate_names()
 
     async def _until_ended(self, session: RunningSession, serving: trio.Nursery) -> None:
         self._is_unmounted = await session.run()
@@ -326,19 +332,6 @@ class Daemon:
                 log.begin_compaction()
                 await self.operations.retell(log)
                 log.finish_compaction()
-
-    async def _watch_signals(self) -> None:
-        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGUSR2) as received:
-            ending = False
-            async for number in received:
-                if number == signal.SIGUSR2:
-                    status.log_waiting(self)
-                elif ending:
-                    logger.warning("ending with the mount still in use")
-                    os._exit(1)
-                else:
-                    ending = True
-                    await self._unmount()
 
     async def _unmount(self) -> None:
         mountpoint = self.settings.mountpoint

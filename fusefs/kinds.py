@@ -151,6 +151,13 @@ def _parse_min_free(text: str) -> MinFree:
     return MinFree(percent=percent)
 
 
+def _parse_share(text: str) -> MinFree:
+    share = _parse_min_free(text)
+    if share.percent is None:
+        raise ValueError(f"{text!r} is no share; write it like 10%")
+    return share
+
+
 def _parse_switch(text: str) -> bool:
     try:
         return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[
@@ -237,6 +244,7 @@ SIZE = Kind("SIZE", parse_size, format_size, takes_numbers=True)
 DURATION = Kind("TIME", parse_duration, format_duration, takes_numbers=True)
 LIFETIME = Kind("TIME", _parse_lifetime, format_duration, takes_numbers=True)
 MIN_FREE = Kind("SIZE|N%", _parse_min_free)
+SHARE = Kind("N%", _parse_share)
 MODE = Kind("MODE", _parse_mode, lambda mode: f"{mode:04o}")
 SOURCE = Kind("s3://BUCKET[/PREFIX]", parse_source)
 ID = whole_number(0, 2**32 - 2)

@@ -224,7 +224,13 @@ def _daemon(daemon: Status) -> str:
 
 def _warnings(status: Status) -> Iterable[str]:
     warning = (status.get("cache") or {}).get("warning")
-    return [str(warning)] if warning else []
+    if warning:
+        yield str(warning)
+    access = status.get("access") or {}
+    if access.get("refused_s") is not None:
+        served = "not served any more" if access["is_shut"] else "still served"
+        refused = human_duration(access["refused_s"])
+        yield f"S3 has refused everything for {refused}; what is cached is {served}"
 
 
 def _count(number: int, thing: str) -> str:

@@ -17,6 +17,7 @@ No secret is a setting: credentials come from boto3's own chain.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
@@ -30,6 +31,7 @@ from fusefs.kinds import (
     MIN_FREE,
     MODE,
     PATH,
+    SHARE,
     SIZE,
     SOURCE,
     SWITCH,
@@ -124,6 +126,18 @@ class MountSettings:
     min_free: MinFree = field(
         default=MinFree(percent=10.0),
         metadata=about(MIN_FREE, "Cache", "disk space to leave free"),
+    )
+    min_free_inodes: MinFree = field(
+        default=MinFree(percent=10.0),
+        metadata=about(SHARE, "Cache", "the share of the disk's inodes to leave free"),
+    )
+    revoke_after: float = field(
+        default=math.inf,
+        metadata=about(
+            LIFETIME,
+            "Cache",
+            "serve nothing from the cache after S3 has refused everything for so long",
+        ),
     )
 
     metadata_ttl: float = field(

@@ -64,7 +64,7 @@ async def _warm(daemon: Daemon, path: str) -> dict[str, Any]:
 def collect(daemon: Daemon) -> dict[str, Any]:
     """The daemon's facts: bytes, seconds and counts, by section."""
     settings = daemon.settings
-    session = daemon.session
+    session, revocation = daemon.session, daemon.revocation
     assert session is not None
     return {
         "version": fusefs.__version__,
@@ -75,6 +75,7 @@ def collect(daemon: Daemon) -> dict[str, Any]:
         "passthrough": {"on": daemon.backing.is_on, "why": daemon.backing.why},
         "survival": dict(zip(("on", "why"), session.survival, strict=True)),
         "cache": _cache(daemon),
+        "access": {"is_shut": revocation.is_shut, "refused_s": revocation.refused_s},
         "s3": daemon.store.counters(),
         "metadata": {
             "ttl_s": None if math.isinf(settings.metadata_ttl) else settings.metadata_ttl,

@@ -81,6 +81,8 @@ class Operations:
         self.inodes = InodeTable(prefix, log, ids_are_inos=ids_are_inos)
         self.handles = HandleTable(log)
         self.counters = ReadCounters()
+        # Whether names and bytes are refused, because S3 refuses them; see revocation.py.
+        self.is_shut = False
         nursery = writing.nursery if writing is not None else None
         self.learner = Learner(store, directories, self.inodes, owner, nursery)
         self._streams = Streams(directories, self.inodes, self.handles, self.learner)
@@ -117,6 +119,7 @@ class Operations:
 
     def lookup(self, parent_id: int, name: bytes, caller: Caller) -> Answer[Found]:
         """What a name stands for."""
+        self._refuse_if_shut()
         parent = self.directory(parent_id)
         text = names.decode(name)
         if text is None or not names.is_expressible(text):
@@ -185,6 +188,7 @@ class Operations:
 
     def open(self, nodeid: int, flags: int, caller: Caller) -> Answer[Opened]:
         """Open a file; for reading alone, unless the mount is writable."""
+        self._refuse_if_shut()
         inode = self.inodes.get(nodeid)
         is_writing = flags & (os.O_WRONLY | os.O_RDWR | os.O_TRUNC)
         if self.writer is not None and (is_writing or inode.staged is not None):
@@ -221,6 +225,7 @@ class Operations:
         Fewer only at the end of the file. The memory of an answer may be used
         again for the next: it is to be used before anything else runs.
         """
+        self._refuse_if_shut()
         return self._reader.read(fh, offset, size)
 
     def release(self, fh: int) -> None:
@@ -243,10 +248,12 @@ class Operations:
 
     def opendir(self, nodeid: int, caller: Caller) -> tuple[DirectoryHandle, bool]:
         """Open a directory; also tell whether what the kernel has cached of it still holds."""
+        self._refuse_if_shut()
         return self._streams.open(self.directory(nodeid), caller)
 
     def readdir(self, fh: int, offset: int, buffer: DirectoryBuffer) -> Answer[None]:
         """Add the entries behind `offset` to the buffer, as many as it holds; none at the end."""
+        self._refuse_if_shut()
         return self._streams.read(fh, offset, buffer)
 
     def releasedir(self, fh: int) -> None:
@@ -256,6 +263,7 @@ class Operations:
 
     def getxattr(self, nodeid: int, name: str) -> Answer[bytes]:
         """The value of an extended attribute."""
+        self._refuse_if_shut()
         return self._xattrs.get(self.inodes.get(nodeid), name)
 
     def listxattr(self, nodeid: int) -> Answer[tuple[str, ...]]:
@@ -285,6 +293,10 @@ class Operations:
     def tell_table(self, log: NodeLog) -> None:
         """Put on record which numbers may have been used, and when the mount was made."""
         log.table(self.inodes.next_id, self.handles.next_fh, self.mounted_ns)
+
+    def _refuse_if_shut(self) -> None:
+        if self.is_shut:
+            raise OSError(errno.EACCES, "S3 refuses everything")
 
     def directory(self, nodeid: int) -> Inode:
         """The inode of a directory.

@@ -90,6 +90,13 @@ class Failure:
     is_retryable: bool = False
     has_expired: bool = False
 
+    @property
+    def is_refusal(self) -> bool:
+        """Whether S3, or who gives out credentials, said no to whom it knows or does not know."""
+        is_about_time = self.code in _EXPIRED or self.code == "RequestTimeTooSkewed"
+        is_no = self.status in (401, 403) or self.code in _REJECTED
+        return is_no and issubclass(self.kind, AccessDeniedError) and not is_about_time
+
 
 _THROTTLING = {
     "SlowDown", "TooManyRequests", "TooManyRequestsException", "Throttling",

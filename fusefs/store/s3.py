@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 import trio
 
-from fusefs.store import copying, multipart, requests, upload, writing
+from fusefs.store import copying, multipart, operations, requests, upload, writing
 from fusefs.store.base import (
     ChunkWriter,
     Condition,
@@ -79,7 +79,7 @@ class S3Store:
         self._connecting = trio.Lock()
         self._connected = 0.0
         self._understood = -math.inf
-        # When S3 last did what it was asked, or could not for want of an object.
+        # When S3 last did what it was asked, or could not for want of an object; trio's seconds.
         self.answered = -math.inf
         self._principal: str | None = None
         self._counted: Counter[str] = Counter()
@@ -117,6 +117,27 @@ class S3Store:
         except StoreError as error:
             at = f" at {endpoint}" if endpoint and endpoint not in str(error) else ""
             raise type(error)(f"can't read {where}{at}: {error}") from error
+
+    async def is_refused(self, prefix: str) -> bool | None:
+        """Whether S3 refuses, with credentials that are fresh, to list a prefix.
+
+        None if it does not tell: no answer, expired credentials, a wrong clock.
+        """
+        for _ in range(2):
+            used = self._clients
+            try:
+                async with self._connections.one(demanded):
+                    await self._run("LIST", self._lister(prefix, "", "", 1), None)
+            except AttemptError as error:
+                failure = error.failure
+                if failure.has_expired:
+                    self._reconnect()
+                if failure.kind is CredentialsError and await self._has_renewed(used):
+                    continue
+                return failure.is_refusal or None
+            self.answered = trio.current_time()
+            return False
+        return None
 
     async def aclose(self) -> None:
         """Give up the connections."""
@@ -248,7 +269,7 @@ class S3Store:
                     async with self._connections.one(priority):
                         result = await self._run(operation, work, transfer)
                     self._connections.succeeded()
-                    self.answered = time.monotonic()
+                    self.answered = trio.current_time()
                     return result
                 except AttemptError as error:
                     failure = await self._explained(operation, key, error.failure)
@@ -282,9 +303,9 @@ class S3Store:
                     await self._run("LIST", self._lister(key, "", "", 1), None)
             except AttemptError as error:
                 if error.failure.kind is CredentialsError:
-                    return _considered(operation, error.failure)
+                    return operations.considered(operation, error.failure)
             self._understood = time.monotonic()
-        return _considered(operation, failure)
+        return operations.considered(operation, failure)
 
     async def _has_renewed(self, used: Clients | None) -> bool:
         """Whether there are other credentials than those of a refused request; then use them."""
@@ -309,7 +330,7 @@ class S3Store:
     def _react(self, failure: Failure, patience: Patience) -> None:
         """Do what an attempt that failed so asks for."""
         if issubclass(failure.kind, NotFoundError | StaleVersionError | ConflictError):
-            self.answered = time.monotonic()
+            self.answered = trio.current_time()
         if failure.has_expired:
             self._reconnect()
         if failure.kind is CredentialsError:
@@ -325,7 +346,7 @@ class S3Store:
     ) -> T:
         """One attempt, in a thread; a cancelled one ends there on its own."""
         clients = self._clients or await self._connect()
-        self._counted[_COUNTERS[operation]] += 1
+        self._counted[operations.COUNTERS[operation]] += 1
         attempt = Attempt() if transfer is None else transfer.begin()
         try:
             return await self._threads.run(attempt.guarded(partial(work, clients)))
@@ -366,24 +387,3 @@ class S3Store:
             f"s3://{self.settings.bucket}/{key}: {failure.sentence}"
             f" [status {failure.status} {failure.code}, request {failure.request_id or 'unknown'}]"
         )
-
-
-def _considered(operation: str, failure: Failure) -> Failure:
-    """What a failure means to a certain operation."""
-    if operation == "LIST" and failure.kind is NotFoundError:
-        # Not the answer to a question for one object.
-        return replace(failure, kind=StoreError, sentence="there is no such bucket")
-    if operation in _WRITES and failure.kind is CredentialsError:
-        # What has been written must not be lost because somebody rotates keys.
-        return replace(failure, is_retryable=True, has_expired=True)
-    return failure
-
-
-_WRITES = {
-    "PUT": "puts", "BEGIN UPLOAD": "puts", "PUT PART": "puts", "COMPLETE UPLOAD": "puts",
-    "COPY": "copies", "COPY PART": "copies", "DELETE": "deletes", "ABORT UPLOAD": "deletes",
-}  # fmt: skip
-_COUNTERS = {
-    "GET": "gets", "HEAD": "heads", "LIST": "lists", "LIST PARTS": "lists",
-    "LIST UPLOADS": "lists", **_WRITES,
-}  # fmt: skip

@@ -1,0 +1,117 @@
+"""Whether S3 still lets the mount's identity in; if not, what is cached is not served either.
+
+What is in the cache is read without a request, so an identity whose rights
+were taken away would read on for as long as the cache lasts. Where
+`--revoke-after` says so, the mount makes sure: as long as no request has
+succeeded for half of that time, it asks with a request of its own, for one key
+of its prefix. Refusals alone count, and for all that time: a time-out, expired
+credentials, a wrong clock or a server that fails tell nothing about rights,
+and any request that succeeds shows that there are some.
+
+Then lookups, opens and reads are refused, and the files that the kernel reads
+by itself are taken from it, but for those that are open: the kernel has no way
+to end that. It is over when a request succeeds.
+
+What is known is on record beside the mount's socket, so that a new daemon does
+not start with trust.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import trio
+
+logger = logging.getLogger("fusefs.daemon")
+
+# How often a server that refuses is asked.
+LONGEST_PAUSE_S = 10.0
+SHORTEST_PAUSE_S = 0.5
+
+
+class Door(Protocol):
+    """What is asked of the store."""
+
+    @property
+    def answered(self) -> float:
+        """When a request last succeeded, in trio's seconds."""
+
+    async def is_refused(self, prefix: str) -> bool | None:
+        """Whether S3 refuses to list a prefix; None if it does not tell."""
+
+
+class Revocation:
+    """Watches one mount's rights. Belongs to the event loop.
+
+    `after_s` is `math.inf` if nothing is to be done; `shut` is called with
+    whether the cache is shut, whenever that changes.
+    """
+
+    def __init__(
+        self, door: Door, prefix: str, after_s: float, record: Path, shut: Callable[[bool], None]
+    ) -> None:
+        self._door = door
+        self._prefix = prefix
+        self._after_s = after_s
+        self._record = record
+        self._shut = shut
+        self._since: float | None = None  # when the first of all refusals came
+        self.is_shut = False
+
+    @property
+    def refused_s(self) -> float | None:
+        """For how long S3 has refused everything, as far as the mount has asked."""
+        return None if self._since is None else trio.current_time() - self._since
+
+    def recall(self) -> None:
+        """Know what an earlier process of this mount knew. Blocks shortly."""
+        try:
+            age_s = time.monotonic() - float(self._record.read_text())
+        except (OSError, ValueError):
+            return
+        self._since = trio.current_time() - max(0.0, age_s)
+        self._judge()
+
+    async def run(self) -> None:
+        """Ask where nobody else does, until cancelled."""
+        if self._after_s == float("inf"):
+            return
+        quiet_s = self._after_s / 2
+        while True:
+            if self._since is None:
+                await trio.sleep(max(SHORTEST_PAUSE_S, quiet_s))
+            else:
+                await trio.sleep(max(SHORTEST_PAUSE_S, min(LONGEST_PAUSE_S, quiet_s)))
+            if self._door.answered < trio.current_time() - quiet_s or self._since is not None:
+                await self._ask()
+
+    async def _ask(self) -> None:
+        began = trio.current_time()
+        is_refused = await self._door.is_refused(self._prefix)
+        if is_refused and self._since is None:
+            self._since = began
+            self._record.write_text(str(time.monotonic()))
+        if self._since is not None and self._door.answered >= self._since:
+            self._since = None
+            self._record.unlink(missing_ok=True)
+        if is_refused is not None:
+            self._judge()
+
+    def _judge(self) -> None:
+        refused_s = self.refused_s
+        is_shut = refused_s is not None and refused_s >= self._after_s
+        if is_shut == self.is_shut:
+            return
+        self.is_shut = is_shut
+        if is_shut:
+            logger.warning(
+                "S3 has refused everything for %.0f s: what is cached is not served any more",
+                refused_s,
+            )
+        else:
+            logger.warning("S3 answers again, and what is cached is served")
+        self._shut(is_shut)

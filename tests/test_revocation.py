@@ -1,0 +1,215 @@
+"""A mount whose identity is shut out: when what is cached is not served any more, and again."""
+
+from __future__ import annotations
+
+import errno
+import math
+import mmap
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from fusefs.revocation import Revocation
+from tests.support.buckets import Bucket
+from tests.support.faulty_s3 import FaultyS3
+from tests.support.mounting import Mount, fusefs
+from tests.support.sharing import until
+
+AFTER_S = 120.0
+
+
+class Door:
+    """A store that says what the test wants, and counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.is_closed: bool | None = False
+        self.asked = 0
+        self.answered = -math.inf
+
+    async def is_refused(self, _prefix: str) -> bool | None:
+        self.asked += 1
+        if self.is_closed is False:
+            self.answered = trio.current_time()
+        return self.is_closed
+
+
+class Watched:
+    """A door and who watches it."""
+
+    def __init__(self, record: Path, after_s: float = AFTER_S) -> None:
+        self.door = Door()
+        self.said: list[bool] = []
+        self.revocation = Revocation(self.door, "", after_s, record, self.said.append)
+
+
+@pytest.fixture
+def watched(tmp_path: Path, nursery: trio.Nursery) -> Watched:
+    one = Watched(tmp_path / "refused")
+    nursery.start_soon(one.revocation.run)
+    return one
+
+
+async def test_an_identity_that_is_refused_for_long_is_shut_out(
+    watched: Watched, autojump_clock: MockClock
+) -> None:
+    watched.door.is_closed = True
+    await trio.sleep(AFTER_S)
+    assert watched.said == []
+    await trio.sleep(AFTER_S)
+    assert watched.said == [True]
+    assert watched.revocation.is_shut
+
+
+async def test_it_is_let_in_again_as_soon_as_it_is_not_refused(
+    watched: Watched, autojump_clock: MockClock
+) -> None:
+    watched.door.is_closed = True
+    await trio.sleep(3 * AFTER_S)
+    watched.door.is_closed = False
+    await trio.sleep(AFTER_S / 4)
+    assert watched.said == [True, False]
+    assert watched.revocation.refused_s is None
+
+
+async def test_a_store_that_tells_nothing_shuts_nobody_out(
+    watched: Watched, autojump_clock: MockClock
+) -> None:
+    watched.door.is_closed = None
+    await trio.sleep(10 * AFTER_S)
+    assert watched.door.asked
+    assert watched.said == []
+
+
+async def test_a_store_that_tells_nothing_lets_nobody_in_either(
+    watched: Watched, autojump_clock: MockClock
+) -> None:
+    watched.door.is_closed = True
+    await trio.sleep(3 * AFTER_S)
+    watched.door.is_closed = None
+    await trio.sleep(3 * AFTER_S)
+    assert watched.said == [True]
+
+
+async def test_one_request_that_succeeds_starts_the_time_anew(
+    watched: Watched, autojump_clock: MockClock
+) -> None:
+    for _ in range(10):
+        watched.door.is_closed = True
+        await trio.sleep(AFTER_S)
+        watched.door.answered = trio.current_time()
+    assert watched.said == []
+
+
+async def test_while_others_are_answered_nothing_is_asked(
+    watched: Watched, autojump_clock: MockClock
+) -> None:
+    for _ in range(100):
+        watched.door.answered = trio.current_time()
+        await trio.sleep(AFTER_S / 10)
+    assert watched.door.asked == 0
+
+
+async def test_the_next_daemon_does_not_start_with_trust(
+    watched: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    monkeypatch.setattr("fusefs.revocation.time.monotonic", trio.current_time)
+    watched.door.is_closed = True
+    await trio.sleep(3 * AFTER_S)
+    following = Watched(tmp_path / "refused")
+    following.revocation.recall()
+    assert following.said == [True]
+
+
+async def test_without_the_setting_nobody_is_asked(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    one = Watched(tmp_path / "refused", math.inf)
+    await one.revocation.run()
+    assert one.door.asked == 0
+
+
+# --- through a mount ------------------------------------------------------------------
+
+
+@pytest.fixture
+def failing(faulty: FaultyS3) -> Iterator[FaultyS3]:
+    yield faulty
+    faulty.clear()
+
+
+DATA = os.urandom(3 << 20)
+
+
+def error_of(call: Callable[[], object]) -> int | None:
+    """The errno that a call fails with."""
+    try:
+        call()
+    except OSError as error:
+        return error.errno
+    return None
+
+
+def test_what_is_cached_is_refused_while_s3_refuses_everything(
+    bucket: Bucket, failing: FaultyS3, mount: Callable[..., Mount]
+) -> None:
+    bucket.put("a/data", DATA)
+    here = mount("--revoke-after", "1s", endpoint_url=failing.endpoint_url)
+    path = here.path / "a" / "data"
+    assert path.read_bytes() == DATA
+    assert error_of(path.read_bytes) is None
+    failing.add(code="AccessDenied")
+    until(lambda: error_of(path.read_bytes) == errno.EACCES, "refused")
+    assert error_of(lambda: os.listdir(here.path / "a")) == errno.EACCES
+    assert error_of((here.path / "a" / "other").stat) == errno.EACCES
+    assert here.status()["access"]["is_shut"]
+    assert "not served any more" in fusefs("status", here.path).stdout
+    failing.clear()
+    until(lambda: error_of(path.read_bytes) is None, "served")
+    assert path.read_bytes() == DATA
+    assert [line for line in here.log.read_text().splitlines() if "refused everything" in line]
+
+
+def test_an_open_file_stops_and_a_new_daemon_is_not_let_in_either(
+    bucket: Bucket, failing: FaultyS3, mounter: Callable[..., Mount]
+) -> None:
+    bucket.put("data", DATA)
+    options = ("--session", "kernel", "--passthrough", "off", "--revoke-after", "1s")
+    here = mounter(*options, endpoint_url=failing.endpoint_url)
+    path = here.path / "data"
+    assert path.read_bytes() == DATA
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    buffer = mmap.mmap(-1, 4096)
+    try:
+        assert error_of(lambda: os.preadv(fd, [buffer], 0)) is None
+        failing.add(code="InvalidAccessKeyId")
+        until(lambda: error_of(lambda: os.preadv(fd, [buffer], 0)) == errno.EACCES, "refused")
+    finally:
+        os.close(fd)
+    daemon = here.pid
+    os.kill(daemon, signal.SIGKILL)
+    assert error_of(path.read_bytes) == errno.EACCES
+    assert here.pid != daemon
+
+
+def test_a_prefix_that_is_denied_shuts_nothing_else(
+    bucket: Bucket, failing: FaultyS3, mounter: Callable[..., Mount]
+) -> None:
+    bucket.put("data", DATA)
+    bucket.put("private/data", b"")
+    here = mounter("--revoke-after", "1s", endpoint_url=failing.endpoint_url)
+    assert (here.path / "data").read_bytes() == DATA
+    failing.add("GET", "private/*", code="AccessDenied")
+    failing.add("HEAD", "private/*", code="AccessDenied")
+    denied = here.path / "private" / "data"
+    end = time.monotonic() + 3
+    while time.monotonic() < end:
+        error_of(denied.read_bytes)
+        time.sleep(0.1)
+    assert (here.path / "data").read_bytes() == DATA
+    assert here.status()["access"] == {"is_shut": False, "refused_s": None}
