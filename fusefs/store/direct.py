@@ -21,9 +21,11 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, quote, urlsplit
 
-from fusefs.store import wire
+import trio
+
+from fusefs.store import quick, wire
 from fusefs.store.body import Body
-from fusefs.store.errors import from_body
+from fusefs.store.errors import Failure, UnreachableError, from_body
 from fusefs.store.signing import Signer
 from fusefs.store.stream import AttemptError
 from fusefs.store.wire import Answer
@@ -90,20 +92,9 @@ class Direct:
         pattern = self._pattern
         if pattern is None:
             return None
-        target = f"{pattern.path.rstrip('/')}/{quote(key, safe='/~')}" if key else pattern.path
-        search = _quoted(query) if query else ""
-        sent = {**pattern.headers, **(headers or {})}
-        if body is not None and len(body) > _SMALL:
-            sent |= _WITH_BODY
-        if pattern.signer is not None and self._credentials is not None:
-            sent = pattern.signer.sign(
-                method, target, search, sent, self._credentials.get_frozen_credentials(),
-                has_body=body is not None,
-            )  # fmt: skip
-        if search:
-            target += f"?{search}"
-        if _NOT_IN_HEADERS.search("".join(sent.values())):
-            raise ValueError("a header would have several lines")
+        target, sent = self._signed(
+            pattern, method, key, query, headers or {}, None if body is None else len(body)
+        )
         answer = None
         if pattern.pool is not None and (body is None or len(body) <= _SMALL):
             answer = self._exchange(pattern, method, target, sent, body)
@@ -117,15 +108,64 @@ class Direct:
             return None
         raise AttemptError(failure)
 
+    async def send_now(
+        self, method: str, key: str, *, headers: Mapping[str, str], body: bytes | bytearray = b""
+    ) -> Answer | None:
+        """Send one small request from the event loop; return the answer that tells an ETag.
+
+        None if there is no open connection for it, or something to wait for.
+
+        Raises:
+            AttemptError: it was sent in vain, as far as is known.
+        """
+        pattern = self._pattern
+        if pattern is None or pattern.pool is None or self._is_to_renew():
+            return None
+        size = len(body) if method == "PUT" else None
+        target, sent = self._signed(pattern, method, key, None, headers, size)
+        head = _head(method, target, sent, len(body))
+        try:
+            answer = await quick.exchange(pattern.pool, head, body, is_head=method == "HEAD")
+        except (OSError, wire.WireError, trio.TooSlowError) as error:
+            failure = Failure(UnreachableError, str(error) or "no answer", is_retryable=True)
+            raise AttemptError(failure) from error
+        if answer is not None and (answer.status >= 300 or not answer.headers.get("etag")):
+            text = answer.content.decode(errors="replace")
+            request_id = answer.headers.get("x-amz-request-id", "")
+            raise AttemptError(from_body(answer.status, text, request_id))
+        return answer
+
+    def _is_to_renew(self) -> bool:
+        """Whether to ask for the credentials would ask somebody far away."""
+        is_needed = getattr(self._credentials, "refresh_needed", None)
+        return is_needed is not None and is_needed()
+
+    def _signed(
+        self, pattern: _Pattern, method: str, key: str, query: Mapping[str, Any] | None,
+        headers: Mapping[str, str], size: int | None,
+    ) -> tuple[str, dict[str, str]]:  # fmt: skip
+        """The target and the headers of a request with a body of `size` bytes (None: without)."""
+        target = f"{pattern.path.rstrip('/')}/{quote(key, safe='/~')}" if key else pattern.path
+        search = _quoted(query) if query else ""
+        sent = {**pattern.headers, **headers}
+        if size is not None and size > _SMALL:
+            sent |= _WITH_BODY
+        if pattern.signer is not None and self._credentials is not None:
+            sent = pattern.signer.sign(
+                method, target, search, sent, self._credentials.get_frozen_credentials(),
+                has_body=size is not None,
+            )  # fmt: skip
+        if _NOT_IN_HEADERS.search("".join(sent.values())):
+            raise ValueError("a header would have several lines")
+        return f"{target}?{search}" if search else target, sent
+
     def _exchange(
         self, pattern: _Pattern, method: str, target: str, headers: dict[str, str],
         body: Body | None,
     ) -> Answer | None:  # fmt: skip
         """Send a request by ourselves; None if no connection is open."""
         content = body.whole() if body is not None else b""
-        length = {"content-length": str(len(content))} if method == "PUT" else {}
-        lines = (f"{name}: {value}\r\n" for name, value in (headers | length).items())
-        head = f"{method} {target} HTTP/1.1\r\n{''.join(lines)}\r\n".encode("latin-1")
+        head = _head(method, target, headers, len(content))
         try:
             return wire.exchange(pattern.pool, head, content, is_head=method == "HEAD")
         except (OSError, wire.WireError) as error:
@@ -179,6 +219,14 @@ def unsigned_body() -> dict[str, Any]:
     from botocore.config import Config
 
     return {"client_config": Config(s3={"payload_signing_enabled": False})}
+
+
+def _head(method: str, target: str, headers: Mapping[str, str], size: int) -> bytes:
+    """A request up to its body."""
+    lines = [f"{name}: {value}\r\n" for name, value in headers.items()]
+    if method == "PUT":
+        lines.append(f"content-length: {size}\r\n")
+    return f"{method} {target} HTTP/1.1\r\n{''.join(lines)}\r\n".encode("latin-1")
 
 
 def _quoted(query: Mapping[str, Any]) -> str:

@@ -56,6 +56,7 @@ from fusefs.store.patience import Patience
 from fusefs.store.stream import Attempt, AttemptError, Stream, Transfer
 from fusefs.store.threads import Threads
 from fusefs.store.upload import S3Upload
+from fusefs.store.wire import Answer
 
 logger = logging.getLogger("fusefs.store")
 
@@ -244,6 +245,44 @@ class S3Store:
     def note_sent(self, count: int) -> None:
         """Count bytes that S3 has taken."""
         self._counted["bytes_sent"] += count
+
+    async def at_once(
+        self,
+        operation: str,
+        key: str,
+        *,
+        headers: Mapping[str, str],
+        body: bytes | bytearray = b"",
+        priority: Urgency = demanded,
+    ) -> Answer | None:
+        """Send a small PUT or HEAD from the event loop; return the answer that tells an ETag.
+
+        None if it is to be `retried` in a thread.
+
+        Raises:
+            StoreError: that would not help.
+        """
+        clients = self._clients
+        if clients is None:
+            return None
+        async with self._connections.one(priority):
+            try:
+                answer = await clients.direct.send_now(operation, key, headers=headers, body=body)
+                failure = None
+            except AttemptError as error:
+                answer, failure = None, operations.considered(operation, error.failure)
+        if answer is None and failure is None:
+            return None
+        self._counted[operations.COUNTERS[operation]] += 1
+        if failure is None:
+            self._connections.succeeded()
+            self.answered = trio.current_time()
+        elif failure.status > 400 and not failure.is_retryable:
+            raise self._failed(operation, key, failure)
+        else:
+            self._counted["retries"] += 1
+            logger.info("%s again: %s", operation, self._describe(key, failure))
+        return answer
 
     async def retried(
         self,

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from queue import Empty
-from typing import Any
+from typing import Any, Protocol
 
 READ_SIZE = 1 << 16
 # More than any server sends; http.client's limit is a hundred lines of as many bytes.
@@ -33,6 +33,12 @@ class Answer:
     content: bytes
 
 
+class Source(Protocol):
+    """Where an answer comes from: a socket."""
+
+    def recv(self, size: int, /) -> bytes: ...
+
+
 def exchange(pool: Any, head: bytes, body: bytes, *, is_head: bool) -> Answer | None:
     """Send a request and return its answer; None if the pool has no open connection. Blocks.
 
@@ -40,7 +46,7 @@ def exchange(pool: Any, head: bytes, body: bytes, *, is_head: bool) -> Answer | 
         WireError: the answer broke off, or was none.
         OSError: the connection broke, or was silent for the time that urllib3 has set.
     """
-    connection = _borrow(pool)
+    connection = borrow(pool)
     if connection is None:
         return None
     is_reusable = False
@@ -50,9 +56,9 @@ def exchange(pool: Any, head: bytes, body: bytes, *, is_head: bool) -> Answer | 
             sock.sendall(head + body)
         except (BrokenPipeError, ConnectionResetError):
             # A server that says no need not wait for the body: its answer may be there.
-            answer, _ = _read(sock, is_head=is_head)
+            answer, _ = read(sock, is_head=is_head)
         else:
-            answer, is_reusable = _read(sock, is_head=is_head)
+            answer, is_reusable = read(sock, is_head=is_head)
         return answer
     finally:
         if not is_reusable:
@@ -60,7 +66,7 @@ def exchange(pool: Any, head: bytes, body: bytes, *, is_head: bool) -> Answer | 
         pool._put_conn(connection)
 
 
-def _borrow(pool: Any) -> Any:
+def borrow(pool: Any) -> Any:
     """An open connection, for nobody else until it is given back."""
     try:
         connection = pool.pool.get(block=False)
@@ -74,7 +80,7 @@ def _borrow(pool: Any) -> Any:
     return None
 
 
-def _read(sock: socket.socket, *, is_head: bool) -> tuple[Answer, bool]:
+def read(sock: Source, *, is_head: bool) -> tuple[Answer, bool]:
     """An answer, and whether another may come on the same connection."""
     stream = _Stream(sock)
     status = 100
@@ -125,7 +131,7 @@ def _read_chunks(stream: _Stream) -> bytes:
 class _Stream:
     """What arrives on a connection."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: Source) -> None:
         self._sock = sock
         self._data = b""
 

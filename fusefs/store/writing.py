@@ -1,8 +1,9 @@
 """Single writes: PUT of a file that is one part, and deletes.
 
-A small file is read whole and sent by obstore, with the SHA256 that it needs
-for its signature anyway; a larger one, or a key that obstore can't express,
-is sent by boto3 with a CRC32. S3 compares either with what has arrived.
+A small file that is in the page cache is sent from the event loop (quick.py).
+What that can't, a larger file, a condition, a failure, is sent in a thread with
+patience: as directly as possible (direct.py), and by boto3 where the key or the
+answer is odd. S3 compares a CRC32 with what has arrived.
 
 A write whose answer was lost may have taken effect. Repeating it does no harm,
 except that a condition need not hold any more: then the checksum and the
@@ -11,10 +12,11 @@ metadata of the object tell whether it is ours.
 
 from __future__ import annotations
 
-import hashlib
+import os
 import re
+import zlib
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fusefs.store import listing, requests
 from fusefs.store.base import (
@@ -37,14 +39,9 @@ if TYPE_CHECKING:
     from fusefs.store.clients import Clients
     from fusefs.store.s3 import S3Store
 
-# What obstore sends, and so holds in memory; larger files are read as they are sent.
-SMALL = 1 << 20
+# What the event loop has the time to read, to sum and to send.
+SMALL = 128 << 10
 DELETES_AT_ONCE = 1000
-# What obstore takes for a header of its own, and not for metadata.
-_HEADERS = {
-    "content-type", "content-disposition", "content-encoding", "content-language",
-    "cache-control", "storage-class",
-}  # fmt: skip
 # Characters that a DeleteObjects request, XML 1.0, has no way to write.
 _NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
 
@@ -63,10 +60,60 @@ async def put(
 ) -> ObjectInfo:
     """As `Store.put_file`, with one PUT."""
     requests.check(metadata, content_type)
+    if size <= SMALL and condition is None and is_plain(key):
+        info = await _put_at_once(store, key, fd, size, metadata, content_type)
+        if info is not None:
+            store.note_sent(size)
+            return info
     one = _Put(key, Body(fd, 0, size), metadata, content_type, condition)
     info = await store.retried("PUT", key, one.run, requests.writing, transfer=one)
     store.note_sent(size)
     return info
+
+
+async def _put_at_once(
+    store: S3Store, key: str, fd: int, size: int, metadata: Mapping[str, str],
+    content_type: str | None,
+) -> ObjectInfo | None:  # fmt: skip
+    data = bytearray(size)
+    try:
+        if size and os.preadv(fd, [data], 0, os.RWF_NOWAIT) < size:
+            return None
+    except OSError:
+        return None  # it is on the disk, or on tmpfs
+    headers = _headers(metadata, content_type, None, encoded(zlib.crc32(data).to_bytes(4, "big")))
+    answer = await store.at_once("PUT", key, headers=headers, body=data, priority=requests.writing)
+    if answer is None:
+        return None
+    etag, version_id = answer.headers.get("etag"), answer.headers.get("x-amz-version-id")
+    return _info(key, size, etag, version_id, metadata, content_type)
+
+
+def _headers(
+    metadata: Mapping[str, str], content_type: str | None, condition: Condition, checksum: str
+) -> dict[str, str]:
+    """What goes with a body."""
+    headers = {f"x-amz-meta-{name}": value for name, value in metadata.items()}
+    headers["x-amz-checksum-crc32"] = checksum
+    if content_type is not None:
+        headers["content-type"] = content_type
+    if isinstance(condition, IfMatch):
+        headers["if-match"] = condition.etag
+    elif condition == IF_ABSENT:
+        headers["if-none-match"] = "*"
+    return headers
+
+
+def _info(
+    key: str, size: int, etag: str | None, version_id: str | None,
+    metadata: Mapping[str, str], content_type: str | None,
+) -> ObjectInfo:  # fmt: skip
+    if not etag:
+        raise requests.no_etag()
+    return ObjectInfo(
+        key, size, listing.quoted(etag), requests.now_ns(),
+        content_type=content_type, version_id=version_id, metadata=metadata,
+    )  # fmt: skip
 
 
 class _Put:
@@ -85,9 +132,6 @@ class _Put:
         self._metadata = metadata
         self._content_type = content_type
         self._condition = condition
-        # The metadata that obstore would take for headers, and odd keys, are boto3's.
-        is_plain_put = is_plain(key) and not _HEADERS & metadata.keys()
-        self._is_small = len(body) <= SMALL and is_plain_put
         self._may_be_done = False
 
     def begin(self) -> Attempt:
@@ -102,63 +146,50 @@ class _Put:
         Raises:
             AttemptError: S3 did not take it.
         """
-        send = self._through_obstore if self._is_small else self._through_boto
         try:
-            return send(clients)
+            checksum = self._body.checksum()
+            return self._directly(clients, checksum) or self._through_boto(clients, checksum)
         except Exception as error:
             failure = requests.judged(error, self._condition)
             if self._may_be_done and issubclass(failure.kind, ConflictError):
                 info = requests.find(
-                    clients, self._key, len(self._body), self._metadata, self._checksum()
+                    clients,
+                    self._key,
+                    len(self._body),
+                    self._metadata,
+                    {"ChecksumCRC32": self._body.checksum()},
                 )
                 if info is not None:
                     return info
             self._may_be_done |= failure.is_retryable
             raise AttemptError(failure) from error
 
-    def _through_obstore(self, clients: Clients) -> ObjectInfo:
-        import obstore
+    def _directly(self, clients: Clients, checksum: str) -> ObjectInfo | None:
+        if not is_plain(self._key):
+            return None
+        answer = clients.direct.send(
+            "PUT", self._key, body=self._body,
+            headers=_headers(self._metadata, self._content_type, self._condition, checksum),
+        )  # fmt: skip
+        if answer is None:
+            self._body.seek(0)
+            return None
+        return self._info(answer.headers.get("etag"), answer.headers.get("x-amz-version-id"))
 
-        data = self._body.whole()
-        attributes = dict(self._metadata)
-        if self._content_type is not None:
-            attributes["Content-Type"] = self._content_type
-        mode: Any = "create" if self._condition == IF_ABSENT else "overwrite"
-        if isinstance(self._condition, IfMatch):
-            mode = {"e_tag": self._condition.etag}
-        answer = obstore.put(
-            clients.objects, self._key, data, attributes=attributes, mode=mode, use_multipart=False
-        )
-        return self._info(answer["e_tag"], answer["version"])
-
-    def _through_boto(self, clients: Clients) -> ObjectInfo:
+    def _through_boto(self, clients: Clients, checksum: str) -> ObjectInfo:
         answer = clients.s3.put_object(
             **clients.request,
             **requests.headers(self._metadata, self._content_type),
             **requests.conditions(self._condition),
-            **self._checksum(),
+            ChecksumCRC32=checksum,
             Key=self._key,
             Body=self._body,
         )
         return self._info(answer.get("ETag"), answer.get("VersionId"))
 
-    def _checksum(self) -> dict[str, str]:
-        """What S3 compares, as boto3 and HEAD put it."""
-        if self._is_small:
-            return {"ChecksumSHA256": encoded(hashlib.sha256(self._body.whole()).digest())}
-        return {"ChecksumCRC32": self._body.checksum()}
-
     def _info(self, etag: str | None, version_id: str | None) -> ObjectInfo:
-        if not etag:
-            raise requests.no_etag()
-        return ObjectInfo(
-            self._key,
-            len(self._body),
-            listing.quoted(etag),
-            requests.now_ns(),
-            content_type=self._content_type,
-            version_id=version_id,
-            metadata=self._metadata,
+        return _info(
+            self._key, len(self._body), etag, version_id, self._metadata, self._content_type
         )
 
 
