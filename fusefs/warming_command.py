@@ -14,7 +14,7 @@ from fusefs.control import CommandError
 
 ANSWER_TIMEOUT_S = 5.0
 FIRST_PAUSE_S = 0.02
-ASK_EVERY_S = 0.5
+ASK_EVERY_S = 0.25
 # A path that isn't there is mostly known as soon.
 FIRST_PAGE_S = 3.0
 # Where there is no terminal.

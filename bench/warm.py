@@ -1,0 +1,216 @@
+"""`python -m bench.warm`: what it takes to have a data set on the local disk.
+
+Three ways, side by side in rounds whose order rotates, each from an empty cache: `fusefs
+warm --wait`; `cat` of every file through the same kind of mount, sixteen at a time, as one
+does without it; and `rclone copy` to a directory, sixteen at a time. Times run from the
+start of the command until it has returned. The server's files are in the page cache. After
+each, what is there has to have the data set's bytes: in the mount without a request for
+them, or in the directory.
+
+It needs root and a real disk, as `python -m bench` does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import obstore
+
+from bench.bucket import Bucket
+from bench.contenders import CONTENDERS, Fusefs, Place
+from bench.processes import BenchError
+from tests.support.s3_server import ACCESS_KEY, REGION, SECRET_KEY, S3Server
+
+MIB = 1024 * 1024
+AT_ONCE = 16
+LIMIT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some of the data set: `count` files of `size` bytes below `folder`."""
+
+    folder: str
+    count: int
+    size: int
+
+    @property
+    def bytes(self) -> int:
+        return self.count * self.size
+
+    def names(self) -> list[str]:
+        return [f"{self.folder}/d{number // 100:03}/f{number:05}" for number in range(self.count)]
+
+    def create(self, root: Path) -> None:
+        for name in self.names():
+            path = root / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as file:
+                for start in range(0, self.size, MIB):
+                    file.write(os.urandom(min(MIB, self.size - start)))
+
+    def upload(self, root: Path, store: Any) -> None:
+        def put(name: str) -> None:
+            obstore.put(store, name, root / name, chunk_size=16 * MIB)
+
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            list(pool.map(put, self.names()))
+
+    def digest(self, root: Path) -> str:
+        with ThreadPoolExecutor(8) as pool:
+            return "".join(pool.map(lambda name: _digest(root / name), self.names()))
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class Ways:
+    """The ways of having a part of the data set on the local disk; each tells its seconds."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        mount = CONTENDERS["fusefs-kernel"]("fusefs", place)
+        assert isinstance(mount, Fusefs)
+        self._mount = mount
+
+    def warm(self, part: Part, digest: str) -> float:
+        fusefs = str(Path(sys.prefix) / "bin" / "fusefs")
+        command = [fusefs, "warm", "--wait", str(self._mount.root / part.folder)]
+        return self._mounted(part, digest, command)
+
+    def cat(self, part: Part, digest: str) -> float:
+        each = max(1, min(8, part.count // AT_ONCE))
+        script = f"find . -type f -print0 | xargs -0 -P {AT_ONCE} -n {each} cat > /dev/null"
+        return self._mounted(part, digest, ["sh", "-c", script])
+
+    def rclone(self, part: Part, digest: str) -> float:
+        target = self._place.scratch / "copied"
+        shutil.rmtree(target, ignore_errors=True)
+        bucket = self._place.bucket
+        remote = f"bench:{bucket.name}/{part.folder}"
+        environment = {
+            **os.environ,
+            "RCLONE_CONFIG": os.devnull,
+            "RCLONE_CONFIG_BENCH_TYPE": "s3",
+            "RCLONE_CONFIG_BENCH_PROVIDER": "SeaweedFS",
+            "RCLONE_CONFIG_BENCH_ENDPOINT": bucket.server.endpoint_url,
+            "RCLONE_CONFIG_BENCH_REGION": REGION,
+            "RCLONE_CONFIG_BENCH_ACCESS_KEY_ID": ACCESS_KEY,
+            "RCLONE_CONFIG_BENCH_SECRET_ACCESS_KEY": SECRET_KEY,
+        }
+        command = [
+            str(Path(sys.prefix) / "bin" / "rclone"), "copy", remote, str(target / part.folder),
+            "--transfers", str(AT_ONCE), "--checkers", str(AT_ONCE), "--ignore-checksum",
+            "--multi-thread-streams", "8", "--use-server-modtime", "--fast-list",
+        ]  # fmt: skip
+        try:
+            seconds = _timed(command, environment)
+            _compare(part, target, digest)
+            return seconds
+        finally:
+            shutil.rmtree(target, ignore_errors=True)
+
+    def _mounted(self, part: Part, digest: str, command: Sequence[str]) -> float:
+        """The time of a command in a folder of a new mount."""
+        self._mount.start()
+        try:
+            seconds = _timed(command, dict(os.environ), self._mount.root / part.folder)
+            before = self._mount.requests()["bytes_fetched"]
+            _compare(part, self._mount.root, digest)
+            if self._mount.requests()["bytes_fetched"] != before:
+                raise BenchError(f"{command[0]}: not everything is in the cache")
+            return seconds
+        finally:
+            self._mount.stop()
+
+
+def _timed(
+    command: Sequence[str], environment: dict[str, str], directory: Path | None = None
+) -> float:
+    begun = time.monotonic()
+    done = subprocess.run(
+        command, env=environment, cwd=directory, timeout=LIMIT_S, capture_output=True, text=True
+    )
+    seconds = time.monotonic() - begun
+    if done.returncode:
+        raise BenchError(f"{command[0]}: exit {done.returncode}: {done.stderr[-300:]}")
+    return seconds
+
+
+def _compare(part: Part, root: Path, digest: str) -> None:
+    if part.digest(root) != digest:
+        raise BenchError(f"{part.folder}: other bytes than in the bucket")
+
+
+def run(place: Place, parts: Sequence[Part], rounds: int) -> None:
+    """Measure all ways with all parts, and print a table of medians."""
+    ways = Ways(place)
+    table: dict[str, Callable[[Part, str], float]] = {
+        "fusefs warm": ways.warm, "cat": ways.cat, "rclone copy": ways.rclone,
+    }  # fmt: skip
+    for part in parts:
+        digest = part.digest(place.native_root)
+        seconds: dict[str, list[float]] = {name: [] for name in table}
+        for number in range(rounds):
+            names = list(table)
+            for name in names[number % 3 :] + names[: number % 3]:
+                place.bucket.warm()
+                took = table[name](part, digest)
+                seconds[name].append(took)
+                print(f"{part.folder:6} {name:12} {took:7.2f} s", file=sys.stderr, flush=True)
+        print(f"{part.folder}: {part.count:,} files, {part.bytes // MIB:,} MiB")
+        for name, taken in seconds.items():
+            median = statistics.median(taken)
+            pairs = zip(taken, seconds["fusefs warm"], strict=True)
+            ratios = sorted(one / ours for one, ours in pairs)
+            print(
+                f"  {name:12} {median:7.2f} s  {part.bytes / MIB / median:6,.0f} MiB/s"
+                f"  {part.count / median:7,.0f} files/s  {statistics.median(ratios):5.2f} times"
+                f" warm's ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+            )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.warm", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--small", type=int, default=10_000, metavar="N", help="files of 64 KiB")
+    parser.add_argument("--large", type=int, default=2, metavar="N", help="files of 1 GiB")
+    parser.add_argument("--scratch", type=Path, default=Path(".bench-scratch"))
+    arguments = parser.parse_args()
+    parts = [Part("small", arguments.small, 64 * 1024), Part("large", arguments.large, 1024 * MIB)]
+    base: Path = arguments.scratch.resolve()
+    base.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as cleanup:
+        scratch = Path(tempfile.mkdtemp(prefix="warm-", dir=base))
+        cleanup.callback(shutil.rmtree, scratch)
+        (scratch / ".gitignore").write_text("*\n")
+        server = cleanup.enter_context(S3Server(scratch / "server"))
+        bucket = Bucket(server, server.new_bucket())
+        native = scratch / "native"
+        for part in parts:
+            part.create(native)
+            part.upload(native, bucket.store())
+        run(
+            Place(bucket, native, scratch), [part for part in parts if part.count], arguments.rounds
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
