@@ -13,6 +13,7 @@ from tests.support.faulty_s3 import FaultyS3
 from tests.support.keeping import Kept, kept_mount
 from tests.support.local_file import LocalFile, MakeFile
 from tests.support.mounting import Mount, Mounter
+from tests.support.ordinary_user import public_directory
 from tests.support.s3_server import S3Server
 from tests.support.sharing import skip_without_fuse
 
@@ -129,3 +130,10 @@ def kept() -> Iterator[Kept]:
     """A keeper whose daemon is a stand-in; not started yet."""
     with kept_mount() as one:
         yield one
+
+
+@pytest.fixture
+def public_path() -> Iterator[Path]:
+    """As `tmp_path`, and every user may pass."""
+    with public_directory() as directory:
+        yield directory

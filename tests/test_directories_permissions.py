@@ -7,7 +7,6 @@ import os
 import shutil
 import stat
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,10 @@ import pytest
 
 from tests.support.buckets import Bucket, new_bucket
 from tests.support.mounting import Mount, Mounter
+from tests.support.ordinary_user import NOBODY
 from tests.support.s3_server import S3Server
 from tests.support.semantics import states
 from tests.support.sharing import SESSIONS, mounted, read_all
-
-NOBODY = 65534
 
 
 def as_nobody(*command: object) -> subprocess.CompletedProcess[str]:
@@ -32,11 +30,9 @@ def as_nobody(*command: object) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def tmp_path() -> Iterator[Path]:
-    """Where every user may go: each run of pytest closes all that is below its own directory."""
-    with tempfile.TemporaryDirectory(prefix="reachable-") as path:
-        os.chmod(path, 0o755)
-        yield Path(path)
+def tmp_path(public_path: Path) -> Path:
+    """Where the mounts are."""
+    return public_path
 
 
 needs_root = pytest.mark.skipif(

@@ -17,16 +17,15 @@ from fusefs.kernel import libc
 from fusefs.kernel.keeper_wire import FRESH
 from tests.support.keeping import (
     LIMIT_S,
-    NOBODY,
     PROJECT,
     STANDIN,
     Kept,
     needs_fuse,
     needs_passthrough,
     needs_root,
-    public_python,
     until,
 )
+from tests.support.ordinary_user import NOBODY, public_python
 
 pytestmark = [needs_root, needs_fuse, needs_passthrough]
 

@@ -13,13 +13,13 @@ import pytest
 
 from tests.support.keeping import (
     LIMIT_S,
-    NOBODY,
     Kept,
     needs_fuse,
     needs_passthrough,
     needs_root,
     put_through,
 )
+from tests.support.ordinary_user import NOBODY
 
 pytestmark = [needs_root, needs_fuse]
 

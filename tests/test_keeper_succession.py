@@ -15,7 +15,6 @@ from fusefs.kernel.keeper_system import CAP_SYS_ADMIN
 from tests.support.keeping import (
     HELD,
     LIMIT_S,
-    NOBODY,
     STANDIN,
     Kept,
     blocked_reader,
@@ -24,10 +23,10 @@ from tests.support.keeping import (
     needs_fuse,
     needs_passthrough,
     needs_root,
-    public_python,
     put_through,
     until,
 )
+from tests.support.ordinary_user import NOBODY, public_python
 
 pytestmark = [needs_root, needs_fuse]
 

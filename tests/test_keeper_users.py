@@ -13,7 +13,6 @@ import pytest
 
 from tests.support.keeping import (
     LIMIT_S,
-    NOBODY,
     STANDIN,
     Kept,
     capabilities,
@@ -21,10 +20,10 @@ from tests.support.keeping import (
     needs_fuse,
     needs_passthrough,
     needs_root,
-    public_python,
     put_through,
     until,
 )
+from tests.support.ordinary_user import NOBODY, public_python
 
 pytestmark = [needs_root, needs_fuse]
 

@@ -46,7 +46,7 @@ Runner = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def mounted_by_nobody(bucket: Bucket, session: str, tmp_path: Path) -> Iterator[Runner]:
+def mounted_by_nobody(bucket: Bucket, session: str, public_path: Path) -> Iterator[Runner]:
     """Runs commands as root where an ordinary user has mounted the bucket on $mnt.
 
     `as_nobody` before a command runs it as that user; the rest are options of the mount.
@@ -57,9 +57,9 @@ def mounted_by_nobody(bucket: Bucket, session: str, tmp_path: Path) -> Iterator[
     for program in ("unshare", "setpriv", "fusermount3"):
         if shutil.which(program) is None:
             pytest.skip(f"there is no {program}")
-    home = tmp_path / "home"
+    home = public_path / "home"
     home.mkdir()
-    with runnable_by_all(tmp_path) as (command, environment):
+    with runnable_by_all() as (command, environment):
 
         def run(commands: str, *options: str) -> subprocess.CompletedProcess[str]:
             script = SCRIPT.format(

@@ -174,16 +174,18 @@ def test_a_mount_of_the_pyfuse3_session_ends_with_its_daemon(
     expect_not_connected(mount)
 
 
-def test_the_daemon_of_root_s_mount_is_an_ordinary_user_s(filled: Bucket, tmp_path: Path) -> None:
+def test_the_daemon_of_root_s_mount_is_an_ordinary_user_s(
+    filled: Bucket, public_path: Path
+) -> None:
     """And has passthrough, is replaced, and leaves nothing."""
     if os.geteuid() or not os.path.exists("/dev/fuse"):
         pytest.skip("needs root and /dev/fuse")
-    with runnable_by_all(tmp_path) as (command, environment):
-        path = tmp_path / "mnt"
+    with runnable_by_all() as (command, environment):
+        path = public_path / "mnt"
         path.mkdir()
         mount = Mount(
-            f"s3://{filled.name}/", path, tmp_path / "cache", filled.server.endpoint_url,
-            filled.server.environment, tmp_path / "log",
+            f"s3://{filled.name}/", path, public_path / "cache", filled.server.endpoint_url,
+            filled.server.environment, public_path / "log",
         )  # fmt: skip
         try:
             subprocess.run(

@@ -246,7 +246,7 @@ def running_node(*options: str, **stores: str) -> Iterator[Node]:
     directory = Path(tempfile.mkdtemp(prefix="node"))
     directory.chmod(0o755)
     try:
-        with runnable_by_all(directory) as (command, environment):
+        with runnable_by_all() as (command, environment):
             node = Node(directory, stores, [command[0], "-c", START], environment)
             try:
                 node.start(*options)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,18 +16,16 @@ from typing import Any
 
 import pytest
 
-from fusefs.kernel import keeper_wire, libc, unmount
+from fusefs.kernel import keeper_wire, unmount
 from fusefs.kernel.keeper_system import connection_at
 from fusefs.kernel.mount import stack_depth
+from tests.support.ordinary_user import public_directory
 
 PROJECT = Path(__file__).parents[2]
 STANDIN = PROJECT / "tests" / "support" / "standin_daemon.py"
 LIMIT_S = 60.0
-NOBODY = 65534
 # What the stand-in answers to who reads "held", once it may.
 HELD = b"held content"
-MS_BIND = 4096
-MS_REMOUNT = 32
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 needs_passthrough = pytest.mark.skipif(
@@ -54,27 +50,6 @@ def until(condition: Callable[[], Any]) -> Any:
         assert time.monotonic() < deadline, "it did not come about"
         time.sleep(0.02)
     return result
-
-
-@contextlib.contextmanager
-def public_python() -> Iterator[str]:
-    """The path of an interpreter that every user may run: root's own is often in a home directory.
-
-    Bind-mounted read-only, so that nobody who tidies up can harm it, and outside
-    of pytest's directories, which each session of it closes to other users.
-    """
-    directory = Path(tempfile.mkdtemp(prefix="python-"))
-    directory.chmod(0o755)
-    prefix = directory / "prefix"
-    prefix.mkdir()
-    libc.mount(sys.base_prefix, str(prefix), "none", MS_BIND, "")
-    try:
-        libc.mount("none", str(prefix), "none", MS_BIND | MS_REMOUNT | libc.MS_RDONLY, "")
-        yield f"{prefix}/bin/python{sys.version_info.major}.{sys.version_info.minor}"
-    finally:
-        libc.umount(str(prefix), libc.MNT_DETACH)
-        prefix.rmdir()
-        directory.rmdir()
 
 
 class Kept:
@@ -327,15 +302,12 @@ class Kept:
 @contextlib.contextmanager
 def kept_mount() -> Iterator[Kept]:
     """Not started yet, and gone at the end whatever happened."""
-    # Not below pytest's own directory, which only root may enter.
-    directory = Path(tempfile.mkdtemp(prefix="kept-"))
-    directory.chmod(0o755)
-    one = Kept(directory)
-    try:
-        yield one
-    finally:
-        one.clean_up()
-        shutil.rmtree(directory)
+    with public_directory() as directory:
+        one = Kept(directory)
+        try:
+            yield one
+        finally:
+            one.clean_up()
 
 
 @contextlib.contextmanager
