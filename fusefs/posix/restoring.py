@@ -36,6 +36,8 @@ async def restore(operations: Operations, state: KernelState, backing: Backing) 
         await _restore_handle(operations, logged, backing)
         if index % 200 == 0:
             await trio.lowlevel.checkpoint()
+    if operations.writer is not None:
+        operations.writer.let_go_unlinked()
     for nodeid, pid in state.stale:
         operations.recall_stale(nodeid, pid)
     operations.inodes.prune()

@@ -234,11 +234,19 @@ class Writeback:
         if staged is None:
             return
         if staged.is_unlinked:
+            if inode.is_current:
+                self.inodes.supersede(inode)
             state = staged.upload_state.plain() if staged.upload_state is not None else None
             self.uploads.abort_later(staged.key, state, staged.begun_ns)
             staged.upload_state = staged.begun_ns = None
         else:
             self.list_staged(inode)
+
+    def let_go_unlinked(self) -> None:
+        """Forget what an earlier process had unlinked, and nobody has open."""
+        for staged in self.staging:
+            if staged.is_unlinked and not staged.inode.served:
+                self.staging.release(staged)
 
     def list_staged(self, inode: Inode) -> None:
         """Have listings show a staged file."""

@@ -88,7 +88,7 @@ class Writer(Writeback):
             # The bucket decides between two nodes that create one lock file.
             info = await self._put_empty(key, meta.changed(mtime_ns=now), caller)
         made = (parent.children or {}).get(name)
-        if made is not None and made.staged is not None:
+        if made is not None and made.staged is not None and not made.staged.is_unlinked:
             # By this very request, before somebody died over it, or by one that nobody heard of.
             if flags & os.O_TRUNC:
                 await self.stage(made, keep=0)
