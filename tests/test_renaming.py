@@ -10,7 +10,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from fusefs.store.errors import AccessDeniedError, UnreachableError
+from fusefs.store.errors import AccessDeniedError, ExistsError, UnreachableError
 from tests.support.mortal_mount import DiedError, MemoryStore, MortalMount
 from tests.support.semantics import states
 
@@ -295,6 +295,20 @@ async def test_what_is_not_one_step_is_refused(mount: MortalMount, flags: int) -
             await process.rename("a", "b", flags=NOREPLACE)
         await process.rename("a", "c", flags=NOREPLACE)
         assert mount.store.contents() == {"b": b"b", "c": b"a"}
+
+
+async def test_what_another_node_has_just_made_is_not_replaced(mount: MortalMount) -> None:
+    """If that is what the program asked for, as `mv` does."""
+    mount.store.put("a", b"a")
+    async with mount.serving() as process:
+        assert await process.listing() == ["a"]
+        mount.store.put("b", b"of another node")
+        with pytest.raises(ExistsError):
+            await process.rename("a", "b", flags=NOREPLACE)
+        assert mount.store.contents() == {"a": b"a", "b": b"of another node"}
+        assert await process.listing() == ["a", "b"]
+        await process.rename("a", "b")
+        assert mount.store.contents() == {"b": b"a"}
 
 
 async def test_a_target_that_is_written_is_lost_only_when_the_rename_succeeds(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fusefs.store import copying, multipart
-from fusefs.store.base import ObjectInfo, ObjectVersion
-from fusefs.store.errors import NotFoundError, StaleVersionError
+from fusefs.store.base import IF_ABSENT, ObjectInfo, ObjectVersion
+from fusefs.store.errors import ExistsError, NotFoundError, StaleVersionError
 from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.local_file import MakeFile
@@ -101,6 +101,56 @@ async def test_another_version_than_the_named_one_is_not_copied(
             with pytest.raises(StaleVersionError):
                 await store.copy(source, "copy")
     assert keys(bucket) == ["source"]
+
+
+@pytest.mark.usefixtures("copied_in_parts")
+async def test_where_there_was_to_be_nothing_nothing_is_replaced(
+    bucket: Bucket, make_file: MakeFile
+) -> None:
+    file = make_file(2 * PART)
+    async with opened(bucket, bucket.server.endpoint_url) as store:
+        source = await put(store, "source", file)
+        await put(store, "there", make_file(5))
+        for keeps_mtime in (True, False):
+            with pytest.raises(ExistsError):
+                await store.copy(source, "there", keeps_mtime=keeps_mtime, condition=IF_ABSENT)
+        await store.copy(source, "new", condition=IF_ABSENT)
+    assert len(contents(bucket, "there")) == 5
+    assert contents(bucket, "new") == file.data
+
+
+async def test_a_source_that_was_replaced_is_no_object_that_is_in_the_way(
+    bucket: Bucket, make_file: MakeFile
+) -> None:
+    async with opened(bucket, bucket.server.endpoint_url) as store:
+        old = await put(store, "source", make_file(100))
+        await put(store, "source", make_file(100))
+        with pytest.raises(StaleVersionError):
+            await store.copy(old, "copy", condition=IF_ABSENT)
+
+
+@pytest.mark.parametrize("keeps_mtime", [True, False])
+async def test_a_copy_whose_answer_was_lost_is_not_in_its_own_way(
+    bucket: Bucket, faulty: FaultyS3, keeps_mtime: bool
+) -> None:
+    etag = bucket.put("source", b"x")
+    async with opened(bucket, faulty.endpoint_url) as store:
+        faulty.add("COPY", lose_answer=True, times=1)
+        source = ObjectInfo("source", 1, etag, 0)
+        await store.copy(source, "copy", keeps_mtime=keeps_mtime, condition=IF_ABSENT)
+        assert len(faulty.requests("COPY")) == 2
+        with pytest.raises(ExistsError):
+            await store.copy(source, "copy", keeps_mtime=keeps_mtime, condition=IF_ABSENT)
+
+
+async def test_a_store_without_conditions_of_copies_copies(
+    bucket: Bucket, faulty: FaultyS3
+) -> None:
+    etag = bucket.put("source", b"x")
+    async with opened(bucket, faulty.endpoint_url) as store:
+        faulty.add("COPY", code="NotImplemented", times=1)
+        await store.copy(ObjectInfo("source", 1, etag, 0), "copy", condition=IF_ABSENT)
+    assert contents(bucket, "copy") == b"x"
 
 
 async def test_what_is_missing_is_not_copied(bucket: Bucket) -> None:

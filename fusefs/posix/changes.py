@@ -27,8 +27,8 @@ from fusefs.posix.renaming import Renames
 from fusefs.posix.segments import Absent, Entry
 from fusefs.posix.staging import Staged
 from fusefs.posix.writing import Writer
-from fusefs.store.base import ObjectInfo, ObjectVersion, Store
-from fusefs.store.errors import NotFoundError, StoreError
+from fusefs.store.base import IF_ABSENT, IfAbsent, ObjectInfo, ObjectVersion, Store
+from fusefs.store.errors import ExistsError, NotFoundError, StoreError
 
 RENAME_NOREPLACE = 1
 
@@ -92,7 +92,9 @@ class Changes(Naming):
             if found is None:
                 await self._rename_directory(parent, name, to, new_name, target)
             elif target is not None:
-                await self._rename_file(parent, name, to, new_name, found, target)
+                is_new = flags & RENAME_NOREPLACE and not is_repeated
+                condition = IF_ABSENT if is_new else None
+                await self._rename_file(parent, name, to, new_name, found, target, condition)
 
     async def _finish_others(self, parent: Inode, name: str, to: Inode, new_name: str) -> bool:
         """Have no unfinished rename in the way of a directory's; tell if this was one of them."""
@@ -124,7 +126,7 @@ class Changes(Naming):
 
     async def _rename_file(
         self, parent: Inode, name: str, to: Inode, new_name: str,
-        found: ObjectInfo | Absent, target: ObjectInfo | Absent,
+        found: ObjectInfo | Absent, target: ObjectInfo | Absent, condition: IfAbsent | None,
     ) -> None:  # fmt: skip
         """Rename a file; `found` is ABSENT if nothing is left to be done in the bucket."""
         old_key, new_key = self._inodes.key(parent) + name, self._inodes.key(to) + new_name
@@ -138,9 +140,9 @@ class Changes(Naming):
                     return
                 copied = inode.info, await self._store.head(new_key)
             elif staged is None:
-                copied = await self._copy(found, new_key)
+                copied = await self._copy(found, to, new_name, condition)
             elif inode is not None and inode.info is not None and staged.etag == inode.info.etag:
-                copied = await self._copy(inode.info, new_key)
+                copied = await self._copy(inode.info, to, new_name, condition)
             moved = {copied[0].version: copied[1]} if copied is not None else {}
             left = await self._mover.move_cached(moved)
             may_be_there = staged is None or self._may_be_there(staged)
@@ -157,10 +159,17 @@ class Changes(Naming):
         if inode is not None:
             self._writer.released(inode)
 
-    async def _copy(self, source: ObjectInfo, key: str) -> tuple[ObjectInfo, ObjectInfo]:
+    async def _copy(
+        self, source: ObjectInfo, to: Inode, name: str, condition: IfAbsent | None
+    ) -> tuple[ObjectInfo, ObjectInfo]:
         """Copy an object; that it is gone may mean that it was copied and deleted before."""
+        prefix = self._inodes.key(to)
+        key = prefix + name
         try:
-            return await copy_current(self._store, source, key, self._mover.is_dated)
+            return await copy_current(self._store, source, key, self._mover.is_dated, condition)
+        except ExistsError:
+            self._directories.correct(self._directories.get(prefix), name, None)
+            raise
         except NotFoundError:
             made = await self._store.head(key)
             if made.size != source.size:

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import trio
 
-from fusefs.store.base import ObjectInfo, ObjectVersion, Store
+from fusefs.store.base import IfAbsent, ObjectInfo, ObjectVersion, Store
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
 
 logger = logging.getLogger("fusefs.renaming")
@@ -145,24 +145,27 @@ class Copies:
 
 
 async def copy_current(
-    store: Store, source: ObjectInfo, key: str, is_dated: IsDated
-) -> tuple[ObjectInfo, ObjectInfo]:
+    store: Store, source: ObjectInfo, key: str, is_dated: IsDated,
+    condition: IfAbsent | None = None,
+) -> tuple[ObjectInfo, ObjectInfo]:  # fmt: skip
     """Copy an object as it is now, which need not be as it was listed; return both.
 
     A copy is as young as it is, so its metadata is to say how old the content is.
 
     Raises:
+        ExistsError: there is an object under `key`, against `condition`.
         NotFoundError: it is not there any more.
     """
     keeps_mtime = not is_dated(source)
     for _ in range(TRIES - 1):
         try:
-            return source, await store.copy(source, key, keeps_mtime=keeps_mtime)
+            copied = await store.copy(source, key, keeps_mtime=keeps_mtime, condition=condition)
+            return source, copied
         except StaleVersionError:
             logger.info("%s has been replaced: what is there now is copied", source.key)
         source = await store.head(source.key)
         keeps_mtime = True
-    return source, await store.copy(source, key, keeps_mtime=keeps_mtime)
+    return source, await store.copy(source, key, keeps_mtime=keeps_mtime, condition=condition)
 
 
 async def delete_all(

@@ -33,6 +33,7 @@ from fusefs.store.base import (
     ChunkWriter,
     Condition,
     DeleteFailure,
+    IfAbsent,
     ListPage,
     ObjectInfo,
     ObjectVersion,
@@ -233,8 +234,11 @@ class S3Store:
         *,
         metadata: Mapping[str, str] | None = None,
         keeps_mtime: bool = False,
+        condition: IfAbsent | None = None,
     ) -> ObjectInfo:
-        return await copying.copy(self, source, key, metadata, keeps_mtime=keeps_mtime)
+        return await copying.copy(
+            self, source, key, metadata, keeps_mtime=keeps_mtime, condition=condition
+        )
 
     async def delete(self, key: str) -> None:
         await writing.delete(self, key)

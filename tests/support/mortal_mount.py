@@ -149,12 +149,15 @@ class MemoryStore:
     async def copy(
         self, source: ObjectInfo | ObjectVersion, key: str, *,
         metadata: Mapping[str, str] | None = None, keeps_mtime: bool = False,
+        condition: Condition = None,
     ) -> ObjectInfo:  # fmt: skip
         version = source.version if isinstance(source, ObjectInfo) else source
         async with self._request("COPY", key):
             found = self._get(version.key)
             if found.info.version != version:
                 raise StaleVersionError(version.key)
+            if condition == IF_ABSENT and key in self.objects:
+                raise ExistsError(key)
             said = dict((found.info.metadata if metadata is None else metadata) or {})
             if keeps_mtime:
                 seconds, rest = divmod(found.info.mtime_ns, SECOND_NS)
