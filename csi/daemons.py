@@ -1,14 +1,16 @@
-"""`fusefs-csi daemons`: holds the connections of the node's mounts, beside their keepers.
+"""`fusefs-csi daemons`: where the daemons of the node's mounts run, without privilege.
 
-A FUSE mount lives as long as any process has its /dev/fuse descriptor. The
-mounts' keepers and daemons run in the container of `fusefs-csi node` and die
-with it; this process, in a pod of its own, is the other one that has them. A
-program that reads meanwhile waits, and goes on when `fusefs-csi node` is back
-and has started keepers and daemons anew (see `caretaker`).
+`fusefs-csi node` mounts and keeps; the daemons are in a container, and a pod,
+of their own, so that each side may die or be replaced without the other. They
+are started here (`supervisor`), as the users of their identities. Beside them
+copies of the mounts' /dev/fuse descriptors are held (`fusefs.kernel.holder`):
+each keeper has one as well, and each daemon, so a mount lives while any of the
+three does.
 
-One that starts beside another takes what that holds before it takes its place,
-so that there is no moment in which nobody can be asked for it. It needs no
-privilege and no configuration, and knows nothing of the mounts.
+One that starts beside another takes over: first what that holds, then its
+place, then its daemons (`moving`), and is ready when all of them have moved.
+The old one, told to end, ends when its last daemon has; it knows no limit for
+that, as kubelet has one. If the new one ends instead, the old one comes back.
 """
 
 from __future__ import annotations
@@ -16,11 +18,18 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
+import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from csi.holding import Holding
-from fusefs.kernel import holder
+from csi.moving import Moving
+from csi.nodeconfig import HOLDER, SUPERVISOR
+from csi.supervisor import Supervisor
+from fusefs.kernel import holder, launching
+from fusefs.kernel.keeper_system import close_all_but, die_with_parent
 
 # From the fork to a service that answers: it has only to bind its socket.
 START_S = 30.0
@@ -35,68 +44,106 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--ready-file",
         type=Path,
         metavar="PATH",
-        help="a file that is there while the descriptors are held",
+        help="a file that is there while the node's mounts are served here",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Hold the mounts' descriptors until SIGTERM; return the exit status.
+    """Look after daemons until SIGTERM, and until they have ended; return the exit status.
 
     Raises:
-        OSError: the directory of the socket cannot be used.
+        OSError: the directory of the sockets cannot be used.
     """
     state: Path = arguments.state_dir
     ready: Path | None = arguments.ready_file
     state.mkdir(mode=0o711, parents=True, exist_ok=True)
     if ready is not None:
         ready.unlink(missing_ok=True)  # a killed container's, before this one in the same pod
-    socket = state / "holder.sock"
-    before = _identity(socket)
-    held = _held_at(socket)
-    if os.fork() == 0:
-        status = 1
-        try:
-            status = _bring(held, socket, before, ready)
-        finally:
-            os._exit(status)
-    for descriptor in held.values():
-        os.close(descriptor)
+    service = HolderService(state / HOLDER)
+    service.take_over()
+    old = _running(state / SUPERVISOR)
+    supervisor = Supervisor(state / SUPERVISOR, on_look=service.look, on_return=service.start)
+    mover = _fork(lambda: _move(old, state, supervisor.number, ready), old)
+    service.helpers.append(mover)
+    if old is not None:
+        old.close()
     try:
-        return holder.main(socket)
+        supervisor.run()
     finally:
         if ready is not None:
             ready.unlink(missing_ok=True)
+    return 0
 
 
-def _held_at(socket: Path) -> dict[str, int]:
-    """Copies of what the process that listens there holds, if there is one."""
-    held = {}
-    for name in Holding(socket).names():
-        try:
-            held[name] = holder.fetch(os.fspath(socket), name)
-        except holder.HolderError as error:
-            log.warning("%s: %s", name, error)  # its mount has just ended
-    return held
+def _running(path: Path) -> socket.socket | None:
+    """The supervisor that is there already."""
+    try:
+        return launching.connect(os.fspath(path))
+    except OSError:
+        return None
 
 
-def _bring(
-    held: dict[str, int], socket: Path, before: tuple[int, int] | None, ready: Path | None
-) -> int:
-    """Beside the new service: give it what the one before it held, and say that it is ready."""
-    deadline = time.monotonic() + START_S
-    while _identity(socket) in (None, before):
-        if time.monotonic() > deadline:
-            return 1
-        time.sleep(POLL_S)
-    for name, descriptor in held.items():
-        try:
-            holder.hold(os.fspath(socket), name, descriptor)
-        except holder.HolderError as error:
-            log.warning("%s: %s", name, error)
-    log.info("%d descriptors are held, as before", len(held))
+def _move(old: socket.socket | None, state: Path, number: int, ready: Path | None) -> None:
+    if old is not None:
+        Moving(old, state / "fusefs", number).run()
+    log.info("ready")
     if ready is not None:
         ready.write_text("")
-    return 0
+
+
+class HolderService:
+    """The process that holds descriptors, which is a child of this one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._pid = 0
+        self.helpers: list[int] = []  # to be buried
+
+    def take_over(self) -> None:
+        """Start it with what the one before it holds.
+
+        Raises:
+            OSError: it does not come up.
+        """
+        held = {}
+        for name in Holding(self._path).names():
+            try:
+                held[name] = holder.fetch(os.fspath(self._path), name)
+            except holder.HolderError as error:
+                log.warning("%s: %s", name, error)  # its mount has just ended
+        self.start()
+        for name, descriptor in held.items():
+            try:
+                holder.hold(os.fspath(self._path), name, descriptor)
+            except holder.HolderError as error:
+                log.warning("%s: %s", name, error)
+            os.close(descriptor)
+        log.info("%d descriptors are held, as before", len(held))
+
+    def start(self) -> None:
+        """Start one that holds nothing; the keepers bring what they have.
+
+        Raises:
+            OSError: it does not come up.
+        """
+        if self._pid:
+            os.kill(self._pid, signal.SIGKILL)
+            self.helpers.append(self._pid)
+        before = _identity(self._path)
+        self._pid = _fork(lambda: holder.main(self._path))
+        deadline = time.monotonic() + START_S
+        while _identity(self._path) in (None, before):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self._path}: nobody listens")
+            time.sleep(POLL_S)
+
+    def look(self) -> None:
+        """Start another where it has died, and bury who is dead."""
+        self.helpers = [pid for pid in self.helpers if not os.waitpid(pid, os.WNOHANG)[0]]
+        if os.waitpid(self._pid, os.WNOHANG)[0]:
+            log.warning("what held the descriptors is gone: starting another")
+            self._pid = 0
+            self.start()
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
@@ -105,3 +152,21 @@ def _identity(path: Path) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return status.st_dev, status.st_ino
+
+
+def _fork(work: Callable[[], object], kept: socket.socket | None = None) -> int:
+    """Do something in a child, which ends with this process; return its pid."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            die_with_parent()
+            close_all_but(*([kept.fileno()] if kept is not None else []))
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            work()
+            status = 0
+        except Exception:
+            log.exception("a part of it failed")
+        finally:
+            os._exit(status)
+    return pid

@@ -1,19 +1,20 @@
-"""The mounts' connections in the hands of another process: `fusefs-csi daemons`.
+"""What `fusefs-csi daemons` has of the mounts: their daemons, and their connections.
 
 It holds copies of their /dev/fuse descriptors, each under the name of mount
-point and connection, and forgets them when it is replaced itself. So what it
-has not is brought to it, now and then, with the keeper's copy.
+point and connection, and loses them when it dies. So what it has not is
+brought to it, now and then, with the keeper's copy.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 from pathlib import Path
 
-from fusefs import control, mounts
-from fusefs.kernel import holder, keeper_control
+from fusefs import control, launch, mounts
+from fusefs.kernel import holder, keeper_control, launching
 from fusefs.mounts import KernelMount
 
 ANSWER_TIMEOUT_S = 2.0
@@ -69,3 +70,26 @@ def _hand(keeper: Path) -> int:
     if not descriptors:
         raise ConnectionError("the keeper has no connection to hand out")
     return descriptors[0]
+
+
+class Daemons:
+    """The daemons that are started for mounts by a supervisor, if there is to be one."""
+
+    def __init__(self, supervisor: launch.Supervisor | None) -> None:
+        self.supervisor = supervisor
+
+    def serve(self, root: Path) -> bool:
+        """Whether there is one for the mount at `root`; not if nobody answers."""
+        if self.supervisor is None:
+            return False
+        number = launch.mount_number(root)
+        try:
+            return launching.count(os.fspath(self.supervisor.socket), number) > 0
+        except OSError:
+            return False
+
+    def end(self, root: Path) -> None:
+        """Kill those of the mount at `root`."""
+        if self.supervisor is not None:
+            with contextlib.suppress(OSError):  # then there is none
+                launching.end(os.fspath(self.supervisor.socket), launch.mount_number(root))

@@ -35,9 +35,9 @@ from csi.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from csi.holding import Holding
+from csi.holding import Daemons, Holding
 from csi.mount_records import MountRecord, MountRecords
-from fusefs import control, mounts
+from fusefs import control, launch, mounts
 from fusefs.mounts import KernelMount
 
 log = logging.getLogger(__name__)
@@ -48,6 +48,7 @@ ANSWER_TIMEOUT_S = 1.0
 STOP_S = 5.0
 # For the processes of a mount that is not waited for any longer.
 KILL_S = 5.0
+POLL_S = 0.05
 
 # What the daemon says of a bucket that it can't list, and what that means.
 _REFUSALS: tuple[tuple[tuple[str, ...], type[CsiError]], ...] = (
@@ -64,12 +65,18 @@ class Mounts:
     """The driver's mounts, below one directory. One call at a time for each volume."""
 
     def __init__(
-        self, records: MountRecords, files: CredentialFiles, roots: Path, holding: Holding
+        self,
+        records: MountRecords,
+        files: CredentialFiles,
+        roots: Path,
+        holding: Holding,
+        daemons: Daemons,
     ) -> None:
         self.records = records
         self._files = files
         self._roots = roots
         self._holding = holding
+        self._daemons = daemons
         roots.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     # --- what is there ---
@@ -110,7 +117,7 @@ class Mounts:
         return [path for path in found if path.name != record.key]
 
     def is_alive(self, record: MountRecord, table: Table) -> bool:
-        """Whether somebody serves the record's mount, or will; it is not touched itself."""
+        """Whether somebody keeps the record's mount, or will; it is not touched itself."""
         root = Path(record.root)
         top = table.top(root)
         if top is None or not top.is_fusefs:
@@ -120,9 +127,12 @@ class Mounts:
             told = control.exchange(socket, {"do": "status"}, ANSWER_TIMEOUT_S)
             return bool(told["connection"] == top.connection)
         except control.ControlError:
+            if control.peer(socket) is not None:
+                return True
+            # One of a supervisor's waits for a keeper; any other starts one itself.
             registration = mounts.registration_of(root)
             is_served = registration is not None and registration.is_alive()
-            return is_served or control.peer(socket) is not None
+            return is_served and not self._daemons.serve(root)
 
     def ask(
         self, record: MountRecord, timeout_s: float = ANSWER_TIMEOUT_S
@@ -153,7 +163,7 @@ class Mounts:
         self.records.write(record)  # first: what has no record is taken away
         if top is None:
             binding.make_directory(root, 0o700)
-        answer = _run_starter(record, deadline)
+        answer = _run_starter(record, self._daemons.supervisor, deadline)
         if "error" in answer:
             why = str(answer["error"])
             raise _refusal(why)(f"{why}, as {record.who}")
@@ -199,6 +209,7 @@ class Mounts:
                 if not is_forced:
                     raise AbortedError(f"the mount at {root} is still ending")
                 self._see_out(processes)
+            self._see_daemons_out(root, deadline, is_forced=is_forced)
         finally:
             for process in processes:
                 os.close(process)
@@ -208,8 +219,21 @@ class Mounts:
         self._files.remove(key)
         self.records.remove(key)
 
+    def _see_daemons_out(self, root: Path, deadline: float, *, is_forced: bool) -> None:
+        """Wait for a supervisor's daemons, whose keepers may have been gone before."""
+        while self._daemons.serve(root):
+            if time.monotonic() >= deadline:
+                if not is_forced:
+                    raise AbortedError(f"the mount at {root} is still ending")
+                self._daemons.end(root)
+                return
+            time.sleep(POLL_S)
+
     def _processes(self, root: Path) -> list[int]:
-        """The processes of a mount as pidfds, the one that would start the others first."""
+        """The processes of a mount as pidfds, the one that would start the others first.
+
+        As far as they are to be seen from here.
+        """
         found = []
         socket = mounts.keeper_socket(root)
         try:
@@ -229,6 +253,7 @@ class Mounts:
     def _kill(self, root: Path) -> None:
         processes = self._processes(root)
         self._see_out(processes)
+        self._daemons.end(root)
         for process in processes:
             os.close(process)
 
@@ -252,7 +277,9 @@ def _has_ended(process: int, deadline: float) -> bool:
     return bool(ended.poll(1000 * max(0.0, deadline - time.monotonic())))
 
 
-def _run_starter(record: MountRecord, deadline: float) -> dict[str, Any]:
+def _run_starter(
+    record: MountRecord, supervisor: launch.Supervisor | None, deadline: float
+) -> dict[str, Any]:
     """What the process answers that starts a record's mount; see `starting`.
 
     Raises:
@@ -262,6 +289,11 @@ def _run_starter(record: MountRecord, deadline: float) -> dict[str, Any]:
         name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "FUSEFS"))
     }
     runtime = {mounts.RUNTIME_VARIABLE: os.fspath(mounts.runtime_directory())}
+    given = {
+        "settings": record.settings,
+        "supervisor": os.fspath(supervisor.socket) if supervisor else None,
+        "is_needed": supervisor is not None and supervisor.is_needed,
+    }
     with subprocess.Popen(
         START,
         stdin=subprocess.PIPE,
@@ -272,7 +304,7 @@ def _run_starter(record: MountRecord, deadline: float) -> dict[str, Any]:
     ) as starter:
         try:
             told, _ = starter.communicate(
-                record.settings.encode(), max(0.0, deadline - time.monotonic())
+                json.dumps(given).encode(), max(0.0, deadline - time.monotonic())
             )
         except subprocess.TimeoutExpired:
             starter.terminate()

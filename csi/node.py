@@ -41,7 +41,7 @@ from csi.errors import (
     UnavailableError,
 )
 from csi.generated import csi_pb2, csi_pb2_grpc
-from csi.holding import Holding
+from csi.holding import Daemons, Holding
 from csi.mount_records import MountRecord, MountRecords
 from csi.mounts import Mounts
 from csi.nodeconfig import NodeConfiguration, add_flags, configuration_of
@@ -100,7 +100,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         self._domains = Domains(configuration.cache_directory, *configuration.uids)
         self._mounts = Mounts(
             MountRecords(state / "mounts"), self._files, configuration.mounts_directory,
-            Holding(configuration.holder),
+            Holding(configuration.holder), Daemons(configuration.supervisor),
         )  # fmt: skip
         self._stats = Stats(self._mounts)
         self._draining = Draining(self._mounts)

@@ -10,9 +10,13 @@ from pathlib import Path
 
 from csi.errors import FailedPreconditionError
 from csi.options import Shares
-from fusefs import mounts
+from fusefs import launch, mounts
 from fusefs.kinds import MIN_FREE, SIZE
 from fusefs.units import MIB
+
+# The sockets of `fusefs-csi daemons`, below the state directory.
+SUPERVISOR = "daemons.sock"
+HOLDER = "holder.sock"
 
 _MEMORY_SYSTEMS = ("tmpfs", "ramfs")
 # Nobody's on a usual machine: systemd's documentation of uids leaves them free.
@@ -31,11 +35,19 @@ class NodeConfiguration:
     cache_directory: Path
     uids: tuple[int, int]
     shares: Shares
+    daemons: str = "either"
 
     @property
     def holder(self) -> Path:
-        """Where `fusefs-csi daemons` listens."""
-        return self.state_directory / "holder.sock"
+        """Where `fusefs-csi daemons` holds descriptors."""
+        return self.state_directory / HOLDER
+
+    @property
+    def supervisor(self) -> launch.Supervisor | None:
+        """Where `fusefs-csi daemons` starts daemons."""
+        if self.daemons == "here":
+            return None
+        return launch.Supervisor(self.state_directory / SUPERVISOR, self.daemons == "there")
 
     def prepare(self) -> None:
         """Make the directories, which the mounts' users may pass through.
@@ -84,6 +96,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--uid-range", _uids, f"{FIRST_UID}-{LAST_UID}", "FIRST-LAST",
         "the users that mounts run as, one for each identity and bucket",
     )  # fmt: skip
+    group.add_argument(
+        "--daemons",
+        choices=("there", "here", "either"),
+        default="either",
+        help="where the mounts' daemons run: there, in `fusefs-csi daemons`, for which mounts wait;"
+        " here; or there if it is there, else here (default: %(default)s)",
+    )
     add("--memory-limit", SIZE.read, 256 * MIB, "SIZE", "memory for each mount's data on its way")
     add("--max-connections", int, 32, "N", "the most requests to S3 at a time, for each mount")
     add("--cache-size", SIZE.read, None, "SIZE", "the most that one identity's cache keeps")
@@ -122,4 +141,5 @@ def configuration_of(arguments: argparse.Namespace) -> NodeConfiguration:
             arguments.cache_size,
             arguments.min_free,
         ),
+        arguments.daemons,
     )

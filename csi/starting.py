@@ -2,9 +2,10 @@
 
 It is to the driver what `fusefs mount` is to a user: one process per mount,
 so that the driver, which has many threads, never forks by itself, and the
-mount's environment is nobody else's. It reads the mount's settings as JSON from
-standard input, starts the mount (or goes on with one that the holder kept),
-and writes `{}` or `{"error": "..."}` when that is decided.
+mount's environment is nobody else's. It reads JSON from standard input: the
+mount's `settings`, and where its daemon is started (`supervisor`, a path, and
+whether it `is_needed`). It starts the mount, or goes on with one that has lost
+its keeper, and writes `{}` or `{"error": "..."}` when that is decided.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -24,10 +26,14 @@ def main() -> int:
     """Start the mount that standard input describes; return the exit status."""
     signal.signal(signal.SIGTERM, _stop)
     try:
-        settings = MountSettings.from_json(sys.stdin.read())
-        if not launch.resume(settings):
+        told = json.load(sys.stdin)
+        settings = MountSettings.from_json(told["settings"])
+        supervisor = None
+        if told["supervisor"] is not None:
+            supervisor = launch.Supervisor(Path(told["supervisor"]), told["is_needed"])
+        if not launch.resume(settings, supervisor):
             checks.check(settings)
-            launch.start(settings)
+            launch.start(settings, supervisor)
     except (
         checks.LaunchError,
         mounts.MountsError,

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -192,33 +193,26 @@ class Handover:
 
     async def keep(self, in_flight: Callable[[], int]) -> None:
         """Tick for the keeper, and have another one in its place when it is gone."""
+        if self._supervisor is not None:
+            await self._keep_with(self._supervisor, in_flight)
         while True:
             await self.keeping.run(in_flight)
-            if self._supervisor is not None:
-                logger.warning("the keeper is gone: waiting for another")
-                await self._be_adopted(self._supervisor)
-                continue
             logger.warning("the keeper is gone: starting another")
             await trio.sleep(REVIVE_PAUSE_S)
             await self._revive()
 
-    async def _be_adopted(self, supervisor: socket.socket) -> None:
-        while True:
-            try:
-                message = launching.receive(supervisor)
-            except BlockingIOError:
-                await trio.lowlevel.wait_readable(supervisor)
-                continue
-            if message is None:
-                await trio.sleep_forever()  # which is not long: its end is ours
-            else:
-                break
-        [fd] = message.fds
-        keeping = Keeping(socket.socket(fileno=fd))
-        for backing_id, inode in self.table():
-            keeping.known(backing_id, inode)
-        self._go_on(keeping)
-        logger.info("another keeper is there")
+    async def _keep_with(self, supervisor: socket.socket, in_flight: Callable[[], int]) -> None:
+        sender, keepers = trio.open_memory_channel[socket.socket](1)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_hear_supervisor, supervisor, sender)
+            while True:
+                await self.keeping.run(in_flight)
+                logger.warning("the keeper is gone: waiting for another")
+                keeping = Keeping(await keepers.receive())
+                for backing_id, inode in self.table():
+                    keeping.known(backing_id, inode)
+                self._go_on(keeping)
+                logger.info("another keeper is there")
 
     async def _revive(self) -> None:
         ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -252,3 +246,23 @@ def _from_supervisor() -> socket.socket | None:
     supervisor = socket.socket(fileno=int(number))
     supervisor.setblocking(False)
     return supervisor
+
+
+async def _hear_supervisor(
+    supervisor: socket.socket, keepers: trio.MemorySendChannel[socket.socket]
+) -> None:
+    """Pass on the sockets to new keepers, for as long as there is a supervisor.
+
+    Nobody could give this process another keeper afterwards, nor end it. So it
+    goes as it would if its container did; the keeper has the next one started.
+    """
+    while True:
+        try:
+            message = launching.receive(supervisor)
+        except BlockingIOError:
+            await trio.lowlevel.wait_readable(supervisor)
+            continue
+        if message is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        else:
+            await keepers.send(socket.socket(fileno=message.fds[0]))

@@ -1,94 +1,154 @@
-"""`fusefs-csi daemons`: one that is replaced by another, as in a roll-out."""
+"""Daemons in the container of `fusefs-csi daemons`, and the deaths and roll-outs on both sides."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import socket
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
+import grpc
 import pytest
 
-from csi.holding import Holding
-from fusefs.kernel import holder
-from tests.support.keeping import LIMIT_S, PROJECT, Kept, needs_fuse, needs_root, until
+from fusefs import control, mounts
+from tests.support.buckets import Bucket
+from tests.support.csi_daemons import daemons_of
+from tests.support.csi_node import Node, running_node
+from tests.support.csi_pod import pod_reading
+from tests.support.s3_server import S3Server
+from tests.support.sharing import PATIENCE_S, until
 
-pytestmark = [needs_root, needs_fuse]
-
-NAME = "/mnt#1"
-Start = Callable[[str], subprocess.Popen[bytes]]
-
-
-@pytest.fixture
-def state() -> Iterator[Path]:
-    """A directory that both see; on /dev/shm, as /run is memory, too."""
-    directory = Path(tempfile.mkdtemp(prefix="state-", dir="/dev/shm"))
-    yield directory
-    shutil.rmtree(directory)
-
-
-@pytest.fixture
-def start(state: Path) -> Iterator[Start]:
-    """Start one with a ready file of that name, and wait until it is ready."""
-    started = []
-
-    def start(ready: str) -> subprocess.Popen[bytes]:
-        arguments = ["daemons", "--state-dir", state, "--ready-file", state / ready]
-        command = [sys.executable, "-c", "from csi.cli import main; raise SystemExit(main())"]
-        started.append(subprocess.Popen([*command, *arguments], cwd=PROJECT))
-        until((state / ready).exists)
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait(LIMIT_S)
+BOTH = "hello hello"
 
 
 @pytest.fixture(scope="module")
-def fuse_fd() -> Iterator[int]:
-    """The descriptor of a mount."""
-    directory = Path(tempfile.mkdtemp(prefix="kept-"))
-    kept = Kept(directory)
-    kept.start()
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.connect(str(kept.control))
-        sock.sendall(b'{"do": "hand"}\n')
-        _, [fd], _, _ = socket.recv_fds(sock, 1000, 1)
-    yield fd
-    os.close(fd)
-    kept.clean_up()
-    shutil.rmtree(directory)
+def running(s3: S3Server) -> Iterator[Node]:
+    with running_node("--daemons=there", main=s3.endpoint_url) as node:
+        yield node
 
 
-def test_the_next_one_has_what_the_one_before_it_held(
-    state: Path, start: Start, fuse_fd: int
+@pytest.fixture
+def node(running: Node) -> Iterator[Node]:
+    yield running
+    assert running.leftovers() == []
+
+
+@pytest.fixture
+def target(node: Node, shared: Bucket) -> Path:
+    shared.put("a/hello", b"hello")
+    return node.target("pod")
+
+
+def status_of(root: mounts.KernelMount) -> dict[str, object]:
+    """What the mount's keeper says, once there is one."""
+
+    def ask() -> dict[str, object] | None:
+        try:
+            return control.exchange(mounts.keeper_socket(root.mountpoint), {"do": "status"}, 5)
+        except control.ControlError:
+            return None
+
+    told = until(ask, "a keeper answers")
+    assert isinstance(told, dict)
+    return told
+
+
+@pytest.fixture(autouse=True)
+def _runtime(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(mounts.RUNTIME_VARIABLE, str(node.state / "fusefs"))
+
+
+def publish(node: Node, target: Path, shared: Bucket) -> None:
+    node.publish("volume", target, bucket=shared.name, prefix="a")
+
+
+def test_a_daemon_is_a_user_without_rights_in_the_other_container(
+    node: Node, target: Path, shared: Bucket
 ) -> None:
-    path = state / "holder.sock"
-    first = start("first")
-    holder.hold(str(path), NAME, fuse_fd)
-    second = start("second")
-    assert Holding(path).names() == {NAME}
-    first.terminate()
-    assert first.wait(LIMIT_S) == 0
-    os.close(holder.fetch(str(path), NAME))
-    assert second.poll() is None
+    with daemons_of(node, "first") as first:
+        publish(node, target, shared)
+        [pid] = node.daemons()
+        assert pid in first.children()
+        status = dict(
+            line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        )
+        assert 0 not in {int(uid) for uid in status["Uid"].split()}
+        assert {int(status[name], 16) for name in ("CapPrm", "CapEff", "CapAmb")} == {0}
+        assert status["NoNewPrivs"] == "1"
+        node.unpublish("volume", target)
+        until(lambda: not node.daemons(), "it has ended")
 
 
-def test_one_that_follows_a_killed_one_starts_with_nothing(
-    state: Path, start: Start, fuse_fd: int
+def test_a_pod_reads_on_when_all_daemons_die_at_one_instant(
+    node: Node, target: Path, shared: Bucket
 ) -> None:
-    path = state / "holder.sock"
-    first = start("first")
-    holder.hold(str(path), NAME, fuse_fd)
-    first.send_signal(signal.SIGKILL)
-    first.wait(LIMIT_S)
-    start("second")
-    assert Holding(path).names() == set()
-    holder.hold(str(path), NAME, fuse_fd)
-    assert Holding(path).names() == {NAME}
+    with ExitStack() as stack:
+        first = stack.enter_context(daemons_of(node, "first"))
+        publish(node, target, shared)
+        with pod_reading(node, target / "hello") as pod:
+            first.kill()
+            pod.ask()
+            stack.enter_context(daemons_of(node, "second"))
+            assert pod.answer() == BOTH
+        node.unpublish("volume", target)
+
+
+def test_a_pod_reads_on_while_the_next_takes_over_and_the_first_ends(
+    node: Node, target: Path, shared: Bucket
+) -> None:
+    with daemons_of(node, "first") as first:
+        publish(node, target, shared)
+        with daemons_of(node, "second") as second:
+            with pod_reading(node, target / "hello") as pod:
+                [pid] = node.daemons()
+                assert pid in second.children()
+                first.process.terminate()
+                assert first.process.wait(PATIENCE_S) == 0
+                assert pod.read() == BOTH
+            node.unpublish("volume", target)
+
+
+def test_a_pod_reads_on_when_the_next_ends_instead_of_the_first(
+    node: Node, target: Path, shared: Bucket
+) -> None:
+    with daemons_of(node, "first") as first:
+        publish(node, target, shared)
+        with pod_reading(node, target / "hello") as pod:
+            with daemons_of(node, "second") as second:
+                second.kill()
+                assert pod.read() == BOTH
+            [pid] = node.daemons()
+            assert pid in first.children()
+        node.unpublish("volume", target)
+
+
+def test_a_daemon_goes_on_without_the_node_container_and_with_the_next_one(
+    node: Node, target: Path, shared: Bucket
+) -> None:
+    with daemons_of(node, "first"):
+        publish(node, target, shared)
+        with pod_reading(node, target / "hello") as pod:
+            [root] = node.roots()
+            before = node.daemons()
+            node.kill()
+            node.kill_all("keeper")
+            assert pod.read() == BOTH  # though nobody keeps it
+            node.start("--daemons=there")
+            until(lambda: status_of(root)["is_serving"], "it has a keeper")
+            assert node.daemons() == before
+            os.kill(before[0], signal.SIGKILL)
+            assert pod.read() == BOTH
+        node.unpublish("volume", target)
+
+
+def test_a_publish_waits_for_daemons_and_leaves_nothing_if_there_are_none(
+    node: Node, target: Path, shared: Bucket
+) -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        publish(node, target, shared)
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    with daemons_of(node, "first"):
+        publish(node, target, shared)
+        assert (target / "hello").read_bytes() == b"hello"
+        node.unpublish("volume", target)

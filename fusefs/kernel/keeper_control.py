@@ -71,9 +71,9 @@ class Listener:
         OSError: it can't be made.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, kind: int = socket.SOCK_STREAM) -> None:
         self._path = path
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.socket = socket.socket(socket.AF_UNIX, kind)
         self.socket.setblocking(False)
         with short_name(path) as name:
             with contextlib.suppress(FileNotFoundError):
@@ -87,10 +87,18 @@ class Listener:
         status = os.stat(self._path)
         return status.st_dev, status.st_ino
 
+    @property
+    def has_name(self) -> bool:
+        """Whether its name is still there, and nobody else's by now."""
+        try:
+            return self._look() == self._identity
+        except OSError:
+            return False
+
     def remove(self) -> None:
         """Remove the socket's name, unless somebody else listens there by now."""
-        with contextlib.suppress(OSError):
-            if self._look() == self._identity:
+        if self.has_name:
+            with contextlib.suppress(OSError):
                 os.unlink(self._path)
 
 

@@ -226,6 +226,8 @@ class Keeper:
         if daemon.served is None:
             daemon.served = time.monotonic()
             log(f"the daemon {daemon.pid} serves, after a pause of {pause_s:.3f} s")
+            if self._ledger.restarts:  # the holder may have died with the last one
+                self._tell_holder(partial(holder.hold, fd=self._ledger.fuse_fd))
         self._answer_upgrade({"ok": True, "pid": daemon.pid, "pause_s": pause_s})
 
     # --- a daemon's end ---
@@ -237,8 +239,7 @@ class Keeper:
         end = daemon.reason or describe_end(daemon.status)
         log(f"the daemon {daemon.pid} is gone: {end}")
         if daemon.is_incoming:
-            why = f"the new daemon is gone: {end}; the old one goes on"
-            self._answer_upgrade({"error": why, "is_hopeless": cannot_take_over(daemon.status)})
+            self._answer_upgrade({"error": f"the new daemon is gone: {end}; the old one goes on"})
         elif self._is_terminating or not self._ledger.has_served:
             self._end_mount(0 if self._ledger.has_served else shell_status(daemon.status))
         elif self._is_over(daemon):

@@ -215,12 +215,12 @@ def spawn(
     kept: Sequence[int],
     environment: dict[str, str],
     credentials: Credentials,
-    is_bound: bool = False,
+    yields_memory: bool = False,
 ) -> int:
     """Start a program in a session of its own, with `kept` as its only further descriptors.
 
-    One that is bound is killed when this process ends. Returns its pid, once
-    it has been executed.
+    One that yields memory is ended first where that is short. Returns its pid,
+    once it has been executed.
 
     Raises:
         OSError: it could not be.
@@ -238,12 +238,10 @@ def spawn(
             os.dup2(stdout, 1)
             for fd in kept:
                 os.set_inheritable(fd, True)
-            if is_bound:
+            if yields_memory:
                 _volunteer()
             _become(credentials)
-            if is_bound:
-                die_with_parent()  # what changing credentials undoes
-            _close_all_but(sender, *kept)
+            close_all_but(sender, *kept)
             os.execvpe(command[0], list(command), environment)
         except OSError as error:
             os.write(sender, str(error.errno).encode())
@@ -277,7 +275,7 @@ def _volunteer() -> None:
 
 
 def die_with_parent() -> None:
-    """Have this process killed when the one that has forked it ends."""
+    """Have this process killed when the one that has forked it ends, which has its user."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -285,7 +283,8 @@ def _prctl(option: int, value: int) -> None:
     _check(_libc.prctl(option, *(ctypes.c_ulong(n) for n in (value, 0, 0, 0))))
 
 
-def _close_all_but(*kept: int) -> None:
+def close_all_but(*kept: int) -> None:
+    """Close all descriptors but the three standard ones and these."""
     for name in os.listdir("/proc/self/fd"):
         fd = int(name)
         if fd > 2 and fd not in kept:

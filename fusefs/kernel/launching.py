@@ -18,7 +18,7 @@ To the supervisor:
     ADOPT    + the daemon's end of the socket to its new keeper. Answered likewise.
     SIGNAL   a: its number. Only after STARTED; not answered.
     COUNT    how many daemons there are for the mount, or 0 for all; by COUNTED
-    END      kill the mount's daemons that no keeper has. Answered by COUNTED.
+    END      kill the mount's daemons. Answered by COUNTED.
 
 From the supervisor:
 
@@ -218,7 +218,7 @@ def count(path: str, mount: int = 0) -> int:
 
 
 def end(path: str, mount: int) -> int:
-    """Kill the mount's daemons that no keeper has; tell how many they were.
+    """Kill the mount's daemons; tell how many they were.
 
     Raises:
         OSError: nobody listens there.
