@@ -30,6 +30,7 @@ from tests.support.surviving import (
     serving_pid,
     signal_daemon,
     wait_until,
+    warm,
 )
 from tests.support.surviving import filled as filled
 from tests.support.surviving import survival as survival
@@ -77,20 +78,23 @@ def test_an_upgrade_changes_the_settings_that_are_given(survival: Mount) -> None
 
 
 @states("A file that is read by passthrough is read on while there is no daemon, without a pause.")
-def test_passthrough_needs_no_daemon(survival: Mount) -> None:
-    if not survival.status()["passthrough"]["on"]:
-        pytest.skip(survival.status()["passthrough"]["why"])
-    with open(survival.path / data.large_name(data.HELD), "rb", buffering=0) as file:
-        stopped = serving_pid(survival)
-        os.kill(stopped, signal.SIGSTOP)
-        # It is replaced after three seconds, and nobody answers before.
+def test_passthrough_needs_no_daemon(filled: Bucket, mounter_of: Mounter) -> None:
+    mount = mounter_of(filled)
+    if not mount.status()["passthrough"]["on"]:
+        pytest.skip(mount.status()["passthrough"]["why"])
+    warm(mount)
+    with open(mount.path / data.large_name(data.HELD), "rb", buffering=0) as file:
         os.sync()
         Path("/proc/sys/vm/drop_caches").write_text("1")
+        # Nobody answers from now on, and the keeper waits for half a minute before it acts.
+        stopped = serving_pid(mount)
+        os.kill(stopped, signal.SIGSTOP)
         for at in range(0, data.LARGE_SIZE, 1 << 20):
             assert os.pread(file.fileno(), 1 << 20, at) == data.large(data.HELD, at, 1 << 20)
-        assert keeper_status(survival)["daemon"] == stopped
+        assert keeper_status(mount)["daemon"] == stopped
         assert process_state(stopped) == "T"
-    serving_pid(survival)
+        os.kill(stopped, signal.SIGCONT)
+    mount.end()
 
 
 def process_state(pid: int) -> str:
