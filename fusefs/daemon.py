@@ -125,7 +125,10 @@ class Daemon:
         settings = self.settings
         directory = settings.cache_dir / self._principal_directory()
         identity = self._identity
-        self.space = Space(directory, settings.cache_size, settings.min_free.bytes_of)
+        self.space = Space(
+            directory, settings.cache_size,
+            settings.min_free.bytes_of, settings.min_free_inodes.bytes_of,
+        )  # fmt: skip
 
         def open_all() -> tuple[FileCache, RememberedPages | NoPages]:
             prepare_directory(settings.cache_dir)

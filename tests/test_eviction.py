@@ -11,6 +11,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from fusefs.cache.fetch import NotKeptError
+from tests.support.disks import small_disk
 from tests.support.local_cache import Parts, cache_in, until, version
 
 MIB = 1 << 20
@@ -86,6 +87,36 @@ async def test_the_floor_of_free_space_is_kept(tmp_path: Path) -> None:
             await parts.fetch(version("a", MIB))
         assert parts.space.limit == 0
         assert parts.space.used == 0
+
+
+async def test_the_floor_of_free_inodes_is_kept(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 16, inodes=400) as disk:
+        async with cache_in(disk / "cache", inode_floor=40) as parts:
+            keys = [f"{number:03}" for number in range(200)]
+            for key in keys:
+                await parts.fetch(version(key, 10))
+                assert os.statvfs(disk).f_favail >= 40
+            assert kept(parts, *keys[-20:], size=10) == keys[-20:]
+            assert parts.cache.warning is None
+            # Somebody else takes what is left.
+            for number in range(os.statvfs(disk).f_favail - 20):
+                (disk / f"{number}").touch()
+            parts.space._free_known_until = 0.0
+            await parts.space.tend()
+            assert os.statvfs(disk).f_favail >= 40
+            assert kept(parts, *keys[-20:], size=10) == keys[-20:]
+
+
+async def test_a_disk_that_counts_no_inodes_has_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = os.statvfs(tmp_path)
+    fields = list(told)
+    fields[5:8] = [0, 0, 0]  # f_files, f_ffree and f_favail, as btrfs tells them
+    monkeypatch.setattr("fusefs.cache.eviction.os.statvfs", lambda _path: os.statvfs_result(fields))
+    async with cache_in(tmp_path, inode_floor=0) as parts:
+        await parts.fetch(version("a", MIB))
+        assert kept(parts, "a") == ["a"]
 
 
 async def test_a_lowered_limit_is_kept_without_a_reader(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ that are open can't be given up, and neither can the blocks of a file that was
 unlinked while a program has it mapped: both count. If these alone exceed the
 limit, a reservation is refused and the bytes are read without being kept.
 
-Two limits hold at once: the cache's own size, and a floor of free space on
-its disk, whoever fills it.
+Three limits hold at once: the cache's own size, and floors of free space and of
+free inodes on its disk, whoever fills it.
 """
 
 from __future__ import annotations
@@ -41,13 +41,21 @@ class Space:
     """The room of one cache directory. Belongs to the event loop.
 
     `limit` is in bytes (None: what the disk allows); `floor` tells how many
-    bytes of a disk of a given size have to stay free.
+    bytes of a disk of a given size have to stay free, `inode_floor` how many
+    of its inodes.
     """
 
-    def __init__(self, directory: Path, limit: int | None, floor: Callable[[int], int]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        limit: int | None,
+        floor: Callable[[int], int],
+        inode_floor: Callable[[int], int] = lambda _count: 0,
+    ) -> None:
         self._directory = directory
         self._limit = limit
         self._floor = floor
+        self._inode_floor = inode_floor
         self._cache: FileCache | None = None
         self.committed = 0  # what the catalog counts, for all mounts that share the directory
         self.uncommitted = 0  # what has arrived since
@@ -55,6 +63,8 @@ class Space:
         # Unlinked files that the kernel still uses: their descriptors and sizes.
         self._ghosts: dict[int, int] = {}
         self._free = 0
+        self._free_inodes = 0  # above the floor
+        self._lacks_inodes = False
         self._free_known_until = 0.0
         self._evicting = trio.Lock()
 
@@ -77,7 +87,7 @@ class Space:
         excess = self.reserved + wanted - self._headroom()
         if self._limit is not None:
             excess = max(excess, self.used + self.reserved + wanted - self._limit)
-        return excess
+        return max(excess, 1) if self._lacks_inodes else excess
 
     async def reserve(self, wanted: int, *, spares: float = math.inf) -> bool:
         """Set room aside, evicting if need be; False if there is none to be had.
@@ -85,7 +95,7 @@ class Space:
         What was used since `spares`, in seconds since the epoch, is not evicted.
         """
         if self.excess(wanted) <= 0:
-            self.reserved += wanted
+            self._took_room(wanted)
             return True
         async with self._evicting:
             await self._evict(wanted, spares)
@@ -93,8 +103,13 @@ class Space:
                 if self._cache is not None and spares == math.inf:
                     self._cache.warn("there is no room, what is open takes all of it")
                 return False
-            self.reserved += wanted
+            self._took_room(wanted)
             return True
+
+    def _took_room(self, wanted: int) -> None:
+        self.reserved += wanted
+        self._free_inodes -= 1  # it may be for a new file
+        self._lacks_inodes = self._lacks_inodes or self._free_inodes < 1
 
     def took(self, size: int) -> None:
         """Note that bytes have been written that the catalog does not know."""
@@ -152,5 +167,9 @@ class Space:
             status = os.statvfs(self._directory)
             size = status.f_blocks * status.f_frsize
             self._free = status.f_bavail * status.f_frsize - self._floor(size)
+            self._free_inodes = status.f_favail - self._inode_floor(status.f_files)
+            few = int(SLACK * len(self._cache)) if self._cache and self._lacks_inodes else 0
+            # Some file systems count none, and have as many as there is space for.
+            self._lacks_inodes = status.f_files > 0 and self._free_inodes < max(1, few)
             self._free_known_until = now + STATVFS_EVERY_S
         return self._free

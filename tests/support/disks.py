@@ -14,12 +14,15 @@ import pytest
 
 
 @contextmanager
-def small_disk(path: Path, size_mib: int) -> Iterator[Path]:
-    """A tmpfs at `path`; the test is skipped where none can be mounted."""
+def small_disk(path: Path, size_mib: int, inodes: int = 0) -> Iterator[Path]:
+    """A tmpfs at `path`, with so many inodes if they are given.
+
+    The test is skipped where none can be mounted.
+    """
     if os.geteuid() != 0:
         pytest.skip("mounting a small disk needs root")
     path.mkdir()
-    options = f"size={size_mib}m"
+    options = f"size={size_mib}m" + (f",nr_inodes={inodes}" if inodes else "")
     mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", os.fspath(path)]
     if subprocess.run(mount, check=False, capture_output=True).returncode:
         pytest.skip("this container may not mount a tmpfs")

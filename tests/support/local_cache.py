@@ -183,11 +183,12 @@ class Parts:
 
 @asynccontextmanager
 async def cache_in(
-    directory: Path, *, limit: int | None = None, floor: int = 0, bucket: Bucket | None = None
-) -> AsyncIterator[Parts]:
+    directory: Path, *, limit: int | None = None, floor: int = 0, inode_floor: int = 0,
+    bucket: Bucket | None = None,
+) -> AsyncIterator[Parts]:  # fmt: skip
     """The cache of a new mount in `directory`, ended cleanly with the block."""
     os.makedirs(directory, exist_ok=True)
-    space = Space(directory, limit, lambda _size: floor)
+    space = Space(directory, limit, lambda _size: floor, lambda _count: inode_floor)
     cache = FileCache(directory, "test", space)
     store = bucket or Bucket()
     try:
