@@ -6,6 +6,10 @@ import math
 import os
 import select
 import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,7 @@ ANSWER_TIMEOUT_S = 2.0
 # The daemon tries once more to upload what it could not.
 UMOUNT_TIMEOUT_S = 120.0
 FORCE_TIMEOUT_S = 5.0
+SLOW_S = 5.0
 
 
 def end_mount(mountpoint: Path, *, is_forced: bool, is_lazy: bool) -> None:
@@ -41,7 +46,8 @@ def _end(mountpoint: Path, registration: mounts.Registration | None, *, is_lazy:
     keeper = _keeper_pid(mountpoint)
     left = [] if registration is None or is_lazy else _uploads(mountpoint)
     try:
-        unmount.umount_path(mountpoint, is_lazy=is_lazy)
+        with _said_if_slow(f"the kernel is at unmounting {mountpoint}"):
+            unmount.umount_path(mountpoint, is_lazy=is_lazy)
     except unmount.UnmountError as error:
         if error.is_busy:
             raise CommandError(f"{mountpoint} is in use{_by_whom(mountpoint)}") from None
@@ -50,7 +56,9 @@ def _end(mountpoint: Path, registration: mounts.Registration | None, *, is_lazy:
     if is_lazy:
         return
     for pid in (registration.pid if registration else None, keeper):
-        if pid is not None and not _has_ended(pid, UMOUNT_TIMEOUT_S):
+        with _said_if_slow(f"the process {pid} of {mountpoint} is ending, its log says with what"):
+            has_ended = pid is None or _has_ended(pid, UMOUNT_TIMEOUT_S)
+        if not has_ended:
             raise CommandError(
                 f"{mountpoint} is unmounted, but its process {pid} has not ended "
                 f"within {UMOUNT_TIMEOUT_S:.0f} s"
@@ -66,9 +74,22 @@ def _end(mountpoint: Path, registration: mounts.Registration | None, *, is_lazy:
 def _uploads(mountpoint: Path) -> list[dict[str, Any]]:
     """Have what was written uploaded; return what can't be."""
     try:
-        return syncing.wait(mountpoint, "", math.inf, syncing.shown())
+        with _said_if_slow(f"what was written to {mountpoint} is being uploaded"):
+            return syncing.wait(mountpoint, "", math.inf, syncing.shown())
     except control.ControlError:
         return []  # its end will show
+
+
+@contextmanager
+def _said_if_slow(what: str) -> Iterator[None]:
+    """Say on standard error what is under way once it has taken a while."""
+    timer = threading.Timer(SLOW_S, print, (f"fusefs: {what}",), {"file": sys.stderr})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _by_whom(mountpoint: Path) -> str:

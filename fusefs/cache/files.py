@@ -300,9 +300,8 @@ class FileCache:
         with trio.CancelScope(shield=True):
             await self.record()
             await self._ledger.touch()
-            with trio.move_on_after(SYNC_AFTER_S):
-                while sync and await self._ledger.sync(idle_s=0.0):
-                    pass
+            if sync:
+                await self._ledger.sync_all(SYNC_AFTER_S)
             for file in self._files.values():
                 if file.fd >= 0:
                     os.close(file.fd)

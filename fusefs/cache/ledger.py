@@ -7,6 +7,7 @@ killed daemon had not told is downloaded again.
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 import time
 from collections.abc import Callable
@@ -23,10 +24,14 @@ from fusefs.cache.file import CacheFile
 if TYPE_CHECKING:
     from fusefs.cache.eviction import Space
 
+logger = logging.getLogger("fusefs.cache")
+
 Result = TypeVar("Result")
 
-# How many files are made safe in one go.
-SYNC_AT_ONCE = 256
+# How many files are made safe in one go, which can't be cancelled, and in how
+# many goes before others get their turn. On a busy disk a file takes a quarter of a second.
+SYNC_AT_ONCE = 16
+SYNC_GOES = 16
 
 
 class Ledger:
@@ -148,8 +153,25 @@ class Ledger:
         times = [(file.used_at, file.name, file.generation) for file in used.values()]
         await self.in_catalog(self._catalog.touch, times)
 
-    async def sync(self, idle_s: float) -> bool:
-        """Make files safe against a power cut that have been left alone; tell if there were any."""
+    async def sync_all(self, limit_s: float) -> None:
+        """Make all files safe against a power cut, as many as there is time for."""
+        with trio.move_on_after(limit_s):
+            while await self._sync_some(idle_s=0.0):
+                pass
+        if self._unsynced:
+            logger.info(
+                "the disk took more than %.0f s: %d cached files may not survive a power cut",
+                limit_s, len(self._unsynced),
+            )  # fmt: skip
+
+    async def sync(self, idle_s: float) -> None:
+        """Make files safe against a power cut that have been left alone."""
+        for _ in range(SYNC_GOES):
+            if not await self._sync_some(idle_s):
+                return
+
+    async def _sync_some(self, idle_s: float) -> bool:
+        """As `sync`, a few of them; tell if there were any."""
         now = time.monotonic()
         idle = [
             file
@@ -160,11 +182,11 @@ class Ledger:
             del self._unsynced[file.name]  # it comes back if more arrives from here on
         rows = [file.row() for file in idle]
 
-        def sync_all() -> list[Row]:
+        def sync_rows() -> list[Row]:
             return [row for row in rows if self._disk.sync(row.name, row.generation)]
 
         if rows:
-            synced = await trio.to_thread.run_sync(sync_all)
+            synced = await trio.to_thread.run_sync(sync_rows)
             await self.in_catalog(self._catalog.mark_synced, synced)
         return bool(rows)
 

@@ -39,6 +39,8 @@ RETRY_S = 5.0
 # With local durability a file is uploaded when it has been left alone this
 # long: the rename of a temporary file then costs no copy in the bucket.
 LATER_S = 1.0
+# An end that takes longer says what it waits for.
+SLOW_S = 3.0
 # The state of a file that is on its way.
 UPLOADING = "uploading"
 
@@ -263,13 +265,22 @@ class Writeback:
         for staged in finished:
             self.uploads.start(staged).hurry.set()
         with trio.move_on_after(limit_s):
-            for staged in finished:
-                await self.uploads.ended(staged)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._say_if_slow, finished)
+                for staged in finished:
+                    await self.uploads.ended(staged)
+                nursery.cancel_scope.cancel()
         for staged in self.staging.pending:
             if staged in finished:
                 self.staging.close(staged)
             logger.error("%s is not in the bucket; kept in %s", staged.key, staged.path)
         self.staging.remove_if_empty()
+
+    async def _say_if_slow(self, files: list[Staged]) -> None:
+        await trio.sleep(SLOW_S)
+        left = [one for one in files if one.is_dirty]
+        size = sum(one.size() for one in left)
+        logger.info("ending waits for uploads of %d files, %d bytes", len(left), size)
 
     async def run(self) -> None:
         """Try again what could not be uploaded, until cancelled."""
