@@ -111,6 +111,7 @@ class Household:
 
     def adopt(self, daemon: Daemon, clerk: Clerk) -> None:
         """Watch a daemon that serves already, and give it a clerk."""
+        point_to_null(1)  # nobody waits to hear that it serves
         self.current = daemon
         daemon.is_child = False
         daemon.deadline = time.monotonic() + self._configuration.hang_s
