@@ -176,7 +176,7 @@ class Daemon:
                     ready()
                     nursery.start_soon(self.cache.run)
                     nursery.start_soon(self.pages.run)
-                    nursery.start_soon(self.warming.run, self._handover)
+                    nursery.start_soon(self.warming.run, self._handover, self.operations.learner)
                     if self.operations.mutations is not None:
                         nursery.start_soon(self.operations.mutations.writer.run)
                         nursery.start_soon(self.operations.mutations.changes.run)

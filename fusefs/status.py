@@ -15,6 +15,7 @@ import trio
 
 import fusefs
 from fusefs.control import ControlError
+from fusefs.posix import names
 from fusefs.posix.writeback import UPLOADING
 
 logger = logging.getLogger("fusefs.daemon")
@@ -57,6 +58,8 @@ def answer(daemon: Daemon, request: dict[str, Any]) -> dict[str, Any] | Awaitabl
 
 
 async def _warm(daemon: Daemon, path: str) -> dict[str, Any]:
+    if names.decode(os.fsencode(path)) is None:
+        raise ControlError("no object has such a name")
     job = await daemon.warming.start(path)
     return job.describe(daemon.space.limit)
 

@@ -4,9 +4,10 @@ A *job* is a path of the mount: a file, or all below a directory. It is listed b
 pages, a thousand keys each, however many directories they are in, and works on the
 versions that listings tell: no node is made for the kernel, and an open finds what was
 fetched because it asks for the same version. What is in the cache is passed over, so a job
-that is asked for again goes on where it was.
+that is asked for again goes on where it was. On a writable mount, whose lookups want each
+object's metadata, that is asked for as well.
 
-All jobs share one bounded number of downloads, which go after what programs wait for.
+All jobs share one bounded number of requests; downloads go after what programs wait for.
 Small files are one download each; a large one is cut into parts, which are begun in order.
 
 A job stops fetching when there is no room left but by evicting what it has fetched itself,
@@ -31,6 +32,7 @@ from fusefs.cache.file import CacheFile
 from fusefs.cache.files import FileCache
 from fusefs.handover import Handover, state_directory
 from fusefs.posix import names
+from fusefs.posix.learning import Learner
 from fusefs.settings import MountSettings
 from fusefs.store.base import ListPage, ObjectInfo, Store
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
@@ -38,8 +40,8 @@ from fusefs.warming_job import Job
 
 logger = logging.getLogger("fusefs.warming")
 
-# Downloads at a time, of all jobs; three quarters of the connections at most.
-MOST_DOWNLOADS = 24
+# Requests at a time, of all jobs; three quarters of the connections at most.
+MOST_REQUESTS = 24
 # Pages that were listed and not looked at: 20 MB.
 PAGES_AHEAD = 50
 # Listings at a time: they do not queue behind what programs wait for.
@@ -64,13 +66,15 @@ class Warming:
         self._recording = trio.Lock()
         self._jobs: dict[str, Job] = {}
         self._nursery: trio.Nursery
+        self._learner: Learner
         self._has_begun = trio.Event()
         connections = store.counters()["connections"]
-        self._slots = trio.Semaphore(max(1, min(MOST_DOWNLOADS, connections * 3 // 4)))
+        self._slots = trio.Semaphore(max(1, min(MOST_REQUESTS, connections * 3 // 4)))
         self._listing = trio.CapacityLimiter(LISTINGS)
 
-    async def run(self, handover: Handover | None) -> None:
+    async def run(self, handover: Handover | None, learner: Learner) -> None:
         """Do the jobs until cancelled; where a mount was taken over, its jobs first."""
+        self._learner = learner
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             if handover is not None and not handover.is_fresh:
@@ -190,7 +194,10 @@ class Warming:
     async def _bring(
         self, job: Job, nursery: trio.Nursery, info: ObjectInfo, *, is_again: bool = False
     ) -> None:
-        """Begin the downloads of one file, as slots get free."""
+        """Begin the requests for one file, as slots get free."""
+        if self._learner.lacks_version(info):
+            await self._slots.acquire()
+            nursery.start_soon(self._learn, info)
         known = self._cache.find(info.version)
         if not info.size or (known is not None and known.is_complete):
             self._cache.unpin(self._cache.pin(info.version))  # used, and so not evicted soon
@@ -215,6 +222,12 @@ class Warming:
                 nursery.start_soon(self._part, work, start, stop)
         finally:
             self._let_go(work)
+
+    async def _learn(self, info: ObjectInfo) -> None:
+        try:
+            await self._learner.learn_version(info)
+        finally:
+            self._slots.release()
 
     async def _part(self, work: _Work, start: int, stop: int) -> None:
         job, file = work.job, work.file

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
+import re
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,8 +56,8 @@ def kept(mounter: Mounter, tree: Bucket, faulty: FaultyS3) -> Iterator[Mount]:
     faulty.clear()
 
 
-def warm(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return fusefs("warm", *arguments, check=False)
+def warm(*arguments: str | bytes | Path) -> subprocess.CompletedProcess[str]:
+    return fusefs("warm", *map(os.fsdecode, arguments), check=False)
 
 
 def jobs(mount: Mount) -> list[dict[str, Any]]:
@@ -107,6 +111,8 @@ def test_a_path_that_does_not_exist_is_refused(here: Mount, tmp_path: Path) -> N
     result = warm(here.path / "tree/no-such")
     assert result.returncode == 1
     assert "tree/no-such: there is no such file or directory" in result.stderr
+    result = warm(os.fsencode(here.path) + b"/\xff")
+    assert "no object has such a name" in result.stderr
     result = warm(tmp_path)
     assert result.returncode == 1
     assert f"{tmp_path} is not in a mount of fusefs" in result.stderr
@@ -225,6 +231,64 @@ def test_an_object_that_changes_meanwhile_is_fetched_as_it_is_then(
     faulty.add("GET", code="AccessDenied")
     assert read_all(here.path / "changing") == b"as it is!"
     faulty.clear()
+
+
+def test_a_writable_mount_knows_the_attributes_of_what_is_warm(
+    mounter: Mounter, tree: Bucket, faulty: FaultyS3
+) -> None:
+    faulty.clear()
+    here = mounter("--no-read-only", bucket=tree, endpoint_url=faulty.endpoint_url)
+    # Objects of the last seconds may still change without showing it.
+    youngest = tree.client.head_object(Bucket=tree.name, Key="tree/empty")["LastModified"]
+    until(lambda: time.time() - youngest.timestamp() > 6, "objects that are old enough")
+    assert warm(here.path / "tree", "--wait").returncode == 0
+    asked = len(faulty.requests("HEAD", "tree/*/f*"))
+    assert asked == len(SMALL)
+    for key, data in SMALL.items():
+        assert read_all(here.path / key) == data
+    assert len(faulty.requests("HEAD", "tree/*/f*")) == asked
+    faulty.clear()
+
+
+def test_what_programs_read_has_connections_while_a_job_takes_all_it_may(
+    mounter: Mounter, tree: Bucket, faulty: FaultyS3
+) -> None:
+    faulty.clear()
+    here = mounter("--max-connections", "8", bucket=tree, endpoint_url=faulty.endpoint_url)
+    faulty.add("GET", key="tree/*", stall=True)
+    assert warm(here.path / "tree").returncode == 0
+    until(lambda: len(faulty.requests("GET", "tree/*")) == 6, "as many as there may be")
+    assert read_all(here.path / "large") == LARGE
+    assert len(faulty.requests("GET", "tree/*")) == 6
+    faulty.clear()
+
+
+def test_a_mount_ends_while_it_is_being_warmed(here: Mount, faulty: FaultyS3) -> None:
+    faulty.add("GET", stall=True)
+    assert warm(here.path).returncode == 0
+    here.end()
+    result = warm(here.path)
+    assert "is not in a mount of fusefs" in result.stderr
+
+
+def test_progress_is_one_line_of_a_terminal(here: Mount, faulty: FaultyS3) -> None:
+    slow = faulty.add("GET", delay_s=0.2)
+    ours, its = pty.openpty()
+    waiting = subprocess.Popen(
+        [str(FUSEFS), "warm", "--wait", str(here.path / "tree")],
+        stdout=subprocess.DEVNULL, stderr=its,
+    )  # fmt: skip
+    os.close(its)
+    shown = b""
+    with contextlib.suppress(OSError):  # EIO, when nobody has it open any more
+        while chunk := os.read(ours, 4096):
+            shown += chunk
+    os.close(ours)
+    assert waiting.wait(30) == 0
+    faulty.remove(slow)
+    assert re.search(rb"\r\d+%, .* of 195 KiB.*, \d+ of 41 files", shown)
+    assert b"\n" not in shown
+    assert shown.endswith(b"\r")
 
 
 def test_the_other_session_warms_as_well(mounter: Mounter, tree: Bucket) -> None:

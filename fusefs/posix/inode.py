@@ -117,6 +117,11 @@ class Inode:
         """What it has where the object says nothing."""
         if self.info is None:
             return Meta(stat.S_IFDIR | owner.dir_mode, owner.uid, owner.gid)
+        return self.default_file_meta(owner)
+
+    @staticmethod
+    def default_file_meta(owner: Ownership) -> Meta:
+        """As `default_meta`, of any file."""
         return Meta(stat.S_IFREG | owner.file_mode, owner.uid, owner.gid)
 
     def attributes(self, owner: Ownership, mounted_ns: int) -> Attributes:

@@ -130,6 +130,25 @@ class Learner:
         for inode, question in zip(lacking, questions, strict=True):
             await self._take(inode, question)
 
+    def lacks_version(self, info: ObjectInfo) -> bool:
+        """Whether `learn_version` would ask."""
+        has_room = len(self._remembered) < MOST_REMEMBERED
+        return self._nursery is not None and has_room and _version(info) not in self._remembered
+
+    async def learn_version(self, info: ObjectInfo) -> None:
+        """Remember what a listed object's metadata says, before anybody looks its name up.
+
+        If the bucket can't tell, or has another version by now, nothing is remembered.
+        """
+        try:
+            told = await self._store.head(info.key)
+        except StoreError:
+            return
+        default = Inode.default_file_meta(self._owner)
+        if _is_same(told, info) and _is_settled(told):
+            said = meta.read(told.metadata or {}, default)
+            self._remember(told, None if said == default else said)
+
     async def _take(self, inode: Inode, question: Question) -> None:
         """Wait for an answer, and have the inode keep it."""
         await question.done.wait()
