@@ -183,14 +183,17 @@ def test_one_container_is_privileged_and_it_alone_shares_mounts(directory: Path)
 
 
 @each_kustomization
-def test_all_others_have_no_capability_and_gain_none(directory: Path) -> None:
+def test_of_all_others_one_may_change_its_user_and_none_gains_a_capability(
+    directory: Path,
+) -> None:
     for pod in pod_templates(render(directory)):
         assert pod["spec"]["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         for each in containers(pod):
             context = each["securityContext"]
             assert context["readOnlyRootFilesystem"]
             if not context.get("privileged"):
-                assert context["capabilities"] == {"drop": ["ALL"]}
+                added = {"add": ["SETUID", "SETGID"]} if each["name"] == "daemons" else {}
+                assert context["capabilities"] == {"drop": ["ALL"], **added}
                 assert context["allowPrivilegeEscalation"] is False
 
 
@@ -287,7 +290,7 @@ def test_nothing_that_serves_mounts_has_a_memory_limit(
         assert resources["requests"].keys() == {"cpu", "memory"}
 
 
-def test_a_mounts_second_holder_is_replaced_before_it_goes(base: list[Object]) -> None:
+def test_the_pod_that_serves_mounts_is_replaced_before_it_goes(base: list[Object]) -> None:
     spec = find(base, "DaemonSet", "fusefs-csi-daemons")["spec"]
     assert spec["updateStrategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
     # The driver has looked round twice meanwhile, and brought it what it is to hold.

@@ -131,6 +131,22 @@ def test_both_daemon_sets_meet_in_the_state_directory(
     assert found == [Path("/run/fusefs-csi")] * 2
 
 
+def test_daemons_run_in_the_other_set_alone(node_pod: Object) -> None:
+    assert flag(container(node_pod, "driver"), "daemons") == "there"
+
+
+@each_kustomization
+def test_daemons_find_what_the_driver_names(directory: Path) -> None:
+    documents = render(directory)
+    places = []
+    for workload, name in (("fusefs-csi-node", "driver"), ("fusefs-csi-daemons", "daemons")):
+        pod = template(documents, workload)
+        mounts = {mount["name"]: mount for mount in container(pod, name)["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+        places.append([(volumes[each], mounts[each]) for each in ("state", "cache", "stores")])
+    assert places[0] == places[1]
+
+
 def test_the_cache_survives_a_reboot_and_the_state_does_not(node_pod: Object) -> None:
     driver = container(node_pod, "driver")
     cache, state = (

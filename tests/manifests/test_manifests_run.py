@@ -84,7 +84,7 @@ def pods(directory: Path, shared: Bucket) -> Iterator[dict[str, Container]]:
         f'[stores.here]\nendpoint-url = "{shared.server.endpoint_url}"\n'
         'region = "us-east-1"\naddressing = "path"\n'
     )
-    start_holder(containers["daemons"])
+    start_daemons(containers["daemons"])
     start_driver(containers)
     yield containers
     for each in containers.values():
@@ -105,9 +105,9 @@ def target(pods: dict[str, Container], shared: Bucket) -> Iterator[Path]:
     assert not os.listdir(pods["driver"].path(MOUNTS))
 
 
-def start_holder(holder: Container) -> None:
-    holder.start()
-    holder.wait_for("/tmp/ready")
+def start_daemons(daemons: Container) -> None:
+    daemons.start()
+    daemons.wait_for("/tmp/ready")
 
 
 def start_driver(pods: dict[str, Container]) -> None:
@@ -158,30 +158,36 @@ def test_a_pod_reads_and_writes_as_its_group(target: Path, shared: Bucket) -> No
     (target / "written").unlink()
 
 
-def test_a_volume_outlives_the_node_container(
+def test_a_pod_does_not_notice_that_the_node_container_is_replaced(
     pods: dict[str, Container], target: Path, shared: Bucket
 ) -> None:
+    with (target / "before").open("rb") as file:
+        pods["driver"].kill()
+        assert read_on(file, target) == (CONTENT, ["before"])  # though there is none
+        start_driver(pods)
+        publish(pods, shared)
+        assert read_on(file, target) == (CONTENT, ["before"])
+
+
+def test_a_volume_outlives_all_daemons_at_once(pods: dict[str, Container], target: Path) -> None:
     file = (target / "before").open("rb")  # closed only at the end, for that may wait, too
     file.read(7)
-    pods["driver"].kill()
+    pods["daemons"].kill()
     thread, results = in_thread(lambda: read_on(file, target))
-    start_driver(pods)
+    start_daemons(pods["daemons"])
     thread.join(LIMIT_S)
     assert results == [(CONTENT, ["before"])]
     file.close()
-    publish(pods, shared)
 
 
 def test_a_volume_outlives_a_roll_out_of_both_sets_at_once(
-    pods: dict[str, Container], target: Path
+    pods: dict[str, Container], target: Path, shared: Bucket
 ) -> None:
-    file = (target / "before").open("rb")
-    file.read(7)
-    start_holder(pods["next"])
-    pods["driver"].kill()
-    pods["daemons"].kill()
-    thread, results = in_thread(lambda: read_on(file, target))
-    start_driver(pods)
-    thread.join(LIMIT_S)
-    assert results == [(CONTENT, ["before"])]
-    file.close()
+    with (target / "before").open("rb") as file:
+        start_daemons(pods["next"])
+        pods["driver"].kill()
+        pods["daemons"].kill()
+        assert read_on(file, target) == (CONTENT, ["before"])
+        start_driver(pods)
+        publish(pods, shared)
+        assert read_on(file, target) == (CONTENT, ["before"])

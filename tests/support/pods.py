@@ -3,8 +3,8 @@
 A container is a process in a mount and a PID namespace of its own, with a root
 that cannot be written and the volumes that the manifest gives it; what the
 manifest has on the host is below one directory here. The privileged one keeps
-its capabilities, any other has none. What is not imitated: cgroups, seccomp,
-SELinux, networks, users.
+its capabilities, any other has those that are added. What is not imitated:
+cgroups, seccomp, SELinux, networks, users.
 """
 
 from __future__ import annotations
@@ -110,8 +110,11 @@ class Container:
             steps.append(f"mount --rbind {source} {self.root}{mount['mountPath']}")
         steps.append(f"mount -t proc proc {self.root}/proc")
         steps += [f"mount --rbind /{name} {self.root}/{name}" for name in ("dev", "sys")]
-        rights = "setpriv --no-new-privs --bounding-set=-all --inh-caps=-all"
-        if each["securityContext"].get("privileged"):
+        context = each["securityContext"]
+        added = context.get("capabilities", {}).get("add", [])
+        kept = ",".join(["-all", *(f"+{name.lower()}" for name in added)])
+        rights = f"setpriv --no-new-privs --bounding-set={kept} --inh-caps=-all"
+        if context.get("privileged"):
             rights = ""
         arguments = " ".join(each["args"]).replace("$(NODE_NAME)", NODE_NAME)
         environment = "env -i PATH=/opt/fusefs/bin:/usr/sbin:/usr/bin:/sbin:/bin"
