@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from email.utils import parsedate_to_datetime
 from html import unescape
@@ -75,10 +76,7 @@ async def _copy(
     is_small = source.size <= COPY_LIMIT
     if isinstance(source, ObjectInfo) and is_small and metadata is None and not keeps_mtime:
         return await _copy_whole(store, _Copy(source, key, None, condition))
-    info, headers = await store.retried(
-        "HEAD", source.key, lambda clients: requests.look_closely(clients, source.key),
-        requests.writing,
-    )  # fmt: skip
+    info, headers = await requests.asked(store, source.key, requests.writing)
     version = source.version if isinstance(source, ObjectInfo) else source
     if info.version != version:
         raise StaleVersionError("the object has been replaced")
@@ -131,6 +129,13 @@ async def _tagging(store: S3Store, key: str) -> str:
 
 
 async def _copy_whole(store: S3Store, one: _Copy) -> ObjectInfo:
+    bucket = store.settings.bucket
+    if one.is_repeatable and not bucket.startswith("arn:"):
+        headers = one.headers(bucket)
+        answer = await store.at_once("COPY", one.key, headers=headers, priority=requests.writing)
+        if answer is not None:
+            with suppress(AttemptError):
+                return one.understood(answer)
     return await store.retried("COPY", one.key, one.run, requests.writing)
 
 
@@ -150,6 +155,11 @@ class _Copy:
         self._kept = kept
         self._condition = condition
         self._may_be_done = False
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether it does no harm that it may have been done."""
+        return self._condition is None and self.key != self._source.key
 
     def run(self, clients: Clients) -> ObjectInfo:
         """Send it. Blocks.
@@ -171,10 +181,11 @@ class _Copy:
         bucket = clients.request["Bucket"]
         if bucket.startswith("arn:"):
             return None
-        answer = clients.direct.send("PUT", self.key, headers=self._headers(bucket))
-        return self._understood(answer) if answer is not None else None
+        answer = clients.direct.send("PUT", self.key, headers=self.headers(bucket))
+        return self.understood(answer) if answer is not None else None
 
-    def _headers(self, bucket: str) -> dict[str, str]:
+    def headers(self, bucket: str) -> dict[str, str]:
+        """What asks for it."""
         source = self._source
         headers = {
             "x-amz-copy-source": quote(f"{bucket}/{source.key}", safe="/~"),
@@ -189,7 +200,12 @@ class _Copy:
             headers |= {f"{requests.META}{k}": v for k, v in (source.metadata or {}).items()}
         return headers
 
-    def _understood(self, answer: Answer) -> ObjectInfo:
+    def understood(self, answer: Answer) -> ObjectInfo:
+        """The copy, if it was made.
+
+        Raises:
+            AttemptError: the answer does not say so.
+        """
         text = answer.content.decode(errors="replace")
         if "<Error>" in text:  # with status 200
             raise AttemptError(from_body(500, text))

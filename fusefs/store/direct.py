@@ -109,8 +109,9 @@ class Direct:
         raise AttemptError(failure)
 
     async def send_now(
-        self, method: str, key: str, *, headers: Mapping[str, str], body: bytes | bytearray = b""
-    ) -> Answer | None:
+        self, method: str, key: str, *, headers: Mapping[str, str],
+        body: bytes | bytearray | None = None,
+    ) -> Answer | None:  # fmt: skip
         """Send one small request from the event loop; return the answer that tells an ETag.
 
         None if there is no open connection for it, or something to wait for.
@@ -121,15 +122,16 @@ class Direct:
         pattern = self._pattern
         if pattern is None or pattern.pool is None or self._is_to_renew():
             return None
-        size = len(body) if method == "PUT" else None
+        content = b"" if body is None else body
+        size = None if body is None else len(body)
         target, sent = self._signed(pattern, method, key, None, headers, size)
-        head = _head(method, target, sent, len(body))
+        head = _head(method, target, sent, len(content))
         try:
-            answer = await quick.exchange(pattern.pool, head, body, is_head=method == "HEAD")
+            answer = await quick.exchange(pattern.pool, head, content, is_head=method == "HEAD")
         except (OSError, wire.WireError, trio.TooSlowError) as error:
             failure = Failure(UnreachableError, str(error) or "no answer", is_retryable=True)
             raise AttemptError(failure) from error
-        if answer is not None and (answer.status >= 300 or not answer.headers.get("etag")):
+        if answer is not None and (answer.status >= 300 or not _tells_etag(answer)):
             text = answer.content.decode(errors="replace")
             request_id = answer.headers.get("x-amz-request-id", "")
             raise AttemptError(from_body(answer.status, text, request_id))
@@ -219,6 +221,11 @@ def unsigned_body() -> dict[str, Any]:
     from botocore.config import Config
 
     return {"client_config": Config(s3={"payload_signing_enabled": False})}
+
+
+def _tells_etag(answer: Answer) -> bool:
+    """Whether it says what was done: of a copy in the document, of others in a header."""
+    return bool(answer.headers.get("etag")) or b"<ETag>" in answer.content
 
 
 def _head(method: str, target: str, headers: Mapping[str, str], size: int) -> bytes:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
 from fusefs.store import listing
-from fusefs.store.base import IF_ABSENT, Condition, IfMatch, ObjectInfo, Priority
+from fusefs.store.base import IF_ABSENT, Condition, IfMatch, ObjectInfo, Priority, Urgency
 from fusefs.store.errors import (
     ConflictError,
     ExistsError,
@@ -23,6 +24,7 @@ from fusefs.store.stream import AttemptError
 
 if TYPE_CHECKING:
     from fusefs.store.clients import Clients
+    from fusefs.store.s3 import S3Store
 
 META = "x-amz-meta-"
 _KEY = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
@@ -107,21 +109,39 @@ def head(clients: Clients, key: str, **options: Any) -> dict[str, Any]:
     return answer
 
 
+async def asked(
+    store: S3Store, key: str, priority: Urgency
+) -> tuple[ObjectInfo, Mapping[str, str]]:
+    """What a HEAD tells, and all its headers, with names in lower case.
+
+    Raises:
+        NotFoundError: there is no such object.
+    """
+    answer = await store.at_once("HEAD", key, headers={}, priority=priority)
+    if answer is not None:
+        with suppress(AttemptError):
+            return _read(key, answer.headers), answer.headers
+    return await store.retried("HEAD", key, lambda clients: _look(clients, key), priority)
+
+
 def look(clients: Clients, key: str) -> ObjectInfo:
     """What a HEAD tells. Blocks."""
-    return look_closely(clients, key)[0]
+    return _look(clients, key)[0]
 
 
-def look_closely(clients: Clients, key: str) -> tuple[ObjectInfo, Mapping[str, str]]:
-    """What a HEAD tells, and all its headers, with names in lower case. Blocks."""
+def _look(clients: Clients, key: str) -> tuple[ObjectInfo, Mapping[str, str]]:
     answer = clients.direct.send("HEAD", key)
     if answer is not None:
         headers = answer.headers
     else:
         headers = head(clients, key)["ResponseMetadata"]["HTTPHeaders"]
+    return _read(key, headers), headers
+
+
+def _read(key: str, headers: Mapping[str, str]) -> ObjectInfo:
     try:
         modified = parsedate_to_datetime(headers["last-modified"])
-        info = ObjectInfo(
+        return ObjectInfo(
             key,
             int(headers["content-length"]),
             listing.quoted(headers["etag"]),
@@ -138,7 +158,6 @@ def look_closely(clients: Clients, key: str) -> tuple[ObjectInfo, Mapping[str, s
     except (KeyError, ValueError) as error:
         sentence = "S3 did not say what there is"
         raise AttemptError(Failure(UnreachableError, sentence, is_retryable=True)) from error
-    return info, headers
 
 
 def told(key: str, answer: Mapping[str, Any]) -> ObjectInfo:

@@ -169,7 +169,7 @@ class S3Store:
         return lambda clients: clients.lister.page(arguments)
 
     async def head(self, key: str) -> ObjectInfo:
-        return await self.retried("HEAD", key, lambda clients: requests.look(clients, key))
+        return (await requests.asked(self, key, demanded))[0]
 
     async def download(
         self,
@@ -256,10 +256,10 @@ class S3Store:
         key: str,
         *,
         headers: Mapping[str, str],
-        body: bytes | bytearray = b"",
+        body: bytes | bytearray | None = None,
         priority: Urgency = demanded,
     ) -> Answer | None:
-        """Send a small PUT or HEAD from the event loop; return the answer that tells an ETag.
+        """Send a small PUT, COPY or HEAD from the event loop; return what tells an ETag.
 
         None if it is to be `retried` in a thread.
 
@@ -271,7 +271,8 @@ class S3Store:
             return None
         async with self._connections.one(priority):
             try:
-                answer = await clients.direct.send_now(operation, key, headers=headers, body=body)
+                method = "HEAD" if operation == "HEAD" else "PUT"
+                answer = await clients.direct.send_now(method, key, headers=headers, body=body)
                 failure = None
             except AttemptError as error:
                 answer, failure = None, operations.considered(operation, error.failure)
@@ -281,12 +282,15 @@ class S3Store:
         if failure is None:
             self._connections.succeeded()
             self.answered = trio.current_time()
-        elif failure.status > 400 and not failure.is_retryable:
+            return answer
+        self._react(failure, None)
+        # What a refusal means is found out in the patient way.
+        if failure.status > 401 and failure.status != 403 and not failure.is_retryable:
             raise self._failed(operation, key, failure)
-        else:
-            self._counted["retries"] += 1
-            logger.info("%s again: %s", operation, self._describe(key, failure))
-        return answer
+        self._counted["retries"] += 1
+        logger.info("%s again: %s", operation, self._describe(key, failure))
+        await trio.sleep(Patience(self.settings.retry_time_s).pause_s())
+        return None
 
     async def retried(
         self,
@@ -370,15 +374,15 @@ class S3Store:
             self._clients = None
             return True
 
-    def _react(self, failure: Failure, patience: Patience) -> None:
-        """Do what an attempt that failed so asks for."""
+    def _react(self, failure: Failure, patience: Patience | None) -> None:
+        """Do what an attempt that failed so asks for; `patience` is whose that goes on trying."""
         if issubclass(failure.kind, NotFoundError | StaleVersionError | ConflictError):
             self.answered = trio.current_time()
         if failure.has_expired:
             self._reconnect()
-        if failure.kind is CredentialsError:
+        if patience is not None and failure.kind is CredentialsError:
             self._refused.add(patience)
-        else:
+        elif patience is not None:
             self._refused.discard(patience)
         if failure.kind is ThrottledError:
             self._counted["throttled"] += 1
