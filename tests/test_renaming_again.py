@@ -14,43 +14,15 @@ from pathlib import Path
 import pytest
 
 from fusefs.posix.journal import Journal
-from fusefs.posix.staging import Staging
+from tests.support.fate import Fate, fate_of_records
 from tests.support.mortal_mount import DiedError, MemoryStore, MortalMount, Process
 
 MOST_POINTS = 200
 
 
-class Fate:
-    """Kills after so many steps, if told to."""
-
-    def __init__(self) -> None:
-        self.left: int | None = None
-
-    def step(self, *_: object) -> None:
-        if self.left is not None:
-            if self.left == 0:
-                raise DiedError
-            self.left -= 1
-
-
 @pytest.fixture
 def fate(monkeypatch: pytest.MonkeyPatch) -> Fate:
-    fate = Fate()
-    append, record = Journal._append, Staging.record
-
-    def append_or_die(self: Journal, *record: object) -> None:
-        fate.step()
-        append(self, *record)  # type: ignore[arg-type]
-        fate.step()
-
-    def record_or_die(self: Staging, *staged: object) -> None:
-        fate.step()
-        record(self, *staged)  # type: ignore[arg-type]
-        fate.step()
-
-    monkeypatch.setattr(Journal, "_append", append_or_die)
-    monkeypatch.setattr(Staging, "record", record_or_die)
-    return fate
+    return fate_of_records(monkeypatch)
 
 
 class Case:

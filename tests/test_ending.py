@@ -1,0 +1,37 @@
+"""The end of a mount takes no longer than it has to."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from fusefs.cache import files
+from fusefs.cache.disk import Disk
+from tests.support.local_cache import cache_in, version
+
+FILES = 60
+
+
+async def test_a_slow_disk_does_not_hold_up_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was not made safe in time counts as lost after a power cut, and only then."""
+    synced = []
+
+    def sync_slowly(_self: Disk, name: str, _generation: str) -> bool:
+        time.sleep(0.02)
+        synced.append(name)
+        return True
+
+    monkeypatch.setattr(files, "SYNC_AFTER_S", 0.1)
+    async with cache_in(tmp_path) as parts:
+        for number in range(FILES):
+            await parts.fetch(version(str(number), 100))
+        monkeypatch.setattr(Disk, "sync", sync_slowly)
+    assert 0 < len(synced) < FILES
+    async with cache_in(tmp_path) as parts:
+        for number in range(FILES):
+            await parts.fetch(version(str(number), 100))
+        assert parts.bucket.asked == []

@@ -1,0 +1,168 @@
+"""A program makes, writes, renames and deletes a file; the process dies at each step in turn.
+
+The steps are those of tests/support/fate.py and the requests to the bucket.
+What was not answered is asked for again, as the kernel does.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+
+from fusefs.posix import writeback
+from fusefs.posix.renaming import Renames
+from tests.support.fate import Fate, fate_of_records
+from tests.support.mortal_mount import DiedError, MortalMount, Process
+
+MOST_POINTS = 200
+LIMIT_S = 30
+
+
+class Program:
+    """The calls of a program in order, as a kernel sends them; `fh` is the file that is open."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+        self.done = 0
+        self.fh = 0
+        self._unique = 0
+
+    async def go_on(self, mount: MortalMount, process: Process) -> None:
+        """Make the rest of the calls; the first is the one that was not answered, if any was."""
+        while self.done < len(self.calls):
+            call, _, name = self.calls[self.done].partition(" ")
+            self._unique = self._unique or mount.new_unique()
+            await self._call(process, call, name.encode())
+            self._unique = 0
+            self.done += 1
+
+    async def _call(self, process: Process, call: str, name: bytes) -> None:
+        operations, caller = process.operations, process.caller(self._unique)
+        mutations = operations.mutations
+        assert mutations is not None
+        root = operations.inodes.root.nodeid
+        if call in ("create", "exclusive"):
+            flags = os.O_WRONLY | (os.O_EXCL if call == "exclusive" else os.O_TRUNC)
+            mode = stat.S_IFREG | 0o644
+            made = await answered(mutations.create(root, name, mode, flags, caller))
+            self.fh = made[1].fh
+        elif call == "write":
+            await process.write(self.fh, 0, name)
+        elif call == "close":
+            await answered(process.writer.flush(self.fh))
+            await answered(operations.release(self.fh))
+        elif call == "unlink":
+            await answered(mutations.unlink(root, name, caller))
+        else:
+            assert call == "rename"
+            old, new = name.split(b" ")
+            await answered(mutations.rename(root, old, root, new, 0, caller))
+
+
+async def answered(answer: Any) -> Any:
+    """An answer that is there, or has to be waited for."""
+    return await answer if hasattr(answer, "__await__") else answer
+
+
+PROGRAMS: dict[str, tuple[list[str], dict[str, bytes]]] = {
+    "a file is made": (["create a", "write new", "close"], {"a": b"new", "b": b"old"}),
+    "a lock comes and goes": (
+        ["exclusive a", "write new", "close", "unlink a"] * 2,
+        {"b": b"old"},
+    ),
+    "an open file is unlinked, and another made": (
+        ["exclusive a", "unlink a", "write x", "close", "create a", "write new", "close"],
+        {"a": b"new", "b": b"old"},
+    ),
+    "a file is made and replaces another, and that goes": (
+        ["create a", "write new", "close", "rename a b", "create a", "close", "unlink b"],
+        {"a": b""},
+    ),
+}
+
+
+@pytest.fixture
+def fate(monkeypatch: pytest.MonkeyPatch) -> Fate:
+    return fate_of_records(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_local"),
+    [*((name, False) for name in PROGRAMS), ("an open file is unlinked, and another made", True)],
+)
+async def test_a_program_finds_what_it_has_left_wherever_the_process_dies(
+    tmp_path: Path, fate: Fate, monkeypatch: pytest.MonkeyPatch, name: str, *, is_local: bool
+) -> None:
+    monkeypatch.setattr(writeback, "RETRY_S", 0.001)
+    monkeypatch.setattr(writeback, "LATER_S", 0.0)
+    calls, expected = PROGRAMS[name]
+    for point in range(MOST_POINTS):
+        mount = MortalMount(tmp_path / str(point), cache=tmp_path / "cache")
+        mount.store.put("b", b"old")
+        mount.store.before = mount.store.after = fate.step
+        program = Program(calls)
+        has_died = True
+        try:
+            async with mount.serving(is_local=is_local) as process:
+                fate.left = point
+                await program.go_on(mount, process)
+                has_died, fate.left = False, None
+        except* DiedError:
+            pass
+        fate.left = None
+        async with mount.serving(is_local=is_local) as process:
+            await program.go_on(mount, process)
+            await check(process, mount, expected)
+        if not has_died:
+            return
+    pytest.fail("it was never done")
+
+
+async def check(process: Process, mount: MortalMount, expected: dict[str, bytes]) -> None:
+    assert sorted(await process.listing()) == sorted(expected)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(process.writer.run)
+        with trio.fail_after(LIMIT_S):
+            while process.writer.staging.pending:  # noqa: ASYNC110 - nobody sets an event
+                await trio.sleep(0.001)
+        nursery.cancel_scope.cancel()
+    assert mount.store.contents() == expected
+    assert sorted(await process.listing()) == sorted(expected)
+    assert all(not staged.is_unlinked for staged in process.writer.staging)
+
+
+async def test_a_rename_that_is_just_being_recorded_is_left_to_who_asked_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that nobody waits for are looked for at the same time."""
+    mount = MortalMount(tmp_path)
+    mount.store.put("d/a", b"a")
+    is_let_go = threading.Event()
+    write = Renames._write
+
+    def write_late(self: Renames, path: Path, told: str) -> None:
+        assert is_let_go.wait(LIMIT_S)
+        write(self, path, told)
+
+    monkeypatch.setattr(Renames, "_write", write_late)
+    async with mount.serving() as process, trio.open_nursery() as nursery:
+        nursery.start_soon(process.rename, "d", "e")
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        nursery.start_soon(process.changes.run)
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        assert mount.store.contents() == {"d/a": b"a"}
+        is_let_go.set()
+        with trio.fail_after(LIMIT_S):
+            while mount.store.contents() != {"e/a": b"a"}:  # noqa: ASYNC110 - nobody sets an event
+                await trio.sleep(0.001)
+            while process.changes.describe_renames():  # noqa: ASYNC110 - nobody sets an event
+                await trio.sleep(0.001)
+        nursery.cancel_scope.cancel()
+    assert list((tmp_path / "renames").iterdir()) == []
