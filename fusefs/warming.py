@@ -189,7 +189,9 @@ class Warming:
 
     def _is_shown(self, key: str) -> bool:
         """Whether the mount shows a file for this key."""
-        return all(names.is_expressible(name) for name in key[len(self._prefix) :].split("/"))
+        path = key[len(self._prefix) :].split("/")
+        is_private = names.is_private(self._prefix, path[0])
+        return not is_private and all(names.is_expressible(name) for name in path)
 
     async def _bring(
         self, job: Job, nursery: trio.Nursery, info: ObjectInfo, *, is_again: bool = False

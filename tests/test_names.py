@@ -168,3 +168,40 @@ def test_a_mount_of_a_prefix_shows_what_is_below_it(
     with mounted(s3, source, tmp_path, "--session", session) as mount:
         assert os.listdir(mount.path) == ["file"]
         assert (mount.path / "file").read_bytes() == b"inside"
+
+
+RECORDS = ".fusefs/volumes/one.json"
+
+
+@pytest.fixture(scope="module")
+def recorded(s3: S3Server) -> Bucket:
+    bucket = new_bucket(s3)
+    for key in (RECORDS, "data/.fusefs/own", "data/file"):
+        bucket.put(key, b"{}")
+    return bucket
+
+
+def test_the_drivers_records_are_hidden_at_the_root_of_the_bucket_alone(
+    s3: S3Server, recorded: Bucket, tmp_path: Path
+) -> None:
+    source = f"s3://{recorded.name}"
+    with mounted(s3, source, tmp_path, "--no-read-only") as mount:
+        assert os.listdir(mount.path) == ["data"]
+        assert not (mount.path / RECORDS).exists()
+        with pytest.raises(OSError, match="Invalid argument"):
+            (mount.path / ".fusefs").mkdir()
+        with pytest.raises(OSError, match="Invalid argument"):
+            (mount.path / "data").rename(mount.path / ".fusefs")
+        assert sorted(os.listdir(mount.path / "data")) == [".fusefs", "file"]
+        assert (mount.path / "data" / ".fusefs" / "own").read_bytes() == b"{}"
+        (mount.path / "data" / ".fusefs" / "new").write_bytes(b"new")
+        assert "'.fusefs/': the CSI driver keeps its records there" in mount.log.read_text()
+    recorded.delete("data/.fusefs/new")
+
+
+def test_a_mount_of_a_prefix_has_a_folder_of_that_name_like_any_other(
+    s3: S3Server, recorded: Bucket, tmp_path: Path
+) -> None:
+    with mounted(s3, f"s3://{recorded.name}/data", tmp_path) as mount:
+        assert sorted(os.listdir(mount.path)) == [".fusefs", "file"]
+        assert (mount.path / ".fusefs" / "own").read_bytes() == b"{}"

@@ -110,6 +110,8 @@ def _node(writer: Writeback, key: str, etag: str | None, found: os.stat_result) 
     *above, name = key[len(inodes.prefix) :].split("/")
     if not all(names.is_expressible(part) for part in (*above, name)):
         return None
+    if names.is_private(inodes.prefix, (*above, name)[0]):
+        return None
     parent = inodes.root
     for part in above:
         prefix = inodes.key(parent)

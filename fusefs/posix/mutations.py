@@ -141,7 +141,7 @@ class Mutations:
             return handle.inode, Opened(known, keep_cache=False, may_write=True)
         parent = self._operations.directory(parent_id)
         return await self._apart.run(
-            waiting(self.writer.create(parent, self._new_name(name), mode, flags, caller)),
+            waiting(self.writer.create(parent, self._new_name(parent, name), mode, flags, caller)),
             unwanted=lambda made: self._forget_opened(*made),
         )
 
@@ -163,14 +163,14 @@ class Mutations:
 
     async def mkdir(self, parent_id: int, name: bytes, mode: int, caller: Caller) -> Inode:
         parent = self._operations.directory(parent_id)
-        made = self.changes.mkdir(parent, self._new_name(name), mode, caller)
+        made = self.changes.mkdir(parent, self._new_name(parent, name), mode, caller)
         inode = await self._apart.run(waiting(made), unwanted=self._inodes.drop_unknown)
         self._inodes.count(inode, time.monotonic())
         return inode
 
     async def symlink(self, parent_id: int, name: bytes, target: bytes, caller: Caller) -> Inode:
         parent = self._operations.directory(parent_id)
-        made = self.changes.symlink(parent, self._new_name(name), target, caller)
+        made = self.changes.symlink(parent, self._new_name(parent, name), target, caller)
         inode = await self._apart.run(waiting(made), unwanted=self._inodes.drop_unknown)
         self._inodes.count(inode, time.monotonic())
         return inode
@@ -200,17 +200,19 @@ class Mutations:
     ) -> None:
         parent, to = self._operations.directory(parent_id), self._operations.directory(to_id)
         renamed = self.changes.rename(
-            parent, self._known_name(name), to, self._new_name(new_name), flags, caller
+            parent, self._known_name(name), to, self._new_name(to, new_name), flags, caller
         )
         await self._apart.run(waiting(renamed))
 
-    def _new_name(self, name: bytes) -> str:
+    def _new_name(self, parent: Inode, name: bytes) -> str:
         """A name that an object may have; what no listing could show again is refused."""
         if len(name) > names.NAME_MAX:
             raise OSError(errno.ENAMETOOLONG, "a name has 255 bytes at most")
         text = names.decode(name)
         if text is None or not names.is_expressible(text):
             raise OSError(errno.EINVAL, "a key cannot have this name")
+        if names.is_private(self._operations.inodes.key(parent), text):
+            raise OSError(errno.EINVAL, "the CSI driver keeps its records here")
         return text
 
     def _known_name(self, name: bytes) -> str:

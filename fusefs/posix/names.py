@@ -6,7 +6,7 @@ file name can express are hidden, and counted by whoever lists them:
 
 - an empty segment (`a//b`), `.` and `..`;
 - a name of more than 255 bytes, or one with a NUL;
-- `.fusefs`, which is where the CSI driver keeps its records in a bucket;
+- `.fusefs` at the root of a bucket, where the CSI driver keeps its records;
 - a file whose name is also a directory's (`a` beside `a/b`): the directory wins.
 
 Directory positions: entries are ordered by `name + "/"`, whether they are
@@ -22,12 +22,17 @@ PRIVATE = ".fusefs"
 
 
 def is_expressible(name: str) -> bool:
-    """Whether a file name can stand, and is to stand, for this segment of a key."""
-    if not name or name in (".", "..", PRIVATE):
+    """Whether a file name can stand for this segment of a key."""
+    if not name or name in (".", ".."):
         return False
     if "\0" in name or "/" in name:
         return False
     return len(name) <= 63 or len(name.encode()) <= NAME_MAX
+
+
+def is_private(prefix: str, name: str) -> bool:
+    """Whether a name in the directory of this prefix is not for the users of the bucket."""
+    return not prefix and name == PRIVATE
 
 
 def decode(name: bytes) -> str | None:

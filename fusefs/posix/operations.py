@@ -124,8 +124,11 @@ class Operations:
         text = names.decode(name)
         if text is None or not names.is_expressible(text):
             return Found(None, 0.0) if len(name) <= names.NAME_MAX else _too_long()
+        prefix = self.inodes.key(parent)
+        if names.is_private(prefix, text):
+            return Found(None, 0.0)
         self._opener.redirects.looked_up(parent_id, text, caller.pid)
-        directory = self._directories.get(self.inodes.key(parent))
+        directory = self._directories.get(prefix)
         known = self._directories.lookup_now(directory, text)
         if known is None or self._lacks_meta(parent, directory, text, known[0]):
             return waiting(self._lookup_later(parent, directory, text))

@@ -130,18 +130,20 @@ def segment_from(
     files = dict.fromkeys(_sorting_before(start)) if carried is None else dict(carried)
     for info in page.objects:
         name = info.key[cut:]
-        if names.is_expressible(name):
+        why = _why_hidden(prefix, name)
+        if not why:
             files[name] = info
         elif name:
-            hidden.note(info.key, "no file name can express it")
+            hidden.note(info.key, why)
     late = {*_sorting_before(stop), stop} & files.keys() if stop is not None else set()
     pending = {name: files.pop(name) for name in late}
     entries: dict[str, Entry] = {name: info for name, info in files.items() if info is not None}
     doubtful = files.keys() - entries.keys()
     for key in page.prefixes:
         name = key[cut:-1]
-        if not names.is_expressible(name):
-            hidden.note(key, "no file name can express it")
+        why = _why_hidden(prefix, name)
+        if why:
+            hidden.note(key, why)
         elif names.position(name) > start:
             file = entries.get(name)
             if file is not None:
@@ -151,6 +153,13 @@ def segment_from(
     segment.pending = pending
     segment.doubtful = doubtful - entries.keys()
     return segment
+
+
+def _why_hidden(prefix: str, name: str) -> str:
+    """Why a name in a directory is not shown, "" if it is."""
+    if names.is_private(prefix, name):
+        return "the CSI driver keeps its records there"
+    return "" if names.is_expressible(name) else "no file name can express it"
 
 
 def _sorting_before(key: str) -> set[str]:
