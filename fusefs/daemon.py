@@ -40,6 +40,7 @@ from fusefs.handover import Handover, TakeOverError, renames_directory, staging_
 from fusefs.kernel import mount
 from fusefs.kernel.keeper_wire import CANNOT_TAKE_OVER
 from fusefs.kernel.keeping import KeeperError, Keeping
+from fusefs.kernel.libc import forbid_inspection
 from fusefs.kernel.mount import MountError, MountRequest
 from fusefs.kernel.passthrough import NoPassthrough, Passthrough
 from fusefs.kernel.running import RunningSession
@@ -380,6 +381,7 @@ def main() -> int:
         os.dup2(null, 1)
         os.close(null)
 
+    forbid_inspection()  # before any secret is in memory
     try:
         run(
             process.read_input(sys.stdin.read()),

@@ -118,11 +118,17 @@ def test_reads_wait_while_keys_are_renewed_with_the_latest_token(
 
 # Tells what of its arguments it could read or connect to.
 TRY = """
-import socket, stat, os, sys
+import ctypes, os, socket, sys
+libc = ctypes.CDLL(None, use_errno=True)
 for path in sys.argv[1:]:
     try:
         if path.endswith(".sock"):
             socket.socket(socket.AF_UNIX).connect(path)
+        elif path.isdecimal():  # a process: PTRACE_SEIZE, which stops nobody
+            if libc.ptrace(0x4206, int(path), 0, 0):
+                raise PermissionError
+        elif os.path.basename(os.path.dirname(path)) == "fd":
+            os.readlink(path)
         else:
             open(path, "rb").read()
     except PermissionError:
@@ -152,17 +158,28 @@ def test_one_identity_gets_at_nothing_of_another(node: Node, data: Bucket, s3: S
     assert code_of(error) == grpc.StatusCode.PERMISSION_DENIED
     node.publish("of-a", one, secrets=mine, bucket=data.name, prefix="a")
 
-    users = {Path(f"/proc/{pid}").stat().st_uid: pid for pid in node.daemons()}
+    users = {uid_of(pid): pid for pid in node.daemons()}
     assert len(users) == 2
     for uid, pid in users.items():
         [stranger] = users.keys() - {uid}
-        paths = [f"/proc/{pid}/{name}" for name in ("environ", "mem", "maps")]
-        paths += things_of(node, uid)
-        assert any(path.endswith("keys") for path in paths)
-        assert any(path.endswith(".sock") for path in paths)
-        assert within_reach(node, stranger, paths) == ""
+        process = [*(f"/proc/{pid}/{name}" for name in INSIDE), str(pid)]
+        things = things_of(node, uid)
+        assert any(path.endswith("keys") for path in things)
+        assert any(path.endswith(".sock") for path in things)
+        assert within_reach(node, stranger, [*process, *things]) == ""
+        # Not even one that has come to run as the daemon's own user gets into the process.
+        assert within_reach(node, uid, process) == ""
+        assert within_reach(node, uid, things).splitlines() == things
     node.unpublish("of-a", one)
     node.unpublish("of-b", other)
+
+
+INSIDE = ("environ", "mem", "maps", "fd/0", "root/etc/passwd", "cwd/etc/passwd", "exe")
+
+
+def uid_of(pid: int) -> int:
+    """Whom a process runs as."""
+    return Path(f"/proc/{pid}").stat().st_uid
 
 
 def things_of(node: Node, uid: int) -> list[str]:
@@ -200,11 +217,12 @@ def test_a_daemon_is_a_user_of_its_identitys_own(node: Node, data: Bucket) -> No
     first, second = node.target("pod-1"), node.target("pod-2")
     node.publish("keys", first, bucket=data.name)
     node.publish("driver", second, secrets={}, bucket=data.name)
-    uids = {Path(f"/proc/{pid}").stat().st_uid for pid in node.daemons()}
+    uids = {uid_of(pid) for pid in node.daemons()}
     assert len(uids) == 2
     assert min(uids) >= 1_900_000_000
     for pid in node.daemons():
         assert "NoNewPrivs:\t1" in Path(f"/proc/{pid}/status").read_text()
+        assert Path(f"/proc/{pid}/environ").stat().st_uid == 0  # not the daemon's own user's
     node.unpublish("keys", first)
     node.unpublish("driver", second)
 

@@ -17,6 +17,7 @@ MS_NODEV = 4
 MNT_FORCE = 1
 MNT_DETACH = 2
 UMOUNT_NOFOLLOW = 8
+_PR_SET_DUMPABLE = 4
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str) -> None:
@@ -50,6 +51,14 @@ def lock_memory(memory: mmap.mmap) -> None:
     start = ctypes.c_char.from_buffer(memory)
     if _libc.mlock(ctypes.byref(start), ctypes.c_size_t(len(memory))) < 0:
         logger.debug("can't lock memory: %s", os.strerror(ctypes.get_errno()))
+
+
+def forbid_inspection() -> None:
+    """Have no process without privilege read or trace this one, and no core be dumped of it.
+
+    Its files in /proc belong to root from here on.
+    """
+    _check(_libc.prctl(_PR_SET_DUMPABLE, ctypes.c_ulong(0), 0, 0, 0), "PR_SET_DUMPABLE")
 
 
 def _check(result: int, target: str) -> None:
