@@ -311,6 +311,21 @@ async def test_what_another_node_has_just_made_is_not_replaced(mount: MortalMoun
         assert mount.store.contents() == {"b": b"a"}
 
 
+@pytest.mark.parametrize("made", ["b", "b/x"])
+async def test_a_directory_takes_no_name_that_another_node_has_just_taken(
+    mount: MortalMount, made: str
+) -> None:
+    fill(mount.store, "a/", 1)
+    async with mount.serving() as process:
+        assert await process.listing() == ["a"]
+        mount.store.put(made, b"of another node")
+        with pytest.raises(FileExistsError):
+            await process.rename("a", "b", flags=NOREPLACE)
+        assert await process.listing() == ["a", "b"]
+        await process.rename("a", "c", flags=NOREPLACE)
+        assert await process.listing() == ["b", "c"]
+
+
 async def test_a_target_that_is_written_is_lost_only_when_the_rename_succeeds(
     mount: MortalMount,
 ) -> None:

@@ -112,6 +112,8 @@ class Changes(Naming):
         self, found: Entry | Absent, target: Entry | Absent, to: Inode, name: str, flags: int
     ) -> None:
         if isinstance(target, Absent):
+            if found is None and flags & RENAME_NOREPLACE:
+                await self._look_again(to, name)
             return
         if flags & RENAME_NOREPLACE:
             raise OSError(errno.EEXIST, name)
@@ -123,6 +125,21 @@ class Changes(Naming):
             raise OSError(errno.ENOTEMPTY, name)
         if target is not None:
             self._check_deleting(name)
+
+    async def _look_again(self, to: Inode, name: str) -> None:
+        """See whether another node has made what a directory must not replace.
+
+        For a file the copy has a condition; a prefix has none.
+        """
+        prefix = self._inodes.key(to)
+        below = await self._store.list_page(f"{prefix}{name}/", delimiter="", max_keys=1)
+        try:
+            if not below.objects:
+                await self._store.head(prefix + name)
+        except NotFoundError:
+            return
+        self._directories.correct(self._directories.get(prefix), name, None)
+        raise OSError(errno.EEXIST, name)
 
     async def _rename_file(
         self, parent: Inode, name: str, to: Inode, new_name: str,
