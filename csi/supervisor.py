@@ -99,11 +99,12 @@ class Supervisor:
             if not self._is_ending:
                 self._keep_listening()
                 self._on_look()
+        self._listener.remove()
 
     def _end(self, _number: int, _frame: FrameType | None) -> None:
+        # Whoever comes meanwhile may still ask for what there is, and take it over.
         if not self._is_ending:
             log.info("ending when %d daemons have", len(self._children))
-            self._listener.remove()
         self._is_ending = True
 
     # --- connections ---
@@ -199,6 +200,8 @@ class Supervisor:
 
     def _launch(self, message: Message) -> Child:
         uid, gid = message.a, message.b
+        if self._is_ending:
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "no more daemons are started here")
         if 0 in (uid, gid):
             raise PermissionError(errno.EPERM, "no daemon is started as root")
         channel, stdin, stdout, environment = message.fds

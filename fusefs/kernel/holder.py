@@ -17,7 +17,8 @@ A request is one JSON line in one message, and so is its answer:
     {"do": "drop", "name": …}
     {"do": "list"}                               answered with the names
 
-Only root, or the user that runs the service, is answered.
+Each has a `version`; without one it is 1, which had none. A request is answered
+in its own version. Only root, or the user that runs the service, is answered.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ from fusefs.kernel.keeper_system import FUSE_DEVICE, is_disconnected
 TYPE_CHECKING = False  # the keeper imports this module, and does without typing
 if TYPE_CHECKING:
     from typing import Any
+
+VERSION = 2
+SPOKEN = (1, 2)
 
 MAX_REQUEST = 8192
 MAX_ANSWER = 1 << 20
@@ -98,7 +102,7 @@ def _exchange(path: str, request: dict[str, Any], fd: int = -1) -> int:
             sock.settimeout(CLIENT_S)
             with keeper_control.short_name(path) as name:
                 sock.connect(name)
-            _send(sock, request, fd)
+            _send(sock, {**request, "version": VERSION}, fd)
             answer, descriptors = _receive(sock, MAX_ANSWER)
     except OSError as error:
         raise HolderError(f"{path}: {error.strerror or error}") from error
@@ -172,18 +176,23 @@ class Service:
         except OSError:
             line = b""
         request = _parse(line)
+        version = request.get("version", 1)
         name = str(request.get("name", ""))
         match request.get("do"):
+            case _ if version not in SPOKEN:
+                why = f"version {version} is not spoken here"
+                self._answer(visitor, {"error": why, "version": VERSION})
             case "hold" if name:
                 self._hold(name, visitor)
             case "fetch" | "drop" if name in self._helpers:
                 self._pass_on(name, visitor)
             case "fetch" | "drop":
-                self._answer(visitor, {"error": f"nothing is held as {name}"})
+                self._answer(visitor, _in(version, {"error": f"nothing is held as {name}"}))
             case "list":
-                self._answer(visitor, {"ok": True, "names": sorted(self._helpers)})
+                names = {"ok": True, "names": sorted(self._helpers)}
+                self._answer(visitor, _in(version, names))
             case _:
-                self._answer(visitor, {"error": "not a request"})
+                self._answer(visitor, _in(version, {"error": "not a request"}))
         self._see_off(visitor)
 
     def _answer(self, visitor: socket.socket, answer: dict[str, Any]) -> None:
@@ -236,12 +245,13 @@ def _be_helper(visitor: socket.socket, service: socket.socket) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the service decides
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     visitor.settimeout(ANSWER_S)
-    _, fds = _receive(visitor, MAX_REQUEST)
+    request, fds = _receive(visitor, MAX_REQUEST)
+    version = request.get("version", 1)
     if len(fds) != 1 or not _is_fuse(fds[0]):
-        _send(visitor, {"error": "only a descriptor of /dev/fuse is held"})
+        _send(visitor, _in(version, {"error": "only a descriptor of /dev/fuse is held"}))
         return
     service.send(b"\n")
-    _send(visitor, {"ok": True})
+    _send(visitor, _in(version, {"ok": True}))
     visitor.close()
     poll = select.poll()
     poll.register(service, select.POLLIN)
@@ -262,11 +272,17 @@ def _answer_next(service: socket.socket, fd: int) -> bool:
     with socket.socket(fileno=connections[0]) as visitor, contextlib.suppress(OSError):
         visitor.settimeout(ANSWER_S)
         request, _ = _receive(visitor, MAX_REQUEST)
+        answer = _in(request.get("version", 1), {"ok": True})
         if request.get("do") == "drop":
-            _send(visitor, {"ok": True})
+            _send(visitor, answer)
             return False
-        _send(visitor, {"ok": True}, fd)
+        _send(visitor, answer, fd)
     return True
+
+
+def _in(version: int, answer: dict[str, Any]) -> dict[str, Any]:
+    """The answer as that version has it."""
+    return answer if version == 1 else {**answer, "version": version}
 
 
 def _is_fuse(fd: int) -> bool:

@@ -76,12 +76,15 @@ class Listener:
         self.socket = socket.socket(socket.AF_UNIX, kind)
         self.socket.setblocking(False)
         with short_name(path) as name:
+            # By another name first: whoever finds the socket finds it listening.
+            unfinished = f"{os.path.dirname(name)}/.{os.getpid()}.new"
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(name)
-            self.socket.bind(name)
-            os.chmod(name, 0o600)  # nobody can connect before listen()
-            self._identity = self._look()
-        self.socket.listen()
+                os.unlink(unfinished)
+            self.socket.bind(unfinished)
+            os.chmod(unfinished, 0o600)
+            self.socket.listen()
+            os.rename(unfinished, name)
+        self._identity = self._look()
 
     def _look(self) -> tuple[int, int]:
         status = os.stat(self._path)

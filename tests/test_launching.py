@@ -1,0 +1,208 @@
+"""The messages between keepers and `fusefs-csi daemons`, of this version and of the last."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from fusefs.kernel import holder, keeper_wire, launching
+from fusefs.kernel.keeper_system import has_ended
+from tests.support.keeping import LIMIT_S, PROJECT, needs_root
+from tests.support.ordinary_user import NOBODY, public_python
+from tests.support.sharing import until
+
+pytestmark = needs_root
+
+MOUNT = 0x1122334455667788
+# What is started in place of a daemon: says who it is, and waits to be killed.
+STANDIN = (
+    "import os, time; print(os.getuid(), os.environ['AWS_TOLD'], 'HOME' in os.environ,"
+    " 'LEFT_OUT' in os.environ, flush=True); time.sleep(600)"
+)
+HOLD = "import sys; from fusefs.kernel.holder import main; sys.exit(main(sys.argv[1]))"
+RUN = (
+    "import sys; from pathlib import Path; from csi.supervisor import Supervisor;"
+    " Supervisor(Path(sys.argv[1]), sys.argv[2:]).run()"
+)
+
+
+@pytest.fixture(scope="module")
+def python() -> Iterator[str]:
+    with public_python() as python:
+        yield python
+
+
+@contextmanager
+def supervising(directory: Path, python: str) -> Iterator[str]:
+    """The socket of a supervisor that starts the stand-in."""
+    path = directory / "daemons.sock"
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUN, path, python, "-I", "-S", "-c", STANDIN],
+        cwd=PROJECT, env={**os.environ, "AWS_OWN": "not told"},
+    )  # fmt: skip
+    try:
+        until(path.exists, "it listens")
+        yield os.fspath(path)
+    finally:
+        with contextlib.suppress(OSError):
+            launching.end(os.fspath(path), MOUNT)
+        process.terminate()
+        assert process.wait(LIMIT_S) == 0
+
+
+@pytest.fixture
+def supervisor(tmp_path: Path, python: str) -> Iterator[str]:
+    with supervising(tmp_path, python) as path:
+        yield path
+
+
+@pytest.fixture
+def output() -> Iterator[tuple[int, int]]:
+    reader, writer = os.pipe()
+    yield reader, writer
+    os.close(reader)
+    os.close(writer)
+
+
+def launch(path: str, stdout: int, uid: int = NOBODY) -> launching.Process:
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, its, open(os.devnull) as null:
+        return launching.launch(
+            path, MOUNT, uid=uid, gid=NOBODY, channel=its.fileno(), stdin=null.fileno(),
+            stdout=stdout,
+        )  # fmt: skip
+
+
+def test_a_daemon_is_started_as_its_user_with_its_keepers_part_of_the_environment(
+    supervisor: str, output: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_TOLD", "told")
+    monkeypatch.setenv("LEFT_OUT", "what")
+    reader, writer = output
+    process = launch(supervisor, writer)
+    assert os.read(reader, 100) == f"{NOBODY} told True False\n".encode()
+    process.signal(signal.SIGTERM)
+    until(lambda: has_ended(process.pidfd), "it has ended")
+    assert os.WTERMSIG(until(process.hear_end, "its end is told")) == signal.SIGTERM
+    assert launching.count(supervisor) == 0
+
+
+def test_no_daemon_is_started_as_root(supervisor: str, output: tuple[int, int]) -> None:
+    with pytest.raises(PermissionError):
+        launch(supervisor, output[1], uid=0)
+
+
+def test_one_that_ends_starts_no_more_and_waits_for_what_it_has(
+    supervisor: str, output: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_TOLD", "told")
+    launch(supervisor, output[1])
+    with launching.connect(supervisor) as sock:
+        peer = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4)
+        os.kill(int.from_bytes(peer, sys.byteorder), signal.SIGTERM)
+    until(lambda: refuses(supervisor, output[1]), "it is ending")
+    assert launching.count(supervisor, MOUNT) >= 1
+
+
+def refuses(path: str, stdout: int) -> bool:
+    try:
+        launch(path, stdout)
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+# --- versions ---------------------------------------------------------------------
+
+# Messages as the first version of each side has sent them, and must be understood for as long
+# as it is supported.
+COUNT_V1 = bytes.fromhex(
+    "01000000040000008877665544332211000000000000000000000000000000000000000000000000"
+)
+COUNTED_NONE_V1 = bytes.fromhex("0100000023000000" + 32 * "00")
+HELLO_V1 = bytes.fromhex("01000000000000000100000000000000" + 24 * "00")
+
+
+def test_a_request_of_the_first_version_is_answered_in_it(supervisor: str) -> None:
+    with launching.connect(supervisor) as sock:
+        sock.send(COUNT_V1)
+        assert sock.recv(100) == COUNTED_NONE_V1
+
+
+def test_a_request_of_an_unknown_version_is_refused_and_harms_nobody(supervisor: str) -> None:
+    with launching.connect(supervisor) as sock:
+        sock.send(b"\xff" + COUNT_V1[1:])
+        answer = launching.receive(sock)
+        assert answer is not None
+        assert (answer.kind, answer.a) == (launching.REFUSED, errno.EPROTONOSUPPORT)
+    with launching.connect(supervisor) as sock:
+        sock.send(b"nonsense")
+    assert launching.count(supervisor) == 0
+
+
+def test_a_daemons_first_words_are_those_of_the_first_version() -> None:
+    assert keeper_wire.pack(keeper_wire.HELLO, keeper_wire.VERSION) == HELLO_V1
+    assert keeper_wire.Message(HELLO_V1).a in keeper_wire.SPOKEN
+
+
+@pytest.mark.parametrize(
+    ("request_", "answer"),
+    [
+        (b'{"do": "list"}\n', b'{"ok": true, "names": []}\n'),
+        (b'{"do": "list", "version": 2}\n', b'{"ok": true, "names": [], "version": 2}\n'),
+    ],
+)
+def test_the_holder_answers_in_the_version_in_which_it_is_asked(
+    tmp_path: Path, request_: bytes, answer: bytes
+) -> None:
+    with holding(tmp_path) as path, socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(path)
+        sock.send(request_)
+        assert sock.recv(1000) == answer
+
+
+def test_the_holder_refuses_a_version_that_it_does_not_know(tmp_path: Path) -> None:
+    with holding(tmp_path) as path, socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(path)
+        sock.send(b'{"do": "list", "version": 99}\n')
+        assert sock.recv(1000) == b'{"error": "version 99 is not spoken here", "version": 2}\n'
+
+
+def test_a_holder_of_the_first_version_is_understood(tmp_path: Path) -> None:
+    path = os.fspath(tmp_path / "holder.sock")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(path)
+        listening.listen()
+
+        def answer() -> None:
+            with listening.accept()[0] as connection:
+                connection.recv(1000)
+                connection.send(b'{"ok": true}\n')
+
+        service = threading.Thread(target=answer)
+        service.start()
+        holder.drop(path, "name")
+        service.join(LIMIT_S)
+
+
+@contextmanager
+def holding(directory: Path) -> Iterator[str]:
+    path = directory / "holder.sock"
+    process = subprocess.Popen([sys.executable, "-c", HOLD, path], cwd=PROJECT)
+    try:
+        until(path.exists, "it listens")
+        yield os.fspath(path)
+    finally:
+        process.terminate()
+        process.wait(LIMIT_S)
