@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.keeping import (
+from tests.support.keeping import (, until
     LIMIT_S,
     Kept,
     needs_fuse,
