@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.keeping import (, until
+from tests.support.keeping import (
     LIMIT_S,
     Kept,
     needs_fuse,
     needs_passthrough,
     needs_root,
     put_through,
+    until,
 )
 from tests.support.ordinary_user import NOBODY
 
