@@ -102,11 +102,14 @@ class Daemon:
             if self._handover is not None and not self._handover.is_fresh:
                 await self._handover.take()
             await self._open_cache()
+            unsettled_s = self._handover.unsettled_s if self._handover is not None else 0.0
+            self.store.changes_after = trio.current_time() + unsettled_s
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
                 self.directories = Directories(
                     self.store, self.settings.metadata_ttl, self.pages, nursery
                 )
+                self.directories.settled_at = time.monotonic() + unsettled_s
                 self.fetcher = Fetcher(self.store, self.cache, self.space, nursery)
                 self.warming = Warming(self.store, self.cache, self.fetcher, self.settings)
                 nursery.start_soon(signals.watch, self._unmount, partial(status.log_waiting, self))

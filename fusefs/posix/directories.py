@@ -67,6 +67,8 @@ class Directories:
         self, store: Store, ttl_s: float, memory: PageMemory, nursery: trio.Nursery
     ) -> None:
         self.ttl_s = ttl_s
+        # Until then an earlier process' requests may take effect; in monotonic seconds.
+        self.settled_at = -math.inf
         self.hidden = HiddenKeys()
         self.local = LocalNames()
         self._store = store
@@ -277,10 +279,15 @@ class Directories:
         carried = directory.carried_to(start)
         segment = segment_from(page, directory.prefix, start, carried, self.hidden)
         segment.fetched = fetched
-        segment.expires = fetched + self.ttl_s
+        segment.expires = self._believed_until(fetched)
         self.local.apply(directory.prefix, segment)
         self._add(directory, segment)
         return segment
+
+    def _believed_until(self, fetched: float) -> float:
+        """How long what the bucket has told then is believed, in monotonic seconds."""
+        until = fetched + self.ttl_s
+        return min(until, self.settled_at) if fetched < self.settled_at else until
 
     def _add(self, directory: Directory, segment: Segment) -> None:
         gone, come = directory.add(segment)
@@ -306,7 +313,7 @@ class Directories:
 
     async def ask_by_name(self, directory: Directory, name: str) -> tuple[Entry | Absent, float]:
         """Ask for one name alone: as a directory and, if it is none, as a file."""
-        expires = time.monotonic() + self.ttl_s
+        expires = self._believed_until(time.monotonic())
         key = directory.prefix + name
         inside = await self._store.list_page(key + "/", delimiter="", max_keys=1)
         if inside.objects:

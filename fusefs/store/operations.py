@@ -16,6 +16,10 @@ COUNTERS = {
 }  # fmt: skip
 
 
+def is_change(operation: str) -> bool:
+    return operation in _WRITES
+
+
 def considered(operation: str, failure: Failure) -> Failure:
     """What a failure means to a certain operation."""
     if operation == "LIST" and failure.kind is NotFoundError:

@@ -83,6 +83,8 @@ class S3Store:
         self._understood = -math.inf
         # When S3 last did what it was asked, or could not for want of an object; trio's seconds.
         self.answered = -math.inf
+        # No change is sent before this, in trio's seconds.
+        self.changes_after = -math.inf
         self._principal: str | None = None
         self._counted: Counter[str] = Counter()
         self._has_if_match = True
@@ -266,6 +268,7 @@ class S3Store:
         Raises:
             StoreError: that would not help.
         """
+        await self._settled(operation)
         clients = self._clients
         if clients is None:
             return None
@@ -307,6 +310,7 @@ class S3Store:
         Raises:
             StoreError: it did not; there is one log line about it.
         """
+        await self._settled(operation)
         patience = Patience(retry_time_s or self.settings.retry_time_s)
         has_doubted = False
         try:
@@ -336,6 +340,11 @@ class S3Store:
                 await trio.sleep(patience.pause_s())
         finally:
             self._refused.discard(patience)
+
+    async def _settled(self, operation: str) -> None:
+        """Wait until no request of an earlier process can come after a change of this one."""
+        if operations.is_change(operation) and trio.current_time() < self.changes_after:
+            await trio.sleep_until(self.changes_after)
 
     async def _explained(self, operation: str, key: str, failure: Failure) -> Failure:
         """What an attempt's failure means to an operation, asked for where S3 did not say.
