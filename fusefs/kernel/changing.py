@@ -15,6 +15,9 @@ from fusefs.posix.mutations import Mutations
 
 SECOND_NS = 1_000_000_000
 
+# How long the kernel believes what a new file looks like, which it alone changes: Python's
+# open() asks twice.
+NEW_S = 1.0
 # Programs do without: copy_file_range and O_TMPFILE have their usual substitutes.
 # The kernel asks once, and says EOPNOTSUPP for ever after.
 _UNSUPPORTED = (Opcode.COPY_FILE_RANGE, Opcode.TMPFILE)
@@ -53,11 +56,16 @@ class ChangingHandlers:
     def _create(self, nodeid: int, body: memoryview, caller: Caller) -> Result:
         flags, mode, *_ = wire.CREATE_IN.unpack_from(body)
         name = bytes(body[wire.CREATE_IN.size : -1])
-        return self._created(self._mutations.create(nodeid, name, mode, flags, caller))
+        answer = self._mutations.create(nodeid, name, mode, flags, caller)
+        if isinstance(answer, tuple):
+            return self._created(*answer)
+        return self._created_later(answer)
 
-    async def _created(self, answer: Awaitable[tuple[Inode, Opened]]) -> Payload:
-        inode, opened = await answer
-        return self._handlers.packed_entry(inode, 0.0) + open_out(opened)
+    async def _created_later(self, answer: Awaitable[tuple[Inode, Opened]]) -> Payload:
+        return self._created(*await answer)
+
+    def _created(self, inode: Inode, opened: Opened) -> Payload:
+        return self._handlers.packed_entry(inode, 0.0, NEW_S) + open_out(opened)
 
     def _mknod(self, nodeid: int, body: memoryview, caller: Caller) -> Result:
         mode, *_ = wire.MKNOD_IN.unpack_from(body)

@@ -76,10 +76,17 @@ class Handlers:
             return wire.ENTRY_OUT_HEAD.pack(0, 0, seconds, 0, rest, 0) + bytes(wire.ATTR.size)
         return self.packed_entry(found.inode, found.valid_s)
 
-    def packed_entry(self, inode: Inode, valid_s: float) -> bytes:
+    def packed_entry(
+        self, inode: Inode, valid_s: float, attributes_valid_s: float | None = None
+    ) -> bytes:
         """An inode as LOOKUP and READDIRPLUS show it."""
         seconds, rest = _valid(valid_s)
-        head = wire.ENTRY_OUT_HEAD.pack(inode.nodeid, 0, seconds, seconds, rest, rest)
+        of_attributes, rest_of_attributes = seconds, rest
+        if attributes_valid_s is not None:
+            of_attributes, rest_of_attributes = _valid(attributes_valid_s)
+        head = wire.ENTRY_OUT_HEAD.pack(
+            inode.nodeid, 0, seconds, of_attributes, rest, rest_of_attributes
+        )
         return head + (inode.packed or self.pack(inode))
 
     def pack(self, inode: Inode) -> bytes:

@@ -187,7 +187,7 @@ class Handlers(pyfuse3.Operations):
     ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
         with self._errors():
             made = self._mutations.create(parent, name, mode, flags, _caller(context))
-            inode, opened = await self._waited(Opcode.CREATE, parent, made)
+            inode, opened = await self._result(Opcode.CREATE, parent, made)
             return pyfuse3.FileInfo(fh=opened.fh, keep_cache=True), self.pack(inode, 0.0)
 
     async def mknod(

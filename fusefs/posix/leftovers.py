@@ -17,7 +17,8 @@ from pathlib import Path
 
 from fusefs.posix import names
 from fusefs.posix.inodes import Inode
-from fusefs.posix.staging import is_locked, load
+from fusefs.posix.recording import load, on_record
+from fusefs.posix.staging import is_locked
 from fusefs.posix.writeback import Writeback
 from fusefs.store.base import ObjectInfo
 
@@ -42,8 +43,8 @@ def _adopt_directory(writer: Writeback, directory: Path) -> int:
         if not is_locked(fd) or not _is_ours(directory, writer.staging.source):
             return 0
         count = 0
-        for record in directory.glob("*.json"):
-            count += adopt_file(writer, record.with_suffix(""))
+        for path in on_record(directory):
+            count += adopt_file(writer, path)
         _remove(directory)
         return count
     finally:
@@ -97,7 +98,7 @@ def adopt_file(writer: Writeback, path: Path, *, may_be_open: bool = True) -> bo
         writer.uploads.abort_later(told["key"], told["upload"], told["begun_ns"])
         if not told["is_unlinked"] and not told["uploaded"] and (told["is_closed"] or may_be_open):
             return False
-    path.with_suffix(".json").unlink()
+    path.with_suffix(".json").unlink(missing_ok=True)
     path.unlink()
     return inode is not None
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from fusefs.posix import names, xattrs
-from fusefs.posix.answers import Caller, NewAttributes, Opened, waiting
+from fusefs.posix.answers import Answer, Caller, NewAttributes, Opened, waiting
 from fusefs.posix.apart import Apart
 from fusefs.posix.changes import Changes
 from fusefs.posix.inodes import Inode
@@ -132,18 +132,18 @@ class Mutations:
 
     # Names
 
-    async def create(
+    def create(
         self, parent_id: int, name: bytes, mode: int, flags: int, caller: Caller
-    ) -> tuple[Inode, Opened]:
+    ) -> Answer[tuple[Inode, Opened]]:
         """Make a new file and open it."""
         if known := self._operations.handles.opened_by(caller.unique):
             handle = self._operations.handles.files[known]
             return handle.inode, Opened(known, keep_cache=False, may_write=True)
         parent = self._operations.directory(parent_id)
-        return await self._apart.run(
-            waiting(self.writer.create(parent, self._new_name(parent, name), mode, flags, caller)),
-            unwanted=lambda made: self._forget_opened(*made),
-        )
+        answer = self.writer.create(parent, self._new_name(parent, name), mode, flags, caller)
+        if isinstance(answer, tuple):
+            return answer
+        return self._apart.run(answer, unwanted=lambda made: self._forget_opened(*made))
 
     def _forget_opened(self, inode: Inode, opened: Opened) -> None:
         self._operations.release(opened.fh)
@@ -157,7 +157,8 @@ class Mutations:
         if not stat.S_ISREG(mode):
             raise OSError(errno.EPERM, "a bucket has no devices, pipes and sockets")
         flags = os.O_WRONLY | os.O_EXCL
-        inode, opened = await self.create(parent_id, name, mode, flags, caller)
+        answer = self.create(parent_id, name, mode, flags, caller)
+        inode, opened = answer if isinstance(answer, tuple) else await answer
         self._operations.release(opened.fh)
         return inode
 

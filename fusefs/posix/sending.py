@@ -244,4 +244,5 @@ def _is_content_of(info: ObjectInfo, staged: Staged) -> bool:
 
 def content_type(key: str) -> str | None:
     """What a browser would take an object for, by its name."""
-    return mimetypes.guess_type(key)[0]
+    name = key.rpartition("/")[2]
+    return mimetypes.guess_type(name)[0] if "." in name else None

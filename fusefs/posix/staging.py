@@ -7,6 +7,9 @@
 A record is written before anything relies on it, and whole or not at all, so
 that another process, also after a crash, finds what has to be uploaded and
 under which key. Times are not in it: the file's own are those of the content.
+Most files are small, new, and soon closed. What there is to say of them fits
+into an attribute of the content: a file for it would take longer than all else
+that is done for them, and the journal has the key.
 """
 
 from __future__ import annotations
@@ -14,13 +17,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import logging
 import os
 import stat
-import time
 from collections.abc import Iterator, Mapping
-from dataclasses import astuple, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +29,13 @@ import trio
 
 from fusefs.cache.files import FileCache
 from fusefs.cache.ranges import RangeMap
-from fusefs.posix import meta
+from fusefs.posix import meta, recording
 from fusefs.posix.editing import Base
 from fusefs.posix.inodes import Inode
 from fusefs.posix.meta import Meta
 from fusefs.store.base import ObjectVersion, Upload, UploadState
 
 logger = logging.getLogger("fusefs.staging")
-
-# A change is told by a file's size and time from an earlier one only if the
-# clock that the file system reads has moved on; it ticks every 10 ms at least.
-TICK_NS = 20_000_000
 
 
 # What S3 takes as one object.
@@ -68,6 +65,7 @@ class Staged:
         "etag",
         "fd",
         "free",
+        "has_record_file",
         "inode",
         "is_closed",
         "is_leftover",
@@ -78,6 +76,7 @@ class Staged:
         "path",
         "recorded",
         "since",
+        "to_disk",
         "upload",
         "upload_state",
         "uploaded",
@@ -104,11 +103,14 @@ class Staged:
         self.begun_ns: int | None = None
         # How far the content was written from its start on without a gap.
         self.written_to = 0
+        # How far of that the disk was told to write.
+        self.to_disk = 0
         # The bytes that count as held, and those of them that are the object's.
         self.charged = 0
         self.free = 0
         self.base: Base | None = None
-        self.recorded = ""
+        self.recorded = b""
+        self.has_record_file = False
         self.since = trio.current_time()
         self.lock = trio.Lock()
 
@@ -247,9 +249,20 @@ class Staging:
 
     def record(self, staged: Staged) -> None:
         """Put on the disk whose content it is; blocks for as long as creating a file does."""
-        told = _told(staged)
+        brief = None if staged.has_record_file else recording.brief(staged)
+        if brief is not None:
+            if brief == staged.recorded:
+                return
+            try:
+                os.setxattr(staged.fd, recording.ATTRIBUTE, brief)
+                staged.recorded = brief
+                return
+            except OSError:
+                pass  # a file system without attributes, or without room for them
+        told = recording.told(staged)
         if told != staged.recorded:
-            _write(staged.path, told)
+            recording.write(staged.path, told)
+            staged.has_record_file = True
             staged.recorded = told
 
     def close(self, staged: Staged) -> None:
@@ -268,13 +281,14 @@ class Staging:
         fd = os.dup(staged.fd)
         try:
             while True:
-                told = _told(staged)
+                told = recording.told(staged)
                 await trio.to_thread.run_sync(self._sync, staged.path, fd, told)
                 now = staged.inode.staged
                 if now is not staged:
                     break
+                staged.has_record_file = True
                 staged.recorded = told
-                if _told(staged) == told:
+                if recording.told(staged) == told:
                     return
         finally:
             os.close(fd)
@@ -282,21 +296,24 @@ class Staging:
         if now is None:
             staged.path.with_suffix(".json").unlink(missing_ok=True)
         else:
-            now.recorded = ""
+            now.recorded = b""
+            now.has_record_file = True
             self.record(now)
 
-    def _sync(self, path: Path, fd: int, told: str) -> None:
+    def _sync(self, path: Path, fd: int, told: bytes) -> None:
         os.fsync(fd)
-        _write(path, told, is_safe=True)
+        recording.write(path, told, is_safe=True)
         os.fsync(self._lock)
 
     def restore(self, inode: Inode) -> Staged | None:
         """Take up what an earlier process had staged under this node, if anything."""
         path = self.directory / str(inode.nodeid)
-        found = load(path)
+        found = recording.load(path)
         if found is None:
-            # Its content had become the cached copy of what was uploaded.
+            # Its content had become the cached copy of what was uploaded, or
+            # nobody had been told of it.
             path.with_suffix(".json").unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
             return None
         return self.take_up(inode, *found)
 
@@ -315,6 +332,7 @@ class Staging:
             staged.uploaded = staged.changes
         if told["upload"] is not None:
             staged.upload_state = UploadState.from_plain(told["upload"])
+        staged.has_record_file = told["key"] is not None
         staged.charged = staged.free = staged.size()
         if told["base"] is not None and self.cache is not None:
             key, etag, size, kept = told["base"]
@@ -325,7 +343,7 @@ class Staging:
 
     def on_disk(self) -> list[int]:
         """The nodes that an earlier process of this mount had staged."""
-        return [int(path.stem) for path in self.directory.glob("*.json")]
+        return [int(path.name) for path in recording.on_record(self.directory)]
 
     def release(self, staged: Staged) -> None:
         """Forget a file; what is left of it on the disk is removed."""
@@ -336,11 +354,11 @@ class Staging:
         staged.inode.staged = None
         staged.inode.packed = None
         os.close(staged.fd)
-        # Two thousand of these are made and removed for a thousand small files.
-        base = os.fspath(staged.path)
-        for path in (base, base + ".json"):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(staged.path)
+        if staged.has_record_file:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+                os.unlink(os.fspath(staged.path) + ".json")
 
     def remove_if_empty(self) -> None:
         """The mount has ended: remove the directory unless something is left in it."""
@@ -352,50 +370,6 @@ class Staging:
                 logger.warning("%s is kept: %s", self.directory, error.strerror)
 
 
-def _told(staged: Staged) -> str:
-    """A file's record."""
-    stamp = staged.stamp()
-    is_clean = not staged.is_content_dirty and _is_past(stamp)
-    base = staged.base
-    state = staged.upload.state if staged.upload is not None else staged.upload_state
-    return json.dumps({
-        "key": staged.key,
-        "etag": staged.etag,
-        "metadata": staged.meta.as_metadata(),
-        "is_unlinked": staged.is_unlinked,
-        "is_meta_dirty": staged.is_meta_dirty,
-        "is_closed": staged.is_closed,
-        "is_leftover": staged.is_leftover,
-        "uploaded": stamp if is_clean else None,
-        "begun_ns": staged.begun_ns,
-        "base": (*astuple(base.version), base.size) if base is not None else None,
-        "upload": state.plain() if state is not None else None,
-    })  # fmt: skip
-
-
-def _write(path: Path, told: str, *, is_safe: bool = False) -> None:
-    """Write a file's record, whole or not at all. Blocks."""
-    base = os.fspath(path)
-    unfinished = base + (".safe" if is_safe else ".new")
-    fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        os.write(fd, told.encode())
-        if is_safe:
-            os.fsync(fd)
-    finally:
-        os.close(fd)
-    os.rename(unfinished, base + ".json")
-
-
-def load(path: Path) -> tuple[int, dict[str, Any]] | None:
-    """Open a staged file, and read what its record tells; None if either is not there."""
-    try:
-        told = json.loads(path.with_suffix(".json").read_text())
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW), told
-    except FileNotFoundError:
-        return None
-
-
 def is_locked(directory: int) -> bool:
     """Whether an open staging directory is this process's to look after now."""
     try:
@@ -403,8 +377,3 @@ def is_locked(directory: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _is_past(stamp: tuple[int, int]) -> bool:
-    """Whether a change from now on will show in a file's time."""
-    return time.time_ns() - stamp[1] > TICK_NS

@@ -144,8 +144,9 @@ class Uploads:
 
     async def _run(self, staged: Staged, attempt: Attempt, delay_s: float) -> None:
         try:
-            with trio.move_on_after(delay_s):
-                await attempt.hurry.wait()
+            if delay_s and not attempt.hurry.is_set():
+                with trio.move_on_after(delay_s):
+                    await attempt.hurry.wait()
             while staged.is_dirty:
                 with attempt.scope:
                     async with staged.lock:

@@ -23,6 +23,7 @@ from fusefs.cache.files import FileCache
 from fusefs.posix.allocating import KEEP_SIZE, MODES, allocate
 from fusefs.posix.answers import Answer, Caller, Opened, waiting
 from fusefs.posix.directories import Directories
+from fusefs.posix.diskahead import DiskAhead
 from fusefs.posix.editing import Base, Editor
 from fusefs.posix.handles import FileHandle, HandleTable
 from fusefs.posix.inodes import Inode, InodeTable
@@ -36,9 +37,9 @@ from fusefs.store.errors import ConflictError, NotFoundError, StaleVersionError
 logger = logging.getLogger("fusefs.writing")
 
 
-# A write to the page cache takes a tenth of this for each MiB. After a slower
-# one, writes go to threads for a while.
-SLOW_WRITE_S = 0.005
+# A write of a MiB to the page cache takes half a millisecond, or as long as other
+# processes have the processor. After a slower one, writes go to threads for a while.
+SLOW_WRITE_S = 0.02
 IN_THREADS_S = 1.0
 
 
@@ -64,6 +65,7 @@ class Writer(Writeback):
         self._outdate = outdate
         self._make_room = writing.make_room
         self._in_threads_until = 0.0
+        self._disk_ahead = DiskAhead(writing.nursery)
         self._disk = trio.CapacityLimiter(16)
         # Nodes whose content is on its way into staging.
         self._preparing: WeakValueDictionary[int, trio.Lock] = WeakValueDictionary()
@@ -71,22 +73,29 @@ class Writer(Writeback):
 
     # Opening
 
-    async def create(
+    def create(
         self, parent: Inode, name: str, mode: int, flags: int, caller: Caller
-    ) -> tuple[Inode, Opened]:
+    ) -> Answer[tuple[Inode, Opened]]:
         """Make a new file and open it.
 
         Raises:
             OSError: EEXIST, with O_EXCL, and there is one by now.
         """
-        prefix = self.inodes.key(parent)
-        key = prefix + name
-        now = time.time_ns()
-        info = ObjectInfo(key, 0, "", now)
         meta = Meta(stat.S_IFREG | mode & PERMISSIONS, caller.uid, caller.gid)
+        made = (parent.children or {}).get(name)
+        if flags & os.O_EXCL or (made is not None and made.staged is not None):
+            return waiting(self._create_later(parent, name, meta, flags, caller))
+        info = ObjectInfo(self.inodes.key(parent) + name, 0, "", time.time_ns())
+        return self._created(parent, name, info, meta, flags, caller)
+
+    async def _create_later(
+        self, parent: Inode, name: str, meta: Meta, flags: int, caller: Caller
+    ) -> tuple[Inode, Opened]:
+        now = time.time_ns()
+        info = ObjectInfo(self.inodes.key(parent) + name, 0, "", now)
         if flags & os.O_EXCL:
             # The bucket decides between two nodes that create one lock file.
-            info = await self._put_empty(key, meta.changed(mtime_ns=now), caller)
+            info = await self._put_empty(info.key, meta.changed(mtime_ns=now), caller)
         made = (parent.children or {}).get(name)
         if made is not None and made.staged is not None and not made.staged.is_unlinked:
             # By this very request, before somebody died over it, or by one that nobody heard of.
@@ -94,13 +103,18 @@ class Writer(Writeback):
                 await self.stage(made, keep=0)
             self.inodes.count(made, time.monotonic())
             return made, self.open_staged(made, flags, caller)
-        inode = self.inodes.create(parent, name, info, key)
+        return self._created(parent, name, info, meta, flags, caller)
+
+    def _created(
+        self, parent: Inode, name: str, info: ObjectInfo, meta: Meta, flags: int, caller: Caller
+    ) -> tuple[Inode, Opened]:
+        inode = self.inodes.create(parent, name, info, info.key)
         fd = self.staging.prepare(inode)
-        os.utime(fd, ns=(now, now))
+        os.utime(fd, ns=(info.mtime_ns, info.mtime_ns))
         staged = self.staging.begin(inode, fd, meta, info.etag or None)
         if staged.etag is not None:
             staged.uploaded = staged.changes
-        self.directories.changed(prefix, name, info, lasting=True)
+        self.list_staged(inode)
         self.inodes.count(inode, time.monotonic())
         return inode, self.open_staged(inode, flags, caller)
 
@@ -246,7 +260,7 @@ class Writer(Writeback):
                 self.staging.charge(staged, stop)
             count = self._write_now(staged.fd, data, offset)
             if count == len(data):
-                self.uploads.wrote(staged, offset, stop)
+                self._wrote(staged, offset, stop)
                 return count
         # The memory is the session's and is used again for the next request.
         return waiting(self._write_later(staged, offset, bytes(data)))
@@ -285,7 +299,12 @@ class Writer(Writeback):
                 await self._make_room()
                 return await self._write_to_disk(staged, offset, data)
             finally:
-                self.uploads.wrote(staged, offset, stop)
+                self._wrote(staged, offset, stop)
+
+    def _wrote(self, staged: Staged, start: int, stop: int) -> None:
+        self.uploads.wrote(staged, start, stop)
+        if self._rules.is_local:
+            self._disk_ahead.wrote(staged)
 
     async def _write_to_disk(self, staged: Staged, offset: int, data: bytes) -> int:
         # A cancelled write is finished by its thread all the same.

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# Control characters, and segments that are empty or dots.
+_ODD = re.compile("[\x00-\x1f\x7f]|(?:^|/)\\.{0,2}(?:/|$)")
+
 # The unit in which bytes are handed on: large enough that a chunk's share of
 # Python's work does not count, small enough that a reader need not wait long.
 CHUNK = 1 << 20
@@ -211,6 +214,4 @@ def _first_byte(content_range: str | None) -> int:
 
 def is_plain(key: str) -> bool:
     """Whether obstore's path type can hold a key as it is."""
-    if any(character < " " or character == "\x7f" for character in key):
-        return False
-    return all(segment not in ("", ".", "..") for segment in key.split("/"))
+    return _ODD.search(key) is None

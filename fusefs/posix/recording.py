@@ -1,0 +1,134 @@
+"""What is on record of a staged file: in an attribute of its content, or in a file beside it.
+
+Most files are small, new, and soon closed. What there is to say of them fits
+into an attribute: to make a file for it, and to remove it, would take longer
+than all else that is done for them. Whatever such a record does not tell, the
+key above all, the journal does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import time
+from dataclasses import astuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fusefs.posix.meta import Meta
+
+if TYPE_CHECKING:
+    from fusefs.posix.staging import Staged
+
+# A change is told by a file's size and time from an earlier one only if the
+# clock that the file system reads has moved on; it ticks every 10 ms at least.
+TICK_NS = 20_000_000
+# Short as the name is, it fits with its value into the inode of ext4.
+ATTRIBUTE = "user.fusefs"
+# Mode, owner, group; size and time of what the bucket has (time 0: of nothing); its ETag follows.
+_BRIEF = struct.Struct("<HIIQQ")
+
+
+def brief(staged: Staged) -> bytes | None:
+    """The record of a file of which there is not much to say; None for others."""
+    said = staged.meta
+    if (
+        staged.is_closed or staged.is_meta_dirty or staged.is_unlinked or staged.is_leftover
+        or staged.base is not None or staged.begun_ns is not None
+        or staged.upload is not None or staged.upload_state is not None
+        or said.xattrs or said.other or said.mtime_ns is not None
+    ):  # fmt: skip
+        return None
+    size, mtime_ns = _clean_stamp(staged) or (0, 0)
+    if mtime_ns < 0:
+        return None
+    etag = (staged.etag or "").encode()
+    return _BRIEF.pack(said.mode, said.uid, said.gid, size, mtime_ns) + etag
+
+
+def _told_briefly(fd: int) -> dict[str, Any] | None:
+    """What the attribute of an open file tells, as a record does; None if it has none."""
+    try:
+        brief = os.getxattr(fd, ATTRIBUTE)
+    except OSError:
+        return None
+    mode, uid, gid, size, mtime_ns = _BRIEF.unpack_from(brief)
+    return {
+        "key": None,
+        "etag": brief[_BRIEF.size :].decode() or None,
+        "metadata": Meta(mode, uid, gid).as_metadata(),
+        "uploaded": (size, mtime_ns) if mtime_ns else None,
+        **dict.fromkeys(("is_unlinked", "is_meta_dirty", "is_closed", "is_leftover"), False),
+        **dict.fromkeys(("begun_ns", "base", "upload")),
+    }
+
+
+def _clean_stamp(staged: Staged) -> tuple[int, int] | None:
+    """What tells the content from later ones, if the bucket has it."""
+    if staged.is_content_dirty:
+        return None
+    stamp = staged.stamp()
+    return stamp if _is_past(stamp) else None
+
+
+def told(staged: Staged) -> bytes:
+    """A file's record."""
+    base = staged.base
+    state = staged.upload.state if staged.upload is not None else staged.upload_state
+    return json.dumps({
+        "key": staged.key,
+        "etag": staged.etag,
+        "metadata": staged.meta.as_metadata(),
+        "is_unlinked": staged.is_unlinked,
+        "is_meta_dirty": staged.is_meta_dirty,
+        "is_closed": staged.is_closed,
+        "is_leftover": staged.is_leftover,
+        "uploaded": _clean_stamp(staged),
+        "begun_ns": staged.begun_ns,
+        "base": (*astuple(base.version), base.size) if base is not None else None,
+        "upload": state.plain() if state is not None else None,
+    }).encode()  # fmt: skip
+
+
+def write(path: Path, told: bytes, *, is_safe: bool = False) -> None:
+    """Write a file's record, whole or not at all. Blocks."""
+    base = os.fspath(path)
+    unfinished = base + (".safe" if is_safe else ".new")
+    fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(fd, told)
+        if is_safe:
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+    os.rename(unfinished, base + ".json")
+
+
+def on_record(directory: Path) -> set[Path]:
+    """The contents in a staging directory that may be on record, or whose records are there."""
+    return {path.with_suffix("") for path in directory.iterdir() if path.stem.isdecimal()}
+
+
+def load(path: Path) -> tuple[int, dict[str, Any]] | None:
+    """Open a staged file, and read what its record tells; None if either is not there.
+
+    The key is None where the record does not tell it.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    try:
+        told = json.loads(path.with_suffix(".json").read_text())
+    except FileNotFoundError:
+        told = _told_briefly(fd)
+    if told is None:
+        os.close(fd)
+        return None
+    return fd, told
+
+
+def _is_past(stamp: tuple[int, int]) -> bool:
+    """Whether a change from now on will show in a file's time."""
+    return time.time_ns() - stamp[1] > TICK_NS
