@@ -5,6 +5,9 @@ is no other domain's, and have one cache directory, 0700 and that uid's. The
 directory's owner is the only record of who has which uid, so it cannot be lost
 without the cache that it protects.
 
+A domain that no mount uses any more may be put aside (see `sweeping`): its uid
+is nobody else's before the last of its files is gone.
+
 Domains are named by a keyed hash: what names a directory in mountinfo says
 nothing about the keys that went into it. The hash's key lies beside the
 directories, so names stay the same after a reboot.
@@ -16,8 +19,9 @@ import fcntl
 import hmac
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +31,7 @@ from csi.errors import CsiError, UnavailableError
 
 _KEY_SIZE = 32
 _NAME = re.compile(r"[0-9a-f]{32}")
+_LEAVING = ".leaving"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +43,24 @@ class Domain:
     directory: Path
 
 
+@dataclass(frozen=True, slots=True)
+class Unused:
+    """A domain that was used last `unused_s` seconds ago, as its directory's time says."""
+
+    name: str
+    uid: int
+    directory: Path
+    unused_s: float
+    mtime_ns: int
+
+
 class Domains:
     """The domains below `directory`, with uids from `first` to `last`. Any thread may ask."""
 
     def __init__(self, directory: Path, first: int, last: int) -> None:
         """Raises OSError where the directory cannot be used."""
-        self._directory = directory
+        self.directory = directory
+        self.lacks_uids = False
         self._uids = range(first, last + 1)
         directory.mkdir(mode=0o711, parents=True, exist_ok=True)
         with self._locked():
@@ -60,7 +77,7 @@ class Domains:
         Raises:
             CsiError: it cannot be, above all because all uids are taken.
         """
-        directory = self._directory / name
+        directory = self.directory / name
         with self._locked():
             try:
                 directory.mkdir(mode=0o700)
@@ -73,26 +90,68 @@ class Domains:
             if uid == 0:
                 uid = self._free_uid()
                 os.chown(directory, uid, uid, follow_symlinks=False)
+            os.utime(directory, follow_symlinks=False)
         return Domain(name, uid, directory)
+
+    # --- domains that nobody uses ---
+
+    def touch(self, names: Iterable[str]) -> None:
+        """Note that these domains are in use."""
+        for name in names:
+            with suppress(FileNotFoundError):
+                os.utime(self.directory / name, follow_symlinks=False)
+
+    def unused(self) -> list[Unused]:
+        """All domains, the one whose last use is longest ago first."""
+        found = []
+        for entry in os.scandir(self.directory):
+            if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                status = entry.stat(follow_symlinks=False)
+                unused_s = time.time() - status.st_mtime
+                path = self.directory / entry.name
+                found.append(Unused(entry.name, status.st_uid, path, unused_s, status.st_mtime_ns))
+        return sorted(found, key=lambda one: one.mtime_ns)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let nobody claim a domain meanwhile."""
+        with self._locked():
+            yield
+
+    def is_still(self, domain: Unused) -> bool:
+        """Whether nobody has used a domain since it was found unused."""
+        return domain.directory.lstat().st_mtime_ns == domain.mtime_ns
+
+    def put_aside(self, domain: Unused) -> Path:
+        """Have no mount find a domain's directory any more; return where it is. Only `alone`."""
+        aside = domain.directory.with_name(f"{domain.name}.{time.time_ns():x}{_LEAVING}")
+        domain.directory.rename(aside)
+        self.lacks_uids = False
+        return aside
+
+    def leaving(self) -> list[Path]:
+        """What was put aside and is still there."""
+        return [path for path in self.directory.iterdir() if path.name.endswith(_LEAVING)]
 
     def _free_uid(self) -> int:
         taken = {
             entry.stat(follow_symlinks=False).st_uid
-            for entry in os.scandir(self._directory)
-            if _NAME.fullmatch(entry.name)
+            for entry in os.scandir(self.directory)
+            if _NAME.match(entry.name)
         }
         for uid in self._uids:
             if uid not in taken:
                 return uid
+        self.lacks_uids = True
         raise NoUidError(
             f"all {len(self._uids)} uids are taken; remove caches that nobody uses from"
-            f" {self._directory}, or widen --uid-range"
+            f" {self.directory}, or widen --uid-range"
         )
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Among threads and processes."""
-        with open(self._directory / "lock", "ab") as lock:
+        with open(self.directory / "lock", "ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 

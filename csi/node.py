@@ -49,6 +49,7 @@ from csi.options import Options, Place, Warm, finished, mount_layer, read_option
 from csi.publication import Publication, read_request, target_of
 from csi.stats import Stats
 from csi.stores import Stores
+from csi.sweeping import Sweeper
 from csi.volumes import Location, location_of
 from csi.warming import Warming
 from fusefs import mounts as fusefs_mounts
@@ -108,10 +109,16 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         self._warming = Warming(state / "warming")
         self._caretaker = Caretaker(self._mounts, self._claims, self._draining, self._warming)
         self._caretaker.start()
+        self._sweeper = Sweeper(
+            self._domains, lambda: [record.settings for record in self._mounts.records.all()],
+            configuration.shares.min_free,
+        )  # fmt: skip
+        self._sweeper.start()
 
     def close(self) -> None:
         """Stop what goes on beside the calls. The mounts go on."""
         self._caretaker.stop()
+        self._sweeper.stop()
 
     @contextmanager
     def _claimed(self, volume_id: str, ends: float) -> Iterator[None]:

@@ -1,0 +1,224 @@
+"""Caches of identities that nobody has any more: which go, and which stay."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from csi.domains import Domain, Domains
+from csi.sweeping import KEEP_IF_SCARCE_S, KEEP_S, REMOVAL, Sweeper
+from fusefs.kinds import Source
+from fusefs.settings import MountSettings
+from tests.support.disks import small_disk
+from tests.support.ordinary_user import runnable_by_all
+
+FIRST_UID = 1_900_000_000
+
+
+@pytest.fixture(scope="module")
+def runnable() -> Iterator[tuple[str, dict[str, str]]]:
+    if os.geteuid() != 0:
+        pytest.skip("only root gives directories away")
+    with runnable_by_all() as (command, environment):
+        yield command[0], environment
+
+
+@pytest.fixture(autouse=True)
+def as_anybody(runnable: tuple[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have processes of other users find the interpreter and what it imports."""
+    python, environment = runnable
+    monkeypatch.setattr("csi.sweeping.REMOVAL", [python, *REMOVAL[1:]])
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def domains(public_path: Path) -> Domains:
+    return Domains(public_path / "cache", FIRST_UID, FIRST_UID + 9)
+
+
+class Node:
+    """The mounts of a node, and who looks after its caches."""
+
+    def __init__(self, domains: Domains) -> None:
+        self.domains = domains
+        self.used: list[str] = []
+        self.sweeper = Sweeper(domains, lambda: self.used, "0%")
+
+    def domain(self, name: str, *, unused_s: float = 2 * KEEP_S) -> Domain:
+        """A domain with something in its cache, unless it is read from here on."""
+        domain = self.domains.claim(self.domains.name_of(name))
+        self.put(domain, "format", "catalog.sqlite3", "shared/objects/ab/abcdef.1", "mounts/m/log")
+        self.age(domain, unused_s)
+        return domain
+
+    def put(self, domain: Domain, *paths: str) -> None:
+        for path in paths:
+            file = domain.directory / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("cached")
+        for directory, folders, files in os.walk(domain.directory):
+            for one in (*folders, *files):
+                os.chown(os.path.join(directory, one), domain.uid, domain.uid)
+
+    def age(self, domain: Domain, unused_s: float) -> None:
+        then = domain.directory.stat().st_mtime - unused_s
+        os.utime(domain.directory, (then, then))
+
+    def mount(self, domain: Domain) -> None:
+        settings = MountSettings(
+            source=Source("bucket"), mountpoint=Path("/mnt"), cache_dir=domain.directory
+        )
+        self.used.append(settings.to_json())
+
+
+@pytest.fixture
+def node(domains: Domains) -> Node:
+    return Node(domains)
+
+
+def test_a_cache_that_nobody_has_used_for_long_is_removed(node: Node) -> None:
+    old, recent = node.domain("old"), node.domain("recent", unused_s=KEEP_S / 2)
+    node.sweeper.look_round()
+    assert not old.directory.exists()
+    assert (recent.directory / "shared/objects/ab/abcdef.1").exists()
+    assert node.domains.leaving() == []
+    assert node.domains.claim(node.domains.name_of("next")).uid == old.uid
+
+
+def test_a_cache_that_a_mount_uses_stays_however_old_it_is(node: Node) -> None:
+    used = node.domain("used")
+    node.mount(used)
+    node.sweeper.look_round()
+    node.used.clear()
+    node.sweeper.look_round()  # it counts from here on
+    assert (used.directory / "format").exists()
+
+
+def test_a_cache_that_is_claimed_again_stays(node: Node) -> None:
+    old = node.domain("old")
+    assert node.domains.claim(old.name) == old
+    node.sweeper.look_round()
+    assert (old.directory / "format").exists()
+
+
+def test_what_was_never_uploaded_stays_and_is_said_once(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = node.domain("old")
+    staged = "mounts/m/staging/17000000/42"
+    node.put(old, staged, "mounts/m/staging/17000000/source")
+    node.age(old, 2 * KEEP_S)
+    with caplog.at_level(logging.WARNING, "csi"):
+        node.sweeper.look_round()
+        node.age(old, 2 * KEEP_S)
+        node.sweeper.look_round()
+    assert (old.directory / staged).read_text() == "cached"
+    assert not (old.directory / "shared").exists()
+    (record,) = caplog.records
+    assert "1 files that were written and never uploaded" in record.getMessage()
+    assert node.domains.claim(old.name).uid == old.uid
+
+
+def test_a_directory_that_a_daemon_still_looks_after_stays(node: Node) -> None:
+    old = node.domain("old")
+    node.put(old, "mounts/m/staging/17000000/source")
+    node.age(old, 2 * KEEP_S)
+    fd = os.open(old.directory / "mounts/m/staging/17000000", os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        node.sweeper.look_round()
+        assert (old.directory / "shared/objects/ab/abcdef.1").exists()
+    finally:
+        os.close(fd)
+    node.sweeper.look_round()
+    assert not old.directory.exists()
+
+
+def test_when_something_is_scarce_the_longest_unused_goes_first(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ages = {"a": 3.0, "b": 2.0, "c": 0.5}
+    made = {name: node.domain(name, unused_s=age * KEEP_IF_SCARCE_S) for name, age in ages.items()}
+    node.sweeper.look_round()
+    assert all(domain.directory.exists() for domain in made.values())
+    node.domains.lacks_uids = True
+    node.sweeper.look_round()
+    assert [name for name, domain in made.items() if domain.directory.exists()] == ["b", "c"]
+    monkeypatch.setattr(node.sweeper, "_is_scarce", lambda: True)
+    node.sweeper.look_round()
+    assert [name for name, domain in made.items() if domain.directory.exists()] == ["c"]
+
+
+def test_a_full_disk_is_scarce(public_path: Path) -> None:
+    with small_disk(public_path / "disk", 4) as disk:
+        os.chmod(disk, 0o711)
+        node = Node(Domains(disk / "cache", FIRST_UID, FIRST_UID + 9))
+        node.sweeper = Sweeper(node.domains, list, "50%")
+        old = node.domain("old", unused_s=2 * KEEP_IF_SCARCE_S)
+        node.sweeper.look_round()
+        assert old.directory.exists()
+        (disk / "other").write_bytes(bytes(3 << 20))
+        node.sweeper.look_round()
+        assert not old.directory.exists()
+
+
+def test_links_are_not_followed_and_nothing_of_others_goes(node: Node, public_path: Path) -> None:
+    old = node.domain("old")
+    outside = public_path / "outside"
+    outside.mkdir()
+    (outside / "file").write_text("kept")
+    os.chown(outside, old.uid, old.uid)
+    os.chown(outside / "file", old.uid, old.uid)
+    for name in ("link", "mounts/link", "mounts/m/staging", "shared/objects/link"):
+        (old.directory / name).symlink_to(outside)
+    node.age(old, 2 * KEEP_S)
+    node.sweeper.look_round()
+    assert not old.directory.exists()
+    assert (outside / "file").read_text() == "kept"
+
+
+@pytest.fixture
+def mounted_below() -> Iterator[Callable[[Path], Path]]:
+    made: list[Path] = []
+
+    def mount(path: Path) -> Path:
+        path.mkdir()
+        if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", path], check=False).returncode:
+            pytest.skip("this container may not mount a tmpfs")
+        made.append(path)
+        (path / "file").write_text("kept")
+        os.chmod(path, 0o777)
+        return path
+
+    yield mount
+    for path in made:
+        subprocess.run(["umount", "-l", path], check=True)
+
+
+def test_nothing_goes_where_something_is_mounted(
+    node: Node, mounted_below: Callable[[Path], Path]
+) -> None:
+    old = node.domain("old")
+    mount = mounted_below(old.directory / "shared/objects/mount")
+    node.age(old, 2 * KEEP_S)
+    node.sweeper.look_round()
+    assert (mount / "file").read_text() == "kept"
+    assert (old.directory / "format").exists()
+
+
+def test_what_was_put_aside_by_a_process_that_was_killed_goes_later(node: Node) -> None:
+    old = node.domain("old")
+    (unused,) = node.domains.unused()
+    with node.domains.alone():
+        aside = node.domains.put_aside(unused)
+    # Until it is gone, nobody else has its uid.
+    assert node.domains.claim(node.domains.name_of("next")).uid != old.uid
+    node.sweeper.look_round()
+    assert not aside.exists()
