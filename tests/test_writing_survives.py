@@ -29,7 +29,7 @@ from tests.support.mounting import LIMIT_S, Mount, fusefs
 from tests.support.programs import WRITABLE
 from tests.support.surviving import children_of, keeper_status, serving_pid, wait_until
 
-ROUNDS = int(os.environ.get("WRITING_ROUNDS", "4"))
+ROUNDS = int(os.environ.get("WRITING_ROUNDS", "8"))
 PROGRAM = Path(__file__).parent / "support" / "checkpointer.py"
 PROGRAMS = 3
 VICTIMS = (("daemon",), ("daemon",), ("daemon", "pid"), ("pid",))
@@ -167,7 +167,8 @@ def test_what_was_saved_is_there_while_daemons_and_keepers_are_killed(
     objects = Objects(bucket)
     with at_work(mount, tmp_path) as programs:
         for round in range(rounds):
-            time.sleep(dice.uniform(0.1, 0.9))
+            # Before anything can be changed again, or after some changes.
+            time.sleep(dice.uniform(0.1, dice.choice((0.9, 2.5))))
             kill_some(mount, next(victims))
             if durability == "bucket":
                 expect_saved(programs, objects)
@@ -192,7 +193,7 @@ def test_what_was_saved_is_there_after_everything_has_died(
     mount = mounter("--session", "kernel", *WRITABLE)
     dice = random.Random(12)
     objects = Objects(bucket)
-    for round in range(max(2, ROUNDS // 4)):
+    for round in range(max(1, ROUNDS // 8)):
         scratch = tmp_path / str(round)
         scratch.mkdir()
         with at_work(mount, scratch) as programs:

@@ -232,6 +232,7 @@ class InodeTable:
     def _rename(self, inode: Inode, key: str, copies: Copies) -> None:
         if inode.info is None:
             key += "/"
+            inode.streamed_generation = -1  # of another directory's listing
             for child in (inode.children or {}).values():
                 self._rename(child, key + child.name, copies)
         else:

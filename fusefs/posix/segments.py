@@ -77,7 +77,8 @@ class Segment:
 
     def settle(self, found: dict[str, ObjectInfo]) -> None:
         """Take in those of the doubtful names that exist."""
-        self.entries |= found
+        # What is not in doubt any more has been changed meanwhile.
+        self.entries |= {name: info for name, info in found.items() if name in self.doubtful}
         self.ordered = sorted(self.entries, key=names.position)
         self.doubtful = set()
 
