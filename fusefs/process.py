@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import faulthandler
 import json
-import logging
 import os
 import resource
 import signal
 
+from fusefs import logs
 from fusefs.kinds import Conflict, Durability
 from fusefs.posix.writeback import Rules
 from fusefs.settings import MountSettings
@@ -22,7 +22,7 @@ MEMORY_AT_REST = 96 << 20
 
 def set_up(settings: MountSettings) -> None:
     """Log to standard error, which the launcher opened; allow many descriptors."""
-    _set_up_logging(settings)
+    logs.set_up(settings)
     # The keeper asks a daemon that is silent where it hangs; works in a busy loop, too.
     faulthandler.register(signal.SIGUSR1)
     _raise_descriptor_limit()
@@ -44,15 +44,6 @@ def read_input(text: str) -> MountSettings:
 def _raise_descriptor_limit() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _set_up_logging(settings: MountSettings) -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    root = logging.getLogger()
-    root.addHandler(handler)
-    logging.getLogger("fusefs").setLevel(settings.log_level.upper())
-    root.setLevel(logging.WARNING)
 
 
 def s3_settings(settings: MountSettings) -> S3Settings:

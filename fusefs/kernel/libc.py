@@ -18,6 +18,9 @@ MNT_FORCE = 1
 MNT_DETACH = 2
 UMOUNT_NOFOLLOW = 8
 _PR_SET_DUMPABLE = 4
+_FALLOC_FL_KEEP_SIZE = 1
+_FALLOC_FL_PUNCH_HOLE = 2
+_FALLOC_FL_COLLAPSE_RANGE = 8
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str) -> None:
@@ -51,6 +54,29 @@ def lock_memory(memory: mmap.mmap) -> None:
     start = ctypes.c_char.from_buffer(memory)
     if _libc.mlock(ctypes.byref(start), ctypes.c_size_t(len(memory))) < 0:
         logger.debug("can't lock memory: %s", os.strerror(ctypes.get_errno()))
+
+
+def collapse(fd: int, size: int) -> None:
+    """Take the first `size` bytes, a multiple of the block size, out of a file.
+
+    Raises:
+        OSError: EOPNOTSUPP or EINVAL where the file system can't do that.
+    """
+    _fallocate(fd, _FALLOC_FL_COLLAPSE_RANGE, 0, size)
+
+
+def punch(fd: int, start: int, size: int) -> None:
+    """Give the blocks of a part of a file back, which reads as zeros then.
+
+    Raises:
+        OSError: EOPNOTSUPP where the file system can't do that.
+    """
+    _fallocate(fd, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, start, size)
+
+
+def _fallocate(fd: int, mode: int, start: int, size: int) -> None:
+    result = _libc.fallocate64(fd, mode, ctypes.c_longlong(start), ctypes.c_longlong(size))
+    _check(result, "fallocate")
 
 
 def forbid_inspection() -> None:
