@@ -52,6 +52,7 @@ from fusefs.posix.directories import Directories
 from fusefs.posix.inodes import Ownership
 from fusefs.posix.journal import Journal, NoJournal
 from fusefs.posix.operations import Operations
+from fusefs.posix.presuming import Presumption
 from fusefs.posix.restoring import restore
 from fusefs.posix.staging import Staging
 from fusefs.posix.writeback import Writing
@@ -106,9 +107,11 @@ class Daemon:
             self.store.changes_after = trio.current_time() + unsettled_s
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
+                changed = self.cache.directory / "changed"
                 self.directories = Directories(
-                    self.store, self.settings.metadata_ttl, self.pages, nursery
-                )
+                    self.store, self.settings.metadata_ttl, self.pages, nursery,
+                    Presumption(self.settings.object_attributes, changed),
+                )  # fmt: skip
                 self.directories.settled_at = time.monotonic() + unsettled_s
                 self.fetcher = Fetcher(self.store, self.cache, self.space, nursery)
                 self.warming = Warming(self.store, self.cache, self.fetcher, self.settings)

@@ -100,6 +100,14 @@ class Conflict(enum.StrEnum):
     FAIL = "fail"
 
 
+class ObjectAttributes(enum.StrEnum):
+    """Whether objects are asked for what listings do not tell: modes, owners, times."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
 class LogLevel(enum.StrEnum):
     """The least severe line that is logged."""
 

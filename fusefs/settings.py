@@ -43,6 +43,7 @@ from fusefs.kinds import (
     Kind,
     LogLevel,
     MinFree,
+    ObjectAttributes,
     Passthrough,
     SessionKind,
     Setting,
@@ -146,6 +147,14 @@ class MountSettings:
             LIFETIME,
             "Metadata",
             "how long listings and attributes are believed; indefinite if nothing ever changes",
+        ),
+    )
+    object_attributes: ObjectAttributes = field(
+        default=ObjectAttributes.AUTO,
+        metadata=about(
+            choice(ObjectAttributes),
+            "Metadata",
+            "ask objects for modes, owners and times (writable mounts; auto: where some tell them)",
         ),
     )
 

@@ -26,6 +26,7 @@ import trio
 
 from fusefs.posix.directory import Directory
 from fusefs.posix.local import LocalNames, put
+from fusefs.posix.presuming import Presumption
 from fusefs.posix.segments import (
     ABSENT,
     Absent,
@@ -64,11 +65,17 @@ class Directories:
     """
 
     def __init__(
-        self, store: Store, ttl_s: float, memory: PageMemory, nursery: trio.Nursery
+        self,
+        store: Store,
+        ttl_s: float,
+        memory: PageMemory,
+        nursery: trio.Nursery,
+        presumption: Presumption | None = None,
     ) -> None:
         self.ttl_s = ttl_s
         # Until then an earlier process' requests may take effect; in monotonic seconds.
         self.settled_at = -math.inf
+        self.presumption = presumption or Presumption()
         self.hidden = HiddenKeys()
         self.local = LocalNames()
         self._store = store
@@ -176,6 +183,8 @@ class Directories:
     ) -> None:
         """This mount has changed what there is under a name; `lasting` if the bucket lacks it."""
         directory = self.get(prefix)
+        if not isinstance(entry, Absent):
+            self.presumption.changed(prefix)
         self.local.set(prefix, name, entry, lasting=lasting)
         directory.generation += 1
         for segment in directory.segments:
@@ -202,6 +211,7 @@ class Directories:
 
     def moved(self, old: str, new: str) -> None:
         """This mount has renamed a directory: nothing that listings told of it holds."""
+        self.presumption.moved(old, new)
         self.local.move(old, new)
         for directory in self._known.values():
             if directory.prefix.startswith((old, new)):

@@ -1,16 +1,16 @@
 """What listings do not tell: the mode, owner, time and attributes that an object's metadata says.
 
-A writable mount asks for them with a HEAD for each name that is looked up. A
-program that looks at one name after the other in the order of the listing
-(`ls -l`, `rsync`) gets the following ones asked for at the same time: one,
-two, four, and at most MOST_AHEAD.
+A writable mount asks for them with a HEAD for each name that is looked up, where
+objects are not presumed to say nothing (see presuming.py). A program that looks at
+one name after the other in the order of the listing (`ls -l`, `rsync`) gets the
+following ones asked for at the same time: one, two, four, and at most MOST_AHEAD.
 """
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import trio
 
@@ -76,6 +76,7 @@ class Learner:
         self._inodes = inodes
         self._owner = owner
         self._nursery = nursery
+        self._presumption = directories.presumption
         self._questions: OrderedDict[str, Question] = OrderedDict()
         self._streaks: OrderedDict[str, Streak] = OrderedDict()
         # What versions say, None for nothing, by what tells them apart: the kernel
@@ -87,8 +88,18 @@ class Learner:
         """Whether objects tell of modes and owners at all."""
         return self._nursery is not None
 
+    def must_ask(self, inode: Inode) -> bool:
+        """Whether the bucket has to be asked before an inode's attributes are shown."""
+        return self.lacks(inode) and not self._is_presumed(inode)
+
+    def _is_presumed(self, inode: Inode) -> bool:
+        if inode.parent is None:
+            return False
+        modified_ns = inode.info.mtime_ns if inode.info is not None else 0
+        return self._presumption.is_silent(self._inodes.key(inode.parent), modified_ns)
+
     def lacks(self, inode: Inode) -> bool:
-        """Whether an inode's metadata is still to be asked for."""
+        """Whether it is not known what an inode's object says."""
         if self._nursery is None or inode.meta is not None or inode.staged is not None:
             return False
         if inode.info is None:
@@ -108,8 +119,17 @@ class Learner:
             return inode.staged.meta
         return inode.meta or inode.default_meta(self._owner)
 
+    async def show(self, inode: Inode) -> None:
+        """Know what to show of an inode: what its object says, or is presumed to.
+
+        Raises:
+            StoreError: the bucket could not tell.
+        """
+        if self.must_ask(inode):
+            await self.learn(inode)
+
     async def learn(self, inode: Inode) -> None:
-        """Know an inode's metadata.
+        """Know what an inode's object says, as whoever changes it has to.
 
         Raises:
             StoreError: the bucket could not tell.
@@ -123,17 +143,21 @@ class Learner:
         self._look_ahead(inode, is_expected=question is not None)
         await self._take(inode, question or self._ask(key))
 
-    async def learn_all(self, inodes: Iterable[Inode]) -> None:
-        """As `learn`, for several at once."""
-        lacking = [inode for inode in inodes if self.lacks(inode)]
-        questions = [self._ask(self._inodes.key(inode)) for inode in lacking]
-        for inode, question in zip(lacking, questions, strict=True):
-            await self._take(inode, question)
+    async def show_all(self, directory: Inode, inodes: Sequence[Inode]) -> None:
+        """As `show`, for several of one directory at once."""
+        prefix = self._inodes.key(directory)
+        while asked := [inode for inode in inodes if self.must_ask(inode)]:
+            asked = asked[: max(1, self._presumption.left(prefix))]
+            questions = [self._ask(self._inodes.key(inode)) for inode in asked]
+            for inode, question in zip(asked, questions, strict=True):
+                await self._take(inode, question)
 
     def lacks_version(self, info: ObjectInfo) -> bool:
         """Whether `learn_version` would ask."""
         has_room = len(self._remembered) < MOST_REMEMBERED
-        return self._nursery is not None and has_room and _version(info) not in self._remembered
+        if self._nursery is None or not has_room or _version(info) in self._remembered:
+            return False
+        return not self._presumption.is_silent(_directory(info.key), info.mtime_ns)
 
     async def learn_version(self, info: ObjectInfo) -> None:
         """Remember what a listed object's metadata says, before anybody looks its name up.
@@ -144,6 +168,7 @@ class Learner:
             told = await self._store.head(info.key)
         except StoreError:
             return
+        self._heard(told)
         default = Inode.default_file_meta(self._owner)
         if _is_same(told, info) and _is_settled(told):
             said = meta.read(told.metadata or {}, default)
@@ -185,12 +210,18 @@ class Learner:
     async def _run(self, key: str, question: Question) -> None:
         try:
             question.info = await self._store.head(key)
+            self._heard(question.info)
         except NotFoundError:
-            pass
+            self._presumption.heard(_directory(key), 0, says=False)
         except StoreError as error:
             question.error = error
         finally:
             question.done.set()
+
+    def _heard(self, info: ObjectInfo) -> None:
+        modified_ns = 0 if info.key.endswith("/") else info.mtime_ns
+        says = meta.tells_attributes(info.metadata or {})
+        self._presumption.heard(_directory(info.key), modified_ns, says=says)
 
     # Ahead
 
@@ -211,7 +242,8 @@ class Learner:
         if not is_in_order:
             streak.width = streak.left = 0
         elif 2 * streak.left <= streak.width:
-            streak.width = streak.left = min(MOST_AHEAD, max(1, 2 * streak.width))
+            most = min(MOST_AHEAD, self._presumption.left(prefix))
+            streak.width = streak.left = min(most, max(1, 2 * streak.width))
             for name in segment.ordered[behind : behind + streak.width]:
                 self._ask_ahead(inode.parent, prefix, name, segment.entries[name])
 
@@ -230,6 +262,11 @@ class Learner:
         self._questions[key] = self._ask(key)
         if len(self._questions) > MOST_KEPT:
             self._questions.popitem(last=False)
+
+
+def _directory(key: str) -> str:
+    """The prefix of the directory that a key, or a marker, is in."""
+    return key[: key.rstrip("/").rfind("/") + 1]
 
 
 def _version(info: ObjectInfo) -> int:

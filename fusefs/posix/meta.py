@@ -30,7 +30,8 @@ SECOND_NS = 1_000_000_000
 # the names with the prefix that they have as headers.
 METADATA_LIMIT = 2048
 _HEADER_PREFIX = "x-amz-meta-"
-_OWN = {"mode", "uid", "gid", "mtime", "xattr", "atime", "ctime"}
+_READ = {"mode", "uid", "gid", "mtime", "xattr"}
+_OWN = _READ | {"atime", "ctime"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,11 @@ class Meta:
         said = self.changed(mtime_ns=0 if self.mtime_ns is None else self.mtime_ns).as_metadata()
         size = sum(len(_HEADER_PREFIX) + len(name) + len(value) for name, value in said.items())
         return size <= METADATA_LIMIT
+
+
+def tells_attributes(metadata: Mapping[str, str]) -> bool:
+    """Whether an object's metadata says anything of what POSIX keeps with a file."""
+    return not _READ.isdisjoint(metadata)
 
 
 def read(metadata: Mapping[str, str], default: Meta) -> Meta:

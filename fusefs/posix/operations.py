@@ -137,7 +137,7 @@ class Operations:
     async def _lookup_later(self, parent: Inode, directory: Directory, name: str) -> Found:
         entry, expires = await self._directories.lookup(directory, name)
         if self.writer is not None and not isinstance(entry, Absent):
-            await self.learner.learn(resolved(self.inodes, parent, directory, name, entry))
+            await self.learner.show(resolved(self.inodes, parent, directory, name, entry))
         return self._found(parent, directory, name, entry, expires)
 
     def _lacks_meta(
@@ -145,7 +145,7 @@ class Operations:
     ) -> bool:
         if self.writer is None or isinstance(entry, Absent):
             return False
-        return self.learner.lacks(resolved(self.inodes, parent, directory, name, entry))
+        return self.learner.must_ask(resolved(self.inodes, parent, directory, name, entry))
 
     def _found(
         self, parent: Inode, directory: Directory, name: str, entry: Entry | Absent, expires: float
@@ -162,13 +162,13 @@ class Operations:
 
     async def getattr_later(self, nodeid: int) -> tuple[Inode, float]:
         """As `getattr`, where `lacks_meta` says so."""
-        await waiting(self.learner.learn(self.inodes.get(nodeid)))
+        await waiting(self.learner.show(self.inodes.get(nodeid)))
         return self.getattr(nodeid)
 
     def lacks_meta(self, nodeid: int) -> bool:
         """Whether `getattr_later` has to be asked."""
         inode = self.inodes.find(nodeid)
-        return inode is not None and self.learner.lacks(inode)
+        return inode is not None and self.learner.must_ask(inode)
 
     def getattr(self, nodeid: int) -> tuple[Inode, float]:
         """The inode whose attributes to show, and for how many seconds they hold.

@@ -85,7 +85,7 @@ class Streams:
             for name in segment.ordered[at : at + MOST_AHEAD]
         ]
         try:
-            await self._learner.learn_all(inodes)
+            await self._learner.show_all(handle.inode, inodes)
         finally:
             for inode in inodes:
                 self._inodes.drop_unknown(inode)
@@ -131,7 +131,7 @@ class Streams:
         for index in range(segment.after(handle.position), len(ordered)):
             name = ordered[index]
             inode = resolved(self._inodes, handle.inode, directory, name, segment.entries[name])
-            if self._shows_meta(buffer) and self._learner.lacks(inode):
+            if self._shows_meta(buffer) and self._learner.must_ask(inode):
                 self._inodes.drop_unknown(inode)
                 return buffer.is_empty
             if not buffer.add(name.encode(), inode, valid_s):

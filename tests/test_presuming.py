@@ -1,0 +1,165 @@
+"""Objects that are not asked for modes, owners and times, because others said nothing."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fusefs.kinds import ObjectAttributes
+from fusefs.posix.presuming import EXPERIENCE, SAME_TIME_NS, SAMPLE, Presumption
+from tests.support.buckets import Bucket
+from tests.support.mounting import Mount
+from tests.support.s3_server import S3Server
+from tests.support.semantics import states
+from tests.support.sharing import mounted
+from tests.support.writing import WRITABLE, cost, metadata, stored
+
+PLAIN = 3 * SAMPLE
+SAID = {"mode": str(stat.S_IFREG | 0o751), "uid": "7"}
+
+
+def heard_nothing(presumption: Presumption, prefix: str, count: int, modified_ns: int = 1) -> None:
+    for _ in range(count):
+        presumption.heard(prefix, modified_ns, says=False)
+
+
+def test_a_directory_is_presumed_silent_when_a_sample_of_it_was() -> None:
+    presumption = Presumption()
+    heard_nothing(presumption, "a/", SAMPLE - 1)
+    assert not presumption.is_silent("a/", 1)
+    heard_nothing(presumption, "a/", 1)
+    assert presumption.is_silent("a/", 1)
+    assert not presumption.is_silent("b/", 1)
+
+
+def test_one_object_that_says_something_ends_the_presumption() -> None:
+    presumption = Presumption()
+    heard_nothing(presumption, "a/", SAMPLE)
+    presumption.heard("a/", 1, says=True)
+    heard_nothing(presumption, "a/", SAMPLE)
+    assert not presumption.is_silent("a/", 1)
+
+
+def test_with_experience_one_silent_object_is_enough() -> None:
+    presumption = Presumption()
+    heard_nothing(presumption, "a/", EXPERIENCE)
+    heard_nothing(presumption, "b/", 1)
+    assert presumption.is_silent("b/", 1)
+    presumption.heard("c/", 1, says=True)
+    assert not presumption.is_silent("b/", 1)
+
+
+def test_what_came_later_than_the_silent_ones_is_asked() -> None:
+    presumption = Presumption()
+    heard_nothing(presumption, "a/", SAMPLE, modified_ns=1000)
+    assert presumption.is_silent("a/", 1000 + SAME_TIME_NS)
+    assert not presumption.is_silent("a/", 1001 + SAME_TIME_NS)
+
+
+def test_what_was_changed_here_is_asked_by_the_next_mount_too(tmp_path: Path) -> None:
+    record = tmp_path / "changed"
+    Presumption(record=record).changed("a/\n\u20ac/")
+    with record.open("a") as file:
+        file.write('"cut o')
+    presumption = Presumption(record=record)
+    heard_nothing(presumption, "a/\n\u20ac/", SAMPLE)
+    assert not presumption.is_silent("a/\n\u20ac/", 1)
+
+
+def test_a_renamed_directory_takes_along_what_is_known_of_it() -> None:
+    presumption = Presumption()
+    heard_nothing(presumption, "new/", SAMPLE)
+    presumption.changed("old/deep/")
+    presumption.moved("old/", "new/")
+    heard_nothing(presumption, "new/deep/", SAMPLE)
+    assert not presumption.is_silent("new/", 1)
+    assert not presumption.is_silent("new/deep/", 1)
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_silent"), [(ObjectAttributes.ALWAYS, False), (ObjectAttributes.NEVER, True)]
+)
+def test_the_setting_can_decide_it(mode: ObjectAttributes, is_silent: bool) -> None:
+    presumption = Presumption(mode)
+    heard_nothing(presumption, "a/", SAMPLE)
+    presumption.heard("a/", 1, says=True)
+    assert presumption.is_silent("a/", 1) == is_silent
+
+
+@pytest.fixture
+def plain(bucket: Bucket) -> Bucket:
+    """Files 000 and so on that say nothing, and one behind them that does."""
+    for number in range(PLAIN):
+        bucket.put(f"{number:03}", b"x")
+    bucket.put("late", b"late", Metadata=SAID)
+    return bucket
+
+
+@pytest.fixture
+def mount(s3: S3Server, plain: Bucket, tmp_path: Path) -> Iterator[Mount]:
+    with mounted(s3, f"s3://{plain.name}/", tmp_path / "first", WRITABLE) as mount:
+        yield mount
+
+
+def stat_all(mount: Mount) -> dict[str, os.stat_result]:
+    names = sorted(os.listdir(mount.path))
+    return {name: (mount.path / name).stat() for name in names}
+
+
+@states(
+    "Where the first 32 files of a directory say nothing of the kind, the others, if not more"
+    " than ten minutes younger, are taken to say nothing either until they are changed"
+    " (`--object-attributes auto`); not in directories that were changed here."
+)
+def test_files_among_silent_ones_are_not_asked(mount: Mount) -> None:
+    asked = cost(mount, lambda: stat_all(mount)).get("heads", 0)
+    assert 0 < asked <= 2 * SAMPLE
+    late = (mount.path / "late").stat()
+    assert (late.st_mode, late.st_uid) == (stat.S_IFREG | 0o644, os.geteuid())
+
+
+def test_what_is_changed_is_asked_before(mount: Mount, plain: Bucket) -> None:
+    stat_all(mount)
+    (mount.path / "late").chmod(0o600)
+    assert metadata(plain, "late")["uid"] == "7"
+    assert (mount.path / "late").stat().st_uid == 7
+
+
+def test_what_is_written_to_keeps_what_it_says(mount: Mount, plain: Bucket) -> None:
+    stat_all(mount)
+    with (mount.path / "late").open("ab") as file:
+        file.write(b"r")
+    told = metadata(plain, "late")
+    assert (told["mode"], told["uid"]) == (SAID["mode"], SAID["uid"])
+    assert stored(plain, "late") == b"later"
+
+
+def test_what_was_changed_here_is_shown_by_later_mounts(
+    mount: Mount, plain: Bucket, s3: S3Server
+) -> None:
+    (mount.path / "050").chmod(0o600)
+    mount.end()
+    mount.start()
+    shown = stat_all(mount)
+    assert stat.S_IMODE(shown["050"].st_mode) == 0o600
+    assert stat.S_IMODE(shown["late"].st_mode) == 0o751
+
+
+def test_all_are_asked_where_the_setting_says_so(
+    s3: S3Server, plain: Bucket, tmp_path: Path
+) -> None:
+    always = (WRITABLE, "--object-attributes", "always")
+    with mounted(s3, f"s3://{plain.name}/", tmp_path, *always) as mount:
+        assert stat.S_IMODE(stat_all(mount)["late"].st_mode) == 0o751
+
+
+def test_none_is_asked_where_the_setting_says_so(
+    s3: S3Server, plain: Bucket, tmp_path: Path
+) -> None:
+    never = (WRITABLE, "--object-attributes", "never")
+    with mounted(s3, f"s3://{plain.name}/", tmp_path, *never) as mount:
+        assert cost(mount, lambda: stat_all(mount)).get("heads", 0) == 0
