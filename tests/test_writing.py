@@ -6,24 +6,46 @@ import errno
 import os
 import signal
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from fusefs import control, mounts, report
-from tests.support.buckets import Bucket
-from tests.support.mounting import Mount
+from tests.support.buckets import Bucket, new_bucket
+from tests.support.mounting import Mount, Mounter
+from tests.support.s3_server import S3Server
 from tests.support.semantics import states
+from tests.support.sharing import SESSIONS, mounted
 from tests.support.surviving import keeper_status, serving_pid, wait_until
-from tests.support.writing import keys, stored
+from tests.support.writing import WRITABLE, keys, stored
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+
+
+@pytest.fixture(scope="module", params=SESSIONS)
+def steady(
+    request: pytest.FixtureRequest, s3: S3Server, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Path, Bucket]]:
+    """One mount for tests that leave alone what others use, and its bucket."""
+    bucket = new_bucket(s3)
+    bucket.put("file", b"x")
+    bucket.put("dir/inside", b"x")
+    directory = tmp_path_factory.mktemp(request.param)
+    options = ("--session", request.param, WRITABLE)
+    with mounted(s3, f"s3://{bucket.name}", directory, *options) as mount:
+        yield mount.path, bucket
 
 
 @pytest.fixture
-def writable(mounter: Callable[..., Mount], bucket: Bucket) -> Mount:
-    if os.geteuid():
-        pytest.skip("needs root")
-    return mounter("--session", "kernel", "--no-read-only")
+def writable(mount: Callable[..., Mount]) -> Mount:
+    return mount(WRITABLE)
+
+
+@pytest.fixture
+def kernel(mounter: Mounter) -> Mount:
+    """Writable under the kernel session."""
+    return mounter("--session", "kernel", WRITABLE)
 
 
 @states(
@@ -31,13 +53,15 @@ def writable(mounter: Callable[..., Mount], bucket: Bucket) -> Mount:
     " whole or not at all."
 )
 @pytest.mark.parametrize("size", [0, 1, 100_000, 9 << 20, 20_000_001])
-def test_a_closed_file_is_in_the_bucket(writable: Mount, bucket: Bucket, size: int) -> None:
+def test_a_closed_file_is_in_the_bucket(steady: tuple[Path, Bucket], size: int) -> None:
+    root, bucket = steady
     content = os.urandom(size)
-    (writable.path / "new").write_bytes(content)
-    assert stored(bucket, "new") == content
-    assert (writable.path / "new").read_bytes() == content
-    assert os.listdir(writable.path) == ["new"]
-    assert (writable.path / "new").stat().st_size == size
+    path = root / f"new-{size}"
+    path.write_bytes(content)
+    assert stored(bucket, path.name) == content
+    assert path.read_bytes() == content
+    assert path.name in os.listdir(root)
+    assert path.stat().st_size == size
 
 
 @states(
@@ -84,11 +108,11 @@ def test_a_line_in_the_middle_is_edited(writable: Mount, bucket: Bucket) -> None
     " file is edited."
 )
 def test_a_large_object_is_edited_while_it_is_read_by_passthrough(
-    writable: Mount, bucket: Bucket
+    kernel: Mount, bucket: Bucket
 ) -> None:
     content = bytearray(os.urandom(3 << 20))
     bucket.put("big", bytes(content))
-    path = writable.path / "big"
+    path = kernel.path / "big"
     assert path.read_bytes() == content
     with open(path, "rb") as held:
         with open(path, "r+b") as file:
@@ -110,14 +134,14 @@ def test_appending_adds_to_what_is_there(writable: Mount, bucket: Bucket) -> Non
 
 
 @pytest.mark.parametrize("size", [0, 3, 5, 100])
-def test_truncate_by_name_is_in_the_bucket_at_once(
-    writable: Mount, bucket: Bucket, size: int
-) -> None:
-    bucket.put("a", b"12345")
-    os.truncate(writable.path / "a", size)
+def test_truncate_by_name_is_in_the_bucket_at_once(steady: tuple[Path, Bucket], size: int) -> None:
+    root, bucket = steady
+    path = root / f"cut-{size}"
+    path.write_bytes(b"12345")
+    os.truncate(path, size)
     expected = b"12345"[:size].ljust(size, b"\0")
-    assert stored(bucket, "a") == expected
-    assert (writable.path / "a").read_bytes() == expected
+    assert stored(bucket, path.name) == expected
+    assert path.read_bytes() == expected
 
 
 def test_a_file_that_is_replaced_by_rename(writable: Mount, bucket: Bucket) -> None:
@@ -241,26 +265,26 @@ def test_the_status_tells_what_is_not_in_the_bucket(writable: Mount) -> None:
         (lambda path: os.rename(path / "dir", path / "dir" / "x"), errno.EINVAL),
         (lambda path: os.link(path / "file", path / "x"), errno.EPERM),
         (lambda path: os.mkfifo(path / "x"), errno.EPERM),
+        (lambda path: os.readlink(path / "file"), errno.EINVAL),
         (lambda path: os.open(path / ("x" * 256), os.O_CREAT), errno.ENAMETOOLONG),
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_is_said(
-    writable: Mount, bucket: Bucket, call: Callable[[Path], object], number: int
+    steady: tuple[Path, Bucket], call: Callable[[Path], object], number: int
 ) -> None:
-    bucket.put("file", b"x")
-    bucket.put("dir/inside", b"x")
+    root, bucket = steady
     before = keys(bucket)
     with pytest.raises(OSError, match=os.strerror(number)):
-        call(writable.path)
+        call(root)
     assert keys(bucket) == before
 
 
 @states("O_EXCL holds between mounts, where the store knows conditional writes.")
 def test_a_second_mount_cannot_create_what_the_first_has_created_exclusively(
-    mounter: Callable[..., Mount],
+    mounter: Mounter,
 ) -> None:
-    one = mounter("--session", "kernel", "--no-read-only", cache="one")
-    other = mounter("--session", "kernel", "--no-read-only", cache="other")
+    one = mounter("--session", "kernel", WRITABLE, cache="one")
+    other = mounter("--session", "kernel", WRITABLE, cache="other")
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
     assert os.listdir(other.path) == []
     os.close(os.open(one.path / "lock", flags))
@@ -283,25 +307,21 @@ def test_a_file_that_is_unlinked_while_it_is_open_can_be_used_on(
 
 
 @states("Whoever writes when the daemon dies sees a pause, and what was closed is in the bucket.")
-def test_open_files_are_written_on_when_the_daemon_is_killed(
-    writable: Mount, bucket: Bucket
-) -> None:
-    with open(writable.path / "checkpoint", "wb", buffering=0) as file:
+def test_open_files_are_written_on_when_the_daemon_is_killed(kernel: Mount, bucket: Bucket) -> None:
+    with open(kernel.path / "checkpoint", "wb", buffering=0) as file:
         for round in range(5):
             file.write(b"%d" % round * 100_000)
-            killed = serving_pid(writable)
+            killed = serving_pid(kernel)
             os.kill(killed, signal.SIGKILL)
         file.write(b"end")
     expected = b"".join(b"%d" % round * 100_000 for round in range(5)) + b"end"
     assert stored(bucket, "checkpoint") == expected
-    assert (writable.path / "checkpoint").read_bytes() == expected
-    wait_until(lambda: keeper_status(writable)["pause_s"] == 0.0, "no daemon serves")
+    assert (kernel.path / "checkpoint").read_bytes() == expected
+    wait_until(lambda: keeper_status(kernel)["pause_s"] == 0.0, "no daemon serves")
 
 
 @states("On a read-only mount every change is refused with EROFS.")
-def test_everything_is_refused_on_a_read_only_mount(
-    mounter: Callable[..., Mount], bucket: Bucket
-) -> None:
+def test_everything_is_refused_on_a_read_only_mount(mounter: Mounter, bucket: Bucket) -> None:
     bucket.put("a", b"x")
     mount = mounter()
     for call in (

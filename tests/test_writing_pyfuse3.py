@@ -1,13 +1,11 @@
-"""Writing under the pyfuse3 session: each request once, and what its daemon's end leaves behind."""
+"""Attributes under the pyfuse3 session, and what its daemon's end leaves behind."""
 
 from __future__ import annotations
 
 import errno
 import os
-import shutil
 import stat
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
@@ -29,46 +27,6 @@ def mount(
     directory = tmp_path_factory.mktemp("pyfuse3")
     with mounted(s3, f"s3://{shared.name}/", directory, *OPTIONS) as mount:
         yield mount
-
-
-def test_a_file_is_written_read_edited_and_appended_to(mount: Mount, shared: Bucket) -> None:
-    path = mount.path / "file"
-    content = os.urandom(3_000_000)
-    path.write_bytes(content)
-    assert path.read_bytes() == stored(shared, "file") == content
-    with open(path, "r+b") as file:
-        file.seek(1000)
-        file.write(b"edited")
-    with open(path, "ab") as file:
-        file.write(b"end")
-    content = content[:1000] + b"edited" + content[1006:] + b"end"
-    assert path.read_bytes() == stored(shared, "file") == content
-    os.truncate(path, 500)
-    assert path.read_bytes() == stored(shared, "file") == content[:500]
-
-
-def test_fsync_brings_a_file_into_the_bucket(mount: Mount, shared: Bucket) -> None:
-    with open(mount.path / "log", "wb", buffering=0) as file:
-        file.write(b"one")
-        os.fsync(file.fileno())
-        assert stored(shared, "log") == b"one"
-        file.write(b"two")
-    assert stored(shared, "log") == b"onetwo"
-
-
-def test_a_directory_is_made_filled_renamed_and_removed(mount: Mount, shared: Bucket) -> None:
-    run = mount.path / "run"
-    (run / "sub").mkdir(parents=True)
-    for number in range(40):
-        (run / "sub" / f"{number:02}").write_bytes(b"%d" % number)
-    run.rename(mount.path / "moved")
-    moved = mount.path / "moved" / "sub"
-    assert sorted(os.listdir(moved)) == [f"{number:02}" for number in range(40)]
-    assert (moved / "07").read_bytes() == stored(shared, "moved/sub/07") == b"7"
-    with pytest.raises(OSError, match=os.strerror(errno.ENOTEMPTY)):
-        moved.rmdir()
-    shutil.rmtree(mount.path / "moved")
-    assert not (mount.path / "moved").exists()
 
 
 def test_a_listing_shows_links_and_modes(mount: Mount) -> None:
@@ -102,42 +60,6 @@ def test_extended_attributes_are_set_and_removed(mount: Mount) -> None:
     for name, number in (("user.s3.key", errno.EPERM), ("security.x", errno.EOPNOTSUPP)):
         with pytest.raises(OSError, match=os.strerror(number)):
             os.setxattr(path, name, b"1")
-
-
-def test_a_link_is_made_and_followed(mount: Mount) -> None:
-    (mount.path / "target").write_bytes(b"there")
-    os.symlink("target", mount.path / "link")
-    assert (mount.path / "link").read_bytes() == b"there"
-
-
-def test_an_unlinked_file_is_used_on(mount: Mount) -> None:
-    with open(mount.path / "scratch", "w+b", buffering=0) as file:
-        file.write(b"some")
-        os.unlink(mount.path / "scratch")
-        file.write(b"thing")
-        assert os.pread(file.fileno(), 100, 0) == b"something"
-        assert not (mount.path / "scratch").exists()
-
-
-@pytest.mark.parametrize(
-    ("call", "number"),
-    [
-        (lambda path: os.open(path / "exists", os.O_CREAT | os.O_EXCL), errno.EEXIST),
-        (lambda path: os.mkdir(path / "exists"), errno.EEXIST),
-        (lambda path: os.unlink(path / "none"), errno.ENOENT),
-        (lambda path: os.rmdir(path / "exists"), errno.ENOTDIR),
-        (lambda path: os.rename(path / "none", path / "x"), errno.ENOENT),
-        (lambda path: os.link(path / "exists", path / "x"), errno.EPERM),
-        (lambda path: os.mkfifo(path / "x"), errno.EPERM),
-        (lambda path: os.readlink(path / "exists"), errno.EINVAL),
-    ],
-)
-def test_what_cannot_be_done_is_said(
-    mount: Mount, call: Callable[[Path], object], number: int
-) -> None:
-    (mount.path / "exists").touch()
-    with pytest.raises(OSError, match=os.strerror(number)):
-        call(mount.path)
 
 
 def test_what_was_closed_is_uploaded_by_the_next_mount(mounter: Mounter, bucket: Bucket) -> None:
