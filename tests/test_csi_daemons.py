@@ -130,13 +130,14 @@ def test_a_daemon_goes_on_without_the_node_container_and_with_the_next_one(
         publish(node, target, shared)
         with pod_reading(node, target / "hello") as pod:
             [root] = node.roots()
-            before = node.daemons()
+            before, registered = node.daemons(), status_of(root)["backing_ids"]
             node.kill()
             node.kill_all("keeper")
             assert pod.read() == BOTH  # though nobody keeps it
             node.start("--daemons=there")
             until(lambda: status_of(root)["is_serving"], "it has a keeper")
             assert node.daemons() == before
+            until(lambda: status_of(root)["backing_ids"] == registered, "it knows the files")
             os.kill(before[0], signal.SIGKILL)
             assert pod.read() == BOTH
         node.unpublish("volume", target)

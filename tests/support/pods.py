@@ -1,14 +1,16 @@
 """The DaemonSets' containers without Kubernetes: their rendered arguments, mounts and rights.
 
-A container is a process in a mount and a PID namespace of its own, with a root
-that cannot be written and the volumes that the manifest gives it; what the
-manifest has on the host is below one directory here. The privileged one keeps
-its capabilities, any other has those that are added. What is not imitated:
-cgroups, seccomp, SELinux, networks, users.
+Where there is runc, that makes the containers (see `runc_config`). Else one is a
+process in a mount and a PID namespace of its own. Either has a root that cannot
+be written and the volumes that the manifest gives it; what the manifest has on
+the host is below one directory here. The privileged one keeps its capabilities,
+any other has those that are added. What is not imitated: limits, seccomp,
+SELinux, networks, users.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.manifests import Object, container, host_path
+from tests.support.runc_config import PATH, RUNC, runc_config
 
 LIMIT_S = 60.0
 NODE_NAME = "node-1"
@@ -102,6 +105,33 @@ class Container:
     _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
     def start(self) -> None:
+        command = self._by_runc() if RUNC else self._by_namespaces()
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+
+    @property
+    def _command(self) -> list[str]:
+        arguments = container(self.pod, self.name)["args"]
+        return [
+            *self.program.split(),
+            *(argument.replace("$(NODE_NAME)", NODE_NAME) for argument in arguments),
+        ]
+
+    def _by_runc(self) -> list[str]:
+        bundle = self.own / "bundle"
+        bundle.mkdir(parents=True, exist_ok=True)
+        each = container(self.pod, self.name)
+        sources = {mount["name"]: self.volume(mount["name"]) for mount in each["volumeMounts"]}
+        config = runc_config(each, self._command, self.root, sources)
+        (bundle / "config.json").write_text(json.dumps(config))
+        runc = [str(RUNC), "--root", str(self.own / "runc")]
+        return [*runc, "run", "--bundle", str(bundle), self._id]
+
+    @property
+    def _id(self) -> str:
+        return f"{self.own.parent.name}-{self.own.name}"
+
+    def _by_namespaces(self) -> list[str]:
         each = container(self.pod, self.name)
         steps = [f"mount --bind {self.root} {self.root}"]
         steps.append(f"mount -o remount,bind,ro {self.root}")
@@ -116,13 +146,9 @@ class Container:
         rights = f"setpriv --no-new-privs --bounding-set={kept} --inh-caps=-all"
         if context.get("privileged"):
             rights = ""
-        arguments = " ".join(each["args"]).replace("$(NODE_NAME)", NODE_NAME)
-        environment = "env -i PATH=/opt/fusefs/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-        steps.append(f"exec chroot {self.root} {environment} {rights} {self.program} {arguments}")
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [*_ISOLATED, "sh", "-c", " && ".join(steps)], stdout=log, stderr=log
-            )
+        command = " ".join(self._command)
+        steps.append(f"exec chroot {self.root} env -i {PATH} {rights} {command}")
+        return [*_ISOLATED, "sh", "-c", " && ".join(steps)]
 
     def volume(self, name: str) -> Path:
         """Where a volume of the pod is here."""
@@ -149,9 +175,16 @@ class Container:
     def kill(self) -> None:
         """Kill every process in it at one instant, as the kernel does for a container."""
         if self._process is not None:
-            self._process.kill()
+            if RUNC:
+                self._runc("kill", self._id, "KILL")
+            else:
+                self._process.kill()
             self._process.wait(LIMIT_S)
             self._process = None
+
+    def _runc(self, *arguments: str) -> None:
+        runc = [str(RUNC), "--root", str(self.own / "runc")]
+        subprocess.run([*runc, *arguments], check=True, timeout=LIMIT_S)
 
     def remove(self) -> None:
         self.kill()
