@@ -267,7 +267,9 @@ class Process:
         """A new file that is open for writing, with some content."""
         parent, name = await self._split(path)
         mode = stat.S_IFREG | 0o644
-        _, opened = await self.writer.create(parent, name, mode, os.O_RDWR, self.caller())
+        _, opened = await _answered(
+            self.writer.create(parent, name, mode, os.O_RDWR, self.caller())
+        )
         await self.write(opened.fh, 0, data)
         return opened.fh
 
