@@ -30,6 +30,7 @@ COMMAND_WAIT_S = 60.0
 
 # fusefs where close waits for the local disk alone; it is measured for writing only.
 LOCAL = "fusefs-local"
+WRITABLE = "fusefs-writable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,6 +377,8 @@ CONTENDERS: dict[str, Callable[[str, Place], Contender]] = {
     LOCAL: lambda name, place: Fusefs(
         name, place, ["--session", "kernel", "--durability", "local"]
     ),
+    # Reading on a mount that may be written to: the last of two options wins.
+    WRITABLE: lambda name, place: Fusefs(name, place, ["--session", "kernel", "--no-read-only"]),
     "fusefs-pyfuse3": lambda name, place: Fusefs(name, place, ["--session", "pyfuse3"]),
     "rclone": lambda name, place: Rclone(name, place, _find("rclone")),
     "s3fs": lambda name, place: S3fs(name, place, _find("s3fs")),

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bench import fio, pagecache, writes
-from bench.contenders import LOCAL, PEERS, BareClient, Contender, Fusefs
+from bench.contenders import LOCAL, PEERS, WRITABLE, BareClient, Contender, Fusefs
 from bench.dataset import LARGE, SMALL_SIZE
 from bench.fio import RandomRead
 from bench.session import MB, THREADS, Sample, Session, per_second
@@ -215,6 +215,10 @@ def _recovery(session: Session) -> Sample:
 
 def _has_cache(contender: Contender) -> bool:
     """For all that is read as files: the mounts, and the bare disk."""
+    return _is_listed(contender) and contender.name != WRITABLE
+
+
+def _is_listed(contender: Contender) -> bool:
     return not isinstance(contender, BareClient) and contender.name != LOCAL
 
 
@@ -299,13 +303,13 @@ WORKLOADS = (
     Workload("small_warm_bare", "the same by three system calls a file", "files/s",
              _small_warm(bare=True)),
     Workload("tree_cold", "first walk with lstat, 100 folders", "files/s", _walk_cold("tree"),
-             group="listing"),
+             group="listing", applies=_is_listed),
     Workload("tree_warm", "walk again with lstat, 100 folders", "files/s", _walk_warm("tree"),
-             group="listing"),
+             group="listing", applies=_is_listed),
     Workload("flat_cold", "first walk with lstat, one folder", "files/s", _walk_cold("flat"),
-             group="listing"),
+             group="listing", applies=_is_listed),
     Workload("flat_warm", "walk again with lstat, one folder", "files/s", _walk_warm("flat"),
-             group="listing"),
+             group="listing", applies=_is_listed),
     Workload("recovery", "from SIGKILL of the daemon to its first answer", "ms", _recovery,
              group="recovery", applies=_survives),
     Workload("write_large", "1 GiB in 1 MiB writes, until close has returned, in the bucket",
