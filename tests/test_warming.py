@@ -148,6 +148,16 @@ def test_what_has_no_room_is_left_out_and_evicts_nothing_that_was_fetched(
     assert fetched(here) == before
 
 
+def test_a_cache_that_takes_nothing_is_told_of(here: Mount) -> None:
+    [objects] = here.cache.glob("*/objects")
+    objects.rename(objects.with_name("away"))
+    objects.write_text("in its place")
+    result = warm(here.path / "tree/d0", "--wait")
+    assert result.returncode == 1
+    assert "14 files can't be read" in result.stdout
+    assert "does not work" in result.stdout
+
+
 def test_what_was_used_before_makes_room(mounter: Mounter, bucket: Bucket) -> None:
     for number in range(6):
         bucket.put(f"old/f{number}", stamped(number, MIB))
