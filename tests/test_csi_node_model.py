@@ -1,4 +1,4 @@
-"""A node under any order of calls, kills, reboots and rotated keys, against a model of it.
+"""A node under any order of calls, kills, roll-outs, reboots and rotated keys, against a model.
 
 Three pods use the volumes of two identities. Whatever has happened, publishing
 (again) ends with the right bytes readable; no pod ever reads the other
@@ -17,10 +17,11 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 from hypothesis.strategies import sampled_from
 
 from tests.support.buckets import Bucket, new_bucket
+from tests.support.csi_daemons import DaemonsProcess
 from tests.support.csi_node import Node, running_node, until_final
 from tests.support.csi_rights import allow, reboot, retire
 from tests.support.s3_server import S3Server
-from tests.support.sharing import until
+from tests.support.sharing import PATIENCE_S, until
 
 EXAMPLES = int(os.environ.get("CSI_EXAMPLES", "1"))
 STEPS = int(os.environ.get("CSI_STEPS", "6"))
@@ -30,7 +31,7 @@ IDENTITIES = ("x", "y")
 
 @pytest.fixture(scope="module")
 def node(s3: S3Server) -> Iterator[Node]:
-    with running_node(main=s3.endpoint_url) as node:
+    with running_node("--daemons=there", main=s3.endpoint_url) as node:
         yield node
 
 
@@ -53,6 +54,14 @@ class NodeModel(RuleBasedStateMachine):
         self.used: dict[str, str] = {}
         self.generations = dict.fromkeys(IDENTITIES, 0)
         self.secrets = {name: self.new_keys(name) for name in IDENTITIES}
+        self.pods_of_daemons = 0
+        self.daemons = self.start_daemons()
+
+    def start_daemons(self) -> DaemonsProcess:
+        self.pods_of_daemons += 1
+        daemons = DaemonsProcess(self.node, f"daemons-{self.pods_of_daemons}")
+        until(lambda: daemons.is_ready, "daemons can be started")
+        return daemons
 
     def new_keys(self, name: str) -> dict[str, str]:
         return allow(self.s3, f"{name}{self.generations[name]}", self.data.name, f"{name}/")
@@ -75,20 +84,33 @@ class NodeModel(RuleBasedStateMachine):
         name = self.used.pop(pod, IDENTITIES[0])
         until_final(self.node.unpublish, f"volume-{name}", self.node.target(pod))
 
-    @rule(whom=sampled_from(("driver", "keeper", "fusefs.daemon", "")))
+    @rule(whom=sampled_from(("driver", "keeper", "fusefs.daemon", "", "daemons", "node")))
     def kill(self, whom: str) -> None:
-        if whom == "driver":
+        if whom in ("driver", "node"):
             self.node.kill()
-            self.node.start()
+            if whom == "node":
+                self.node.kill_all("keeper")
+            self.node.start("--daemons=there")
+        elif whom == "daemons":
+            self.daemons.kill()
+            self.daemons = self.start_daemons()
         else:
             self.node.kill_all(whom)
+
+    @rule()
+    def roll_out(self) -> None:
+        old, self.daemons = self.daemons, self.start_daemons()
+        old.process.terminate()
+        assert old.process.wait(PATIENCE_S) == 0
 
     @precondition(lambda self: self.used)
     @rule()
     def reboot(self) -> None:
+        self.daemons.kill()
         reboot(self.node)
         self.used.clear()
-        self.node.start()
+        self.daemons = self.start_daemons()
+        self.node.start("--daemons=there")
 
     @rule(name=sampled_from(IDENTITIES))
     def rotate(self, name: str) -> None:
@@ -100,6 +122,12 @@ class NodeModel(RuleBasedStateMachine):
         retire(self.s3, old)
 
     def teardown(self) -> None:
+        try:
+            self.unpublish_all()
+        finally:
+            self.daemons.clean_up()
+
+    def unpublish_all(self) -> None:
         for pod in PODS:  # a reboot leaves paths behind, which kubelet takes back as well
             name = self.used.get(pod, IDENTITIES[0])
             until_final(self.node.unpublish, f"volume-{name}", self.node.target(pod))
