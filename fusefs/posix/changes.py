@@ -212,7 +212,9 @@ class Changes(Naming):
         if new.startswith(old):
             raise OSError(errno.EINVAL, "a directory cannot be moved below itself")
         one = await self._renames.begin(old, new, has_replaced=target is None)
-        await self._renames.finish(one)
+        # Who waits for it, too, may have been faster, and has heard why it was undone.
+        if not await self._renames.finish(one):
+            raise OSError(errno.EIO, "the rename could not be done")
 
     async def _switch(self, copies: Copies) -> None:
         """Everything below a prefix has been copied: let it be below the other one from now on.
