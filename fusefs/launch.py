@@ -30,7 +30,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from fusefs import control, mounts, users
+from fusefs import control, logfile, mounts, users
 from fusefs.checks import LaunchError, refuse_mounted
 from fusefs.kernel import holder, launching, unmount
 from fusefs.kernel.mount import READ_AHEAD_KIB, MountRequest, may_mount, mount_arguments
@@ -74,15 +74,15 @@ def start(settings: MountSettings, supervisor: Supervisor | None = None) -> subp
     Raises:
         LaunchError: it did not come up; nothing is left of it.
     """
-    log_path = _log_path(settings)
-    with _claim(settings.mountpoint), _open_log(log_path) as log:
+    log_path = logfile.path_of(settings)
+    with _claim(settings.mountpoint), logfile.opened(log_path) as log:
         log_start = log.seek(0, os.SEEK_END) if log_path is not None else 0
         process = _spawn(settings, log, supervisor)
         try:
             _wait_until_ready(process, settings.retry_time + START_TIMEOUT_S)
         except _DiedError:
             _clean_up(process, settings.mountpoint)
-            last_line = _last_line(log_path, log_start) if log_path is not None else ""
+            last_line = logfile.last_line(log_path, log_start) if log_path is not None else ""
             why = last_line or f"exit status {process.returncode}"
             raise LaunchError(f"the daemon ended while starting: {why}") from None
         except BaseException:  # Ctrl-C too leaves nothing behind
@@ -108,7 +108,7 @@ def resume(settings: MountSettings, supervisor: Supervisor | None = None) -> boo
         fuse_fd = holder.fetch(os.fspath(settings.holder), name)
     except holder.HolderError:
         return False
-    with os.fdopen(fuse_fd), _open_log(_log_path(settings)) as log:
+    with os.fdopen(fuse_fd), logfile.opened(logfile.path_of(settings)) as log:
         user = _choose_user(settings)
         told = _keeper_configuration(_with_owner(settings), user, supervisor)
         told |= {"fuse_fd": fuse_fd, "table": []}
@@ -373,47 +373,3 @@ def _clean_up(daemon: subprocess.Popen[bytes], mountpoint: Path) -> None:
     with contextlib.suppress(subprocess.TimeoutExpired):
         daemon.wait(END_TIMEOUT_S)
     mounts.unregister(mountpoint)
-
-
-# --- the log ------------------------------------------------------------------
-
-
-def _log_path(settings: MountSettings) -> Path | None:
-    """Where the log goes; None is standard error."""
-    if settings.log_file is None and not settings.foreground:
-        return default_log_file(settings.mountpoint)
-    return settings.log_file
-
-
-def default_log_file(mountpoint: Path) -> Path:
-    """Where the log of a background mount goes: one file per mountpoint."""
-    if os.geteuid() == 0:
-        directory = Path("/var/log/fusefs")
-    else:
-        state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-        directory = Path(state) / "fusefs"
-    name = "-".join(mountpoint.parts[1:]) or "root"
-    return directory / f"{name[-200:]}.log"
-
-
-@contextlib.contextmanager
-def _open_log(path: Path | None) -> Iterator[IO[bytes]]:
-    """The log for appending, the user's alone; without a path it is standard error."""
-    if path is None:
-        yield sys.stderr.buffer
-        return
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise LaunchError(f"the log {path} cannot be written: {error.strerror}") from error
-    with open(descriptor, "ab") as log:
-        os.fchmod(descriptor, 0o600)
-        yield log
-
-
-def _last_line(path: Path, start: int) -> str:
-    with open(path, "rb") as log:
-        log.seek(start)
-        lines = log.read().decode(errors="replace").strip().splitlines()
-    return lines[-1].strip() if lines else ""
