@@ -13,6 +13,7 @@ import errno
 import logging
 import os
 import stat
+from typing import TextIO
 
 from fusefs.kernel import libc
 from fusefs.settings import MountSettings
@@ -23,7 +24,7 @@ PART = 10 << 20
 LOOK_EVERY = 256
 
 
-class BoundedHandler(logging.StreamHandler):  # type: ignore[type-arg]
+class BoundedHandler(logging.StreamHandler[TextIO]):
     """Writes to a descriptor of a file, and keeps the file below twice `part` bytes."""
 
     def __init__(self, fd: int, part: int = PART) -> None:

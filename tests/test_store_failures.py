@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import trio
 
-from fusefs.store import s3 as s3_module
 from fusefs.store.errors import (
     AccessDeniedError,
     ArchivedError,
@@ -147,13 +146,13 @@ async def test_being_throttled_lowers_the_concurrency_for_a_while(
 async def test_expired_credentials_are_asked_for_again(
     shared: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:
-    monkeypatch.setattr(s3_module, "RECONNECT_EVERY_S", 0.0)
+    monkeypatch.setattr("fusefs.store.access.RECONNECT_EVERY_S", 0.0)
     async with opened(shared, faulty) as store:
         info = await store.head("body")
-        before = store._clients
+        before = store._access.clients
         # A HEAD without a reason is asked again, also through botocore, and then believed.
         faulty.add(operation, code="ExpiredToken", times=3 if operation == "HEAD" else 1)
         await store.list_page("")
         assert await store.head("body") == info
         assert await download(store, info) == BODY
-        assert store._clients is not before
+        assert store._access.clients is not before

@@ -7,7 +7,6 @@ import errno
 import pytest
 import trio
 
-from fusefs.store import s3 as s3_module
 from fusefs.store.base import IF_ABSENT, IfMatch, ObjectVersion
 from fusefs.store.errors import (
     AccessDeniedError,
@@ -198,7 +197,7 @@ async def test_an_upload_waits_for_credentials(
     bucket: Bucket, faulty: FaultyS3, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch,
     size: int, operation: str, code: str,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(s3_module, "RECONNECT_EVERY_S", 0.0)
+    monkeypatch.setattr("fusefs.store.access.RECONNECT_EVERY_S", 0.0)
     file = make_file(size)
     rule = faulty.add(operation, code=code)
     async with opened(bucket, faulty.endpoint_url) as store, trio.open_nursery() as nursery:

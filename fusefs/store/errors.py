@@ -91,6 +91,12 @@ class Failure:
     has_expired: bool = False
 
     @property
+    def in_full(self) -> str:
+        """The sentence, and what S3 said."""
+        said = f"status {self.status} {self.code}, request {self.request_id or 'unknown'}"
+        return f"{self.sentence} [{said}]"
+
+    @property
     def is_refusal(self) -> bool:
         """Whether S3, or who gives out credentials, said no to whom it knows or does not know."""
         is_about_time = self.code in _EXPIRED or self.code == "RequestTimeTooSkewed"

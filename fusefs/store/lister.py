@@ -21,6 +21,16 @@ _QUERY = {
 }
 
 
+def parameters(prefix: str, delimiter: str, start_after: str, max_keys: int) -> dict[str, Any]:
+    """list_objects_v2's parameters for a page of at most `max_keys` entries; "" is none."""
+    asked = {"Prefix": prefix, "MaxKeys": max_keys, "EncodingType": "url"}
+    if delimiter:
+        asked["Delimiter"] = delimiter
+    if start_after:
+        asked["StartAfter"] = start_after
+    return asked
+
+
 class Lister:
     """Lists one bucket through one boto3 client, from any number of threads.
 

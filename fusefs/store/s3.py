@@ -24,11 +24,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import trio
 
-from fusefs.store import copying, multipart, operations, requests, upload, writing
+from fusefs.store import copying, lister, multipart, operations, requests, upload, writing
+from fusefs.store.access import Access
 from fusefs.store.base import (
     ChunkWriter,
     Condition,
@@ -64,7 +65,6 @@ logger = logging.getLogger("fusefs.store")
 T = TypeVar("T")
 
 CHECK_TIME_S = 5.0
-RECONNECT_EVERY_S = 2.0
 # How long a refusal that has nothing to do with the credentials stands for the next ones.
 EXPLAIN_EVERY_S = 5.0
 
@@ -77,15 +77,12 @@ class S3Store:
         self._connections = Connections(settings.max_connections)
         # An abandoned thread keeps its place until its time-out.
         self._threads = Threads(2 * settings.max_connections)
-        self._clients: Clients | None = None
-        self._connecting = trio.Lock()
-        self._connected = 0.0
+        self._access = Access(settings)
         self._understood = -math.inf
         # When S3 last did what it was asked, or could not for want of an object; trio's seconds.
         self.answered = -math.inf
         # No change is sent before this, in trio's seconds.
         self.changes_after = -math.inf
-        self._principal: str | None = None
         self._counted: Counter[str] = Counter()
         self._has_if_match = True
         # The requests that try again because their credentials were refused.
@@ -94,8 +91,8 @@ class S3Store:
     @property
     def principal(self) -> str:
         """Who reads, as a stable name without a secret; known after `check`."""
-        assert self._principal is not None
-        return self._principal
+        assert self._access.principal is not None
+        return self._access.principal
 
     def hurry(self) -> None:
         self._connections.look_again()
@@ -128,15 +125,15 @@ class S3Store:
         None if it does not tell: no answer, expired credentials, a wrong clock.
         """
         for _ in range(2):
-            used = self._clients
+            used = self._access.clients
             try:
                 async with self._connections.one(demanded):
                     await self._run("LIST", self._lister(prefix, "", "", 1), None)
             except AttemptError as error:
                 failure = error.failure
                 if failure.has_expired:
-                    self._reconnect()
-                if failure.kind is CredentialsError and await self._has_renewed(used):
+                    self._access.renew()
+                if failure.kind is CredentialsError and await self._access.has_renewed(used):
                     continue
                 return failure.is_refusal or None
             self.answered = trio.current_time()
@@ -146,8 +143,7 @@ class S3Store:
     async def aclose(self) -> None:
         """Give up the connections."""
         self._threads.close()
-        if self._clients is not None:
-            self._clients.s3.close()
+        self._access.close()
 
     async def list_page(
         self,
@@ -163,12 +159,8 @@ class S3Store:
     def _lister(
         self, prefix: str, delimiter: str, start_after: str, max_keys: int
     ) -> Callable[[Clients], ListPage]:
-        arguments: dict[str, Any] = {"Prefix": prefix, "MaxKeys": max_keys, "EncodingType": "url"}
-        if delimiter:
-            arguments["Delimiter"] = delimiter
-        if start_after:
-            arguments["StartAfter"] = start_after
-        return lambda clients: clients.lister.page(arguments)
+        asked = lister.parameters(prefix, delimiter, start_after, max_keys)
+        return lambda clients: clients.lister.page(asked)
 
     async def head(self, key: str) -> ObjectInfo:
         return (await requests.asked(self, key, demanded))[0]
@@ -189,7 +181,7 @@ class S3Store:
                 await self.retried("GET", version.key, stream.run, priority, transfer=stream)
                 return
             except StaleVersionError:
-                if not stream.has_if_match or not await self._is_unchanged(version):
+                if not stream.has_if_match or (await self.head(version.key)).version != version:
                     raise
                 # This server's If-Match says no to the very ETag that it tells.
                 logger.info("%s: If-Match is not to be relied on here", self.settings.bucket)
@@ -197,9 +189,6 @@ class S3Store:
 
     def _note_bytes(self, count: int) -> None:
         self._counted["bytes_fetched"] += count
-
-    async def _is_unchanged(self, version: ObjectVersion) -> bool:
-        return (await self.head(version.key)).version == version
 
     async def put_file(
         self,
@@ -269,7 +258,7 @@ class S3Store:
             StoreError: that would not help.
         """
         await self._settled(operation)
-        clients = self._clients
+        clients = self._access.clients
         if clients is None:
             return None
         async with self._connections.one(priority):
@@ -286,9 +275,12 @@ class S3Store:
             self._connections.succeeded()
             self.answered = trio.current_time()
             return answer
+        if failure.status < 400 and not failure.is_retryable:
+            return None  # a redirect, which is botocore's
         self._react(failure, None)
-        # What a refusal means is found out in the patient way.
-        if failure.status > 401 and failure.status != 403 and not failure.is_retryable:
+        # Without a code, and of credentials, it is found out what it means in the patient way.
+        is_vague = not failure.code and failure.kind is not NotFoundError
+        if not (is_vague or failure.kind is CredentialsError or failure.is_retryable):
             raise self._failed(operation, key, failure)
         self._counted["retries"] += 1
         logger.info("%s again: %s", operation, self._describe(key, failure))
@@ -315,7 +307,7 @@ class S3Store:
         has_doubted = False
         try:
             while True:
-                used = self._clients
+                used = self._access.clients
                 try:
                     async with self._connections.one(priority):
                         result = await self._run(operation, work, transfer)
@@ -329,7 +321,7 @@ class S3Store:
                     has_doubted = True
                     failure = replace(failure, is_retryable=True, has_expired=True)
                 if failure.kind is CredentialsError and not failure.is_retryable:
-                    failure = replace(failure, is_retryable=await self._has_renewed(used))
+                    failure = replace(failure, is_retryable=await self._access.has_renewed(used))
                 self._react(failure, patience)
                 if transfer is not None and transfer.has_progressed():
                     patience.renew()
@@ -363,32 +355,12 @@ class S3Store:
             self._understood = time.monotonic()
         return operations.considered(operation, failure)
 
-    async def _has_renewed(self, used: Clients | None) -> bool:
-        """Whether there are other credentials than those of a refused request; then use them."""
-        async with self._connecting:
-            current = self._clients
-            if used is not None and used is not current:
-                return True
-            now = time.monotonic()
-            if current is None or now - self._connected < RECONNECT_EVERY_S:
-                return False
-            self._connected = now
-            look = Attempt().guarded(current.has_other_credentials)
-            try:
-                if not await trio.to_thread.run_sync(look):
-                    return False
-            except AttemptError as error:
-                logger.info("no other credentials: %s", error)
-                return False
-            self._clients = None
-            return True
-
     def _react(self, failure: Failure, patience: Patience | None) -> None:
         """Do what an attempt that failed so asks for; `patience` is whose that goes on trying."""
         if issubclass(failure.kind, NotFoundError | StaleVersionError | ConflictError):
             self.answered = trio.current_time()
         if failure.has_expired:
-            self._reconnect()
+            self._access.renew()
         if patience is not None and failure.kind is CredentialsError:
             self._refused.add(patience)
         elif patience is not None:
@@ -401,7 +373,7 @@ class S3Store:
         self, operation: str, work: Callable[[Clients], T], transfer: Transfer | None
     ) -> T:
         """One attempt, in a thread; a cancelled one ends there on its own."""
-        clients = self._clients or await self._connect()
+        clients = self._access.clients or await self._access.connect()
         self._counted[operations.COUNTERS[operation]] += 1
         attempt = Attempt() if transfer is None else transfer.begin()
         try:
@@ -409,22 +381,6 @@ class S3Store:
         except trio.Cancelled:
             await attempt.abandon()
             raise
-
-    async def _connect(self) -> Clients:
-        async with self._connecting:
-            if self._clients is None:
-                connect = Attempt().guarded(lambda: Clients(self.settings))
-                self._clients = await trio.to_thread.run_sync(connect)
-                self._principal = self._principal or self._clients.principal
-                self._connected = time.monotonic()
-            return self._clients
-
-    def _reconnect(self) -> None:
-        """Have the next request look for credentials anew."""
-        now = time.monotonic()
-        if self._clients is not None and now - self._connected >= RECONNECT_EVERY_S:
-            # Whoever is using the old ones keeps them until then.
-            self._clients = None
 
     def _failed(self, operation: str, key: str, failure: Failure) -> StoreError:
         """Log a request that failed for good."""
@@ -439,7 +395,4 @@ class S3Store:
         return failure.kind(sentence)
 
     def _describe(self, key: str, failure: Failure) -> str:
-        return (
-            f"s3://{self.settings.bucket}/{key}: {failure.sentence}"
-            f" [status {failure.status} {failure.code}, request {failure.request_id or 'unknown'}]"
-        )
+        return f"s3://{self.settings.bucket}/{key}: {failure.in_full}"
