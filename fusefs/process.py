@@ -38,7 +38,7 @@ def read_input(text: str) -> MountSettings:
         fd = os.memfd_create(variable)
         os.write(fd, content.encode())
         os.environ[variable] = f"/proc/self/fd/{fd}"
-    return MountSettings.from_json(told["settings"])
+    return MountSettings.from_json(told["settings"], is_newer=True)
 
 
 def _raise_descriptor_limit() -> None:

@@ -297,8 +297,10 @@ class MountSettings:
         }
 
     @classmethod
-    def from_json(cls, text: str) -> MountSettings:
+    def from_json(cls, text: str, *, is_newer: bool = False) -> MountSettings:
         """The settings that `to_json` wrote.
+
+        Where that may have been a newer version's, what is not known here is left out.
 
         Raises:
             SettingsError: the text is something else.
@@ -307,6 +309,8 @@ class MountSettings:
             given = dict(json.loads(text))
         except ValueError as error:
             raise SettingsError(f"the settings are no JSON object: {error}") from error
+        if is_newer:
+            given = {name: value for name, value in given.items() if name in _KINDS}
         return build({name: Given(str(value), name) for name, value in given.items()})
 
     def changed(self, given: Layer) -> MountSettings:

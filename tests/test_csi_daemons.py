@@ -76,6 +76,7 @@ def test_a_daemon_is_a_user_without_rights_in_the_other_container(
         assert 0 not in {int(uid) for uid in status["Uid"].split()}
         assert {int(status[name], 16) for name in ("CapPrm", "CapEff", "CapAmb")} == {0}
         assert status["NoNewPrivs"] == "1"
+        assert Path(f"/proc/{pid}/oom_score_adj").read_text() == "500\n"
         node.unpublish("volume", target)
         until(lambda: not node.daemons(), "it has ended")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from fusefs import process
 from fusefs.kernel import holder, keeper_wire, launching
 from fusefs.kernel.keeper_system import has_ended
 from tests.support.keeping import LIMIT_S, PROJECT, needs_root
@@ -154,6 +156,12 @@ def test_a_request_of_an_unknown_version_is_refused_and_harms_nobody(supervisor:
 def test_a_daemons_first_words_are_those_of_the_first_version() -> None:
     assert keeper_wire.pack(keeper_wire.HELLO, keeper_wire.VERSION) == HELLO_V1
     assert keeper_wire.Message(HELLO_V1).a in keeper_wire.SPOKEN
+
+
+def test_a_daemon_leaves_out_the_settings_of_a_newer_driver() -> None:
+    settings = {"source": "s3://bucket", "mountpoint": "/mnt", "cache_dir": "/c", "newer": "1"}
+    told = {"settings": json.dumps(settings), "files": {}}
+    assert process.read_input(json.dumps(told)).source.bucket == "bucket"
 
 
 @pytest.mark.parametrize(
