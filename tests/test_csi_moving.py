@@ -1,0 +1,99 @@
+"""Mounts that don't move to the next `fusefs-csi daemons` at once: played keepers."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from csi import moving
+from fusefs.kernel import launching
+from tests.support.sharing import PATIENCE_S
+
+OLD, NEW = 1, 2
+
+
+class PlayedKeeper(threading.Thread):
+    """Answers as a keeper whose daemon is with the old supervisor; `why` it can't be upgraded."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(daemon=True)
+        self._why = why
+        self.supervisor = OLD
+        self.asked: list[str] = []
+        self._listening = socket.socket(socket.AF_UNIX)
+        self._listening.bind(os.fspath(path))
+        self._listening.listen()
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            with self._listening.accept()[0] as client:
+                request = json.loads(client.makefile().readline())
+                client.sendall(json.dumps(self.answer(request["do"])).encode() + b"\n")
+
+    def answer(self, what: str) -> dict[str, Any]:
+        self.asked.append(what)
+        if what == "status":
+            return {"supervisor": self.supervisor, "is_serving": True, "mountpoint": "/mnt"}
+        if what == "upgrade" and self._why:
+            return {"error": self._why}
+        if what in ("upgrade", "replace"):
+            self.supervisor = NEW
+        return {"settings": "{}", "command": []}
+
+
+class PlayedSupervisor(threading.Thread):
+    """The old one, on a connection: it has the daemons of keepers that have not moved."""
+
+    def __init__(self, keepers: list[PlayedKeeper]) -> None:
+        super().__init__(daemon=True)
+        self.theirs, self._ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._keepers = keepers
+        self.start()
+
+    def run(self) -> None:
+        while launching.receive(self._ours):
+            left = sum(keeper.supervisor == OLD for keeper in self._keepers)
+            launching.send(self._ours, launching.pack(launching.COUNTED, a=left))
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moving, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(moving, "EVERY_S", 0.05)
+
+
+def move(directory: Path, keepers: list[PlayedKeeper], limit_s: float) -> bool:
+    """Whether all have moved in time."""
+    old = PlayedSupervisor(keepers)
+    mover = threading.Thread(target=moving.Moving(old.theirs, directory, NEW).run, daemon=True)
+    mover.start()
+    mover.join(limit_s)
+    return not mover.is_alive()
+
+
+def test_a_mount_whose_new_daemon_is_refused_for_long_is_replaced(tmp_path: Path) -> None:
+    keepers = [
+        PlayedKeeper(tmp_path / "0.keeper", ""),
+        PlayedKeeper(tmp_path / "1.keeper", "the new daemon is gone: exited with 1"),
+    ]
+    assert move(tmp_path, keepers, PATIENCE_S)
+    assert "replace" not in keepers[0].asked
+    assert keepers[1].asked.count("upgrade") > 1
+    assert keepers[1].asked.count("replace") == 1
+
+
+def test_a_mount_that_the_new_daemon_cannot_take_over_stays_with_the_old_one(
+    tmp_path: Path,
+) -> None:
+    keeper = PlayedKeeper(tmp_path / "0.keeper", "the new daemon is gone: exited with 3")
+    assert not move(tmp_path, [keeper], 1.0)
+    assert keeper.asked.count("upgrade") > 1
+    assert "replace" not in keeper.asked
+    keeper.supervisor = NEW  # so that it ends
