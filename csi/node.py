@@ -111,7 +111,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         self._caretaker.start()
         self._sweeper = Sweeper(
             self._domains, lambda: [record.settings for record in self._mounts.records.all()],
-            configuration.shares.min_free,
+            configuration.shares,
         )  # fmt: skip
         self._sweeper.start()
 

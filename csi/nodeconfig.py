@@ -11,7 +11,7 @@ from pathlib import Path
 from csi.errors import FailedPreconditionError
 from csi.options import Shares
 from fusefs import launch, mounts
-from fusefs.kinds import MIN_FREE, SIZE
+from fusefs.kinds import MIN_FREE, SHARE, SIZE, Kind, MinFree
 from fusefs.units import MIB
 
 # The sockets of `fusefs-csi daemons`, below the state directory.
@@ -106,7 +106,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--memory-limit", SIZE.read, 256 * MIB, "SIZE", "memory for each mount's data on its way")
     add("--max-connections", int, 32, "N", "the most requests to S3 at a time, for each mount")
     add("--cache-size", SIZE.read, None, "SIZE", "the most that one identity's cache keeps")
-    add("--min-free", _min_free, "20%", "SIZE|N%", "disk space that caches leave free")
+    add("--min-free", _text_of(MIN_FREE), "20%", "SIZE|N%", "disk space that caches leave free")
+    add("--min-free-inodes", _text_of(SHARE), "10%", "N%", "inodes that caches leave free")
 
 
 def _uids(text: str) -> tuple[int, int]:
@@ -118,12 +119,17 @@ def _uids(text: str) -> tuple[int, int]:
     return int(first), int(last)
 
 
-def _min_free(text: str) -> str:
-    try:
-        MIN_FREE.read(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
+def _text_of(kind: Kind[MinFree]) -> Callable[[str], str]:
+    """Reads a text of this kind, and leaves it as it is."""
+
+    def read(text: str) -> str:
+        try:
+            kind.read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return text
+
+    return read
 
 
 def configuration_of(arguments: argparse.Namespace) -> NodeConfiguration:
@@ -140,6 +146,7 @@ def configuration_of(arguments: argparse.Namespace) -> NodeConfiguration:
             arguments.max_connections,
             arguments.cache_size,
             arguments.min_free,
+            arguments.min_free_inodes,
         ),
         arguments.daemons,
     )

@@ -86,6 +86,7 @@ class Shares:
     max_connections: int
     cache_size: int | None
     min_free: str
+    min_free_inodes: str
 
 
 def check_attributes(
@@ -266,6 +267,7 @@ def mount_layer(
         "ca_bundle": str(place.ca_bundle) if place.ca_bundle else None,
         "anonymous": "true" if options.is_anonymous else None,
         "min_free": shares.min_free,
+        "min_free_inodes": shares.min_free_inodes,
         # Whoever has no rights any more reads on from the cache for no longer.
         "revoke_after": REVOKE_AFTER,
         "allow_other": "true",

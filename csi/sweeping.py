@@ -27,8 +27,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from csi.domains import Domains, Unused
+from csi.options import Shares
 from fusefs import mounts
-from fusefs.kinds import MIN_FREE
+from fusefs.kinds import MIN_FREE, SHARE
 from fusefs.settings import MountSettings
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,6 @@ EVERY_S = 300.0
 KEEP_S = 14 * 86_400.0
 # Also when space is scarce: a pod that is replaced may be back soon.
 KEEP_IF_SCARCE_S = 900.0
-INODES_FREE = 0.1
 LOOK_TIMEOUT_S = 60.0
 REMOVAL = [sys.executable, "-P", "-m", "fusefs.cache.removal"]
 
@@ -45,15 +45,15 @@ REMOVAL = [sys.executable, "-P", "-m", "fusefs.cache.removal"]
 class Sweeper(threading.Thread):
     """Looks at the domains now and then.
 
-    `used` tells the settings of all mounts, as JSON; `min_free` is the disk
-    space that caches leave free.
+    `used` tells the settings of all mounts, as JSON; `shares` what caches leave free.
     """
 
-    def __init__(self, domains: Domains, used: Callable[[], list[str]], min_free: str) -> None:
+    def __init__(self, domains: Domains, used: Callable[[], list[str]], shares: Shares) -> None:
         super().__init__(name="sweeper", daemon=True)
         self._domains = domains
         self._used = used
-        self._min_free = MIN_FREE.read(min_free)
+        self._min_free = MIN_FREE.read(shares.min_free)
+        self._min_free_inodes = SHARE.read(shares.min_free_inodes)
         self._told: set[str] = set()
         self._ending = threading.Event()
 
@@ -90,7 +90,7 @@ class Sweeper(threading.Thread):
         return (
             self._domains.lacks_uids
             or free < self._min_free.bytes_of(size)
-            or status.f_favail < INODES_FREE * status.f_files
+            or status.f_favail < self._min_free_inodes.bytes_of(status.f_files)
         )
 
     def _let_go(self, domain: Unused) -> None:

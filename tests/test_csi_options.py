@@ -13,7 +13,7 @@ from fusefs.settings import MountSettings
 from fusefs.units import GIB, MIB
 
 PLACE = Place(Source("bucket", "p/"), "http://s3:1", "us-east-1", "auto", None)
-SHARES = Shares(256 * MIB, 32, None, "20%")
+SHARES = Shares(256 * MIB, 32, None, "20%", "10%")
 
 
 def settings(
@@ -88,11 +88,12 @@ def test_local_durability_needs_the_administrators_word() -> None:
 
 
 def test_a_volume_gets_no_more_than_the_nodes_share() -> None:
-    shares = Shares(128 * MIB, 8, 10 * GIB, "20%")
+    shares = Shares(128 * MIB, 8, 10 * GIB, "20%", "15%")
     asked = {"memoryLimit": "4GiB", "maxConnections": "500", "cacheSize": "1TiB"}
     made = settings(asked, shares=shares)
     assert (made.memory_limit, made.max_connections) == (128 * MIB, 8)
     assert made.cache_size == 10 * GIB
+    assert made.min_free_inodes.percent == 15
     assert settings({"cacheSize": "1GiB"}, shares=shares).cache_size == GIB
     assert settings({"retryTime": "2h"}).retry_time == 300
 
@@ -109,3 +110,5 @@ def test_where_the_volume_is_comes_from_its_store() -> None:
     assert str(made.source) == "s3://bucket/p/"
     assert made.cache_dir == Path("/cache/domain")
     assert made.allow_other
+    # Whoever is shut out of it reads its cache for no longer than this.
+    assert made.revoke_after == 120

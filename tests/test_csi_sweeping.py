@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from csi.domains import Domain, Domains
+from csi.options import Shares
 from csi.sweeping import KEEP_IF_SCARCE_S, KEEP_S, REMOVAL, Sweeper
 from fusefs.kinds import Source
 from fusefs.settings import MountSettings
@@ -49,7 +50,7 @@ class Node:
     def __init__(self, domains: Domains) -> None:
         self.domains = domains
         self.used: list[str] = []
-        self.sweeper = Sweeper(domains, lambda: self.used, "0%")
+        self.sweeper = Sweeper(domains, lambda: self.used, Shares(0, 0, None, "0%", "0%"))
 
     def domain(self, name: str, *, unused_s: float = 2 * KEEP_S) -> Domain:
         """A domain with something in its cache, unless it is read from here on."""
@@ -160,7 +161,7 @@ def test_a_full_disk_is_scarce(public_path: Path) -> None:
     with small_disk(public_path / "disk", 4) as disk:
         os.chmod(disk, 0o711)
         node = Node(Domains(disk / "cache", FIRST_UID, FIRST_UID + 9))
-        node.sweeper = Sweeper(node.domains, list, "50%")
+        node.sweeper = Sweeper(node.domains, list, Shares(0, 0, None, "50%", "0%"))
         old = node.domain("old", unused_s=2 * KEEP_IF_SCARCE_S)
         node.sweeper.look_round()
         assert old.directory.exists()
