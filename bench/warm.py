@@ -16,6 +16,7 @@ import argparse
 import hashlib
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from typing import Any
 
 import obstore
 
+from bench import processes
 from bench.bucket import Bucket
 from bench.contenders import CONTENDERS, Fusefs, Place
 from bench.processes import BenchError
@@ -186,6 +188,12 @@ def run(place: Place, parts: Sequence[Part], rounds: int) -> None:
             )
 
 
+def _remove(scratch: Path) -> None:
+    for mountpoint in processes.mounts_below(scratch):
+        processes.unmount(mountpoint)
+    shutil.rmtree(scratch)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.warm", description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
@@ -194,11 +202,12 @@ def main() -> int:
     parser.add_argument("--scratch", type=Path, default=Path(".bench-scratch"))
     arguments = parser.parse_args()
     parts = [Part("small", arguments.small, 64 * 1024), Part("large", arguments.large, 1024 * MIB)]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up, as for Ctrl-C
     base: Path = arguments.scratch.resolve()
     base.mkdir(parents=True, exist_ok=True)
     with ExitStack() as cleanup:
         scratch = Path(tempfile.mkdtemp(prefix="warm-", dir=base))
-        cleanup.callback(shutil.rmtree, scratch)
+        cleanup.callback(_remove, scratch)
         (scratch / ".gitignore").write_text("*\n")
         server = cleanup.enter_context(S3Server(scratch / "server"))
         bucket = Bucket(server, server.new_bucket())
