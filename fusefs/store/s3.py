@@ -128,7 +128,8 @@ class S3Store:
             used = self._access.clients
             try:
                 async with self._connections.one(demanded):
-                    await self._run("LIST", self._lister(prefix, "", "", 1), None)
+                    # As `check` asked: a policy may allow listings of just this kind.
+                    await self._run("LIST", self._lister(prefix, "/", "", 1), None)
             except AttemptError as error:
                 failure = error.failure
                 if failure.has_expired:
