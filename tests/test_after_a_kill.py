@@ -14,8 +14,9 @@ from tests.support.listing_server import ListingServer
 from tests.support.mounting import Mount, Mounter
 from tests.support.s3_server import S3Server
 from tests.support.semantics import states
-from tests.support.sharing import mounted, read_all, read_or_stale, stamped, until
+from tests.support.sharing import mounted, read_all, read_or_stale, stamped
 from tests.support.surviving import serving_pid
+from tests.support.waiting import until
 
 LARGE = 24 << 20
 

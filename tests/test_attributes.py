@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.buckets import Bucket
+from tests.support.buckets import Bucket, stored
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
 from tests.support.semantics import states
 from tests.support.sharing import mounted
-from tests.support.writing import WRITABLE, cost, metadata, status, stored
+from tests.support.writing import WRITABLE, cost, metadata, status
 
 # What other programs write. s3fs tells modes in decimal and, in older versions, whole seconds.
 FOREIGN: dict[str, tuple[bytes, dict[str, str]]] = {

@@ -17,7 +17,7 @@ from fusefs import mounts
 from tests.support.buckets import Bucket
 from tests.support.gate import Gate
 from tests.support.mounting import FUSEFS, LIMIT_S, Mount, Mounter, fusefs
-from tests.support.sharing import until
+from tests.support.waiting import until
 
 MIB = 1 << 20
 

@@ -12,7 +12,7 @@ from tests.support.csi_container import container_reading
 from tests.support.csi_node import Node, capability, running_node
 from tests.support.csi_pod import USER
 from tests.support.s3_server import S3Server
-from tests.support.sharing import until
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.skipif(shutil.which("runc") is None, reason="there is no runc")
 

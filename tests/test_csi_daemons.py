@@ -17,7 +17,8 @@ from tests.support.csi_daemons import daemons_of
 from tests.support.csi_node import Node, running_node
 from tests.support.csi_pod import pod_reading
 from tests.support.s3_server import S3Server
-from tests.support.sharing import PATIENCE_S, until
+from tests.support.sharing import PATIENCE_S
+from tests.support.waiting import until
 
 BOTH = "hello hello"
 

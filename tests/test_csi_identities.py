@@ -19,7 +19,7 @@ from tests.support.csi_node import Node, code_of, running_node
 from tests.support.csi_rights import allow, retire
 from tests.support.fake_sts import AUDIENCE, FakeSts, token_for
 from tests.support.s3_server import SECRET_KEY, S3Server
-from tests.support.sharing import until
+from tests.support.waiting import until
 
 ROLE = "arn:aws:iam::123456789012:role/reader"
 POD = {NAMESPACE: "team", ACCOUNT: "trainer"}

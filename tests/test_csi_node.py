@@ -24,7 +24,7 @@ from tests.support.csi_node import (
 )
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.s3_server import ACCESS_KEY, S3Server
-from tests.support.sharing import until
+from tests.support.waiting import until
 
 Code = grpc.StatusCode
 BLOCK = csi_pb2.VolumeCapability(block={}, access_mode={"mode": Mode.SINGLE_NODE_WRITER})

@@ -21,7 +21,8 @@ from tests.support.csi_daemons import DaemonsProcess
 from tests.support.csi_node import Node, running_node, until_final
 from tests.support.csi_rights import allow, reboot, retire
 from tests.support.s3_server import S3Server
-from tests.support.sharing import PATIENCE_S, until
+from tests.support.sharing import PATIENCE_S
+from tests.support.waiting import until
 
 EXAMPLES = int(os.environ.get("CSI_EXAMPLES", "1"))
 STEPS = int(os.environ.get("CSI_STEPS", "6"))

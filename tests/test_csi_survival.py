@@ -18,7 +18,8 @@ from tests.support.csi_node import Node, running_node
 from tests.support.csi_pod import pod_reading
 from tests.support.csi_rights import reboot
 from tests.support.s3_server import S3Server
-from tests.support.sharing import PATIENCE_S, until
+from tests.support.sharing import PATIENCE_S
+from tests.support.waiting import until
 
 VOLUMES = int(os.environ.get("CSI_VOLUMES", "8"))
 ROUNDS = int(os.environ.get("CSI_ROUNDS", "1"))

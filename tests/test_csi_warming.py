@@ -20,7 +20,8 @@ from tests.support.buckets import Bucket
 from tests.support.csi_node import Node, code_of, running_node, until_final
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.s3_server import S3Server
-from tests.support.sharing import skip_without_fuse, stamped, until
+from tests.support.sharing import skip_without_fuse, stamped
+from tests.support.waiting import until
 
 Code = grpc.StatusCode
 FILES = {f"set/d{number % 2}/f{number}": stamped(number, 100_000) for number in range(10)}

@@ -16,9 +16,10 @@ from tests.support.listing_server import ListingServer
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
 from tests.support.semantics import states
-from tests.support.sharing import SESSIONS, drop_caches, mounted, read_all, until
+from tests.support.sharing import SESSIONS, drop_caches, mounted, read_all
+from tests.support.waiting import until
 
-TTL_S = 4
+TTL_S = 2
 
 
 def seen(path: Path) -> bytes | None:

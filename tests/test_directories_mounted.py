@@ -19,7 +19,8 @@ from tests.support.libc import DirectoryStream
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
 from tests.support.semantics import states
-from tests.support.sharing import SESSIONS, drop_caches, mounted, read_all, until
+from tests.support.sharing import SESSIONS, drop_caches, mounted, read_all
+from tests.support.waiting import until
 
 NOBODY = 65534
 

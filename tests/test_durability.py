@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.buckets import Bucket
+from tests.support.buckets import Bucket, keys, stored
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.mounting import Mount, Mounter, fusefs
 from tests.support.semantics import states
-from tests.support.writing import keys, pending, status, stored, wait_until
+from tests.support.waiting import until
+from tests.support.writing import pending, status
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
@@ -110,9 +111,7 @@ def waiting_writer(broken: Mount, faulty: FaultyS3) -> Iterator[subprocess.Popen
     script = "import sys; open(sys.argv[1], 'wb').write(b'content')"
     with subprocess.Popen([sys.executable, "-c", script, str(broken.path / "a")]) as writer:
         try:
-            wait_until(
-                lambda: [one["state"] for one in pending(broken)] == ["waiting for credentials"]
-            )
+            until(lambda: [one["state"] for one in pending(broken)] == ["waiting for credentials"])
             assert writer.poll() is None
             yield writer
         finally:
@@ -131,7 +130,7 @@ def test_a_close_tells_of_a_failed_upload_and_the_content_is_kept(
     assert one["key"] == "a"
     assert (broken.path / "a").read_bytes() == b"content"
     faulty.clear()
-    wait_until(lambda: keys(bucket) == ["a"] and stored(bucket, "a") == b"content")
+    until(lambda: keys(bucket) == ["a"] and stored(bucket, "a") == b"content")
 
 
 @states(
@@ -165,7 +164,7 @@ def test_what_was_left_is_uploaded_beside_what_somebody_else_has_written(
     faulty.clear()
     bucket.put("a", b"theirs")
     broken.start()
-    wait_until(lambda: len(keys(bucket)) == 2)
+    until(lambda: len(keys(bucket)) == 2)
     conflict = next(key for key in keys(bucket) if key != "a")
     assert conflict.startswith("a.conflict-")
     assert stored(bucket, "a") == b"theirs"
@@ -196,7 +195,7 @@ def test_a_program_that_is_killed_in_its_close_does_not_wait_and_its_file_is_upl
         writer.send_signal(signal.SIGKILL)
         assert writer.wait(30) == -signal.SIGKILL
     faulty.clear()
-    wait_until(lambda: keys(bucket) == ["a"] and stored(bucket, "a") == b"content")
+    until(lambda: keys(bucket) == ["a"] and stored(bucket, "a") == b"content")
 
 
 # --- conflicts, limits --------------------------------------------------------------
@@ -263,5 +262,5 @@ def test_a_file_that_is_closed_often_is_uploaded_once_in_a_while(
             file.write(b"%d" % number)
             os.close(os.dup(file.fileno()))
         assert stored(bucket, "log") == b"0"
-        wait_until(lambda: stored(bucket, "log") == b"0123456789")
+        until(lambda: stored(bucket, "log") == b"0123456789")
     assert status(mount)["s3"]["puts"] == 2

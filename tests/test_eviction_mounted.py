@@ -14,7 +14,8 @@ from tests.support.disks import taken_by
 from tests.support.libc import mapped
 from tests.support.mounting import Mount, Mounter
 from tests.support.semantics import states
-from tests.support.sharing import drop_caches, read_all, stamped, until
+from tests.support.sharing import drop_caches, read_all, stamped
+from tests.support.waiting import until
 
 MIB = 1 << 20
 

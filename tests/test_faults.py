@@ -17,7 +17,8 @@ from tests.support.faulty_s3 import REQUEST_ID, FaultyS3
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
 from tests.support.semantics import states
-from tests.support.sharing import mounted, until
+from tests.support.sharing import mounted
+from tests.support.waiting import until
 
 # Larger than what is fetched in one request, and not the same anywhere.
 BIG = hashlib.shake_128(b"big").digest(12 << 20)

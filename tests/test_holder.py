@@ -16,7 +16,8 @@ import pytest
 
 from fusefs.kernel import holder
 from fusefs.kernel.holder import HolderError
-from tests.support.keeping import LIMIT_S, PROJECT, Kept, needs_fuse, needs_root, until
+from tests.support.keeping import LIMIT_S, PROJECT, Kept, needs_fuse, needs_root
+from tests.support.waiting import until
 
 pytestmark = [needs_root, needs_fuse]
 

@@ -14,7 +14,8 @@ from tests.support.faulty_s3 import FaultyS3
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
 from tests.support.semantics import states
-from tests.support.sharing import PATIENCE_S, mounted, python, until
+from tests.support.sharing import PATIENCE_S, mounted, python
+from tests.support.waiting import until
 from tests.support.writing import WRITABLE, metadata, status
 
 

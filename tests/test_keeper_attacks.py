@@ -23,9 +23,9 @@ from tests.support.keeping import (
     needs_fuse,
     needs_passthrough,
     needs_root,
-    until,
 )
 from tests.support.ordinary_user import NOBODY, public_python
+from tests.support.waiting import until
 
 pytestmark = [needs_root, needs_fuse, needs_passthrough]
 

@@ -18,9 +18,9 @@ from tests.support.keeping import (
     needs_passthrough,
     needs_root,
     put_through,
-    until,
 )
 from tests.support.ordinary_user import NOBODY
+from tests.support.waiting import until
 
 pytestmark = [needs_root, needs_fuse]
 

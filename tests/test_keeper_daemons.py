@@ -19,8 +19,8 @@ from tests.support.keeping import (
     needs_passthrough,
     needs_root,
     put_through,
-    until,
 )
+from tests.support.waiting import until
 
 pytestmark = [needs_root, needs_fuse]
 
@@ -139,7 +139,7 @@ def test_a_daemon_that_closes_its_socket_is_replaced(kept: Kept) -> None:
 
 
 def test_waiting_threads_of_a_mount_that_is_given_up_are_all_freed(kept: Kept) -> None:
-    kept.start({"take_over": "exit"})
+    kept.start({"take_over": "cannot"})
     kept.hold.touch()
     errors: list[int | None] = []
     threads = [

@@ -20,8 +20,8 @@ from tests.support.keeping import (
     needs_passthrough,
     needs_root,
     put_through,
-    until,
 )
+from tests.support.waiting import until
 
 pytestmark = [needs_root, needs_fuse]
 

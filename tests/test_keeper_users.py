@@ -21,9 +21,9 @@ from tests.support.keeping import (
     needs_passthrough,
     needs_root,
     put_through,
-    until,
 )
 from tests.support.ordinary_user import NOBODY, public_python
+from tests.support.waiting import until
 
 pytestmark = [needs_root, needs_fuse]
 

@@ -22,7 +22,7 @@ from fusefs.kernel import holder, keeper_wire, launching
 from fusefs.kernel.keeper_system import has_ended
 from tests.support.keeping import LIMIT_S, PROJECT, needs_root
 from tests.support.ordinary_user import NOBODY, public_python
-from tests.support.sharing import until
+from tests.support.waiting import until
 
 pytestmark = needs_root
 

@@ -11,12 +11,12 @@ import pytest
 
 from fusefs.kinds import ObjectAttributes
 from fusefs.posix.presuming import EXPERIENCE, SAME_TIME_NS, SAMPLE, Presumption
-from tests.support.buckets import Bucket
+from tests.support.buckets import Bucket, stored
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
 from tests.support.semantics import states
 from tests.support.sharing import mounted
-from tests.support.writing import WRITABLE, cost, metadata, stored
+from tests.support.writing import WRITABLE, cost, metadata
 
 PLAIN = 3 * SAMPLE
 SAID = {"mode": str(stat.S_IFREG | 0o751), "uid": "7"}

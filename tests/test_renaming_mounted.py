@@ -17,7 +17,8 @@ from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
 from tests.support.semantics import states
 from tests.support.sharing import content, mounted
-from tests.support.surviving import keeper_status, serving_pid, wait_until
+from tests.support.surviving import keeper_status, serving_pid
+from tests.support.waiting import until
 
 OPTIONS = ("--session", "kernel", "--no-read-only")
 MIB = 1 << 20
@@ -164,7 +165,7 @@ def test_a_directory_is_renamed_while_daemons_are_killed(
         )
         renaming.start()
         for pause in pauses:
-            wait_until(lambda pause=pause: pause.used > 0, "the rename has not come that far")
+            until(lambda pause=pause: pause.used > 0, "the rename has not come that far")
             os.kill(serving_pid(mount), signal.SIGKILL)
             pause.release()
         renaming.join(60)
@@ -193,16 +194,16 @@ def test_the_next_mount_finishes_a_rename(
     pause = faulty.add("COPY", "new/5", times=1, stall=True)
     renaming = threading.Thread(target=rename_or_fail, args=(mount.path, "old", "new"), daemon=True)
     renaming.start()
-    wait_until(lambda: pause.used > 0, "nothing is copied")
+    until(lambda: pause.used > 0, "nothing is copied")
     for who in ("pid", "daemon"):
         os.kill(keeper_status(mount)[who], signal.SIGKILL)
     mount.force()
     pause.release()
     renaming.join(60)
     mount.start()
-    wait_until(lambda: keys(bucket, "old/") == [], "the rename is not finished")
+    until(lambda: keys(bucket, "old/") == [], "the rename is not finished")
     assert keys(bucket, "") == [f"new/{number}" for number in range(10)]
-    wait_until(lambda: not mount.status()["writing"]["renames"], "it is still on record")
+    until(lambda: not mount.status()["writing"]["renames"], "it is still on record")
     assert sorted(os.listdir(mount.path)) == ["new"]
 
 

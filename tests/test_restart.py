@@ -20,7 +20,7 @@ from tests.support.buckets import Bucket
 from tests.support.disks import fill, small_disk
 from tests.support.mounting import LIMIT_S, Mount, Mounter, fusefs
 from tests.support.semantics import states
-from tests.support.sharing import until
+from tests.support.waiting import until
 
 MIB = 1 << 20
 # What the catalog's own pages may take.

@@ -19,7 +19,7 @@ from fusefs.revocation import Revocation
 from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.mounting import Mount, fusefs
-from tests.support.sharing import until
+from tests.support.waiting import until
 
 AFTER_S = 120.0
 

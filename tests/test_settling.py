@@ -21,9 +21,10 @@ from tests.support.local_cache import Bucket as MemoryBucket
 from tests.support.local_file import MakeFile
 from tests.support.mounting import LIMIT_S, Mounter
 from tests.support.programs import WRITABLE
-from tests.support.sharing import python, until
+from tests.support.sharing import python
 from tests.support.store_writing import opened
 from tests.support.surviving import serving_pid
+from tests.support.waiting import until
 
 SAVE = """
 import os, sys

@@ -13,7 +13,8 @@ from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.mounting import Mount
 from tests.support.semantics import states
-from tests.support.sharing import content, until
+from tests.support.sharing import content
+from tests.support.waiting import until
 
 SOURCE = r"""
 #define _GNU_SOURCE

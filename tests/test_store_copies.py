@@ -7,10 +7,10 @@ import pytest
 from fusefs.store import copying, multipart
 from fusefs.store.base import IF_ABSENT, ObjectInfo, ObjectVersion
 from fusefs.store.errors import ExistsError, NotFoundError, StaleVersionError
-from tests.support.buckets import Bucket
+from tests.support.buckets import Bucket, keys, stored
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.local_file import MakeFile
-from tests.support.store_writing import KEYS, METADATA, PART, contents, digest, keys, opened, put
+from tests.support.store_writing import KEYS, METADATA, PART, digest, opened, put
 
 pytestmark = pytest.mark.usefixtures("as_owner")
 
@@ -35,7 +35,7 @@ async def test_a_copy_has_what_its_source_has(
         seen = await store.head("a copy/ü")
     assert copied == seen
     assert (seen.metadata, seen.content_type) == (METADATA, "text/x-test")
-    assert digest(contents(bucket, "a copy/ü")) == digest(file.data)
+    assert digest(stored(bucket, "a copy/ü")) == digest(file.data)
 
 
 @pytest.mark.parametrize("key", ["it's/~a+b %20&=?#*()!@:,;$[]", *KEYS])
@@ -78,7 +78,7 @@ async def test_the_metadata_of_an_object_are_replaced_in_place(
         seen = await store.head("same")
     assert changed.version == seen.version
     assert seen.metadata == {"mode": "33152"}
-    assert contents(bucket, "same") == file.data
+    assert stored(bucket, "same") == file.data
 
 
 @pytest.mark.usefixtures("copied_in_parts")
@@ -115,8 +115,8 @@ async def test_where_there_was_to_be_nothing_nothing_is_replaced(
             with pytest.raises(ExistsError):
                 await store.copy(source, "there", keeps_mtime=keeps_mtime, condition=IF_ABSENT)
         await store.copy(source, "new", condition=IF_ABSENT)
-    assert len(contents(bucket, "there")) == 5
-    assert contents(bucket, "new") == file.data
+    assert len(stored(bucket, "there")) == 5
+    assert stored(bucket, "new") == file.data
 
 
 async def test_a_source_that_was_replaced_is_no_object_that_is_in_the_way(
@@ -150,7 +150,7 @@ async def test_a_store_without_conditions_of_copies_copies(
     async with opened(bucket, faulty.endpoint_url) as store:
         faulty.add("COPY", code="NotImplemented", times=1)
         await store.copy(ObjectInfo("source", 1, etag, 0), "copy", condition=IF_ABSENT)
-    assert contents(bucket, "copy") == b"x"
+    assert stored(bucket, "copy") == b"x"
 
 
 async def test_what_is_missing_is_not_copied(bucket: Bucket) -> None:

@@ -20,10 +20,10 @@ from fusefs.store.body import Body
 from fusefs.store.clients import Clients, S3Settings
 from fusefs.store.connections import Connections
 from fusefs.store.errors import ConflictError, ExistsError, StoreError
-from tests.support.buckets import Bucket
+from tests.support.buckets import Bucket, keys, stored
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.local_file import MakeFile
-from tests.support.store_writing import KEYS, METADATA, PART, contents, digest, keys, opened, put
+from tests.support.store_writing import KEYS, METADATA, PART, digest, opened, put
 
 pytestmark = pytest.mark.usefixtures("as_owner")
 
@@ -42,7 +42,7 @@ async def test_a_file_arrives_as_it_is(bucket: Bucket, make_file: MakeFile, key:
             file = make_file(size)
             info = await put(store, key, file)
             seen = await store.head(key)
-            assert digest(contents(bucket, key)) == digest(file.data)
+            assert digest(stored(bucket, key)) == digest(file.data)
             assert info.version == seen.version == ObjectVersion(key, info.etag, size)
             assert seen.metadata == info.metadata == METADATA
             assert seen.content_type == info.content_type == "text/x-test"
@@ -56,7 +56,7 @@ async def test_a_file_of_many_parts_arrives_as_it_is(bucket: Bucket, make_file: 
         assert info == await store.head("many")
         assert store.counters()["puts"] == 14 + 2
         assert store.counters()["bytes_sent"] == file.size
-    assert digest(contents(bucket, "many")) == digest(file.data)
+    assert digest(stored(bucket, "many")) == digest(file.data)
 
 
 async def test_uploads_at_the_same_time_share_few_connections(
@@ -70,7 +70,7 @@ async def test_uploads_at_the_same_time_share_few_connections(
         for number, file in enumerate(files):
             nursery.start_soon(put, store, str(number), file)
     for number, file in enumerate(files):
-        assert digest(contents(bucket, str(number))) == digest(file.data)
+        assert digest(stored(bucket, str(number))) == digest(file.data)
 
 
 async def test_an_upload_does_not_hold_the_file_in_memory(
@@ -92,7 +92,7 @@ async def test_only_the_first_bytes_of_a_file_are_sent(bucket: Bucket, make_file
     file = make_file(PART)
     async with opened(bucket, bucket.server.endpoint_url) as store:
         await store.put_file("short", file.fd, 1000, metadata={}, content_type=None)
-    assert contents(bucket, "short") == file.data[:1000]
+    assert stored(bucket, "short") == file.data[:1000]
 
 
 @pytest.mark.parametrize("size", [1000, writing.SMALL + 1, 2 * PART])
@@ -227,7 +227,7 @@ async def test_a_new_object_is_made_only_where_there_is_none(
             await put(store, key, second, IF_ABSENT)
         assert await store.list_uploads("") == []
     assert caught.value.errno == errno.EEXIST
-    assert contents(bucket, key) == first.data
+    assert stored(bucket, key) == first.data
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -242,7 +242,7 @@ async def test_only_the_named_version_is_replaced(
         with pytest.raises(ConflictError) as caught:
             await put(store, key, third, IfMatch(old.etag))
     assert caught.value.errno == errno.ESTALE
-    assert contents(bucket, key) == second.data
+    assert stored(bucket, key) == second.data
 
 
 @pytest.mark.parametrize("size", [10, 2 * PART])

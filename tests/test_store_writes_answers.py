@@ -10,10 +10,10 @@ import trio
 from fusefs.store import copying
 from fusefs.store.base import IF_ABSENT, IfMatch
 from fusefs.store.errors import ExistsError, StoreError, UnreachableError
-from tests.support.buckets import Bucket
+from tests.support.buckets import Bucket, keys, stored
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.local_file import MakeFile
-from tests.support.store_writing import PART, contents, digest, each_way, keys, opened, put
+from tests.support.store_writing import PART, digest, each_way, opened, put
 
 pytestmark = pytest.mark.usefixtures("as_owner")
 
@@ -31,7 +31,7 @@ async def test_a_new_object_whose_answer_was_lost_is_ones_own(
     async with opened(bucket, faulty.endpoint_url) as store:
         info = await put(store, "file", file, IF_ABSENT)
         assert info.version == (await store.head("file")).version
-    assert digest(contents(bucket, "file")) == digest(file.data)
+    assert digest(stored(bucket, "file")) == digest(file.data)
 
 
 @each_way
@@ -45,7 +45,7 @@ async def test_a_replaced_object_whose_answer_was_lost_is_ones_own(
     async with opened(bucket, faulty.endpoint_url) as store:
         info = await put(store, "file", file, IfMatch(old))
         assert info.version == (await store.head("file")).version
-    assert digest(contents(bucket, "file")) == digest(file.data)
+    assert digest(stored(bucket, "file")) == digest(file.data)
 
 
 @each_way
@@ -78,7 +78,7 @@ async def test_a_head_decides_when_completing_gets_no_answer(
     async with opened(bucket, faulty.endpoint_url, retry_time_s=0.5) as store:
         info = await put(store, "file", file)
         assert info.version == (await store.head("file")).version
-    assert digest(contents(bucket, "file")) == digest(file.data)
+    assert digest(stored(bucket, "file")) == digest(file.data)
 
 
 async def test_an_upload_that_was_not_completed_is_no_success(
@@ -91,7 +91,7 @@ async def test_an_upload_that_was_not_completed_is_no_success(
         with pytest.raises(UnreachableError):
             await put(store, "file", file)
         assert await store.list_uploads("") == []
-    assert contents(bucket, "file") == b"old"
+    assert stored(bucket, "file") == b"old"
 
 
 async def test_a_copy_onto_itself_whose_answer_was_lost_is_done(
@@ -124,7 +124,7 @@ async def test_an_error_with_status_200_is_an_error(
         info = await put(store, "file", file)
         await store.copy(info.version, "copy", metadata=metadata)
     assert rule.used == 2
-    assert digest(contents(bucket, "copy")) == digest(file.data)
+    assert digest(stored(bucket, "copy")) == digest(file.data)
 
 
 async def test_an_upload_that_only_fails_with_status_200_is_given_up(
@@ -149,4 +149,4 @@ async def test_a_part_that_the_bucket_lost_is_an_error(
         assert await store.list_uploads("") == []
         assert keys(bucket) == []
         await put(store, "file", file)
-    assert digest(contents(bucket, "file")) == digest(file.data)
+    assert digest(stored(bucket, "file")) == digest(file.data)

@@ -15,20 +15,10 @@ from fusefs.store.errors import (
     ThrottledError,
     UnsupportedError,
 )
-from tests.support.buckets import Bucket
+from tests.support.buckets import Bucket, keys, stored
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.local_file import MakeFile
-from tests.support.store_writing import (
-    METADATA,
-    PART,
-    contents,
-    digest,
-    each_way,
-    keys,
-    opened,
-    put,
-    until,
-)
+from tests.support.store_writing import METADATA, PART, digest, each_way, opened, put, until
 
 pytestmark = pytest.mark.usefixtures("as_owner")
 
@@ -60,7 +50,7 @@ async def test_what_failed_is_sent_again(
         info = await put(store, "file", file)
         assert store.counters()["retries"] == rule.used == 2
         assert info.version == (await store.head("file")).version
-    assert digest(contents(bucket, "file")) == digest(file.data)
+    assert digest(stored(bucket, "file")) == digest(file.data)
     # No other part was sent twice.
     assert len(faulty.requests(operation)) == (3 if operation == "PART" else 1) + 2
 
@@ -73,7 +63,7 @@ async def test_a_server_that_says_nothing_is_asked_again(
     faulty.add(operation, times=1, stall=True)
     async with opened(bucket, faulty.endpoint_url, read_timeout_s=1.0) as store:
         await put(store, "file", file)
-    assert digest(contents(bucket, "file")) == digest(file.data)
+    assert digest(stored(bucket, "file")) == digest(file.data)
 
 
 @pytest.mark.parametrize("operation", ["BEGIN", "COMPLETE"])
@@ -85,7 +75,7 @@ async def test_the_ends_of_an_upload_are_tried_again(
     faulty.add(operation, times=2, **fault)
     async with opened(bucket, faulty.endpoint_url) as store:
         await put(store, "file", file)
-    assert digest(contents(bucket, "file")) == digest(file.data)
+    assert digest(stored(bucket, "file")) == digest(file.data)
 
 
 @each_way
@@ -134,7 +124,7 @@ async def test_a_redirect_is_followed_by_botocore(
         await store.copy(await put(store, "file", file), "copy")
         assert [rule.used for rule in rules] == [1, 1]
         assert store.counters()["retries"] == 0
-    assert digest(contents(bucket, "copy")) == digest(file.data)
+    assert digest(stored(bucket, "copy")) == digest(file.data)
 
 
 async def test_parts_are_sent_again_by_botocore(
@@ -145,7 +135,7 @@ async def test_parts_are_sent_again_by_botocore(
     async with opened(bucket, faulty.endpoint_url, has_listed=False) as store:
         await put(store, "file", file)
         assert store.counters()["retries"] == 2
-    assert digest(contents(bucket, "file")) == digest(file.data)
+    assert digest(stored(bucket, "file")) == digest(file.data)
 
 
 # --- conditions -----------------------------------------------------------------------
@@ -160,7 +150,7 @@ async def test_writes_that_collide_are_tried_again(
     faulty.add(ends, times=2, code="ConditionalRequestConflict")
     async with opened(bucket, faulty.endpoint_url) as store:
         await put(store, "file", file, IF_ABSENT)
-    assert digest(contents(bucket, "file")) == digest(file.data)
+    assert digest(stored(bucket, "file")) == digest(file.data)
 
 
 @each_way
@@ -205,7 +195,7 @@ async def test_an_upload_waits_for_credentials(
         await until(lambda: store.counters()["awaiting_credentials"] > 0)
         faulty.remove(rule)
         await until(lambda: store.counters()["awaiting_credentials"] == 0)
-    assert digest(contents(bucket, "file")) == digest(file.data)
+    assert digest(stored(bucket, "file")) == digest(file.data)
 
 
 async def test_credentials_that_stay_rejected_are_an_error_of_their_own(

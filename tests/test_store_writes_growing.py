@@ -13,10 +13,10 @@ import trio
 from fusefs.store.base import Upload
 from fusefs.store.errors import NotFoundError, StoreError
 from fusefs.store.s3 import S3Store
-from tests.support.buckets import Bucket
+from tests.support.buckets import Bucket, keys, stored
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.local_file import LocalFile, MakeFile
-from tests.support.store_writing import PART, contents, digest, keys, opened, until
+from tests.support.store_writing import PART, digest, opened, until
 
 pytestmark = pytest.mark.usefixtures("as_owner")
 
@@ -47,7 +47,7 @@ async def test_a_file_is_sent_while_it_is_written(
         info = await upload.complete(file.size)
         assert info == await store.head("file")
     assert len(faulty.requests("PART")) == 4
-    assert digest(contents(bucket, "file")) == digest(file.data)
+    assert digest(stored(bucket, "file")) == digest(file.data)
 
 
 async def test_the_last_part_of_a_file_that_has_grown_is_missing(
@@ -62,7 +62,7 @@ async def test_the_last_part_of_a_file_that_has_grown_is_missing(
         assert upload.missing(file.size) == [2]
         await upload.send(file.fd, [2], file.size)
         await upload.complete(file.size)
-    assert digest(contents(bucket, "file")) == digest(file.data)
+    assert digest(stored(bucket, "file")) == digest(file.data)
 
 
 async def test_a_file_that_was_cut_short_is_complete_without_its_end(
@@ -71,7 +71,7 @@ async def test_a_file_that_was_cut_short_is_complete_without_its_end(
     async with begun(bucket, faulty) as (_, upload):
         await upload.send(file.fd, [1, 2], file.size)
         await upload.complete(PART)
-    assert digest(contents(bucket, "file")) == digest(file.data[:PART])
+    assert digest(stored(bucket, "file")) == digest(file.data[:PART])
 
 
 async def test_nothing_is_no_upload(bucket: Bucket, faulty: FaultyS3, file: LocalFile) -> None:
@@ -100,7 +100,7 @@ async def test_a_part_that_is_written_to_again_is_sent_again(
         await upload.send(file.fd, upload.missing(file.size), file.size)
         await upload.complete(file.size)
     assert len(faulty.requests("PART")) == 3
-    assert digest(contents(bucket, "file")) == digest(file.data)
+    assert digest(stored(bucket, "file")) == digest(file.data)
 
 
 async def test_a_part_that_is_dropped_on_its_way_does_not_count(
@@ -131,7 +131,7 @@ async def test_two_who_send_one_part_wait_for_one_another(
             assert len(faulty.requests("PART")) == 2
             rule.release()
         await upload.complete(file.size)
-    assert digest(contents(bucket, "file")) == digest(file.data)
+    assert digest(stored(bucket, "file")) == digest(file.data)
 
 
 async def test_a_part_that_somebody_else_has_sent_is_not_sent_again(

@@ -10,10 +10,10 @@ import trio
 from fusefs.store.base import IF_ABSENT, Condition, IfMatch, ObjectInfo, Upload, UploadState
 from fusefs.store.body import Body
 from fusefs.store.errors import NotFoundError, StaleVersionError
-from tests.support.buckets import Bucket
+from tests.support.buckets import Bucket, keys, stored
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.local_file import LocalFile, MakeFile
-from tests.support.store_writing import METADATA, PART, contents, digest, keys, opened, put, until
+from tests.support.store_writing import METADATA, PART, digest, opened, put, until
 
 pytestmark = pytest.mark.usefixtures("as_owner")
 
@@ -65,7 +65,7 @@ async def test_another_process_sends_only_what_is_missing(
         assert info == await store.head("file")
     assert len(faulty.requests("PART")) == 2
     assert (info.metadata, info.content_type) == (METADATA, "text/x-test")
-    assert digest(contents(bucket, "file")) == digest(file.data)
+    assert digest(stored(bucket, "file")) == digest(file.data)
 
 
 async def test_a_part_that_changed_meanwhile_is_sent_again(
@@ -80,7 +80,7 @@ async def test_a_part_that_changed_meanwhile_is_sent_again(
     sent = sorted(int(request.query["partNumber"]) for request in faulty.requests("PART"))
     missing = {1, 2, 3, 4} - {part.number for part in state.parts}
     assert sent == sorted({changed} | missing)
-    assert digest(contents(bucket, "file")) == digest(file.data)
+    assert digest(stored(bucket, "file")) == digest(file.data)
 
 
 async def test_a_part_that_is_on_record_but_not_in_the_bucket_is_sent(
@@ -94,7 +94,7 @@ async def test_a_part_that_is_on_record_but_not_in_the_bucket_is_sent(
         resumed = await store.resume_upload(upload.state)
         assert len(resumed.state.parts) == 3
         await finish(resumed, file)
-    assert digest(contents(bucket, "file")) == digest(file.data)
+    assert digest(stored(bucket, "file")) == digest(file.data)
 
 
 async def test_an_upload_of_which_only_the_beginning_is_on_record_goes_on(
@@ -106,7 +106,7 @@ async def test_an_upload_of_which_only_the_beginning_is_on_record_goes_on(
         await send(upload, file)
         resumed = await store.resume_upload(state)
         await finish(resumed, file)
-    assert digest(contents(bucket, "file")) == digest(file.data)
+    assert digest(stored(bucket, "file")) == digest(file.data)
 
 
 async def test_an_upload_that_was_completed_is_not_repeated(
@@ -210,7 +210,7 @@ async def test_unchanged_parts_are_copied_on_the_server(
         assert info == await store.head("file")
         assert store.counters()["bytes_sent"] - before == PART
         assert store.counters()["copies"] == 3
-    assert digest(contents(bucket, "file")) == digest(file.data)
+    assert digest(stored(bucket, "file")) == digest(file.data)
 
 
 async def test_copied_parts_are_not_copied_again_after_a_restart(
@@ -227,7 +227,7 @@ async def test_copied_parts_are_not_copied_again_after_a_restart(
         assert resumed.missing(file.size) == [4]
         await send(resumed, file)
         await resumed.complete(file.size)
-    assert digest(contents(bucket, "new")) == digest(file.data)
+    assert digest(stored(bucket, "new")) == digest(file.data)
 
 
 async def test_parts_of_another_version_are_not_copied(
@@ -240,7 +240,7 @@ async def test_parts_of_another_version_are_not_copied(
         with pytest.raises(StaleVersionError):
             await upload.copy_part(1, old.version, 0, PART)
         await store.abort_upload("file", upload.state.upload_id)
-    assert contents(bucket, "file") == b"another"
+    assert stored(bucket, "file") == b"another"
 
 
 async def test_a_copied_range_must_fit_into_its_part(

@@ -29,11 +29,11 @@ from tests.support.surviving import (
     keeper_status,
     serving_pid,
     signal_daemon,
-    wait_until,
     warm,
 )
 from tests.support.surviving import filled as filled
 from tests.support.surviving import survival as survival
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def kill_everything(mount: Mount) -> None:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "they do not die")
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "they do not die")
 
 
 def test_an_upgrade_changes_the_settings_that_are_given(survival: Mount) -> None:
@@ -105,7 +105,7 @@ def process_state(pid: int) -> str:
 def test_a_keeper_that_is_killed_is_replaced(survival: Mount) -> None:
     daemon, keeper = serving_pid(survival), keeper_status(survival)["pid"]
     os.kill(keeper, signal.SIGKILL)
-    wait_until(lambda: keeper_pid(survival) not in (None, keeper), "no other keeper came")
+    until(lambda: keeper_pid(survival) not in (None, keeper), "no other keeper came")
     assert serving_pid(survival) == daemon
     os.kill(daemon, signal.SIGKILL)
     assert (survival.path / data.small_name(3)).read_bytes() == data.small(3)
@@ -223,7 +223,7 @@ def test_a_held_mount_outlives_keeper_and_daemon(filled: Bucket, mounter_of: Mou
         path = os.path.join(directory, "socket")
         service = subprocess.Popen([FUSEFS, "keeper", "--socket", path])
         try:
-            wait_until(lambda: os.path.exists(path), "the holder does not listen")
+            until(lambda: os.path.exists(path), "the holder does not listen")
             mount = mounter_of(filled, FUSEFS_HOLDER=path)
             with open(mount.path / data.large_name(1), "rb", buffering=0) as held:
                 assert held.read(4096) == data.large(1, 0, 4096)

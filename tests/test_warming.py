@@ -18,8 +18,9 @@ import pytest
 from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.mounting import FUSEFS, Mount, Mounter, fusefs
-from tests.support.sharing import read_all, stamped, until
+from tests.support.sharing import read_all, stamped
 from tests.support.surviving import serving_pid
+from tests.support.waiting import until
 
 MIB = 1 << 20
 SMALL = {f"tree/d{number % 3}/f{number}": stamped(number, 5_000) for number in range(40)}
@@ -191,6 +192,16 @@ def test_a_job_that_is_cancelled_fetches_no_more(here: Mount, faulty: FaultyS3) 
     assert here.status()["requests"]["downloads"] == 0
     result = warm("--cancel", here.path)
     assert "is not being warmed" in result.stderr
+
+
+def test_a_job_that_was_just_cancelled_can_be_asked_for_again(
+    here: Mount, faulty: FaultyS3
+) -> None:
+    stalled = faulty.add("GET", stall=True)
+    assert warm(here.path / "tree").returncode == 0
+    assert warm("--cancel", here.path / "tree").returncode == 0
+    faulty.remove(stalled)
+    assert warm("--wait", here.path / "tree").returncode == 0
 
 
 def test_interrupting_who_waits_leaves_it_going_on(here: Mount, faulty: FaultyS3) -> None:

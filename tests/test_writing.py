@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 from fusefs import control, mounts, report
-from tests.support.buckets import Bucket, new_bucket
+from tests.support.buckets import Bucket, keys, new_bucket, stored
 from tests.support.mounting import Mount, Mounter
 from tests.support.s3_server import S3Server
 from tests.support.semantics import states
 from tests.support.sharing import SESSIONS, mounted
-from tests.support.surviving import keeper_status, serving_pid, wait_until
-from tests.support.writing import WRITABLE, keys, stored
+from tests.support.surviving import keeper_status, serving_pid
+from tests.support.waiting import until
+from tests.support.writing import WRITABLE
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
@@ -317,7 +318,7 @@ def test_open_files_are_written_on_when_the_daemon_is_killed(kernel: Mount, buck
     expected = b"".join(b"%d" % round * 100_000 for round in range(5)) + b"end"
     assert stored(bucket, "checkpoint") == expected
     assert (kernel.path / "checkpoint").read_bytes() == expected
-    wait_until(lambda: keeper_status(kernel)["pause_s"] == 0.0, "no daemon serves")
+    until(lambda: keeper_status(kernel)["pause_s"] == 0.0, "no daemon serves")
 
 
 @states("On a read-only mount every change is refused with EROFS.")

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from fusefs.posix.allocating import allocate
-from tests.support.buckets import Bucket
+from tests.support.buckets import Bucket, stored
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
 from tests.support.semantics import states
-from tests.support.sharing import SESSIONS, mounted, until
-from tests.support.writing import WRITABLE, stored
+from tests.support.sharing import SESSIONS, mounted
+from tests.support.waiting import until
+from tests.support.writing import WRITABLE
 
 KEEP_SIZE, PUNCH_HOLE, COLLAPSE_RANGE, ZERO_RANGE, INSERT_RANGE = 0x1, 0x2, 0x8, 0x10, 0x20
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.buckets import Bucket
+from tests.support.buckets import Bucket, keys, stored
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.mounting import Mounter
 from tests.support.semantics import states
 from tests.support.surviving import keeper_status, serving_pid
-from tests.support.writing import keys, status, stored, uploads, wait_until
+from tests.support.waiting import until
+from tests.support.writing import status, uploads
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
@@ -29,7 +30,7 @@ def test_a_large_file_is_sent_while_it_is_written(mounter: Mounter, bucket: Buck
     content = os.urandom(40 << 20)
     with open(mount.path / "big", "wb", buffering=0) as file:
         file.write(content)
-        wait_until(lambda: status(mount)["s3"]["bytes_sent"] >= 16 << 20)
+        until(lambda: status(mount)["s3"]["bytes_sent"] >= 16 << 20)
         assert keys(bucket) == []
         # What was sent already is changed once more.
         os.pwrite(file.fileno(), b"changed", 1 << 20)
@@ -46,14 +47,14 @@ def test_a_large_file_that_is_renamed_or_removed_while_it_is_written(
     content = os.urandom(24 << 20)
     with open(mount.path / "a", "wb", buffering=0) as file:
         file.write(content)
-        wait_until(lambda: uploads(bucket) == ["a"])
+        until(lambda: uploads(bucket) == ["a"])
         os.rename(mount.path / "a", mount.path / "b")
         file.write(b"more")
     assert keys(bucket) == ["b"]
     assert stored(bucket, "b") == content + b"more"
     with open(mount.path / "c", "wb", buffering=0) as file:
         file.write(content)
-        wait_until(lambda: uploads(bucket) == ["c"])
+        until(lambda: uploads(bucket) == ["c"])
         os.unlink(mount.path / "c")
     assert keys(bucket) == ["b"]
     assert uploads(bucket) == []
@@ -68,12 +69,12 @@ def test_parts_that_the_bucket_has_are_not_sent_again_by_the_next_daemon(
     with open(mount.path / "big", "wb", buffering=0) as file:
         file.write(content)
         (record,) = mount.cache.glob("mounts/*/staging/*/*.json")
-        wait_until(
+        until(
             lambda: len((json.loads(record.read_text())["upload"] or {"parts": ()})["parts"]) == 5
         )
         pid = serving_pid(mount)
         os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: serving_pid(mount) not in (0, pid))
+        until(lambda: serving_pid(mount) not in (0, pid))
     assert stored(bucket, "big") == content
     assert status(mount)["s3"]["bytes_sent"] == 0
     assert uploads(bucket) == []
@@ -89,13 +90,13 @@ def test_what_was_never_closed_is_kept_and_its_upload_aborted(
     script = "import sys, time; f = open(sys.argv[1], 'wb', 0); f.write(bytes(24 << 20))"
     script += "; time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", script, str(mount.path / "torn")]) as writer:
-        wait_until(lambda: uploads(bucket) == ["torn"])
+        until(lambda: uploads(bucket) == ["torn"])
         # As if the machine went down.
         os.kill(keeper_status(mount)["pid"], signal.SIGKILL)
         mount.kill()
         writer.kill()
     mount.start()
-    wait_until(lambda: uploads(bucket) == [])
+    until(lambda: uploads(bucket) == [])
     assert keys(bucket) == []
     assert os.listdir(mount.path) == []
     (kept,) = mount.cache.glob("mounts/*/staging/*/[0-9]*[0-9]")
@@ -147,7 +148,7 @@ def test_a_large_object_is_extended_shortened_and_edited_over_a_kill(
         del content[30_000_001:]
         pid = serving_pid(mount)
         os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: serving_pid(mount) not in (0, pid))
+        until(lambda: serving_pid(mount) not in (0, pid))
         file.truncate(35_000_000)
         content.extend(bytes(35_000_000 - len(content)))
         file.seek(34_000_000)

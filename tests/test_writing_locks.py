@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.buckets import Bucket
+from tests.support.buckets import Bucket, stored
 from tests.support.mounting import Mount, Mounter
 from tests.support.s3_server import S3Server
 from tests.support.semantics import states
 from tests.support.sharing import SESSIONS, mounted, python
-from tests.support.surviving import keeper_status, serving_pid, wait_until
-from tests.support.writing import WRITABLE, stored
+from tests.support.surviving import keeper_status, serving_pid
+from tests.support.waiting import until
+from tests.support.writing import WRITABLE
 
 # Tries for both kinds of exclusive lock on a file that it opens for writing.
 OTHER = """
@@ -146,7 +147,7 @@ def test_locks_outlive_the_daemon(mounter: Mounter, bucket: Bucket) -> None:
         mine.write(b"two")
     assert as_another_sees(path) == ("free", "free")
     assert stored(bucket, "held") == b"onetwo"
-    wait_until(lambda: keeper_status(mount)["pause_s"] == 0.0, "no daemon serves")
+    until(lambda: keeper_status(mount)["pause_s"] == 0.0, "no daemon serves")
 
 
 def test_a_handle_that_reads_by_passthrough_is_locked_for_itself(

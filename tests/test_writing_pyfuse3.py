@@ -9,11 +9,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.buckets import Bucket
+from tests.support.buckets import Bucket, stored
 from tests.support.mounting import Mount, Mounter
 from tests.support.s3_server import S3Server
-from tests.support.sharing import mounted, until
-from tests.support.writing import WRITABLE, cost, metadata, status, stored
+from tests.support.sharing import mounted
+from tests.support.waiting import until
+from tests.support.writing import WRITABLE, cost, metadata, status
 
 OPTIONS = ("--session", "pyfuse3", WRITABLE)
 

@@ -27,7 +27,8 @@ from tests.support.buckets import Bucket
 from tests.support.checkpointer import Journal, journal_of
 from tests.support.mounting import LIMIT_S, Mount, fusefs
 from tests.support.programs import WRITABLE
-from tests.support.surviving import children_of, keeper_status, serving_pid, wait_until
+from tests.support.surviving import children_of, keeper_status, serving_pid
+from tests.support.waiting import until
 
 ROUNDS = int(os.environ.get("WRITING_ROUNDS", "8"))
 PROGRAM = Path(__file__).parent / "support" / "checkpointer.py"
@@ -151,7 +152,7 @@ def expect_all(programs: list[Program], objects: Objects, mount: Mount) -> None:
         expected |= program.held()
     fusefs("sync", mount.path)
     assert objects.digests() == expected
-    wait_until(lambda: not objects.uploads(), "a multipart upload is left")
+    until(lambda: not objects.uploads(), "a multipart upload is left")
 
 
 @pytest.mark.parametrize("durability", ["bucket", "local"])
@@ -197,7 +198,7 @@ def test_what_was_saved_is_there_after_everything_has_died(
         scratch = tmp_path / str(round)
         scratch.mkdir()
         with at_work(mount, scratch) as programs:
-            wait_until(lambda: all(one.journal().saved for one in programs), "nobody begins")
+            until(lambda: all(one.journal().saved for one in programs), "nobody begins")
             time.sleep(dice.uniform(0.1, 1.0))
             kill_everything(mount)
             for program in programs:
@@ -207,7 +208,7 @@ def test_what_was_saved_is_there_after_everything_has_died(
         found = objects.digests()
         for program in programs:
             check_what_is_left(program, found, objects)
-        wait_until(lambda: not objects.uploads(), "a multipart upload is left")
+        until(lambda: not objects.uploads(), "a multipart upload is left")
         for program in programs:
             os.rename(mount.path / program.name, mount.path / f"{program.name}-of-round-{round}")
     mount.end()
@@ -233,7 +234,7 @@ def kill_everything(mount: Mount) -> None:
     pids = [pid for pid in (keeper["pid"], keeper["daemon"], *children_of(keeper["pid"])) if pid]
     kill(pids, signal.SIGSTOP)  # so that none sees another die
     kill(pids, signal.SIGKILL)
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "they do not die")
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "they do not die")
 
 
 def digest(path: Path) -> str:

@@ -12,12 +12,12 @@ from urllib.parse import unquote
 
 import pytest
 
-from tests.support.buckets import Bucket
+from tests.support.buckets import Bucket, stored
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
 from tests.support.semantics import states
 from tests.support.sharing import mounted
-from tests.support.writing import WRITABLE, cost, metadata, status, stored
+from tests.support.writing import WRITABLE, cost, metadata, status
 
 TOLD = ["user.s3.key", "user.s3.etag", "user.s3.storage_class", "user.s3.content_type"]
 # What s3fs 1.91 writes for two attributes, one of them with odd bytes.

@@ -9,9 +9,9 @@ import pytest
 from csi.controller import ControllerService
 from csi.stores import Store, Stores
 from fusefs.kinds import Addressing
-from tests.support.buckets import Bucket
+from tests.support.buckets import Bucket, keys
 from tests.support.csi import Driver, serving
-from tests.support.csi_volumes import CLUSTER, keys_in
+from tests.support.csi_volumes import CLUSTER
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.s3_server import REGION, S3Server
 
@@ -41,7 +41,7 @@ def other_cluster(stores: Stores) -> Iterator[Driver]:
 @pytest.fixture
 def bucket(shared: Bucket) -> Bucket:
     """The module's bucket without anything in it: a new one takes the server longer."""
-    for key in keys_in(shared):
+    for key in set(keys(shared)):
         shared.delete(key)
     return shared
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from csi.generated import csi_pb2
-from tests.support.buckets import Bucket
+from tests.support.buckets import Bucket, keys
 from tests.support.csi import GIB, Driver, refusal
 from tests.support.csi_volumes import (
     CLUSTER,
@@ -17,7 +17,6 @@ from tests.support.csi_volumes import (
     changed,
     create,
     delete,
-    keys_in,
     record_key,
     request,
 )
@@ -31,7 +30,7 @@ def test_a_new_volume_is_a_record_in_its_bucket(driver: Driver, bucket: Bucket) 
     assert volume.volume_id == f"minio/{bucket.name}/{NAME}"
     assert volume.capacity_bytes == 5 * GIB
     assert volume.volume_context == {"store": "minio", "bucket": bucket.name, "prefix": prefix}
-    assert keys_in(bucket) == {record_key()}
+    assert set(keys(bucket)) == {record_key()}
     body = bucket.client.get_object(Bucket=bucket.name, Key=record_key())["Body"].read()
     record = json.loads(body)
     assert (record["prefix"], record["deletes"], record["cluster"]) == (prefix, False, CLUSTER)
@@ -54,7 +53,7 @@ def test_a_volume_that_is_there_is_created_again_without_a_change(
     first = create(driver, bucket.name)
     bucket.put(f"{NAME}/data", b"kept")
     assert create(driver, bucket.name) == first
-    assert keys_in(bucket) == {record_key(), f"{NAME}/data"}
+    assert set(keys(bucket)) == {record_key(), f"{NAME}/data"}
 
 
 def _larger(asked: csi_pb2.CreateVolumeRequest) -> None:
@@ -102,7 +101,7 @@ def test_any_name_makes_a_volume_that_can_be_deleted(
     assert len(volume.volume_id.encode()) <= 128
     assert create(driver, bucket.name, name, prefix="shared") == volume
     delete(driver, volume.volume_id)
-    assert keys_in(bucket) == set()
+    assert set(keys(bucket)) == set()
 
 
 def test_a_mount_of_the_whole_bucket_does_not_show_the_records(

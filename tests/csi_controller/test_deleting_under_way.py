@@ -11,7 +11,7 @@ import pytest
 from csi.controller import ControllerService
 from csi.generated import csi_pb2
 from csi.stores import Stores
-from tests.support.buckets import Bucket
+from tests.support.buckets import Bucket, keys
 from tests.support.csi import Driver, refusal, serving
 from tests.support.csi_volumes import (
     CLUSTER,
@@ -21,7 +21,6 @@ from tests.support.csi_volumes import (
     Held,
     create,
     delete,
-    keys_in,
     record_key,
     request,
 )
@@ -44,7 +43,7 @@ def test_a_long_deletion_tells_how_far_it_is_and_goes_on(
     assert code is Code.ABORTED
     held.let_go()
     driver.controller.DeleteVolume(asked, timeout=PATIENCE_S)
-    assert keys_in(bucket) == set()
+    assert set(keys(bucket)) == set()
     assert len(faulty.requests("DELETE MANY")) == 1
 
 
@@ -74,7 +73,7 @@ def test_a_volume_made_within_another_stops_its_deletion(
         create(driver, bucket.name, "pvc-late", prefix=f"{NAME}/late")
         held.let_go()
         deletion.result()
-    assert keys_in(bucket) == {f"{NAME}/data", record_key("pvc-late")}
+    assert set(keys(bucket)) == {f"{NAME}/data", record_key("pvc-late")}
 
 
 def test_a_volume_made_within_another_keeps_what_is_left_of_it(
@@ -92,7 +91,7 @@ def test_a_volume_made_within_another_keeps_what_is_left_of_it(
         held.let_go()
         deletion.result()
     left = {f"{NAME}/{number}" for number in range(3, 7)}
-    assert keys_in(bucket) == {*left, record_key("pvc-late")}
+    assert set(keys(bucket)) == {*left, record_key("pvc-late")}
 
 
 def test_many_objects_are_deleted_page_by_page(
@@ -104,7 +103,7 @@ def test_many_objects_are_deleted_page_by_page(
         bucket.put(f"{NAME}/{number}", b"")
         create(driver, bucket.name, f"pvc-{number}")
     delete(driver, volume.volume_id)
-    assert keys_in(bucket) == {record_key(f"pvc-{number}") for number in range(7)}
+    assert set(keys(bucket)) == {record_key(f"pvc-{number}") for number in range(7)}
     assert len(faulty.requests("DELETE MANY")) == 3
     # Each record is asked for once, however often they are listed; its own before that.
     assert len(faulty.requests("GET")) == 1 + 8
@@ -117,7 +116,7 @@ def test_uploads_that_cannot_be_listed_do_not_keep_a_volume(
     bucket.put(f"{NAME}/data", b"")
     faulty.add("UPLOADS", code="AccessDenied")
     delete(driver, volume.volume_id)
-    assert keys_in(bucket) == set()
+    assert set(keys(bucket)) == set()
 
 
 @pytest.mark.parametrize("operation", ["GET", "LIST", "DELETE MANY", "UPLOADS", "DELETE"])
@@ -128,7 +127,7 @@ def test_a_deletion_goes_on_where_an_answer_was_lost(
     bucket.put(f"{NAME}/data", b"")
     faulty.add(operation, times=1, lose_answer=True)
     delete(driver, volume.volume_id)
-    assert keys_in(bucket) == set()
+    assert set(keys(bucket)) == set()
 
 
 def test_a_driver_that_was_left_behind_deletes_nothing_of_a_later_volume(
@@ -149,7 +148,7 @@ def test_a_driver_that_was_left_behind_deletes_nothing_of_a_later_volume(
         held.let_go()
         error: Any = left_behind.exception()
     assert error.code() is Code.ABORTED
-    assert keys_in(bucket) == {f"{NAME}/data", record_key()}
+    assert set(keys(bucket)) == {f"{NAME}/data", record_key()}
 
 
 def test_a_deletion_that_failed_is_finished_by_the_next_call(
@@ -160,7 +159,7 @@ def test_a_deletion_that_failed_is_finished_by_the_next_call(
     rule = faulty.add("DELETE MANY", code="InternalError")
     asked = csi_pb2.DeleteVolumeRequest(volume_id=volume.volume_id, secrets=KEYS)
     assert refusal(driver.controller.DeleteVolume, asked)[0] is Code.UNAVAILABLE
-    assert keys_in(bucket) == {f"{NAME}/data", record_key()}
+    assert set(keys(bucket)) == {f"{NAME}/data", record_key()}
     faulty.remove(rule)
     delete(driver, volume.volume_id)
-    assert keys_in(bucket) == set()
+    assert set(keys(bucket)) == set()

@@ -28,3 +28,13 @@ class Bucket:
 
 def new_bucket(s3: S3Server) -> Bucket:
     return Bucket(s3, s3.new_bucket(), s3.client())
+
+
+def keys(bucket: Bucket) -> list[str]:
+    answer = bucket.client.list_objects_v2(Bucket=bucket.name)
+    return [one["Key"] for one in answer.get("Contents", [])]
+
+
+def stored(bucket: Bucket, key: str) -> bytes:
+    content: bytes = bucket.client.get_object(Bucket=bucket.name, Key=key)["Body"].read()
+    return content

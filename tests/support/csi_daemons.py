@@ -11,7 +11,8 @@ from pathlib import Path
 from fusefs import launch
 from fusefs.kernel import launching
 from tests.support.csi_node import Node
-from tests.support.sharing import PATIENCE_S, until
+from tests.support.sharing import PATIENCE_S
+from tests.support.waiting import until
 
 # What the manifests give it.
 RIGHTS = [

@@ -9,7 +9,7 @@ import signal
 from fusefs.kernel import libc
 from tests.support.csi_node import Node
 from tests.support.s3_server import S3Server
-from tests.support.sharing import until
+from tests.support.waiting import until
 
 
 def allow(s3: S3Server, name: str, bucket: str, prefix: str) -> dict[str, str]:

@@ -9,7 +9,6 @@ from typing import Any
 import grpc
 
 from csi.generated import csi_pb2
-from tests.support.buckets import Bucket
 from tests.support.csi import GIB, Driver, mount_capability
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.s3_server import ACCESS_KEY, SECRET_KEY
@@ -44,11 +43,6 @@ def create(driver: Driver, bucket: str, name: str = NAME, **parameters: str) -> 
 def delete(driver: Driver, volume_id: str, timeout: float = PATIENCE_S) -> None:
     asked = csi_pb2.DeleteVolumeRequest(volume_id=volume_id, secrets=KEYS)
     driver.controller.DeleteVolume(asked, timeout=timeout)
-
-
-def keys_in(bucket: Bucket) -> set[str]:
-    answer = bucket.client.list_objects_v2(Bucket=bucket.name)
-    return {item["Key"] for item in answer.get("Contents", [])}
 
 
 def record_key(name: str = NAME) -> str:

@@ -9,8 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from fusefs.kernel import keeper_wire, unmount
 from fusefs.kernel.keeper_system import connection_at
 from fusefs.kernel.mount import stack_depth
 from tests.support.ordinary_user import public_directory
+from tests.support.waiting import until as until
 
 PROJECT = Path(__file__).parents[2]
 STANDIN = PROJECT / "tests" / "support" / "standin_daemon.py"
@@ -41,15 +41,6 @@ def keeper_command(python: str = sys.executable, project: Path = PROJECT) -> lis
         f"import sys; sys.path.insert(0, {str(project)!r}); "
         "from fusefs.kernel.keeper import main; sys.exit(main())",
     ]  # fmt: skip
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    """Wait for something to come about, and return it."""
-    deadline = time.monotonic() + LIMIT_S
-    while not (result := condition()):
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.02)
-    return result
 
 
 class Kept:

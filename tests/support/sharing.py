@@ -8,8 +8,7 @@ import os
 import random
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
+from tests.support.waiting import until as until
 
 # How long a test waits for what must happen, on a machine that others use too.
 PATIENCE_S = 60
@@ -70,15 +70,6 @@ def mounted(
         yield mount
     finally:
         mount.clean_up()
-
-
-def until(condition: Callable[[], Any], what: str) -> Any:
-    """Wait until a condition holds, and return what it returned."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {what}"
-        time.sleep(0.02)
-    return value
 
 
 def drop_caches() -> None:

@@ -53,18 +53,8 @@ async def put(
     return await store.put_file(key, file.fd, file.size, condition=condition, **chosen)
 
 
-def contents(bucket: Bucket, key: str) -> bytes:
-    data: bytes = bucket.client.get_object(Bucket=bucket.name, Key=key)["Body"].read()
-    return data
-
-
 def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-def keys(bucket: Bucket) -> list[str]:
-    answer = bucket.client.list_objects_v2(Bucket=bucket.name)
-    return [one["Key"] for one in answer.get("Contents", [])]
 
 
 async def until(condition: Callable[[], bool]) -> None:

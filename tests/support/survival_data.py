@@ -16,7 +16,7 @@ FOLDER = 200
 
 
 def tree_files() -> int:
-    return int(os.environ.get("SURVIVAL_TREE", "4000"))
+    return int(os.environ.get("SURVIVAL_TREE", "1500"))
 
 
 _PATTERN = random.Random("survival").randbytes(1 << 20)

@@ -1,4 +1,4 @@
-"""What the survival tests share: a filled bucket, a mount of it, and what its keeper says."""
+"""What the survival tests share: a filled bucket, a mount of it, programs at work there."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import contextlib
 import errno
 import itertools
 import os
+import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,19 +22,16 @@ from tests.support import survival_data as data
 from tests.support.buckets import Bucket
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
+from tests.support.waiting import until
 
 LIMIT_S = 60.0
+ROLES = ("stream", "stream", "small", "small", "walk", "walk", "mapped", "served", "passthrough")
+# `make storm` has more of each.
+ROUNDS = int(os.environ.get("SURVIVAL_ROUNDS", "12"))
 
 
 def keeper_status(mount: Mount) -> dict[str, Any]:
     return control.exchange(mounts.keeper_socket(mount.path), {"do": "status"}, 10)
-
-
-def wait_until(condition: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
 
 
 def serving_pid(mount: Mount) -> int:
@@ -43,7 +43,7 @@ def serving_pid(mount: Mount) -> int:
         status = keeper_status(mount)
         return bool(status["pause_s"] == 0.0 and status["daemon"])
 
-    wait_until(is_there, "no daemon serves")
+    until(is_there, "no daemon serves")
     return int(status["daemon"])
 
 
@@ -81,7 +81,7 @@ def survival(filled: Bucket, tmp_path: Path) -> Iterator[Mount]:
         # Nothing is left behind: not the keeper, not a daemon, not the mount.
         keeper = keeper_status(mount)["pid"]
         mount.end()
-        wait_until(lambda: not Path(f"/proc/{keeper}").exists(), "the keeper has not ended")
+        until(lambda: not Path(f"/proc/{keeper}").exists(), "the keeper has not ended")
         assert mounts.find_mount(mount.path) is None
     finally:
         mount.clean_up()
@@ -121,7 +121,7 @@ def expect_not_connected(mount: Mount) -> None:
             return error.errno == errno.ENOTCONN
         return False
 
-    wait_until(is_dead, "the mount was not given up")
+    until(is_dead, "the mount was not given up")
 
 
 def children_of(pid: int) -> list[int]:
@@ -134,3 +134,41 @@ def keeper_pid(mount: Mount) -> int | None:
         return int(keeper_status(mount)["pid"])
     except control.ControlError:
         return None
+
+
+@contextlib.contextmanager
+def survivors(mount: Mount) -> Iterator[None]:
+    """Programs at work on the mount; none of them may have failed in the end."""
+    programs = [
+        subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("survivor.py")), role,
+             str(mount.path), str(seed)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for seed, role in enumerate(ROLES)
+    ]  # fmt: skip
+    try:
+        for program in programs:
+            assert program.stdout is not None
+            program.stdout.readline()
+        time.sleep(1)
+        yield
+        for program in programs:
+            assert program.stdin is not None
+            program.stdin.close()
+            program.stdin = None
+        for role, program in zip(ROLES, programs, strict=True):
+            out, err = program.communicate(timeout=LIMIT_S)
+            assert program.returncode == 0, f"{role}: {err}"
+            assert int(out) > 0, role
+    finally:
+        for program in programs:
+            program.kill()
+
+
+def storm(blow: Callable[[], object]) -> None:
+    """Do something to the mount again and again, at moments that nobody expects."""
+    dice = random.Random(7)
+    for _ in range(ROUNDS):
+        time.sleep(dice.uniform(0.3, 0.9))
+        blow()

@@ -2,9 +2,10 @@
 
     python survivor.py ROLE DIRECTORY SEED
 
-DIRECTORY is the mount; its contents are those of `survival_data.py`. It works
-until its standard input ends, then prints how many rounds it made. A call that
-fails or a wrong answer ends it with a traceback.
+DIRECTORY is the mount; its contents are those of `survival_data.py`. It says
+when it begins, works until its standard input ends, for one round at least, and
+prints how many rounds it made. A call that fails or a wrong answer ends it with
+a traceback.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def _raise(error: OSError) -> None:
 def hold(root: Path, dice: random.Random, read: Callable[[int, int], bytes], number: int) -> int:
     """Check what is read at random from something that stays open."""
     rounds = 0
-    while not is_told_to_end():
+    while not rounds or not is_told_to_end():
         at = dice.randrange(data.LARGE_SIZE - 65536)
         assert read(at, 65536) == data.large(number, at, 65536), at
         rounds += 1
@@ -80,6 +81,7 @@ def hold(root: Path, dice: random.Random, read: Callable[[int, int], bytes], num
 def main() -> None:
     role, root, seed = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     dice = random.Random(seed)
+    print("at work", flush=True)
     held = root / data.large_name(data.HELD)
     if role in ("served", "passthrough", "mapped"):
         with open(held if role != "served" else root / data.large_name(0), "rb") as file:
@@ -93,7 +95,7 @@ def main() -> None:
     else:
         rounds = 0
         act = {"stream": stream, "small": small, "walk": walk}[role]
-        while not is_told_to_end():
+        while not rounds or not is_told_to_end():
             rounds += act(root, dice)
     print(rounds)
 

@@ -6,21 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from fusefs import control, mounts
-from tests.support import surviving
 from tests.support.buckets import Bucket
 from tests.support.mounting import Mount
 
 WRITABLE = "--no-read-only"
-
-
-def stored(bucket: Bucket, key: str) -> bytes:
-    content: bytes = bucket.client.get_object(Bucket=bucket.name, Key=key)["Body"].read()
-    return content
-
-
-def keys(bucket: Bucket) -> list[str]:
-    page = bucket.client.list_objects_v2(Bucket=bucket.name)
-    return [one["Key"] for one in page.get("Contents", [])]
 
 
 def uploads(bucket: Bucket) -> list[str]:
@@ -33,10 +22,6 @@ def pending(mount: Mount) -> list[dict[str, Any]]:
     """What the mount says is not in the bucket yet."""
     found: list[dict[str, Any]] = status(mount)["writing"]["pending"]
     return found
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    surviving.wait_until(lambda: bool(condition()), "what the test waits for")
 
 
 def metadata(bucket: Bucket, key: str) -> dict[str, str]:

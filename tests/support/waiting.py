@@ -1,0 +1,20 @@
+"""Waiting for what must come about, on a machine that others use too."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+LIMIT_S = 60.0
+
+Found = TypeVar("Found")
+
+
+def until(condition: Callable[[], Found], what: str = "what the test waits for") -> Found:
+    """Wait until a condition holds, and return what it returned."""
+    deadline = time.monotonic() + LIMIT_S
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"not within {LIMIT_S:.0f} s: {what}"
+        time.sleep(0.02)
+    return found
