@@ -5,15 +5,16 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.buckets import Bucket
+from tests.support.buckets import Bucket, new_bucket
 from tests.support.mounting import Mount, Mounter
+from tests.support.s3_server import S3Server
 from tests.support.semantics import states
-from tests.support.sharing import python, read_all, stamped
+from tests.support.sharing import SESSIONS, mounted, python, read_all, stamped
 
 SMALL = 300_000
 LARGE = 24 << 20
@@ -32,6 +33,20 @@ with open(sys.argv[1], "rb") as file:
 """
 
 
+@pytest.fixture(scope="module", params=SESSIONS)
+def steady(
+    request: pytest.FixtureRequest, s3: S3Server, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
+    """One mount for tests with a large file each."""
+    bucket = new_bucket(s3)
+    for name in ("flock", "fcntl"):
+        for is_whole in (True, False):
+            bucket.put(f"{name} {is_whole}", stamped(1, LARGE))
+    directory = tmp_path_factory.mktemp(request.param)
+    with mounted(s3, f"s3://{bucket.name}", directory, "--session", request.param) as mount:
+        yield mount.path
+
+
 def as_another_sees(path: Path) -> list[str]:
     """What another process that opens a file gets to know of its locks: by flock, by fcntl."""
     said, complaint = python(OTHER, path).communicate()
@@ -44,11 +59,8 @@ def as_another_sees(path: Path) -> list[str]:
     " were all opened before it was whole in the cache, or all after."
 )
 @pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "not whole"])
-def test_a_flock_keeps_other_processes_out(
-    mount: Callable[..., Mount], bucket: Bucket, *, is_whole: bool
-) -> None:
-    bucket.put("file", stamped(1, LARGE))
-    path = mount().path / "file"
+def test_a_flock_keeps_other_processes_out(steady: Path, *, is_whole: bool) -> None:
+    path = steady / f"flock {is_whole}"
     if is_whole:
         read_all(path)
     with path.open("rb", buffering=0) as mine:
@@ -96,11 +108,8 @@ def test_a_flock_of_one_version_does_not_hold_for_another(
     " as on any disk."
 )
 @pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "not whole"])
-def test_other_processes_see_an_fcntl_lock(
-    mount: Callable[..., Mount], bucket: Bucket, *, is_whole: bool
-) -> None:
-    bucket.put("file", stamped(1, LARGE))
-    path = mount().path / "file"
+def test_other_processes_see_an_fcntl_lock(steady: Path, *, is_whole: bool) -> None:
+    path = steady / f"fcntl {is_whole}"
     if is_whole:
         read_all(path)
     with path.open("rb", buffering=0) as mine:
