@@ -91,7 +91,7 @@ class Warming:
         """
         await self._has_begun.wait()
         job = self._jobs.get(path)
-        if job is None or job.has_ended:
+        if job is None or job.is_ending:
             job = Job(path, time.time())
             self._begin(job)
         await self._write()
@@ -99,7 +99,7 @@ class Warming:
 
     def cancel(self, path: str) -> bool:
         """End the jobs at and below a path; what has been fetched stays."""
-        jobs = [job for job in self._jobs.values() if not job.has_ended and job.is_within(path)]
+        jobs = [job for job in self._jobs.values() if not job.is_ending and job.is_within(path)]
         for job in jobs:
             job.scope.cancel()
         return bool(jobs)

@@ -45,6 +45,10 @@ class Job:
         # When how much had been fetched, by the monotonic clock.
         self._samples = deque([(time.monotonic(), 0)], maxlen=SPEED_OVER_S)
 
+    @property
+    def is_ending(self) -> bool:
+        return self.has_ended or self.scope.cancel_called
+
     def is_within(self, path: str) -> bool:
         return not path or self.path == path or self.path.startswith(path + "/")
 
