@@ -64,7 +64,7 @@ class Moving:
     def _move(self, keeper: Path) -> None:
         try:
             status = control.exchange(keeper, {"do": "status"}, STATUS_S)
-            if status["supervisor"] == self._number or not status["is_serving"]:
+            if status.get("supervisor") == self._number or not status["is_serving"]:
                 return
             mountpoint = status["mountpoint"]
             told = control.exchange(keeper, {"do": "settings"}, STATUS_S)

@@ -82,6 +82,18 @@ def test_a_daemon_is_a_user_without_rights_in_the_other_container(
         until(lambda: not node.daemons(), "it has ended")
 
 
+def test_a_daemon_is_ended_through_a_supervisor_that_may_not_signal_it_as_root(
+    node: Node, target: Path, shared: Bucket
+) -> None:
+    with daemons_of(node, "first"):
+        publish(node, target, shared)
+        [root], [before] = node.roots(), node.daemons()
+        control.exchange(mounts.keeper_socket(root.mountpoint), {"do": "replace"}, PATIENCE_S)
+        until(lambda: status_of(root)["daemon"] not in (None, before), "another is there")
+        assert (target / "hello").read_bytes() == b"hello"
+        node.unpublish("volume", target)
+
+
 def test_a_pod_reads_on_when_all_daemons_die_at_one_instant(
     node: Node, target: Path, shared: Bucket
 ) -> None:

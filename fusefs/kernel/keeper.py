@@ -1,12 +1,13 @@
 """The keeper: a process that lets a mount outlive its daemon.
 
-It holds the /dev/fuse descriptor, starts the daemon, and starts it again when
-it dies; requests wait meanwhile instead of failing. It is the only privileged
-part: it mounts, and has files registered for passthrough, so that the daemon
-can be an ordinary user's process. And it sees to it that a pause has an end:
-a daemon that says nothing for `hang_s` is replaced, and a mount that nobody
-serves for `max_pause_s`, or whose daemons die one after the other, is aborted,
-so that whoever waits for it gets an error and can die.
+It holds the /dev/fuse descriptor, starts the daemon (or has a supervisor in
+another container start it, see `launching`), and starts it again when it dies;
+requests wait meanwhile instead of failing. It is the only privileged part: it
+mounts, and has files registered for passthrough, so that the daemon can be an
+ordinary user's process. And it sees to it that a pause has an end: a daemon
+that says nothing for `hang_s` is replaced, and a mount that nobody serves for
+`max_pause_s`, or whose daemons die one after the other, is aborted, so that
+whoever waits for it gets an error and can die.
 
 The keeper is one loop over descriptors and deadlines, and touches nothing that
 could wait: what comes from a daemon goes through a clerk (`keeper_clerk`), a
