@@ -81,7 +81,8 @@ class Sweeper(threading.Thread):
 
     def _names_in_use(self) -> set[str]:
         # One that can't be read ends the round: it may be anybody's.
-        return {MountSettings.from_json(text).cache_dir.name for text in self._used()}
+        used = (MountSettings.from_json(text, is_newer=True) for text in self._used())
+        return {settings.cache_dir.name for settings in used}
 
     def _is_scarce(self) -> bool:
         """Whether the disk has less free than caches have to leave, or the uids are used up."""

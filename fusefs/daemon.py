@@ -31,11 +31,8 @@ from functools import partial
 import trio
 
 from fusefs import control, mounts, process, signals, status
-from fusefs.cache.directory import CacheDirectoryError, prepare_directory
-from fusefs.cache.eviction import Space
+from fusefs.cache.directory import CacheDirectoryError
 from fusefs.cache.fetch import Fetcher
-from fusefs.cache.files import FileCache
-from fusefs.cache.metadata import NoPages, RememberedPages
 from fusefs.handover import Handover, TakeOverError, renames_directory, staging_directory
 from fusefs.kernel import mount
 from fusefs.kernel.keeper_wire import CANNOT_TAKE_OVER
@@ -131,21 +128,9 @@ class Daemon:
     async def _open_cache(self) -> None:
         settings = self.settings
         directory = settings.cache_dir / self._principal_directory()
-        identity = self._identity
-        self.space = Space(
-            directory, settings.cache_size,
-            settings.min_free.bytes_of, settings.min_free_inodes.bytes_of,
-        )  # fmt: skip
-
-        def open_all() -> tuple[FileCache, RememberedPages | NoPages]:
-            prepare_directory(settings.cache_dir)
-            cache = FileCache(directory, identity, self.space)
-            if not settings.read_only:
-                return cache, NoPages()
-            pages = RememberedPages(directory / "metadata", identity, settings.metadata_ttl)
-            return cache, pages
-
-        self.cache, self.pages = await trio.to_thread.run_sync(open_all)
+        self.space, self.cache, self.pages = await trio.to_thread.run_sync(
+            process.open_cache, settings, directory, self._identity
+        )
         if self._handover is not None and self._handover.is_fresh:
             self._handover.remember(directory.name)
 

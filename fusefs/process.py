@@ -7,8 +7,13 @@ import json
 import os
 import resource
 import signal
+from pathlib import Path
 
 from fusefs import logs
+from fusefs.cache.directory import prepare_directory
+from fusefs.cache.eviction import Space
+from fusefs.cache.files import FileCache
+from fusefs.cache.metadata import NoPages, RememberedPages
 from fusefs.kinds import Conflict, Durability
 from fusefs.posix.writeback import Rules
 from fusefs.settings import MountSettings
@@ -44,6 +49,26 @@ def read_input(text: str) -> MountSettings:
 def _raise_descriptor_limit() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def open_cache(
+    settings: MountSettings, directory: Path, identity: str
+) -> tuple[Space, FileCache, RememberedPages | NoPages]:
+    """The part of the cache in `directory`, and the listings that are remembered there. Blocks.
+
+    Raises:
+        CacheDirectoryError: it can't be used.
+    """
+    prepare_directory(settings.cache_dir)
+    space = Space(
+        directory, settings.cache_size,
+        settings.min_free.bytes_of, settings.min_free_inodes.bytes_of,
+    )  # fmt: skip
+    cache = FileCache(directory, identity, space)
+    if not settings.read_only:
+        return space, cache, NoPages()
+    pages = RememberedPages(directory / "metadata", identity, settings.metadata_ttl)
+    return space, cache, pages
 
 
 def s3_settings(settings: MountSettings) -> S3Settings:

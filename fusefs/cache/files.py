@@ -118,9 +118,8 @@ class FileCache:
         files = [one for one in self._files.values() if one.is_complete and one.st_ino in inodes]
 
         def check() -> dict[int, CacheFile]:
-            has_inode = self._disk.has_inode
-            there = [one for one in files if has_inode(one.name, one.generation, one.st_ino)]
-            return {file.st_ino: file for file in there}
+            has = self._disk.has_inode
+            return {one.st_ino: one for one in files if has(one.name, one.generation, one.st_ino)}
 
         return await trio.to_thread.run_sync(check, limiter=self._threads)
 
@@ -311,9 +310,8 @@ class FileCache:
     async def learn(self) -> None:
         """Get to know the files that other mounts have recorded in this directory."""
         rows = await self._ledger.in_catalog(self._catalog.rows)
-        known = {
-            row.name: CacheFile.from_row(row) for row in rows or [] if row.name not in self._files
-        }
+        others = [row for row in rows or [] if row.name not in self._files]
+        known = {row.name: CacheFile.from_row(row) for row in others}
         # What others used is as good as ours: behind what nobody has used for long.
         self._files = known | self._files
 
