@@ -134,11 +134,7 @@ class MountSettings:
     )
     revoke_after: float = field(
         default=math.inf,
-        metadata=about(
-            LIFETIME,
-            "Cache",
-            "serve nothing from the cache after S3 has refused everything for so long",
-        ),
+        metadata=about(LIFETIME, "Cache", "serve nothing cached after S3 refused all for so long"),
     )
 
     metadata_ttl: float = field(
