@@ -109,7 +109,8 @@ class Daemon:
                     self.store, self.settings.metadata_ttl, self.pages, nursery,
                     Presumption(self.settings.object_attributes, changed),
                 )  # fmt: skip
-                self.directories.settled_at = time.monotonic() + unsettled_s
+                if unsettled_s:
+                    self.directories.settled_at = time.monotonic() + unsettled_s
                 self.fetcher = Fetcher(self.store, self.cache, self.space, nursery)
                 self.warming = Warming(self.store, self.cache, self.fetcher, self.settings)
                 nursery.start_soon(signals.watch, self._unmount, partial(status.log_waiting, self))

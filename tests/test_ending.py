@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fusefs.cache import files
+from fusefs.cache import files, ledger
 from fusefs.cache.disk import Disk
 from tests.support.local_cache import cache_in, version
 
@@ -26,6 +26,7 @@ async def test_a_slow_disk_does_not_hold_up_the_end(
         return True
 
     monkeypatch.setattr(files, "SYNC_AFTER_S", 0.1)
+    monkeypatch.setattr(ledger, "SYNC_GO_S", 0.1)
     async with cache_in(tmp_path) as parts:
         for number in range(FILES):
             await parts.fetch(version(str(number), 100))

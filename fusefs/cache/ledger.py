@@ -28,10 +28,10 @@ logger = logging.getLogger("fusefs.cache")
 
 Result = TypeVar("Result")
 
-# How many files are made safe in one go, which can't be cancelled, and in how
-# many goes before others get their turn. On a busy disk a file takes a quarter of a second.
-SYNC_AT_ONCE = 16
-SYNC_GOES = 16
+# How many files are made safe in one go, and for how long: a go can't be
+# cancelled, and on a busy disk each file may take a second.
+SYNC_AT_ONCE = 256
+SYNC_GO_S = 1.0
 
 
 class Ledger:
@@ -156,7 +156,7 @@ class Ledger:
     async def sync_all(self, limit_s: float) -> None:
         """Make all files safe against a power cut, as many as there is time for."""
         with trio.move_on_after(limit_s):
-            while await self._sync_some(idle_s=0.0):
+            while await self.sync(idle_s=0.0):
                 pass
         if self._unsynced:
             logger.info(
@@ -164,29 +164,38 @@ class Ledger:
                 limit_s, len(self._unsynced),
             )  # fmt: skip
 
-    async def sync(self, idle_s: float) -> None:
-        """Make files safe against a power cut that have been left alone."""
-        for _ in range(SYNC_GOES):
-            if not await self._sync_some(idle_s):
-                return
+    async def sync(self, idle_s: float) -> bool:
+        """Make files safe against a power cut that have been left alone; tell if there were any.
 
-    async def _sync_some(self, idle_s: float) -> bool:
-        """As `sync`, a few of them; tell if there were any."""
+        What the disk is too slow for is left to the next call.
+        """
         now = time.monotonic()
-        idle = [
+        idle = (
             file
-            for file in islice(self._unsynced.values(), SYNC_AT_ONCE)
+            for file in self._unsynced.values()
             if now - file.written_at >= idle_s and not file.downloads and not file.unrecorded
-        ]
-        for file in idle:
+        )
+        files = list(islice(idle, SYNC_AT_ONCE))
+        for file in files:
             del self._unsynced[file.name]  # it comes back if more arrives from here on
-        rows = [file.row() for file in idle]
+        rows = [file.row() for file in files]
+        done = 0
 
-        def sync_rows() -> list[Row]:
-            return [row for row in rows if self._disk.sync(row.name, row.generation)]
+        def sync_some() -> list[Row]:
+            nonlocal done
+            synced = []
+            while done < len(rows) and (not done or time.monotonic() - now < SYNC_GO_S):
+                row = rows[done]
+                if self._disk.sync(row.name, row.generation):
+                    synced.append(row)
+                done += 1
+            return synced
 
         if rows:
-            synced = await trio.to_thread.run_sync(sync_rows)
+            synced = await trio.to_thread.run_sync(sync_some)
+            for file, row in zip(files[done:], rows[done:], strict=True):
+                if file.generation == row.generation:  # else it was evicted meanwhile
+                    self._unsynced.setdefault(file.name, file)
             await self.in_catalog(self._catalog.mark_synced, synced)
         return bool(rows)
 
