@@ -21,7 +21,6 @@ import logging
 import os
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,11 +140,11 @@ class Staged:
 
     def described(self) -> Meta:
         """What belongs to the content as it is now, with its time."""
+        said = self.meta
+        # What others have noted there, a digest say, is about another content.
+        other = () if self.is_content_dirty else said.other
         mtime_ns = os.fstat(self.fd).st_mtime_ns
-        if self.is_content_dirty:
-            # What others have noted there, a digest say, is about another content.
-            return replace(self.meta, mtime_ns=mtime_ns, other=())
-        return replace(self.meta, mtime_ns=mtime_ns)
+        return Meta(said.mode, said.uid, said.gid, mtime_ns, said.xattrs, other)
 
     def touch(self) -> None:
         """The content has changed."""
@@ -198,7 +197,7 @@ class Staging:
             OSError: the disk does not take it.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-        return os.open(self.directory / str(inode.nodeid), flags, 0o600)
+        return os.open(f"{self.directory}/{inode.nodeid}", flags, 0o600)
 
     def begin(
         self, inode: Inode, fd: int, meta: Meta, etag: str | None, base: Base | None = None

@@ -194,7 +194,8 @@ class Uploads:
 
     def _note_uploaded(self, staged: Staged, info: ObjectInfo) -> None:
         """The bucket has what the file, which is locked, has now."""
-        staged.meta = replace(staged.described(), mtime_ns=None)
+        if staged.is_content_dirty and staged.meta.other:
+            staged.meta = replace(staged.meta, other=())
         staged.uploaded = staged.changes
         staged.is_meta_dirty = staged.is_closed = staged.is_leftover = False
         staged.etag = info.etag

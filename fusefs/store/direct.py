@@ -21,8 +21,6 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, quote, urlsplit
 
-import trio
-
 from fusefs.store import quick, wire
 from fusefs.store.body import Body
 from fusefs.store.errors import Failure, UnreachableError, from_body
@@ -128,7 +126,7 @@ class Direct:
         head = _head(method, target, sent, len(content))
         try:
             answer = await quick.exchange(pattern.pool, head, content, is_head=method == "HEAD")
-        except (OSError, wire.WireError, trio.TooSlowError) as error:
+        except (OSError, wire.WireError) as error:
             failure = Failure(UnreachableError, str(error) or "no answer", is_retryable=True)
             raise AttemptError(failure) from error
         if answer is not None and (answer.status >= 300 or not _tells_etag(answer)):

@@ -30,8 +30,7 @@ async def exchange(
 
     Raises:
         WireError: the answer broke off, or was none.
-        OSError: the connection broke.
-        trio.TooSlowError: it was silent for the time that urllib3 has set.
+        OSError: the connection broke, or was silent for the time that urllib3 has set.
     """
     connection = wire.borrow(pool)
     if connection is None:
@@ -41,9 +40,12 @@ async def exchange(
         sock: socket.socket = connection.sock
         limit_s = sock.gettimeout()
         sock.setblocking(False)
-        with trio.fail_after(math.inf if limit_s is None else limit_s):
+        with trio.CancelScope() as scope:
+            scope.deadline = trio.current_time() + (math.inf if limit_s is None else limit_s)
             await _send(sock, head + body)
             answer, is_reusable = await _receive(sock, is_head=is_head)
+        if scope.cancelled_caught:
+            raise TimeoutError("the server said nothing")
         sock.settimeout(limit_s)
         return answer
     finally:
