@@ -26,6 +26,9 @@ from tests.support.surviving import filled as filled
 from tests.support.surviving import survival as survival
 from tests.support.waiting import until
 
+# Daemons that hang are waited for.
+HANG_TIMEOUT = "3s"
+
 
 @states(
     "When the daemon dies, programs see a pause: calls wait for the next daemon,"

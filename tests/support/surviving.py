@@ -62,15 +62,19 @@ def filled(s3: S3Server) -> Bucket:
 
 
 @pytest.fixture
-def survival(filled: Bucket, tmp_path: Path) -> Iterator[Mount]:
-    """A mount of it, with a cache that is too small for all of it."""
+def survival(filled: Bucket, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Mount]:
+    """A mount of it, with a cache that is too small for all of it.
+
+    A module that waits for daemons that hang sets HANG_TIMEOUT.
+    """
+    hang_timeout = getattr(request.module, "HANG_TIMEOUT", "30s")
     if os.geteuid() or not os.path.exists("/dev/fuse"):
         pytest.skip("needs root and /dev/fuse")
     (tmp_path / "mnt").mkdir()
     mount = Mount(
         f"s3://{filled.name}/", tmp_path / "mnt", tmp_path / "cache",
         filled.server.endpoint_url, filled.server.environment, tmp_path / "log",
-        ("--cache-size", "80MiB", "--hang-timeout", "3s"),
+        ("--cache-size", "80MiB", "--hang-timeout", hang_timeout),
     )  # fmt: skip
     try:
         mount.start()
