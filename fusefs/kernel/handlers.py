@@ -39,7 +39,7 @@ class Handlers:
     def __init__(self, operations: Operations) -> None:
         self._operations = operations
         # On a writable mount a listed object may be a symbolic link.
-        self.file_kind = _DT_REG if operations.mutations is None else _DT_UNKNOWN
+        self.unasked_kind = _DT_REG if operations.mutations is None else _DT_UNKNOWN
         self.table: dict[int, Handler] = {
             Opcode.LOOKUP: self._lookup,
             Opcode.FORGET: self._forget,
@@ -88,6 +88,12 @@ class Handlers:
             inode.nodeid, 0, seconds, of_attributes, rest, rest_of_attributes
         )
         return head + (inode.packed or self.pack(inode))
+
+    def kind(self, inode: Inode) -> int:
+        """The type of an entry that is shown with its attributes."""
+        if inode.info is None:
+            return _DT_DIR
+        return _DT_LNK if self._operations.learner.meta(inode).is_symlink else _DT_REG
 
     def pack(self, inode: Inode) -> bytes:
         """Pack the attributes of an inode, and keep them with it while they stay."""
@@ -204,6 +210,8 @@ class _Entries:
 
     __slots__ = ("_handlers", "_size", "data", "is_plus")
 
+    takes_names = True
+
     def __init__(self, handlers: Handlers, size: int, *, is_plus: bool) -> None:
         self._handlers = handlers
         self._size = size
@@ -223,12 +231,16 @@ class _Entries:
         self._add_dirent(name, ino, offset, _DT_DIR)
         return True
 
-    def add(self, name: bytes, inode: Inode, valid_s: float) -> bool:
+    def add(self, name: bytes, inode: Inode, valid_s: float | None) -> bool:
         if not self._has_room(name):
             return False
-        if self.is_plus:
+        kind = _DT_DIR if inode.info is None else self._handlers.unasked_kind
+        if self.is_plus and valid_s is None:
+            # Node id 0, as for dots: nothing but the name.
+            self.data += bytes(wire.ENTRY_OUT_HEAD.size + wire.ATTR.size)
+        elif self.is_plus and valid_s is not None:
             self.data += self._handlers.packed_entry(inode, valid_s)
-        kind = _DT_DIR if inode.info is None else self._handlers.file_kind
+            kind = self._handlers.kind(inode)
         self._add_dirent(name, inode.ino, inode.nodeid, kind)
         return True
 
@@ -242,7 +254,7 @@ class _Entries:
         self.data += name + bytes(-length % 8)
 
 
-_DT_UNKNOWN, _DT_DIR, _DT_REG = 0, 4, 8
+_DT_UNKNOWN, _DT_DIR, _DT_REG, _DT_LNK = 0, 4, 8, 10
 _DIRENTPLUS_SIZE = wire.ENTRY_OUT_HEAD.size + wire.ATTR.size + wire.DIRENT.size
 
 

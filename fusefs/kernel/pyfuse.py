@@ -323,6 +323,7 @@ class _Entries:
 
     is_plus = True
     is_empty = True
+    takes_names = False
 
     def __init__(self, handlers: Handlers, token: pyfuse3.ReaddirToken) -> None:
         self._handlers = handlers
@@ -334,7 +335,8 @@ class _Entries:
         entry.st_mode = stat.S_IFDIR
         return self._reply(name, entry, offset)
 
-    def add(self, name: bytes, inode: Inode, valid_s: float) -> bool:
+    def add(self, name: bytes, inode: Inode, valid_s: float | None) -> bool:
+        assert valid_s is not None, "each entry has its inode"
         return self._reply(name, self._handlers.pack(inode, valid_s), inode.nodeid)
 
     def _reply(self, name: bytes, entry: pyfuse3.EntryAttributes, offset: int) -> bool:

@@ -319,9 +319,6 @@ class Session:
             wanted |= Init.PASSTHROUGH
         if "no-resend" in os.environ.get(TEST_VARIABLE, ""):
             wanted &= ~Init.HAS_RESEND
-        if self._operations.mutations is not None:
-            # Modes and owners are not in a listing: each name is looked up.
-            wanted &= ~Init.DO_READDIRPLUS
         self.negotiated = Init(flags & wanted)
         answer = wire.INIT_OUT.pack(
             wire.MAJOR, wire.MINOR, max_readahead, self.negotiated & 0xFFFFFFFF,

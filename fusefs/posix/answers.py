@@ -82,13 +82,20 @@ class DirectoryBuffer(Protocol):
         """Whether an entry also hands out a reference to its inode."""
 
     @property
+    def takes_names(self) -> bool:
+        """Whether an entry may be a name alone, without attributes and reference."""
+
+    @property
     def is_empty(self) -> bool: ...
 
     def add_dot(self, name: bytes, ino: int, offset: int) -> bool:
         """Add "." or ".."; False if there is no room."""
 
-    def add(self, name: bytes, inode: Inode, valid_s: float) -> bool:
-        """Add an entry whose offset is its node id; False if there is no room."""
+    def add(self, name: bytes, inode: Inode, valid_s: float | None) -> bool:
+        """Add an entry whose offset is its node id; False if there is no room.
+
+        `valid_s` None makes it a name alone.
+        """
 
 
 @dataclass(slots=True)

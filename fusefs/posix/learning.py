@@ -152,6 +152,23 @@ class Learner:
             for inode, question in zip(asked, questions, strict=True):
                 await self._take(inode, question)
 
+    def wants_sample(self, directory: Inode) -> bool:
+        """Whether a few of a directory's files should be asked, to see if any say anything."""
+        return self._presumption.is_undecided(self._inodes.key(directory))
+
+    async def sample(self, directory: Inode, inodes: Sequence[Inode]) -> None:
+        """Ask a few of a directory's files, to see if the others need not be asked."""
+        prefix = self._inodes.key(directory)
+        asked = [inode for inode in inodes if self.must_ask(inode)]
+        questions = [
+            self._ask(self._inodes.key(one)) for one in asked[: self._presumption.left(prefix)]
+        ]
+        for inode, question in zip(asked, questions, strict=False):
+            try:
+                await self._take(inode, question)
+            except StoreError:
+                continue  # whoever wants its attributes is told
+
     def lacks_version(self, info: ObjectInfo) -> bool:
         """Whether `learn_version` would ask."""
         has_room = len(self._remembered) < MOST_REMEMBERED

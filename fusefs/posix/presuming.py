@@ -87,6 +87,13 @@ class Presumption:
         directory.youngest_ns = max(directory.youngest_ns, modified_ns)
         self._silent_in_a_row += 1
 
+    def is_undecided(self, prefix: str) -> bool:
+        """Whether asking a few more of a directory would spare asking the others."""
+        directory = self._directories.get(prefix)
+        if self._mode != ObjectAttributes.AUTO or prefix in self._changed:
+            return False
+        return directory is None or (not directory.tells and directory.silent < self._sample())
+
     def left(self, prefix: str) -> int:
         """How many objects of a directory are worth asking at once, for all that is known."""
         directory = self._directories.get(prefix)

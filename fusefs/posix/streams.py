@@ -1,8 +1,10 @@
 """Streams of directory entries: READDIR and READDIRPLUS, from listings.
 
 The offset of an entry is its node id, and a stream goes on behind the name of
-that node, in whatever listing is there by then. Entries that come with
-attributes wait for those on a writable mount, many at a time.
+that node, in whatever listing is there by then. Entries come
+with their attributes where these are known. On a writable mount that may take a
+question to the bucket for each: then names come alone, if the session can do that,
+behind a first few that show whether the others are worth asking (see presuming.py).
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ class Streams:
         directory = self._directories.get(self._inodes.key(handle.inode))
         while True:
             segment = self._directories.segment_now(directory, handle.position, handle.opened)
-            if segment is None or self._shows_meta(buffer):
+            if segment is None or self._asks(handle, buffer):
                 # What is there is not held back by a request to the bucket.
                 if buffer.is_empty:
                     return waiting(self._read_later(handle, directory, buffer))
@@ -67,8 +69,8 @@ class Streams:
             segment = await self._directories.segment_behind(
                 directory, handle.position, handle.opened
             )
-            if self._shows_meta(buffer):
-                await self._learn_next(handle, directory, segment)
+            if self._asks(handle, buffer):
+                await self._learn_next(handle, directory, segment, buffer)
             if not self._add_entries(handle, directory, segment, buffer):
                 return
 
@@ -76,8 +78,18 @@ class Streams:
         """Whether entries come with attributes that a listing does not tell."""
         return buffer.is_plus and self._learner.is_on
 
+    def _asks(self, handle: DirectoryHandle, buffer: DirectoryBuffer) -> bool:
+        """Whether the bucket may have to be asked for attributes before entries are added."""
+        if not self._shows_meta(buffer):
+            return False
+        return not buffer.takes_names or self._learner.wants_sample(handle.inode)
+
     async def _learn_next(
-        self, handle: DirectoryHandle, directory: Directory, segment: Segment
+        self,
+        handle: DirectoryHandle,
+        directory: Directory,
+        segment: Segment,
+        buffer: DirectoryBuffer,
     ) -> None:
         at = segment.after(handle.position)
         inodes = [
@@ -85,7 +97,10 @@ class Streams:
             for name in segment.ordered[at : at + MOST_AHEAD]
         ]
         try:
-            await self._learner.show_all(handle.inode, inodes)
+            if buffer.takes_names:
+                await self._learner.sample(handle.inode, inodes)
+            else:
+                await self._learner.show_all(handle.inode, inodes)
         finally:
             for inode in inodes:
                 self._inodes.drop_unknown(inode)
@@ -131,13 +146,16 @@ class Streams:
         for index in range(segment.after(handle.position), len(ordered)):
             name = ordered[index]
             inode = resolved(self._inodes, handle.inode, directory, name, segment.entries[name])
-            if self._shows_meta(buffer) and self._learner.must_ask(inode):
+            is_bare = self._shows_meta(buffer) and self._learner.must_ask(inode)
+            if is_bare and not buffer.takes_names:
                 self._inodes.drop_unknown(inode)
                 return buffer.is_empty
-            if not buffer.add(name.encode(), inode, valid_s):
+            # What is being written changes its size behind the attributes' back.
+            is_bare = is_bare or (inode.staged is not None and buffer.takes_names)
+            if not buffer.add(name.encode(), inode, None if is_bare else valid_s):
                 self._inodes.drop_unknown(inode)
                 return False
-            if buffer.is_plus:
+            if buffer.is_plus and not is_bare:
                 self._inodes.count(inode, expires)
             else:
                 self._inodes.mention(inode)

@@ -195,6 +195,7 @@ class Names:
     """A directory buffer that takes all."""
 
     is_plus: bool = True
+    takes_names: bool = True
     names: list[str] = field(default_factory=list)
 
     @property
