@@ -61,8 +61,11 @@ def run(arguments: argparse.Namespace) -> int:
         ready.unlink(missing_ok=True)  # a killed container's, before this one in the same pod
     service = HolderService(state / HOLDER)
     service.take_over()
-    old = _running(state / SUPERVISOR)
-    supervisor = Supervisor(state / SUPERVISOR, on_look=service.look, on_return=service.start)
+    old = running(state / SUPERVISOR)
+    supervisor = Supervisor(
+        state / SUPERVISOR, old=running(state / SUPERVISOR),
+        on_look=service.look, on_return=service.start,
+    )  # fmt: skip
     mover = _fork(lambda: _move(old, state, supervisor.number, ready), old)
     service.helpers.append(mover)
     if old is not None:
@@ -75,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _running(path: Path) -> socket.socket | None:
+def running(path: Path) -> socket.socket | None:
     """The supervisor that is there already."""
     try:
         return launching.connect(os.fspath(path))

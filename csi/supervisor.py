@@ -34,6 +34,9 @@ from fusefs.kernel.launching import Message
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
+# For a killed process to go; one that takes longer than the second hangs in the kernel.
+GOING_S = 1.0
+HANGING_S = 5.0
 
 
 class Child:
@@ -46,6 +49,7 @@ class Child:
         self.uid = uid
         self.channel = channel  # on which it hears of another keeper
         self.keeper: socket.socket | None = None
+        self.doomed: float | None = None  # since when it is to be gone, of the monotonic clock
 
     def signal(self, number: int) -> None:
         """Signal it, as the user that it is if root may not."""
@@ -65,6 +69,7 @@ class Child:
 class Supervisor:
     """Listens at `path`; `command` is what it starts. One process may have one of them.
 
+    `old` is a connection to the one before it, which may still have daemons.
     `on_look` is called each second, and `on_return` when it listens again, after
     another took its place and has gone.
 
@@ -76,6 +81,7 @@ class Supervisor:
         self,
         path: Path,
         command: Sequence[str] = launch.DAEMON,
+        old: socket.socket | None = None,
         on_look: Callable[[], None] = lambda: None,
         on_return: Callable[[], None] = lambda: None,
     ) -> None:
@@ -83,6 +89,7 @@ class Supervisor:
         self.number = time.time_ns()
         self._path = path
         self._command = command
+        self._old = old
         self._on_look = on_look
         self._on_return = on_return
         self._loop = Loop()
@@ -180,10 +187,7 @@ class Supervisor:
                 count = len(self._of(message.mount))
                 _say(client, launching.pack(launching.COUNTED, a=count, version=message.version))
             case launching.END:
-                ending = self._of(message.mount) if message.mount else []
-                for child in ending:
-                    child.signal(signal.SIGKILL)
-                count = len(ending)
+                count = self._retire(message.mount) if message.mount else 0
                 _say(client, launching.pack(launching.COUNTED, a=count, version=message.version))
             case _:
                 raise OSError(errno.EBADMSG, os.strerror(errno.EBADMSG))
@@ -204,6 +208,8 @@ class Supervisor:
             raise ConnectionRefusedError(errno.ECONNREFUSED, "no more daemons are started here")
         if 0 in (uid, gid):
             raise PermissionError(errno.EPERM, "no daemon is started as root")
+        if not message.c and self._retire(message.mount):
+            raise BlockingIOError(errno.EAGAIN, "its last daemon is still there")
         channel, stdin, stdout, environment = message.fds
         ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its:
@@ -236,8 +242,35 @@ class Supervisor:
         log.info("daemon %d has another keeper", orphans[0].pid)
         return orphans[0]
 
+    def _retire(self, mount: int) -> int:
+        """Kill a mount's daemons, here and before here; tell how many could still do anything.
+
+        Two that serve one mount would both be wrong.
+        """
+        now = time.monotonic()
+        for child in self._of(mount):
+            child.doomed = child.doomed or now
+            child.signal(signal.SIGKILL)
+        for child in self._of(mount):
+            going = select.poll()
+            going.register(child.pidfd, select.POLLIN)
+            if going.poll(1000 * max(0.0, now + GOING_S - time.monotonic())):
+                self._bury(child)
+        left = sum(now - (child.doomed or now) < HANGING_S for child in self._of(mount))
+        if self._old is None:
+            return left
+        try:
+            return left + launching.ask(self._old, launching.pack(launching.END, mount)).a
+        except TimeoutError:
+            return left + 1
+        except OSError:
+            self._old = None  # it has ended, and they with it
+            return left
+
     def _bury(self, child: Child) -> None:
-        _, status = os.waitpid(child.pid, 0)
+        pid, status = os.waitpid(child.pid, os.WNOHANG)
+        if not pid:
+            return
         log.info("daemon %d has ended: %d", child.pid, os.waitstatus_to_exitcode(status))
         del self._children[child.pid]
         self._loop.forget(child.pidfd)

@@ -127,14 +127,20 @@ def resume(settings: MountSettings, supervisor: Supervisor | None = None) -> boo
 
 
 def _adopt(told: dict[str, Any], supervisor: Supervisor, log: IO[bytes]) -> bool:
-    """Start a keeper for a mount whose daemon goes on without one; False if there is none."""
+    """Start a keeper for a mount whose daemon goes on without one; False if there is none.
+
+    Raises:
+        LaunchError: there may be one.
+    """
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, its:
         number = told["launcher"]["mount"]
         try:
             process = launching.adopt(os.fspath(supervisor.socket), number, its.fileno())
-        except OSError:
+        except (ProcessLookupError, FileNotFoundError, ConnectionRefusedError):
             return False
+        except OSError as error:
+            raise LaunchError(f"{supervisor.socket}: {error}") from error
         connection = process.supervisor
         assert connection is not None
         with connection, os.fdopen(process.pidfd):

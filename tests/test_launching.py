@@ -34,8 +34,9 @@ STANDIN = (
 )
 HOLD = "import sys; from fusefs.kernel.holder import main; sys.exit(main(sys.argv[1]))"
 RUN = (
-    "import sys; from pathlib import Path; from csi.supervisor import Supervisor;"
-    " Supervisor(Path(sys.argv[1]), sys.argv[2:]).run()"
+    "import sys; from pathlib import Path; from csi import daemons, supervisor;"
+    " path = Path(sys.argv[1]); old = daemons.running(path);"
+    " supervisor.Supervisor(path, sys.argv[2:], old).run()"
 )
 
 
@@ -54,13 +55,21 @@ def supervising(directory: Path, python: str) -> Iterator[str]:
         cwd=PROJECT, env={**os.environ, "AWS_OWN": "not told"},
     )  # fmt: skip
     try:
-        until(path.exists, "it listens")
+        until(lambda: listener_at(path) == process.pid, "it listens")
         yield os.fspath(path)
     finally:
         with contextlib.suppress(OSError):
             launching.end(os.fspath(path), MOUNT)
         process.terminate()
         assert process.wait(LIMIT_S) == 0
+
+
+def listener_at(path: str | Path) -> int:
+    """The pid of who listens there, or 0."""
+    with contextlib.suppress(OSError), launching.connect(os.fspath(path)) as sock:
+        peer = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4)
+        return int.from_bytes(peer, sys.byteorder)
+    return 0
 
 
 @pytest.fixture
@@ -77,12 +86,14 @@ def output() -> Iterator[tuple[int, int]]:
     os.close(writer)
 
 
-def launch(path: str, stdout: int, uid: int = NOBODY) -> launching.Process:
+def launch(
+    path: str, stdout: int, uid: int = NOBODY, *, is_beside: bool = False
+) -> launching.Process:
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, its, open(os.devnull) as null:
         return launching.launch(
             path, MOUNT, uid=uid, gid=NOBODY, channel=its.fileno(), stdin=null.fileno(),
-            stdout=stdout,
+            stdout=stdout, is_beside=is_beside,
         )  # fmt: skip
 
 
@@ -100,6 +111,31 @@ def test_a_daemon_is_started_as_its_user_with_its_keepers_part_of_the_environmen
     assert launching.count(supervisor) == 0
 
 
+def test_a_mount_has_one_daemon_unless_another_prepares_itself(
+    supervisor: str, output: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_TOLD", "told")
+    first = launch(supervisor, output[1])
+    second = launch(supervisor, output[1], is_beside=True)
+    assert not has_ended(first.pidfd)
+    third = launch(supervisor, output[1])
+    assert has_ended(first.pidfd)
+    assert has_ended(second.pidfd)
+    assert not has_ended(third.pidfd)
+    assert launching.count(supervisor, MOUNT) == 1
+
+
+def test_a_daemon_of_the_last_supervisor_is_ended_before_the_next_one_starts_its_own(
+    supervisor: str, python: str, output: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_TOLD", "told")
+    first = launch(supervisor, output[1])
+    with supervising(Path(supervisor).parent, python):
+        second = launch(supervisor, output[1])
+        assert has_ended(first.pidfd)
+        assert not has_ended(second.pidfd)
+
+
 def test_no_daemon_is_started_as_root(supervisor: str, output: tuple[int, int]) -> None:
     with pytest.raises(PermissionError):
         launch(supervisor, output[1], uid=0)
@@ -110,9 +146,7 @@ def test_one_that_ends_starts_no_more_and_waits_for_what_it_has(
 ) -> None:
     monkeypatch.setenv("AWS_TOLD", "told")
     launch(supervisor, output[1])
-    with launching.connect(supervisor) as sock:
-        peer = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4)
-        os.kill(int.from_bytes(peer, sys.byteorder), signal.SIGTERM)
+    os.kill(listener_at(supervisor), signal.SIGTERM)
     until(lambda: refuses(supervisor, output[1]), "it is ending")
     assert launching.count(supervisor, MOUNT) >= 1
 

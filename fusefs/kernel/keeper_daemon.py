@@ -103,8 +103,10 @@ class Daemon:
             self.process.supervisor.close()
 
 
-def start_daemon(program: Program, configuration: Configuration) -> Daemon:
+def start_daemon(program: Program, configuration: Configuration, *, is_beside: bool) -> Daemon:
     """Start a daemon, or have it started: with settings on its standard input, and our output.
+
+    It is the mount's only one, unless it is to be beside another, in an upgrade.
 
     Raises:
         OSError: its program could not be executed.
@@ -116,7 +118,8 @@ def start_daemon(program: Program, configuration: Configuration) -> Daemon:
     try:
         os.write(settings, program.settings.encode())
         os.lseek(settings, 0, os.SEEK_SET)
-        process = _start(program.command, configuration, theirs.fileno(), settings)
+        channel = theirs.fileno()
+        process = _start(program.command, configuration, channel, settings, is_beside=is_beside)
     except OSError:
         ours.close()
         raise
@@ -126,13 +129,15 @@ def start_daemon(program: Program, configuration: Configuration) -> Daemon:
     return Daemon(process, ours, program)
 
 
-def _start(command: list[str], configuration: Configuration, channel: int, stdin: int) -> Process:
+def _start(
+    command: list[str], configuration: Configuration, channel: int, stdin: int, *, is_beside: bool
+) -> Process:
     credentials, launcher = configuration.credentials, configuration.launcher
     if launcher is not None:
         try:
             return launching.launch(
                 launcher.socket, launcher.mount, uid=credentials.uid, gid=credentials.gid,
-                channel=channel, stdin=stdin, stdout=1,
+                channel=channel, stdin=stdin, stdout=1, is_beside=is_beside,
             )  # fmt: skip
         except (FileNotFoundError, ConnectionRefusedError):
             if launcher.is_needed:

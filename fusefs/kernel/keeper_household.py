@@ -95,7 +95,7 @@ class Household:
             OSError: its program could not be executed.
             BecomeClerk: in the child.
         """
-        daemon = start_daemon(program, self._configuration)
+        daemon = start_daemon(program, self._configuration, is_beside=state == wire.PREPARE)
         point_to_null(1)  # the first one's alone, so that its end can be seen
         if state == wire.PREPARE:
             daemon.is_incoming = True

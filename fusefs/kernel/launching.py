@@ -12,13 +12,16 @@ answered in the version in which it was asked.
 
 To the supervisor:
 
-    LAUNCH   a: uid, b: gid; + the daemon's end of the socket to its keeper, what
-             its standard input and output are to be, and a file with its part
-             of the environment, a JSON object. Answered by STARTED or REFUSED.
+    LAUNCH   a: uid, b: gid, c: 1 if the mount's daemon goes on beside it, else the
+             daemons that the mount may have are killed before; + the daemon's
+             end of the socket to its keeper, what its standard input and output
+             are to be, and a file with its part of the environment, a JSON
+             object. Answered by STARTED or REFUSED.
     ADOPT    + the daemon's end of the socket to its new keeper. Answered likewise.
     SIGNAL   a: its number. Only after STARTED; not answered.
     COUNT    how many daemons there are for the mount, or 0 for all; by COUNTED
-    END      kill the mount's daemons. Answered by COUNTED.
+    END      kill the mount's daemons; COUNTED tells how many are still there, but
+             for those that hang in the kernel
 
 From the supervisor:
 
@@ -180,9 +183,19 @@ class Process:
 
 
 def launch(
-    path: str, mount: int, *, uid: int, gid: int, channel: int, stdin: int, stdout: int
+    path: str,
+    mount: int,
+    *,
+    uid: int,
+    gid: int,
+    channel: int,
+    stdin: int,
+    stdout: int,
+    is_beside: bool = False,
 ) -> Process:
     """Have the supervisor at `path` start a daemon for the mount of this number.
+
+    It is the mount's only one, unless it is to be beside another, in an upgrade.
 
     Raises:
         OSError: nobody listens there, or it could not be started.
@@ -192,7 +205,7 @@ def launch(
     try:
         os.write(environment, json.dumps(told).encode())
         os.lseek(environment, 0, os.SEEK_SET)
-        question = pack(LAUNCH, mount, uid, gid)
+        question = pack(LAUNCH, mount, uid, gid, is_beside)
         return _begin(path, question, channel, stdin, stdout, environment)
     finally:
         os.close(environment)
@@ -218,7 +231,7 @@ def count(path: str, mount: int = 0) -> int:
 
 
 def end(path: str, mount: int) -> int:
-    """Kill the mount's daemons; tell how many they were.
+    """Kill the mount's daemons; tell how many have not gone yet, though they could.
 
     Raises:
         OSError: nobody listens there.
