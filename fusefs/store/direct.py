@@ -132,7 +132,11 @@ class Direct:
         if answer is not None and (answer.status >= 300 or not _tells_etag(answer)):
             text = answer.content.decode(errors="replace")
             request_id = answer.headers.get("x-amz-request-id", "")
-            raise AttemptError(from_body(answer.status, text, request_id))
+            failure = from_body(answer.status, text, request_id)
+            if answer.status < 300 and not failure.code:
+                sentence = "S3 did not say what it did"
+                failure = Failure(UnreachableError, sentence, is_retryable=True)
+            raise AttemptError(failure)
         return answer
 
     def _is_to_renew(self) -> bool:
