@@ -18,6 +18,7 @@ import pytest
 from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.mounting import FUSEFS, Mount, Mounter, fusefs
+from tests.support.semantics import states
 from tests.support.sharing import read_all, stamped
 from tests.support.surviving import serving_pid
 from tests.support.waiting import until
@@ -71,6 +72,10 @@ def fetched(mount: Mount) -> int:
     return count
 
 
+@states(
+    "What `fusefs warm` has fetched is read without asking the bucket for its bytes, "
+    "until it is evicted."
+)
 def test_a_warmed_directory_is_read_without_the_bucket(here: Mount, faulty: FaultyS3) -> None:
     result = warm(here.path / "tree", "--wait")
     assert (result.returncode, result.stderr) == (0, "")
@@ -93,6 +98,7 @@ def test_a_large_file_is_fetched_in_parts_and_then_passed_through(
     assert fetched(kept) == len(LARGE)
 
 
+@states("Warming passes over what is in the cache.")
 def test_what_is_in_the_cache_is_passed_over(here: Mount) -> None:
     assert warm(here.path / "tree/d0", "--wait").returncode == 0
     before = fetched(here)
@@ -119,6 +125,7 @@ def test_a_path_that_does_not_exist_is_refused(here: Mount, tmp_path: Path) -> N
     assert f"{tmp_path} is not in a mount of fusefs" in result.stderr
 
 
+@states("What can't be read while warming is counted and named, and `--wait` fails.")
 def test_what_cannot_be_read_is_counted_and_named(here: Mount, faulty: FaultyS3) -> None:
     faulty.add("GET", key="tree/d0/*", code="AccessDenied")
     result = warm(here.path / "tree", "--wait")
@@ -130,6 +137,10 @@ def test_what_cannot_be_read_is_counted_and_named(here: Mount, faulty: FaultyS3)
     assert "and 4 more" in result.stdout
 
 
+@states(
+    "Warming evicts nothing that it fetched itself or that was used since it began; what "
+    "has no room is said."
+)
 def test_what_has_no_room_is_left_out_and_evicts_nothing_that_was_fetched(
     mounter: Mounter, bucket: Bucket
 ) -> None:
@@ -220,6 +231,7 @@ def test_interrupting_who_waits_leaves_it_going_on(here: Mount, faulty: FaultyS3
     assert jobs(here)[-1]["done_files"] == 41
 
 
+@states("A daemon that takes a mount over goes on with what was being warmed.")
 def test_the_next_daemon_goes_on_with_what_a_killed_one_was_fetching(
     kept: Mount, faulty: FaultyS3
 ) -> None:
@@ -239,6 +251,7 @@ def test_the_next_daemon_goes_on_with_what_a_killed_one_was_fetching(
     assert read_all(kept.path / "tree/d1/f1") == SMALL["tree/d1/f1"]
 
 
+@states("An object that changes while it is warmed is fetched as it is then.")
 def test_an_object_that_changes_meanwhile_is_fetched_as_it_is_then(
     mounter: Mounter, bucket: Bucket, faulty: FaultyS3
 ) -> None:
@@ -271,6 +284,7 @@ def test_a_writable_mount_knows_the_attributes_of_what_is_warm(
     faulty.clear()
 
 
+@states("What programs read goes before what is warmed.")
 def test_what_programs_read_has_connections_while_a_job_takes_all_it_may(
     mounter: Mounter, tree: Bucket, faulty: FaultyS3
 ) -> None:
