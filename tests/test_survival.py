@@ -27,7 +27,7 @@ from tests.support.surviving import survival as survival
 from tests.support.waiting import until
 
 # Daemons that hang are waited for.
-HANG_TIMEOUT = "3s"
+HANG_TIMEOUT = "5s"
 
 
 @states(
