@@ -58,9 +58,9 @@ def supervising(directory: Path, python: str) -> Iterator[str]:
         until(lambda: listener_at(path) == process.pid, "it listens")
         yield os.fspath(path)
     finally:
-        with contextlib.suppress(OSError):
-            launching.end(os.fspath(path), MOUNT)
         process.terminate()
+        with contextlib.suppress(OSError):  # then it has none, and has ended
+            launching.end(os.fspath(path), MOUNT)
         assert process.wait(LIMIT_S) == 0
 
 
