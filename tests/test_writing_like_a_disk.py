@@ -26,6 +26,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 from tests.support.buckets import Bucket
 from tests.support.mounting import Mount
 from tests.support.programs import WRITABLE, in_bucket, rename_to_a_new_name, tree
+from tests.support.sharing import remembering
 
 NAMES = st.sampled_from(["a", "b", "b.x"])
 PATHS = st.lists(NAMES, min_size=1, max_size=3).map("/".join)
@@ -377,7 +378,8 @@ def test_a_mount_behaves_like_a_disk(
         has_fallocate = session == "kernel"
 
     Machine.mount, Machine.bucket, Machine.scratch = mount, bucket, tmp_path / "plain"
-    run_state_machine_as_test(Machine, settings=SETTINGS)
+    with remembering():
+        run_state_machine_as_test(Machine, settings=SETTINGS)
     before = attributes_of(mount.path)
     mount.end()
     mount.start()
