@@ -184,11 +184,9 @@ class Supervisor:
                     if child.keeper is client:
                         child.signal(message.a)
             case launching.COUNT:
-                count = len(self._of(message.mount))
-                _say(client, launching.pack(launching.COUNTED, a=count, version=message.version))
+                _say(client, _counted(message, len(self._of(message.mount))))
             case launching.END:
-                count = self._retire(message.mount) if message.mount else 0
-                _say(client, launching.pack(launching.COUNTED, a=count, version=message.version))
+                _say(client, _counted(message, self._retire(message.mount)))
             case _:
                 raise OSError(errno.EBADMSG, os.strerror(errno.EBADMSG))
 
@@ -247,6 +245,8 @@ class Supervisor:
 
         Two that serve one mount would both be wrong.
         """
+        if not mount:
+            return 0
         now = time.monotonic()
         for child in self._of(mount):
             child.doomed = child.doomed or now
@@ -260,7 +260,9 @@ class Supervisor:
         if self._old is None:
             return left
         try:
-            return left + launching.ask(self._old, launching.pack(launching.END, mount)).a
+            answer = launching.ask(self._old, launching.pack(launching.END, mount))
+            # One that came too late to the last question may be before it.
+            return left + (answer.a if answer.mount == mount else 1)
         except TimeoutError:
             return left + 1
         except OSError:
@@ -283,6 +285,10 @@ class Supervisor:
 def _say(client: socket.socket, packed: bytes, *fds: int) -> None:
     with contextlib.suppress(OSError):  # it is gone, which receiving will show
         launching.send(client, packed, *fds)
+
+
+def _counted(message: Message, count: int) -> bytes:
+    return launching.pack(launching.COUNTED, message.mount, count, version=message.version)
 
 
 def _own_environment() -> dict[str, str]:

@@ -28,7 +28,7 @@ From the supervisor:
     STARTED  a: the supervisor's number; + a pidfd
     REFUSED  a: errno
     ENDED    a: what waitpid told of the daemon
-    COUNTED  a: how many
+    COUNTED  the mount's number, a: how many
 """
 
 from __future__ import annotations
