@@ -13,6 +13,7 @@ from trio.testing import wait_all_tasks_blocked
 from fusefs.cache.fetch import NotKeptError
 from tests.support.disks import small_disk
 from tests.support.local_cache import Parts, cache_in, until, version
+from tests.support.semantics import states
 
 MIB = 1 << 20
 
@@ -89,6 +90,7 @@ async def test_the_floor_of_free_space_is_kept(tmp_path: Path) -> None:
         assert parts.space.used == 0
 
 
+@states("The cache leaves 10% of its disk's inodes free.")
 async def test_the_floor_of_free_inodes_is_kept(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 16, inodes=400) as disk:
         async with cache_in(disk / "cache", inode_floor=40) as parts:

@@ -181,6 +181,9 @@ def recorded(s3: S3Server) -> Bucket:
     return bucket
 
 
+@states(
+    "`.fusefs` at a bucket's root is hidden and cannot be created; elsewhere the name is ordinary."
+)
 def test_the_drivers_records_are_hidden_at_the_root_of_the_bucket_alone(
     s3: S3Server, recorded: Bucket, tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ from fusefs.revocation import Revocation
 from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.mounting import Mount, fusefs
+from tests.support.semantics import states
 from tests.support.waiting import until
 
 AFTER_S = 120.0
@@ -155,6 +156,10 @@ def error_of(call: Callable[[], object]) -> int | None:
     return None
 
 
+@states(
+    "With `--revoke-after`, lookups, opens, listings and reads are EACCES once S3 has "
+    "refused every request for that long, until one succeeds."
+)
 def test_what_is_cached_is_refused_while_s3_refuses_everything(
     bucket: Bucket, failing: FaultyS3, mount: Callable[..., Mount]
 ) -> None:
@@ -175,6 +180,7 @@ def test_what_is_cached_is_refused_while_s3_refuses_everything(
     assert [line for line in here.log.read_text().splitlines() if "refused everything" in line]
 
 
+@states("A denied prefix shuts nothing else, and a new daemon does not start with trust.")
 def test_an_open_file_stops_and_a_new_daemon_is_not_let_in_either(
     bucket: Bucket, failing: FaultyS3, mounter: Callable[..., Mount]
 ) -> None:
@@ -197,6 +203,7 @@ def test_an_open_file_stops_and_a_new_daemon_is_not_let_in_either(
     assert here.pid != daemon
 
 
+@states("A denied prefix shuts nothing else, and a new daemon does not start with trust.")
 def test_a_prefix_that_is_denied_shuts_nothing_else(
     bucket: Bucket, failing: FaultyS3, mounter: Callable[..., Mount]
 ) -> None:
