@@ -10,10 +10,15 @@ import pytest
 from fusefs.cache import files, ledger
 from fusefs.cache.disk import Disk
 from tests.support.local_cache import cache_in, version
+from tests.support.semantics import states
 
 FILES = 60
 
 
+@states(
+    "The end of a mount waits some seconds at most for its cached files to be safe "
+    "against a power cut; what was not is fetched again after one."
+)
 async def test_a_slow_disk_does_not_hold_up_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

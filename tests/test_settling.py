@@ -28,6 +28,7 @@ from tests.support.waiting import until
 
 SAVE = """
 import os, sys
+from tests.support.semantics import states
 with open(sys.argv[1] + ".tmp", "wb") as file:
     file.write(b"data")
 os.rename(sys.argv[1] + ".tmp", sys.argv[1])
@@ -36,6 +37,10 @@ os.rename(sys.argv[1] + ".tmp", sys.argv[1])
 LATE_S = 0.9
 
 
+@states(
+    "After the daemon dies on a writable mount, changes wait until 1.5 s after its death, "
+    "so that what it had sent has taken effect."
+)
 def test_an_upload_that_lands_late_brings_no_old_name_back(
     mounter: Mounter, bucket: Bucket, faulty: FaultyS3
 ) -> None:
@@ -68,6 +73,10 @@ async def test_what_was_listed_before_all_had_landed_is_listed_again() -> None:
 
 
 @pytest.mark.usefixtures("as_owner")
+@states(
+    "After the daemon dies on a writable mount, changes wait until 1.5 s after its death, "
+    "so that what it had sent has taken effect."
+)
 async def test_changes_wait_until_all_has_landed_and_questions_do_not(
     bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
 ) -> None:
