@@ -21,6 +21,7 @@ from tests.support.local_cache import Bucket as MemoryBucket
 from tests.support.local_file import MakeFile
 from tests.support.mounting import LIMIT_S, Mounter
 from tests.support.programs import WRITABLE
+from tests.support.semantics import states
 from tests.support.sharing import python
 from tests.support.store_writing import opened
 from tests.support.surviving import serving_pid
@@ -28,7 +29,6 @@ from tests.support.waiting import until
 
 SAVE = """
 import os, sys
-from tests.support.semantics import states
 with open(sys.argv[1] + ".tmp", "wb") as file:
     file.write(b"data")
 os.rename(sys.argv[1] + ".tmp", sys.argv[1])
