@@ -14,7 +14,7 @@ from fusefs.posix.allocating import begin_writing
 from fusefs.posix.staging import Staged
 
 # The disk is told after so many bytes: enough for it to write them in one go.
-STEP = 16 << 20
+STEP = 8 << 20
 
 
 class DiskAhead:
