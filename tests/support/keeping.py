@@ -19,7 +19,7 @@ from fusefs.kernel import keeper_wire, unmount
 from fusefs.kernel.keeper_system import connection_at
 from fusefs.kernel.mount import stack_depth
 from tests.support.ordinary_user import public_directory
-from tests.support.waiting import until as until
+from tests.support.waiting import until
 
 PROJECT = Path(__file__).parents[2]
 STANDIN = PROJECT / "tests" / "support" / "standin_daemon.py"

@@ -6,6 +6,7 @@ from a mount or a disk by `tree`, and from S3 alone by `in_bucket`.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -13,15 +14,14 @@ import shutil
 import stat
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from tests.support import sharing
 from tests.support.buckets import Bucket
 from tests.support.mounting import Mount
-from tests.support.sharing import skip_without_fuse
 
 # The full size of each workload, in place of the one that is quick.
 IS_FULL = "PROGRAMS_FULL" in os.environ
@@ -63,22 +63,11 @@ def run(*command: object, cwd: Path | None = None, status: int = 0, **more: str)
     return result.stdout
 
 
-@contextmanager
-def mounted(bucket: Bucket, place: Path) -> Iterator[Mount]:
+def mounted(bucket: Bucket, place: Path) -> contextlib.AbstractContextManager[Mount]:
     """A writable mount of a bucket, with all that it needs below `place`."""
-    skip_without_fuse()
     if os.geteuid():
         pytest.skip("needs root")
-    (place / "mnt").mkdir()
-    mount = Mount(
-        f"s3://{bucket.name}/", place / "mnt", place / "cache", bucket.server.endpoint_url,
-        bucket.server.environment, place / "log", WRITABLE,
-    )  # fmt: skip
-    try:
-        mount.start()
-        yield mount
-    finally:
-        mount.clean_up()
+    return sharing.mounted(bucket.server, f"s3://{bucket.name}/", place, *WRITABLE)
 
 
 def rename_to_a_new_name(source: Path, to: Path) -> None:

@@ -18,7 +18,6 @@ import pytest
 
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
-from tests.support.waiting import until as until
 
 # How long a test waits for what must happen, on a machine that others use too.
 PATIENCE_S = 60
