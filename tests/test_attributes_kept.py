@@ -23,6 +23,7 @@ from fusefs.posix.journal import NoJournal
 from fusefs.posix.learning import Learner
 from fusefs.posix.meta import Meta
 from fusefs.posix.mutations import Mutations
+from fusefs.posix.presuming import SAMPLE
 from fusefs.store.base import ObjectInfo
 from fusefs.store.errors import StoreError
 from tests.support.mortal_mount import DiedError, MemoryStore, MortalMount, Process
@@ -304,12 +305,17 @@ async def test_a_failed_question_is_asked_again(mount: MortalMount) -> None:
         assert (await shown(process, "file"))[0] == stat.S_IFREG | 0o644
 
 
-async def test_a_listing_with_attributes_asks_for_each_once(mount: MortalMount) -> None:
+async def test_a_listing_asks_a_few_files_and_looking_up_names_the_others_once(
+    mount: MortalMount,
+) -> None:
     for name in NAMES:
         mount.store.put("d/" + name, b"x", mode=str(stat.S_IFREG | 0o600))
     async with mount.serving() as process:
         before = mount.store.count("HEAD")
         assert await process.listing("d") == NAMES
+        assert mount.store.count("HEAD") - before == SAMPLE + 1
+        for name in NAMES:
+            await process.node("d/" + name)
         assert mount.store.count("HEAD") - before == len(NAMES) + 1
 
 

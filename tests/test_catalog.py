@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -208,3 +209,17 @@ def test_the_total_is_the_sum_of_all_ranges(steps: list[tuple[str, str, str, tup
         for one in table.rows()
     }
     assert found == {name: present for name, (_, present) in model.items()}
+
+
+def test_mounts_may_open_a_new_catalog_at_the_same_moment(tmp_path: Path) -> None:
+    for number in range(10):
+        path = tmp_path / f"{number}.db"
+        ready = threading.Barrier(8)
+
+        def open_catalog(path: Path = path, ready: threading.Barrier = ready) -> Catalog:
+            ready.wait()
+            return Catalog(path, "boot")
+
+        with ThreadPoolExecutor(8) as pool:
+            for opening in [pool.submit(open_catalog) for _ in range(8)]:
+                opening.result().close()

@@ -256,10 +256,13 @@ def test_an_editor_saves(mount: Mount, shared: Bucket, way: str) -> None:
     assert left["config.json"].mode == 0o640
 
 
-def test_fio_verifies_what_it_has_written_at_random_places(mount: Mount, shared: Bucket) -> None:
+def test_fio_verifies_what_it_has_written_at_random_places(
+    mount: Mount, shared: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     need("fio")
     folder = mount.path / "fio"
     folder.mkdir()
+    monkeypatch.chdir(tmp_path)  # where it leaves the state of its verification
     run(
         "fio", "--name=verify", f"--directory={folder}", "--rw=randwrite", "--bsrange=1k-256k",
         f"--size={'512m' if IS_FULL else '24m'}", "--numjobs=2", "--verify=crc32c",

@@ -82,7 +82,7 @@ class Pool:
         def work() -> None:
             self.server.recv(1 << 16)
             for piece in pieces:
-                with contextlib.suppress(BrokenPipeError):
+                with contextlib.suppress(ConnectionError):
                     self.server.sendall(piece)
             if ends:
                 self.server.close()
@@ -96,8 +96,8 @@ def pool() -> Iterator[Pool]:
     pool = Pool()
     yield pool
     pool.connection.close()
-    pool.server.close()
     pool.thread.join()
+    pool.server.close()
 
 
 def ask(pool: Pool, *, is_head: bool = False) -> Answer:

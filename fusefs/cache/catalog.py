@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic, sleep
 
 from fusefs.cache.ranges import RangeMap
 
@@ -60,6 +61,10 @@ class Row:
     is_synced: bool = False
 
 
+# How long another mount may be in the way.
+BUSY_S = 30.0
+
+
 class Catalog:
     """The table of one cache directory, as one mount uses it."""
 
@@ -71,9 +76,9 @@ class Catalog:
         """
         self._boot_id = boot_id
         try:
-            self._db = sqlite3.connect(path, timeout=30, check_same_thread=False)
+            self._db = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False)
             self._db.isolation_level = None
-            self._db.execute("PRAGMA journal_mode=WAL")
+            _switch_to_wal(self._db)
             # A lost commit only forgets; a synced row is committed after its data.
             self._db.execute("PRAGMA synchronous=NORMAL")
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
@@ -216,6 +221,19 @@ class Catalog:
             self._db.execute("ROLLBACK")
             raise
         self._db.execute("COMMIT")
+
+
+def _switch_to_wal(db: sqlite3.Connection) -> None:
+    """Turn on the write-ahead log; while others do, SQLite does not wait by itself."""
+    deadline = monotonic() + BUSY_S
+    while True:
+        try:
+            db.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or monotonic() > deadline:
+                raise
+        sleep(0.01)
 
 
 _COLUMNS = "name, generation, st_ino, size, ranges, used_at, is_synced"
