@@ -297,6 +297,10 @@ async def test_what_is_not_one_step_is_refused(mount: MortalMount, flags: int) -
         assert mount.store.contents() == {"b": b"b", "c": b"a"}
 
 
+@states(
+    "RENAME_NOREPLACE replaces no file that another node has just made, where the store "
+    "has conditions for copies."
+)
 async def test_what_another_node_has_just_made_is_not_replaced(mount: MortalMount) -> None:
     """If that is what the program asked for, as `mv` does."""
     mount.store.put("a", b"a")
@@ -312,6 +316,7 @@ async def test_what_another_node_has_just_made_is_not_replaced(mount: MortalMoun
 
 
 @pytest.mark.parametrize("made", ["b", "b/x"])
+@states("A directory that must replace nothing is renamed after a look into the bucket.")
 async def test_a_directory_takes_no_name_that_another_node_has_just_taken(
     mount: MortalMount, made: str
 ) -> None:
