@@ -9,8 +9,8 @@ import trio
 import trio.testing
 
 from fusefs.store import connections
-from fusefs.store.base import Priority
 from fusefs.store.connections import Connections
+from fusefs.store.priority import Priority
 
 
 def demand() -> Priority:

@@ -8,7 +8,7 @@ import threading
 import pytest
 import trio
 
-from fusefs.store.base import Priority
+from fusefs.store.priority import Priority
 from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.local_cache import until

@@ -15,11 +15,12 @@ import trio
 import trio.testing
 
 from fusefs.store import writing
-from fusefs.store.base import IF_ABSENT, IfMatch, ObjectVersion, Priority
+from fusefs.store.base import IF_ABSENT, IfMatch, ObjectVersion
 from fusefs.store.body import Body
 from fusefs.store.clients import Clients, S3Settings
 from fusefs.store.connections import Connections
 from fusefs.store.errors import ConflictError, ExistsError, StoreError
+from fusefs.store.priority import Priority
 from tests.support.buckets import Bucket, keys, stored
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.local_file import MakeFile

@@ -30,8 +30,9 @@ import trio
 from fusefs.cache.eviction import Space
 from fusefs.cache.file import CacheFile, OpenFile
 from fusefs.cache.files import FileCache
-from fusefs.store.base import ObjectVersion, Priority, Store
+from fusefs.store.base import ObjectVersion, Store
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
+from fusefs.store.priority import Priority
 
 # What a random read brings at least: a request costs as much time as this many
 # bytes, so less would save nothing, and more would be wasted on a jumping reader.

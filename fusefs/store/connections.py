@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import trio
 
-from fusefs.store.base import Priority
+from fusefs.store.priority import Priority
 
 BACK_OFF_EVERY_S = 1.0
 

@@ -11,7 +11,7 @@ from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
 from fusefs.store import listing
-from fusefs.store.base import IF_ABSENT, Condition, IfMatch, ObjectInfo, Priority, Urgency
+from fusefs.store.base import IF_ABSENT, Condition, IfMatch, ObjectInfo
 from fusefs.store.errors import (
     ConflictError,
     ExistsError,
@@ -20,6 +20,7 @@ from fusefs.store.errors import (
     UnreachableError,
     translate,
 )
+from fusefs.store.priority import Priority, Urgency
 from fusefs.store.stream import AttemptError
 
 if TYPE_CHECKING:

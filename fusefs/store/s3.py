@@ -40,8 +40,6 @@ from fusefs.store.base import (
     ObjectVersion,
     PendingUpload,
     UploadState,
-    Urgency,
-    demanded,
 )
 from fusefs.store.clients import Clients, S3Settings
 from fusefs.store.connections import Connections
@@ -55,6 +53,7 @@ from fusefs.store.errors import (
     ThrottledError,
 )
 from fusefs.store.patience import Patience
+from fusefs.store.priority import Urgency, demanded
 from fusefs.store.stream import Attempt, AttemptError, Stream, Transfer
 from fusefs.store.threads import Threads
 from fusefs.store.upload import S3Upload
