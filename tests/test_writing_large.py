@@ -68,7 +68,7 @@ def test_parts_that_the_bucket_has_are_not_sent_again_by_the_next_daemon(
     content = os.urandom(40 << 20)
     with open(mount.path / "big", "wb", buffering=0) as file:
         file.write(content)
-        (record,) = mount.cache.glob("mounts/*/staging/*/*.json")
+        (record,) = until(lambda: list(mount.cache.glob("mounts/*/staging/*/*.json")))
         until(
             lambda: len((json.loads(record.read_text())["upload"] or {"parts": ()})["parts"]) == 5
         )

@@ -95,7 +95,10 @@ class Program:
     def held(self) -> dict[str, str]:
         """What there has to be, {key: SHA-256}, once it has come to rest."""
         assert self.process.stdout is not None
-        assert select.select([self.process.stdout], [], [], LIMIT_S)[0], f"{self.name} hangs"
+        # A descriptor's number may be beyond what select(2) takes.
+        told_within = select.poll()
+        told_within.register(self.process.stdout)
+        assert told_within.poll(1000 * LIMIT_S), f"{self.name} hangs"
         told = self.process.stdout.readline()
         assert told, self.process.communicate(timeout=LIMIT_S)[1]
         return {f"{self.name}/{path}": digest for path, digest in json.loads(told).items()}

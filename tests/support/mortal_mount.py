@@ -342,23 +342,40 @@ class MortalMount:
         self.directory.mkdir(exist_ok=True)
         cache = FileCache(self._cache, "test", space)
         journal, state = self._journal()
-        async with trio.open_nursery() as nursery:
-            directories = Directories(self.store, 60.0, NoPages(), nursery)
-            operations = Operations(
-                self.store, directories, cache, Fetcher(self.store, cache, space, nursery),
-                NoPassthrough("no kernel"), journal, Ownership(0, 0, 0o644, 0o755), "",
-                writing=self._writing(nursery, Rules(**rules)), mounted_ns=self._mounted_ns,
-            )  # fmt: skip
-            if state is not None:
-                await restore(operations, state, {})
-            else:
-                operations.tell_table(journal)
-            try:
-                yield Process(operations, self._uniques)
-            finally:
-                journal.close(remove=False)
-                nursery.cancel_scope.cancel()
+        ended = contextlib.ExitStack()
+        try:
+            async with trio.open_nursery() as nursery:
+                directories = Directories(self.store, 60.0, NoPages(), nursery)
+                operations = Operations(
+                    self.store, directories, cache, Fetcher(self.store, cache, space, nursery),
+                    NoPassthrough("no kernel"), journal, Ownership(0, 0, 0o644, 0o755), "",
+                    writing=self._writing(nursery, Rules(**rules)), mounted_ns=self._mounted_ns,
+                )  # fmt: skip
+                assert operations.mutations is not None
+                ended.callback(os.close, operations.mutations.writer.empty)
+                if state is not None:
+                    await restore(operations, state, {})
+                else:
+                    operations.tell_table(journal)
+                try:
+                    yield Process(operations, self._uniques)
+                finally:
+                    journal.close(remove=False)
+                    nursery.cancel_scope.cancel()
+        except BaseException:
+            cache._catalog.close()
+            raise
+        finally:
+            ended.callback(self._close_all)
+            ended.close()
         await cache.aclose(sync=False)
+
+    def _close_all(self) -> None:
+        """Close the files that a process had open, as the kernel does at its end."""
+        for fd in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if fd.readlink().is_relative_to(self.directory / "staging"):
+                    os.close(int(fd.name))
 
     def _journal(self) -> tuple[Journal, KernelState | None]:
         path = self.directory / "journal"
