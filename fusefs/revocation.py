@@ -94,12 +94,22 @@ class Revocation:
         is_refused = await self._door.is_refused(self._prefix)
         if is_refused and self._since is None:
             self._since = began
-            self._record.write_text(str(time.monotonic()))
+            self._put_on_record()
         if self._since is not None and self._door.answered >= self._since:
             self._since = None
-            self._record.unlink(missing_ok=True)
+            self._put_on_record()
         if is_refused is not None:
             self._judge()
+
+    def _put_on_record(self) -> None:
+        """Have the next daemon know whether S3 refuses; without that it finds out by itself."""
+        try:
+            if self._since is None:
+                self._record.unlink(missing_ok=True)
+            else:
+                self._record.write_text(str(time.monotonic()))
+        except OSError as error:
+            logger.warning("%s can't be changed: %s", self._record, error.strerror)
 
     def _judge(self) -> None:
         refused_s = self.refused_s

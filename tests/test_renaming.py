@@ -297,10 +297,7 @@ async def test_what_is_not_one_step_is_refused(mount: MortalMount, flags: int) -
         assert mount.store.contents() == {"b": b"b", "c": b"a"}
 
 
-@states(
-    "RENAME_NOREPLACE replaces no file that another node has just made, where the store "
-    "has conditions for copies."
-)
+@states("Where the store has conditional copies, RENAME_NOREPLACE replaces no other node's file.")
 async def test_what_another_node_has_just_made_is_not_replaced(mount: MortalMount) -> None:
     """If that is what the program asked for, as `mv` does."""
     mount.store.put("a", b"a")

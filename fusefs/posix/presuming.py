@@ -8,8 +8,8 @@ EXPERIENCE in a row, of whatever directories, said nothing.
 What makes that safe enough: one object that says something ends it for its directory;
 an object is asked all the same if it is younger than those that were (a data set is
 uploaded at one time, and what others write beside it later is not of that kind); and a
-directory in which this cache's mounts ever changed something is never presumed of. Before
-anything is changed, its object is always asked.
+directory in which this mount, or an earlier one with its cache, changed something is never
+presumed of. Before anything is changed, its object is always asked.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class _Directory:
 class Presumption:
     """What is presumed of one bucket. Belongs to the event loop.
 
-    The directories that were changed are on `record`, a file that all mounts of
-    one cache share; without one they are known to this mount alone.
+    The directories that were changed are on `record`, a file of the cache that is read
+    once, by the next mounts; without one they are known to this mount alone.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Presumption:
             self.changed(new + prefix[len(old) :])
 
     def changed(self, prefix: str) -> None:
-        """A mount of this cache has written something into a directory."""
+        """This mount has written something into a directory."""
         if prefix in self._changed or self._mode != ObjectAttributes.AUTO:
             return
         self._changed.add(prefix)
