@@ -43,6 +43,9 @@ TOKENS = "csi.storage.k8s.io/serviceAccount.tokens"
 NAMESPACE = "csi.storage.k8s.io/pod.namespace"
 ACCOUNT = "csi.storage.k8s.io/serviceAccount.name"
 
+# Who reads as the driver itself.
+DRIVER = "the driver"
+
 _NOT_FOR_SESSION = re.compile(r"[^\w+=,.@-]", re.ASCII)
 _MAX_SESSION = 64
 
@@ -94,7 +97,7 @@ def choose(
             "an inline volume needs a nodePublishSecretRef, roleArn or anonymous: the driver's own"
             " credentials are not for it"
         )
-    return Identity("the driver", ("driver",), keys=_own.keys())
+    return Identity(DRIVER, ("driver",), keys=_own.keys())
 
 
 def _refuse_control_characters(keys: Keys) -> None:

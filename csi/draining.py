@@ -62,6 +62,10 @@ class Draining:
         self._mounts.end(record, ends, is_forced=is_forced)
         self._began.pop(record.key, None)
 
+    def is_used_again(self, record: MountRecord) -> None:
+        """Somebody uses a mount whose end was waited for: later that has all its time again."""
+        self._began.pop(record.key, None)
+
     def _is_given_up(self, record: MountRecord) -> bool:
         began = self._began.setdefault(record.key, time.monotonic())
         return time.monotonic() - began >= record.drain_timeout_s

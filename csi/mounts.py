@@ -166,7 +166,9 @@ class Mounts:
         answer = _run_starter(record, self._daemons.supervisor, deadline)
         if "error" in answer:
             why = str(answer["error"])
-            raise _refusal(why)(f"{why}, as {record.who}")
+            # What the bucket and the prefix are called says nothing.
+            kind = _refusal(why.replace(record.source.rstrip("/"), ""))
+            raise kind(f"{why}, as {record.who}")
         log.info("%s is mounted for %s as uid %d", record.source, record.volume_id, record.uid)
 
     def secure(self, record: MountRecord, deadline: float) -> None:

@@ -28,7 +28,7 @@ from csi import binding
 from csi.binding import Table
 from csi.caretaker import Caretaker
 from csi.claims import Claims
-from csi.credentials import CredentialFiles, Identity, choose
+from csi.credentials import DRIVER, CredentialFiles, Identity, choose
 from csi.domains import Domains
 from csi.draining import Draining
 from csi.errors import (
@@ -181,6 +181,8 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             return False
         try:
             identity, _, _ = self._who(request, asked)
+            if (identity.who == DRIVER) != (record.who == DRIVER):
+                raise InvalidArgumentError("its Secret is empty now")
             self._files.store(record.key, identity, record.uid)
         except (CsiError, OSError) as error:
             # Kubelet would take the running pod's volume away.
@@ -212,6 +214,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         if self._warming.is_awaited(record, warm):
             return record, warm
         self._bind(record, asked)
+        self._draining.is_used_again(record)
         self._warming.is_not_waited_for(record.key, asked.target)
         self._warming.begin(record, warm)
         self._sweep(asked.volume_id)

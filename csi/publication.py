@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +26,8 @@ _FOREIGN = ("csi.storage.k8s.io/", "storage.kubernetes.io/")
 _ONE_TARGET = frozenset((
     Mode.SINGLE_NODE_WRITER, Mode.SINGLE_NODE_READER_ONLY, Mode.SINGLE_NODE_SINGLE_WRITER,
 ))  # fmt: skip
+# What kubelet calls an inline volume: a digest of the pod's uid and the volume's name.
+_INLINE_ID = re.compile("csi-[0-9a-f]{64}")
 _MAX_GROUP = 2**32 - 2
 
 
@@ -78,7 +82,7 @@ def read_request(
     target = target_of(request.target_path, kubelet_directory, own_directory)
     context = dict(request.volume_context)
     own = {name: value for name, value in context.items() if not name.startswith(_FOREIGN)}
-    is_inline = context.get(EPHEMERAL) == "true"
+    is_inline = _is_inline(request.volume_id, context)
     location = {name: value for name, value in own.items() if name in LOCATION_KEYS}
     attributes = {name: value for name, value in own.items() if name not in LOCATION_KEYS}
     if is_inline and "endpoint" in location:
@@ -96,6 +100,14 @@ def read_request(
         attributes,
         tuple(capability.mount.mount_flags),
     )
+
+
+def _is_inline(volume_id: str, context: Mapping[str, str]) -> bool:
+    """Whether a pod's author wrote the volume.
+
+    Kubelet says so while the CSIDriver object has podInfoOnMount; it always shows in the id.
+    """
+    return context.get(EPHEMERAL) == "true" or bool(_INLINE_ID.fullmatch(volume_id))
 
 
 def target_of(text: str, kubelet_directory: Path, own_directory: Path, *, name: str = "") -> Path:

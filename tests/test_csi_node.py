@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import grpc
 import pytest
 
 from csi.generated import csi_pb2
-from tests.support.buckets import Bucket
+from tests.support.buckets import Bucket, keys
 from tests.support.csi_node import (
     SECRETS,
     Mode,
@@ -114,6 +115,9 @@ def test_an_inline_volume_lives_with_its_pods_secret_alone(node: Node, data: Buc
         node.publish("csi-1", target, secrets={}, **inline)
     with refused(Code.INVALID_ARGUMENT, "endpoint"):
         node.publish("csi-1", target, endpoint="http://169.254.169.254", **inline)
+    # Kubelet says what it is only as long as the CSIDriver object asks for it.
+    with refused(Code.INVALID_ARGUMENT, "inline"):
+        node.publish("csi-" + "0a" * 32, target, secrets={}, bucket=data.name)
     node.publish("csi-1", target, **inline)
     assert (target / "hello").read_bytes() == b"hello"
     node.unpublish("csi-1", target)
@@ -142,7 +146,9 @@ def test_publishing_again_brings_fresh_keys_and_asks_neither_bucket_nor_mount(
     try:
         fresh = {"accessKeyId": "NEW", "secretAccessKey": "new-one"}
         node.publish("again", target, timeout_s=20, secrets=fresh, **volume)
-        node.publish("again", target, secrets={"accessKeyId": "only"}, timeout_s=20, **volume)
+        # Neither is a reason to take the pod's volume away, or to read it as the driver.
+        for useless in ({"accessKeyId": "only"}, {}):
+            node.publish("again", target, secrets=useless, timeout_s=20, **volume)
     finally:
         os.kill(daemon, signal.SIGCONT)
     assert len(faulty.requests()) == before
@@ -217,6 +223,15 @@ def test_a_missing_right_is_said(node: Node, data: Bucket, faulty: FaultyS3) -> 
     faulty.add("LIST", code="AccessDenied")
     with refused(Code.PERMISSION_DENIED, "access denied", data.name, ACCESS_KEY, "request"):
         node.publish("denied", node.target("pod"), store="faulty", bucket=data.name)
+
+
+def test_what_a_volume_is_called_is_no_reason_to_refuse_it(
+    node: Node, data: Bucket, faulty: FaultyS3
+) -> None:
+    volume = {"store": "faulty", "bucket": data.name, "prefix": "credentials/access denied"}
+    faulty.add("LIST", code="InternalError")
+    with refused(Code.UNAVAILABLE, "credentials/access denied"):
+        node.publish("named", node.target("pod"), retryTime="1s", **volume)
 
 
 def test_a_missing_bucket_is_said(node: Node) -> None:
@@ -374,3 +389,31 @@ def test_what_could_not_be_uploaded_is_waited_for(
     faulty.remove(fault)
     node.unpublish("slow", target)
     assert data.client.get_object(Bucket=data.name, Key="a/late")["Body"].read() == b"x" * 1000
+
+
+def test_what_cannot_be_uploaded_in_time_is_uploaded_by_the_next_mount(
+    node: Node, data: Bucket, faulty: FaultyS3
+) -> None:
+    target, other = node.target("pod"), node.target("other-pod")
+    volume = {"store": "faulty", "bucket": data.name, "prefix": "a", "retryTime": "1s",
+              "drainTimeout": "2s"}  # fmt: skip
+    node.publish("given-up", target, **volume)
+    fault = faulty.add("PUT", code="InternalError")
+    with pytest.raises(OSError), (target / "kept").open("wb") as file:  # noqa: PT011
+        file.write(b"kept")
+    with refused(Code.ABORTED, "kept"):
+        node.unpublish("given-up", target, timeout_s=3.5)
+    node.publish("given-up", other, **volume)
+    node.unpublish("given-up", target)
+    time.sleep(2)
+    with refused(Code.ABORTED, "kept"):  # it was used meanwhile, and has all its time again
+        node.unpublish("given-up", other, timeout_s=3.5)
+    until_final(node.unpublish, "given-up", other)
+    assert node.leftovers() == []
+    assert "given up" in node.log.read_text()
+    faulty.remove(fault)
+    node.publish("given-up", target, **volume)
+    until(lambda: (target / "kept").read_bytes() == b"kept", "it is there")
+    until(lambda: "a/kept" in keys(data), "it is in the bucket")
+    node.unpublish("given-up", target)
+    data.delete("a/kept")
