@@ -144,6 +144,31 @@ def test_a_walk_through_small_folders_costs_a_request_for_many_of_them() -> None
     trio.run(check)
 
 
+def test_a_walk_lists_no_key_twice() -> None:
+    async def check() -> None:
+        bucket = Bucket((f"p/{n:03}/{name:02}" for n in range(100) for name in range(60)), 100)
+        async with listings(bucket) as directories:
+            for name, _ in await stream(directories, "p/"):
+                assert len(await stream(directories, f"p/{name}/")) == 60
+        # All folders, the first two by themselves, and 98 * 60 keys.
+        assert bucket.lists <= 1 + 2 + 59
+
+    trio.run(check)
+
+
+def test_a_folder_that_two_pages_tell_of_is_believed_as_long_as_the_first() -> None:
+    async def check() -> None:
+        bucket = Bucket((f"p/{n:03}/{name:02}" for n in range(9) for name in range(60)), 100)
+        async with listings(bucket) as directories:
+            for number in range(6):
+                await stream(directories, f"p/{number:03}/")
+            # Two by themselves, then pages: 002 and a part of 003, the rest and a part of 004.
+            of_2, of_3, of_4 = (directories.get(f"p/00{n}/").segments[0].fetched for n in (2, 3, 4))
+        assert of_2 == of_3 < of_4
+
+    trio.run(check)
+
+
 def test_looking_up_every_file_costs_a_request_a_page_at_most() -> None:
     async def check() -> None:
         bucket = Bucket(f"p/{number:05}.jpg" for number in range(5000))
