@@ -1,0 +1,113 @@
+"""How a driver that starts goes on with the mounts of the one before it: all beside each other."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from csi import caretaker
+from csi.caretaker import AT_ONCE, Caretaker
+from csi.claims import Claims
+from csi.mount_records import MountRecord
+from tests.support.sharing import PATIENCE_S
+from tests.support.waiting import until
+
+VOLUMES = 20
+
+
+def a_record(key: str, volume_id: str) -> MountRecord:
+    return MountRecord(key, volume_id, f"/mounts/{key}", "s3://b", "me", 1, "", "", 0.0)
+
+
+class PlayedMounts:
+    """Mounts that pods use, and that have no keeper. Those of `hanging` take for ever."""
+
+    def __init__(self, volumes: list[str], hanging: Sequence[str] = ()) -> None:
+        self.records = self
+        self._all = [a_record(str(number), volume) for number, volume in enumerate(volumes)]
+        self._hanging = hanging
+        self._lock = threading.Lock()
+        self.let_go = threading.Event()
+        self.begun: Counter[str] = Counter()
+        self.at_work = 0
+        self.most_at_work = 0
+
+    def all(self) -> list[MountRecord]:
+        return self._all
+
+    def read(self, key: str) -> MountRecord:
+        return self._all[int(key)]
+
+    def references(self, *_: Any) -> list[str]:
+        return ["/pods/one"]
+
+    def unknown(self) -> list[str]:
+        return []
+
+    def secure(self, record: MountRecord, _deadline: float) -> None:
+        with self._lock:
+            self.begun[record.volume_id] += 1
+            self.at_work += 1
+            self.most_at_work = max(self.at_work, self.most_at_work)
+        if record.volume_id in self._hanging:
+            self.let_go.wait(PATIENCE_S)
+        else:
+            time.sleep(0.01)
+        with self._lock:
+            self.at_work -= 1
+
+
+class PlayedWarming:
+    def is_expected(self, _key: str) -> bool:
+        return False
+
+
+def caretaker_of(mounts: Any) -> Caretaker:
+    played: Any = PlayedWarming()
+    draining: Any = None
+    return Caretaker(mounts, Claims(), draining, played)
+
+
+def names(count: int) -> list[str]:
+    return [f"volume-{number}" for number in range(count)]
+
+
+def test_mounts_that_hang_keep_no_other_from_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(caretaker, "WORKING_S", 0.1)
+    hanging = names(2 * AT_ONCE)
+    mounts = PlayedMounts(names(VOLUMES), hanging)
+    looking = caretaker_of(mounts)
+    try:
+        for rounds in (1, 2):
+            looking.look_round()
+            wanted = {name: 1 if name in hanging else rounds for name in names(VOLUMES)}
+            until(lambda wanted=wanted: mounts.begun == wanted, "all others have their turn")
+            until(lambda: mounts.at_work == len(hanging), "they are done")
+    finally:
+        mounts.let_go.set()
+
+
+def test_no_more_are_gone_on_with_at_a_time_than_the_processors_bear() -> None:
+    mounts = PlayedMounts(names(VOLUMES), names(VOLUMES))
+    looking = threading.Thread(target=caretaker_of(mounts).look_round, daemon=True)
+    looking.start()
+    try:
+        until(lambda: mounts.at_work == AT_ONCE, "some are at work")
+        time.sleep(0.1)
+        assert mounts.begun.total() == AT_ONCE
+    finally:
+        mounts.let_go.set()
+    until(lambda: mounts.begun.total() == VOLUMES, "all have their turn")
+    assert mounts.most_at_work == AT_ONCE
+
+
+def test_all_mounts_of_one_volume_have_their_turn() -> None:
+    mounts = PlayedMounts(["volume"] * 5)
+    caretaker_of(mounts).look_round()
+    until(lambda: mounts.begun.total() == 5 and not mounts.at_work, "all are done")
+    assert mounts.most_at_work == 1
