@@ -96,12 +96,13 @@ def of_files(found: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class Handles:
-    """One open file on both; `first` is what it had when it was opened."""
+    """One open file on both; `first` is what it had when it was opened as `path`."""
 
     plain: int
     mounted: int
     flags: int
     first: bytes
+    path: str
 
 
 class Disks(RuleBasedStateMachine):
@@ -112,6 +113,7 @@ class Disks(RuleBasedStateMachine):
     scratch: Path
     has_attributes: bool
     has_fallocate: bool
+    knows_old_nodes: bool
     numbers = itertools.count()
     steps = 0
 
@@ -273,7 +275,7 @@ class Disks(RuleBasedStateMachine):
                 os.close(fd)
             return
         first = Path(f"/proc/self/fd/{fds[0]}").read_bytes()
-        self.open.append(Handles(fds[0], fds[1], access | more, first))
+        self.open.append(Handles(fds[0], fds[1], access | more, first, path))
 
     def both_open(self, number: int, call: Callable[[int], object]) -> None:
         Disks.steps += 1
@@ -315,10 +317,15 @@ class Disks(RuleBasedStateMachine):
             self.both_open(number, lambda fd: shown(os.fstat(fd)))
 
     @precondition(lambda self: self.open)
-    @rule(number=st.integers(0, 5), mode=MODES)
-    def change_open(self, number: int, mode: int) -> None:
-        if self.open[number % len(self.open)].flags & os.O_ACCMODE != os.O_RDONLY:
-            self.both_open(number, lambda fd: os.fchmod(fd, mode))
+    @rule(number=st.integers(0, 5), mode=MODES, time_ns=st.integers(OLDEST_NS, NEWEST_NS))
+    def change_open(self, number: int, mode: int, time_ns: int) -> None:
+        one = self.open[number % len(self.open)]
+        if one.flags & os.O_ACCMODE == os.O_RDONLY and not self.knows_old_nodes:
+            return
+        self.both_open(number, lambda fd: os.fchmod(fd, mode))
+        self.both_open(number, lambda fd: os.fchown(fd, mode % 7, -1))
+        self.both_open(number, lambda fd: os.utime(fd, ns=(time_ns, time_ns)))
+        self.both(lambda _root: None, one.path)
 
     @precondition(lambda self: self.open)
     @rule(number=st.integers(0, 5))
@@ -376,6 +383,8 @@ def test_a_mount_behaves_like_a_disk(
         has_attributes = all(map(can_set_attributes, (mount.path / "x", tmp_path / "x")))
         # pyfuse3 has none, and glibc's substitute needs a file that can be read.
         has_fallocate = session == "kernel"
+        # Under pyfuse3 a file that was replaced is not told from one that was edited.
+        knows_old_nodes = session == "kernel"
 
     Machine.mount, Machine.bucket, Machine.scratch = mount, bucket, tmp_path / "plain"
     with remembering():

@@ -53,7 +53,7 @@ class Changes(Naming):
         *,
         may_delete: bool = True,
     ) -> None:
-        super().__init__(store, directories, inodes, writer, log, may_delete=may_delete)
+        super().__init__(store, directories, inodes, handles, writer, log, may_delete=may_delete)
         self._mover = Mover(directories, cache, writer.staging, inodes, handles)
         self._renames = Renames(
             store, renames, writer.staging.source, inodes.prefix, writer.empty,

@@ -158,6 +158,14 @@ class HandleTable:
             self._log.closed(fh)
         return handle
 
+    def former(self, parent: Inode, name: str) -> set[Inode]:
+        """The nodes that are open, and that a name stood for before it had another one."""
+        return {
+            one.inode
+            for one in self.files.values()
+            if not one.inode.is_current and (one.inode.parent, one.inode.name) == (parent, name)
+        }
+
     def open_directory(self, inode: Inode, generation: int, unique: int) -> DirectoryHandle:
         handle = DirectoryHandle(self._next, inode, generation, unique)
         self._next += 1

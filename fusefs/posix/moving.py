@@ -15,6 +15,7 @@ from fusefs.cache.files import FileCache
 from fusefs.posix.copying import Copies
 from fusefs.posix.directories import Directories
 from fusefs.posix.handles import HandleTable
+from fusefs.posix.inode import stable_ino
 from fusefs.posix.inodes import Inode, InodeTable
 from fusefs.posix.segments import ABSENT
 from fusefs.posix.staging import Staged, Staging
@@ -70,6 +71,10 @@ class Mover:
         """Let a name be another one; its copy, if there is one, is what `moved` tells."""
         old, new = self._inodes.key(parent), self._inodes.key(to)
         entry = next(iter(moved.values()), None)
+        for replaced in self._handles.former(to, new_name):
+            self._inodes.detach(replaced)
+        for old_node in self._handles.former(parent, name):
+            self._take_along(old_node, to, new_name)
         is_staged = inode is not None and inode.staged is not None
         if inode is not None:
             self._inodes.move(inode, to, new_name, moved)
@@ -83,6 +88,12 @@ class Mover:
         assert entry is not None
         self._directories.changed(new, new_name, entry, lasting=is_staged)
         self._follow(moved, left)
+
+    def _take_along(self, inode: Inode, to: Inode, name: str) -> None:
+        """Have a node with an old content of a file know the name that the file has now."""
+        if inode.info is not None and not is_detached(inode):
+            inode.parent, inode.name = to, name
+            self._inodes.replace_version(inode, inode.info)
 
     def _stand_for(self, inode: Inode, copy: ObjectInfo) -> None:
         """What was copied is not the version that the node stands for."""
@@ -129,6 +140,8 @@ class Mover:
                 continue
             copy = moved.get(inode.info.version)
             if copy is not None and not inode.is_current:
+                if not is_detached(inode):
+                    inode.ino = stable_ino(copy.key)
                 self._inodes.follow(inode, copy, copy.key)
             elif inode.is_current and handle.backing_id and inode.info.version in left:
                 self._inodes.supersede(inode)
@@ -140,6 +153,11 @@ def _follow_copy(staged: Staged, copies: Copies) -> None:
     # What somebody else has put there meanwhile is for the upload to find.
     if source is not None and source.etag == staged.etag:
         staged.etag = copies.made[staged.key].etag
+
+
+def is_detached(inode: Inode) -> bool:
+    """Whether a file's name was taken from it; see `InodeTable.detach`."""
+    return inode.info is not None and inode.ino != stable_ino(inode.info.key)
 
 
 def _parent(key: str) -> str:

@@ -58,11 +58,14 @@ class Mutations:
         await self._apart.run(waiting(self._setattr(inode, new)))
         return self._operations.getattr(nodeid)
 
-    async def _setattr(self, inode: Inode, new: NewAttributes) -> None:
+    async def _setattr(self, asked: Inode, new: NewAttributes) -> None:
         mtime_ns = new.mtime_ns
+        inode = await self.changes.file_now(asked)
         # What is staged now would go up with what is known now.
-        await self._operations.learner.learn(inode)
+        await self._learn(inode)
         if new.size is not None:
+            if _is_left_behind(asked):
+                raise OSError(errno.ESTALE, "the name is another node's now")
             if inode.info is None:
                 raise OSError(errno.EISDIR, "a directory")
             if new.size != self._operations.attributes(inode).size:
@@ -71,15 +74,18 @@ class Mutations:
         old = self._operations.learner.meta(inode)
         if inode.staged is not None and mtime_ns == self._operations.attributes(inode).mtime_ns:
             mtime_ns = None
-        changed = old.changed(
-            # The type stays, and set-id bits are never kept.
-            mode=old.mode if new.mode is None else stat.S_IFMT(old.mode) | new.mode & PERMISSIONS,
-            uid=old.uid if new.uid is None else new.uid,
-            gid=old.gid if new.gid is None else new.gid,
-            mtime_ns=old.mtime_ns if mtime_ns is None else mtime_ns,
-        )
+        changed = _changed(old, new, mtime_ns)
         if changed != old:
             await self._keep(inode, changed)
+        if inode is not asked:
+            asked.meta = _changed(self._operations.learner.meta(asked), new, mtime_ns)
+            asked.packed = None
+            self._inodes.drop_unknown(inode)
+
+    async def _learn(self, inode: Inode) -> None:
+        """Know what an object says that is to be changed."""
+        if not _is_left_behind(inode):
+            await self._operations.learner.learn(inode)
 
     async def setxattr(
         self, nodeid: int, name: bytes, value: bytes, flags: int, caller: Caller
@@ -93,7 +99,7 @@ class Mutations:
     async def _change_xattrs(
         self, nodeid: int, name: bytes, value: bytes | None, flags: int, caller: Caller
     ) -> None:
-        inode = self._inodes.get(nodeid)
+        asked = self._inodes.get(nodeid)
         try:
             text = name.decode()
         except UnicodeDecodeError:
@@ -101,12 +107,16 @@ class Mutations:
         is_repeated = caller.unique in self.changes.begun
 
         async def act() -> None:
-            await self._operations.learner.learn(inode)
+            inode = await self.changes.file_now(asked)
+            await self._learn(inode)
             old = self._operations.learner.meta(inode)
             pairs = xattrs.changed(old.xattrs, text, value, flags, is_repeated=is_repeated)
             if pairs != old.xattrs:
                 self._log.begun(caller.unique)
                 await self._keep(inode, old.changed(xattrs=pairs))
+            if inode is not asked:
+                asked.meta = self._operations.learner.meta(asked).changed(xattrs=pairs)
+                self._inodes.drop_unknown(inode)
 
         await self._apart.run(waiting(act()))
 
@@ -114,16 +124,20 @@ class Mutations:
         """Have the bucket keep other attributes of an inode."""
         if not meta.fits:
             raise OSError(errno.ENOSPC, "S3 keeps 2 KiB of metadata with an object")
-        if inode.info is not None:
+        if _is_left_behind(inode):
+            inode.meta = meta  # for who has it open
+        elif inode.info is not None:
             try:
                 await self.writer.change_meta(inode, meta)
-            except StaleVersionError:
-                self._operations.outdate(inode)
-                raise
-            except NotFoundError:
-                if inode.is_current:
+            except (StaleVersionError, NotFoundError) as error:
+                if _is_left_behind(inode):
+                    inode.meta = meta  # it was removed meanwhile
+                elif inode.staged is None:
+                    # Who has a name looks it up again; an open file has no object any more.
+                    self._operations.outdate(inode)
+                    raise OSError(errno.ESTALE, str(error)) from error
+                else:
                     raise
-                inode.meta = meta  # unlinked, and open
         elif self._inodes.key(inode):
             await self.changes.change_directory(inode, meta)
         else:
@@ -221,3 +235,18 @@ class Mutations:
         if text is None:
             raise OSError(errno.ENOENT, "no such name")
         return text
+
+
+def _is_left_behind(inode: Inode) -> bool:
+    """Whether a node has neither a name nor a content of its own any more."""
+    return not inode.is_current and inode.staged is None
+
+
+def _changed(old: Meta, new: NewAttributes, mtime_ns: int | None) -> Meta:
+    return old.changed(
+        # The type stays, and set-id bits are never kept.
+        mode=old.mode if new.mode is None else stat.S_IFMT(old.mode) | new.mode & PERMISSIONS,
+        uid=old.uid if new.uid is None else new.uid,
+        gid=old.gid if new.gid is None else new.gid,
+        mtime_ns=old.mtime_ns if mtime_ns is None else mtime_ns,
+    )

@@ -22,9 +22,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from fusefs.posix.answers import Caller
 from fusefs.posix.directories import Directories
 from fusefs.posix.gate import Gate
+from fusefs.posix.handles import HandleTable
 from fusefs.posix.inodes import Inode, InodeTable
 from fusefs.posix.journal import NodeLog
 from fusefs.posix.meta import PERMISSIONS, Meta
+from fusefs.posix.moving import is_detached
 from fusefs.posix.segments import ABSENT, Absent, Entry
 from fusefs.posix.staging import Staged
 from fusefs.posix.writing import Writer
@@ -39,6 +41,7 @@ class Naming:
         store: Store,
         directories: Directories,
         inodes: InodeTable,
+        handles: HandleTable,
         writer: Writer,
         log: NodeLog,
         *,
@@ -47,6 +50,7 @@ class Naming:
         self._store = store
         self._directories = directories
         self._inodes = inodes
+        self._handles = handles
         self._writer = writer
         self._log = log
         self._may_delete = may_delete
@@ -99,6 +103,22 @@ class Naming:
 
     def _current(self, parent: Inode, name: str) -> Inode | None:
         return (parent.children or {}).get(name)
+
+    async def file_now(self, inode: Inode) -> Inode:
+        """The node to change where a program changes a node's mode, owner, times or attributes.
+
+        A file that was written to while somebody reads an old version of it is
+        the same file under another node. One that was removed or replaced here
+        is not: what is changed through a handle of it concerns no name.
+        """
+        if inode.is_current or inode.staged is not None or inode.info is None:
+            return inode
+        if inode.parent is None or is_detached(inode):
+            return inode
+        found = await self._find(inode.parent, inode.name)
+        if isinstance(found, Absent) or found is None:
+            return inode
+        return self._inodes.resolve(inode.parent, inode.name, found, found.key)
 
     # Making
 
@@ -218,6 +238,8 @@ class Naming:
         inode = self._current(parent, name)
         if inode is not None:
             self._inodes.detach(inode)
+        for former in self._handles.former(parent, name):
+            self._inodes.detach(former)
         self._directories.changed(self._inodes.key(parent), name, ABSENT)
 
     def _check_deleting(self, name: str) -> None:
