@@ -2,19 +2,47 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import stat
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
 from tests.support.buckets import Bucket
 from tests.support.csi_container import container_reading
+from tests.support.csi_daemons import DaemonsProcess, daemons_of
 from tests.support.csi_node import Node, capability, running_node
-from tests.support.csi_pod import USER
+from tests.support.csi_pod import USER, Pod
 from tests.support.s3_server import S3Server
+from tests.support.sharing import PATIENCE_S
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.skipif(shutil.which("runc") is None, reason="there is no runc")
+
+# Reads without a pause: a file that it has open, the same opened anew, and the directory.
+# Tells how often, and what went wrong, when it is asked.
+ALWAYS_READING = """
+import json, os, sys, threading
+path = sys.argv[1]
+held = open(path, "rb")
+told = {"reads": 0, "wrong": []}
+def read_on():
+    while True:
+        try:
+            seen = [os.pread(held.fileno(), 99, 0), open(path, "rb").read()]
+            if seen != [b"hello"] * 2 or os.listdir(os.path.dirname(path)) != ["hello"]:
+                told["wrong"].append(repr(seen))
+        except OSError as error:
+            told["wrong"].append(str(error))
+        told["reads"] += 1
+print("ready", flush=True)
+threading.Thread(target=read_on, daemon=True).start()
+for _ in sys.stdin:
+    print(json.dumps({**told, "wrong": told["wrong"][:3]}), flush=True)
+"""
 
 WRITER = """
 import sys
@@ -29,12 +57,34 @@ for _ in sys.stdin:
         print(error, flush=True)
 """
 
+# Tells the modes of what is there, and as whom a program of the volume runs.
+LOOKER = """
+import json, os, subprocess, sys
+folder, program = os.path.split(sys.argv[1])
+print("ready", flush=True)
+for _ in sys.stdin:
+    found = {name: os.lstat(f"{folder}/{name}").st_mode for name in os.listdir(folder)}
+    done = subprocess.run([sys.argv[1], "-u"], capture_output=True, text=True)
+    print(json.dumps({"modes": found, "user": done.stdout + done.stderr}), flush=True)
+"""
+
 
 @pytest.fixture(scope="module")
-def node(s3: S3Server) -> Iterator[Node]:
-    with running_node(main=s3.endpoint_url) as node:
+def running(s3: S3Server) -> Iterator[Node]:
+    with running_node("--daemons=there", main=s3.endpoint_url) as node:
         yield node
-        assert node.leftovers() == []
+
+
+@pytest.fixture
+def node(running: Node) -> Iterator[Node]:
+    yield running
+    assert running.leftovers() == []
+
+
+@pytest.fixture
+def daemons(node: Node) -> Iterator[DaemonsProcess]:
+    with daemons_of(node, "daemons") as daemons:
+        yield daemons
 
 
 @pytest.fixture(scope="module")
@@ -43,26 +93,79 @@ def data(shared: Bucket) -> Bucket:
     return shared
 
 
-def test_a_container_reads_on_through_deaths_and_sees_what_is_stacked(
-    node: Node, data: Bucket
+class Readers:
+    """Two containers that always read, of which one may also write."""
+
+    def __init__(self, pods: list[Pod]) -> None:
+        self._pods = pods
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Both read what is there, and have never seen anything else."""
+        for pod in self._pods:
+            before = self._told(pod)
+            # One read may have begun before.
+            until(lambda pod=pod, before=before: self._told(pod) > before + 1, "it reads on")
+
+    def _told(self, pod: Pod) -> int:
+        told = json.loads(pod.read())
+        assert told["wrong"] == []
+        return int(told["reads"])
+
+
+def test_containers_always_read_whatever_dies_or_is_replaced(
+    node: Node, data: Bucket, daemons: DaemonsProcess
+) -> None:
+    target = node.target("pod")
+    volume = {"bucket": data.name, "prefix": "a", "metadataTtl": "0s"}
+    node.publish("volume", target, **volume)
+    with ExitStack() as pods_of_daemons:
+        with (
+            container_reading(node, target, "hello", code=ALWAYS_READING) as writing,
+            container_reading(node, target, "hello", code=ALWAYS_READING, read_only=True) as pod,
+        ):
+            readers = Readers([writing, pod])
+            node.kill()
+            node.start("--daemons=there")
+            readers.go_on()
+            node.kill_all("fusefs.daemon")
+            readers.go_on()
+            node.kill_all("keeper")
+            readers.go_on()
+            node.kill()
+            node.kill_all("keeper")
+            readers.go_on()
+            node.start("--daemons=there")
+            node.publish("volume", target, **volume)
+            readers.go_on()
+            second = pods_of_daemons.enter_context(daemons_of(node, "second"))
+            daemons.process.terminate()
+            assert daemons.process.wait(PATIENCE_S) == 0
+            readers.go_on()
+            second.kill()
+            pods_of_daemons.enter_context(daemons_of(node, "third"))
+            readers.go_on()
+        node.unpublish("volume", target)
+
+
+def test_a_new_container_sees_what_is_stacked_on_a_dead_mount(
+    node: Node, data: Bucket, daemons: DaemonsProcess
 ) -> None:
     target = node.target("pod")
     node.publish("volume", target, bucket=data.name, prefix="a")
     with container_reading(node, target, "hello") as pod:
-        node.kill()
-        node.start()
-        node.kill_all("fusefs.daemon")
-        assert pod.read() == "hello hello"
-        node.kill_all("keeper")
-        assert pod.read() == "hello hello"
+        daemons.kill()
         node.kill_all()
         until(lambda: not node.processes(), "they are dead")
-        node.publish("volume", target, bucket=data.name, prefix="a")
-    with container_reading(node, target, "hello", read_only=True) as pod:
-        assert pod.read() == "hello hello"
-    node.unpublish("volume", target)
+        with daemons_of(node, "second"):
+            node.publish("volume", target, bucket=data.name, prefix="a")
+            assert pod.read().split(" ")[-1] != "hello"  # it has the old file open
+            with container_reading(node, target, "hello", read_only=True) as another:
+                assert another.read() == "hello hello"
+            node.unpublish("volume", target)
 
 
+@pytest.mark.usefixtures("daemons")
 @pytest.mark.parametrize("is_read_only", [False, True])
 def test_a_container_of_an_ordinary_user_writes_where_it_may(
     node: Node, data: Bucket, is_read_only: bool
@@ -75,3 +178,21 @@ def test_a_container_of_an_ordinary_user_writes_where_it_may(
         told = pod.read()
         assert told == "from the container" if not is_read_only else "Read-only" in told
     node.unpublish("volume", target)
+    data.delete("a/new")
+
+
+@pytest.mark.usefixtures("daemons")
+def test_nothing_in_a_bucket_is_setuid_or_a_device_in_a_container(node: Node, data: Bucket) -> None:
+    kinds = {"device": stat.S_IFBLK, "fifo": stat.S_IFIFO, "folder": stat.S_IFDIR}
+    for name, kind in kinds.items():
+        data.put(f"odd/{name}", b"x", Metadata={"mode": str(kind | 0o6600), "rdev": "2049"})
+    program = {"mode": str(stat.S_IFREG | 0o6755), "uid": "0", "gid": "0"}
+    data.put("odd/id", Path("/usr/bin/id").read_bytes(), Metadata=program)
+    target = node.target("pod")
+    node.publish("volume", target, bucket=data.name, prefix="odd")
+    with container_reading(node, target, "id", code=LOOKER, gains_rights=True) as pod:
+        told = json.loads(pod.read())
+    node.unpublish("volume", target)
+    assert told["user"] == f"{USER}\n"
+    plain = dict.fromkeys(kinds, stat.S_IFREG | 0o600)
+    assert told["modes"] == {"id": stat.S_IFREG | 0o755, **plain}

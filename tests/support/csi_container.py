@@ -18,9 +18,18 @@ from tests.support.csi_pod import READER, USER, Pod
 
 @contextmanager
 def container_reading(
-    node: Node, volume: Path, name: str, *, read_only: bool = False, code: str = READER
+    node: Node,
+    volume: Path,
+    name: str,
+    *,
+    read_only: bool = False,
+    code: str = READER,
+    gains_rights: bool = False,
 ) -> Iterator[Pod]:
-    """A container of an ordinary user that has the volume at /data and its file `name` open."""
+    """A container of an ordinary user that has the volume at /data and its file `name` open.
+
+    With `gains_rights` setuid programs work in it, as they do in pods that say nothing of it.
+    """
     bundle = Path(tempfile.mkdtemp(prefix="container", dir=node.directory))
     rootfs = bundle / "rootfs"
     for directory in ("proc", "dev", "usr", "python", "data"):
@@ -29,9 +38,9 @@ def container_reading(
         (rootfs / link).symlink_to(f"usr/{link}")
     python = Path(node.command[0])
     arguments = ["/python/bin/" + python.name, "-c", code, f"/data/{name}"]
-    (bundle / "config.json").write_text(
-        json.dumps(_config(arguments, python.parents[1], volume, read_only=read_only))
-    )
+    config = _config(arguments, python.parents[1], volume, read_only=read_only)
+    config["process"]["noNewPrivileges"] = not gains_rights
+    (bundle / "config.json").write_text(json.dumps(config))
     runc = ["runc", "--root", str(bundle / "state")]
     process = subprocess.Popen(
         [*runc, "run", "--bundle", bundle, bundle.name],
@@ -59,7 +68,7 @@ def _config(arguments: list[str], python: Path, volume: Path, *, read_only: bool
         "ociVersion": "1.0.2",
         "process": {
             "terminal": False, "user": {"uid": USER, "gid": USER}, "args": arguments, "cwd": "/",
-            "env": ["LD_LIBRARY_PATH=/python/lib"], "noNewPrivileges": True,
+            "env": ["LD_LIBRARY_PATH=/python/lib"],
         },
         "root": {"path": "rootfs", "readonly": True},
         "mounts": [
