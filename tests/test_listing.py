@@ -119,6 +119,12 @@ def test_entries_that_differ_are_all_read() -> None:
     assert [info.key for info in parse(body).objects] == ["a", "b", "c", "d"]
 
 
+def test_prefixes_between_entries_are_read() -> None:
+    prefix = "<CommonPrefixes><Prefix>b/</Prefix></CommonPrefixes>"
+    page = parse(document(entry(Key="a"), prefix, entry(Key="c"), entry(Key="d")))
+    assert ([info.key for info in page.objects], page.prefixes) == (["a", "c", "d"], ["b/"])
+
+
 def test_a_missing_storage_class_is_the_standard_one() -> None:
     body = document(entry(("Key", "Size", "ETag", "LastModified")))
     assert parse(body).objects[0].storage_class == "STANDARD"

@@ -186,7 +186,7 @@ class Learner:
         except StoreError:
             return
         self._heard(told)
-        default = Inode.default_file_meta(self._owner)
+        default = self._owner.file
         if _is_same(told, info) and _is_settled(told):
             said = meta.read(told.metadata or {}, default)
             self._remember(told, None if said == default else said)

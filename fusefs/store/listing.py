@@ -4,8 +4,8 @@ botocore's own parser takes 69 ms for a page of 1,000 keys, more than the
 server needs to make it; an XML parser in C takes 5 ms, most of it for telling
 elements apart in Python. A server writes all entries of a page alike, though:
 so the first entry tells the order of the elements, a regular expression is
-made of it (and kept), and that reads the page in less than half of that. A page whose entries
-differ is read by the XML parser.
+made of it (and kept), and what it finds is worked on column by column. That
+reads the page in 1 ms. A page whose entries differ is read by the XML parser.
 
 `install` gives the page to botocore's answers: its `before-parse` event lets a
 handler look at the answer first; ours hands the result over beside botocore's
@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from functools import lru_cache
 from html import unescape
+from itertools import chain, repeat
 from typing import Any
 from urllib.parse import unquote_plus
 from xml.etree import ElementTree
@@ -102,42 +104,47 @@ def _objects_alike(text: str) -> tuple[list[ObjectInfo], str] | None:
     names = [name for name, _ in shape]
     if len(set(names)) < len(names) or not set(_NEEDED) <= set(names):
         return None
-    pattern, order = _reader(shape)
+    pattern = _reader(shape)
     rows = pattern.findall(text)
     if len(rows) != text.count("<Contents>"):
         return None
+    columns = dict(zip(names, zip(*rows, strict=True), strict=True))
     is_encoded = "<EncodingType>url</EncodingType>" in text
-    objects = [_object_of([row[at] for at in order], is_encoded) for row in rows]
-    return objects, pattern.sub("", text)
+    stop = text.rindex("</Contents>") + len("</Contents>")
+    if text.count("</Contents><Contents>", start, stop) == len(rows) - 1:
+        rest = text[:start] + text[stop:]
+    else:
+        rest = pattern.sub("", text)
+    return _objects_of(columns, is_encoded), rest
 
 
 @lru_cache(maxsize=64)
-def _reader(shape: tuple[tuple[str, str], ...]) -> tuple[re.Pattern[str], list[int]]:
-    """What reads entries of this shape, and where in a match the fields are."""
-    names = [name for name, _ in shape]
-    elements = (f"<{name}>([^<]*)</{name}>{space}" for name, space in shape)
-    order = [names.index(name) for name in _FIELDS if name in names]
-    return re.compile(f"<Contents>{''.join(elements)}</Contents>"), order
+def _reader(shape: tuple[tuple[str, str], ...]) -> re.Pattern[str]:
+    """What reads entries of this shape."""
+    # The plus, for not to try less, halves the time.
+    elements = (f"<{name}>([^<]*+)</{name}>{space}" for name, space in shape)
+    return re.compile(f"<Contents>{''.join(elements)}</Contents>")
 
 
-def _object_of(fields: list[str], is_encoded: bool) -> ObjectInfo:
-    """An object of the texts of `_FIELDS`."""
-    key = unescape(fields[0]) if "&" in fields[0] else fields[0]
-    storage_class = fields[4] if len(fields) > 4 else ""
-    return ObjectInfo(
-        _decode(key, is_encoded),
-        int(fields[1]),
-        _etag(fields[2]),
-        nanoseconds(fields[3]),
-        sys.intern(storage_class) if storage_class else "STANDARD",
-    )
+def _objects_of(columns: dict[str, tuple[str, ...]], is_encoded: bool) -> list[ObjectInfo]:
+    """The objects whose elements have these texts."""
+    keys: Iterable[str] = columns["Key"]
+    together = "".join(keys)
+    if any(mark in together for mark in "&%+"):
+        keys = [_decode(unescape(key), is_encoded) for key in keys]
+    classes = (sys.intern(text) or "STANDARD" for text in columns.get("StorageClass", ()))
+    return list(
+        map(
+            ObjectInfo, keys, map(int, columns["Size"]), map(_etag, columns["ETag"]),
+            map(nanoseconds, columns["LastModified"]), chain(classes, repeat("STANDARD")),
+        )
+    )  # fmt: skip
 
 
 def _etag(text: str) -> str:
-    # The way in which nearly all servers write it, spelled out for speed.
-    if text.startswith("&#34;") and text.endswith("&#34;"):
-        return f'"{text[5:-5]}"'
-    return quoted(unescape(text))
+    # The ways in which nearly all servers write it, spelled out for speed.
+    plain = text.replace("&#34;", '"').replace("&quot;", '"')
+    return plain if plain[:1] == '"' and "&" not in plain else quoted(unescape(text))
 
 
 # --- entries of any kind --------------------------------------------------------
