@@ -21,15 +21,16 @@ from __future__ import annotations
 
 import errno
 import math
-import os
 import time
 from collections.abc import Callable
 
 import trio
 
 from fusefs.cache.eviction import Space
-from fusefs.cache.file import CacheFile, OpenFile
+from fusefs.cache.file import CacheFile
 from fusefs.cache.files import FileCache
+from fusefs.cache.incoming import Incoming, Reservation
+from fusefs.cache.pace import Pace
 from fusefs.store.base import ObjectVersion, Store
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
 from fusefs.store.priority import Priority
@@ -156,6 +157,7 @@ class Fetcher:
         self._space = space
         self._nursery = nursery
         self._running: set[Download] = set()
+        self.pace = Pace()
 
     @property
     def under_way(self) -> int:
@@ -250,7 +252,7 @@ class Fetcher:
         def write(offset: int, chunk: memoryview) -> None:
             data[offset - start : offset - start + len(chunk)] = chunk
 
-        await self._store.download(version, start, stop, write)
+        await self._store.download(version, start, stop, write, in_loop=True)
         return data
 
     def describe(self) -> list[str]:
@@ -310,9 +312,9 @@ class Fetcher:
         size = download.stop - download.start
         if not await self._space.reserve(size, spares=download.spares):
             return NotKeptError()
-        reserved = _Reservation(self._space, size)
+        reserved = Reservation(self._space, size)
         try:
-            await self._stream(download, _Incoming(self._cache, download, reserved))
+            await self._stream(download, Incoming(self._cache, self.pace, download, reserved))
         except OSError as error:
             # The cache disk, for the store raises nothing of this kind.
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -326,7 +328,7 @@ class Fetcher:
             reserved.close()
         return None
 
-    async def _stream(self, download: Download, incoming: _Incoming) -> None:
+    async def _stream(self, download: Download, incoming: Incoming) -> None:
         file = download.file
         while True:
             version = file.version
@@ -338,6 +340,7 @@ class Fetcher:
                     download.stop,
                     incoming.write,
                     priority=download.urgency,
+                    in_loop=self.pace.is_quick,
                 )
                 return
             except (NotFoundError, StaleVersionError):
@@ -347,54 +350,3 @@ class Fetcher:
             finally:
                 # What has been written is noted before anybody lets go of the file.
                 incoming.note()
-
-
-class _Incoming:
-    """The bytes of one download on their way from a thread into the file, and into the books."""
-
-    def __init__(self, cache: FileCache, download: Download, reserved: _Reservation) -> None:
-        self._cache = cache
-        self._download = download
-        self._reserved = reserved
-        self._fd = download.file.fd
-        self._created: OpenFile | None = None
-        self._written_to = download.start
-        self._token = trio.lowlevel.current_trio_token()
-
-    def write(self, offset: int, chunk: memoryview) -> None:
-        """Write a chunk, in a thread. Blocks."""
-        if self._fd < 0:
-            self._created = self._cache.create(self._download.file)
-            self._fd = self._created.fd
-        done = 0
-        while done < len(chunk):
-            done += os.pwrite(self._fd, chunk[done:], offset + done)
-        self._written_to = offset + done
-        if self._written_to < self._download.stop:  # the end is noted with the download's own
-            self._token.run_sync_soon(self.note)
-
-    def note(self) -> None:
-        """Note what has been written by now, in the event loop."""
-        download, stop = self._download, self._written_to
-        if self._created is not None:
-            self._cache.adopt(download.file, self._created)
-            self._created = None
-        if download.position < stop:
-            self._cache.arrived(download.file, download.position, stop)
-            self._reserved.use(stop - download.position)
-            download.advance(stop)
-
-
-class _Reservation:
-    """Room set aside for one download."""
-
-    def __init__(self, space: Space, size: int) -> None:
-        self._space = space
-        self._left = size
-
-    def use(self, size: int) -> None:
-        self._left -= size
-        self._space.settle(size)
-
-    def close(self) -> None:
-        self.use(self._left)

@@ -37,12 +37,6 @@ from fusefs.store.errors import ConflictError, NotFoundError, StaleVersionError
 logger = logging.getLogger("fusefs.writing")
 
 
-# A write of a MiB to the page cache takes half a millisecond, or as long as other
-# processes have the processor. After a slower one, writes go to threads for a while.
-SLOW_WRITE_S = 0.02
-IN_THREADS_S = 1.0
-
-
 class Writer(Writeback):
     """The files of one mount that are written. Belongs to the event loop."""
 
@@ -64,7 +58,7 @@ class Writer(Writeback):
         self._default_meta = default_meta
         self._outdate = outdate
         self._make_room = writing.make_room
-        self._in_threads_until = 0.0
+        self._pace = fetcher.pace
         self._disk_ahead = DiskAhead(writing.nursery)
         self._disk = trio.CapacityLimiter(16)
         # Nodes whose content is on its way into staging.
@@ -268,21 +262,17 @@ class Writer(Writeback):
     def _write_now(self, fd: int, data: memoryview, offset: int) -> int:
         """Write to the page cache; return how many bytes, 0 where a thread has to do it.
 
-        RWF_NOWAIT is no help: ext4 refuses it. A write that took its time tells
-        that the kernel holds writers back, for the disk is behind.
+        RWF_NOWAIT is no help: ext4 refuses it.
         """
-        began = time.monotonic()
-        if began < self._in_threads_until:
+        if not self._pace.is_quick:
             return 0
         try:
-            count = os.pwrite(fd, data, offset)
+            with self._pace.watched():
+                return os.pwrite(fd, data, offset)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
             return 0
-        if time.monotonic() - began > SLOW_WRITE_S:
-            self._in_threads_until = began + IN_THREADS_S
-        return count
 
     async def _write_later(self, staged: Staged, offset: int, data: bytes) -> int:
         stop = offset + len(data)

@@ -263,11 +263,13 @@ class Store(Protocol):
         write: ChunkWriter,
         *,
         priority: Urgency = demanded,
+        in_loop: bool = False,
     ) -> None:
         """Stream the bytes [start, stop) of exactly `version` into `write`.
 
-        `write` runs in a worker thread, once a chunk, in order, without gaps;
-        an exception from it ends the download and is raised here. A broken
+        `write` runs in a worker thread, with `in_loop` and little to bring also
+        in the event loop: once a chunk, in order, without gaps. An
+        exception from it ends the download and is raised here. A broken
         stream is resumed where it stopped. After the return, also by
         cancellation, `write` is not running and will not be called again.
 

@@ -108,9 +108,11 @@ class Direct:
 
     async def send_now(
         self, method: str, key: str, *, headers: Mapping[str, str],
-        body: bytes | bytearray | None = None,
+        body: bytes | bytearray | None = None, size: int = 0,
     ) -> Answer | None:  # fmt: skip
         """Send one small request from the event loop; return the answer that tells an ETag.
+
+        `size` is how many bytes it asks for.
 
         None if there is no open connection for it, or something to wait for.
 
@@ -121,11 +123,13 @@ class Direct:
         if pattern is None or pattern.pool is None or self._is_to_renew():
             return None
         content = b"" if body is None else body
-        size = None if body is None else len(body)
-        target, sent = self._signed(pattern, method, key, None, headers, size)
+        body_size = None if body is None else len(body)
+        target, sent = self._signed(pattern, method, key, None, headers, body_size)
         head = _head(method, target, sent, len(content))
         try:
-            answer = await quick.exchange(pattern.pool, head, content, is_head=method == "HEAD")
+            answer = await quick.exchange(
+                pattern.pool, head, content, is_head=method == "HEAD", size=size
+            )
         except (OSError, wire.WireError) as error:
             failure = Failure(UnreachableError, str(error) or "no answer", is_retryable=True)
             raise AttemptError(failure) from error

@@ -20,11 +20,16 @@ import trio
 from fusefs.store import wire
 from fusefs.store.wire import Answer
 
+# What an answer takes beside the bytes that were asked for.
+HEAD_ROOM = 16 << 10
+
 
 async def exchange(
-    pool: Any, head: bytes, body: bytes | bytearray, *, is_head: bool
+    pool: Any, head: bytes, body: bytes | bytearray, *, is_head: bool, size: int = 0
 ) -> Answer | None:
     """Send a request and return its answer; None if the pool has no open connection.
+
+    `size` is how many bytes are asked for; telling a failure takes no more than HEAD_ROOM.
 
     Cancelled, the request may have been sent.
 
@@ -43,7 +48,7 @@ async def exchange(
         with trio.CancelScope() as scope:
             scope.deadline = trio.current_time() + (math.inf if limit_s is None else limit_s)
             await _send(sock, head + body)
-            answer, is_reusable = await _receive(sock, is_head=is_head)
+            answer, is_reusable = await _receive(sock, HEAD_ROOM + size, is_head=is_head)
         if scope.cancelled_caught:
             raise TimeoutError("the server said nothing")
         sock.settimeout(limit_s)
@@ -65,26 +70,54 @@ async def _send(sock: socket.socket, data: bytes) -> None:
             await trio.lowlevel.wait_readable(sock)
 
 
-async def _receive(sock: socket.socket, *, is_head: bool) -> tuple[Answer, bool]:
-    """An answer, and whether another may come on the same connection."""
+async def _receive(sock: socket.socket, room: int, *, is_head: bool) -> tuple[Answer, bool]:
+    """An answer of `room` bytes at most, and whether another may come on the same connection."""
+    buffer = bytearray(room)
+    view = memoryview(buffer)
+    filled, stop = 0, -1
     await trio.lowlevel.wait_readable(sock)
-    data = b""
+    while stop < 0:
+        filled += await _receive_some(sock, view[filled:])
+        stop = buffer.find(b"\r\n\r\n", 0, filled)
+    head = wire.read_head(bytes(view[:stop]))
+    size = head.body_size(is_head=is_head)
+    if head.status < 200 or size is None:
+        # Rare, and mostly the telling of a failure.
+        return await _receive_piecemeal(sock, bytes(view[:filled]), is_head=is_head)
+    start, stop = stop + 4, stop + 4 + size
+    while filled < stop:
+        filled += await _receive_some(sock, view[filled:])
+    answer = Answer(head.status, head.headers, bytes(view[start:stop]))
+    return answer, head.is_reusable and filled == stop
+
+
+async def _receive_piecemeal(
+    sock: socket.socket, data: bytes, *, is_head: bool
+) -> tuple[Answer, bool]:
+    """An answer that does not tell how long it is, of which `data` has come."""
+    room = bytearray(wire.READ_SIZE)
     while True:
-        try:
-            piece = sock.recv(wire.READ_SIZE)
-        except (BlockingIOError, ssl.SSLWantReadError):
-            await trio.lowlevel.wait_readable(sock)
-            continue
-        except ssl.SSLWantWriteError:
-            await trio.lowlevel.wait_writable(sock)
-            continue
-        if not piece:
-            raise wire.WireError("the answer broke off")
-        data += piece
         try:
             return wire.read(_Received(data), is_head=is_head)
         except _NotYetError:
-            pass
+            data += room[: await _receive_some(sock, memoryview(room))]
+
+
+async def _receive_some(sock: socket.socket, room: memoryview) -> int:
+    """Receive at least a byte; return how many."""
+    if not room:
+        raise wire.WireError("the answer is longer than what was asked for")
+    while True:
+        try:
+            count = sock.recv_into(room)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            await trio.lowlevel.wait_readable(sock)
+        except ssl.SSLWantWriteError:
+            await trio.lowlevel.wait_writable(sock)
+        else:
+            if not count:
+                raise wire.WireError("the answer broke off")
+            return count
 
 
 class _NotYetError(Exception):

@@ -54,7 +54,7 @@ from fusefs.store.errors import (
 )
 from fusefs.store.patience import Patience
 from fusefs.store.priority import Urgency, demanded
-from fusefs.store.stream import Attempt, AttemptError, Stream, Transfer
+from fusefs.store.stream import SMALL, Attempt, AttemptError, Stream, Transfer
 from fusefs.store.threads import Threads
 from fusefs.store.upload import S3Upload
 from fusefs.store.wire import Answer
@@ -173,12 +173,14 @@ class S3Store:
         write: ChunkWriter,
         *,
         priority: Urgency = demanded,
+        in_loop: bool = False,
     ) -> None:
         stream = Stream(version, start, stop, write, self._note_bytes)
         while True:
             stream.has_if_match = self._has_if_match
             try:
-                await self.retried("GET", version.key, stream.run, priority, transfer=stream)
+                if not in_loop or stop - start > SMALL or not await self._got(stream, priority):
+                    await self.retried("GET", version.key, stream.run, priority, transfer=stream)
                 return
             except StaleVersionError:
                 if not stream.has_if_match or (await self.head(version.key)).version != version:
@@ -186,6 +188,20 @@ class S3Store:
                 # This server's If-Match says no to the very ETag that it tells.
                 logger.info("%s: If-Match is not to be relied on here", self.settings.bucket)
                 self._has_if_match = False
+
+    async def _got(self, stream: Stream, priority: Urgency) -> bool:
+        """Get what a stream lacks in the event loop; False if a thread is to do it."""
+        answer = await self.at_once(
+            "GET", stream.key, headers=stream.asked(), size=stream.missing, priority=priority
+        )
+        if answer is None:
+            return False
+        try:
+            stream.take(answer)
+        except AttemptError as error:
+            if not error.failure.is_retryable:
+                raise self._failed("GET", stream.key, error.failure) from error
+        return not stream.missing
 
     def _note_bytes(self, count: int) -> None:
         self._counted["bytes_fetched"] += count
@@ -248,11 +264,12 @@ class S3Store:
         *,
         headers: Mapping[str, str],
         body: bytes | bytearray | None = None,
+        size: int = 0,
         priority: Urgency = demanded,
     ) -> Answer | None:
-        """Send a small PUT, COPY or HEAD from the event loop; return what tells an ETag.
+        """Send a small PUT, COPY, HEAD or GET from the event loop; return what tells an ETag.
 
-        None if it is to be `retried` in a thread.
+        `size` is how many bytes it asks for. None if it is to be `retried` in a thread.
 
         Raises:
             StoreError: that would not help.
@@ -263,8 +280,10 @@ class S3Store:
             return None
         async with self._connections.one(priority):
             try:
-                method = "HEAD" if operation == "HEAD" else "PUT"
-                answer = await clients.direct.send_now(method, key, headers=headers, body=body)
+                method = "PUT" if operation == "COPY" else operation
+                answer = await clients.direct.send_now(
+                    method, key, headers=headers, body=body, size=size
+                )
                 failure = None
             except AttemptError as error:
                 answer, failure = None, operations.considered(operation, error.failure)

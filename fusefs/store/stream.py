@@ -18,6 +18,7 @@ import trio
 from fusefs.store import listing
 from fusefs.store.base import ChunkWriter, ObjectVersion
 from fusefs.store.errors import Failure, StaleVersionError, StoreError, UnreachableError, translate
+from fusefs.store.wire import Answer
 
 if TYPE_CHECKING:
     from fusefs.store.clients import Clients
@@ -30,6 +31,8 @@ _ODD = re.compile("[\x00-\x1f\x7f]|(?:^|/)\\.{0,2}(?:/|$)")
 # The unit in which bytes are handed on: large enough that a chunk's share of
 # Python's work does not count, small enough that a reader need not wait long.
 CHUNK = 1 << 20
+# What the event loop has the time to receive and to write to the local disk.
+SMALL = 256 << 10
 
 
 class AttemptError(Exception):
@@ -139,16 +142,54 @@ class Stream:
         """Whether the last attempt brought anything."""
         return self._position > self._began_at
 
+    @property
+    def key(self) -> str:
+        return self._version.key
+
+    @property
+    def missing(self) -> int:
+        """How many bytes have not come yet."""
+        return self._stop - self._position
+
+    def asked(self) -> dict[str, str]:
+        """The headers of a request for what is missing."""
+        headers = {"range": self._range}
+        if self.has_if_match:
+            headers["if-match"] = self._version.etag
+        return headers
+
+    @property
+    def _range(self) -> str:
+        return f"bytes={self._position}-{self._stop - 1}"
+
+    def take(self, answer: Answer) -> None:
+        """Take in the answer to what was `asked`, in the event loop.
+
+        Raises:
+            AttemptError: it is not what was asked for, or not all of it.
+        """
+        chunk = self._checked(answer)[: self.missing]
+        self._write(self._position, chunk)
+        self._position += len(chunk)
+        self._note_bytes(len(chunk))
+        self._check_end()
+
     def run(self, clients: Clients) -> None:
         """Stream what is missing. Blocks.
 
         Raises:
             AttemptError: the stream broke, or is not what was asked for.
         """
-        if is_plain(self._version.key) and not clients.is_confined:
+        is_for_obstore = is_plain(self._version.key) and not clients.is_confined
+        if self.missing <= (SMALL if is_for_obstore else CHUNK) and self._run_direct(clients):
+            pass
+        elif is_for_obstore:
             self._run_obstore(clients)
         else:
             self._run_boto(clients)
+        self._check_end()
+
+    def _check_end(self) -> None:
         if self._position < self._stop:
             raise AttemptError(
                 Failure(UnreachableError, "the answer was too short", is_retryable=True)
@@ -170,26 +211,26 @@ class Stream:
 
     def _run_boto(self, clients: Clients) -> None:
         """For keys that obstore's paths can't hold, and where it must not follow redirects."""
-        asked = f"bytes={self._position}-{self._stop - 1}"
-        if self._stop - self._position <= CHUNK and self._run_direct(clients, asked):
-            return
         condition = {"IfMatch": self._version.etag} if self.has_if_match else {}
         answer = clients.s3.get_object(
-            **clients.request, **condition, Key=self._version.key, Range=asked
+            **clients.request, **condition, Key=self._version.key, Range=self._range
         )
         self._compare(answer["ETag"], _first_byte(answer.get("ContentRange")))
         for chunk in answer["Body"].iter_chunks(CHUNK):
             self._take(memoryview(chunk))
 
-    def _run_direct(self, clients: Clients, asked: str) -> bool:
-        """For one chunk, in a third of the time; False if botocore has to ask."""
-        headers = {"if-match": self._version.etag} if self.has_if_match else {}
-        answer = clients.direct.send("GET", self._version.key, headers={**headers, "range": asked})
+    def _run_direct(self, clients: Clients) -> bool:
+        """For one chunk, in a third of the time; False if one of the libraries has to ask."""
+        answer = clients.direct.send("GET", self.key, headers=self.asked())
         if answer is None:
             return False
-        self._compare(answer.headers.get("etag"), _first_byte(answer.headers.get("content-range")))
-        self._take(memoryview(answer.content))
+        self._take(self._checked(answer))
         return True
+
+    def _checked(self, answer: Answer) -> memoryview:
+        headers = answer.headers
+        self._compare(headers.get("etag"), _first_byte(headers.get("content-range")))
+        return memoryview(answer.content)
 
     def _compare(self, etag: str | None, start: int) -> None:
         """Some servers ignore If-Match, and some ignore ranges."""
@@ -201,7 +242,7 @@ class Stream:
 
     def _take(self, chunk: memoryview) -> None:
         assert self._attempt is not None
-        chunk = chunk[: self._stop - self._position]
+        chunk = chunk[: self.missing]
         self._attempt.locally(lambda: self._write(self._position, chunk))
         self._position += len(chunk)
         self._note_bytes(len(chunk))

@@ -33,6 +33,30 @@ class Answer:
     content: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What an answer begins with; `is_reusable` if another may come on the same connection."""
+
+    status: int
+    headers: Mapping[str, str]
+    is_reusable: bool
+
+    def body_size(self, *, is_head: bool) -> int | None:
+        """How many bytes follow; None if only they themselves tell.
+
+        Raises:
+            WireError: the head does not make sense.
+        """
+        if is_head or self.status in (204, 304):
+            return 0
+        length = self.headers.get("content-length")
+        if length is None or self.headers.get("transfer-encoding", "").lower() == "chunked":
+            return None
+        if not length.isdecimal():
+            raise WireError("what came is no answer")
+        return int(length)
+
+
 class Source(Protocol):
     """Where an answer comes from: a socket."""
 
@@ -83,13 +107,30 @@ def borrow(pool: Any) -> Any:
 def read(sock: Source, *, is_head: bool) -> tuple[Answer, bool]:
     """An answer, and whether another may come on the same connection."""
     stream = _Stream(sock)
-    status = 100
-    while status < 200:
-        first, *lines = stream.until(b"\r\n\r\n").decode("latin-1").split("\r\n")
-        protocol, _, rest = first.partition(" ")
-        if not protocol.startswith("HTTP/1.") or not rest[:3].isdigit():
-            raise WireError("what came is no answer")
-        status = int(rest[:3])
+    head = read_head(stream.until(b"\r\n\r\n"))
+    while head.status < 200:
+        head = read_head(stream.until(b"\r\n\r\n"))
+    is_reusable = head.is_reusable
+    size = head.body_size(is_head=is_head)
+    if size is not None:
+        content = stream.exactly(size)
+    elif head.headers.get("transfer-encoding", "").lower() == "chunked":
+        content = _read_chunks(stream)
+    else:
+        content, is_reusable = stream.rest(), False
+    return Answer(head.status, head.headers, content), is_reusable and stream.is_empty
+
+
+def read_head(text: bytes) -> Head:
+    """What the lines before an answer's body tell.
+
+    Raises:
+        WireError: they are no such lines.
+    """
+    first, *lines = text.decode("latin-1").split("\r\n")
+    protocol, _, rest = first.partition(" ")
+    if not protocol.startswith("HTTP/1.") or not rest[:3].isdigit():
+        raise WireError("what came is no answer")
     headers: dict[str, str] = {}
     for line in lines:
         name, colon, value = line.partition(":")
@@ -98,17 +139,7 @@ def read(sock: Source, *, is_head: bool) -> tuple[Answer, bool]:
         name, value = name.lower(), value.strip()
         headers[name] = f"{headers[name]}, {value}" if name in headers else value
     is_reusable = protocol == "HTTP/1.1" and headers.get("connection", "").lower() != "close"
-    if is_head or status in (204, 304):
-        content = b""
-    elif headers.get("transfer-encoding", "").lower() == "chunked":
-        content = _read_chunks(stream)
-    elif (length := headers.get("content-length")) is not None:
-        if not length.isdecimal():
-            raise WireError("what came is no answer")
-        content = stream.exactly(int(length))
-    else:
-        content, is_reusable = stream.rest(), False
-    return Answer(status, headers, content), is_reusable and stream.is_empty
+    return Head(int(rest[:3]), headers, is_reusable)
 
 
 def _read_chunks(stream: _Stream) -> bytes:
