@@ -29,6 +29,7 @@ from fusefs import (
     overview,
     report,
     syncing,
+    users,
     warming_command,
 )
 from fusefs.control import CommandError
@@ -54,7 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     options = _parser().parse_args(arguments)
     try:
-        return int(options.run(options))
+        status = int(options.run(options))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # whoever reads it has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except SettingsError as error:
         _complain(error)
         return 2
@@ -259,11 +265,17 @@ def _mount(options: argparse.Namespace) -> int:
 def _settings(options: argparse.Namespace, environment: Mapping[str, str]) -> MountSettings:
     given = {
         "source": Given(options.source, "SOURCE"),
-        "mountpoint": Given(str(mounts.resolve(Path(options.mountpoint))), "MOUNTPOINT"),
+        "mountpoint": Given(str(_mountpoint(options)), "MOUNTPOINT"),
     }
     given |= _flags(options)
     config = options.config or environment.get(CONFIG_VARIABLE)
     return build(given, from_environment(environment), from_config(Path(config)) if config else {})
+
+
+def _mountpoint(options: argparse.Namespace) -> Path:
+    if not options.mountpoint:  # an unset variable of a script is not the working directory
+        raise SettingsError("MOUNTPOINT: the path is empty")
+    return mounts.resolve(Path(options.mountpoint))
 
 
 def _flags(options: argparse.Namespace) -> dict[str, Given]:
@@ -281,7 +293,7 @@ def _flags(options: argparse.Namespace) -> dict[str, Given]:
 
 
 def _upgrade(options: argparse.Namespace) -> int:
-    mountpoint = mounts.resolve(Path(options.mountpoint))
+    mountpoint = _mountpoint(options)
     socket = mounts.keeper_socket(mountpoint)
     try:
         told = control.exchange(socket, {"do": "settings"}, STATUS_TIMEOUT_S)
@@ -291,7 +303,9 @@ def _upgrade(options: argparse.Namespace) -> int:
     request = {
         "do": "upgrade",
         "command": launch.DAEMON,
-        "settings": launch.daemon_input(settings.changed(_flags(options))),
+        "settings": launch.daemon_input(
+            settings.changed(_flags(options)), users.serving(mountpoint)
+        ),
     }
     answer = control.exchange(socket, request, settings.retry_time + UPGRADE_TIMEOUT_S)
     print(f"{mountpoint}: pid {answer['pid']} serves it now, after {answer['pause_s']:.1f} s")
@@ -308,7 +322,7 @@ def _keeper(options: argparse.Namespace) -> int:
 
 
 def _umount(options: argparse.Namespace) -> int:
-    mountpoint = mounts.resolve(Path(options.mountpoint))
+    mountpoint = _mountpoint(options)
     ending.end_mount(mountpoint, is_forced=options.force, is_lazy=options.lazy)
     return 0
 
@@ -348,7 +362,7 @@ def _status(options: argparse.Namespace) -> int:
     if options.mountpoint is None:
         statuses = overview.all_statuses()
     else:
-        statuses = [overview.one_status(mounts.resolve(Path(options.mountpoint)))]
+        statuses = [overview.one_status(_mountpoint(options))]
     if options.json:
         print(json.dumps(statuses if options.mountpoint is None else statuses[0], indent=2))
     elif statuses:

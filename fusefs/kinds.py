@@ -27,6 +27,10 @@ from fusefs.units import (
 
 T = TypeVar("T")
 E = TypeVar("E", bound=enum.StrEnum)
+N = TypeVar("N", int, float)
+
+# What waits for that long is poll(2), which counts at most 2^31 milliseconds.
+LONGEST_DAYS = 10
 
 
 # --- the values that have a shape of their own --------------------------------
@@ -120,6 +124,13 @@ class LogLevel(enum.StrEnum):
 # --- text to value and back ---------------------------------------------------
 
 
+def _parse_wait(text: str) -> float:
+    seconds = parse_duration(text)
+    if seconds > LONGEST_DAYS * 86400:
+        raise ValueError(f"{text!r} is too long; the most is {LONGEST_DAYS}d")
+    return seconds
+
+
 def _parse_lifetime(text: str) -> float:
     if text.strip() == "indefinite":
         return math.inf
@@ -141,9 +152,18 @@ def parse_source(text: str) -> Source:
         raise ValueError(f"{text!r} names no bucket; write it like s3://bucket or s3://bucket/path")
     if prefix and not prefix.endswith("/"):
         prefix += "/"
-    if "\0" in prefix or len(prefix.encode(errors="surrogateescape")) > 1024:
-        raise ValueError(f"the prefix of {bucket!r} is no S3 key: at most 1024 bytes, no NUL")
+    if not _is_key(prefix):
+        raise ValueError(
+            f"the prefix of {bucket!r} is no S3 key: at most 1024 bytes of UTF-8, no NUL"
+        )
     return Source(bucket, prefix)
+
+
+def _is_key(text: str) -> bool:
+    try:
+        return "\0" not in text and len(text.encode()) <= 1024
+    except UnicodeEncodeError:
+        return False
 
 
 def _parse_min_free(text: str) -> MinFree:
@@ -182,8 +202,12 @@ def _parse_mode(text: str) -> int:
 
 
 def _parse_url(text: str) -> str:
-    parts = urlsplit(text.strip())
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(text.strip())
+        is_endpoint = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # of the address or the port
+        is_endpoint = False
+    if not is_endpoint or parts.query or parts.fragment:
         raise ValueError(f"{text!r} is not an endpoint; write it like https://s3.example.org:9000")
     if parts.username or parts.password:
         raise ValueError("no user or password here; credentials come from the AWS environment")
@@ -215,8 +239,8 @@ class Kind(Generic[T]):
     takes_numbers: bool = False  # a TOML file may give a bare number
 
 
-def at_least(minimum: int, kind: Kind[int]) -> Kind[int]:
-    def read(text: str) -> int:
+def at_least(minimum: N, kind: Kind[N]) -> Kind[N]:
+    def read(text: str) -> N:
         value = kind.read(text)
         if value < minimum:
             raise ValueError(f"{text!r} is too small; the least is {kind.show(minimum)}")
@@ -249,7 +273,9 @@ URL = Kind("URL", _parse_url)
 PATH = Kind("PATH", _parse_path)
 SWITCH = Kind("", _parse_switch, lambda value: "true" if value else "false")
 SIZE = Kind("SIZE", parse_size, format_size, takes_numbers=True)
-DURATION = Kind("TIME", parse_duration, format_duration, takes_numbers=True)
+DURATION = Kind("TIME", _parse_wait, format_duration, takes_numbers=True)
+# A daemon says each second that it lives.
+SILENCE = at_least(2.0, DURATION)
 LIFETIME = Kind("TIME", _parse_lifetime, format_duration, takes_numbers=True)
 MIN_FREE = Kind("SIZE|N%", _parse_min_free)
 SHARE = Kind("N%", _parse_share)

@@ -205,7 +205,7 @@ def _spawn(
     settings: MountSettings, log: IO[bytes], supervisor: Supervisor | None
 ) -> subprocess.Popen[bytes]:
     if settings.session == SessionKind.PYFUSE3:
-        return _popen(DAEMON, daemon_input(settings), log)
+        return _popen(DAEMON, daemon_input(settings, users.own()), log)
     user = _choose_user(settings)
     settings = _with_owner(settings)
     mounts.hand_over(settings.mountpoint, user.uid, user.gid)
@@ -258,16 +258,17 @@ def _prepare_cache(directory: Path, user: users.User) -> None:
         raise LaunchError(f"can't use the cache directory {directory}: {error.strerror}") from error
 
 
-def daemon_input(settings: MountSettings, user: users.User | None = None) -> str:
-    """What a daemon is told on its standard input.
+def daemon_input(settings: MountSettings, user: users.User | None) -> str:
+    """What a daemon that runs as `user` is told on its standard input.
 
-    With the contents of AWS's configuration, which another user can't read. A
-    file that is there for that user stays a path: what changes in it arrives.
+    With the contents of AWS's configuration, which another user can't read, nor
+    can any find a relative path. A file that is there for that user stays a
+    path: what changes in it arrives.
     """
     files = {
         name: path.read_text(errors="replace")
         for name, path in users.aws_files()
-        if user is None or user.is_own or not users.may_read(user, path)
+        if user is None or not path.is_absolute() or not users.may_read(user, path)
     }
     return json.dumps({"settings": settings.to_json(), "files": files})
 

@@ -226,6 +226,14 @@ def hand_over(mountpoint: Path, uid: int, gid: int) -> None:
     os.chown(mount_directory(mountpoint), uid, gid)
 
 
+def server_of(mountpoint: Path) -> int | None:
+    """The uid that a mount's daemon runs as, if the mount is on record."""
+    try:
+        return (runtime_directory() / _hashed(mountpoint)).stat().st_uid
+    except OSError:
+        return None
+
+
 def keeper_socket(mountpoint: Path) -> Path:
     """Where the mount's keeper listens: beside the directory, which is the daemon's."""
     return runtime_directory() / f"{_hashed(mountpoint)}.keeper"

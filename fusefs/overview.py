@@ -18,6 +18,7 @@ from fusefs.kernel import unmount
 
 ANSWER_TIMEOUT_S = 2.0
 ENDED = "it has ended; fusefs mount mounts anew, fusefs umount --force takes it away"
+NOT_ON_RECORD = "not on record here: another container's, or just beginning or ending"
 
 
 def all_statuses() -> list[dict[str, Any]]:
@@ -75,7 +76,7 @@ def _waiting_in_kernel(mountpoint: Path) -> int | None:
 
 def _unregistered(mount: mounts.KernelMount) -> dict[str, Any]:
     is_ours = mount.owner in (None, os.geteuid())
-    why = ENDED if is_ours else f"it belongs to user {mount.owner}"
+    why = NOT_ON_RECORD if is_ours else f"it belongs to user {mount.owner}"
     return {
         "mountpoint": str(mount.mountpoint),
         "source": mount.source,

@@ -32,6 +32,7 @@ from fusefs.kinds import (
     MODE,
     PATH,
     SHARE,
+    SILENCE,
     SIZE,
     SOURCE,
     SWITCH,
@@ -239,7 +240,7 @@ class MountSettings:
     hang_timeout: float = field(
         default=30.0,
         metadata=about(
-            DURATION, "Survival", "how long a daemon may be silent before it is replaced"
+            SILENCE, "Survival", "how long a daemon may be silent before it is replaced"
         ),
     )
     holder: Path | None = field(

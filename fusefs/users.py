@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import fusefs
+from fusefs import mounts
 from fusefs.settings import MountSettings
 
 DEFAULT_USERS = ("fusefs", "nobody")
@@ -67,6 +68,17 @@ def choose(settings: MountSettings) -> User:
             if not why:
                 return user
     return _own(why)
+
+
+def own() -> User:
+    """Whoever runs this."""
+    return _own("")
+
+
+def serving(mountpoint: Path) -> User | None:
+    """Whom the daemon of a mount runs as, if that is on record."""
+    uid = mounts.server_of(mountpoint)
+    return None if uid is None else _look_up(str(uid))
 
 
 def _own(why: str) -> User:

@@ -109,6 +109,14 @@ def test_a_url_that_cannot_be_read_is_a_usage_error(
     assert "is not an S3 URL" in refusal(capsys, "bucket", mountpoint, status=2)
 
 
+@pytest.mark.parametrize("command", [["mount", "s3://bucket"], ["umount"], ["status"], ["upgrade"]])
+def test_an_empty_mountpoint_is_not_the_working_directory(
+    capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    assert run(*command, "") == 2
+    assert capsys.readouterr().err == "fusefs: MOUNTPOINT: the path is empty\n"
+
+
 # The daemon's answer
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusefs.kinds import Addressing, MinFree, SessionKind, Source, parse_source
+from fusefs import cli
+from fusefs.kinds import Addressing, MinFree, SessionKind, Setting, Source, parse_source
 from fusefs.layers import from_config, from_environment
 from fusefs.settings import (
     SETTINGS,
@@ -127,6 +129,19 @@ def test_an_indefinite_lifetime_has_no_end() -> None:
     assert settings_with(metadata_ttl="indefinite").metadata_ttl == math.inf
 
 
+def test_a_wait_has_an_end_that_can_be_waited_for() -> None:
+    assert settings_with(retry_time="10d", max_pause="10d").max_pause == 864_000
+    for name in ("retry_time", "max_pause", "hang_timeout", "flush_interval"):
+        with pytest.raises(SettingsError, match="is too long; the most is 10d"):
+            settings_with(**{name: "11d"})
+
+
+def test_a_daemon_may_be_silent_for_two_seconds_at_least() -> None:
+    assert settings_with(hang_timeout="2s").hang_timeout == 2
+    with pytest.raises(SettingsError, match=r"^--hang_timeout: '0s' is too small; the least is 2s"):
+        settings_with(hang_timeout="0s")
+
+
 def test_a_retry_time_must_end() -> None:
     with pytest.raises(SettingsError, match="is not a duration"):
         settings_with(retry_time="indefinite")
@@ -161,7 +176,17 @@ def test_an_endpoint_takes_no_credentials() -> None:
         settings_with(endpoint_url="http://key:secret@localhost:9000")
 
 
-@pytest.mark.parametrize("url", ["localhost:9000", "ftp://host", "http://", "s3.example.org"])
+@pytest.mark.parametrize("prefix", ["a\0b", "\udcff", "x" * 1024])
+def test_a_prefix_that_no_key_can_have_is_refused(prefix: str) -> None:
+    with pytest.raises(ValueError, match="is no S3 key"):
+        parse_source(f"s3://bucket/{prefix}")
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["localhost:9000", "ftp://host", "http://", "s3.example.org", "http://host:99999",
+     "http://host:0", "http://host:port", "http://[::1", "http://host/?x=1", "http://host/#x"],
+)  # fmt: skip
 def test_an_endpoint_without_scheme_or_host_is_refused(url: str) -> None:
     with pytest.raises(SettingsError, match="is not an endpoint"):
         settings_with(endpoint_url=url)
@@ -199,6 +224,42 @@ def test_a_flag_wins_over_the_environment_and_that_over_the_file(tmp_path: Path)
     assert settings.metadata_ttl == 2
     assert settings.region == "from-file"
     assert settings.addressing is Addressing.AUTO
+
+
+SAMPLES = {
+    "SIZE": "64MiB", "SIZE|N%": "7GiB", "N%": "7%", "TIME": "7s", "N": "5", "PATH": "/some/where",
+    "URL": "http://host:9000", "NAME": "word", "MODE": "0640", "": "true",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+def test_every_setting_is_a_flag_a_variable_and_a_key_of_the_file(
+    setting: Setting, tmp_path: Path
+) -> None:
+    text = SAMPLES.get(setting.kind.metavar) or setting.kind.metavar.split("|")[-1]
+    config = str(config_file(tmp_path, f'{setting.key} = "{text}"'))
+    flag = [setting.flag] if setting.is_switch else [setting.flag, text]
+    ways: list[tuple[list[str], dict[str, str]]] = [
+        (flag, {}),
+        ([], {setting.variable: text}),
+        (["--config", config], {}),
+        ([], {"FUSEFS_CONFIG": config}),
+    ]
+    without, wanted = build(MOUNT), settings_with(**{setting.name: text})
+    assert getattr(wanted, setting.name) != getattr(without, setting.name)
+    for arguments, environment in ways:
+        command = ["mount", "s3://bucket/some/prefix", "/mnt/data", *arguments]
+        assert cli._settings(cli._parser().parse_args(command), environment) == wanted
+
+
+def test_help_shows_every_option_in_its_group(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["mount", "--help"])
+    assert ended.value.code == 0
+    _, *sections = re.split(r"^(\S.*):$", capsys.readouterr().out, flags=re.MULTILINE)
+    shown = dict(zip(sections[::2], sections[1::2], strict=True))
+    for setting in SETTINGS:
+        assert re.search(rf"^  {setting.flag}\b", shown[setting.group], re.MULTILINE), setting.name
 
 
 def test_an_empty_variable_is_unset() -> None:

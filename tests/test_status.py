@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +85,29 @@ def test_a_mount_of_somebody_else_is_shown_as_such(
     monkeypatch.setattr(mounts, "kernel_mounts", lambda: mounts.parse_mountinfo(MOUNTINFO)[1:2])
     assert run("status") == 0
     assert "it belongs to user 1000" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("runtime")
+def test_a_mount_that_is_not_on_record_is_not_said_to_have_ended(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mounts, "kernel_mounts", lambda: mounts.parse_mountinfo(MOUNTINFO)[3:])
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert run("status") == 0
+    said = capsys.readouterr().out
+    assert "not on record here" in said
+    assert "ended" not in said
+
+
+def test_a_reader_of_a_status_may_stop_reading() -> None:
+    ours, its = os.pipe()
+    os.close(ours)
+    script = "from fusefs import cli; raise SystemExit(cli.main(['status']))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], stdout=its, stderr=subprocess.PIPE, check=False
+    )
+    os.close(its)
+    assert (done.returncode, done.stderr) == (1, b"")
 
 
 def test_a_status_is_shown_for_people() -> None:

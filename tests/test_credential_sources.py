@@ -1,0 +1,182 @@
+"""Where credentials come from, and that they are renewed: as with every program that uses boto3."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fusefs import launch, users
+from fusefs.kinds import Source
+from fusefs.settings import MountSettings
+from tests.support.buckets import Bucket
+from tests.support.faulty_s3 import FaultyS3, Request
+from tests.support.identity_services import identity_services
+from tests.support.mounting import Mount
+from tests.support.s3_server import ACCESS_KEY, SECRET_KEY
+from tests.support.store_reading import as_owner as as_owner
+from tests.support.store_reading import opened
+from tests.support.waiting import until
+
+EMPTY_LISTING = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
+PROFILE = "[default]\naws_access_key_id = {}\naws_secret_access_key = {}\n"
+START_URL = "https://example.awsapps.com/start"
+SSO_PROFILE = f"""[default]
+sso_start_url = {START_URL}
+sso_region = us-east-1
+sso_account_id = 123456789012
+sso_role_name = reader
+"""
+
+
+SETTINGS = MountSettings(source=Source("bucket"), mountpoint=Path("/mnt"))
+
+
+@pytest.fixture(scope="module")
+def services() -> Iterator[str]:
+    with identity_services() as url:
+        yield url
+
+
+def key_of(request: Request) -> str:
+    """The access key that a request is signed with."""
+    found = re.search(r"Credential=([^/]*)/", request.headers["authorization"])
+    assert found is not None
+    return found[1]
+
+
+def _instance(url: str, _home: Path) -> dict[str, str]:
+    return {"AWS_EC2_METADATA_SERVICE_ENDPOINT": url}
+
+
+def _container(url: str, _home: Path) -> dict[str, str]:
+    return {"AWS_CONTAINER_CREDENTIALS_FULL_URI": f"{url}/container"}
+
+
+def _web_identity(url: str, home: Path) -> dict[str, str]:
+    (home / "token").write_text("a token")
+    return {
+        "AWS_ROLE_ARN": "arn:aws:iam::123456789012:role/reader",
+        "AWS_WEB_IDENTITY_TOKEN_FILE": str(home / "token"),
+        "AWS_ENDPOINT_URL_STS": url,
+    }
+
+
+def _sso(url: str, home: Path) -> dict[str, str]:
+    (home / "config").write_text(SSO_PROFILE)
+    (home / "sso").mkdir()
+    login = {"accessToken": "t", "expiresAt": "2100-01-01T00:00:00Z", "startUrl": START_URL}
+    name = hashlib.sha1(START_URL.encode()).hexdigest()
+    (home / "sso" / f"{name}.json").write_text(json.dumps(login))
+    return {"AWS_CONFIG_FILE": str(home / "config"), "AWS_ENDPOINT_URL_SSO": url}
+
+
+@pytest.mark.parametrize(
+    ("service", "configure"),
+    [("instance", _instance), ("container", _container), ("sts", _web_identity), ("sso", _sso)],
+)
+async def test_keys_come_from_each_service_and_are_renewed(
+    shared: Bucket, faulty: FaultyS3, services: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, service: str, configure: Callable[[str, Path], dict[str, str]],
+) -> None:  # fmt: skip
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
+        monkeypatch.delenv(name)
+    cached = str(tmp_path / "sso")
+    monkeypatch.setattr("botocore.credentials.SSOProvider._SSO_TOKEN_CACHE_DIR", cached)
+    for name, value in configure(services, tmp_path).items():
+        monkeypatch.setenv(name, value)
+    faulty.add("LIST", body=EMPTY_LISTING)
+    before = len(faulty.requests("LIST"))
+    async with opened(shared, faulty) as store:
+        for prefix in ("a/", "b/"):
+            await store.list_page(prefix)
+    asked = faulty.requests("LIST")[before:]
+    keys = [key_of(request) for request in asked]
+    assert {key.rstrip("0123456789") for key in keys} == {service}
+    # Those of an instance are kept for some minutes longer than they are said to hold.
+    assert len(set(keys)) > (0 if service == "instance" else 1)
+    assert {request.headers["x-amz-security-token"] for request in asked} == {"t"}
+
+
+# From the files of whoever mounts
+
+
+@pytest.fixture
+def credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of credentials that the environment names."""
+    path = tmp_path / "credentials"
+    path.write_text(PROFILE.format(ACCESS_KEY, SECRET_KEY))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(path))
+    return path
+
+
+def told_files(user: users.User | None) -> dict[str, str]:
+    files: dict[str, str] = json.loads(launch.daemon_input(SETTINGS, user))["files"]
+    return files
+
+
+def test_a_daemon_reads_the_files_that_it_may_read_by_itself(credentials: Path) -> None:
+    assert told_files(users.own()) == {}
+
+
+@pytest.mark.parametrize("user", [None, users.User("stranger", 54321, 54321, ())])
+def test_a_daemon_is_told_what_it_may_not_read(credentials: Path, user: users.User | None) -> None:
+    credentials.chmod(0o600)
+    assert told_files(user) == {"AWS_SHARED_CREDENTIALS_FILE": credentials.read_text()}
+
+
+def test_a_daemon_is_told_what_is_behind_a_relative_path(
+    credentials: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(credentials.parent)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", credentials.name)
+    assert told_files(users.own()) == {"AWS_SHARED_CREDENTIALS_FILE": credentials.read_text()}
+
+
+@pytest.fixture
+def mounted_by(
+    session: str, shared: Bucket, faulty: FaultyS3, tmp_path: Path
+) -> Iterator[Callable[[Path], Mount]]:
+    """Mounts with the keys of a file, as the daemon's own user."""
+    made: list[Mount] = []
+
+    def mount(credentials: Path) -> Mount:
+        (tmp_path / "mnt").mkdir()
+        environment = {
+            name: value
+            for name, value in shared.server.environment.items()
+            if name not in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+        } | {"AWS_SHARED_CREDENTIALS_FILE": str(credentials)}
+        own = ("--user", "root") if os.geteuid() == 0 else ()
+        one = Mount(
+            f"s3://{shared.name}", tmp_path / "mnt", tmp_path / "cache", faulty.endpoint_url,
+            environment, tmp_path / "log", ("--session", session, "--metadata-ttl", "0s", *own),
+        )  # fmt: skip
+        made.append(one)
+        one.start()
+        return one
+
+    yield mount
+    for one in made:
+        one.clean_up()
+
+
+def test_keys_that_change_in_a_file_arrive_in_a_running_mount(
+    mounted_by: Callable[[Path], Mount], faulty: FaultyS3, credentials: Path
+) -> None:
+    here = mounted_by(credentials)
+    credentials.write_text(PROFILE.format("rotated", SECRET_KEY))
+    faulty.add("LIST", code="InvalidAccessKeyId")
+
+    def has_asked_with_others() -> bool:
+        with contextlib.suppress(OSError):
+            os.listdir(here.path)
+        return any(key_of(request) == "rotated" for request in faulty.requests("LIST"))
+
+    until(has_asked_with_others, "the new keys are used")
