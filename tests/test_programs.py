@@ -31,6 +31,18 @@ from tests.support.programs import (
 )
 
 FILES = 5000 if IS_FULL else 100
+# Those of stress-ng that work below a directory on what a bucket can keep (no links),
+# with what makes them small. `getdent` is none of them: it walks /sys, /proc and /tmp.
+STRESSORS = {
+    "access": "", "chmod": "", "chown": "", "copy-file": "", "dentry": "--dentries 64",
+    "dir": "--dir-dirs 64", "dirdeep": "--dirdeep-dirs 1 --dirdeep-inodes 100", "fallocate":
+    "--fallocate-bytes 4m", "fcntl": "", "filename": "", "flock": "", "fpunch": "", "fsize": "",
+    "fstat": "", "hdd": "--hdd-bytes 8m", "io": "", "iomix": "--iomix-bytes 4m", "locka": "",
+    "lockf": "", "lockofd": "", "mknod": "", "open": "", "readahead": "--readahead-bytes 4m",
+    "rename": "", "revio": "--revio-bytes 4m", "seek": "--seek-size 4m", "sendfile":
+    "--sendfile-size 1m", "symlink": "", "sync-file": "--sync-file-bytes 4m", "touch": "",
+    "utime": "", "xattr": "",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -270,6 +282,20 @@ def test_fio_verifies_what_it_has_written_at_random_places(
         "--time_based", f"--runtime={60 if IS_FULL else 3}", "--group_reporting",
     )  # fmt: skip
     check_what_is_left(mount, shared, "fio")
+
+
+def test_stressors_find_nothing_wrong_side_by_side(mount: Mount, shared: Bucket) -> None:
+    need("stress-ng")
+    folder = mount.path / "stress"
+    folder.mkdir()
+    stressors = []
+    for name, options in STRESSORS.items():
+        stressors += [f"--{name}", "1", f"--{name}-ops", str(2000 if IS_FULL else 20)]
+        stressors += options.split()
+    seconds = 60 if IS_FULL else 4
+    run("stress-ng", *stressors, "--verify", "--temp-path", folder, "--timeout", seconds)
+    assert os.listdir(folder) == []
+    check_what_is_left(mount, shared, "stress")
 
 
 def test_files_are_copied_moved_and_removed_by_the_shell(
