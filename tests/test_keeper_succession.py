@@ -7,6 +7,7 @@ import errno
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from typing import Any
@@ -15,6 +16,7 @@ from fusefs.kernel.keeper_system import CAP_SYS_ADMIN
 from tests.support.keeping import (
     HELD,
     LIMIT_S,
+    PROJECT,
     STANDIN,
     Kept,
     blocked_reader,
@@ -146,3 +148,33 @@ def test_a_clerk_that_dies_takes_its_daemon_with_it(kept: Kept) -> None:
     new = kept.served_by_another_than(status["daemon"])
     assert new["last_reason"] == "lost its clerk"
     assert (kept.mountpoint / "plain").read_bytes() == b"plain content"
+
+
+# A keeper that fails whenever a daemon serves, as would each that follows it.
+FAILING = """
+import sys
+sys.path.insert(0, {project!r})
+from fusefs.kernel import keeper, keeper_master
+def fail(self, now):
+    check(self, now)
+    if self._ledger.has_served:
+        raise RuntimeError("it fails")
+check, keeper_master.Keeper._check_clock = keeper_master.Keeper._check_clock, fail
+sys.exit(keeper.main())
+"""
+
+
+def test_a_mount_whose_keepers_fail_one_after_the_other_is_given_up(kept: Kept) -> None:
+    command = [sys.executable, "-I", "-S", "-c", FAILING.format(project=os.fspath(PROJECT))]
+    mark = f"kept-in={kept.directory}"
+    kept.start(is_expected_to_serve=False, keeper_command=[*command, mark])
+    until(lambda: kept.processes() == [], "none of them is left")
+    assert "its keepers fail one after the other" in kept.said()
+    assert error_of(kept.mountpoint / "plain") == errno.ENOTCONN
+
+
+def test_a_time_for_which_nobody_waits_ends_no_keeper(kept: Kept) -> None:
+    kept.start(hang_s=1e15, max_pause_s=1e15)
+    before = kept.status()["pid"]
+    assert (kept.mountpoint / "plain").read_bytes() == b"plain content"
+    assert kept.status()["pid"] == before

@@ -22,6 +22,7 @@ Standard error is the log. Few modules are imported, so that it stays small.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -39,6 +40,9 @@ from fusefs.kernel.launching import Process
 TYPE_CHECKING = False  # typing itself is not imported: it is large
 if TYPE_CHECKING:
     from typing import Any
+
+
+MOST_FAILURES = 10
 
 
 def begin(given: dict[str, Any], configuration: Configuration, listener: Listener | None) -> Keeper:
@@ -101,12 +105,18 @@ def _process_elsewhere(given: dict[str, Any]) -> Process:
     return Process(system.pid_behind(pidfd), pidfd, supervisor, given["supervisor"])
 
 
-def succeed(clerk: Clerk, listener: Listener | None) -> Keeper:
-    """What a clerk becomes whose keeper is dead.
+def succeed(clerk: Clerk, listener: Listener | None) -> Keeper | int:
+    """What a clerk becomes whose keeper is dead: the keeper, or an exit status.
 
     Raises:
         BecomeClerk: in the child, with the same clerk.
     """
+    if clerk.ledger.keeper_failures >= MOST_FAILURES:
+        log("the mount is given up: its keepers fail one after the other")
+        clerk.process.kill()
+        with contextlib.suppress(OSError):
+            system.abort_connection(clerk.ledger.connection)
+        return 1
     log("the keeper is dead; its clerk goes on in its place")
     keeper = Keeper(clerk.configuration, clerk.ledger, listener)
     daemon = Daemon(clerk.process, clerk.daemon, clerk.ledger.program)
@@ -149,4 +159,8 @@ def _play(role: Role, listener: Listener | None) -> Role:
             return succeed(role.clerk, listener)
     except BecomeClerk as fork:
         return fork
+    except Exception:
+        if isinstance(role, Keeper):
+            role.tell_failure()
+        raise
     return 0

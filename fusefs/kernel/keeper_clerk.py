@@ -48,9 +48,10 @@ REGISTERED = 64
 CUT_OFF = 65
 FROM_CLERK = wire.FROM_DAEMON | {REGISTERED, CUT_OFF}
 # From the keeper, besides QUIESCE: the mount is made (a: the connection's
-# number), or could not be (error).
+# number), or could not be (error); or the keeper ends by a fault of its own.
 MOUNT_MADE = 66
-TO_CLERK = frozenset((MOUNT_MADE, wire.QUIESCE))
+FAILED = 67
+TO_CLERK = frozenset((MOUNT_MADE, FAILED, wire.QUIESCE))
 
 # A daemon that ticks all the time wakes the keeper no more often than this.
 TICK_INTERVAL_S = 0.2
@@ -160,6 +161,9 @@ class Clerk:
             return False
         if message.kind == wire.QUIESCE:
             self._post(wire.pack(wire.QUIESCE))
+            return True
+        if message.kind == FAILED:
+            self.ledger.keeper_failed(time.monotonic())
             return True
         if not message.error:
             self.ledger.connection = message.a

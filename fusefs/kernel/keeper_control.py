@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 MAX_REQUEST = 1 << 20  # settings and a command are a few KiB
 MOST_CLIENTS = 16
 CLIENT_S = 5.0
+# poll(2) takes no more than 2^31 ms; to wake up now and then costs nothing.
+LONGEST_WAIT_S = 86_400.0
 
 _PEER_CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
 
@@ -47,7 +49,9 @@ class Loop:
             self._poll.unregister(fd)
 
     def run_once(self, timeout_s: float | None) -> None:
-        timeout_ms = None if timeout_s is None else max(0, int(timeout_s * 1000) + 1)
+        timeout_ms = None
+        if timeout_s is not None:
+            timeout_ms = int(1000 * min(max(0.0, timeout_s), LONGEST_WAIT_S)) + 1
         for fd, _ in self._poll.poll(timeout_ms):
             handler = self._handlers.get(fd)  # one before it may have forgotten it
             if handler is not None:

@@ -24,6 +24,9 @@ TYPE_CHECKING = False  # typing itself is not imported: it is large
 if TYPE_CHECKING:
     from typing import Any
 
+# Who fails so soon after another met what its successor will meet as well.
+QUICK_FAILURE_S = 5.0
+
 
 def log(sentence: str) -> None:
     """Write one line to the log, which is standard error, if that takes it at once."""
@@ -155,6 +158,8 @@ class Ledger:
         self.quick_deaths = 0
         self.last_death_ns = 0
         self.last_reason = ""
+        self.keeper_failures = 0
+        self.keeper_failed_at = 0.0
         self.pause_since: float | None = None
         self.longest_pause_s = 0.0
 
@@ -195,6 +200,12 @@ class Ledger:
         self.longest_pause_s = max(self.longest_pause_s, pause_s)
         self.pause_since = None
         return pause_s
+
+    def keeper_failed(self, now: float) -> None:
+        """A keeper has ended by itself, soon after another or long after."""
+        is_quick = now - self.keeper_failed_at < QUICK_FAILURE_S
+        self.keeper_failures = self.keeper_failures + 1 if is_quick else 1
+        self.keeper_failed_at = now
 
     def died(self, reason: str) -> None:
         self.restarts += 1

@@ -20,7 +20,7 @@ from types import FrameType
 from fusefs.kernel import holder, libc
 from fusefs.kernel import keeper_system as system
 from fusefs.kernel import keeper_wire as wire
-from fusefs.kernel.keeper_clerk import MOUNT_MADE, REGISTERED, Clerk
+from fusefs.kernel.keeper_clerk import FAILED, MOUNT_MADE, REGISTERED, Clerk
 from fusefs.kernel.keeper_control import Client, Control, Listener, Loop
 from fusefs.kernel.keeper_daemon import NEVER, Daemon, describe
 from fusefs.kernel.keeper_household import Household
@@ -109,6 +109,12 @@ class Keeper:
             self._check_clock(time.monotonic())
         self._clean_up()
         return self._exit_code
+
+    def tell_failure(self) -> None:
+        """Have the clerk know that this keeper is not killed, but can't go on."""
+        daemon = self._household.current
+        if daemon is not None and daemon.clerk is not None:
+            daemon.clerk.tell(wire.pack(FAILED))
 
     def _check_clock(self, now: float) -> None:
         self._control.dismiss_late(now)
