@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,6 +57,22 @@ async def test_nonsense_is_answered_with_an_error(
         await stream.send_eof()
         answer = b"".join([chunk async for chunk in stream])
     assert "error" in json.loads(answer)
+
+
+async def test_only_the_owner_and_root_are_answered(
+    tmp_path: Path, nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "status.sock"
+    await nursery.start(functools.partial(control.serve, path, lambda request: request))
+    told = control._PEER_CREDENTIALS
+    for uid, is_answered in ((os.geteuid(), True), (0, True), (54321, False)):
+        peer = SimpleNamespace(unpack=lambda _, uid=uid: (1, uid, uid), size=told.size)
+        monkeypatch.setattr(control, "_PEER_CREDENTIALS", peer)
+        if is_answered:
+            assert await ask(path) == {"command": "status"}
+        else:
+            with pytest.raises(control.ControlError, match="owner and root"):
+                await ask(path)
 
 
 async def test_the_socket_is_gone_when_its_server_is(tmp_path: Path) -> None:

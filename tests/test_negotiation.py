@@ -1,0 +1,138 @@
+"""What the kernel session agrees upon with the kernel, and the little that it tells unasked."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fusefs.kernel import wire
+from fusefs.kernel.session import Session, UnsupportedKernelError
+from fusefs.kernel.wire import Init, Opcode
+
+EVERYTHING = (1 << 64) - 1
+NEEDED = Init.PARALLEL_DIROPS | Init.MAX_PAGES | Init.DO_READDIRPLUS
+# A reading ahead of 128 KiB, as the kernel offers it.
+READ_AHEAD = 131072
+UNIQUE = 77
+
+
+class Kernel:
+    """The other end of a session's descriptor."""
+
+    def __init__(self) -> None:
+        self.end, self._its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.log: list[bytes] = []
+        operations: Any = SimpleNamespace(mutations=None)
+        log: Any = SimpleNamespace(negotiated=self.log.append)
+        self.session = Session(self._its.fileno(), operations, log)
+
+    def close(self) -> None:
+        self.end.close()
+        self._its.close()
+
+    def offer(self, flags: int, minor: int = wire.MINOR) -> None:
+        """Send INIT, as long as an interface of that age has it."""
+        low, high = flags & 0xFFFFFFFF, flags >> 32
+        body = wire.INIT_IN.pack(wire.MAJOR, minor, READ_AHEAD, low, high, bytes(44))
+        self.ask(Opcode.INIT, body if minor >= 36 else body[: wire.INIT_IN_SHORT.size])
+
+    def ask(self, opcode: Opcode, body: bytes) -> None:
+        size = wire.IN_HEADER.size + len(body)
+        self.end.send(wire.IN_HEADER.pack(size, opcode, UNIQUE, 0, 0, 0, 0, 0, 0) + body)
+
+    def told(self) -> tuple[int, bytes]:
+        """What the session wrote next, behind a request's number or a notification's code."""
+        message = self.end.recv(1 << 16)
+        size, error, unique = wire.OUT_HEADER.unpack_from(message)
+        assert size == len(message)
+        if unique:
+            assert error == 0
+        return unique or error, message[wire.OUT_HEADER.size :]
+
+
+@pytest.fixture
+def kernel() -> Iterator[Kernel]:
+    one = Kernel()
+    yield one
+    one.close()
+
+
+async def negotiated(
+    kernel: Kernel, flags: int, minor: int = wire.MINOR
+) -> tuple[Init, dict[str, int]]:
+    """What becomes of an offer: the flags, and the other fields of the answer."""
+    kernel.offer(flags, minor)
+    await kernel.session.negotiate()
+    unique, answer = kernel.told()
+    assert unique == UNIQUE
+    assert kernel.log == [answer]
+    names = [name for name, _ in wire.INIT_OUT.fields]
+    fields = dict(zip(names, wire.INIT_OUT.unpack_from(answer), strict=True))
+    return Init(fields["flags"] | fields["flags2"] << 32), fields
+
+
+async def test_all_that_helps_is_taken_from_a_kernel_that_offers_everything(kernel: Kernel) -> None:
+    flags, fields = await negotiated(kernel, EVERYTHING)
+    assert flags == (
+        NEEDED
+        | Init.ASYNC_READ | Init.ATOMIC_O_TRUNC | Init.BIG_WRITES | Init.ASYNC_DIO
+        | Init.CACHE_SYMLINKS | Init.HANDLE_KILLPRIV_V2 | Init.INIT_EXT | Init.PASSTHROUGH
+        | Init.HAS_RESEND | Init.ALLOW_IDMAP
+    )  # fmt: skip
+    assert fields["max_pages"] * 4096 == fields["max_write"] == 1 << 20
+    assert fields["max_readahead"] == READ_AHEAD
+    assert fields["max_stack_depth"] == 1
+    assert kernel.session.has_passthrough
+    assert kernel.session.survival[0]
+
+
+async def test_nothing_is_taken_that_was_not_offered(kernel: Kernel) -> None:
+    flags, fields = await negotiated(kernel, NEEDED | Init.INIT_EXT)
+    assert flags == NEEDED | Init.INIT_EXT
+    assert fields["max_stack_depth"] == 0
+    assert not kernel.session.has_passthrough
+    is_on, why = kernel.session.survival
+    assert not is_on
+    assert "Linux 6.9" in why
+
+
+async def test_an_offer_of_the_first_32_flags_alone_is_understood(kernel: Kernel) -> None:
+    flags, _ = await negotiated(kernel, EVERYTHING & ~Init.INIT_EXT, minor=35)
+    assert NEEDED in flags
+    assert flags >> 32 == 0
+    assert Init.INIT_EXT not in flags
+
+
+@pytest.mark.parametrize(
+    ("flags", "minor"),
+    [
+        (EVERYTHING, wire.OLDEST_MINOR - 1),
+        (EVERYTHING & ~Init.MAX_PAGES, wire.MINOR),
+        (EVERYTHING & ~Init.PARALLEL_DIROPS, wire.MINOR),
+        (EVERYTHING & ~Init.DO_READDIRPLUS, wire.MINOR),
+    ],
+)
+async def test_a_kernel_that_is_too_old_is_named_with_what_to_do(
+    kernel: Kernel, flags: int, minor: int
+) -> None:
+    kernel.offer(flags, minor)
+    with pytest.raises(UnsupportedKernelError, match=r"too old .* use --session pyfuse3"):
+        await kernel.session.negotiate()
+
+
+async def test_no_notification_makes_the_kernel_wait(kernel: Kernel) -> None:
+    await negotiated(kernel, EVERYTHING)
+    kernel.session.invalidate_attributes(5)
+    code, body = kernel.told()
+    assert code == wire.NOTIFY_INVAL_INODE_CODE
+    node, offset, _ = wire.NOTIFY_INVAL_INODE.unpack_from(body)
+    assert node == 5
+    assert offset < 0, "with its pages, it would wait for whoever reads them"
+    kernel.session.invalidate_names()
+    assert kernel.told() == (wire.NOTIFY_INC_EPOCH_CODE, b"")
+    kernel.session.adopt(kernel.log[0])
+    assert kernel.told() == (wire.NOTIFY_RESEND_CODE, b"")
