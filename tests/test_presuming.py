@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import trio
 
+from fusefs.cache.metadata import NoPages
 from fusefs.kinds import ObjectAttributes
+from fusefs.posix.directories import Directories
+from fusefs.posix.inodes import InodeTable, Ownership
+from fusefs.posix.journal import NoJournal
+from fusefs.posix.learning import Learner
 from fusefs.posix.presuming import EXPERIENCE, SAME_TIME_NS, SAMPLE, Presumption
+from fusefs.posix.walks import WALK_AFTER
 from tests.support.buckets import Bucket, stored
+from tests.support.local_cache import Bucket as InMemory
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
 from tests.support.semantics import states
@@ -88,6 +97,23 @@ def test_the_setting_can_decide_it(mode: ObjectAttributes, is_silent: bool) -> N
     heard_nothing(presumption, "a/", SAMPLE)
     presumption.heard("a/", 1, says=True)
     assert presumption.is_silent("a/", 1) == is_silent
+
+
+async def test_a_file_of_each_folder_that_a_walk_comes_to_is_asked_ahead() -> None:
+    prefixes = [f"{folder:02}/" for folder in range(9)]
+    store = InMemory(f"{prefix}{name}" for prefix in prefixes for name in range(5))
+    presumption = Presumption()
+    heard_nothing(presumption, "elsewhere/", EXPERIENCE)
+    inodes = InodeTable("", NoJournal())
+    async with trio.open_nursery() as nursery:
+        directories = Directories(store, math.inf, NoPages(), nursery, presumption)
+        learner = Learner(store, directories, inodes, Ownership(1, 2, 0o644, 0o755), nursery)
+        for prefix in prefixes[:WALK_AFTER]:
+            await directories.segment_behind(directories.get(prefix), "", 0.0)
+    nodes = [inodes.resolve(inodes.root, prefix[:-1], None, prefix) for prefix in prefixes]
+    # The first ones were listed by themselves.
+    assert [learner.wants_sample(node) for node in nodes] == 2 * [True] + 7 * [False]
+    assert store.heads == 7
 
 
 @pytest.fixture

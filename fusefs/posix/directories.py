@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Protocol
 
 import trio
@@ -78,6 +79,8 @@ class Directories:
         self.presumption = presumption or Presumption()
         self.hidden = HiddenKeys()
         self.local = LocalNames()
+        # Told of the directories that a program is about to walk through.
+        self.expect: Callable[[str, Segment], None] = lambda _prefix, _segment: None
         self._store = store
         self._memory = memory
         self._nursery = nursery
@@ -236,8 +239,9 @@ class Directories:
     def _fill(self, walk: Walk, prefix: str, page: ListPage, fetched: float) -> None:
         """Take a directory from a walk's flat page."""
         directory = self.get(prefix)
-        self._absorb(directory, "", page, fetched)
+        segment = self._absorb(directory, "", page, fetched)
         directory.walk = walk
+        self.expect(prefix, segment)
 
     async def _load_around(self, directory: Directory, name: str) -> None:
         """Load the page that starts at a name, or wait for one that may hold it.

@@ -3,7 +3,8 @@
 A writable mount asks for them with a HEAD for each name that is looked up, where
 objects are not presumed to say nothing (see presuming.py). A program that looks at
 one name after the other in the order of the listing (`ls -l`, `rsync`) gets the
-following ones asked for at the same time: one, two, four, and at most MOST_AHEAD.
+following ones asked for at the same time: one, two, four, and at most MOST_AHEAD. Of
+the folders that a walk is about to come to, the one file is asked ahead that may be enough.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from fusefs.posix import meta, names
 from fusefs.posix.directories import Directories
 from fusefs.posix.inodes import Inode, InodeTable, Ownership
 from fusefs.posix.meta import SECOND_NS, Meta
-from fusefs.posix.segments import Entry
+from fusefs.posix.segments import Entry, Segment
 from fusefs.store.base import ObjectInfo, Store
 from fusefs.store.errors import NotFoundError, StoreError
 
@@ -79,6 +80,10 @@ class Learner:
         self._presumption = directories.presumption
         self._questions: OrderedDict[str, Question] = OrderedDict()
         self._streaks: OrderedDict[str, Streak] = OrderedDict()
+        # Directories of which a file is just asked ahead.
+        self._sampled: dict[str, trio.Event] = {}
+        if nursery is not None:
+            directories.expect = self._sample_ahead
         # What versions say, None for nothing, by what tells them apart: the kernel
         # forgets names, and asks for them again, sooner than anything of it changes.
         self._remembered: OrderedDict[int, Meta | None] = OrderedDict()
@@ -90,13 +95,17 @@ class Learner:
 
     def must_ask(self, inode: Inode) -> bool:
         """Whether the bucket has to be asked before an inode's attributes are shown."""
-        return self.lacks(inode) and not self._is_presumed(inode)
-
-    def _is_presumed(self, inode: Inode) -> bool:
-        if inode.parent is None:
+        if not self.lacks(inode):
             return False
-        modified_ns = inode.info.mtime_ns if inode.info is not None else 0
-        return self._presumption.is_silent(self._inodes.key(inode.parent), modified_ns)
+        return inode.parent is None or _modified_ns(inode) > self.silent_until(inode.parent)
+
+    def must_ask_of(self, inode: Inode, silent_until: float) -> bool:
+        """As `must_ask`, of one of a directory that `silent_until` is of."""
+        return self.lacks(inode) and _modified_ns(inode) > silent_until
+
+    def silent_until(self, directory: Inode) -> float:
+        """How young what is in a directory may be to be taken to say nothing (presuming.py)."""
+        return self._presumption.silent_until(self._inodes.key(directory))
 
     def lacks(self, inode: Inode) -> bool:
         """Whether it is not known what an inode's object says."""
@@ -159,6 +168,8 @@ class Learner:
     async def sample(self, directory: Inode, inodes: Sequence[Inode]) -> None:
         """Ask a few of a directory's files, to see if the others need not be asked."""
         prefix = self._inodes.key(directory)
+        if under_way := self._sampled.get(prefix):
+            await under_way.wait()
         asked = [inode for inode in inodes if self.must_ask(inode)]
         questions = [
             self._ask(self._inodes.key(one)) for one in asked[: self._presumption.left(prefix)]
@@ -168,6 +179,22 @@ class Learner:
                 await self._take(inode, question)
             except StoreError:
                 continue  # whoever wants its attributes is told
+
+    def _sample_ahead(self, prefix: str, segment: Segment) -> None:
+        """Have the one file asked that may show the others of a directory to be silent."""
+        if not self._presumption.is_undecided(prefix) or len(self._sampled) >= MOST_AHEAD:
+            return
+        first = next((entry for entry in segment.entries.values() if entry is not None), None)
+        if self._presumption.left(prefix) == 1 and first is not None and self.lacks_version(first):
+            assert self._nursery is not None
+            self._sampled[prefix] = trio.Event()
+            self._nursery.start_soon(self._sample_one, prefix, first)
+
+    async def _sample_one(self, prefix: str, info: ObjectInfo) -> None:
+        try:
+            await self.learn_version(info)
+        finally:
+            self._sampled.pop(prefix).set()
 
     def lacks_version(self, info: ObjectInfo) -> bool:
         """Whether `learn_version` would ask."""
@@ -284,6 +311,10 @@ class Learner:
 def _directory(key: str) -> str:
     """The prefix of the directory that a key, or a marker, is in."""
     return key[: key.rstrip("/").rfind("/") + 1]
+
+
+def _modified_ns(inode: Inode) -> int:
+    return inode.info.mtime_ns if inode.info is not None else 0
 
 
 def _version(info: ObjectInfo) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections import OrderedDict
 from pathlib import Path
@@ -66,13 +67,21 @@ class Presumption:
 
         `modified_ns` is its Last-Modified, 0 for a marker, of which none is listed.
         """
+        return modified_ns <= self.silent_until(prefix)
+
+    def silent_until(self, prefix: str) -> float:
+        """When the youngest object of a directory that is taken to say nothing was modified.
+
+        In nanoseconds since the epoch; before any time if none is.
+        """
         if self._mode != ObjectAttributes.AUTO:
-            return self._mode == ObjectAttributes.NEVER
+            return math.inf if self._mode == ObjectAttributes.NEVER else -math.inf
         directory = self._directories.get(prefix)
         if directory is None or directory.tells or prefix in self._changed:
-            return False
-        is_of_the_kind = modified_ns <= directory.youngest_ns + SAME_TIME_NS
-        return directory.silent >= self._sample() and is_of_the_kind
+            return -math.inf
+        if directory.silent < self._sample():
+            return -math.inf
+        return directory.youngest_ns + SAME_TIME_NS
 
     def heard(self, prefix: str, modified_ns: int, *, says: bool) -> None:
         """An object was asked; `says` whether it had anything to say."""
