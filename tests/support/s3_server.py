@@ -23,6 +23,8 @@ from typing import Any
 REGION = "us-east-1"
 ACCESS_KEY = "fusefs-access"
 SECRET_KEY = "fusefs-secret"
+# Below this name, each bucket has a host name of its own.
+DOMAIN = "s3.fusefs.test"
 START_LIMIT_S = 60
 # weed puts each gRPC port this far above the HTTP port.
 GRPC_DISTANCE = 10_000
@@ -99,7 +101,7 @@ class S3Server:
             f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}",
             "-s3", f"-s3.port={s3}", f"-s3.config={config}", "-s3.port.iceberg=0",
             "-s3.port.lance=0", "-master.telemetry=false", "-volume.max=2000",
-            "-master.volumeSizeLimitMB=1024", "-volume.minFreeSpace=0",
+            "-master.volumeSizeLimitMB=1024", "-volume.minFreeSpace=0", f"-s3.domainName={DOMAIN}",
         ]  # fmt: skip
         with (self._directory / "weed.log").open("ab") as log:
             self._process = subprocess.Popen(
