@@ -28,7 +28,7 @@ from typing import TypeVar
 
 import trio
 
-from fusefs.store import copying, lister, multipart, operations, requests, upload, writing
+from fusefs.store import copying, lister, multipart, operations, reading, requests, upload, writing
 from fusefs.store.access import Access
 from fusefs.store.base import (
     ChunkWriter,
@@ -54,7 +54,7 @@ from fusefs.store.errors import (
 )
 from fusefs.store.patience import Patience
 from fusefs.store.priority import Urgency, demanded
-from fusefs.store.stream import SMALL, Attempt, AttemptError, Stream, Transfer
+from fusefs.store.stream import Attempt, AttemptError, Stream, Transfer
 from fusefs.store.threads import Threads
 from fusefs.store.upload import S3Upload
 from fusefs.store.wire import Answer
@@ -83,7 +83,8 @@ class S3Store:
         # No change is sent before this, in trio's seconds.
         self.changes_after = -math.inf
         self._counted: Counter[str] = Counter()
-        self._has_if_match = True
+        # Whether a server's If-Match is to be relied on.
+        self.has_if_match = True
         # The requests that try again because their credentials were refused.
         self._refused: set[Patience] = set()
 
@@ -176,32 +177,7 @@ class S3Store:
         in_loop: bool = False,
     ) -> None:
         stream = Stream(version, start, stop, write, self._note_bytes)
-        while True:
-            stream.has_if_match = self._has_if_match
-            try:
-                if not in_loop or stop - start > SMALL or not await self._got(stream, priority):
-                    await self.retried("GET", version.key, stream.run, priority, transfer=stream)
-                return
-            except StaleVersionError:
-                if not stream.has_if_match or (await self.head(version.key)).version != version:
-                    raise
-                # This server's If-Match says no to the very ETag that it tells.
-                logger.info("%s: If-Match is not to be relied on here", self.settings.bucket)
-                self._has_if_match = False
-
-    async def _got(self, stream: Stream, priority: Urgency) -> bool:
-        """Get what a stream lacks in the event loop; False if a thread is to do it."""
-        answer = await self.at_once(
-            "GET", stream.key, headers=stream.asked(), size=stream.missing, priority=priority
-        )
-        if answer is None:
-            return False
-        try:
-            stream.take(answer)
-        except AttemptError as error:
-            if not error.failure.is_retryable:
-                raise self._failed("GET", stream.key, error.failure) from error
-        return not stream.missing
+        await reading.download(self, stream, priority, in_loop=in_loop)
 
     def _note_bytes(self, count: int) -> None:
         self._counted["bytes_fetched"] += count
@@ -300,7 +276,7 @@ class S3Store:
         # Without a code, and of credentials, it is found out what it means in the patient way.
         is_vague = not failure.code and failure.kind is not NotFoundError
         if not (is_vague or failure.kind is CredentialsError or failure.is_retryable):
-            raise self._failed(operation, key, failure)
+            raise self.failed(operation, key, failure)
         self._counted["retries"] += 1
         logger.info("%s again: %s", operation, self._describe(key, failure))
         await trio.sleep(Patience(self.settings.retry_time_s).pause_s())
@@ -345,7 +321,7 @@ class S3Store:
                 if transfer is not None and transfer.has_progressed():
                     patience.renew()
                 if not failure.is_retryable or not patience.is_left():
-                    raise self._failed(operation, key, failure)
+                    raise self.failed(operation, key, failure)
                 self._counted["retries"] += 1
                 logger.info("%s again: %s", operation, self._describe(key, failure))
                 await trio.sleep(patience.pause_s())
@@ -401,7 +377,7 @@ class S3Store:
             await attempt.abandon()
             raise
 
-    def _failed(self, operation: str, key: str, failure: Failure) -> StoreError:
+    def failed(self, operation: str, key: str, failure: Failure) -> StoreError:
         """Log a request that failed for good."""
         self._counted["errors"] += 1
         # A missing object is an answer, and lookups ask for many; so is a conflict.

@@ -124,7 +124,7 @@ class Stream:
         write: ChunkWriter,
         note_bytes: Callable[[int], None],
     ) -> None:
-        self._version = version
+        self.version = version
         self._position = start
         self._stop = stop
         self._write = write
@@ -144,7 +144,7 @@ class Stream:
 
     @property
     def key(self) -> str:
-        return self._version.key
+        return self.version.key
 
     @property
     def missing(self) -> int:
@@ -155,7 +155,7 @@ class Stream:
         """The headers of a request for what is missing."""
         headers = {"range": self._range}
         if self.has_if_match:
-            headers["if-match"] = self._version.etag
+            headers["if-match"] = self.version.etag
         return headers
 
     @property
@@ -180,7 +180,7 @@ class Stream:
         Raises:
             AttemptError: the stream broke, or is not what was asked for.
         """
-        is_for_obstore = is_plain(self._version.key) and not clients.is_confined
+        is_for_obstore = is_plain(self.version.key) and not clients.is_confined
         if self.missing <= (SMALL if is_for_obstore else CHUNK) and self._run_direct(clients):
             pass
         elif is_for_obstore:
@@ -200,8 +200,8 @@ class Stream:
 
         options: obstore.GetOptions = {"range": (self._position, self._stop)}
         if self.has_if_match:
-            options["if_match"] = self._version.etag
-        answer = obstore.get(clients.objects, self._version.key, options=options)
+            options["if_match"] = self.version.etag
+        answer = obstore.get(clients.objects, self.version.key, options=options)
         self._compare(answer.meta["e_tag"], answer.range[0])
         if answer.range[1] - self._position <= CHUNK:
             self._take(memoryview(answer.bytes()))  # a thread switch less than a stream of one
@@ -211,9 +211,9 @@ class Stream:
 
     def _run_boto(self, clients: Clients) -> None:
         """For keys that obstore's paths can't hold, and where it must not follow redirects."""
-        condition = {"IfMatch": self._version.etag} if self.has_if_match else {}
+        condition = {"IfMatch": self.version.etag} if self.has_if_match else {}
         answer = clients.s3.get_object(
-            **clients.request, **condition, Key=self._version.key, Range=self._range
+            **clients.request, **condition, Key=self.version.key, Range=self._range
         )
         self._compare(answer["ETag"], _first_byte(answer.get("ContentRange")))
         for chunk in answer["Body"].iter_chunks(CHUNK):
@@ -234,7 +234,7 @@ class Stream:
 
     def _compare(self, etag: str | None, start: int) -> None:
         """Some servers ignore If-Match, and some ignore ranges."""
-        if etag is None or listing.quoted(etag) != self._version.etag:
+        if etag is None or listing.quoted(etag) != self.version.etag:
             sentence = "the object has been replaced"
             raise AttemptError(Failure(StaleVersionError, sentence))
         if start != self._position:

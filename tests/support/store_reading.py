@@ -54,8 +54,9 @@ async def opened(shared: Bucket, faulty: FaultyS3, **settings: Any) -> AsyncIter
 
 
 async def download(
-    store: S3Store, info: ObjectInfo | ObjectVersion, start: int = 0, stop: int | None = None
-) -> bytes:
+    store: S3Store, info: ObjectInfo | ObjectVersion, start: int = 0, stop: int | None = None,
+    *, in_loop: bool = False,
+) -> bytes:  # fmt: skip
     """Download a range; checks that the pieces come in order and without gaps."""
     version = info.version if isinstance(info, ObjectInfo) else info
     got = bytearray()
@@ -64,5 +65,6 @@ async def download(
         assert offset == start + len(got)
         got.extend(chunk)
 
-    await store.download(version, start, version.size if stop is None else stop, write)
+    stop = version.size if stop is None else stop
+    await store.download(version, start, stop, write, in_loop=in_loop)
     return bytes(got)
