@@ -1,11 +1,13 @@
-"""How a driver that starts goes on with the mounts of the one before it: all beside each other."""
+"""How a driver that starts goes on with the mounts of the one before it."""
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +16,13 @@ from csi import caretaker
 from csi.caretaker import AT_ONCE, Caretaker
 from csi.claims import Claims
 from csi.mount_records import MountRecord
+from fusefs import control
+from fusefs.kernel.keeper_system import has_ended
+from tests.support.buckets import Bucket
+from tests.support.csi_daemons import daemons_of
+from tests.support.csi_node import Node, running_node
+from tests.support.csi_pod import pod_reading
+from tests.support.s3_server import S3Server
 from tests.support.sharing import PATIENCE_S
 from tests.support.waiting import until
 
@@ -111,3 +120,60 @@ def test_all_mounts_of_one_volume_have_their_turn() -> None:
     caretaker_of(mounts).look_round()
     until(lambda: mounts.begun.total() == 5 and not mounts.at_work, "all are done")
     assert mounts.most_at_work == 1
+
+
+# --- with real mounts -----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def node(s3: S3Server) -> Iterator[Node]:
+    with running_node("--daemons=there", main=s3.endpoint_url) as node:
+        yield node
+
+
+def held(node: Node) -> list[str]:
+    """What the holder has, which may just not be there."""
+    try:
+        told = control.exchange(node.state / "holder.sock", {"do": "list"}, PATIENCE_S)
+    except control.ControlError:
+        return []
+    return list(told["names"])
+
+
+def kill_holder(node: Node) -> None:
+    """Kill the process that listens, and nothing else."""
+    pid = control.peer(node.state / "holder.sock")
+    assert pid is not None
+    with open(os.pidfd_open(pid), "rb") as process:
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: has_ended(process.fileno()), "it has ended")
+
+
+def test_a_pod_reads_on_without_its_keeper_though_the_holder_has_died_before(
+    node: Node, shared: Bucket
+) -> None:
+    shared.put("hello", b"hello")
+    target = node.target("pod")
+    with daemons_of(node, "first"):
+        node.publish("volume", target, bucket=shared.name)
+        with pod_reading(node, target / "hello") as pod:
+            until(lambda: held(node), "it is held")
+            node.kill()  # who would bring the keeper's copy
+            kill_holder(node)
+            until(lambda: held(node), "it is held by the next process")
+            with daemons_of(node, "second") as second:
+                assert held(node)
+                second.kill()
+            until(lambda: held(node), "the first has come back with it")
+            node.kill_all("keeper")
+            node.start("--daemons=there")
+            until(lambda: is_kept(node), "there is a keeper")
+            assert pod.read() == "hello hello"
+        node.unpublish("volume", target)
+    assert node.leftovers() == []
+
+
+def is_kept(node: Node) -> bool:
+    [root] = node.roots()
+    [keeper] = (node.state / "fusefs").glob("*.keeper")
+    return bool(root) and control.peer(keeper) is not None

@@ -9,13 +9,16 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fusefs import control
 from fusefs.kernel import holder
 from fusefs.kernel.holder import HolderError
+from fusefs.kernel.keeper_system import has_ended
 from tests.support.keeping import LIMIT_S, PROJECT, Kept, needs_fuse, needs_root
 from tests.support.waiting import until
 
@@ -27,13 +30,26 @@ SERVICE = "import sys; from fusefs.kernel.holder import main; sys.exit(main(sys.
 @pytest.fixture
 def service(kept: Kept) -> Iterator[str]:
     """The path of a running service's socket."""
+    with serving(kept) as path:
+        yield path
+
+
+@contextmanager
+def serving(kept: Kept) -> Iterator[str]:
     path = kept.directory / "holder.sock"
     process = subprocess.Popen([sys.executable, "-c", SERVICE, path], cwd=PROJECT)
-    until(path.exists)
-    yield str(path)
-    process.terminate()
+    try:
+        until(lambda: pid_of(path) == process.pid, "it listens")
+        yield str(path)
+    finally:
+        process.terminate()
     assert process.wait(LIMIT_S) == 0
     assert not path.exists()
+
+
+def pid_of(path: str | Path) -> int | None:
+    """The process that listens there."""
+    return control.peer(Path(path))
 
 
 def ask(path: str, request: bytes) -> dict[str, Any]:
@@ -70,6 +86,16 @@ def test_a_mount_that_was_detached_is_no_longer_held(kept: Kept, service: str) -
     kept.process.terminate()
     assert kept.wait() == 0
     until(lambda: names(service) == [])
+
+
+def test_a_copy_is_held_before_another_daemon_gets_the_mount(kept: Kept) -> None:
+    with serving(kept) as path:
+        kept.start({"take_over": "hang"}, holder=path)
+        until(is_held(path, kept), "it is held")
+    with serving(kept) as path:
+        assert names(path) == []  # the first one was told to end, and let it go
+        kept.kill_daemon()
+        until(is_held(path, kept), "it is held again")
 
 
 def test_a_mount_goes_on_after_keeper_clerk_and_daemon_were_killed(
@@ -161,11 +187,50 @@ def test_a_process_that_hangs_or_dies_affects_no_other(kept: Kept, service: str)
 
 def children_of(path: str) -> list[int]:
     """The processes that hold something for the service."""
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.connect(path)
-        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    pid = int.from_bytes(credentials[:4], sys.byteorder)
+    pid = pid_of(path)
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def kill(path: str) -> None:
+    """End the service by SIGKILL."""
+    pid = pid_of(path)
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: pid_of(path) is None, "it is dead")
+
+
+def test_what_a_killed_service_held_is_held_by_the_next_one(kept: Kept) -> None:
+    path = str(kept.directory / "holder.sock")
+    first = subprocess.Popen([sys.executable, "-c", SERVICE, path], cwd=PROJECT)
+    try:
+        until(lambda: pid_of(path), "it listens")
+        kept.start(holder=path)
+        until(is_held(path, kept), "it is held")
+        kill(path)
+        with serving(kept):
+            until(is_held(path, kept), "it is held again")
+            kept.umount()
+            until(lambda: names(path) == [], "the mount is gone")
+    finally:
+        first.kill()
+        first.wait(LIMIT_S)
+
+
+def test_what_a_service_held_goes_with_it_and_who_had_started_it(kept: Kept) -> None:
+    path = str(kept.directory / "holder.sock")
+    code = f"import subprocess; subprocess.call([{sys.executable!r}, '-c', {SERVICE!r}, {path!r}])"
+    container = subprocess.Popen([sys.executable, "-c", code], cwd=PROJECT)
+    try:
+        until(lambda: pid_of(path), "it listens")
+        kept.start(holder=path)
+        until(is_held(path, kept), "it is held")
+        [holding] = [os.pidfd_open(pid) for pid in children_of(path)]
+    finally:
+        container.kill()
+        container.wait(LIMIT_S)
+        kill(path)
+    until(lambda: has_ended(holding), "it holds nothing any more")
+    os.close(holding)
 
 
 def test_nothing_but_fuse_is_held(service: str) -> None:

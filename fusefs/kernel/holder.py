@@ -8,7 +8,15 @@ container that they run in is replaced. Whoever mounts there again fetches it.
 Each descriptor is held by a process of its own, which also receives and
 answers for it: should anything hang, it is that one. The service only looks at
 requests, and gives the connection on. A holding process ends when its
-descriptor is dropped, when the mount is gone, and with the service.
+descriptor is dropped, when the mount is gone, and when the service is told to.
+If that dies instead, the process gives what it holds to the next service at
+PATH, unless whoever had started the dead one, and its container, is gone too.
+
+Who gets it when: the keeper opens it, and its clerk is forked with it; once
+mounted, the daemon and this service get it, each within moments. A daemon that
+follows gets it from a clerk, when this service has been given it once more; a
+keeper that follows gets it from here. So each of the three may die, and be
+replaced, while the other two have it.
 
 A request is one JSON line in one message, and so is its answer:
 
@@ -52,6 +60,13 @@ MOST_VISITORS = 64
 VISITOR_S = 5.0
 ANSWER_S = 1.0
 CLIENT_S = 5.0
+# For another service to come in the place of one that was killed.
+LOOKING_S = 60.0
+LOOK_MS = 100
+
+# What a service says to a process that holds something.
+VISITOR = b"\n"  # + the connection of one who asks for it
+LET_GO = b"."
 
 
 class HolderError(Exception):
@@ -133,10 +148,15 @@ def _parse(line: bytes) -> dict[str, Any]:
 
 
 class Service:
-    """The named socket, and which process holds what."""
+    """The socket that listens on `path`, and which process holds what.
 
-    def __init__(self, listener: socket.socket) -> None:
+    `parent` is a pidfd of whoever has started this process.
+    """
+
+    def __init__(self, listener: socket.socket, path: str, parent: int) -> None:
         self._listener = listener
+        self._path = path
+        self._parent = parent
         self._loop = Loop()
         self._loop.watch(listener.fileno(), select.POLLIN, self._accept)
         self._visitors: dict[socket.socket, float] = {}  # deadlines
@@ -151,6 +171,11 @@ class Service:
             for visitor, deadline in list(self._visitors.items()):
                 if now >= deadline:
                     self._see_off(visitor)
+
+    def end(self) -> None:
+        """Hold nothing any more."""
+        for helper in list(self._helpers.values()):
+            self._dismiss(helper)
 
     def _accept(self) -> None:
         try:
@@ -202,7 +227,7 @@ class Service:
 
     def _pass_on(self, name: str, visitor: socket.socket) -> None:
         try:
-            socket.send_fds(self._helpers[name], [b"\n"], [visitor.fileno()], socket.MSG_NOSIGNAL)
+            socket.send_fds(self._helpers[name], [VISITOR], [visitor.fileno()], socket.MSG_NOSIGNAL)
         except OSError:
             self._answer(visitor, {"error": f"who holds {name} does not answer"})
 
@@ -213,7 +238,9 @@ class Service:
                 for other in (ours, self._listener, *self._helpers.values(), *self._visitors):
                     if other is not visitor:
                         other.close()
-                _be_helper(visitor, its)
+                held = _be_helper(visitor, its)
+                if held is not None:
+                    _take_elsewhere(held, self._path, name, self._parent)
             finally:
                 os._exit(0)
         its.close()
@@ -237,11 +264,16 @@ class Service:
 
     def _dismiss(self, helper: socket.socket) -> None:
         self._loop.forget(helper.fileno())
-        helper.close()  # which ends the process behind it
+        with contextlib.suppress(OSError):  # it has ended
+            helper.send(LET_GO, socket.MSG_NOSIGNAL)
+        helper.close()
 
 
-def _be_helper(visitor: socket.socket, service: socket.socket) -> None:
-    """Hold one descriptor, from the visitor that brings it until it is dropped."""
+def _be_helper(visitor: socket.socket, service: socket.socket) -> int | None:
+    """Hold one descriptor, from the visitor that brings it until it is to be let go.
+
+    Returns it if the service dies instead.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the service decides
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     visitor.settimeout(ANSWER_S)
@@ -249,7 +281,7 @@ def _be_helper(visitor: socket.socket, service: socket.socket) -> None:
     version = request.get("version", 1)
     if len(fds) != 1 or not _is_fuse(fds[0]):
         _send(visitor, _in(version, {"error": "only a descriptor of /dev/fuse is held"}))
-        return
+        return None
     service.send(b"\n")
     _send(visitor, _in(version, {"ok": True}))
     visitor.close()
@@ -259,16 +291,21 @@ def _be_helper(visitor: socket.socket, service: socket.socket) -> None:
     while True:
         ready = [fd for fd, _ in poll.poll()]
         if fds[0] in ready and is_disconnected(fds[0]):
-            return
-        if service.fileno() in ready and not _answer_next(service, fds[0]):
-            return
+            return None
+        if service.fileno() not in ready:
+            continue
+        said = b""
+        connections: list[int] = []
+        with contextlib.suppress(ConnectionResetError):
+            said, connections, _, _ = socket.recv_fds(service, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        if not said:
+            return fds[0]
+        if said == LET_GO or not _answer(connections, fds[0]):
+            return None
 
 
-def _answer_next(service: socket.socket, fd: int) -> bool:
-    """Answer one client that the service has passed on; False when nothing is held any more."""
-    data, connections, _, _ = socket.recv_fds(service, 1, 1, socket.MSG_CMSG_CLOEXEC)
-    if not data:
-        return False
+def _answer(connections: list[int], fd: int) -> bool:
+    """Answer one client that the service has passed on; False when it has dropped what is held."""
     with socket.socket(fileno=connections[0]) as visitor, contextlib.suppress(OSError):
         visitor.settimeout(ANSWER_S)
         request, _ = _receive(visitor, MAX_REQUEST)
@@ -278,6 +315,21 @@ def _answer_next(service: socket.socket, fd: int) -> bool:
             return False
         _send(visitor, answer, fd)
     return True
+
+
+def _take_elsewhere(fd: int, path: str, name: str, parent: int) -> None:
+    """Have the next service hold what a dead one's process held.
+
+    Who has gone with the whole container leaves nothing, as its namespace would.
+    """
+    deadline = time.monotonic() + LOOKING_S
+    ends = select.poll()
+    ends.register(parent, select.POLLIN)
+    ends.register(fd, 0)
+    while time.monotonic() < deadline and not ends.poll(LOOK_MS):
+        with contextlib.suppress(HolderError):
+            hold(path, name, fd)
+            return
 
 
 def _in(version: int, answer: dict[str, Any]) -> dict[str, Any]:
@@ -292,7 +344,9 @@ def _is_fuse(fd: int) -> bool:
 
 def main(socket_path: str | os.PathLike[str]) -> int:
     """Be the service until SIGTERM; return the exit status."""
-    listener = keeper_control.listen(os.path.abspath(socket_path))
+    path = os.path.abspath(socket_path)
+    parent = os.pidfd_open(os.getppid() or os.getpid())  # 0 in another PID namespace
+    listener = keeper_control.listen(path)
     if listener is None:
         return 1
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # its children need no burial
@@ -302,8 +356,12 @@ def main(socket_path: str | os.PathLike[str]) -> int:
 
     signal.signal(signal.SIGTERM, end)
     signal.signal(signal.SIGINT, end)
+    service = Service(listener.socket, path, parent)
     try:
-        Service(listener.socket).run()
+        service.run()
+    except SystemExit:
+        service.end()
+        raise
     finally:
         listener.remove()
     return 0

@@ -211,7 +211,10 @@ class Keeper:
             system.raise_read_ahead(ledger.connection, configuration.read_ahead_kib)
         if daemon.clerk is not None:
             daemon.clerk.tell(wire.pack(MOUNT_MADE, ledger.connection))
-        self._tell_holder(partial(holder.hold, fd=ledger.fuse_fd))
+        self._deposit()
+
+    def _deposit(self) -> None:
+        self._tell_holder(partial(holder.hold, fd=self._ledger.fuse_fd))
 
     def _tell_holder(self, what: Callable[[str, str], None]) -> None:
         configuration = self._configuration
@@ -232,8 +235,8 @@ class Keeper:
         if daemon.served is None:
             daemon.served = time.monotonic()
             log(f"the daemon {daemon.pid} serves, after a pause of {pause_s:.3f} s")
-            if self._ledger.restarts:  # the holder may have died with the last one
-                self._tell_holder(partial(holder.hold, fd=self._ledger.fuse_fd))
+            if self._ledger.restarts:
+                self._deposit()
         self._answer_upgrade({"ok": True, "pid": daemon.pid, "pause_s": pause_s})
 
     # --- a daemon's end ---
@@ -298,6 +301,7 @@ class Keeper:
             return
         try:
             self.start()
+            self._deposit()  # before it has the mount: the holder may have died with the last one
         except OSError as error:
             # Something is short, just being replaced on the disk, or a supervisor not there.
             if self._obstacle != str(error):
