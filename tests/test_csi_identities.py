@@ -86,8 +86,9 @@ def test_a_pods_token_is_exchanged_and_never_shown(
     [
         token_for("team:trainer", audience="somebody-else"),
         token_for("team:trainer", key=b"forged"),
+        token_for("team:trainer", lifetime_s=-60),
     ],
-    ids=["audience", "forged"],
+    ids=["audience", "forged", "expired"],
 )
 def test_a_token_that_sts_refuses_is_said_with_the_role(
     node: Node, data: Bucket, token: str
@@ -172,6 +173,32 @@ def test_one_identity_gets_at_nothing_of_another(node: Node, data: Bucket, s3: S
         assert within_reach(node, uid, things).splitlines() == things
     node.unpublish("of-a", one)
     node.unpublish("of-b", other)
+
+
+def test_identities_share_a_cache_where_an_administrator_says_so_and_nowhere_else(
+    node: Node, data: Bucket, s3: S3Server
+) -> None:
+    """Each volume is read by A and by B; `caches` are what their mounts have."""
+    whose = [allow(s3, name, data.name, "a/") for name in ("A", "B")]
+    published = []
+    caches: dict[str, list[str]] = {}
+    for volume, domain in {"plain": {}, "shared": {"cacheDomain": "all"}}.items():
+        for number, secrets in enumerate(whose):
+            target = node.target(f"{volume}-{number}")
+            node.publish(volume, target, secrets=secrets, bucket=data.name, prefix="a", **domain)
+            assert (target / "hello").read_bytes() == b"hello"
+            published.append((volume, target))
+        records = (json.loads(file.read_text()) for file in (node.state / "mounts").iterdir())
+        caches[volume] = sorted(
+            json.loads(one["settings"])["cache_dir"] for one in records
+            if one["volume_id"] == volume
+        )  # fmt: skip
+    assert len(set(caches["plain"])) == 2
+    assert len(caches["shared"]) == 2
+    assert len(set(caches["shared"])) == 1
+    assert not set(caches["plain"]) & set(caches["shared"])
+    for volume, target in published:
+        node.unpublish(volume, target)
 
 
 INSIDE = ("environ", "mem", "maps", "fd/0", "root/etc/passwd", "cwd/etc/passwd", "exe")
