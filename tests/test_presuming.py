@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,11 @@ import trio
 from fusefs.cache.metadata import NoPages
 from fusefs.kinds import ObjectAttributes
 from fusefs.posix.directories import Directories
-from fusefs.posix.inodes import InodeTable, Ownership
+from fusefs.posix.inodes import Inode, InodeTable, Ownership
 from fusefs.posix.journal import NoJournal
 from fusefs.posix.learning import Learner
 from fusefs.posix.presuming import EXPERIENCE, SAME_TIME_NS, SAMPLE, Presumption
+from fusefs.posix.segments import Segment
 from fusefs.posix.walks import WALK_AFTER
 from tests.support.buckets import Bucket, stored
 from tests.support.local_cache import Bucket as InMemory
@@ -99,8 +101,10 @@ def test_the_setting_can_decide_it(mode: ObjectAttributes, is_silent: bool) -> N
     assert presumption.is_silent("a/", 1) == is_silent
 
 
-async def test_a_file_of_each_folder_that_a_walk_comes_to_is_asked_ahead() -> None:
-    prefixes = [f"{folder:02}/" for folder in range(9)]
+@asynccontextmanager
+async def walk() -> AsyncIterator[tuple[InMemory, Learner, list[Inode], Segment]]:
+    """A program has come to the third of nine silent folders, which is listed."""
+    prefixes = [f"{folder}/" for folder in range(9)]
     store = InMemory(f"{prefix}{name}" for prefix in prefixes for name in range(5))
     presumption = Presumption()
     heard_nothing(presumption, "elsewhere/", EXPERIENCE)
@@ -109,10 +113,24 @@ async def test_a_file_of_each_folder_that_a_walk_comes_to_is_asked_ahead() -> No
         directories = Directories(store, math.inf, NoPages(), nursery, presumption)
         learner = Learner(store, directories, inodes, Ownership(1, 2, 0o644, 0o755), nursery)
         for prefix in prefixes[:WALK_AFTER]:
-            await directories.segment_behind(directories.get(prefix), "", 0.0)
-    nodes = [inodes.resolve(inodes.root, prefix[:-1], None, prefix) for prefix in prefixes]
+            segment = await directories.segment_behind(directories.get(prefix), "", 0.0)
+        nodes = [inodes.resolve(inodes.root, prefix[:-1], None, prefix) for prefix in prefixes]
+        yield store, learner, nodes, segment
+
+
+async def test_a_file_of_each_folder_that_a_walk_comes_to_is_asked_ahead() -> None:
+    async with walk() as (store, learner, folders, _):
+        pass
     # The first ones were listed by themselves.
-    assert [learner.wants_sample(node) for node in nodes] == 2 * [True] + 7 * [False]
+    assert [learner.wants_sample(one) for one in folders] == 2 * [True] + 7 * [False]
+    assert store.heads == 7
+
+
+async def test_a_folder_of_which_a_file_is_just_asked_asks_no_other() -> None:
+    async with walk() as (store, learner, folders, segment):
+        files = [Inode(0, 0, folders[2], name, info) for name, info in segment.entries.items()]
+        await learner.sample(folders[2], files)
+        assert not any(learner.must_ask(file) for file in files)
     assert store.heads == 7
 
 

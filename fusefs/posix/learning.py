@@ -25,6 +25,8 @@ from fusefs.store.errors import NotFoundError, StoreError
 
 # As many as requests may run at once by default.
 MOST_AHEAD = 32
+# Fewer, for a connection that is open costs less than a new one, and the first may say it all.
+SAMPLED_AT_ONCE = 8
 # Answers that nobody has wanted yet, and directories that are walked through.
 MOST_KEPT = 4096
 MOST_STREAKS = 64
@@ -168,17 +170,18 @@ class Learner:
     async def sample(self, directory: Inode, inodes: Sequence[Inode]) -> None:
         """Ask a few of a directory's files, to see if the others need not be asked."""
         prefix = self._inodes.key(directory)
-        if under_way := self._sampled.get(prefix):
-            await under_way.wait()
+        if prefix in self._sampled:
+            await self._sampled[prefix].wait()
         asked = [inode for inode in inodes if self.must_ask(inode)]
-        questions = [
-            self._ask(self._inodes.key(one)) for one in asked[: self._presumption.left(prefix)]
-        ]
-        for inode, question in zip(asked, questions, strict=False):
-            try:
-                await self._take(inode, question)
-            except StoreError:
-                continue  # whoever wants its attributes is told
+        while asked and self._presumption.is_undecided(prefix):
+            few = asked[: min(SAMPLED_AT_ONCE, self._presumption.left(prefix))]
+            del asked[: len(few)]
+            questions = [self._ask(self._inodes.key(inode)) for inode in few]
+            for inode, question in zip(few, questions, strict=True):
+                try:
+                    await self._take(inode, question)
+                except StoreError:
+                    continue  # whoever wants its attributes is told
 
     def _sample_ahead(self, prefix: str, segment: Segment) -> None:
         """Have the one file asked that may show the others of a directory to be silent."""
