@@ -195,6 +195,21 @@ def test_an_unnamed_file_is_refused(mount: Mount) -> None:
 
 
 @states("`fsync` of a directory returns at once: a name is durable when its object is.")
+def test_a_path_that_is_too_long_for_a_key_is_refused(mount: Mount, path: Path) -> None:
+    deep = path.joinpath(*["d" * 230] * 4)
+    deep.mkdir(parents=True)
+    path.with_suffix(".file").touch()
+    for call in (
+        lambda: os.open(deep / ("x" * 100), os.O_CREAT | os.O_WRONLY),
+        lambda: os.mkdir(deep / ("x" * 100)),
+        lambda: os.symlink("target", deep / ("x" * 100)),
+        lambda: os.rename(path.with_suffix(".file"), deep / ("x" * 100)),
+    ):
+        with pytest.raises(OSError, match="too long"):
+            call()
+    assert os.listdir(deep) == []
+
+
 def test_a_directory_can_be_synced(mount: Mount) -> None:
     fd = os.open(mount.path, os.O_RDONLY | os.O_DIRECTORY)
     os.fsync(fd)

@@ -28,6 +28,9 @@ from fusefs.store.errors import NotFoundError, StaleVersionError
 if TYPE_CHECKING:
     from fusefs.posix.operations import Operations
 
+# What S3 takes, in bytes of UTF-8.
+LONGEST_KEY = 1024
+
 
 class Mutations:
     """One method per request, as in `Operations`. Belongs to the event loop."""
@@ -226,8 +229,10 @@ class Mutations:
         text = names.decode(name)
         if text is None or not names.is_expressible(text):
             raise OSError(errno.EINVAL, "a key cannot have this name")
-        if names.is_private(self._operations.inodes.key(parent), text):
+        if names.is_private(self._inodes.key(parent), text):
             raise OSError(errno.EINVAL, "the CSI driver keeps its records here")
+        if len(self._inodes.key(parent).encode()) + len(name) > LONGEST_KEY:
+            raise OSError(errno.ENAMETOOLONG, "a key has 1,024 bytes at most")
         return text
 
     def _known_name(self, name: bytes) -> str:
