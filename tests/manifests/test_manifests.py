@@ -197,6 +197,21 @@ def test_of_all_others_one_may_change_its_user_and_none_gains_a_capability(
                 assert context["allowPrivilegeEscalation"] is False
 
 
+@pytest.mark.parametrize("path", sorted((MANIFESTS / "base").glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_line_of_a_security_context_says_why(path: Path) -> None:
+    """By a comment above it. What `capabilities` are is said of what they drop and add."""
+    context, before = -1, ""
+    for line in path.read_text().splitlines():
+        depth = len(line) - len(line.lstrip())
+        if depth <= context and line.strip():
+            context = -1
+        if context >= 0 and not line.lstrip().startswith("#") and line.strip() != "capabilities:":
+            assert before.lstrip().startswith("#"), line
+        if re.match(r" *securityContext:( &\w+)?$", line):
+            context = depth
+        before = line
+
+
 @each_kustomization
 def test_no_pod_is_in_the_hosts_namespaces(directory: Path) -> None:
     for pod in pod_templates(render(directory)):

@@ -43,12 +43,21 @@ def capability(
 
 
 class Node:
-    """One node: kubelet's directories, the driver, and calls of its socket."""
+    """One node: kubelet's directories, the driver, and calls of its socket.
+
+    `serves` is the driver's command, `node` or `all`.
+    """
 
     def __init__(
-        self, directory: Path, stores: dict[str, str], command: list[str], environment: Any
+        self,
+        directory: Path,
+        stores: dict[str, str],
+        command: list[str],
+        environment: Any,
+        serves: str,
     ) -> None:
         self.directory = directory
+        self.serves = serves
         self.kubelet = directory / "kubelet"
         self.mounts = self.kubelet / "plugins" / "mounts"
         self.cache = directory / "cache"
@@ -85,7 +94,7 @@ class Node:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [
-                    *self.command, "node", "--endpoint", f"unix://{self.socket}",
+                    *self.command, self.serves, "--endpoint", f"unix://{self.socket}",
                     "--node-id", "node-1", "--state-dir", self.state, "--stores", self.stores,
                     "--kubelet-dir", self.kubelet, "--mounts-dir", self.mounts,
                     "--cache-dir", self.cache, "--min-free", "1%", "--log-level", "debug", *options,
@@ -234,7 +243,7 @@ class Node:
 
 
 @contextlib.contextmanager
-def running_node(*options: str, **stores: str) -> Iterator[Node]:
+def running_node(*options: str, serves: str = "node", **stores: str) -> Iterator[Node]:
     """A node whose driver runs, gone at the end whatever happened. `stores` are URLs by name.
 
     Skips where mounting is not possible.
@@ -247,7 +256,7 @@ def running_node(*options: str, **stores: str) -> Iterator[Node]:
     directory.chmod(0o755)
     try:
         with runnable_by_all() as (command, environment):
-            node = Node(directory, stores, [command[0], "-c", START], environment)
+            node = Node(directory, stores, [command[0], "-c", START], environment, serves)
             try:
                 node.start(*options)
                 yield node

@@ -1,0 +1,81 @@
+"""A claim's volume from its creation to its end, as provisioner and kubelet call for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from csi.generated import csi_pb2
+from tests.support.buckets import Bucket, keys, stored
+from tests.support.csi import Driver, mount_capability
+from tests.support.csi_node import SECRETS, Node, running_node
+from tests.support.csi_volumes import CLUSTER, NAME, create, delete, record_key
+from tests.support.s3_server import S3Server
+from tests.support.sharing import PATIENCE_S
+
+# What the provisioner adds to a volume's attributes, and kubelet when it publishes.
+ADDED = {
+    "storage.kubernetes.io/csiProvisionerIdentity": "1763700000000-8081-s3.csi.fusefs.dev",
+    "csi.storage.k8s.io/pod.name": "trainer-0",
+    "csi.storage.k8s.io/pod.namespace": "team",
+    "csi.storage.k8s.io/pod.uid": "0b5c6a3e-0000-4b0e-9a55-9b1f1d0f4a11",
+    "csi.storage.k8s.io/serviceAccount.name": "default",
+    "csi.storage.k8s.io/ephemeral": "false",
+}
+
+
+@pytest.fixture(scope="module")
+def node(s3: S3Server) -> Iterator[Node]:
+    with running_node("--cluster-id", CLUSTER, serves="all", minio=s3.endpoint_url) as node:
+        yield node
+
+
+@pytest.fixture(scope="module")
+def driver(node: Node) -> Iterator[Driver]:
+    driver = Driver(node.socket)
+    yield driver
+    driver.close()
+
+
+@pytest.mark.parametrize("on_delete", ["delete", "retain"])
+def test_a_claim_is_provisioned_used_grown_and_given_back(
+    driver: Driver, node: Node, bucket: Bucket, on_delete: str
+) -> None:
+    bucket.put("another", b"precious")
+    volume = create(
+        driver, bucket.name, prefix="fresh/${pvc.namespace}/${pv.name}", onDelete=on_delete,
+        metadataTtl="10m",
+    )  # fmt: skip
+    target = node.target("pod", NAME)
+    capability = mount_capability()
+    node.node.NodePublishVolume(
+        csi_pb2.NodePublishVolumeRequest(
+            volume_id=volume.volume_id,
+            target_path=str(target),
+            volume_capability=capability,
+            secrets=SECRETS,
+            volume_context={**volume.volume_context, **ADDED},
+        ),
+        timeout=PATIENCE_S,
+    )
+    (target / "results").mkdir()
+    (target / "results" / "loss").write_bytes(b"0.1")
+    key = f"fresh/team/{NAME}/results/loss"
+    assert stored(bucket, key) == b"0.1"
+    grown = driver.controller.ControllerExpandVolume(
+        csi_pb2.ControllerExpandVolumeRequest(
+            volume_id=volume.volume_id,
+            capacity_range={"required_bytes": volume.capacity_bytes * 2},
+            volume_capability=capability,
+            secrets=SECRETS,
+        ),
+        timeout=PATIENCE_S,
+    )
+    assert grown.capacity_bytes == volume.capacity_bytes * 2
+    assert record_key() in keys(bucket)
+    node.unpublish(volume.volume_id, target)
+    assert node.leftovers() == []
+    delete(driver, volume.volume_id)
+    kept = {key} if on_delete == "retain" else set()
+    assert {one for one in keys(bucket) if not one.endswith("/")} == {"another", *kept}
