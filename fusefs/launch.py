@@ -174,8 +174,9 @@ def run_foreground(settings: MountSettings) -> int:
     def end(_number: int, _frame: FrameType | None) -> None:
         process.terminate()
 
-    signal.signal(signal.SIGTERM, end)
-    signal.signal(signal.SIGINT, end)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, end)
     return process.wait()
 
 

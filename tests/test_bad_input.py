@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import uuid
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from tests.support.faulty_s3 import FaultyS3
 from tests.support.mounting import FUSEFS, Mounter, fusefs
 from tests.support.s3_server import S3Server
 from tests.support.sharing import skip_without_fuse
+from tests.support.waiting import until
 
 # Found in /proc/PID/environ of whatever a refused command has left.
 MARK = "TEST_BAD_INPUT"
@@ -153,6 +155,26 @@ def test_an_endpoint_that_is_no_s3(attempts: Attempts, s3: S3Server) -> None:
 
 def test_a_missing_ca_bundle(attempts: Attempts) -> None:
     assert "/nonexistent" in attempts.refused("--ca-bundle", "/nonexistent")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_command_that_is_ended_while_it_waits_leaves_nothing(
+    attempts: Attempts, s3: S3Server, number: int
+) -> None:
+    mark = uuid.uuid4().hex
+    environment = {**attempts.environment, MARK: mark, "PATH": os.environ["PATH"]}
+    with FaultyS3(s3.endpoint_url) as faulty:
+        rule = faulty.add("LIST", stall=True)
+        process = subprocess.Popen(
+            [FUSEFS, *attempts.arguments("--endpoint-url", faulty.endpoint_url)],
+            env=environment, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        until(lambda: rule.used, "the bucket is asked")
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (130, "fusefs: interrupted\n")
+    assert not mounts.is_mountpoint(attempts.mountpoint)
+    assert not list(_processes_with(mark))
 
 
 # --- the command line ---------------------------------------------------------------
