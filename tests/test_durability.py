@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.buckets import Bucket, keys, stored
+from tests.support.disks import small_disk
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.mounting import Mount, Mounter, fusefs
 from tests.support.semantics import states
@@ -236,6 +238,30 @@ def test_more_than_the_staging_size_is_enospc(mounter: Mounter, bucket: Bucket) 
     assert stored(bucket, "fits again") == bytes(1 << 20)
 
 
+def write_on(file: io.FileIO) -> None:
+    while True:
+        file.write(bytes(1 << 20))
+
+
+def test_a_full_disk_is_enospc_for_the_writer_alone(
+    mounter: Mounter, bucket: Bucket, tmp_path: Path
+) -> None:
+    bucket.put("there", b"there")
+    with small_disk(tmp_path / "disk", 32):
+        mount = mounter("--no-read-only", cache="disk/cache")
+        with open(mount.path / "large", "wb", buffering=0) as file:
+            with pytest.raises(OSError, match="No space left"):
+                write_on(file)
+            assert (mount.path / "there").read_bytes() == b"there"
+            (mount.path / "directory").mkdir()
+            os.rename(mount.path / "there", mount.path / "directory" / "there")
+            file.truncate(1 << 20)
+        assert stored(bucket, "large") == bytes(1 << 20)
+        (mount.path / "fits again").write_bytes(b"content")
+        assert stored(bucket, "fits again") == b"content"
+        mount.end()
+
+
 @states("With `--no-delete` removing and overwriting are EPERM.")
 def test_without_deleting_nothing_is_overwritten(mounter: Mounter, bucket: Bucket) -> None:
     bucket.put("a", b"old")
@@ -243,8 +269,10 @@ def test_without_deleting_nothing_is_overwritten(mounter: Mounter, bucket: Bucke
     for flags in (os.O_WRONLY, os.O_RDWR, os.O_WRONLY | os.O_TRUNC):
         with pytest.raises(PermissionError):
             os.open(mount.path / "a", flags)
-    with pytest.raises(PermissionError):
-        os.truncate(mount.path / "a", 1)
+    (mount.path / "directory").mkdir()
+    for call in (lambda: os.truncate(mount.path / "a", 1), (mount.path / "directory").rmdir):
+        with pytest.raises(PermissionError):
+            call()
     (mount.path / "b").write_bytes(b"new")
     assert (stored(bucket, "a"), stored(bucket, "b")) == (b"old", b"new")
 

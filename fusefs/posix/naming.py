@@ -206,6 +206,7 @@ class Naming:
                 raise OSError(errno.ENOTDIR, name)
             if not await self._is_empty(prefix):
                 raise OSError(errno.ENOTEMPTY, name)
+            self._check_deleting(name)
             self._begin(caller)
             await self._keep_directory(parent, name)
             await self._store.delete(prefix)
