@@ -8,6 +8,7 @@ are OSErrors. Packed attributes are kept with their inode.
 from __future__ import annotations
 
 import errno
+import struct
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -88,12 +89,6 @@ class Handlers:
             inode.nodeid, 0, seconds, of_attributes, rest, rest_of_attributes
         )
         return head + (inode.packed or self.pack(inode))
-
-    def kind(self, inode: Inode) -> int:
-        """The type of an entry that is shown with its attributes."""
-        if inode.info is None:
-            return _DT_DIR
-        return _DT_LNK if self._operations.learner.meta(inode).is_symlink else _DT_REG
 
     def pack(self, inode: Inode) -> bytes:
         """Pack the attributes of an inode, and keep them with it while they stay."""
@@ -208,7 +203,7 @@ class Handlers:
 class _Entries:
     """The entries of one READDIR or READDIRPLUS reply, packed as they come."""
 
-    __slots__ = ("_handlers", "_size", "data", "is_plus")
+    __slots__ = ("_handlers", "_held", "_size", "_valid", "data", "is_plus")
 
     takes_names = True
 
@@ -217,45 +212,52 @@ class _Entries:
         self._size = size
         self.is_plus = is_plus
         self.data = bytearray()
+        # For how long the last entry holds, in seconds and as it is packed: mostly the next does.
+        self._held, self._valid = 0.0, (0, 0)
 
     @property
     def is_empty(self) -> bool:
         return not self.data
 
     def add_dot(self, name: bytes, ino: int, offset: int) -> bool:
-        if not self._has_room(name):
-            return False
-        if self.is_plus:
-            # Node id 0: the kernel takes no reference.
-            self.data += bytes(wire.ENTRY_OUT_HEAD.size + wire.ATTR.size)
-        self._add_dirent(name, ino, offset, _DT_DIR)
-        return True
+        return self._add_name(name, ino, offset, _DT_DIR)
 
     def add(self, name: bytes, inode: Inode, valid_s: float | None) -> bool:
-        if not self._has_room(name):
+        if valid_s is None or not self.is_plus:
+            kind = _DT_DIR if inode.info is None else self._handlers.unasked_kind
+            return self._add_name(name, inode.ino, inode.nodeid, kind)
+        length = len(name)
+        padded = name + _PADDING[-length % 8]
+        if len(self.data) + _DIRENTPLUS.size + len(padded) > self._size:
             return False
-        kind = _DT_DIR if inode.info is None else self._handlers.unasked_kind
-        if self.is_plus and valid_s is None:
-            # Node id 0, as for dots: nothing but the name.
-            self.data += bytes(wire.ENTRY_OUT_HEAD.size + wire.ATTR.size)
-        elif self.is_plus and valid_s is not None:
-            self.data += self._handlers.packed_entry(inode, valid_s)
-            kind = self._handlers.kind(inode)
-        self._add_dirent(name, inode.ino, inode.nodeid, kind)
+        if valid_s != self._held:
+            self._held, self._valid = valid_s, _valid(valid_s)
+        seconds, rest = self._valid
+        packed = inode.packed or self._handlers.pack(inode)
+        # What readdir calls a type is the upper bits of what stat calls a mode.
+        kind = _MODE.unpack_from(packed, _MODE_AT)[0] >> 12
+        nodeid = inode.nodeid
+        self.data += _DIRENTPLUS.pack(
+            nodeid, 0, seconds, seconds, rest, rest, packed, inode.ino, nodeid, length, kind
+        )
+        self.data += padded
         return True
 
-    def _has_room(self, name: bytes) -> bool:
-        head = _DIRENTPLUS_SIZE if self.is_plus else wire.DIRENT.size
-        return len(self.data) + wire.pad(head + len(name)) <= self._size
+    def _add_name(self, name: bytes, ino: int, offset: int, kind: int) -> bool:
+        """Add a name alone; in a reply with attributes its node id is 0, and there is no more."""
+        head = bytes(_DIRENTPLUS.size - wire.DIRENT.size) if self.is_plus else b""
+        padded = name + _PADDING[-len(name) % 8]
+        if len(self.data) + len(head) + wire.DIRENT.size + len(padded) > self._size:
+            return False
+        self.data += head + wire.DIRENT.pack(ino, offset, len(name), kind) + padded
+        return True
 
-    def _add_dirent(self, name: bytes, ino: int, offset: int, kind: int) -> None:
-        length = len(name)
-        self.data += wire.DIRENT.pack(ino, offset, length, kind)
-        self.data += name + bytes(-length % 8)
 
-
-_DT_UNKNOWN, _DT_DIR, _DT_REG, _DT_LNK = 0, 4, 8, 10
-_DIRENTPLUS_SIZE = wire.ENTRY_OUT_HEAD.size + wire.ATTR.size + wire.DIRENT.size
+_DT_UNKNOWN, _DT_DIR, _DT_REG = 0, 4, 8
+# fuse_direntplus in one piece, with the attributes as they are packed already.
+_DIRENTPLUS = struct.Struct("=QQQQII88sQQII")
+_MODE, _MODE_AT = struct.Struct("=I"), wire.ATTR.offsets()["mode"]
+_PADDING = [bytes(count) for count in range(8)]
 
 
 def _refuse_ioctl(_nodeid: int, _body: memoryview, _caller: Caller) -> Payload:

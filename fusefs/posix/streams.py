@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import time
+from itertools import islice
 
 from fusefs.posix import names
 from fusefs.posix.answers import Answer, Caller, DirectoryBuffer, waiting
@@ -142,11 +143,11 @@ class Streams:
             handle.generation = directory.generation
         expires = segment.expires
         valid_s = max(0.0, expires - time.monotonic())
-        ordered = segment.ordered
-        for index in range(segment.after(handle.position), len(ordered)):
-            name = ordered[index]
+        shows_meta = self._shows_meta(buffer)
+        silent_until = self._learner.silent_until(handle.inode) if shows_meta else 0.0
+        for name in islice(segment.ordered, segment.after(handle.position), None):
             inode = resolved(self._inodes, handle.inode, directory, name, segment.entries[name])
-            is_bare = self._shows_meta(buffer) and self._learner.must_ask(inode)
+            is_bare = shows_meta and self._learner.must_ask_of(inode, silent_until)
             if is_bare and not buffer.takes_names:
                 self._inodes.drop_unknown(inode)
                 return buffer.is_empty
