@@ -1,0 +1,46 @@
+"""The demo, with a data set that is soon made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from examples import demo
+from fusefs import mounts
+from tests.support.s3_server import S3Server
+from tests.support.sharing import skip_without_fuse
+
+MIB = 1 << 20
+
+
+def test_the_demo_shows_what_it_says_and_leaves_nothing(
+    s3: S3Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    skip_without_fuse()
+    for name, small in {"CLASSES": 8, "IMAGES_PER_CLASS": 4, "SHARD_SIZE": 12 * MIB}.items():
+        monkeypatch.setattr(demo, name, small)
+    # Other tests count on the page cache.
+    monkeypatch.setattr(demo, "IS_ROOT", False)
+    demo.show(tmp_path, s3)
+    said = capsys.readouterr().out
+    for part in (
+        "img0002.jpg", "labels.csv", "first epoch, from S3:", "second epoch, from the cache:",
+        "the same as before the upload", "read from the bucket past the mount: the same bytes",
+        "everything is in the bucket",
+    ):  # fmt: skip
+        assert part in said
+    assert not mounts.is_mountpoint(tmp_path / "data")
+
+
+def test_the_demo_says_so_if_the_bytes_are_others(tmp_path: Path) -> None:
+    for place, data in (("source", b"what was uploaded"), ("data", b"what is read")):
+        for name in ("shards/shard00.tar", "train/class00/img0000.jpg"):
+            path = tmp_path / place / name
+            path.parent.mkdir(parents=True)
+            path.write_bytes(data)
+    with pytest.raises(demo.DemoError, match=r"shard00\.tar differs"):
+        demo.compare_sums(tmp_path / "source", tmp_path / "data")
