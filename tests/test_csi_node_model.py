@@ -13,7 +13,13 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from hypothesis.strategies import sampled_from
 
 from tests.support.buckets import Bucket, new_bucket
@@ -121,6 +127,20 @@ class NodeModel(RuleBasedStateMachine):
         for pod in [pod for pod, user in self.used.items() if user == name]:
             self.publish(pod=pod, name=name)
         retire(self.s3, old)
+
+    @invariant()
+    def no_pod_reads_what_is_not_its_own(self) -> None:
+        for pod, name in self.used.items():
+            assert read(self.node.target(pod)) in (f"of {name}", "", "denied")
+
+    @invariant()
+    def references_are_the_mounts(self) -> None:
+        """Pods have their volumes and nobody else has; each mount is bound by some pod."""
+        roots = {one.device for one in self.node.roots()}
+        bound = [one for one in self.node.mounted() if one.mountpoint.parent != self.node.mounts]
+        assert {one.mountpoint for one in bound} == {self.node.target(pod) for pod in self.used}
+        # Of those that died, what is bound lies below what was made anew.
+        assert roots <= {one.device for one in bound}
 
     def teardown(self) -> None:
         try:
