@@ -9,6 +9,7 @@ out; the figures that count come from a full run.
 from __future__ import annotations
 
 import argparse
+import compileall
 import fnmatch
 import json
 import os
@@ -16,7 +17,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -26,11 +26,12 @@ from types import FrameType
 
 from bench import processes, report
 from bench.bucket import Bucket
-from bench.contenders import CONTENDERS, Contender, Place
+from bench.contender import Contender, Place
+from bench.contenders import CONTENDERS
 from bench.dataset import DataSet, Sizes
 from bench.processes import BenchError
 from bench.runner import Results, Runner
-from bench.workloads import WORKLOADS, WRITING, Workload
+from bench.workloads import READING, WORKLOADS, Workload
 from tests.support.s3_server import S3Server, ServerError
 
 MIB = 1024 * 1024
@@ -75,14 +76,15 @@ def _run(
     if arguments.size:
         sizes = replace(sizes, large=arguments.size * MIB)
     rounds = arguments.rounds or (1 if arguments.quick else 3)
+    # As where it is installed: most of a mount's start is imports.
+    for package in ("fusefs", "csi"):
+        compileall.compile_dir(RESULTS.parents[1] / package, quiet=1)
     with ExitStack() as cleanup:
-        scratch = Path(tempfile.mkdtemp(prefix="run-", dir=base))
-        cleanup.callback(_remove, scratch, base)
-        (scratch / ".gitignore").write_text("*\n")
+        scratch = cleanup.enter_context(processes.scratch_directory(base, "run-"))
         server = cleanup.enter_context(S3Server(scratch / "server"))
-        bucket = Bucket(server, server.new_bucket())
+        bucket = Bucket.create(server)
         data = DataSet(scratch / "native", scratch / "names.json", sizes)
-        if any(workload.group != WRITING for workload in workloads):
+        if any(workload.group in READING for workload in workloads):
             print("making and uploading the data", file=sys.stderr, flush=True)
             data.create()
             data.upload(bucket.store())
@@ -117,7 +119,7 @@ def _publish(
     skipped: dict[str, str],
     options: dict[str, object],
 ) -> None:
-    print(report.as_text(results, [contender.name for contender in contenders], skipped))
+    print(report.as_text(results, skipped))
     RESULTS.mkdir(exist_ok=True)
     target = RESULTS / f"{datetime.now():%Y%m%d-%H%M%S}.json"
     target.write_text(json.dumps(report.as_json(results, contenders, skipped, options), indent=1))
@@ -161,15 +163,6 @@ def _matches(name: str, patterns: str) -> bool:
 def _file_system(path: Path) -> str:
     command = ["stat", "--file-system", "--format=%T", str(path)]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-
-def _remove(scratch: Path, base: Path) -> None:
-    """Remove the run's directory, once nothing is mounted in it any more."""
-    for mountpoint in processes.mounts_below(scratch):
-        processes.unmount(mountpoint)
-    shutil.rmtree(scratch)
-    if not any(base.iterdir()):
-        base.rmdir()
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

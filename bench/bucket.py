@@ -14,6 +14,9 @@ from typing import Any
 from bench import pagecache, readers
 from tests.support.s3_server import REGION, S3Server
 
+# An object that is in every bucket from the start.
+READY = "ready"
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
@@ -21,6 +24,13 @@ class Bucket:
 
     server: S3Server
     name: str
+
+    @classmethod
+    def create(cls, server: S3Server) -> Bucket:
+        """A new bucket; the server has made room for its first objects."""
+        name = server.new_bucket()
+        server.client().put_object(Bucket=name, Key=READY, Body=b"ready")
+        return cls(server, name)
 
     def environment(self) -> dict[str, str]:
         return os.environ | self.server.environment
@@ -34,10 +44,8 @@ class Bucket:
         return readers.open_store(self.reader_options(), self.server.environment)
 
     def another(self) -> Bucket:
-        """An empty bucket of the same server, which has made room for its first objects."""
-        bucket = Bucket(self.server, self.server.new_bucket())
-        self.server.client().put_object(Bucket=bucket.name, Key="ready", Body=b"ready")
-        return bucket
+        """A new bucket of the same server."""
+        return self.create(self.server)
 
     def remove(self) -> None:
         """Remove the bucket with all that is in it; the server frees the space at once."""

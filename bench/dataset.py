@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ MIB = 1024 * 1024
 LARGE = "large/object.bin"
 SMALL_SIZE = 100 * 1024
 SMALL_FOLDER_FILES = 100
+UPLOADS = 16
 TREE_FOLDERS = 100
 
 
@@ -66,28 +68,33 @@ class DataSet:
 
     def create(self) -> None:
         """Write all files, and have them on the disk."""
-        self._write(LARGE, self.sizes.large)
+        write_random(self.root / LARGE, self.sizes.large)
         for name in self.small_names():
-            self._write(f"small/{name}", SMALL_SIZE)
+            write_random(self.root / "small" / name, SMALL_SIZE)
         for number, name in enumerate(self.listed_names()):
-            self._write(name, 16 + number % 64)  # sizes that differ, to be told apart
+            # Sizes that differ, to be told apart.
+            write_random(self.root / name, 16 + number % 64)
         self.names_file.write_text(json.dumps(self.small_names()))
         os.sync()
 
-    def _write(self, name: str, size: int) -> None:
-        path = self.root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file:
-            for start in range(0, size, MIB):
-                file.write(os.urandom(min(MIB, size - start)))
-
     def upload(self, store: Any) -> None:
         """Put every file into the bucket under its own name."""
+        small = [f"small/{name}" for name in self.small_names()]
+        upload(store, self.root, [LARGE, *small, *self.listed_names()])
 
-        def put(name: str) -> None:
-            obstore.put(store, name, self.root / name, chunk_size=16 * MIB)
 
-        put(LARGE)
-        names = [f"small/{name}" for name in self.small_names()] + self.listed_names()
-        with ThreadPoolExecutor(16) as pool:
-            list(pool.map(put, names))
+def write_random(path: Path, size: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        for start in range(0, size, MIB):
+            file.write(os.urandom(min(MIB, size - start)))
+
+
+def upload(store: Any, root: Path, names: Sequence[str]) -> None:
+    """Put files below `root` into the bucket, each under its own name."""
+
+    def put(name: str) -> None:
+        obstore.put(store, name, root / name, chunk_size=16 * MIB)
+
+    with ThreadPoolExecutor(UPLOADS) as pool:
+        list(pool.map(put, names))

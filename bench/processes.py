@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -48,14 +49,19 @@ def usage_of(pid: int) -> Usage:
     return Usage(peak, ticks / os.sysconf("SC_CLK_TCK"))
 
 
+def all_pids() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def parent_of(pid: int) -> int:
+    return int(_stat_fields(pid)[1])
+
+
 def _tree(root: int) -> list[int]:
     children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                children.setdefault(int(_stat_fields(int(entry.name))[1]), []).append(
-                    int(entry.name)
-                )
+    for pid in all_pids():
+        with contextlib.suppress(OSError):
+            children.setdefault(parent_of(pid), []).append(pid)
     found = [root]
     for member in found:
         found += children.get(member, [])
@@ -68,10 +74,18 @@ def _stat_fields(pid: int) -> list[str]:
 
 
 def _peak_rss(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return 0
+    return _bytes_in(Path(f"/proc/{pid}/status"), "VmHWM:")
+
+
+def proportional_size(pid: int) -> int:
+    """Memory of a process now (PSS), in which it has its share of what others have too."""
+    return _bytes_in(Path(f"/proc/{pid}/smaps_rollup"), "Pss:")
+
+
+def _bytes_in(table: Path, name: str) -> int:
+    """A number of kB in one of the kernel's tables; zero if it is not there."""
+    lines = map(str.split, table.read_text().splitlines())
+    return next((int(fields[1]) * 1024 for fields in lines if fields[:1] == [name]), 0)
 
 
 def start(argv: Sequence[str], log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -152,6 +166,22 @@ def wait_gone(pid: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         raise
+
+
+@contextlib.contextmanager
+def scratch_directory(base: Path, prefix: str) -> Iterator[Path]:
+    """A new directory below `base`, removed at the end with what is mounted in it."""
+    base.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+    try:
+        (scratch / ".gitignore").write_text("*\n")
+        yield scratch
+    finally:
+        for mountpoint in reversed(mounts_below(scratch)):
+            unmount(mountpoint)
+        shutil.rmtree(scratch)
+        if not any(base.iterdir()):
+            base.rmdir()
 
 
 def tail(log: Path, lines: int = 3) -> str:

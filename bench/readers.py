@@ -228,6 +228,16 @@ def kill_and_ask(pid: int, path: str, size: int) -> Result:
     return {"answer_s": answer_s, "read_s": time.monotonic() - start}
 
 
+def read_when_told(path: str) -> Result:
+    """Read a file's first byte once stdin says so; the time of the monotonic clock then."""
+    print(json.dumps({}), flush=True)
+    sys.stdin.readline()
+    with open(path, "rb", buffering=0) as file:
+        if not file.read(1):
+            raise ShortReadError(path)
+        return {"read_at": time.monotonic()}
+
+
 def digest_file(path: str) -> Result:
     """The SHA-256 of one file, read in 1 MiB reads."""
     digest = hashlib.sha256()
@@ -343,6 +353,7 @@ OPERATIONS: dict[str, Callable[..., Result]] = {
     operation.__name__: operation
     for operation in (
         sequential, read_and_hold, random_pages, small_files, walk, kill_and_ask,
+        read_when_told,
         digest_file, digest_files, digest_listing, digest_objects,
         download_parts, download_stream, get_objects,
     )

@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.contenders import CONTENDERS, LOCAL, PEERS, Contender
+from bench.contender import Contender
+from bench.contenders import CONTENDERS, LOCAL, PEERS
 from bench.runner import Results
 from bench.workloads import WORKLOADS
 
@@ -134,17 +135,18 @@ def _verdict(target: Target, results: Results) -> Verdict | None:
     )
 
 
-def as_text(results: Results, contenders: Sequence[str], skipped: dict[str, str]) -> str:
+def as_text(results: Results, skipped: dict[str, str]) -> str:
     """Everything a person wants to see, as Markdown."""
-    parts = [_table(results, contenders), _targets(results)]
+    parts = [_table(results), _targets(results)]
     parts += [f"- not measured: {name}: {reason}" for name, reason in skipped.items()]
     parts += [f"- failed: {error}" for error in results.errors]
     return "\n".join(part for part in parts if part)
 
 
-def _table(results: Results, contenders: Sequence[str]) -> str:
+def _table(results: Results) -> str:
     rows = medians(results)
-    names = [name for name in CONTENDERS if name in contenders]
+    measured = {name for values in rows.values() for name in values}
+    names = [name for name in CONTENDERS if name in measured]
     described = {w.name: (w.title, w.unit) for w in WORKLOADS} | COSTS
     lines = [_line(["row", "unit", *names]), _line(["---", "---", *["---:"] * len(names)])]
     for row, (_, unit) in described.items():

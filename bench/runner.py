@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from bench import pagecache
-from bench.contenders import Contender, Native, Place
+from bench.contender import Contender, Native, Place
 from bench.dataset import DataSet
 from bench.processes import BenchError, Usage
 from bench.session import Sample, Session
-from bench.workloads import COUNTED_GROUPS, GROUPS, WRITING, Workload
+from bench.workloads import COUNTED_GROUPS, GROUPS, READING, Workload
 
 MIB = 1024 * 1024
 FAILURES = (BenchError, OSError, subprocess.SubprocessError, ValueError)
@@ -69,9 +69,12 @@ class Runner:
             for contender in trusted[shift:] + trusted[:shift]:
                 self._measure(contender, number)
 
+    def _of(self, contender: Contender) -> list[Workload]:
+        return [workload for workload in self._workloads if contender.name in workload.who]
+
     def _is_right(self, contender: Contender, expected: dict[str, str]) -> bool:
         """Whether first and second reads give the right bytes; on record if not."""
-        groups = {w.group for w in self._workloads if w.applies(contender)} - {WRITING}
+        groups = {w.group for w in self._of(contender)} & {*READING}
         if not groups:
             return True
 
@@ -91,13 +94,13 @@ class Runner:
         """One round of one contender: each group of workloads on a mount of its own."""
         costs: list[Costs] = []
         for group in GROUPS:
-            chosen = [w for w in self._workloads if w.group == group and w.applies(contender)]
+            chosen = [w for w in self._of(contender) if w.group == group]
             if not chosen:
                 continue
             use = partial(self._run_all, number=number, chosen=chosen, costs=costs)
             what = f"round {number + 1} {group}"
             prepare = [w.prepare for w in chosen if w.prepare is not None]
-            if group != WRITING:
+            if group != "writing":
                 self._with_session(contender, what, number, use, prepare)
                 continue
             bucket = contender.place.bucket.another()
@@ -121,7 +124,7 @@ class Runner:
     def _run_one(self, workload: Workload, session: Session, number: int) -> None:
         name = session.contender.name
         try:
-            sample = workload.run(session)
+            sample = workload.measure(session)
         except FAILURES as error:
             self._fail(f"{name} round {number + 1} {workload.name}: {error}")
             return

@@ -13,12 +13,14 @@ import select
 import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench import pagecache, processes
-from bench.contenders import BareClient, Contender
+from bench.contender import BareClient, Contender
 from bench.dataset import LARGE, SMALL_SIZE, DataSet
 from bench.processes import STOP_WAIT_S, BenchError
 
@@ -38,8 +40,7 @@ class Sample:
 class Session:
     """One started contender with the data set, and the ways to read through it.
 
-    `has_large` and `has_small` tell what has been fetched since the start, and
-    `has_written` whether a large file has been written.
+    `has_written` tells whether a large file has been written since the start.
     `limit_s` bounds each random-read measurement, `seed` orders the small files.
     """
 
@@ -48,8 +49,8 @@ class Session:
         self.data = data
         self.limit_s = limit_s
         self.seed = seed
-        self.has_large = False
-        self.has_small = False
+        self._has_large = False
+        self._has_small = False
         self.has_written = False
         self._holder: subprocess.Popen[str] | None = None
 
@@ -63,25 +64,32 @@ class Session:
 
     def read(self, operation: str, **arguments: Any) -> dict[str, Any]:
         """Run one operation of `bench.readers` in a process of its own."""
-        output = processes.capture(
-            _command(operation, arguments), READER_WAIT_S, self._environment()
-        )
-        return dict(json.loads(output))
+        return self._run(_command(operation, arguments))
 
     def write(self, operation: str, **arguments: Any) -> dict[str, Any]:
         """Run one operation of `bench.writers` in a process of its own."""
-        command = _command(operation, arguments, module="bench.writers")
-        return dict(json.loads(processes.capture(command, READER_WAIT_S, self._environment())))
-
-    def write_objects(self, operation: str, **arguments: Any) -> dict[str, Any]:
-        """Like `write`, for the operations that go to the bucket without a file system."""
-        options = self.contender.place.bucket.reader_options()
-        return self.write(operation, store=options, **arguments)
+        return self._run(_command(operation, arguments, module="bench.writers"))
 
     def read_objects(self, operation: str, **arguments: Any) -> dict[str, Any]:
         """Like `read`, for the operations that go to the bucket without a file system."""
-        options = self.contender.place.bucket.reader_options()
-        return self.read(operation, store=options, **arguments)
+        return self.read(operation, store=self._store, **arguments)
+
+    def write_objects(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        """Like `write`, for the operations that go to the bucket without a file system."""
+        return self.write(operation, store=self._store, **arguments)
+
+    @property
+    def _store(self) -> dict[str, str]:
+        return self.contender.place.bucket.reader_options()
+
+    def _run(self, command: list[str]) -> dict[str, Any]:
+        return dict(json.loads(processes.capture(command, READER_WAIT_S, self._environment())))
+
+    def read_large(self, **how: int) -> Sample:
+        """Read the large object in 1 MiB reads."""
+        size = self.data.sizes.large
+        result = self.read("sequential", path=str(self.large), size=size, **how)
+        return per_second(result, "bytes", MB)
 
     def read_small(self, passes: int = 1, warm_up: bool = False, bare: bool = False) -> Sample:
         """Read all small files, in the ordinary way or barely."""
@@ -94,16 +102,42 @@ class Session:
 
     def fetch_large(self) -> Sample:
         """First read of the large object, by a reader that then keeps its handle."""
-        self.has_large = True
+        self._has_large = True
         arguments = {"path": str(self.large), "size": self.data.sizes.large}
         command = _command("read_and_hold", arguments)
         self._holder = processes.open_reader(command, self._environment())
-        return per_second(_first_line(self._holder), "bytes", MB)
+        return per_second(_next_line(self._holder), "bytes", MB)
 
     def fetch_small(self) -> Sample:
         """First read of the small files."""
-        self.has_small = True
+        self._has_small = True
         return self.read_small()
+
+    def have_large(self) -> None:
+        """Have the large object in the contender's cache."""
+        if not self._has_large:
+            self.fetch_large()
+
+    def have_small(self) -> None:
+        """Have the small files in the contender's cache."""
+        if not self._has_small:
+            self.fetch_small()
+
+    def seconds_to_first_byte(self, path: Path, begin: Callable[[], None]) -> float:
+        """From before `begin`, which makes the file's mount, until its first byte is read."""
+        reader = processes.open_reader(
+            _command("read_when_told", {"path": str(path)}), self._environment()
+        )
+        try:
+            _next_line(reader)
+            begun = time.monotonic()
+            begin()
+            assert reader.stdin is not None
+            reader.stdin.write("\n")
+            reader.stdin.flush()
+            return float(_next_line(reader)["read_at"]) - begun
+        finally:
+            processes.kill_group(reader)
 
     def digest_large(self) -> str:
         """SHA-256 of the large object as the contender shows it."""
@@ -152,15 +186,15 @@ def _command(operation: str, arguments: dict[str, Any], module: str = "bench.rea
     return [sys.executable, "-m", module, json.dumps({"op": operation, **arguments})]
 
 
-def _first_line(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """The result of a reader that goes on living afterwards."""
+def _next_line(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """What a reader tells that goes on living afterwards."""
     assert process.stdout is not None
     assert process.stderr is not None
     readable, _, _ = select.select([process.stdout], [], [], READER_WAIT_S)
     line = process.stdout.readline() if readable else ""
     if not line:
         processes.kill_group(process)
-        raise BenchError(f"first read: {process.stderr.read().strip()[-300:] or 'timed out'}")
+        raise BenchError(f"the reader: {process.stderr.read().strip()[-300:] or 'timed out'}")
     return dict(json.loads(line))
 
 

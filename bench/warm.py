@@ -20,7 +20,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,13 +28,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import obstore
-
-from bench import processes
+from bench import dataset, processes
 from bench.bucket import Bucket
-from bench.contenders import CONTENDERS, Fusefs, Place
+from bench.contender import Place
+from bench.contenders import CONTENDERS, KERNEL
+from bench.mounts import Fusefs
+from bench.peers import find, rclone_environment
 from bench.processes import BenchError
-from tests.support.s3_server import ACCESS_KEY, REGION, SECRET_KEY, S3Server
+from tests.support.s3_server import S3Server
 
 MIB = 1024 * 1024
 AT_ONCE = 16
@@ -59,18 +59,10 @@ class Part:
 
     def create(self, root: Path) -> None:
         for name in self.names():
-            path = root / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("wb") as file:
-                for start in range(0, self.size, MIB):
-                    file.write(os.urandom(min(MIB, self.size - start)))
+            dataset.write_random(root / name, self.size)
 
     def upload(self, root: Path, store: Any) -> None:
-        def put(name: str) -> None:
-            obstore.put(store, name, root / name, chunk_size=16 * MIB)
-
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            list(pool.map(put, self.names()))
+        dataset.upload(store, root, self.names())
 
     def digest(self, root: Path) -> str:
         with ThreadPoolExecutor(8) as pool:
@@ -87,7 +79,7 @@ class Ways:
 
     def __init__(self, place: Place) -> None:
         self._place = place
-        mount = CONTENDERS["fusefs-kernel"]("fusefs", place)
+        mount = CONTENDERS[KERNEL]("fusefs", place)
         assert isinstance(mount, Fusefs)
         self._mount = mount
 
@@ -106,23 +98,13 @@ class Ways:
         shutil.rmtree(target, ignore_errors=True)
         bucket = self._place.bucket
         remote = f"bench:{bucket.name}/{part.folder}"
-        environment = {
-            **os.environ,
-            "RCLONE_CONFIG": os.devnull,
-            "RCLONE_CONFIG_BENCH_TYPE": "s3",
-            "RCLONE_CONFIG_BENCH_PROVIDER": "SeaweedFS",
-            "RCLONE_CONFIG_BENCH_ENDPOINT": bucket.server.endpoint_url,
-            "RCLONE_CONFIG_BENCH_REGION": REGION,
-            "RCLONE_CONFIG_BENCH_ACCESS_KEY_ID": ACCESS_KEY,
-            "RCLONE_CONFIG_BENCH_SECRET_ACCESS_KEY": SECRET_KEY,
-        }
         command = [
-            str(Path(sys.prefix) / "bin" / "rclone"), "copy", remote, str(target / part.folder),
+            str(find("rclone")), "copy", remote, str(target / part.folder),
             "--transfers", str(AT_ONCE), "--checkers", str(AT_ONCE), "--ignore-checksum",
             "--multi-thread-streams", "8", "--use-server-modtime", "--fast-list",
         ]  # fmt: skip
         try:
-            seconds = _timed(command, environment)
+            seconds = _timed(command, rclone_environment(bucket))
             _compare(part, target, digest)
             return seconds
         finally:
@@ -188,12 +170,6 @@ def run(place: Place, parts: Sequence[Part], rounds: int) -> None:
             )
 
 
-def _remove(scratch: Path) -> None:
-    for mountpoint in processes.mounts_below(scratch):
-        processes.unmount(mountpoint)
-    shutil.rmtree(scratch)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.warm", description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
@@ -204,13 +180,10 @@ def main() -> int:
     parts = [Part("small", arguments.small, 64 * 1024), Part("large", arguments.large, 1024 * MIB)]
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up, as for Ctrl-C
     base: Path = arguments.scratch.resolve()
-    base.mkdir(parents=True, exist_ok=True)
     with ExitStack() as cleanup:
-        scratch = Path(tempfile.mkdtemp(prefix="warm-", dir=base))
-        cleanup.callback(_remove, scratch)
-        (scratch / ".gitignore").write_text("*\n")
+        scratch = cleanup.enter_context(processes.scratch_directory(base, "warm-"))
         server = cleanup.enter_context(S3Server(scratch / "server"))
-        bucket = Bucket(server, server.new_bucket())
+        bucket = Bucket.create(server)
         native = scratch / "native"
         for part in parts:
             part.create(native)

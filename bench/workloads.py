@@ -3,9 +3,9 @@
 A workload is a function of a `Session` that returns a `Sample`. Workloads of
 one group share a mount that began with an empty cache: "data" reads the large
 object and the small files, "listing" walks the directories, "recovery" kills
-the daemon; "writing" is told in writes.py. `applies` tells for whom a workload
-makes sense. A workload that needs its data in the contender's cache fetches it
-if no earlier one did, so that any selection works.
+the daemon; "writing" is told in writes.py and "starting" in starting.py. What
+a workload `needs` in the contender's cache is fetched if no earlier one did
+it, so that any selection works.
 
 The three states of the caches: *first*, nothing is local and the S3 server is
 warm in memory; *dropped*, the contender's cache is complete and the page cache
@@ -17,11 +17,23 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from bench import fio, pagecache, writes
-from bench.contenders import LOCAL, PEERS, WRITABLE, BareClient, Contender, Fusefs
+from bench import fio, pagecache, starting, writes
+from bench.contenders import (
+    CSI,
+    KERNEL,
+    LOCAL,
+    NATIVE,
+    NO_PASSTHROUGH,
+    OBSTORE,
+    PEERS,
+    PYFUSE3,
+    WRITABLE,
+)
 from bench.dataset import LARGE, SMALL_SIZE
 from bench.fio import RandomRead
+from bench.mounts import Fusefs
 from bench.session import MB, THREADS, Sample, Session, per_second
 
 WARM_PASSES = 3
@@ -29,7 +41,6 @@ DROPPED_TIMES = 3
 READERS = 8
 
 KILLS = 5
-WRITING = "writing"
 MAPPED = RandomRead(1, engine="mmap")
 
 # Where fio is missing: how many reads a reader of the Python loop makes at most.
@@ -41,8 +52,6 @@ Run = Callable[[Session], Sample]
 
 def _first_large(session: Session) -> Sample:
     session.make_cold()
-    if isinstance(session.contender, BareClient):
-        return _faster_download(session)
     return session.fetch_large()
 
 
@@ -58,55 +67,16 @@ def _faster_download(session: Session) -> Sample:
     return Sample(max(rates.values()), dict(rates))
 
 
-def _large_dropped(readers: int) -> Run:
-    def run(session: Session) -> Sample:
-        _have_large(session)
-        return _median_dropped(lambda: _read_large(session, readers=readers))
-
-    return run
+def _large_warm(session: Session, readers: int = 1) -> Sample:
+    return session.read_large(readers=readers, passes=WARM_PASSES, warm_up=True)
 
 
-def _large_warm(readers: int) -> Run:
-    def run(session: Session) -> Sample:
-        _have_large(session)
-        return _read_large(session, readers=readers, passes=WARM_PASSES, warm_up=True)
-
-    return run
-
-
-def _have_large(session: Session) -> None:
-    if not session.has_large:
-        session.fetch_large()
-
-
-def _read_large(session: Session, **how: int) -> Sample:
-    size = session.data.sizes.large
-    result = session.read("sequential", path=str(session.large), size=size, **how)
-    return per_second(result, "bytes", MB)
-
-
-def _random_warm(read: RandomRead) -> Run:
-    def run(session: Session) -> Sample:
-        _have_large(session)
-        _read_large(session)
-        return _random_median(session, read)
-
-    return run
-
-
-def _random_dropped(session: Session) -> Sample:
-    _have_large(session)
-    pagecache.drop()  # so many reads that one measurement is steady, and slow for some
-    return _random_once(session, RandomRead(READERS))
-
-
-def _mapped_dropped(session: Session) -> Sample:
-    _have_large(session)
-    return _median_dropped(lambda: _random_once(session, MAPPED))
+def _random_warm(session: Session, read: RandomRead) -> Sample:
+    session.read_large()
+    return _random_median(session, read)
 
 
 def _direct(session: Session) -> Sample:
-    _have_large(session)
     # O_DIRECT goes past the mount's pages but not past those of the daemon's
     # own file: with that in memory the daemon is measured, and not the disk.
     pagecache.load(session.contender.cache)
@@ -114,10 +84,10 @@ def _direct(session: Session) -> Sample:
 
 
 def _random_median(session: Session, read: RandomRead) -> Sample:
-    return _median([_random_once(session, read) for _ in range(WARM_PASSES)])
+    return _median([_random(session, read) for _ in range(WARM_PASSES)])
 
 
-def _random_once(session: Session, read: RandomRead) -> Sample:
+def _random(session: Session, read: RandomRead) -> Sample:
     size = session.data.sizes.large
     if fio.is_installed():
         return Sample(*fio.reads_per_second(session.large, size, read, session.limit_s))
@@ -130,13 +100,17 @@ def _random_once(session: Session, read: RandomRead) -> Sample:
     return per_second(result, "reads")
 
 
-def _median_dropped(measure: Callable[[], Sample]) -> Sample:
+def _dropped(measure: Run, times: int = DROPPED_TIMES) -> Run:
     """The median of three, the page cache dropped before each: one alone is noisy."""
-    samples = []
-    for _ in range(DROPPED_TIMES):
-        pagecache.drop()
-        samples.append(measure())
-    return _median(samples)
+
+    def run(session: Session) -> Sample:
+        samples = []
+        for _ in range(times):
+            pagecache.drop()
+            samples.append(measure(session))
+        return _median(samples)
+
+    return run
 
 
 def _median(samples: Sequence[Sample]) -> Sample:
@@ -146,50 +120,33 @@ def _median(samples: Sequence[Sample]) -> Sample:
 
 def _first_small(session: Session) -> Sample:
     session.make_cold()
-    if isinstance(session.contender, BareClient):
-        result = session.read_objects(
-            "get_objects", prefix="small", names_file=str(session.data.names_file),
-            size=SMALL_SIZE, threads=THREADS, seed=session.seed,
-        )  # fmt: skip
-        return per_second(result, "files")
     return session.fetch_small()
 
 
-def _small_dropped(session: Session) -> Sample:
-    _have_small(session)
-    return _median_dropped(session.read_small)
+def _get_small(session: Session) -> Sample:
+    session.make_cold()
+    result = session.read_objects(
+        "get_objects", prefix="small", names_file=str(session.data.names_file),
+        size=SMALL_SIZE, threads=THREADS, seed=session.seed,
+    )  # fmt: skip
+    return per_second(result, "files")
 
 
-def _small_warm(*, bare: bool = False) -> Run:
-    def run(session: Session) -> Sample:
-        _have_small(session)
-        return session.read_small(passes=WARM_PASSES, warm_up=True, bare=bare)
-
-    return run
+def _small_warm(session: Session, *, bare: bool = False) -> Sample:
+    return session.read_small(passes=WARM_PASSES, warm_up=True, bare=bare)
 
 
-def _have_small(session: Session) -> None:
-    if not session.has_small:
-        session.fetch_small()
+def _walk_cold(session: Session, folder: str) -> Sample:
+    session.make_cold()
+    return _walk(session, folder)
 
 
-def _walk_cold(folder: str) -> Run:
-    def run(session: Session) -> Sample:
-        session.make_cold()
-        return _walk(session, folder, passes=1)
-
-    return run
+def _walk_warm(session: Session, folder: str) -> Sample:
+    _walk(session, folder)
+    return _walk(session, folder, passes=WARM_PASSES)
 
 
-def _walk_warm(folder: str) -> Run:
-    def run(session: Session) -> Sample:
-        _walk(session, folder, passes=1)
-        return _walk(session, folder, passes=WARM_PASSES)
-
-    return run
-
-
-def _walk(session: Session, folder: str, passes: int) -> Sample:
+def _walk(session: Session, folder: str, passes: int = 1) -> Sample:
     result = session.read(
         "walk", root=str(session.contender.root / folder),
         files=session.data.sizes.listed, passes=passes,
@@ -200,7 +157,7 @@ def _walk(session: Session, folder: str, passes: int) -> Sample:
 def _recovery(session: Session) -> Sample:
     """Kill the daemon some times, each time asking for a name that nobody asked for before."""
     assert isinstance(session.contender, Fusefs)
-    _walk(session, "tree", passes=1)
+    _walk(session, "tree")
     answers, reads, killed = [], [], None
     for name in session.data.small_names()[:: session.data.sizes.small // KILLS][:KILLS]:
         killed = session.contender.wait_for_daemon(other_than=killed)
@@ -213,53 +170,18 @@ def _recovery(session: Session) -> Sample:
     return Sample(statistics.median(answers), {"answers_ms": answers, "reads_ms": reads})
 
 
-def _has_cache(contender: Contender) -> bool:
-    """For all that is read as files: the mounts, and the bare disk."""
-    return _is_listed(contender) and contender.name != WRITABLE
-
-
-def _is_listed(contender: Contender) -> bool:
-    return not isinstance(contender, BareClient) and contender.name != LOCAL
-
-
-def _comes_from_s3(contender: Contender) -> bool:
-    return contender.name not in ("native", LOCAL)
-
-
-def _writes_to_s3(contender: Contender) -> bool:
-    return contender.name in ("obstore", "fusefs-kernel", *PEERS)
-
-
-def _writes_to_disk(contender: Contender) -> bool:
-    return contender.name in ("native", LOCAL)
-
-
-def _writes(contender: Contender) -> bool:
-    return _writes_to_s3(contender) or contender.name == "native"
-
-
-def _writes_files(contender: Contender) -> bool:
-    return _writes(contender) and contender.name != "obstore"
-
-
-def _renames(contender: Contender) -> bool:
-    return _writes_to_s3(contender) and contender.is_mount
-
-
-def _answers_every_read(contender: Contender) -> bool:
-    return contender.name in ("fusefs-nopt", "fusefs-pyfuse3")
-
-
-def _survives(contender: Contender) -> bool:
-    return contender.name == "fusefs-kernel"
+MOUNTS = (KERNEL, NO_PASSTHROUGH, PYFUSE3, *PEERS)
+FILES = (NATIVE, *MOUNTS)
+WRITERS = (KERNEL, *PEERS)
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
     """One row of the table.
 
-    `holds` workloads leave, or want, the handle of the first read open.
-    `prepare` is run before the contender is started.
+    `who` is measured, by `run`, which for the bare client is `run_bare`. `holds` workloads
+    leave, or want, the handle of the first read open. `prepare` is run before the contender
+    is started.
     """
 
     name: str
@@ -267,69 +189,97 @@ class Workload:
     unit: str
     run: Run
     group: str = "data"
-    applies: Callable[[Contender], bool] = _has_cache
+    who: Sequence[str] = FILES
+    needs: Callable[[Session], None] | None = None
+    run_bare: Run | None = None
     holds: bool = False
     prepare: Callable[[Session], None] | None = None
 
+    def measure(self, session: Session) -> Sample:
+        """Run it as its contender is to be measured."""
+        if self.needs is not None:
+            self.needs(session)
+        if self.run_bare is not None and session.contender.name == OBSTORE:
+            return self.run_bare(session)
+        return self.run(session)
+
+
+_first = partial(Workload, who=(OBSTORE, *MOUNTS, WRITABLE))
+_large = partial(Workload, needs=Session.have_large)
+_small = partial(Workload, needs=Session.have_small)
+_listing = partial(Workload, group="listing", who=(*FILES, WRITABLE), unit="files/s")
+_starting = partial(Workload, group="starting", who=(CSI,))
+_writing = partial(Workload, group="writing")
 
 WORKLOADS = (
-    Workload("first_large", "first read of the large object, 1 MiB reads", "MB/s", _first_large,
-             applies=_comes_from_s3, holds=True),
-    Workload("held_warm", "page cache warm, while a handle is open since before the first read",
-             "MB/s", _large_warm(1), holds=True),
-    Workload("reread_dropped", "read again, page cache dropped, one reader", "MB/s",
-             _large_dropped(1)),
-    Workload("reread_warm", "read again, page cache warm, one reader", "MB/s", _large_warm(1)),
-    Workload("par8_dropped", "read again, page cache dropped, 8 readers", "MB/s",
-             _large_dropped(READERS)),
-    Workload("par8_warm", "read again, page cache warm, 8 readers", "MB/s", _large_warm(READERS)),
+    _first("first_large", "first read of the large object, 1 MiB reads", "MB/s", _first_large,
+           run_bare=_faster_download, holds=True),
+    _large("held_warm", "page cache warm, while a handle is open since before the first read",
+           "MB/s", _large_warm, holds=True),
+    _large("reread_dropped", "read again, page cache dropped, one reader", "MB/s",
+           _dropped(Session.read_large)),
+    _large("reread_warm", "read again, page cache warm, one reader", "MB/s", _large_warm),
+    _large("par8_dropped", "read again, page cache dropped, 8 readers", "MB/s",
+           _dropped(partial(Session.read_large, readers=READERS))),
+    _large("par8_warm", "read again, page cache warm, 8 readers", "MB/s",
+           partial(_large_warm, readers=READERS)),
     # One pass over the pages takes a local disk a third of a second: too short.
-    Workload("rand4k_warm", "4 KiB random reads, page cache warm, one job", "reads/s",
-             _random_warm(RandomRead(1, repeat=4))),
-    Workload("rand4k_dropped8", "4 KiB random reads, page cache dropped, 8 jobs", "reads/s",
-             _random_dropped),
-    Workload("mmap_warm", "mmap, scattered 4 KiB pages, page cache warm", "pages/s",
-             _random_warm(MAPPED)),
-    Workload("mmap_dropped", "mmap, scattered 4 KiB pages, page cache dropped", "pages/s",
-             _mapped_dropped),
-    Workload("direct8", "4 KiB O_DIRECT reads that the daemon answers, 8 jobs", "reads/s",
-             _direct, applies=_answers_every_read),
-    Workload("first_small", "first read of the 100 KiB files, 8 threads", "files/s", _first_small,
-             applies=_comes_from_s3),
-    Workload("small_dropped", "100 KiB files again, page cache dropped, 8 threads", "files/s",
-             _small_dropped),
-    Workload("small_warm", "100 KiB files again, page cache warm, 8 threads", "files/s",
-             _small_warm()),
-    Workload("small_warm_bare", "the same by three system calls a file", "files/s",
-             _small_warm(bare=True)),
-    Workload("tree_cold", "first walk with lstat, 100 folders", "files/s", _walk_cold("tree"),
-             group="listing", applies=_is_listed),
-    Workload("tree_warm", "walk again with lstat, 100 folders", "files/s", _walk_warm("tree"),
-             group="listing", applies=_is_listed),
-    Workload("flat_cold", "first walk with lstat, one folder", "files/s", _walk_cold("flat"),
-             group="listing", applies=_is_listed),
-    Workload("flat_warm", "walk again with lstat, one folder", "files/s", _walk_warm("flat"),
-             group="listing", applies=_is_listed),
+    _large("rand4k_warm", "4 KiB random reads, page cache warm, one job", "reads/s",
+           partial(_random_warm, read=RandomRead(1, repeat=4))),
+    # So many reads that one measurement is steady, and slow for some.
+    _large("rand4k_dropped8", "4 KiB random reads, page cache dropped, 8 jobs", "reads/s",
+           _dropped(partial(_random, read=RandomRead(READERS)), times=1)),
+    _large("mmap_warm", "mmap, scattered 4 KiB pages, page cache warm", "pages/s",
+           partial(_random_warm, read=MAPPED)),
+    _large("mmap_dropped", "mmap, scattered 4 KiB pages, page cache dropped", "pages/s",
+           _dropped(partial(_random, read=MAPPED))),
+    _large("direct8", "4 KiB O_DIRECT reads that the daemon answers, 8 jobs", "reads/s",
+           _direct, who=(NO_PASSTHROUGH, PYFUSE3)),
+    _first("first_small", "first read of the 100 KiB files, 8 threads", "files/s", _first_small,
+           run_bare=_get_small),
+    _small("small_dropped", "100 KiB files again, page cache dropped, 8 threads", "files/s",
+           _dropped(Session.read_small)),
+    _small("small_warm", "100 KiB files again, page cache warm, 8 threads", "files/s",
+           _small_warm),
+    _small("small_warm_bare", "the same by three system calls a file", "files/s",
+           partial(_small_warm, bare=True)),
+    _listing("tree_cold", "first walk with lstat, 100 folders",
+             run=partial(_walk_cold, folder="tree")),
+    _listing("tree_warm", "walk again with lstat, 100 folders",
+             run=partial(_walk_warm, folder="tree")),
+    _listing("flat_cold", "first walk with lstat, one folder",
+             run=partial(_walk_cold, folder="flat")),
+    _listing("flat_warm", "walk again with lstat, one folder",
+             run=partial(_walk_warm, folder="flat")),
     Workload("recovery", "from SIGKILL of the daemon to its first answer", "ms", _recovery,
-             group="recovery", applies=_survives),
-    Workload("write_large", "1 GiB in 1 MiB writes, until close has returned, in the bucket",
-             "MB/s", writes.large, group=WRITING, applies=_writes_to_s3),
-    Workload("write_local", "the same, safe on the local disk", "MB/s", writes.large_local,
-             group=WRITING, applies=_writes_to_disk),
-    Workload("read_written", "first read of a file that was just written", "MB/s",
-             writes.read_written, group=WRITING, applies=_writes_files),
-    Workload("read_written_again", "the same again", "MB/s", writes.read_written_again,
-             group=WRITING, applies=_writes_files),
-    Workload("write_small", "64 KiB files written by 8 threads, in the bucket", "files/s",
-             writes.small, group=WRITING, applies=_writes),
-    Workload("rename_tree", "rename of a directory of 2,000 files, as mounts write them",
-             "files/s", writes.rename_dated, group=WRITING, applies=_renames,
-             prepare=writes.put_dated),
-    Workload("rename_foreign", "the same of files that don't say when they were modified",
-             "files/s", writes.rename_foreign, group=WRITING, applies=_renames,
-             prepare=writes.put_foreign),
+             group="recovery", who=(KERNEL,)),
+    _starting("mount_first_byte", "from the mount's command to a file's first byte", "ms",
+              starting.mount_first_byte, who=(KERNEL, WRITABLE, *PEERS)),
+    _starting("publish_first_byte", "from NodePublishVolume to a file's first byte, new volume",
+              "ms", starting.publish_first_byte),
+    _starting("publish_second_pod", "the same for a second pod of a volume", "ms",
+              starting.publish_second_pod),
+    _starting("volume_mib", "memory of a volume's processes, of 5 volumes", "MiB",
+              starting.volume_mib),
+    _writing("write_large", "1 GiB in 1 MiB writes, until close has returned, in the bucket",
+             "MB/s", writes.large, run_bare=writes.faster_put, who=(OBSTORE, *WRITERS)),
+    _writing("write_local", "the same, safe on the local disk", "MB/s", writes.large_local,
+             who=(NATIVE, LOCAL)),
+    _writing("read_written", "first read of a file that was just written", "MB/s",
+             writes.read_written, who=(NATIVE, *WRITERS)),
+    _writing("read_written_again", "the same again", "MB/s", writes.read_written_again,
+             who=(NATIVE, *WRITERS)),
+    _writing("write_small", "64 KiB files written by 8 threads, in the bucket", "files/s",
+             writes.small, run_bare=writes.put_small, who=(NATIVE, OBSTORE, *WRITERS)),
+    _writing("rename_tree", "rename of a directory of 2,000 files, as mounts write them",
+             "files/s", partial(writes.rename, folder=writes.DATED),
+             prepare=partial(writes.put_renamed, folder=writes.DATED), who=WRITERS),
+    _writing("rename_foreign", "the same of files that don't say when they were modified",
+             "files/s", partial(writes.rename, folder=writes.FOREIGN),
+             prepare=partial(writes.put_renamed, folder=writes.FOREIGN), who=WRITERS),
 )  # fmt: skip
-# Each group has a mount of its own; the last one's daemons are killed, so what they use tells
-# nothing.
-GROUPS = ("data", "listing", "recovery", WRITING)
+# Each group has a mount of its own; a group that kills or starts daemons tells nothing of what
+# they use.
+READING = ("data", "listing", "recovery")
+GROUPS = (*READING, "starting", "writing")
 COUNTED_GROUPS = ("data", "listing")

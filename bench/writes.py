@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bench import pagecache
-from bench.contenders import BareClient, Native
+from bench.contender import Native
 from bench.session import MB, THREADS, Sample, Session, per_second
 
 KIB = 1024
@@ -28,8 +28,6 @@ PUT_OPTIONS = {"default": (5 * MIB, 12), "best": (16 * MIB, 8)}
 
 
 def large(session: Session) -> Sample:
-    if isinstance(session.contender, BareClient):
-        return _faster_put(session)
     sample = _write_large(session)
     _check_large(session, LARGE)
     return sample
@@ -55,7 +53,7 @@ def _write_large(session: Session, *, sync: bool = False) -> Sample:
     return _timed(session, write, "bytes", MB)
 
 
-def _faster_put(session: Session) -> Sample:
+def faster_put(session: Session) -> Sample:
     """obstore as it is and as it is at its best: the better of the two is the floor."""
     _write_large(session)
     path = str(session.contender.root / LARGE)
@@ -96,50 +94,50 @@ def _read_large(session: Session, passes: int) -> Sample:
 
 
 def small(session: Session) -> Sample:
-    how = {"files": session.data.sizes.written, "size": SMALL_SIZE, "seed": session.seed}
-
-    def write() -> dict[str, Any]:
-        if isinstance(session.contender, BareClient):
-            return session.write_objects("put_objects", prefix=SMALL, threads=THREADS, **how)
-        root = str(session.contender.root / SMALL)
-        return session.write("write_files", root=root, threads=THREADS, **how)
-
-    sample = _timed(session, write, "files")
-    if session.contender.name != "native":
-        session.write_objects("check_files", prefix=SMALL, **how)
+    root = str(session.contender.root / SMALL)
+    sample = _timed(
+        session,
+        lambda: session.write("write_files", root=root, threads=THREADS, **_small_files(session)),
+        "files",
+    )
+    if not isinstance(session.contender, Native):
+        _check_small(session)
     return sample
 
 
+def put_small(session: Session) -> Sample:
+    how = _small_files(session)
+    sample = _timed(
+        session,
+        lambda: session.write_objects("put_objects", prefix=SMALL, threads=THREADS, **how),
+        "files",
+    )
+    _check_small(session)
+    return sample
+
+
+def _check_small(session: Session) -> None:
+    session.write_objects("check_files", prefix=SMALL, **_small_files(session))
+
+
+def _small_files(session: Session) -> dict[str, int]:
+    return {"files": session.data.sizes.written, "size": SMALL_SIZE, "seed": session.seed}
+
+
 # What mounts write say when they were modified; what other programs write mostly does not.
-DATED = {"mtime": "1700000000.000000000"}
+DATED, FOREIGN = "dated", "foreign"
+_METADATA = {DATED: {"mtime": "1700000000.000000000"}, FOREIGN: {}}
 
 
-def put_dated(session: Session) -> None:
-    """Put into the bucket what `rename_dated` renames; a mount that is up might not see it."""
-    _put_renamed(session, "dated", DATED)
-
-
-def put_foreign(session: Session) -> None:
-    """The same for `rename_foreign`."""
-    _put_renamed(session, "foreign", {})
-
-
-def _put_renamed(session: Session, folder: str, metadata: dict[str, str]) -> None:
+def put_renamed(session: Session, folder: str) -> None:
+    """Put into the bucket what `rename` renames; a mount that is up might not see it."""
     session.write_objects(
         "put_objects", prefix=folder, files=session.data.sizes.renamed, size=RENAMED_SIZE,
-        threads=THREADS, seed=session.seed, metadata=metadata,
+        threads=THREADS, seed=session.seed, metadata=_METADATA[folder],
     )  # fmt: skip
 
 
-def rename_dated(session: Session) -> Sample:
-    return _rename(session, "dated")
-
-
-def rename_foreign(session: Session) -> Sample:
-    return _rename(session, "foreign")
-
-
-def _rename(session: Session, folder: str) -> Sample:
+def rename(session: Session, folder: str) -> Sample:
     files = session.data.sizes.renamed
     source, target = folder, f"{folder}-renamed"
     root = session.contender.root

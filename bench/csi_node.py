@@ -1,0 +1,158 @@
+"""The CSI driver on a node, as the manifests run it, and kubelet's side of its socket.
+
+`fusefs-csi node` mounts and keeps, `fusefs-csi daemons` has the daemons; each volume has
+a mount of its own, which its pods share. Pods have target paths below a directory
+that is taken for kubelet's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from bench import processes
+from bench.contender import Contender, Place
+from bench.processes import BenchError
+from csi.generated import csi_pb2, csi_pb2_grpc
+from tests.support.ordinary_user import runnable_by_all
+from tests.support.s3_server import ACCESS_KEY, REGION, SECRET_KEY
+
+CALL_LIMIT_S = 60.0
+_Mode = csi_pb2.VolumeCapability.AccessMode
+MANY_WRITERS = csi_pb2.VolumeCapability(
+    mount=csi_pb2.VolumeCapability.MountVolume(),
+    access_mode=_Mode(mode=_Mode.MULTI_NODE_MULTI_WRITER),
+)
+MAIN = "import sys; from csi.cli import main; sys.exit(main())"
+
+
+class CsiNode(Contender):
+    """The driver's two processes; a volume is mounted by `publish`."""
+
+    def __init__(self, name: str, place: Place) -> None:
+        super().__init__(name, place)
+        self._directory = place.scratch / name
+        self._cleanup = ExitStack()
+        self._published: dict[Path, str] = {}
+
+    def command(self) -> str:
+        return "fusefs-csi node --daemons there; fusefs-csi daemons"
+
+    def start(self) -> None:
+        for directory in (self._directory, self.cache):
+            directory.mkdir(parents=True, exist_ok=True)
+        self.place.scratch.chmod(0o711)  # daemons are ordinary users
+        # In memory, as the driver demands, and with a short path, as sockets do.
+        self._state = Path(tempfile.mkdtemp(prefix="bench-", dir="/dev/shm"))
+        self._cleanup.callback(shutil.rmtree, self._state)
+        python, environment = self._cleanup.enter_context(runnable_by_all())
+        self._run([python[0], "-c", MAIN, "daemons", *self._state_option()], environment)
+        self._run([python[0], "-c", MAIN, "node", *self._options()], environment)
+        channel = self._cleanup.enter_context(grpc.insecure_channel(f"unix:{self._socket}"))
+        self._node = csi_pb2_grpc.NodeStub(channel)
+        _call(csi_pb2_grpc.IdentityStub(channel).Probe, csi_pb2.ProbeRequest())
+
+    def stop(self) -> None:
+        try:
+            self.unpublish_all()
+        finally:
+            for mountpoint in reversed(processes.mounts_below(self._directory)):
+                processes.unmount(mountpoint)
+            self._cleanup.close()
+            self._published.clear()
+            for directory in (self._directory, self.cache):
+                shutil.rmtree(directory, ignore_errors=True)
+
+    # --- kubelet ---
+
+    def target(self, volume: str, pod: str) -> Path:
+        """Where a pod sees a volume."""
+        path = self._kubelet / "pods" / pod / "volumes/kubernetes.io~csi" / volume / "mount"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def publish(self, volume: str, target: Path) -> None:
+        """NodePublishVolume, with the identity of a Secret."""
+        self._published[target] = volume
+        request = csi_pb2.NodePublishVolumeRequest(
+            volume_id=volume, target_path=str(target), volume_capability=MANY_WRITERS,
+            secrets={"accessKeyId": ACCESS_KEY, "secretAccessKey": SECRET_KEY},
+            volume_context={"store": "bench", "bucket": self.place.bucket.name},
+        )  # fmt: skip
+        _call(self._node.NodePublishVolume, request)
+
+    def unpublish_all(self) -> None:
+        """NodeUnpublishVolume for each; the last one of a volume ends its mount."""
+        while self._published:
+            target, volume = self._published.popitem()
+            request = csi_pb2.NodeUnpublishVolumeRequest(volume_id=volume, target_path=str(target))
+            _call(self._node.NodeUnpublishVolume, request)
+
+    # --- what it costs ---
+
+    def memory_by_part(self) -> dict[str, int]:
+        """Bytes of all daemons, keepers and clerks; a page that several share counts once."""
+        found = {"daemon": 0, "keeper": 0, "clerk": 0}
+        parents = {pid: processes.parent_of(pid) for pid in self._mount_processes()}
+        for pid, parent in parents.items():
+            is_daemon = b"fusefs.daemon" in _read(pid, "cmdline")
+            part = "daemon" if is_daemon else "clerk" if parent in parents else "keeper"
+            found[part] += processes.proportional_size(pid)
+        return found
+
+    def _mount_processes(self) -> list[int]:
+        """Those that the driver has started, or that these have: they know its directory."""
+        mark = os.fsencode(self._state / "fusefs")
+        return [pid for pid in processes.all_pids() if mark in _read(pid, "environ")]
+
+    # --- processes ---
+
+    @property
+    def _kubelet(self) -> Path:
+        return self._directory / "kubelet"
+
+    @property
+    def _socket(self) -> Path:
+        return self._state / "csi.sock"
+
+    def _state_option(self) -> list[str]:
+        return ["--state-dir", str(self._state)]
+
+    def _options(self) -> list[str]:
+        stores = self._directory / "stores.toml"
+        stores.write_text(
+            f'[stores.bench]\nendpoint-url = "{self.place.bucket.server.endpoint_url}"\n'
+            f'region = "{REGION}"\n'
+        )
+        return [
+            "--endpoint", f"unix://{self._socket}", "--node-id", "bench", *self._state_option(),
+            "--stores", str(stores), "--kubelet-dir", str(self._kubelet),
+            "--mounts-dir", str(self._kubelet / "plugins/mounts"),
+            "--cache-dir", str(self.cache), "--daemons", "there",
+        ]  # fmt: skip
+
+    def _run(self, command: list[str], environment: dict[str, str]) -> None:
+        log = self.place.scratch / f"{self.name}.log"
+        known = {name: text for name, text in os.environ.items() if not name.startswith("AWS_")}
+        process = processes.start(command, log, known | environment)
+        self._cleanup.callback(processes.stop, process)
+
+
+def _call(method: Any, request: Any) -> None:
+    try:
+        method(request, wait_for_ready=True, timeout=CALL_LIMIT_S)
+    except grpc.RpcError as error:
+        raise BenchError(f"{type(request).__name__}: {error}") from error
+
+
+def _read(pid: int, name: str) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    return b""

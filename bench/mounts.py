@@ -1,0 +1,127 @@
+"""fusefs, mounted by its command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from bench import processes
+from bench.contender import Mount, Place
+from bench.processes import BenchError, Usage
+from tests.support.s3_server import REGION
+
+COMMAND_WAIT_S = 60.0
+
+
+class Fusefs(Mount):
+    """fusefs, which goes into the background by itself and tells about itself."""
+
+    def __init__(self, name: str, place: Place, options: list[str]) -> None:
+        super().__init__(name, place)
+        self._options = options
+
+    @property
+    def _program(self) -> str:
+        return str(Path(sys.prefix) / "bin" / "fusefs")
+
+    def missing(self) -> str | None:
+        try:
+            self._run("--help")
+        except BenchError as error:
+            return f"the command does not run: {error}"
+        return None
+
+    def command(self) -> str:
+        return " ".join(["fusefs", *self._mount_arguments()])
+
+    def start(self) -> None:
+        self._prepare()
+        self._run(*self._mount_arguments())
+        if not processes.is_mounted(self.root):
+            raise BenchError("mount returned 0, and nothing is mounted")
+
+    def stop(self) -> None:
+        try:
+            if processes.is_mounted(self.root):
+                self._end()
+        finally:
+            self._clear()
+
+    def _end(self) -> None:
+        pid = self._pid("daemon")
+        try:
+            self._run("umount", str(self.root))
+        except BenchError:
+            self._run("umount", str(self.root), "--force")
+        if pid is not None:
+            # The cache must not be removed underneath a daemon that still closes it.
+            processes.wait_gone(pid)
+
+    def settle(self) -> None:
+        self._run("sync", str(self.root))
+
+    def usage(self) -> Usage | None:
+        # The daemon is a child of its keeper, where it has one.
+        pid = self._pid("keeper") or self._pid("daemon")
+        return None if pid is None else processes.usage_of(pid)
+
+    def requests(self) -> dict[str, int]:
+        counts = self._status().get("s3", {})
+        return {
+            name: int(counts[name])
+            for name in ("gets", "heads", "lists", "bytes_fetched")
+            if name in counts
+        }
+
+    def _pid(self, process: str) -> int | None:
+        """One of the mount's processes, by its name in the status; None if it has none."""
+        try:
+            return int(self._status()[process]["pid"])
+        except (BenchError, KeyError):
+            return None
+
+    def wait_for_daemon(self, other_than: int | None) -> int:
+        """The process of a daemon that answers and is not the one that was killed."""
+        found: list[int] = []
+
+        def is_new() -> bool:
+            pid = self._pid("daemon")
+            if pid is not None and pid != other_than:
+                found.append(pid)
+            return bool(found)
+
+        processes.wait_until(is_new, f"a daemon after {other_than}")
+        return found[0]
+
+    def _status(self) -> dict[str, dict[str, int]]:
+        answer = json.loads(self._run("status", str(self.root), "--json"))
+        if not isinstance(answer, dict):
+            raise BenchError(f"status is not one mount's: {answer}")
+        return answer
+
+    def _mount_arguments(self) -> list[str]:
+        bucket = self.place.bucket
+        return [
+            "mount", f"s3://{bucket.name}", str(self.root),
+            "--endpoint-url", bucket.server.endpoint_url, "--region", REGION,
+            "--cache-dir", str(self.cache), "--no-read-only" if self.is_writable else "--read-only",
+            "--log-file", str(self.log.with_suffix(".daemon.log")), *self._options,
+        ]  # fmt: skip
+
+    def _run(self, *arguments: str) -> str:
+        # Output goes to files: a daemon that keeps the pipe would hold us up.
+        output = self.log.with_suffix(".out")
+        try:
+            with output.open("wb") as out, self.log.open("ab") as errors:
+                code = subprocess.run(
+                    [self._program, *arguments], stdin=subprocess.DEVNULL, stdout=out,
+                    stderr=errors, env=self.place.bucket.environment(), timeout=COMMAND_WAIT_S,
+                    start_new_session=True,
+                ).returncode  # fmt: skip
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise BenchError(f"fusefs {arguments[0]}: {error}") from error
+        if code != 0:
+            raise BenchError(f"fusefs {arguments[0]}: exit {code}: {processes.tail(self.log)}")
+        return output.read_text()

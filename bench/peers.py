@@ -1,0 +1,140 @@
+"""Other programs that mount a bucket, with the options that were fastest where they were tried.
+
+Those are large chunks, many streams, long-lived attributes, no checksums.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+from bench import processes
+from bench.bucket import Bucket
+from bench.contender import Mount, Place
+from bench.processes import BenchError, Usage
+from tests.support.s3_server import ACCESS_KEY, REGION, SECRET_KEY
+
+
+def find(program: str) -> str | None:
+    """Beside the running Python first, where packages install programs, else on the path."""
+    return shutil.which(program, path=str(Path(sys.prefix) / "bin")) or shutil.which(program)
+
+
+def rclone_environment(bucket: Bucket) -> dict[str, str]:
+    """What makes rclone know the bucket's server as the remote `bench`, and nothing else."""
+    return {
+        **bucket.environment(),
+        "RCLONE_CONFIG": os.devnull,
+        "RCLONE_CONFIG_BENCH_TYPE": "s3",
+        "RCLONE_CONFIG_BENCH_PROVIDER": "SeaweedFS",
+        "RCLONE_CONFIG_BENCH_ENDPOINT": bucket.server.endpoint_url,
+        "RCLONE_CONFIG_BENCH_REGION": REGION,
+        "RCLONE_CONFIG_BENCH_ACCESS_KEY_ID": ACCESS_KEY,
+        "RCLONE_CONFIG_BENCH_SECRET_ACCESS_KEY": SECRET_KEY,
+    }
+
+
+class Peer(Mount, ABC):
+    """The program `name`, run in the foreground by the bench."""
+
+    def __init__(self, name: str, place: Place) -> None:
+        super().__init__(name, place)
+        self._program = find(name)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def missing(self) -> str | None:
+        return None if self._program else "not installed"
+
+    def version(self) -> str:
+        done = subprocess.run(
+            [str(self._program), "--version"], capture_output=True, text=True, timeout=30
+        )
+        return done.stdout.partition("\n")[0]
+
+    def command(self) -> str:
+        return " ".join(self._argv())
+
+    def start(self) -> None:
+        self._prepare()
+        self._process = processes.start(self._argv(), self.log, self._environment())
+        processes.wait_until(self._is_up, f"mount of {self.name}")
+
+    def stop(self) -> None:
+        try:
+            processes.unmount(self.root)
+        finally:
+            if self._process is not None:
+                processes.stop(self._process)
+                self._process = None
+        self._clear()
+
+    def usage(self) -> Usage | None:
+        return processes.usage_of(self._process.pid) if self._process is not None else None
+
+    def _is_up(self) -> bool:
+        if self._process is not None and self._process.poll() is not None:
+            raise BenchError(f"{self.name} ended: {processes.tail(self.log)}")
+        return processes.is_mounted(self.root)
+
+    @abstractmethod
+    def _argv(self) -> list[str]:
+        """The command that mounts it and stays in the foreground."""
+
+    def _environment(self) -> dict[str, str]:
+        return self.place.bucket.environment()
+
+
+class Rclone(Peer):
+    """rclone mount with its full cache; its remote is defined in the environment.
+
+    Its cache uploads after close has returned, whatever its options; without
+    a cache it sends what is written, and close waits for the end of that.
+    """
+
+    def _argv(self) -> list[str]:
+        if self.is_writable:
+            mode = ["--vfs-cache-mode", "off", "--s3-chunk-size", "16M",
+                    "--s3-upload-concurrency", "8", "--s3-disable-checksum"]  # fmt: skip
+        else:
+            mode = ["--read-only", "--vfs-cache-mode", "full", "--vfs-cache-max-age", "24h"]
+        return [
+            str(self._program), "mount", f"bench:{self.place.bucket.name}", str(self.root),
+            "--allow-other", "--cache-dir", str(self.cache), *mode,
+            "--vfs-read-chunk-size", "4M", "--vfs-read-chunk-streams", "16",
+            "--vfs-read-ahead", "256M", "--vfs-fast-fingerprint", "--use-server-modtime",
+            "--no-checksum", "--dir-cache-time", "24h", "--attr-timeout", "10m",
+            "--poll-interval", "0", "--max-read-ahead", "1M", "--transfers", "8",
+        ]  # fmt: skip
+
+    def _environment(self) -> dict[str, str]:
+        return rclone_environment(self.place.bucket)
+
+
+class S3fs(Peer):
+    """s3fs with its local cache."""
+
+    def start(self) -> None:
+        passwords = self._passwords()
+        passwords.touch(mode=0o600)
+        passwords.write_text(f"{ACCESS_KEY}:{SECRET_KEY}\n")
+        super().start()
+
+    def _passwords(self) -> Path:
+        return self.place.scratch / "s3fs.passwd"
+
+    def _argv(self) -> list[str]:
+        options = [
+            f"url={self.place.bucket.server.endpoint_url}", "use_path_request_style",
+            *([] if self.is_writable else ["ro"]),
+            f"use_cache={self.cache}", f"passwd_file={self._passwords()}", "allow_other",
+            "kernel_cache", "big_writes", "max_write=131072", "max_readahead=1048576",
+            "parallel_count=20", "multireq_max=30", "multipart_size=16",
+            "max_stat_cache_size=200000", "stat_cache_expire=86400", "enable_noobj_cache",
+            "list_object_max_keys=1000", "listobjectsv2",
+        ]  # fmt: skip
+        bucket = self.place.bucket.name
+        return [str(self._program), bucket, str(self.root), "-f", "-o", ",".join(options)]

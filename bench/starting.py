@@ -1,0 +1,72 @@
+"""The workloads of the group "starting": from the wish for a mount to a file's first byte.
+
+Values are milliseconds and MiB, so here less is better. The reader is a process that waits, ready
+to open, and is told when the mount is there: so a mount that hangs hangs no more than that.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+from bench.bucket import READY
+from bench.csi_node import CsiNode
+from bench.session import Sample, Session
+
+MIB = 1024 * 1024
+TIMES = 5
+# So many that what they share, which is divided among them, weighs little.
+VOLUMES = 5
+
+
+def mount_first_byte(session: Session) -> Sample:
+    """The mount's command, with an empty cache."""
+    contender = session.contender
+
+    def once(_number: int) -> float:
+        contender.stop()
+        return _first_byte_ms(session, contender.root, contender.start)
+
+    return _median(once)
+
+
+def publish_first_byte(session: Session) -> Sample:
+    """A volume that the node has not, from kubelet's call on."""
+    return _median(lambda number: _publish_ms(session, f"new-{number}", "pod"))
+
+
+def publish_second_pod(session: Session) -> Sample:
+    """A volume that another pod of the node uses, as the same identity."""
+    _publish_ms(session, "shared", "first-pod")
+    return _median(lambda number: _publish_ms(session, "shared", f"pod-{number}"))
+
+
+def volume_mib(session: Session) -> Sample:
+    """Memory of a volume's processes, a file of it read, the driver's own left out."""
+    node = _node(session)
+    node.unpublish_all()
+    for number in range(VOLUMES):
+        _publish_ms(session, f"volume-{number}", "pod")
+    parts = {name: size / VOLUMES / MIB for name, size in node.memory_by_part().items()}
+    return Sample(sum(parts.values()), {"volumes": VOLUMES, **parts})
+
+
+def _node(session: Session) -> CsiNode:
+    assert isinstance(session.contender, CsiNode)
+    return session.contender
+
+
+def _publish_ms(session: Session, volume: str, pod: str) -> float:
+    node = _node(session)
+    target = node.target(volume, pod)
+    return _first_byte_ms(session, target, lambda: node.publish(volume, target))
+
+
+def _first_byte_ms(session: Session, root: Path, begin: Callable[[], None]) -> float:
+    return 1000 * session.seconds_to_first_byte(root / READY, begin)
+
+
+def _median(measure: Callable[[int], float]) -> Sample:
+    values = [measure(number) for number in range(TIMES)]
+    return Sample(statistics.median(values), {"ms": values})
