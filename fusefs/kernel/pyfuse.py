@@ -97,7 +97,7 @@ class Handlers(pyfuse3.Operations):
     ) -> pyfuse3.EntryAttributes:
         with self._errors():
             answer = self._operations.lookup(parent, name, _caller(context))
-            found = await self._result(Opcode.LOOKUP, parent, answer)
+            found = await self._result(Opcode.LOOKUP, parent, answer, context.pid)
         if found.inode is not None:
             return self.pack(found.inode, found.valid_s)
         if not found.valid_s:
@@ -118,7 +118,7 @@ class Handlers(pyfuse3.Operations):
         with self._errors():
             if self._operations.lacks_meta(nodeid):
                 later = self._operations.getattr_later(nodeid)
-                return self.pack(*await self._waited(Opcode.GETATTR, nodeid, later))
+                return self.pack(*await self._waited(Opcode.GETATTR, nodeid, later, context.pid))
             return self.pack(*self._operations.getattr(nodeid))
 
     async def open(
@@ -126,12 +126,14 @@ class Handlers(pyfuse3.Operations):
     ) -> pyfuse3.FileInfo:
         with self._errors():
             answer = self._operations.open(nodeid, flags, _caller(context))
-            opened = await self._result(Opcode.OPEN, nodeid, answer)
+            opened = await self._result(Opcode.OPEN, nodeid, answer, context.pid)
         return pyfuse3.FileInfo(fh=opened.fh, keep_cache=opened.keep_cache)
 
     async def read(self, fh: int, offset: int, size: int) -> bytes:
         with self._errors():
-            data = await self._result(Opcode.READ, 0, self._operations.read(fh, offset, size))
+            data = await self._result(
+                Opcode.READ, self._opened(fh), self._operations.read(fh, offset, size)
+            )
         # The memory of an answer at once is used again before libfuse sends it.
         return data if isinstance(data, bytes) else bytes(data)
 
@@ -149,7 +151,8 @@ class Handlers(pyfuse3.Operations):
     async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
         with self._errors():
             buffer = _Entries(self, token)
-            await self._result(Opcode.READDIR, 0, self._operations.readdir(fh, start_id, buffer))
+            read = self._operations.readdir(fh, start_id, buffer)
+            await self._result(Opcode.READDIR, self._listed(fh), read)
 
     async def releasedir(self, fh: int) -> None:
         self._operations.releasedir(fh)
@@ -166,12 +169,12 @@ class Handlers(pyfuse3.Operations):
     async def getxattr(self, nodeid: int, name: bytes, context: pyfuse3.RequestContext) -> bytes:
         with self._errors():
             answer = self._operations.getxattr(nodeid, name.decode(errors="replace"))
-            return await self._result(Opcode.GETXATTR, nodeid, answer)
+            return await self._result(Opcode.GETXATTR, nodeid, answer, context.pid)
 
     async def listxattr(self, nodeid: int, context: pyfuse3.RequestContext) -> list[bytes]:
         with self._errors():
             answer = self._operations.listxattr(nodeid)
-            names = await self._result(Opcode.LISTXATTR, nodeid, answer)
+            names = await self._result(Opcode.LISTXATTR, nodeid, answer, context.pid)
             return [name.encode() for name in names]
 
     # Changes; the kernel lets none through on a read-only mount
@@ -187,7 +190,7 @@ class Handlers(pyfuse3.Operations):
     ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
         with self._errors():
             made = self._mutations.create(parent, name, mode, flags, _caller(context))
-            inode, opened = await self._result(Opcode.CREATE, parent, made)
+            inode, opened = await self._result(Opcode.CREATE, parent, made, context.pid)
             return pyfuse3.FileInfo(fh=opened.fh, keep_cache=True), self.pack(inode, 0.0)
 
     async def mknod(
@@ -195,35 +198,36 @@ class Handlers(pyfuse3.Operations):
     ) -> pyfuse3.EntryAttributes:
         with self._errors():
             made = self._mutations.mknod(parent, name, mode, _caller(context))
-            return self.pack(await self._waited(Opcode.MKNOD, parent, made), 0.0)
+            return self.pack(await self._waited(Opcode.MKNOD, parent, made, context.pid), 0.0)
 
     async def mkdir(
         self, parent: int, name: bytes, mode: int, context: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
         with self._errors():
             made = self._mutations.mkdir(parent, name, mode, _caller(context))
-            return self.pack(await self._waited(Opcode.MKDIR, parent, made), 0.0)
+            return self.pack(await self._waited(Opcode.MKDIR, parent, made, context.pid), 0.0)
 
     async def symlink(
         self, parent: int, name: bytes, target: bytes, context: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
         with self._errors():
             made = self._mutations.symlink(parent, name, target, _caller(context))
-            return self.pack(await self._waited(Opcode.SYMLINK, parent, made), 0.0)
+            return self.pack(await self._waited(Opcode.SYMLINK, parent, made, context.pid), 0.0)
 
     async def readlink(self, nodeid: int, context: pyfuse3.RequestContext) -> bytes:
         with self._errors():
-            return await self._waited(Opcode.READLINK, nodeid, self._mutations.readlink(nodeid))
+            target = self._mutations.readlink(nodeid)
+            return await self._waited(Opcode.READLINK, nodeid, target, context.pid)
 
     async def unlink(self, parent: int, name: bytes, context: pyfuse3.RequestContext) -> None:
         with self._errors():
             done = self._mutations.unlink(parent, name, _caller(context))
-            await self._waited(Opcode.UNLINK, parent, done)
+            await self._waited(Opcode.UNLINK, parent, done, context.pid)
 
     async def rmdir(self, parent: int, name: bytes, context: pyfuse3.RequestContext) -> None:
         with self._errors():
             done = self._mutations.rmdir(parent, name, _caller(context))
-            await self._waited(Opcode.RMDIR, parent, done)
+            await self._waited(Opcode.RMDIR, parent, done, context.pid)
 
     async def rename(
         self, parent: int, name: bytes, to: int, new_name: bytes, flags: int,
@@ -231,7 +235,7 @@ class Handlers(pyfuse3.Operations):
     ) -> None:  # fmt: skip
         with self._errors():
             done = self._mutations.rename(parent, name, to, new_name, flags, _caller(context))
-            await self._waited(Opcode.RENAME2, parent, done)
+            await self._waited(Opcode.RENAME2, parent, done, context.pid)
 
     async def link(
         self, nodeid: int, parent: int, name: bytes, context: pyfuse3.RequestContext
@@ -251,33 +255,35 @@ class Handlers(pyfuse3.Operations):
         )
         with self._errors():
             changed = self._mutations.setattr(nodeid, new)
-            return self.pack(*await self._waited(Opcode.SETATTR, nodeid, changed))
+            return self.pack(*await self._waited(Opcode.SETATTR, nodeid, changed, context.pid))
 
     async def setxattr(
         self, nodeid: int, name: bytes, value: bytes, context: pyfuse3.RequestContext
     ) -> None:
         with self._errors():
             done = self._mutations.setxattr(nodeid, name, value, 0, _caller(context))
-            await self._waited(Opcode.SETXATTR, nodeid, done)
+            await self._waited(Opcode.SETXATTR, nodeid, done, context.pid)
 
     async def removexattr(self, nodeid: int, name: bytes, context: pyfuse3.RequestContext) -> None:
         with self._errors():
             done = self._mutations.removexattr(nodeid, name, _caller(context))
-            await self._waited(Opcode.REMOVEXATTR, nodeid, done)
+            await self._waited(Opcode.REMOVEXATTR, nodeid, done, context.pid)
 
     async def write(self, fh: int, offset: int, data: bytes) -> int:
         with self._errors():
             written = self._mutations.writer.write(fh, offset, memoryview(data))
-            return await self._result(Opcode.WRITE, 0, written)
+            return await self._result(Opcode.WRITE, self._opened(fh), written)
 
     async def flush(self, fh: int) -> None:
         if self._operations.writer is not None:
             with self._errors():
-                await self._result(Opcode.FLUSH, 0, self._operations.writer.flush(fh))
+                flushed = self._operations.writer.flush(fh)
+                await self._result(Opcode.FLUSH, self._opened(fh), flushed)
 
     async def fsync(self, fh: int, datasync: bool) -> None:
         with self._errors():
-            await self._result(Opcode.FSYNC, 0, self._mutations.writer.fsync(fh))
+            synced = self._mutations.writer.fsync(fh)
+            await self._result(Opcode.FSYNC, self._opened(fh), synced)
 
     def pack(self, inode: Inode, valid_s: float) -> pyfuse3.EntryAttributes:
         """The attributes of an inode in pyfuse3's form."""
@@ -294,16 +300,28 @@ class Handlers(pyfuse3.Operations):
         entry.entry_timeout = entry.attr_timeout = valid_s
         return entry
 
-    async def _result(self, opcode: Opcode, nodeid: int, answer: Answer[T]) -> T:
-        """The answer of an operation that may have to wait."""
+    def _opened(self, fh: int) -> int:
+        """The node of an open file; 0 if there is none."""
+        handle = self._operations.handles.files.get(fh)
+        return handle.inode.nodeid if handle is not None else 0
+
+    def _listed(self, fh: int) -> int:
+        """The node of an open directory; 0 if there is none."""
+        handle = self._operations.handles.directories.get(fh)
+        return handle.inode.nodeid if handle is not None else 0
+
+    async def _result(self, opcode: Opcode, nodeid: int, answer: Answer[T], pid: int = 0) -> T:
+        """The answer of an operation that may have to wait; libfuse does not tell all pids."""
         if not isinstance(answer, Coroutine):
             return answer
-        return await self._waited(opcode, nodeid, answer)
+        return await self._waited(opcode, nodeid, answer, pid)
 
-    async def _waited(self, opcode: Opcode, nodeid: int, answer: Coroutine[Any, Any, T]) -> T:
+    async def _waited(
+        self, opcode: Opcode, nodeid: int, answer: Coroutine[Any, Any, T], pid: int
+    ) -> T:
         """The answer of an operation that waits; it is on the list of those meanwhile."""
         unique = id(answer)
-        self.waiting[unique] = Waiting(opcode, nodeid, 0, time.monotonic(), trio.CancelScope())
+        self.waiting[unique] = Waiting(opcode, nodeid, pid, time.monotonic(), trio.CancelScope())
         try:
             return await answer
         finally:
