@@ -49,6 +49,7 @@ class Child:
         self.uid = uid
         self.channel = channel  # on which it hears of another keeper
         self.keeper: socket.socket | None = None
+        self.version = launching.VERSION  # in which that is spoken to
         self.doomed: float | None = None  # since when it is to be gone, of the monotonic clock
 
     def signal(self, number: int) -> None:
@@ -196,7 +197,7 @@ class Supervisor:
     # --- daemons ---
 
     def _begin(self, client: socket.socket, message: Message, child: Child) -> None:
-        child.keeper = client
+        child.keeper, child.version = client, message.version
         answer = launching.pack(launching.STARTED, a=self.number, version=message.version)
         _say(client, answer, child.pidfd)
 
@@ -279,7 +280,7 @@ class Supervisor:
         os.close(child.pidfd)
         child.channel.close()
         if child.keeper is not None:
-            _say(child.keeper, launching.pack(launching.ENDED, a=status))
+            _say(child.keeper, launching.pack(launching.ENDED, a=status, version=child.version))
 
 
 def _say(client: socket.socket, packed: bytes, *fds: int) -> None:

@@ -8,6 +8,10 @@ status can be asked of a mount on which everything hangs.
 The directory and the socket are the mount owner's only, and the peer's
 credentials are looked at as well: the owner and root are answered. Requests
 are bounded in size and time, so a client cannot hold the daemon up.
+
+Each request says in which version of the protocol it is (`protocol`; without
+one it is the first), and is answered in that: a driver and its mounts' daemons
+may be of different versions. Keepers' sockets are spoken to in the same way.
 """
 
 from __future__ import annotations
@@ -23,6 +27,8 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from fusefs.kernel.keeper_control import PROTOCOL, in_version, version_of
 
 if TYPE_CHECKING:
     import trio
@@ -115,9 +121,11 @@ async def _serve_client(stream: trio.SocketStream, answer: Answer) -> None:
 
 async def _reply(stream: trio.SocketStream, answer: Answer) -> Message:
     try:
+        message = await _receive(stream)  # first: who is still sending would miss a refusal
         _check_peer(stream.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        result = answer(await _receive(stream))
-        return await result if inspect.isawaitable(result) else result
+        version = _version_of(message)
+        result = answer(message)
+        return in_version(version, await result if inspect.isawaitable(result) else result)
     except ControlError as error:
         return {"error": str(error)}
     except Exception as error:  # a fault in a report must not end the mount
@@ -139,6 +147,13 @@ async def _receive(stream: trio.SocketStream) -> Message:
         if not chunk or len(line) > MAX_REQUEST:
             raise ControlError("a request is one JSON line of at most 4096 bytes")
     return _message(line)
+
+
+def _version_of(message: Message) -> int:
+    try:
+        return version_of(message)
+    except ValueError as error:
+        raise ControlError(str(error)) from None
 
 
 def _message(line: bytes) -> Message:
@@ -187,12 +202,13 @@ def exchange(path: Path, message: Message, timeout_s: float) -> Message:
             sock.settimeout(timeout_s)
             with _short_name(path) as name:
                 sock.connect(name)
-            sock.sendall(json.dumps(message).encode() + b"\n")
+            sock.sendall(json.dumps({**message, "protocol": PROTOCOL}).encode() + b"\n")
             answer = _message(_read_line(sock, deadline))
     except OSError as error:
         raise NotAnsweringError(error.strerror or str(error)) from error
     if "error" in answer:
         raise ControlError(str(answer["error"]))
+    answer.pop("protocol", None)
     return answer
 
 

@@ -33,6 +33,11 @@ STANDIN = (
     " 'LEFT_OUT' in os.environ, flush=True); time.sleep(600)"
 )
 HOLD = "import sys; from fusefs.kernel.holder import main; sys.exit(main(sys.argv[1]))"
+# One of the next version, as far as that is known now: it begins no conversation in this one.
+NEXT = (
+    "from fusefs.kernel import launching; launching.SPOKEN = {1, 2}; launching.VERSION = 2;"
+    " launching.pack.__kwdefaults__['version'] = 2; "
+)
 RUN = (
     "import sys; from pathlib import Path; from csi import daemons, supervisor;"
     " path = Path(sys.argv[1]); old = daemons.running(path);"
@@ -47,11 +52,11 @@ def python() -> Iterator[str]:
 
 
 @contextmanager
-def supervising(directory: Path, python: str) -> Iterator[str]:
-    """The socket of a supervisor that starts the stand-in."""
+def supervising(directory: Path, python: str, before: str = "") -> Iterator[str]:
+    """The socket of a supervisor that starts the stand-in, and runs `before` first."""
     path = directory / "daemons.sock"
     process = subprocess.Popen(
-        [sys.executable, "-c", RUN, path, python, "-I", "-S", "-c", STANDIN],
+        [sys.executable, "-c", before + RUN, path, python, "-I", "-S", "-c", STANDIN],
         cwd=PROJECT, env={**os.environ, "AWS_OWN": "not told"},
     )  # fmt: skip
     try:
@@ -167,6 +172,12 @@ COUNT_V1 = bytes.fromhex(
     "01000000040000008877665544332211000000000000000000000000000000000000000000000000"
 )
 COUNTED_NONE_V1 = bytes.fromhex("01000000230000008877665544332211" + 24 * "00")
+LAUNCH_V1 = bytes.fromhex("01000000010000008877665544332211" + 2 * "feff000000000000" + 8 * "00")
+ADOPT_V1 = bytes.fromhex("01000000020000008877665544332211" + 24 * "00")
+STARTED_V1 = bytes.fromhex("01000000200000000000000000000000")  # and the supervisor's number
+KILL_V1 = bytes.fromhex("01000000030000000000000000000000" + "09" + 23 * "00")
+KILLED_V1 = bytes.fromhex("01000000220000000000000000000000" + "09" + 23 * "00")
+END_V1 = bytes.fromhex("01000000050000008877665544332211" + 24 * "00")
 HELLO_V1 = bytes.fromhex("01000000000000000100000000000000" + 24 * "00")
 
 
@@ -174,6 +185,40 @@ def test_a_request_of_the_first_version_is_answered_in_it(supervisor: str) -> No
     with launching.connect(supervisor) as sock:
         sock.send(COUNT_V1)
         assert sock.recv(100) == COUNTED_NONE_V1
+
+
+def test_a_keeper_of_the_first_version_is_spoken_to_in_it_by_the_next_ones_supervisor(
+    tmp_path: Path, python: str, output: tuple[int, int]
+) -> None:
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    environment = os.memfd_create("environment")
+    os.write(environment, b'{"AWS_TOLD": "told"}')
+    os.lseek(environment, 0, os.SEEK_SET)
+    with ours, its, open(os.devnull) as null, supervising(tmp_path, python, NEXT) as path:
+        with launching.connect(path) as first:
+            given = [its.fileno(), null.fileno(), output[1], environment]
+            socket.send_fds(first, [LAUNCH_V1], given)
+            assert pidfd_after(first, STARTED_V1)
+        with launching.connect(path) as second:
+            until(lambda: is_adopted(second, its.fileno()), "the first one's end is known")
+            second.send(KILL_V1)
+            assert second.recv(100) == KILLED_V1
+            second.send(END_V1)
+            assert second.recv(100) == COUNTED_NONE_V1
+    os.close(environment)
+
+
+def pidfd_after(sock: socket.socket, begin: bytes) -> bool:
+    """Whether an answer begins so, and comes with a process."""
+    told, fds, _, _ = socket.recv_fds(sock, 100, 1)
+    for fd in fds:
+        os.close(fd)
+    return told.startswith(begin) and len(fds) == 1
+
+
+def is_adopted(sock: socket.socket, channel: int) -> bool:
+    socket.send_fds(sock, [ADOPT_V1], [channel])
+    return pidfd_after(sock, STARTED_V1)
 
 
 def test_a_request_of_an_unknown_version_is_refused_and_harms_nobody(supervisor: str) -> None:
@@ -223,19 +268,42 @@ def test_the_holder_refuses_a_version_that_it_does_not_know(tmp_path: Path) -> N
 
 def test_a_holder_of_the_first_version_is_understood(tmp_path: Path) -> None:
     path = os.fspath(tmp_path / "holder.sock")
-    with socket.socket(socket.AF_UNIX) as listening:
+    with socket.socket(socket.AF_UNIX) as listening, open(os.devnull) as null:
         listening.bind(path)
         listening.listen()
 
         def answer() -> None:
-            with listening.accept()[0] as connection:
-                connection.recv(1000)
-                connection.send(b'{"ok": true}\n')
+            """Three requests, of which the second is a fetch."""
+            for given in ([], [null.fileno()], []):
+                with listening.accept()[0] as connection:
+                    _, fds, _, _ = socket.recv_fds(connection, 1000, 1)
+                    socket.send_fds(connection, [b'{"ok": true}\n'], given)
+                    for fd in fds:
+                        os.close(fd)
 
-        service = threading.Thread(target=answer)
+        service = threading.Thread(target=answer, daemon=True)
         service.start()
+        holder.hold(path, "name", null.fileno())
+        os.close(holder.fetch(path, "name"))
         holder.drop(path, "name")
         service.join(LIMIT_S)
+
+
+# What each number stands for, for ever: whoever runs another version knows them so.
+WIRE_V1 = {
+    "HELLO": 1, "PREPARED": 2, "MOUNT": 3, "DEPOSIT": 4, "SERVING": 5, "BACKING_OPEN": 6,
+    "BACKING_CLOSE": 7, "TICK": 8, "ENDING": 9, "UNMOUNT": 10, "KNOWN": 11,
+    "WELCOME": 32, "MOUNTED": 33, "TAKE": 34, "ENTRY": 35, "BACKING_OPENED": 36,
+    "BACKING_CLOSED": 37, "QUIESCE": 38,
+    "FRESH": 0, "TAKE_OVER": 1, "PREPARE": 2, "CANNOT_TAKE_OVER": 3,
+}  # fmt: skip
+
+
+def test_what_daemons_and_keepers_say_is_what_the_first_version_says() -> None:
+    assert {name: getattr(keeper_wire, name) for name in WIRE_V1} == WIRE_V1
+    assert keeper_wire.pack(1, 2, 3, 4, 5, error=6) == bytes.fromhex(
+        "0100000006000000" + "".join(f"0{number}00000000000000" for number in (2, 3, 4, 5))
+    )
 
 
 @contextmanager

@@ -4,6 +4,9 @@ The socket belongs to the keeper's user alone, and the peer's credentials are
 looked at as well. Nobody can hold the keeper up: sockets do not block, and a
 client that does not ask, or does not take its answer, within `CLIENT_S` is
 sent away.
+
+A request may say in which version of the protocol it is (`protocol`), and is
+answered in that; without one it is the first, whose answers had none either.
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ TYPE_CHECKING = False  # typing itself is not imported: it is large
 if TYPE_CHECKING:
     from typing import Any
 
+PROTOCOL = 2
+SPOKEN = (1, 2)
+
 MAX_REQUEST = 1 << 20  # settings and a command are a few KiB
 MOST_CLIENTS = 16
 CLIENT_S = 5.0
@@ -31,6 +37,23 @@ CLIENT_S = 5.0
 LONGEST_WAIT_S = 86_400.0
 
 _PEER_CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
+
+
+def version_of(request: dict[str, Any]) -> int:
+    """The version of the protocol in which a request is.
+
+    Raises:
+        ValueError: it is not spoken here.
+    """
+    version = request.get("protocol", 1)
+    if version not in SPOKEN:
+        raise ValueError(f"version {version} of the protocol is not spoken here")
+    return int(version)
+
+
+def in_version(version: int, answer: dict[str, Any]) -> dict[str, Any]:
+    """The answer as that version has it."""
+    return answer if version == 1 else {**answer, "protocol": version}
 
 
 class Loop:
@@ -132,6 +155,7 @@ class Client:
         self._control = control
         self.connection = connection
         self.deadline = time.monotonic() + CLIENT_S
+        self.version = PROTOCOL
         self._request = b""
         self._answer = b""
 
@@ -153,7 +177,7 @@ class Client:
 
     def answer(self, answer: dict[str, Any], fd: int = -1) -> None:
         """Send the answer, with a descriptor if there is one; then the connection ends."""
-        self._answer = json.dumps(answer).encode() + b"\n"
+        self._answer = json.dumps(in_version(self.version, answer)).encode() + b"\n"
         self.deadline = time.monotonic() + CLIENT_S
         if fd >= 0:
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))
@@ -233,6 +257,7 @@ class Control:
             request = json.loads(line)
             if not isinstance(request, dict):
                 raise TypeError("not a JSON object")
+            client.version = version_of(request)
             self._ask(client, request)
         except (ValueError, TypeError, KeyError) as error:
             client.answer({"error": f"not a request: {error}"})
