@@ -21,7 +21,7 @@ from tests.support.identity_services import identity_services
 from tests.support.mounting import Mount
 from tests.support.s3_server import ACCESS_KEY, SECRET_KEY
 from tests.support.store_reading import as_owner as as_owner
-from tests.support.store_reading import opened
+from tests.support.store_reading import download, opened
 from tests.support.waiting import until
 
 EMPTY_LISTING = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
@@ -102,6 +102,30 @@ async def test_keys_come_from_each_service_and_are_renewed(
     # Those of an instance are kept for some minutes longer than they are said to hold.
     assert len(set(keys)) > (0 if service == "instance" else 1)
     assert {request.headers["x-amz-security-token"] for request in asked} == {"t"}
+
+
+@pytest.mark.parametrize("place", ["setting", "environment", "profile"])
+async def test_requests_are_signed_for_the_region_that_is_told(
+    shared: Bucket, faulty: FaultyS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.delenv("AWS_REGION")
+    settings = {}
+    if place == "setting":
+        settings["region"] = "eu-north-9"
+    elif place == "environment":
+        monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-north-9")
+    else:
+        (tmp_path / "config").write_text("[profile north]\nregion = eu-north-9\n")
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+        monkeypatch.setenv("AWS_PROFILE", "north")
+    shared.put("object", b"x" * (3 << 20))
+    before = len(faulty.requests())
+    async with opened(shared, faulty, **settings) as store:
+        await store.list_page("")
+        await download(store, await store.head("object"))
+    for request in faulty.requests()[before:]:
+        assert "/eu-north-9/s3/" in request.headers["authorization"]
+    assert {one.operation for one in faulty.requests()[before:]} == {"LIST", "HEAD", "GET"}
 
 
 # From the files of whoever mounts
