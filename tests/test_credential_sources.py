@@ -128,6 +128,22 @@ async def test_requests_are_signed_for_the_region_that_is_told(
     assert {one.operation for one in faulty.requests()[before:]} == {"LIST", "HEAD", "GET"}
 
 
+async def test_every_request_agrees_to_pay_where_the_requester_does(
+    shared: Bucket, faulty: FaultyS3
+) -> None:
+    for key, size in (("large", 3 << 20), ("small", 10), ("odd//key", 10)):
+        shared.put(key, b"x" * size)
+    before = len(faulty.requests())
+    async with opened(shared, faulty, requester_pays=True) as store:
+        await store.list_page("")
+        for key in ("large", "small", "odd//key"):
+            await download(store, await store.head(key))
+    asked = faulty.requests()[before:]
+    assert len(asked) >= 7
+    unpaid = {one.operation for one in asked if one.headers.get("x-amz-request-payer") is None}
+    assert unpaid == set()
+
+
 # From the files of whoever mounts
 
 
