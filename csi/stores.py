@@ -37,8 +37,8 @@ from fusefs.kinds import URL, WORD, Addressing, choice
 AWS = "aws"
 # A volume id holds it, a bucket's name and a volume's, and has 128 bytes.
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,19}")
-# It becomes part of a host's name.
-_REGION = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
+# It becomes part of a host's name, and is no number.
+_REGION = re.compile(r"(?!\d+$)[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?")
 _METADATA_HOSTS = {"metadata", "metadata.google.internal", "instance-data"}
 # Beside the link-local ones: AWS (IPv6), Alibaba Cloud, Azure, Oracle.
 _METADATA_ADDRESSES = {
