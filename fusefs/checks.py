@@ -96,8 +96,13 @@ def _check_device() -> None:
             "there is no /dev/fuse; load the kernel module (modprobe fuse), "
             "or give the container the device"
         )
-    if not os.access(FUSE_DEVICE, os.R_OK | os.W_OK):
-        raise LaunchError("/dev/fuse cannot be opened by this user; it needs mode 0666")
+    try:
+        os.close(os.open(FUSE_DEVICE, os.O_RDWR | os.O_CLOEXEC))
+    except OSError as error:
+        raise LaunchError(
+            f"/dev/fuse cannot be opened ({error.strerror}); it needs mode 0666, "
+            "and a container the right to use it"
+        ) from error
 
 
 def _check_privileges(settings: MountSettings) -> None:

@@ -23,12 +23,12 @@ NOT_ON_RECORD = "not on record here: another container's, or just beginning or e
 
 def all_statuses() -> list[dict[str, Any]]:
     registrations = mounts.all_mounts()
-    known = {registration.mountpoint for registration in registrations}
     statuses = [_ask(registration) for registration in registrations]
-    for mount in mounts.kernel_mounts():
-        if mount.is_fusefs and str(mount.mountpoint) not in known:
-            statuses.append(_unregistered(mount))
-    return statuses
+    known = {registration.mountpoint for registration in registrations}
+    mounted = [mount for mount in mounts.kernel_mounts() if mount.is_fusefs]
+    # Bind mounts have the device of what they show.
+    shown = {mount.device for mount in mounted if str(mount.mountpoint) in known}
+    return statuses + [_unregistered(mount) for mount in mounted if mount.device not in shown]
 
 
 def one_status(mountpoint: Path) -> dict[str, Any]:

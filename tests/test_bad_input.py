@@ -326,6 +326,18 @@ def test_no_device_at_all(attempts: Attempts) -> None:
     assert line.startswith("there is no /dev/fuse")
 
 
+@pytest.mark.parametrize("session", ["kernel", "pyfuse3"])
+def test_a_device_that_cannot_be_opened(attempts: Attempts, session: str) -> None:
+    closed = attempts.directory / "closed"
+    closed.mkdir()
+    before = _in_namespace(
+        f"mount -t tmpfs -o nodev none {closed}; mknod -m 666 {closed}/fuse c 10 229;"
+        f" mount --bind {closed}/fuse /dev/fuse"
+    )
+    line = attempts.refused("--session", session, before=before)
+    assert line.startswith("/dev/fuse cannot be opened (Permission denied)")
+
+
 def test_root_without_the_right_to_mount(attempts: Attempts) -> None:
     line = attempts.refused(before=("setpriv", "--bounding-set=-sys_admin", "--inh-caps=-all"))
     assert "CAP_SYS_ADMIN" in line

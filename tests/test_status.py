@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -97,6 +98,20 @@ def test_a_mount_that_is_not_on_record_is_not_said_to_have_ended(
     said = capsys.readouterr().out
     assert "not on record here" in said
     assert "ended" not in said
+
+
+@pytest.mark.usefixtures("runtime")
+def test_a_mount_is_shown_once_however_often_it_is_bound_elsewhere(
+    sleeper: subprocess.Popen[bytes],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mounted = mounts.parse_mountinfo(MOUNTINFO)[3]
+    bound = dataclasses.replace(mounted, mountpoint=Path("/mnt/bound"))
+    monkeypatch.setattr(mounts, "kernel_mounts", lambda: [mounted, bound])
+    mounts.register(mounted.mountpoint, mounted.source, sleeper.pid)
+    assert run("status", "--json") == 0
+    assert [one["mountpoint"] for one in json.loads(capsys.readouterr().out)] == ["/mnt/a"]
 
 
 def test_a_reader_of_a_status_may_stop_reading() -> None:
