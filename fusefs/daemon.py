@@ -166,6 +166,8 @@ class Daemon:
                     if self._is_gone():
                         raise MountError(f"the mount on {mountpoint} ended at once; see the log")
                     logger.info("serving %s on %s", self.settings.source, mountpoint)
+                    gc.freeze()
+                    gc.enable()
                     ready()
                     nursery.start_soon(self.cache.run)
                     nursery.start_soon(self.pages.run)
@@ -242,9 +244,6 @@ class Daemon:
         assert handover is not None
         if handover.is_fresh:
             await handover.mount()
-        else:
-            # A million restored nodes are looked through once, by the restoring.
-            gc.disable()
         log, state = await handover.open_journal()
         passthrough = self._passthrough(handover)
         depth = mount.stack_depth(settings.cache_dir) if passthrough is not None else 0
@@ -268,8 +267,6 @@ class Daemon:
                     whole = await self.cache.whole_files(inodes)
                     passthrough.take_over(registered, operations.handles, whole)
                 session.adopt(state.init_out)
-            gc.freeze()
-            gc.enable()
             if passthrough is not None:
                 await passthrough.turn_on(session.has_passthrough, self.cache.directory)
             nursery.start_soon(self._leave_when_told, handover, session)
@@ -374,6 +371,9 @@ def main() -> int:
         os.close(null)
 
     forbid_inspection()  # before any secret is in memory
+    # What a start makes stays: modules, boto3's models, perhaps a million restored nodes. To look
+    # through them again and again takes a twentieth of a start, and more with many nodes.
+    gc.disable()
     try:
         run(
             process.read_input(sys.stdin.read()),
