@@ -69,6 +69,12 @@ class UnavailableError(CsiError):
     code = grpc.StatusCode.UNAVAILABLE
 
 
+class ResourceExhaustedError(CsiError):
+    """The node has no room for it at the moment."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
 class PermissionDeniedError(CsiError):
     """The credentials are known and do not allow it."""
 

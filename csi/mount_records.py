@@ -9,8 +9,13 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+from csi.errors import ResourceExhaustedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +43,22 @@ class MountRecords:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self._lock = threading.Lock()
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    @contextmanager
+    def one_more(self, most: int) -> Iterator[None]:
+        """Have no other record added while one is written that was not there.
+
+        Raises:
+            ResourceExhaustedError: there are `most` of them, or more.
+        """
+        with self._lock:
+            if len(self._names()) >= most:
+                raise ResourceExhaustedError(
+                    f"this node has {most} mounts, and is to have no more: its --max-volumes"
+                )
+            yield
 
     def write(self, record: MountRecord) -> None:
         path = self._path(record.key)
@@ -53,8 +73,7 @@ class MountRecords:
             return None
 
     def all(self) -> list[MountRecord]:
-        names = sorted(name for name in os.listdir(self._directory) if name.endswith(".json"))
-        found = (self.read(name.removesuffix(".json")) for name in names)
+        found = (self.read(name.removesuffix(".json")) for name in sorted(self._names()))
         return [record for record in found if record is not None]
 
     def of_volume(self, volume_id: str) -> list[MountRecord]:
@@ -62,6 +81,9 @@ class MountRecords:
 
     def remove(self, key: str) -> None:
         self._path(key).unlink(missing_ok=True)
+
+    def _names(self) -> list[str]:
+        return [name for name in os.listdir(self._directory) if name.endswith(".json")]
 
     def _path(self, key: str) -> Path:
         return self._directory / f"{key}.json"

@@ -268,17 +268,19 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             return identity, known, options.warm
         self._warming.forget(key)  # an earlier mount's
         store.check_address()
-        domain = self._domains.claim(name)
-        settings = finished(
-            layer, mountpoint=os.fspath(self._mounts.root_of(key)),
-            cache_dir=os.fspath(domain.directory), user=str(domain.uid),
-            holder=os.fspath(self._configuration.holder), max_pause=LONGEST_PAUSE,
-        )  # fmt: skip
-        record = MountRecord(
-            key, asked.volume_id, os.fspath(settings.mountpoint), str(settings.source),
-            identity.who, domain.uid, asked.arguments, settings.to_json(),
-            options.drain_timeout_s, self._files.environment(key, identity, store),
-        )  # fmt: skip
+        with self._mounts.records.one_more(self._configuration.most_volumes):
+            domain = self._domains.claim(name)
+            settings = finished(
+                layer, mountpoint=os.fspath(self._mounts.root_of(key)),
+                cache_dir=os.fspath(domain.directory), user=str(domain.uid),
+                holder=os.fspath(self._configuration.holder), max_pause=LONGEST_PAUSE,
+            )  # fmt: skip
+            record = MountRecord(
+                key, asked.volume_id, os.fspath(settings.mountpoint), str(settings.source),
+                identity.who, domain.uid, asked.arguments, settings.to_json(),
+                options.drain_timeout_s, self._files.environment(key, identity, store),
+            )  # fmt: skip
+            self._mounts.records.write(record)
         return identity, record, options.warm
 
     # --- unpublish ---
@@ -364,7 +366,10 @@ class NodeService(csi_pb2_grpc.NodeServicer):
     def NodeGetInfo(
         self, request: csi_pb2.NodeGetInfoRequest, context: grpc.ServicerContext
     ) -> csi_pb2.NodeGetInfoResponse:
-        return csi_pb2.NodeGetInfoResponse(node_id=self._configuration.node_id)
+        return csi_pb2.NodeGetInfoResponse(
+            node_id=self._configuration.node_id,
+            max_volumes_per_node=self._configuration.most_volumes,
+        )
 
     def NodeGetCapabilities(
         self, request: csi_pb2.NodeGetCapabilitiesRequest, context: grpc.ServicerContext

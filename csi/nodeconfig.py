@@ -1,4 +1,8 @@
-"""What an administrator decides about a node: directories, users, and each mount's share."""
+"""What an administrator decides about a node: directories, users, and each mount's share.
+
+The node's budget of memory and connections is the share of a mount times the
+most mounts that there may be; that of the disk is what caches have to leave free.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +39,7 @@ class NodeConfiguration:
     cache_directory: Path
     uids: tuple[int, int]
     shares: Shares
+    most_volumes: int
     daemons: str = "either"
 
     @property
@@ -103,11 +108,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="where the mounts' daemons run: there, in `fusefs-csi daemons`, for which mounts wait;"
         " here; or there if it is there, else here (default: %(default)s)",
     )
+    add(
+        "--max-volumes", _positive, 100, "N",
+        "the most mounts at a time; times what each may have, that is the node's budget",
+    )  # fmt: skip
     add("--memory-limit", SIZE.read, 256 * MIB, "SIZE", "memory for each mount's data on its way")
     add("--max-connections", int, 32, "N", "the most requests to S3 at a time, for each mount")
     add("--cache-size", SIZE.read, None, "SIZE", "the most that one identity's cache keeps")
     add("--min-free", _text_of(MIN_FREE), "20%", "SIZE|N%", "disk space that caches leave free")
     add("--min-free-inodes", _text_of(SHARE), "10%", "N%", "inodes that caches leave free")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return int(text)
 
 
 def _uids(text: str) -> tuple[int, int]:
@@ -148,5 +163,6 @@ def configuration_of(arguments: argparse.Namespace) -> NodeConfiguration:
             arguments.min_free,
             arguments.min_free_inodes,
         ),
+        arguments.max_volumes,
         arguments.daemons,
     )

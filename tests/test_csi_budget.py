@@ -1,0 +1,82 @@
+"""What all mounts of a node may have together: the share of one, times the most that may be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+
+from csi.errors import ResourceExhaustedError
+from csi.generated import csi_pb2
+from csi.mount_records import MountRecord, MountRecords
+from fusefs.settings import MountSettings
+from fusefs.units import MIB
+from tests.support.buckets import Bucket
+from tests.support.csi_node import Node, code_of, running_node
+from tests.support.s3_server import S3Server
+from tests.support.sharing import PATIENCE_S
+
+MOST = 2
+MEMORY = 64 * MIB
+CONNECTIONS = 8
+
+
+@pytest.fixture(scope="module")
+def node(s3: S3Server) -> Iterator[Node]:
+    flags = (
+        f"--max-volumes={MOST}",
+        f"--memory-limit={MEMORY}",
+        f"--max-connections={CONNECTIONS}",
+    )
+    with running_node(*flags, main=s3.endpoint_url) as node:
+        yield node
+
+
+def settings_of(node: Node) -> list[MountSettings]:
+    records = (json.loads(path.read_text()) for path in (node.state / "mounts").glob("*.json"))
+    return [MountSettings.from_json(record["settings"]) for record in records]
+
+
+def test_mounts_together_never_have_more_than_the_nodes_budget(node: Node, shared: Bucket) -> None:
+    shared.put("a/hello", b"hello")
+    targets = {name: node.target(name) for name in ("one", "two", "three", "again")}
+
+    def publish(volume: str, pod: str = "", **attributes: str) -> None:
+        node.publish(volume, targets[pod or volume], bucket=shared.name, **attributes)
+
+    told = node.node.NodeGetInfo(csi_pb2.NodeGetInfoRequest(), timeout=PATIENCE_S)
+    assert told.max_volumes_per_node == MOST
+    publish("one", maxConnections="100", memoryLimit="1GiB")
+    publish("two")
+    with pytest.raises(grpc.RpcError, match="--max-volumes") as refused:
+        publish("three")
+    assert code_of(refused) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    publish("one", "again", maxConnections="100", memoryLimit="1GiB")  # shares the mount
+    publish("two")  # is there already
+    assert sum(one.memory_limit for one in settings_of(node)) == MOST * MEMORY
+    assert sum(one.max_connections for one in settings_of(node)) == MOST * CONNECTIONS
+    node.unpublish("two", targets["two"])
+    publish("three")
+    for volume, pod in (("one", "one"), ("one", "again"), ("three", "three")):
+        node.unpublish(volume, targets[pod])
+    assert node.leftovers() == []
+
+
+def test_of_many_that_come_at_once_no_more_get_in_than_there_is_room_for(tmp_path: Path) -> None:
+    records = MountRecords(tmp_path)
+
+    def come(number: int) -> bool:
+        try:
+            with records.one_more(8):
+                records.write(MountRecord(str(number), "v", "/m", "s3://b", "me", 1, "", "", 0.0))
+        except ResourceExhaustedError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(20) as threads:
+        assert sum(threads.map(come, range(20))) == 8
+    assert len(records.all()) == 8
