@@ -2,10 +2,10 @@
 
 Every contender is read by this code, started afresh for each measurement as
 `python -m bench.readers SPEC`, with SPEC a JSON object: `op` names one of the
-functions in `OPERATIONS`, the rest are its keyword arguments. The process
-prints one JSON object as its last line and ends. It imports nothing but the
-standard library (and obstore where obstore is what is measured), so that what
-is timed is the file system.
+functions, the rest are its keyword arguments. The process prints one JSON
+object as its last line and ends. It imports nothing but the standard library
+(and obstore where obstore is what is measured), so that what is timed is the
+file system.
 
 Times are taken inside the process, from before the open to after the close;
 together.py says how they are taken for readers that run at the same time.
@@ -349,21 +349,16 @@ def open_store(options: dict[str, str], keys: Mapping[str, str] = os.environ) ->
     )
 
 
-OPERATIONS: dict[str, Callable[..., Result]] = {
-    operation.__name__: operation
-    for operation in (
-        sequential, read_and_hold, random_pages, small_files, walk, kill_and_ask,
-        read_when_told,
-        digest_file, digest_files, digest_listing, digest_objects,
-        download_parts, download_stream, get_objects,
-    )
-}  # fmt: skip
-
-
-def main() -> None:
+def main(*operations: Callable[..., Result]) -> None:
+    """Do what the command line asks for, and print the result."""
     spec = json.loads(sys.argv[1])
-    print(json.dumps(OPERATIONS[spec.pop("op")](**spec)))
+    by_name = {operation.__name__: operation for operation in operations}
+    print(json.dumps(by_name[spec.pop("op")](**spec)))
 
 
 if __name__ == "__main__":
-    main()
+    main(
+        sequential, read_and_hold, random_pages, small_files, walk, kill_and_ask, read_when_told,
+        digest_file, digest_files, digest_listing, digest_objects,
+        download_parts, download_stream, get_objects,
+    )  # fmt: skip

@@ -12,17 +12,15 @@ Run right after a writer has ended, they tell whether close had waited.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import random
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from bench.readers import MIB, Result, open_store
+from bench.readers import MIB, Result, main, open_store
 from bench.together import by_tasks
 
 POOL_SIZE = 64 * MIB
@@ -176,19 +174,8 @@ def _names(files: int) -> list[str]:
     return [f"{number:05}" for number in range(files)]
 
 
-OPERATIONS: dict[str, Callable[..., Result]] = {
-    operation.__name__: operation
-    for operation in (
+if __name__ == "__main__":
+    main(
         write_file, write_files, rename, put_file, put_objects,
         check_file, check_files, check_renamed,
-    )
-}  # fmt: skip
-
-
-def main() -> None:
-    spec = json.loads(sys.argv[1])
-    print(json.dumps(OPERATIONS[spec.pop("op")](**spec)))
-
-
-if __name__ == "__main__":
-    main()
+    )  # fmt: skip
