@@ -122,6 +122,31 @@ def test_force_ends_a_stopped_daemon_and_its_reader(
     until(lambda: nothing_is_left(one, pid), "nothing is left")
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_where_the_kernel_s_control_files_are_mounted_they_are_used(
+    bucket: Bucket, mounter: Mounter, gate: Gate
+) -> None:
+    bucket.put("a", b"x" * MIB)
+    one = mounter(endpoint_url=gate.endpoint_url)
+    os.listdir(one.path)
+    gate.close()
+    # In a mount namespace of its own: what it unmounts stays mounted here, and is dead.
+    script = (
+        "mount -t fusectl none /sys/fs/fuse/connections;"
+        f" {FUSEFS} status --json {one.path}; exec {FUSEFS} umount --force {one.path}"
+    )
+    with reading(one.path / "a") as process:
+        until(lambda: one.status()["requests"]["waiting"], "a request waits")
+        done = subprocess.run(
+            ["unshare", "--mount", "sh", "-ec", script],
+            capture_output=True, text=True, timeout=LIMIT_S, check=True,
+        )  # fmt: skip
+        assert process.wait(LIMIT_S) != 0
+    assert json.loads(done.stdout)["requests"]["in_kernel"] >= 1
+    with pytest.raises(OSError, match="not connected"):
+        os.listdir(one.path)
+
+
 def test_force_ends_a_mount_whose_bucket_does_not_answer(
     bucket: Bucket, mounter: Mounter, gate: Gate
 ) -> None:
