@@ -9,6 +9,7 @@ all other files that ever had this name.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -48,20 +49,19 @@ class Disk:
             return fd, generation, os.fstat(fd).st_ino
         except OSError:
             os.close(fd)
-            path.unlink()
+            os.unlink(path)
             raise
 
-    def take_in(self, name: str, path: Path) -> tuple[str, int]:
+    def take_in(self, name: str, path: str) -> tuple[str, int]:
         """Give another file of this disk a new generation of a name: (generation, st_ino)."""
         generation = f"{random.getrandbits(32):08x}"
         target = self._path(name, generation)
-        # pathlib's own ways take longer than the disk does.
         os.rename(path, target)
         return generation, os.stat(target).st_ino
 
     def rename(self, name: str, generation: str, new_name: str) -> None:
         """Let a file be that of another name; it stays the same generation."""
-        self._path(name, generation).rename(self._path(new_name, generation))
+        os.rename(self._path(name, generation), self._path(new_name, generation))
 
     def open(self, name: str, generation: str, st_ino: int, size: int) -> int:
         """The descriptor of a file that is really there, or -1."""
@@ -89,7 +89,8 @@ class Disk:
         except BlockingIOError:
             os.close(fd)
             return None
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
         # Whoever waits for the lock shall see that the file has gone.
         fcntl.flock(fd, fcntl.LOCK_UN)
         if is_unused(fd):
@@ -99,7 +100,8 @@ class Disk:
 
     def drop(self, name: str, generation: str) -> None:
         """Unlink a file of ours that nobody else knows."""
-        self._path(name, generation).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path(name, generation))
 
     def sync(self, name: str, generation: str) -> bool:
         """Have a file's bytes safe against a power cut; False if it is gone or the disk failed."""
@@ -119,7 +121,7 @@ class Disk:
     def has_inode(self, name: str, generation: str, st_ino: int) -> bool:
         """Whether a file is there and is this one."""
         try:
-            return self._path(name, generation).stat().st_ino == st_ino
+            return os.stat(self._path(name, generation)).st_ino == st_ino
         except OSError:
             return False
 
@@ -149,15 +151,16 @@ class Disk:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if time.time() - os.fstat(fd).st_mtime > age_s and not is_known():
-                path.unlink()
+                os.unlink(path)
         except OSError as error:
             # Locked: somebody uses it. The rest is for the next start.
             logger.debug("%s stays: %s", path, error)
         finally:
             os.close(fd)
 
-    def _path(self, name: str, generation: str) -> Path:
-        return self._folder / name[:2] / f"{name}.{generation}"
+    def _path(self, name: str, generation: str) -> str:
+        # By hand: pathlib takes longer than the disk does.
+        return f"{self._folder}/{name[:2]}/{name}.{generation}"
 
 
 def is_unused(fd: int) -> bool:

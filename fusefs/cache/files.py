@@ -223,7 +223,7 @@ class FileCache:
             file.become(found, st_ino, b"")
             self.arrived(file, 0, file.size)
 
-    def take_in(self, version: ObjectVersion, path: Path, there: RangeMap | None = None) -> None:
+    def take_in(self, version: ObjectVersion, path: str, there: RangeMap | None = None) -> None:
         """Make a file the copy of a version that was uploaded from it; not if there is one.
 
         `there` is what the file has of it, if not all. The caller writes to it no more.

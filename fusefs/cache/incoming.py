@@ -33,13 +33,14 @@ class Incoming:
 
     def write(self, offset: int, chunk: memoryview) -> None:
         """Write a chunk. Blocks: a large one is for a thread."""
-        with self._pace.watched():
-            if self._fd < 0:
-                self._created = self._cache.create(self._download.file)
-                self._fd = self._created.fd
-            done = 0
-            while done < len(chunk):
-                done += os.pwrite(self._fd, chunk[done:], offset + done)
+        began = self._pace.begin()
+        if self._fd < 0:
+            self._created = self._cache.create(self._download.file)
+            self._fd = self._created.fd
+        done = 0
+        while done < len(chunk):
+            done += os.pwrite(self._fd, chunk[done:], offset + done)
+        self._pace.end(began)
         self._written_to = offset + done
         if self._written_to < self._download.stop:  # the end is noted with the download's own
             self._token.run_sync_soon(self.note)

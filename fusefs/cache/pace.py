@@ -8,8 +8,6 @@ was made to sleep for long tells; one that lost the processor to others does not
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from resource import RUSAGE_THREAD, getrusage
 
 SLOW_S = 0.02
@@ -27,13 +25,13 @@ class Pace:
     def is_quick(self) -> bool:
         return time.monotonic() >= self._slow_until
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """See how long the disk takes for what is done within."""
-        slept, began = getrusage(RUSAGE_THREAD).ru_nvcsw, time.monotonic()
-        try:
-            yield
-        finally:
-            now = time.monotonic()
-            if now - began > SLOW_S and getrusage(RUSAGE_THREAD).ru_nvcsw > slept:
-                self._slow_until = now + IN_THREADS_S
+    def begin(self) -> tuple[int, float]:
+        """Before something is done on the disk; for `end`."""
+        return getrusage(RUSAGE_THREAD).ru_nvcsw, time.monotonic()
+
+    def end(self, began: tuple[int, float]) -> None:
+        """See how long the disk has taken."""
+        slept, at = began
+        now = time.monotonic()
+        if now - at > SLOW_S and getrusage(RUSAGE_THREAD).ru_nvcsw > slept:
+            self._slow_until = now + IN_THREADS_S

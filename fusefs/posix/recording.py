@@ -91,10 +91,9 @@ def told(staged: Staged) -> bytes:
     }).encode()  # fmt: skip
 
 
-def write(path: Path, told: bytes, *, is_safe: bool = False) -> None:
+def write(path: str, told: bytes, *, is_safe: bool = False) -> None:
     """Write a file's record, whole or not at all. Blocks."""
-    base = os.fspath(path)
-    unfinished = base + (".safe" if is_safe else ".new")
+    unfinished = path + (".safe" if is_safe else ".new")
     fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         os.write(fd, told)
@@ -102,7 +101,7 @@ def write(path: Path, told: bytes, *, is_safe: bool = False) -> None:
             os.fsync(fd)
     finally:
         os.close(fd)
-    os.rename(unfinished, base + ".json")
+    os.rename(unfinished, path + ".json")
 
 
 def on_record(directory: Path) -> set[Path]:

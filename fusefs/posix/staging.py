@@ -82,7 +82,7 @@ class Staged:
         "written_to",
     )
 
-    def __init__(self, inode: Inode, path: Path, fd: int, meta: Meta, etag: str | None) -> None:
+    def __init__(self, inode: Inode, path: str, fd: int, meta: Meta, etag: str | None) -> None:
         self.inode = inode
         self.path = path
         self.fd = fd
@@ -197,7 +197,7 @@ class Staging:
             OSError: the disk does not take it.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-        return os.open(f"{self.directory}/{inode.nodeid}", flags, 0o600)
+        return os.open(self._path(inode), flags, 0o600)
 
     def begin(
         self, inode: Inode, fd: int, meta: Meta, etag: str | None, base: Base | None = None
@@ -207,14 +207,15 @@ class Staging:
         Raises:
             OSError: the disk does not take it.
         """
-        staged = Staged(inode, self.directory / str(inode.nodeid), fd, meta, etag)
+        staged = Staged(inode, self._path(inode), fd, meta, etag)
         staged.base = base
         staged.charged = staged.free = staged.size()
         try:
             self.record(staged)
         except OSError:
             os.close(fd)
-            staged.path.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(staged.path)
             raise
         self._add(staged)
         return staged
@@ -293,13 +294,17 @@ class Staging:
             os.close(fd)
         # What was just written is the record of nothing any more.
         if now is None:
-            staged.path.with_suffix(".json").unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f"{staged.path}.json")
         else:
             now.recorded = b""
             now.has_record_file = True
             self.record(now)
 
-    def _sync(self, path: Path, fd: int, told: bytes) -> None:
+    def _path(self, inode: Inode) -> str:
+        return f"{self.directory}/{inode.nodeid}"
+
+    def _sync(self, path: str, fd: int, told: bytes) -> None:
         os.fsync(fd)
         recording.write(path, told, is_safe=True)
         os.fsync(self._lock)
@@ -320,8 +325,7 @@ class Staging:
         """Have a node's content be a file with a record."""
         default = Meta(stat.S_IFREG | 0o644, os.geteuid(), os.getegid())
         known = meta.read(told["metadata"], default).changed(mtime_ns=None)
-        path = self.directory / str(inode.nodeid)
-        staged = Staged(inode, path, fd, known, told["etag"])
+        staged = Staged(inode, self._path(inode), fd, known, told["etag"])
         staged.is_unlinked = told["is_unlinked"]
         staged.is_meta_dirty = told["is_meta_dirty"]
         staged.is_closed = told["is_closed"]
@@ -357,7 +361,7 @@ class Staging:
             os.unlink(staged.path)
         if staged.has_record_file:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(os.fspath(staged.path) + ".json")
+                os.unlink(f"{staged.path}.json")
 
     def remove_if_empty(self) -> None:
         """The mount has ended: remove the directory unless something is left in it."""

@@ -266,13 +266,15 @@ class Writer(Writeback):
         """
         if not self._pace.is_quick:
             return 0
+        began = self._pace.begin()
         try:
-            with self._pace.watched():
-                return os.pwrite(fd, data, offset)
+            return os.pwrite(fd, data, offset)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
             return 0
+        finally:
+            self._pace.end(began)
 
     async def _write_later(self, staged: Staged, offset: int, data: bytes) -> int:
         stop = offset + len(data)
