@@ -419,3 +419,13 @@ def test_what_cannot_be_uploaded_in_time_is_uploaded_by_the_next_mount(
     until(lambda: "a/kept" in keys(data), "it is in the bucket")
     node.unpublish("given-up", target)
     data.delete("a/kept")
+
+
+def test_a_mount_whose_daemon_hangs_ends_when_its_time_is_over(node: Node, data: Bucket) -> None:
+    target = node.target("pod")
+    node.publish("hanging", target, bucket=data.name, prefix="a", drainTimeout="1s")
+    os.kill(node.daemons()[0], signal.SIGSTOP)
+    with refused(Code.ABORTED, "does not tell"):
+        node.unpublish("hanging", target, timeout_s=3.5)
+    until_final(node.unpublish, "hanging", target, timeout_s=10)
+    until(lambda: not node.leftovers(), "what was killed has gone")

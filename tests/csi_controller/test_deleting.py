@@ -14,12 +14,16 @@ from tests.support.s3_server import S3Server
 from tests.support.sharing import PATIENCE_S
 
 
-def test_data_are_retained_unless_the_class_says_otherwise(driver: Driver, bucket: Bucket) -> None:
+def test_data_are_retained_unless_the_class_says_otherwise(
+    driver: Driver, bucket: Bucket, caplog: pytest.LogCaptureFixture
+) -> None:
     volume = create(driver, bucket.name)
     bucket.put(f"{NAME}/data", b"precious")
     delete(driver, volume.volume_id)
     assert set(keys(bucket)) == {f"{NAME}/data"}
     delete(driver, volume.volume_id)
+    told = [record.getMessage() for record in caplog.records if "retained" in record.message]
+    assert [f"s3://{bucket.name}/{NAME}/ is retained" in line for line in told] == [True]
 
 
 def test_a_deleted_volume_takes_all_below_its_prefix_and_nothing_else(
