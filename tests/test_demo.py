@@ -28,7 +28,7 @@ def test_the_demo_shows_what_it_says_and_leaves_nothing(
     demo.show(tmp_path, s3)
     said = capsys.readouterr().out
     for part in (
-        "img0002.jpg", "labels.csv", "first epoch, from S3:", "second epoch, from the cache:",
+        "img0002.jpg", "class07,4", "first epoch, from S3:", "second epoch, from the cache:",
         "the same as before the upload", "read from the bucket past the mount: the same bytes",
         "everything is in the bucket",
     ):  # fmt: skip
