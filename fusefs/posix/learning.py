@@ -26,7 +26,7 @@ from fusefs.store.errors import NotFoundError, StoreError
 # As many as requests may run at once by default.
 MOST_AHEAD = 32
 # Fewer, for a connection that is open costs less than a new one, and the first may say it all.
-SAMPLED_AT_ONCE = 8
+SAMPLED_AT_ONCE = 16
 # Answers that nobody has wanted yet, and directories that are walked through.
 MOST_KEPT = 4096
 MOST_STREAKS = 64
