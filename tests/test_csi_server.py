@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 import pytest
 
-from csi import errors
+from csi import errors, nodeconfig
 from csi.errors import InvalidArgumentError
 from csi.generated import csi_pb2, csi_pb2_grpc
 from csi.identity import IdentityService
@@ -334,3 +334,15 @@ def test_a_bad_command_line_is_told_in_a_line(
     process = command(*arguments)
     _, told = process.communicate(timeout=DEADLINE_S)
     assert (process.returncode, what in told.splitlines()[-1]) == (status, True), told
+
+
+def test_credentials_are_not_kept_on_a_disk() -> None:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:
+        if nodeconfig._file_system(Path(directory)) == "tmpfs":
+            pytest.skip("/var/tmp is in memory")
+        endpoint = f"unix://{directory}/csi.sock"
+        process = command(
+            "node", "--endpoint", endpoint, "--node-id", "n", "--state-dir", directory
+        )
+        _, told = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, "tmpfs" in told.splitlines()[-1]) == (1, True), told
