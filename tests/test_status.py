@@ -43,6 +43,11 @@ STATUS: dict[str, Any] = {
 }
 
 
+STATUS_COMMAND = [
+    sys.executable, "-c", "from fusefs import cli; raise SystemExit(cli.main(['status']))",
+]  # fmt: skip
+
+
 @pytest.fixture
 def no_mounts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mounts, "kernel_mounts", list)
@@ -117,12 +122,16 @@ def test_a_mount_is_shown_once_however_often_it_is_bound_elsewhere(
 def test_a_reader_of_a_status_may_stop_reading() -> None:
     ours, its = os.pipe()
     os.close(ours)
-    script = "from fusefs import cli; raise SystemExit(cli.main(['status']))"
-    done = subprocess.run(
-        [sys.executable, "-c", script], stdout=its, stderr=subprocess.PIPE, check=False
-    )
+    done = subprocess.run(STATUS_COMMAND, stdout=its, stderr=subprocess.PIPE, check=False)
     os.close(its)
     assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_a_status_may_have_nowhere_to_go() -> None:
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *STATUS_COMMAND], stderr=subprocess.PIPE, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_a_status_is_shown_for_people() -> None:
