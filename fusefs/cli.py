@@ -12,15 +12,12 @@ status: 0 done, 1 it failed, 2 the command line or a setting cannot be read.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import os
-import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 from fusefs import (
@@ -31,6 +28,7 @@ from fusefs import (
     mounts,
     overview,
     report,
+    surroundings,
     syncing,
     users,
     warming_command,
@@ -56,11 +54,11 @@ CONFIG_VARIABLE = "FUSEFS_CONFIG"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
+    surroundings.fill_closed_streams()
     options = _parser().parse_args(arguments)
     try:
         status = int(options.run(options))
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
         return status
     except BrokenPipeError:  # whoever reads it has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -260,29 +258,11 @@ def _mount(options: argparse.Namespace) -> int:
     checks.check(settings)
     for warning in checks.warnings():
         _complain(f"warning: {warning}")
-    with _ended_like_by_ctrl_c():
+    with surroundings.ended_like_by_ctrl_c():
         if settings.foreground:
             return launch.run_foreground(settings)
         launch.start(settings)
     return 0
-
-
-@contextlib.contextmanager
-def _ended_like_by_ctrl_c() -> Iterator[None]:
-    """Leave nothing behind also where a time limit or a closed terminal ends this."""
-
-    def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    for number, handler in before.items():
-        if handler != signal.SIG_IGN:
-            signal.signal(number, interrupt)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _settings(options: argparse.Namespace, environment: Mapping[str, str]) -> MountSettings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,7 +48,8 @@ def opened(path: Path | None) -> Iterator[IO[bytes]]:
     except OSError as error:
         raise LaunchError(f"the log {path} cannot be written: {error.strerror}") from error
     with open(descriptor, "ab") as log:
-        os.fchmod(descriptor, 0o600)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):  # and not everybody's /dev/null
+            os.fchmod(descriptor, 0o600)
         yield log
 
 

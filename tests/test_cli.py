@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from fusefs import checks
+from fusefs import checks, logfile
 from tests.support.commands import run
 from tests.support.commands import runtime as runtime
 
@@ -165,6 +166,17 @@ def test_mount_shows_the_last_line_of_a_daemon_that_dies(
     assert capsys.readouterr().err == (
         "fusefs: the daemon ended while starting: RuntimeError: so it goes\n"
     )
+
+
+def test_a_log_that_is_a_device_stays_everybody_s(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("making a device needs root")
+    device = tmp_path / "null"
+    os.mknod(device, stat.S_IFCHR | 0o666, os.makedev(1, 3))
+    device.chmod(0o666)
+    with logfile.opened(device) as log:
+        log.write(b"nothing")
+    assert device.stat().st_mode & 0o777 == 0o666
 
 
 def test_the_log_belongs_to_its_user_alone(

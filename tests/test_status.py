@@ -127,9 +127,12 @@ def test_a_reader_of_a_status_may_stop_reading() -> None:
     assert (done.returncode, done.stderr) == (1, b"")
 
 
-def test_a_status_may_have_nowhere_to_go() -> None:
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+def test_a_status_may_have_nowhere_to_go(closed: str) -> None:
     done = subprocess.run(
-        ["sh", "-c", 'exec "$@" >&-', "sh", *STATUS_COMMAND], stderr=subprocess.PIPE, check=False
+        ["sh", "-c", f'exec "$@" {closed}', "sh", *STATUS_COMMAND],
+        stderr=subprocess.PIPE,
+        check=False,
     )
     assert (done.returncode, done.stderr) == (0, b"")
 
