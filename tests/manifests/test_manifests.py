@@ -296,13 +296,17 @@ def test_pods_on_nodes_run_wherever_others_do(node_pod: Object, daemons_pod: Obj
         assert pod["spec"]["priorityClassName"] == "system-node-critical"
 
 
+def test_every_container_says_what_it_needs(base: list[Object]) -> None:
+    for pod in pod_templates(base):
+        for each in containers(pod):
+            assert each["resources"]["requests"].keys() == {"cpu", "memory"}, each["name"]
+
+
 def test_nothing_that_serves_mounts_has_a_memory_limit(
     node_pod: Object, daemons_pod: Object
 ) -> None:
     for pod, name in ((node_pod, "driver"), (daemons_pod, "daemons")):
-        resources = container(pod, name)["resources"]
-        assert "limits" not in resources
-        assert resources["requests"].keys() == {"cpu", "memory"}
+        assert "limits" not in container(pod, name)["resources"]
 
 
 def test_the_pod_that_serves_mounts_is_replaced_before_it_goes(base: list[Object]) -> None:
