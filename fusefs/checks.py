@@ -17,6 +17,7 @@ from pathlib import Path
 from fusefs import mounts
 from fusefs.kernel import unmount
 from fusefs.kernel.mount import may_mount
+from fusefs.kinds import SessionKind
 from fusefs.settings import MountSettings
 
 FUSE_DEVICE = Path("/dev/fuse")
@@ -60,6 +61,7 @@ def check(settings: MountSettings) -> None:
     _check_mountpoint(settings.mountpoint)
     _check_device()
     _check_privileges(settings)
+    _check_session(settings)
 
 
 def _check_mountpoint(mountpoint: Path) -> None:
@@ -120,6 +122,16 @@ def _check_privileges(settings: MountSettings) -> None:
         raise LaunchError(
             "--allow-other by an ordinary user needs the line user_allow_other in /etc/fuse.conf"
         )
+
+
+def _check_session(settings: MountSettings) -> None:
+    if settings.session == SessionKind.PYFUSE3:
+        for flag, value in (("--user", settings.user), ("--holder", settings.holder)):
+            if value is not None:
+                raise LaunchError(
+                    f"{flag} needs the kernel session: under pyfuse3 the daemon runs as "
+                    "whoever mounts, and without a keeper"
+                )
 
 
 def _has_user_allow_other() -> bool:

@@ -64,6 +64,19 @@ def test_a_mountpoint_that_another_command_is_mounting_is_refused(
     os.close(other)
 
 
+@pytest.mark.parametrize("option", ["--user", "--holder"])
+def test_what_pyfuse3_cannot_do_is_refused(
+    mountpoint: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    option: str,
+) -> None:
+    monkeypatch.setattr(checks, "_check_device", lambda: None)
+    monkeypatch.setattr(checks, "may_mount", lambda: True)
+    line = refusal(capsys, "s3://bucket", mountpoint, "--session", "pyfuse3", option, "nobody")
+    assert line.startswith(f"fusefs: {option} needs the kernel session")
+
+
 def test_a_missing_device_is_named(
     mountpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
