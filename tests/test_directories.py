@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusefs.posix import directories as directories_module
+from fusefs.posix import walks
 from fusefs.posix.directories import Directories
 from fusefs.posix.names import is_expressible, position
 from fusefs.posix.segments import ABSENT, Entry
@@ -107,9 +108,11 @@ def test_lookups_and_streams_in_any_order_tell_what_is_there(
     trio.run(check)
 
 
-@given(WITH_MARKERS, st.integers(1, 12))
+@given(WITH_MARKERS, st.integers(1, 12), st.sampled_from([0, 3, walks.MOST_BEGUN]))
 @settings(deadline=None)
-def test_a_walk_from_folder_to_folder_tells_what_is_there(keys: set[str], page_size: int) -> None:
+def test_a_walk_from_folder_to_folder_tells_what_is_there(
+    keys: set[str], page_size: int, most_begun: int
+) -> None:
     async def check() -> None:
         async with listings(Bucket(keys, page_size)) as directories:
             folders = ["p/"]
@@ -118,7 +121,9 @@ def test_a_walk_from_folder_to_folder_tells_what_is_there(keys: set[str], page_s
                 assert {name: entry is None for name, entry in found} == expected(keys, prefix)
                 folders += [prefix + name + "/" for name, entry in found if entry is None]
 
-    trio.run(check)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(walks, "MOST_BEGUN", most_begun)
+        trio.run(check)
 
 
 def test_a_file_that_sorts_before_a_page_and_stands_behind_it_is_not_lost() -> None:
