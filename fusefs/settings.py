@@ -256,7 +256,7 @@ class MountSettings:
     )
     memory_limit: int = field(
         default=256 * MIB,
-        metadata=about(at_least(32 * MIB, SIZE), "Limits", "memory for data on its way"),
+        metadata=about(at_least(32 * MIB, SIZE), "Limits", "the daemon's memory (112MiB and more)"),
     )
     retry_time: float = field(
         default=60.0,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusefs import cli
+from fusefs import cli, process
 from fusefs.kinds import Addressing, MinFree, SessionKind, Setting, Source, parse_source
 from fusefs.layers import from_config, from_environment
 from fusefs.settings import (
@@ -169,6 +169,17 @@ def test_a_number_out_of_its_range_is_refused(text: str) -> None:
 def test_too_little_memory_is_refused() -> None:
     with pytest.raises(SettingsError, match="the least is 32MiB"):
         settings_with(memory_limit="1MiB")
+
+
+@pytest.mark.parametrize(
+    ("limit", "most", "connections"),
+    [("256MiB", "32", 32), ("160MiB", "32", 16), ("160MiB", "8", 8), ("32MiB", "32", 4)],
+)
+def test_as_much_is_downloaded_at_a_time_as_the_memory_allows(
+    limit: str, most: str, connections: int
+) -> None:
+    settings = settings_with(memory_limit=limit, max_connections=most)
+    assert process.s3_settings(settings).max_connections == connections
 
 
 def test_an_endpoint_takes_no_credentials() -> None:
