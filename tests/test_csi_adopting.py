@@ -15,12 +15,13 @@ import pytest
 from csi import caretaker
 from csi.caretaker import AT_ONCE, Caretaker
 from csi.claims import Claims
+from csi.generated import csi_pb2
 from csi.mount_records import MountRecord
 from fusefs import control
 from fusefs.kernel.keeper_system import has_ended
 from tests.support.buckets import Bucket
 from tests.support.csi_daemons import daemons_of
-from tests.support.csi_node import Node, running_node
+from tests.support.csi_node import START, Node, running_node
 from tests.support.csi_pod import pod_reading
 from tests.support.s3_server import S3Server
 from tests.support.sharing import PATIENCE_S
@@ -166,11 +167,24 @@ def test_a_pod_reads_on_without_its_keeper_though_the_holder_has_died_before(
                 second.kill()
             until(lambda: held(node), "the first has come back with it")
             node.kill_all("keeper")
+            answer_while_stuck(node)
             node.start("--daemons=there")
             until(lambda: is_kept(node), "there is a keeper")
             assert pod.read() == "hello hello"
         node.unpublish("volume", target)
     assert node.leftovers() == []
+
+
+def answer_while_stuck(node: Node) -> None:
+    """Have a driver answer, which can't go on with any mount for ever, and end it."""
+    command = list(node.command)
+    node.command[-1] = f"from csi import mounts; mounts.START = ['sleep', '600']; {START}"
+    node.start("--daemons=there")
+    until(lambda: "sleep" in str(node.processes()), "it is about to go on with the mount")
+    node.node.NodeGetInfo(csi_pb2.NodeGetInfoRequest(), timeout=PATIENCE_S)
+    node.kill()
+    node.kill_all("sleep")
+    node.command[:] = command
 
 
 def is_kept(node: Node) -> bool:
