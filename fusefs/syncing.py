@@ -15,6 +15,8 @@ from fusefs.report import human_size
 
 ANSWER_TIMEOUT_S = 5.0
 ASK_EVERY_S = 0.2
+# How long to wait for the next daemon where the last one has died.
+PATIENCE_S = 30.0
 MOST_SHOWN = 5
 
 Progress = Callable[[int, int], None]
@@ -29,7 +31,7 @@ def sync(path: Path, timeout_s: float, progress: Progress) -> None:
         CommandError: something can't be uploaded, or it takes longer than `timeout_s`.
     """
     mountpoint, below = find(path)
-    left = wait(mountpoint, below, timeout_s, progress)
+    left = wait(mountpoint, below, timeout_s, progress, patience_s=PATIENCE_S)
     if left:
         raise CommandError(describe(left))
 
@@ -41,25 +43,46 @@ def find(path: Path) -> tuple[Path, str]:
         CommandError: it is in none of ours.
     """
     absolute = Path(os.path.abspath(path))
-    for at in (absolute, *absolute.parents):
-        if mounts.registration_of(at) is not None:
+    # From the top, so that no link is read that is in a mount.
+    for at in reversed((absolute, *absolute.parents)):
+        mountpoint = mounts.resolve(at)
+        if mounts.registration_of(mountpoint) is not None:
             below = absolute.relative_to(at)
-            return at, "" if below == Path() else str(below)
+            return mountpoint, "" if below == Path() else str(below)
     raise CommandError(f"{path} is not in a mount of fusefs; fusefs status lists them")
 
 
 def wait(
-    mountpoint: Path, below: str, timeout_s: float, progress: Progress
+    mountpoint: Path,
+    below: str,
+    timeout_s: float,
+    progress: Progress,
+    *,
+    patience_s: float = 0.0,
 ) -> list[dict[str, Any]]:
-    """Wait until everything is uploaded, or has failed to be; return what is not there."""
+    """Wait until everything is uploaded, or has failed to be; return what is not there.
+
+    A daemon that says nothing may be replaced within `patience_s`.
+
+    Raises:
+        ControlError: it was not.
+    """
     registration = mounts.registration_of(mountpoint)
     if registration is None:
         return []
-    begun = time.monotonic()
+    begun = heard = time.monotonic()
     message = {"command": "sync", "path": below, "start": True}
     while True:
-        answer = control.exchange(registration.socket, message, ANSWER_TIMEOUT_S)
-        passed_s = time.monotonic() - begun
+        try:
+            answer = control.exchange(registration.socket, message, ANSWER_TIMEOUT_S)
+        except control.NotAnsweringError:
+            if time.monotonic() - heard >= patience_s:
+                raise
+            message["start"] = True  # the next one is asked for it anew
+            time.sleep(ASK_EVERY_S)
+            continue
+        heard = time.monotonic()
+        passed_s = heard - begun
         # What was written since is nobody's who asked for this.
         left = [one for one in answer["pending"] if one["since_s"] > passed_s]
         if not answer["under_way"] or not left or passed_s > timeout_s:

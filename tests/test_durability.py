@@ -9,18 +9,24 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from fusefs import syncing
 from tests.support.buckets import Bucket, keys, stored
 from tests.support.disks import small_disk
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.mounting import Mount, Mounter, fusefs
 from tests.support.semantics import states
+from tests.support.surviving import serving_pid
 from tests.support.waiting import until
 from tests.support.writing import pending, status
+
+LIMIT_S = 60.0
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
@@ -78,6 +84,29 @@ def test_sync_uploads_what_is_open(local: Mount, bucket: Bucket) -> None:
         file.write(b"line\n")
         fusefs("sync", local.path)
         assert stored(bucket, "log") == b"line\n"
+
+
+def test_sync_knows_a_mount_behind_a_link(local: Mount, bucket: Bucket, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(local.path.parent)
+    (local.path / "a").write_bytes(b"content")
+    fusefs("sync", tmp_path / "link" / local.path.name / "a")
+    assert stored(bucket, "a") == b"content"
+
+
+def test_sync_waits_for_the_next_daemon_where_the_last_one_dies(
+    mounter: Mounter, bucket: Bucket, faulty: FaultyS3
+) -> None:
+    options = ("--no-read-only", "--durability", "local")
+    mount = mounter("--session", "kernel", *options, endpoint_url=faulty.endpoint_url)
+    faulty.add("PUT", stall=True, times=1)
+    (mount.path / "a").write_bytes(b"content")
+    is_waiting = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        synced = pool.submit(syncing.sync, mount.path, LIMIT_S, lambda *_: is_waiting.set())
+        assert is_waiting.wait(LIMIT_S)
+        os.kill(serving_pid(mount), signal.SIGKILL)
+        synced.result()
+    assert stored(bucket, "a") == b"content"
 
 
 def test_sync_of_what_is_no_mount_is_refused(tmp_path: Path) -> None:
