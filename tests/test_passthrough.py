@@ -14,6 +14,7 @@ import random
 import signal
 import subprocess
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -151,6 +152,55 @@ def test_opens_while_a_file_becomes_complete_all_read_the_right_bytes(
         finally:
             done.set()
         assert all(opener.result() for opener in openers)
+
+
+@contextlib.contextmanager
+def overlay(lower: Path, directory: Path) -> Iterator[Path]:
+    """A file system that lies over another, as a container's root does."""
+    target, upper, work = (directory / name for name in ("over", "upper", "work"))
+    for one in (target, upper, work):
+        one.mkdir(parents=True)
+    options = f"lowerdir={lower},upperdir={upper},workdir={work}"
+    command = ["mount", "-t", "overlay", "-o", options, "overlay", str(target)]
+    if subprocess.run(command, check=False, capture_output=True).returncode:
+        pytest.skip("no overlay can be mounted here")
+    try:
+        yield target
+    finally:
+        subprocess.run(["umount", "-l", str(target)], check=True)
+
+
+def test_a_cache_in_a_container_s_own_file_system_is_passed_through(
+    mounter: Mounter, bucket: Bucket, tmp_path: Path
+) -> None:
+    bucket.put("file", stamped(1, SMALL))
+    (tmp_path / "lower").mkdir()
+    with overlay(tmp_path / "lower", tmp_path / "one") as over:
+        mount = mounter("--session", "kernel", cache=str(over / "cache"))
+        assert mount.status()["passthrough"]["on"]
+        assert read_all(mount.path / "file") == stamped(1, SMALL)
+        with (mount.path / "file").open("rb", buffering=0) as file:
+            assert is_passthrough(mount, file.fileno())
+            assert read_by_page(file.fileno()) == stamped(1, SMALL)
+        mount.end()
+
+
+def test_a_cache_on_an_overlay_of_several_file_systems_is_read_through_the_daemon(
+    mounter: Mounter, bucket: Bucket, tmp_path: Path
+) -> None:
+    bucket.put("file", stamped(1, SMALL))
+    (tmp_path / "lower").mkdir()
+    with (
+        overlay(tmp_path / "lower", tmp_path / "one") as over,
+        overlay(over, tmp_path / "two") as twice,
+    ):
+        mount = mounter("--session", "kernel", cache=str(twice / "cache"))
+        told = mount.status()["passthrough"]
+        assert not told["on"]
+        assert told["why"] == "the cache is on an overlay of several file systems"
+        for _ in range(2):
+            assert read_all(mount.path / "file") == stamped(1, SMALL)
+        mount.end()
 
 
 # Without the daemon

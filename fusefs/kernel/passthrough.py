@@ -182,6 +182,8 @@ def _explain(error: OSError) -> str:
         return "registering files needs CAP_SYS_ADMIN in the initial user namespace"
     if error.errno == errno.ELOOP:
         return "the cache is on a file system that is itself stacked"
+    if error.errno == errno.EXDEV:
+        return "the cache is on an overlay of several file systems"
     if error.errno in (errno.ENOTTY, errno.EINVAL):
         return "this kernel has no FUSE passthrough (Linux 6.9 or later has)"
     return os.strerror(error.errno or errno.EIO)
