@@ -54,7 +54,7 @@ CONFIG_VARIABLE = "FUSEFS_CONFIG"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    surroundings.fill_closed_streams()
+    surroundings.prepare_streams()
     options = _parser().parse_args(arguments)
     try:
         status = int(options.run(options))

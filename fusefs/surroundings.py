@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -11,11 +12,16 @@ from types import FrameType
 from typing import NoReturn
 
 
-def fill_closed_streams() -> None:
-    """Open to nowhere what is closed: else the next file that is opened would stand there."""
+def prepare_streams() -> None:
+    """Have the standard streams take whatever a command says, such as names that are no UTF-8.
+
+    Closed ones are opened to nowhere: else the next file that is opened would stand there.
+    """
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r+"))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape")
 
 
 @contextlib.contextmanager

@@ -127,6 +127,15 @@ def test_a_reader_of_a_status_may_stop_reading() -> None:
     assert (done.returncode, done.stderr) == (1, b"")
 
 
+def test_a_mountpoint_whose_name_is_no_text_is_shown_as_it_is() -> None:
+    script = "from fusefs import surroundings; surroundings.prepare_streams(); print('m\\udcff')"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"}, capture_output=True, check=False,
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == (b"m\xff\n", b"")
+
+
 @pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
 def test_a_status_may_have_nowhere_to_go(closed: str) -> None:
     done = subprocess.run(
