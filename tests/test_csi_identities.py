@@ -18,6 +18,7 @@ from tests.support.buckets import Bucket, new_bucket
 from tests.support.csi_node import Node, code_of, running_node
 from tests.support.csi_rights import allow, retire
 from tests.support.fake_sts import AUDIENCE, FakeSts, token_for
+from tests.support.faulty_s3 import FaultyS3
 from tests.support.s3_server import SECRET_KEY, S3Server
 from tests.support.waiting import until
 
@@ -32,9 +33,13 @@ def sts(s3: S3Server) -> Iterator[FakeSts]:
 
 
 @pytest.fixture(scope="module")
-def running(s3: S3Server, sts: FakeSts) -> Iterator[Node]:
+def running(s3: S3Server, sts: FakeSts, faulty: FaultyS3) -> Iterator[Node]:
     with running_node(main=s3.endpoint_url, door=sts.url) as node:
-        node.stores.write_text(node.stores.read_text() + f'sts-url = "{sts.url}"\n')
+        node.stores.write_text(
+            f'{node.stores.read_text()}sts-url = "{sts.url}"\n'
+            f'[stores.away]\nendpoint-url = "{s3.endpoint_url}"\n'
+            f'sts-url = "{faulty.endpoint_url}"\n'
+        )
         node.kill()
         node.start()
         yield node
@@ -98,6 +103,21 @@ def test_a_token_that_sts_refuses_is_said_with_the_role(
                      **with_role(data))  # fmt: skip
     assert code_of(error) == grpc.StatusCode.UNAUTHENTICATED
     assert ROLE in error.value.details()
+
+
+@pytest.mark.parametrize("status", [301, 307])
+def test_a_token_is_sent_to_the_configured_sts_alone(
+    node: Node, data: Bucket, s3: S3Server, faulty: FaultyS3, status: int
+) -> None:
+    with FaultyS3(s3.endpoint_url) as elsewhere:
+        faulty.add(status=status, headers={"Location": elsewhere.endpoint_url})
+        with pytest.raises(grpc.RpcError) as error:
+            node.publish("role", node.target("pod"), secrets=tokens(token_for("team:trainer")),
+                         retryTime="1s", **{**with_role(data), "store": "away"})  # fmt: skip
+        assert ROLE in error.value.details()
+        assert faulty.requests()
+        assert elsewhere.requests() == []
+    faulty.clear()
 
 
 def test_reads_wait_while_keys_are_renewed_with_the_latest_token(
