@@ -26,6 +26,8 @@ from urllib.parse import quote, unquote
 # The permissions that are taken from a bucket, and given to it.
 PERMISSIONS = 0o1777
 SECOND_NS = 1_000_000_000
+# Times lie between this and its negative, which is the years from 1677 to 2262.
+MOST_NS = (1 << 63) - 1
 # What S3 takes as metadata, in bytes of all names and values. Some stores count
 # the names with the prefix that they have as headers.
 METADATA_LIMIT = 2048
@@ -135,7 +137,7 @@ def _time(text: str | None) -> int | None:
         value = int(seconds) * SECOND_NS + int((fraction + "000000000")[:9])
     except ValueError:
         return None
-    if value >= 1 << 62:
+    if value > MOST_NS:
         return None
     return -value if text.startswith("-") else value
 

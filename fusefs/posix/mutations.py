@@ -21,7 +21,7 @@ from fusefs.posix.apart import Apart
 from fusefs.posix.changes import Changes
 from fusefs.posix.inodes import Inode
 from fusefs.posix.journal import NodeLog
-from fusefs.posix.meta import PERMISSIONS, Meta
+from fusefs.posix.meta import MOST_NS, PERMISSIONS, Meta
 from fusefs.posix.writing import Writer
 from fusefs.store.errors import NotFoundError, StaleVersionError
 
@@ -63,6 +63,8 @@ class Mutations:
 
     async def _setattr(self, asked: Inode, new: NewAttributes) -> None:
         mtime_ns = new.mtime_ns
+        if mtime_ns is not None:
+            mtime_ns = max(-MOST_NS, min(mtime_ns, MOST_NS))
         inode = await self.changes.file_now(asked)
         # What is staged now would go up with what is known now.
         await self._learn(inode)
