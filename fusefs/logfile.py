@@ -57,5 +57,7 @@ def last_line(path: Path, start: int) -> str:
     """The last line of what was written since the log had `start` bytes, or nothing."""
     with open(path, "rb") as log:
         log.seek(start)
-        lines = log.read().decode(errors="replace").strip().splitlines()
-    return lines[-1].strip() if lines else ""
+        lines = log.read().decode(errors="replace").splitlines()
+    # Without the frames in which Python shows groups of exceptions.
+    told = (line.strip(" |+-") for line in reversed(lines))
+    return next(filter(None, told), "")

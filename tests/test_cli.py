@@ -172,10 +172,14 @@ def test_mount_shows_the_daemon_s_error(
     assert capsys.readouterr().err == "fusefs: there is no bucket of that name\n"
 
 
+@pytest.mark.parametrize(
+    "script",
+    ["raise RuntimeError('so it goes')", "raise ExceptionGroup('', [RuntimeError('so it goes')])"],
+)
 def test_mount_shows_the_last_line_of_a_daemon_that_dies(
-    start_with: Callable[[str], int], capsys: pytest.CaptureFixture[str]
+    start_with: Callable[[str], int], capsys: pytest.CaptureFixture[str], script: str
 ) -> None:
-    assert start_with("raise RuntimeError('so it goes')") == 1
+    assert start_with(script) == 1
     assert capsys.readouterr().err == (
         "fusefs: the daemon ended while starting: RuntimeError: so it goes\n"
     )

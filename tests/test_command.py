@@ -75,6 +75,12 @@ def test_an_unmounted_mount_leaves_nothing(
     until(lambda: nothing_is_left(one, pid), "nothing is left")
 
 
+def test_a_prefix_of_any_characters_is_mounted(bucket: Bucket, mount: Callable[..., Mount]) -> None:
+    prefix = "ü, \n'\"#%20+=&日/"
+    bucket.put(prefix + "a", b"x")
+    assert (mount(prefix=prefix).path / "a").read_bytes() == b"x"
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_mount(mount: Callable[..., Mount], number: int) -> None:
     one = mount()

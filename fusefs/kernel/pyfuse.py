@@ -372,7 +372,9 @@ def _invalidate_attributes(nodeid: int) -> None:
 
 
 def _options(request: MountRequest) -> set[str]:
-    source = request.source.replace("\\", "\\\\").replace(",", "\\,")
+    # pyfuse3 takes ASCII; what the source is like is only for show.
+    source = request.source.encode("ascii", "replace").decode()
+    source = source.replace("\\", "\\\\").replace(",", "\\,")
     options = {
         *pyfuse3.default_options,
         f"fsname={source}",
