@@ -11,6 +11,7 @@ import contextlib
 import os
 import shutil
 import tempfile
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,8 @@ class CsiNode(Contender):
         self._cleanup.callback(shutil.rmtree, self._state)
         python, environment = self._cleanup.enter_context(runnable_by_all())
         self._run([python[0], "-c", MAIN, "daemons", *self._state_option()], environment)
+        # Between the two: without the driver no mount is added, without mounts no daemon stays.
+        self._cleanup.callback(self._unmount_all)
         self._run([python[0], "-c", MAIN, "node", *self._options()], environment)
         channel = self._cleanup.enter_context(grpc.insecure_channel(f"unix:{self._socket}"))
         self._node = csi_pb2_grpc.NodeStub(channel)
@@ -63,12 +66,14 @@ class CsiNode(Contender):
         try:
             self.unpublish_all()
         finally:
-            for mountpoint in reversed(processes.mounts_below(self._directory)):
-                processes.unmount(mountpoint)
             self._cleanup.close()
             self._published.clear()
             for directory in (self._directory, self.cache):
                 shutil.rmtree(directory, ignore_errors=True)
+
+    def _unmount_all(self) -> None:
+        for mountpoint in reversed(processes.mounts_below(self._directory)):
+            processes.unmount(mountpoint)
 
     # --- kubelet ---
 
@@ -146,10 +151,17 @@ class CsiNode(Contender):
 
 
 def _call(method: Any, request: Any) -> None:
-    try:
-        method(request, wait_for_ready=True, timeout=CALL_LIMIT_S)
-    except grpc.RpcError as error:
-        raise BenchError(f"{type(request).__name__}: {error}") from error
+    """Make a call, and again while another for the same volume is under way, as kubelet does."""
+    deadline = time.monotonic() + CALL_LIMIT_S
+    while True:
+        try:
+            method(request, wait_for_ready=True, timeout=CALL_LIMIT_S)
+            return
+        except grpc.RpcError as error:
+            told: Any = error
+            if told.code() != grpc.StatusCode.ABORTED or time.monotonic() > deadline:
+                raise BenchError(f"{type(request).__name__}: {told.details()}") from error
+        time.sleep(0.1)
 
 
 def _read(pid: int, name: str) -> bytes:
