@@ -30,6 +30,7 @@ FOREIGN: dict[str, tuple[bytes, dict[str, str]]] = {
     "s3fs-old": (b"", {"mode": "33188", "uid": "1", "gid": "1", "mtime": "1500000000"}),
     "s3fs-link": (b"s3fs", {"mode": "41471", "uid": "0", "gid": "0", "mtime": "1500000000"}),
     "rclone": (b"hi\n", {"mtime": "1400000000.987654321"}),
+    "rclone-old": (b"hi\n", {"mtime": "-5.500000000"}),
     # With --metadata: modes in octal.
     "rclone-metadata": (
         b"hi\n",
@@ -76,6 +77,7 @@ def path(mount: Mount, request: pytest.FixtureRequest) -> Path:
         ("s3fs-link", stat.S_IFLNK | 0o777, (0, 0), 1_500_000_000 * 10**9),
         ("rclone-metadata", stat.S_IFREG | 0o640, (5, 6), 1_400_000_000_987_654_321),
         ("rclone", stat.S_IFREG | 0o644, (os.geteuid(), os.getegid()), 1_400_000_000_987_654_321),
+        ("rclone-old", stat.S_IFREG | 0o644, (os.geteuid(), os.getegid()), -5_500_000_000),
     ],
 )
 def test_an_object_shows_what_the_program_that_wrote_it_said(

@@ -55,7 +55,7 @@ INIT_OUT = Layout(
 )
 ATTR = Layout(
     "fuse_attr",
-    "ino:Q size:Q blocks:Q atime:Q mtime:Q ctime:Q atimensec:I mtimensec:I ctimensec:I mode:I "
+    "ino:Q size:Q blocks:Q atime:q mtime:q ctime:q atimensec:I mtimensec:I ctimensec:I mode:I "
     "nlink:I uid:I gid:I rdev:I blksize:I flags:I",
 )
 # fuse_entry_out and fuse_attr_out without the fuse_attr that ends them.
@@ -86,7 +86,7 @@ RENAME_IN = Layout("fuse_rename_in", "newdir:Q")
 RENAME2_IN = Layout("fuse_rename2_in", "newdir:Q flags:I padding:I")
 SETATTR_IN = Layout(
     "fuse_setattr_in",
-    "valid:I padding:I fh:Q size:Q lock_owner:Q atime:Q mtime:Q ctime:Q atimensec:I mtimensec:I "
+    "valid:I padding:I fh:Q size:Q lock_owner:Q atime:q mtime:q ctime:q atimensec:I mtimensec:I "
     "ctimensec:I mode:I unused4:I uid:I gid:I unused5:I",
 )
 DIRENT = Layout("fuse_dirent", "ino:Q off:Q namelen:I type:I")
