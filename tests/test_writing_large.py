@@ -134,6 +134,27 @@ def test_editing_a_large_object_moves_the_parts_that_change_alone(
     assert uploads(bucket) == []
 
 
+@pytest.mark.parametrize("conflict", ["overwrite", "fail"])
+def test_an_edit_whose_object_somebody_else_replaces_is_given_up_and_kept(
+    mounter: Mounter, bucket: Bucket, conflict: str
+) -> None:
+    bucket.put("big", os.urandom(32 << 20))
+    mount = mounter("--no-read-only", "--conflict", conflict)
+    pid = mount.pid
+    file = os.open(mount.path / "big", os.O_WRONLY)
+    os.pwrite(file, b"edit" * 1024, 20 << 20)
+    bucket.put("big", b"theirs")
+    with pytest.raises(OSError, match="Stale"):
+        os.close(file)
+    assert (mount.path / "big").read_bytes() == b"theirs"
+    (kept,) = mount.cache.rglob("edited-*")
+    assert kept.read_bytes()[20 << 20 :].startswith(b"edit" * 1024)
+    assert str(kept) in mount.log.read_text()
+    assert (mount.pid, uploads(bucket)) == (pid, [])
+    mount.end()
+    assert stored(bucket, "big") == b"theirs"
+
+
 def test_a_large_object_is_extended_shortened_and_edited_over_a_kill(
     mounter: Mounter, bucket: Bucket
 ) -> None:

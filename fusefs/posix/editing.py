@@ -22,9 +22,14 @@ from fusefs.cache.file import CacheFile
 from fusefs.cache.files import FileCache
 from fusefs.cache.ranges import RangeMap
 from fusefs.store.base import ObjectVersion
+from fusefs.store.errors import NotFoundError, StaleVersionError
 
 PAGE = 4096
 COPY_CHUNK = 8 << 20
+
+
+class BaseLostError(StaleVersionError):
+    """What an edited file lacks is nowhere any more: somebody has replaced the object."""
 
 
 class Base:
@@ -97,14 +102,17 @@ class Editor:
         """Have the bytes [start, stop) in the file, and their pages.
 
         Raises:
-            StaleVersionError: the bucket does not have the object any more.
+            BaseLostError: the bucket does not have the object any more.
             StoreError: it can't be read.
         """
         stop = min(-(-stop // PAGE) * PAGE, base.size)
         while missing := base.filled.first_missing(start // PAGE * PAGE, stop):
             first, last = missing
             last = min(last, first + COPY_CHUNK)
-            await self._bring(base, fd, first, last)
+            try:
+                await self._bring(base, fd, first, last)
+            except (StaleVersionError, NotFoundError) as error:
+                raise BaseLostError(str(error)) from error
             base.filled.add(first, -(-last // PAGE) * PAGE)
 
     async def _bring(self, base: Base, fd: int, start: int, stop: int) -> None:

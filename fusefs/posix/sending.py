@@ -128,20 +128,30 @@ class Sender:
 
     async def _copy_parts(self, staged: Staged, base: Base, upload: Upload, size: int) -> None:
         """Have S3 copy the parts that nobody wrote to, and bring what the others lack."""
-        limiter = trio.CapacityLimiter(COPIES_AT_ONCE)
+        errors: list[Exception] = []
+        todo = iter(upload.missing(size))
 
         async def settle(number: int) -> None:
             start, stop = upload.part_range(number, size)
-            async with limiter:
-                if base.keeps(start, stop):
-                    with suppress(NotFoundError, StaleVersionError, UnsupportedError):
-                        await upload.copy_part(number, base.version, start, stop)
-                        return
-                await self._editor.fill(base, staged.fd, start, stop)
+            if base.keeps(start, stop):
+                with suppress(NotFoundError, StaleVersionError, UnsupportedError):
+                    await upload.copy_part(number, base.version, start, stop)
+                    return
+            await self._editor.fill(base, staged.fd, start, stop)
 
-        async with trio.open_nursery(strict_exception_groups=False) as nursery:
-            for number in upload.missing(size):
-                nursery.start_soon(settle, number)
+        async def go_on() -> None:
+            for number in todo:
+                try:
+                    await settle(number)
+                except (StoreError, OSError) as error:
+                    errors.append(error)
+                    nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(COPIES_AT_ONCE):
+                nursery.start_soon(go_on)
+        if errors:
+            raise errors[0]
 
     async def _corrected(self, staged: Staged, upload: Upload, info: ObjectInfo) -> ObjectInfo:
         """Have a new object say what was not known when its upload was begun."""
@@ -211,17 +221,21 @@ class Sender:
         except StoreError as error:
             logger.warning("%s: its upload could not be aborted: %s", key, error)
 
+    async def give_up(self, staged: Staged) -> ObjectInfo | None:
+        """Send a file no more; return what the bucket has under its key."""
+        await self.abandon(staged)
+        try:
+            return await self._store.head(staged.key)
+        except NotFoundError:
+            return None
+
     async def keep_apart(self, staged: Staged) -> tuple[ObjectInfo | None, ObjectInfo]:
         """Keep the content under a key of its own, beside the object that somebody else made.
 
         Returns that object and the new one. They are the same if it is this
         very content, uploaded by a process that died before it could say so.
         """
-        await self.abandon(staged)
-        try:
-            theirs = await self._store.head(staged.key)
-        except NotFoundError:
-            theirs = None
+        theirs = await self.give_up(staged)
         if theirs is not None and _is_content_of(theirs, staged):
             return theirs, theirs
         stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())

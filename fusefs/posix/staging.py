@@ -20,6 +20,7 @@ import fcntl
 import logging
 import os
 import stat
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,8 @@ class Staged:
 
     `etag` is that of the object that the bucket has under the key, None if it
     has none. `changes` counts what was done to the content, and `uploaded` is
-    what it was when the bucket got it. `lock` is held while the file is
+    what it was when the bucket got it; `meta_changes` counts what was done to
+    mode, owner, times and attributes, also during an upload. `lock` is held while the file is
     uploaded, renamed or removed; writes wait for it, so that no object is a mix.
 
     `is_leftover`: an earlier mount had staged it, so others may have been faster.
@@ -72,6 +74,7 @@ class Staged:
         "is_unlinked",
         "lock",
         "meta",
+        "meta_changes",
         "path",
         "recorded",
         "since",
@@ -91,6 +94,7 @@ class Staged:
         self.changes = 1
         self.uploaded = 0
         self.is_meta_dirty = False
+        self.meta_changes = 0
         self.is_unlinked = False
         self.is_closed = False
         self.is_leftover = False
@@ -157,6 +161,7 @@ class Staged:
         if not self.is_dirty:
             self.since = trio.current_time()
         self.is_meta_dirty = True
+        self.meta_changes += 1
 
 
 class Staging:
@@ -336,6 +341,8 @@ class Staging:
         if told["upload"] is not None:
             staged.upload_state = UploadState.from_plain(told["upload"])
         staged.has_record_file = told["key"] is not None
+        # As old as it was before: the record is not changed in between.
+        staged.since -= max(0.0, time.time() - os.fstat(fd).st_ctime)
         staged.charged = staged.free = staged.size()
         if told["base"] is not None and self.cache is not None:
             key, etag, size, kept = told["base"]
@@ -347,6 +354,13 @@ class Staging:
     def on_disk(self) -> list[int]:
         """The nodes that an earlier process of this mount had staged."""
         return [int(path.name) for path in recording.on_record(self.directory)]
+
+    def set_aside(self, staged: Staged) -> Path:
+        """Forget a file, but leave what was written to it where no mount takes it up."""
+        kept = self.directory / f"edited-{staged.inode.nodeid}"
+        os.rename(staged.path, kept)
+        self.release(staged)
+        return kept
 
     def release(self, staged: Staged) -> None:
         """Forget a file; what is left of it on the disk is removed."""

@@ -23,7 +23,7 @@ from typing import Any
 
 import trio
 
-from fusefs.posix.editing import Editor
+from fusefs.posix.editing import BaseLostError, Editor
 from fusefs.posix.sending import IN_PARTS, Sender
 from fusefs.posix.staging import Staged, Staging
 from fusefs.store.base import ObjectInfo, Store, Upload, UploadState
@@ -66,6 +66,7 @@ class Uploads:
 
     `landed` is told what the bucket has of a file, and `kept_apart` what it was
     kept as because somebody else's object (or nothing) is under its key.
+    `set_aside` is told of an edited file whose rest nobody has any more.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Uploads:
         nursery: trio.Nursery,
         landed: Callable[[Staged, ObjectInfo], None],
         kept_apart: Callable[[Staged, ObjectInfo, ObjectInfo | None], None],
+        set_aside: Callable[[Staged, ObjectInfo | None], None],
         *,
         fails_on_conflict: bool,
         sends_ahead: bool,
@@ -86,6 +88,7 @@ class Uploads:
         self._nursery = nursery
         self._landed = landed
         self._kept_apart = kept_apart
+        self._set_aside = set_aside
         self._sends_ahead = sends_ahead
         self._attempts: dict[Staged, Attempt] = {}
         self._aheads: dict[Staged, Ahead] = {}
@@ -163,16 +166,26 @@ class Uploads:
             attempt.done.set()
 
     async def _upload(self, staged: Staged, attempt: Attempt) -> None:
+        """Upload a file that is locked, or set it aside if that can't be any more."""
+        try:
+            await self._upload_whole(staged, attempt)
+        except BaseLostError as error:
+            theirs = await self._sender.give_up(staged)
+            self._set_aside(staged, theirs)
+            raise OSError(errno.ESTALE, "the object was replaced while it was edited") from error
+
+    async def _upload_whole(self, staged: Staged, attempt: Attempt) -> None:
         """Upload a file that is locked, also with credentials that come later."""
         while staged.is_dirty:
             try:
                 await self._last_ahead(staged)
+                described = staged.meta_changes
                 info = await self._sender.send(staged, attempt.commit)
                 base = staged.base
                 if base is not None and base.file.is_complete:
                     # So that the new version is as whole in the cache as the old one was.
                     await self._editor.fill(base, staged.fd, 0, base.size)
-                self._note_uploaded(staged, info)
+                self._note_uploaded(staged, info, described)
                 self._landed(staged, info)
                 return
             except CredentialsError as error:
@@ -181,8 +194,9 @@ class Uploads:
             except (ConflictError, StaleVersionError) as error:
                 if not self._sender.is_careful(staged):
                     raise
+                described = staged.meta_changes
                 theirs, info = await self._sender.keep_apart(staged)
-                self._note_uploaded(staged, info)
+                self._note_uploaded(staged, info, described)
                 if theirs is info:
                     self._landed(staged, info)
                     return
@@ -192,12 +206,16 @@ class Uploads:
                 attempt.is_cancellable = True
             await trio.sleep(CREDENTIALS_S)
 
-    def _note_uploaded(self, staged: Staged, info: ObjectInfo) -> None:
-        """The bucket has what the file, which is locked, has now."""
+    def _note_uploaded(self, staged: Staged, info: ObjectInfo, described: int) -> None:
+        """The bucket has what the file, which is locked, has now.
+
+        Of what belongs to it, as much as had changed when `meta_changes` was `described`.
+        """
         if staged.is_content_dirty and staged.meta.other:
             staged.meta = replace(staged.meta, other=())
         staged.uploaded = staged.changes
-        staged.is_meta_dirty = staged.is_closed = staged.is_leftover = False
+        staged.is_meta_dirty = staged.meta_changes != described
+        staged.is_closed = staged.is_leftover = False
         staged.etag = info.etag
         self._staging.rebase(staged, info.version)
 

@@ -93,7 +93,8 @@ class Writeback:
         self._handles = handles
         self._rules = writing.rules
         self.uploads = Uploads(
-            store, writing.staging, editor, writing.nursery, self._landed, self._kept_apart,
+            store, writing.staging, editor, writing.nursery,
+            self._landed, self._kept_apart, self._set_aside,
             fails_on_conflict=self._rules.fails_on_conflict,
             sends_ahead=not self._rules.is_local,
         )  # fmt: skip
@@ -113,7 +114,7 @@ class Writeback:
             return None
         now = trio.current_time()
         wait_s = handle.flushed_at + self._rules.flush_interval_s - now
-        if wait_s > 0:
+        if wait_s > 0 and not self._rules.is_local:
             self.uploads.start(staged, wait_s)
             return None
         handle.flushed_at = now
@@ -147,12 +148,18 @@ class Writeback:
     async def finish(self, inode: Inode) -> None:
         """Upload what nobody will close any more, and make it the cached copy."""
         staged = inode.staged
-        if staged is None or inode.served:
+        if staged is None or self._may_be_written(inode):
             return
         if staged.is_dirty:
             await self.upload(staged, is_closing=True)
         else:
             self._settle(staged)
+
+    def _may_be_written(self, inode: Inode) -> bool:
+        """Whether somebody has a staged file open for writing, and so will close it."""
+        return bool(inode.served) and any(
+            one.inode is inode and one.flags & WRITING for one in self._handles.files.values()
+        )
 
     def pending(self, key: str) -> list[Staged]:
         """What is not in the bucket of a file or of what is below a prefix ("": of everything)."""
@@ -193,6 +200,18 @@ class Writeback:
         self.directories.changed(prefix, name, ABSENT if theirs is None else theirs)
         self._landed(staged, info)
 
+    def _set_aside(self, staged: Staged, theirs: ObjectInfo | None) -> None:
+        """What was written to a file that can't be whole any more stays on the disk alone."""
+        inode = staged.inode
+        assert inode.info is not None
+        assert inode.parent is not None
+        prefix, name = self.inodes.key(inode.parent), inode.name
+        self.inodes.supersede(inode)
+        self.directories.changed(prefix, name, ABSENT if theirs is None else theirs)
+        kept = self.staging.set_aside(staged)
+        logger.error("%s was replaced while it was edited: the edits are in %s", staged.key, kept)
+        self.inodes.drop_unknown(inode)
+
     def _has(self, inode: Inode, info: ObjectInfo) -> None:
         """The bucket has a version of ours: the node stands for it from now on."""
         assert inode.info is not None
@@ -222,13 +241,16 @@ class Writeback:
     def released(self, inode: Inode) -> None:
         """A handle of a staged file is gone."""
         staged = inode.staged
-        if staged is None or inode.served:
+        if staged is None or self._may_be_written(inode):
             return
         if not staged.is_dirty:
             self._settle(staged)
-        elif not self.uploads.is_under_way(staged):
+            return
+        if not staged.is_closed:
             self.staging.close(staged)
-            self.uploads.start(staged, LATER_S if self._rules.is_local else 0.0)
+        attempt = self.uploads.start(staged, LATER_S if self._rules.is_local else 0.0)
+        if not self._rules.is_local:
+            attempt.hurry.set()  # it may be waiting for the flush interval to pass
 
     def restore(self, inode: Inode) -> None:
         """Take up what an earlier process had staged under a node."""
@@ -287,5 +309,5 @@ class Writeback:
         while True:
             await trio.sleep(RETRY_S)
             for staged in self.staging.pending:
-                if not staged.inode.served:
+                if not self._may_be_written(staged.inode):
                     self.uploads.start(staged)

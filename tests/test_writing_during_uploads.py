@@ -1,0 +1,74 @@
+"""What programs do to a file while it is on its way into the bucket, without a kernel."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+
+from fusefs.posix.answers import NewAttributes
+from fusefs.store.base import ObjectInfo
+from tests.support.mortal_mount import MemoryStore, MortalMount
+
+
+class SlowStore(MemoryStore):
+    """A bucket that takes no object before it is told to; `begun` when the first has come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = trio.Event()
+        self.may_end = trio.Event()
+
+    async def put_file(self, *arguments: Any, **more: Any) -> ObjectInfo:
+        self.begun.set()
+        await self.may_end.wait()
+        return await super().put_file(*arguments, **more)
+
+
+@pytest.fixture
+def store() -> SlowStore:
+    return SlowStore()
+
+
+@pytest.fixture
+def mount(tmp_path: Path, store: SlowStore) -> MortalMount:
+    mount = MortalMount(tmp_path)
+    mount.store = store
+    return mount
+
+
+async def test_attributes_that_change_meanwhile_get_into_the_bucket(
+    mount: MortalMount, store: SlowStore
+) -> None:
+    async with mount.serving() as process, trio.open_nursery() as nursery:
+        fh = await process.create("file", b"content")
+        nursery.start_soon(process.close, fh)
+        await store.begun.wait()
+        mutations = process.operations.mutations
+        assert mutations is not None
+        inode = await process.node("file")
+        nursery.start_soon(mutations.setattr, inode.nodeid, NewAttributes(mode=0o600))
+        await trio.testing.wait_all_tasks_blocked()
+        store.may_end.set()
+    assert (store.objects["file"].info.metadata or {})["mode"] == str(stat.S_IFREG | 0o600)
+
+
+async def test_what_is_written_meanwhile_waits_and_is_no_part_of_the_object(
+    mount: MortalMount, store: SlowStore
+) -> None:
+    async with mount.serving() as process:
+        fh = await process.create("file", b"content")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(process.writer.fsync, fh)
+            await store.begun.wait()
+            nursery.start_soon(process.write, fh, 0, b"CON")
+            await trio.testing.wait_all_tasks_blocked()
+            assert await process.read(fh) == b"content"
+            store.may_end.set()
+        assert store.contents() == {"file": b"content"}
+        await process.close(fh)
+        assert store.contents() == {"file": b"CONtent"}

@@ -1,0 +1,90 @@
+"""Files that somebody still has open when another program closes them, without a kernel."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from fusefs.posix import writeback
+from fusefs.posix.answers import NewAttributes
+from fusefs.store.errors import StoreError
+from tests.support.mortal_mount import MortalMount
+
+LIMIT_S = 20.0
+
+
+def landing(mount: MortalMount, path: str, content: bytes) -> trio.Event:
+    """Set once the bucket has some content under a name."""
+    landed = trio.Event()
+
+    def look(_what: str, _key: str) -> None:
+        if mount.store.contents().get(path) == content:
+            landed.set()
+
+    mount.store.after = look
+    return landed
+
+
+async def until(event: trio.Event) -> None:
+    with trio.fail_after(LIMIT_S):
+        await event.wait()
+
+
+async def test_what_could_not_be_uploaded_is_tried_again_while_a_reader_has_it_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writeback, "RETRY_S", 0.05)
+    mount = MortalMount(tmp_path)
+
+    def refuse(what: str, key: str) -> None:
+        if what == "PUT":
+            raise StoreError(key)
+
+    async with mount.serving() as process, trio.open_nursery() as nursery:
+        fh = await process.create("log", b"line")
+        await process.open("log")  # and never closed
+        nursery.start_soon(process.writer.run)
+        mount.store.before = refuse
+        with pytest.raises(OSError, match="log"):
+            await process.close(fh)
+        process.operations.release(fh)
+        await trio.testing.wait_all_tasks_blocked()
+        landed = landing(mount, "log", b"line")
+        mount.store.before = lambda _what, _key: None
+        await until(landed)
+        nursery.cancel_scope.cancel()
+
+
+async def test_the_last_close_does_not_wait_for_the_flush_interval(tmp_path: Path) -> None:
+    mount = MortalMount(tmp_path)
+    async with mount.serving(flush_interval_s=1000.0) as process:
+        fh = await process.create("log", b"one")
+        await process.writer.flush(fh)  # a child that was forked has ended
+        await process.write(fh, 3, b" two")
+        landed = landing(mount, "log", b"one two")
+        await process.close(fh)
+        await until(landed)
+
+
+@pytest.mark.parametrize("new", [NewAttributes(size=2), NewAttributes(mode=0o600)])
+async def test_a_change_by_name_does_not_wait_for_readers_to_close(
+    tmp_path: Path, new: NewAttributes
+) -> None:
+    mount = MortalMount(tmp_path)
+    async with mount.serving() as process:
+        fh = await process.create("log", b"line")
+        await process.open("log")  # and never closed
+        await process.close(fh)
+        inode = await process.node("log")
+        mutations = process.operations.mutations
+        assert mutations is not None
+        await mutations.setattr(inode.nodeid, new)
+        stored = mount.store.objects["log"]
+        size = 4 if new.size is None else new.size
+        mode = 0o644 if new.mode is None else new.mode
+        assert stored.data == b"line"[:size]
+        assert (stored.info.metadata or {})["mode"] == str(stat.S_IFREG | mode)
