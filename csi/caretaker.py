@@ -118,7 +118,7 @@ class Caretaker(threading.Thread):
         table = Table()
         is_expected = self._warming.is_expected(record.key)
         if not self._mounts.references(record, table) and not is_expected:
-            self._draining.wait(record, time.monotonic())
+            self._draining.check(record)
             self._draining.end(record, time.monotonic())
             self._warming.forget(record.key)
         else:

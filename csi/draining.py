@@ -22,8 +22,11 @@ from fusefs.units import MIB
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.5
 MOST_NAMED = 3
+
+
+class UploadingError(AbortedError):
+    """A mount has something to upload before it may end."""
 
 
 class Draining:
@@ -33,22 +36,18 @@ class Draining:
         self._mounts = mounts
         self._began: dict[str, float] = {}
 
-    def wait(self, record: MountRecord, ends: float) -> None:
-        """Return when nothing is left to upload, or it is given up. `ends` is monotonic.
+    def check(self, record: MountRecord) -> None:
+        """Return if nothing is left to upload, or it is given up.
 
         Raises:
-            AbortedError: there still is something; it says what.
+            UploadingError: there still is something; it says what.
         """
-        while True:
-            left = self._left(record)
-            if not left or self._is_given_up(record):
-                if left:
-                    cache = MountSettings.from_json(record.settings).cache_dir
-                    log.error("given up: %s; it is kept below %s", left, cache)
-                return
-            if time.monotonic() + POLL_S > ends:
-                raise AbortedError(left)
-            time.sleep(POLL_S)
+        left = self._left(record)
+        if left and not self._is_given_up(record):
+            raise UploadingError(left)
+        if left:
+            cache = MountSettings.from_json(record.settings).cache_dir
+            log.error("given up: %s; it is kept below %s", left, cache)
 
     def end(self, record: MountRecord, ends: float) -> None:
         """End the mount.

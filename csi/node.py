@@ -30,7 +30,7 @@ from csi.caretaker import Caretaker
 from csi.claims import Claims
 from csi.credentials import DRIVER, CredentialFiles, Identity, choose
 from csi.domains import Domains
-from csi.draining import Draining
+from csi.draining import Draining, UploadingError
 from csi.errors import (
     AbortedError,
     AlreadyExistsError,
@@ -67,6 +67,7 @@ TARGET_MODE = 0o750
 # Without a daemon. Kubelet waits for up to five minutes before it starts a container again.
 LONGEST_PAUSE = "15m"
 CLAIM_POLL_S = 0.02
+UPLOADS_POLL_S = 0.5
 
 Request = csi_pb2.NodePublishVolumeRequest
 Capability = csi_pb2.NodeServiceCapability
@@ -292,9 +293,16 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         if not request.volume_id:
             raise InvalidArgumentError("volume_id: missing")
         target = target_of(request.target_path, self._configuration.kubelet_directory, self._own)
-        with self._claimed(request.volume_id, ends):
-            self._unpublish(request.volume_id, target, ends)
-        return csi_pb2.NodeUnpublishVolumeResponse()
+        while True:
+            try:
+                with self._claimed(request.volume_id, ends):
+                    self._unpublish(request.volume_id, target, ends)
+                return csi_pb2.NodeUnpublishVolumeResponse()
+            except UploadingError:
+                if time.monotonic() + UPLOADS_POLL_S > ends:
+                    raise
+            # Without the claim: the volume's next pod is not to wait for this one's uploads.
+            time.sleep(UPLOADS_POLL_S)
 
     def _unpublish(self, volume_id: str, target: Path, ends: float) -> None:
         table = Table()
@@ -315,7 +323,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             if self._warming.is_expected(record.key):
                 continue
             if all(path == target for path in self._mounts.references(record, table)):
-                self._draining.wait(record, ends)
+                self._draining.check(record)
         try:
             binding.pop_all(target)
             binding.remove_directory(target)
@@ -335,7 +343,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         for record in self._mounts.records.of_volume(volume_id):
             if not self._is_needed(record):
                 try:
-                    self._draining.wait(record, time.monotonic())
+                    self._draining.check(record)
                     self._draining.end(record, time.monotonic())
                 except (CsiError, OSError) as error:
                     log.info("later: %s", error)  # the caretaker's

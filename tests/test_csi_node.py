@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from csi.generated import csi_pb2
-from tests.support.buckets import Bucket, keys
+from tests.support.buckets import Bucket, keys, stored
 from tests.support.csi_node import (
     SECRETS,
     Mode,
@@ -25,6 +25,7 @@ from tests.support.csi_node import (
 )
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.s3_server import ACCESS_KEY, S3Server
+from tests.support.sharing import PATIENCE_S
 from tests.support.waiting import until
 
 Code = grpc.StatusCode
@@ -390,6 +391,31 @@ def test_what_could_not_be_uploaded_is_waited_for(
     faulty.remove(fault)
     node.unpublish("slow", target)
     assert data.client.get_object(Bucket=data.name, Key="a/late")["Body"].read() == b"x" * 1000
+    data.delete("a/late")
+
+
+def test_a_pod_that_comes_does_not_wait_for_the_uploads_of_one_that_goes(
+    node: Node, data: Bucket, faulty: FaultyS3
+) -> None:
+    target, other = node.target("pod"), node.target("other-pod")
+    volume = {"store": "faulty", "bucket": data.name, "prefix": "a", "retryTime": "1s"}
+    node.publish("handed-on", target, **volume)
+    fault = faulty.add("PUT", code="InternalError")
+    with pytest.raises(OSError), (target / "late").open("wb") as file:  # noqa: PT011
+        file.write(b"late")
+    going = node.node.NodeUnpublishVolume.future(
+        csi_pb2.NodeUnpublishVolumeRequest(volume_id="handed-on", target_path=str(target)),
+        timeout=PATIENCE_S,
+    )
+    begun = 'NodeUnpublishVolume {"volume_id": "handed-on"'
+    until(lambda: begun in node.log.read_text(), "it goes")
+    time.sleep(1)  # it waits, with the claim or without
+    node.publish("handed-on", other, **volume)
+    going.result()  # the mount is not to end now
+    assert node.log.read_text().count("NodeUnpublishVolume handed-on OK") == 1
+    faulty.remove(fault)
+    node.unpublish("handed-on", other)
+    assert stored(data, "a/late") == b"late"
     data.delete("a/late")
 
 
