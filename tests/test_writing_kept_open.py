@@ -88,3 +88,15 @@ async def test_a_change_by_name_does_not_wait_for_readers_to_close(
         mode = 0o644 if new.mode is None else new.mode
         assert stored.data == b"line"[:size]
         assert (stored.info.metadata or {})["mode"] == str(stat.S_IFREG | mode)
+
+
+async def test_what_waits_is_as_old_as_it_was_under_the_next_process(tmp_path: Path) -> None:
+    mount = MortalMount(tmp_path)
+    async with mount.serving() as process:
+        await process.create("log", b"line")
+        begun = trio.current_time()
+        await trio.sleep(0.3)
+    async with mount.serving() as process:
+        (staged,) = process.writer.pending("log")
+        # The file system's clock ticks every 10 ms at least.
+        assert staged.since <= begun + 0.02
