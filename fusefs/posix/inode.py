@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -118,13 +117,6 @@ class Inode:
     @property
     def is_open(self) -> bool:
         return bool(self.served or self.passthrough)
-
-    def ancestry(self) -> Iterator[Inode]:
-        """This inode and its parents, without the root."""
-        at: Inode | None = self
-        while at is not None and at.parent is not None:
-            yield at
-            at = at.parent
 
     def default_meta(self, owner: Ownership) -> Meta:
         """What it has where the object says nothing."""

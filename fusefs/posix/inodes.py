@@ -115,8 +115,11 @@ class InodeTable:
         """The full key of a file, or the prefix (ending in `/`, or empty) of a directory."""
         if inode.info is not None:
             return inode.info.key
-        names = [at.name for at in inode.ancestry()]
-        return self.prefix + "".join(name + "/" for name in reversed(names))
+        path = ""
+        while inode.parent is not None:
+            path = f"{inode.name}/{path}"
+            inode = inode.parent
+        return self.prefix + path
 
     def resolve(self, parent: Inode, name: str, info: ObjectInfo | None, key: str) -> Inode:
         """Return the current inode of a name; a new one if it stands for something else now.
