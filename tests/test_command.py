@@ -181,8 +181,11 @@ def test_the_mount_of_a_killed_daemon_can_be_taken_away(mounter: Mounter) -> Non
     assert os.listdir(one.path) == []
 
 
+@pytest.mark.parametrize(
+    ("session", "number"), [("kernel", signal.SIGINT), ("pyfuse3", signal.SIGHUP)]
+)
 def test_a_mount_in_the_foreground_ends_with_an_interrupt(
-    bucket: Bucket, tmp_path: Path, session: str
+    bucket: Bucket, tmp_path: Path, session: str, number: int
 ) -> None:
     path = tmp_path / "mnt"
     path.mkdir()
@@ -199,7 +202,7 @@ def test_a_mount_in_the_foreground_ends_with_an_interrupt(
             "the mount answers",
         )
         assert (path / "a").read_bytes() == b"x"
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, said = process.communicate(timeout=LIMIT_S)
         assert process.returncode == 0
         assert "Traceback" not in said

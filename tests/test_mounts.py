@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fusefs import mounts
+from fusefs import mounts, users
 from tests.support.commands import MOUNTINFO
 from tests.support.commands import runtime as runtime
 from tests.support.commands import sleeper as sleeper
@@ -80,6 +80,17 @@ def test_a_pid_that_was_given_to_somebody_else_is_not_the_daemon(
     content = json.loads(record.read_text())
     record.write_text(json.dumps(content | {"started": content["started"] - 1}))
     assert mounts.registration_of(Path("/mnt/data")) is None
+
+
+def test_whom_a_daemon_runs_as_is_told_by_its_directory(runtime: Path) -> None:
+    assert users.serving(Path("/mnt/data")) is None
+    if os.geteuid() == 0:
+        mounts.hand_over(Path("/mnt/data"), 54321, 54321)
+    else:
+        mounts.mount_directory(Path("/mnt/data"))
+    found = users.serving(Path("/mnt/data"))
+    assert found is not None
+    assert found.uid == (54321 if os.geteuid() == 0 else os.geteuid())
 
 
 def test_the_runtime_directory_is_the_user_s_alone(runtime: Path) -> None:
