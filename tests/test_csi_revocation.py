@@ -39,6 +39,7 @@ def node(running: Node) -> Iterator[Node]:
 def data(s3: S3Server) -> Bucket:
     bucket = new_bucket(s3)
     bucket.put("a/hello", DATA)
+    bucket.put("elsewhere/hello", b"")
     return bucket
 
 
@@ -76,14 +77,19 @@ def mounted(node: Node) -> list[tuple[Path, str]]:
 def test_who_is_shut_out_reads_nothing_cached_until_there_are_other_keys(
     node: Node, data: Bucket, s3: S3Server
 ) -> None:
-    shut_out, other = Team(node, data, "one"), Team(node, data, "other")
-    assert shut_out.error() is other.error() is None
+    gone, denied, other = (Team(node, data, name) for name in ("gone", "denied", "other"))
+    for team in (gone, denied, other):
+        assert team.error() is None
     mounts_before, daemons_before = mounted(node), sorted(node.daemons())
-    retire(s3, "one1")
-    until(lambda: shut_out.error() == errno.EACCES, "it is shut out")
+    retire(s3, "gone1")  # whose keys S3 knows no more
+    allow(s3, "denied1", data.name, "elsewhere/")  # whose keys may do something else
+    for team in (gone, denied):
+        until(lambda team=team: team.error() == errno.EACCES, f"{team.name} is shut out")
     assert other.error() is None
-    shut_out.give_keys("one2")
-    until(lambda: shut_out.error() is None, "it is let in")
+    for team in (gone, denied):
+        team.give_keys(f"{team.name}2")
+    for team in (gone, denied):
+        until(lambda team=team: team.error() is None, f"{team.name} is let in")
     assert (mounted(node), sorted(node.daemons())) == (mounts_before, daemons_before)
-    shut_out.leave()
-    other.leave()
+    for team in (gone, denied, other):
+        team.leave()

@@ -135,7 +135,8 @@ class S3Store:
                 failure = error.failure
                 if failure.has_expired:
                     self._access.renew()
-                if failure.kind is CredentialsError and await self._access.has_renewed(used):
+                may_help = failure.is_refusal or failure.kind is CredentialsError
+                if may_help and await self._access.has_renewed(used):
                     continue
                 return failure.is_refusal or None
             self.answered = trio.current_time()
