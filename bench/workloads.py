@@ -179,9 +179,9 @@ WRITERS = (KERNEL, *PEERS)
 class Workload:
     """One row of the table.
 
-    `who` is measured, by `run`, which for the bare client is `run_bare`. `holds` workloads
-    leave, or want, the handle of the first read open. `prepare` is run before the contender
-    is started.
+    `who` is measured, by `run` or, if it is the bare client, by `run_bare`; `needs` comes
+    first, untimed. `holds` workloads leave, or want, the handle of the first read open.
+    `prepare` is run before the contender is started.
     """
 
     name: str
