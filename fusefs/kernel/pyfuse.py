@@ -9,6 +9,7 @@ changed object gets a new one.
 from __future__ import annotations
 
 import errno
+import logging
 import stat
 import time
 from collections.abc import Coroutine, Iterator, Sequence
@@ -26,6 +27,8 @@ from fusefs.posix.answers import Answer, Caller, NewAttributes
 from fusefs.posix.inodes import Inode
 from fusefs.posix.mutations import Mutations
 from fusefs.posix.operations import Operations
+
+logger = logging.getLogger("fusefs.session")
 
 T = TypeVar("T")
 # How many requests are in work at once; the rest wait in the kernel.
@@ -98,8 +101,8 @@ class Handlers(pyfuse3.Operations):
         with self._errors():
             answer = self._operations.lookup(parent, name, _caller(context))
             found = await self._result(Opcode.LOOKUP, parent, answer, context.pid)
-        if found.inode is not None:
-            return self.pack(found.inode, found.valid_s)
+            if found.inode is not None:
+                return self.pack(found.inode, found.valid_s)
         if not found.valid_s:
             raise pyfuse3.FUSEError(errno.ENOENT)
         # Inode 0: there is no such name, and that may be remembered.
@@ -334,6 +337,9 @@ class Handlers(pyfuse3.Operations):
             yield
         except OSError as error:
             raise pyfuse3.FUSEError(error.errno or errno.EIO) from error
+        except Exception as error:  # a fault of ours is not to end everybody's mount
+            logger.exception("answering EIO: a fault of this program")
+            raise pyfuse3.FUSEError(errno.EIO) from error
 
 
 class _Entries:
