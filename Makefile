@@ -34,10 +34,10 @@ lint: $(STAMP)
 
 storm: $(STAMP)
 	SURVIVAL_ROUNDS=100 SURVIVAL_UPGRADES=20 SURVIVAL_TREE=20000 WRITING_ROUNDS=200 \
-	DISK_EXAMPLES=100 CSI_EXAMPLES=20 CSI_STEPS=20 CSI_VOLUMES=20 CSI_ROUNDS=10 \
+	DISK_EXAMPLES=100 CSI_EXAMPLES=20 CSI_STEPS=20 CSI_VOLUMES=20 CSI_ROUNDS=10 CSI_CUTS=all \
 	$(BIN)/python -m pytest tests/test_survival.py tests/test_survival_memory.py \
 	tests/test_survival_ends.py tests/test_writing_survives.py tests/test_writing_like_a_disk.py \
-	tests/test_csi_node_model.py tests/test_csi_survival.py
+	tests/test_csi_node_model.py tests/test_csi_survival.py tests/test_csi_cut_off.py
 
 bench: $(STAMP)
 	$(BIN)/python -m bench

@@ -75,8 +75,8 @@ def test_a_pod_reads_and_writes_with_what_its_token_is_exchanged_for(
 @pytest.mark.parametrize(
     ("account", "how", "code"),
     [
-        ("trainer", {"is_forged": True}, Code.UNAVAILABLE),
-        ("trainer", {"audience": "somebody-else"}, Code.UNAVAILABLE),
+        ("trainer", {"is_forged": True}, Code.UNAUTHENTICATED),
+        ("trainer", {"audience": "somebody-else"}, Code.UNAUTHENTICATED),
         ("trainer", {"lifetime_s": -60}, Code.UNAUTHENTICATED),
         ("stranger", {}, Code.PERMISSION_DENIED),
     ],

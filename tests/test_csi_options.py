@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from csi import options
 from csi.errors import InvalidArgumentError
 from csi.options import Place, Shares, check_attributes, finished, mount_layer, read_options
+from csi.volumes import LOCATION_KEYS
 from fusefs.kinds import Source
 from fusefs.settings import MountSettings
 from fusefs.units import GIB, MIB
+from tests.support.manifests import PROJECT
 
 PLACE = Place(Source("bucket", "p/"), "http://s3:1", "us-east-1", "auto", None)
 SHARES = Shares(256 * MIB, 32, None, "20%", "10%")
@@ -23,8 +27,8 @@ def settings(
     is_read_only: bool = False,
     fs_group: int | None = None,
 ) -> MountSettings:
-    options = read_options(attributes, flags, is_inline=False)
-    layer = mount_layer(options, PLACE, shares, is_read_only=is_read_only, fs_group=fs_group)
+    asked = read_options(attributes, flags, is_inline=False)
+    layer = mount_layer(asked, PLACE, shares, is_read_only=is_read_only, fs_group=fs_group)
     return finished(layer, mountpoint="/mnt/key", cache_dir="/cache/domain")
 
 
@@ -112,3 +116,15 @@ def test_where_the_volume_is_comes_from_its_store() -> None:
     assert made.allow_other
     # Whoever is shut out of it reads its cache for no longer than this.
     assert made.revoke_after == 120
+
+
+def test_what_a_volume_may_say_is_documented() -> None:
+    text = (PROJECT / "docs/csi.md").read_text()
+    table = text.split("| name | meaning |")[1].split("\n\n")[0]
+    told: set[str] = set()
+    for row in table.splitlines()[2:]:
+        _, names, meaning, _ = row.split("|")
+        told |= set(re.findall("`([^`]+)`", meaning if "a setting of" in names else names))
+    told -= {"fusefs mount", "onDelete", "metadataTtl"}  # the class's alone, another spelling
+    settings = {name.replace("_", "-") for name in options._TAKEN}
+    assert told == settings | options._OWN | LOCATION_KEYS - {"endpoint"}

@@ -11,7 +11,7 @@ import errno
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -209,7 +209,12 @@ def _from_botocore(error: Exception) -> Failure | None:
     from botocore import exceptions
 
     if isinstance(error, exceptions.ClientError):
-        return _from_answer(error.response)
+        failure = _from_answer(error.response)
+        if error.operation_name == "AssumeRoleWithWebIdentity" and failure.kind is StoreError:
+            # Other STS than AWS's have codes of their own for a token that they refuse.
+            what = f"{_SENTENCES['InvalidIdentityToken']} ({failure.code or failure.status})"
+            return replace(failure, kind=CredentialsError, sentence=what)
+        return failure
     if isinstance(error, exceptions.NoCredentialsError | exceptions.PartialCredentialsError):
         return NO_CREDENTIALS
     if isinstance(error, exceptions.ProfileNotFound):
