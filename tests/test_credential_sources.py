@@ -104,7 +104,7 @@ async def test_keys_come_from_each_service_and_are_renewed(
     assert {request.headers["x-amz-security-token"] for request in asked} == {"t"}
 
 
-@pytest.mark.parametrize("place", ["setting", "environment", "profile"])
+@pytest.mark.parametrize("place", ["setting", "AWS_REGION", "AWS_DEFAULT_REGION", "profile"])
 async def test_requests_are_signed_for_the_region_that_is_told(
     shared: Bucket, faulty: FaultyS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
@@ -112,8 +112,8 @@ async def test_requests_are_signed_for_the_region_that_is_told(
     settings = {}
     if place == "setting":
         settings["region"] = "eu-north-9"
-    elif place == "environment":
-        monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-north-9")
+    elif place != "profile":
+        monkeypatch.setenv(place, "eu-north-9")
     else:
         (tmp_path / "config").write_text("[profile north]\nregion = eu-north-9\n")
         monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
@@ -193,7 +193,7 @@ def mounted_by(
             for name, value in shared.server.environment.items()
             if name not in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
         } | {"AWS_SHARED_CREDENTIALS_FILE": str(credentials)}
-        own = ("--user", "root") if os.geteuid() == 0 else ()
+        own = ("--user", "root") if os.geteuid() == 0 and session == "kernel" else ()
         one = Mount(
             f"s3://{shared.name}", tmp_path / "mnt", tmp_path / "cache", faulty.endpoint_url,
             environment, tmp_path / "log", ("--session", session, "--metadata-ttl", "0s", *own),

@@ -65,10 +65,8 @@ class Clients:
         Raises:
             AttemptError: there are no credentials, or they can't be used.
         """
-        import boto3
-
         self._settings = settings
-        session = boto3.Session(profile_name=settings.profile, region_name=settings.region)
+        session = self._session()
         self._credentials: Credentials | None = None
         if not settings.anonymous:
             self._credentials = session.get_credentials()
@@ -84,13 +82,16 @@ class Clients:
         self.is_confined = self._is_confined()
         self.objects = self._make_objects(session)
 
-    def has_other_credentials(self) -> bool:
-        """Whether boto3 would find other credentials now. Blocks, and may ask for them far away."""
+    def _session(self) -> boto3.Session:
         import boto3
 
-        settings = self._settings
-        session = boto3.Session(profile_name=settings.profile, region_name=settings.region)
-        found, known = session.get_credentials(), self._credentials
+        # boto3 knows AWS_DEFAULT_REGION alone, other programs for AWS know this name too.
+        region = self._settings.region or os.environ.get("AWS_REGION")
+        return boto3.Session(profile_name=self._settings.profile, region_name=region)
+
+    def has_other_credentials(self) -> bool:
+        """Whether boto3 would find other credentials now. Blocks, and may ask for them far away."""
+        found, known = self._session().get_credentials(), self._credentials
         if found is None or known is None:
             return False
         return bool(found.get_frozen_credentials() != known.get_frozen_credentials())
