@@ -70,9 +70,12 @@ def wait(
     registration = mounts.registration_of(mountpoint)
     if registration is None:
         return []
-    begun = heard = time.monotonic()
+    begun = heard = asked = time.monotonic()
     message = {"command": "sync", "path": below, "start": True}
     while True:
+        sent = time.monotonic()
+        if message["start"]:
+            asked = sent
         try:
             answer = control.exchange(registration.socket, message, ANSWER_TIMEOUT_S)
         except control.NotAnsweringError:
@@ -82,10 +85,10 @@ def wait(
             time.sleep(ASK_EVERY_S)
             continue
         heard = time.monotonic()
-        passed_s = heard - begun
-        # What was written since is nobody's who asked for this.
-        left = [one for one in answer["pending"] if one["since_s"] > passed_s]
-        if not answer["under_way"] or not left or passed_s > timeout_s:
+        # What was written since is nobody's who asked for this. However late an
+        # answer comes: what had been written by then is older than this.
+        left = [one for one in answer["pending"] if one["since_s"] >= sent - asked]
+        if not answer["under_way"] or not left or heard - begun > timeout_s:
             return left
         progress(answer["pending_files"], answer["pending_bytes"])
         message["start"] = False

@@ -10,13 +10,16 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from fusefs import syncing
+from fusefs import control, mounts, syncing
 from tests.support.buckets import Bucket, keys, stored
 from tests.support.disks import small_disk
 from tests.support.faulty_s3 import FaultyS3
@@ -91,6 +94,28 @@ def test_sync_knows_a_mount_behind_a_link(local: Mount, bucket: Bucket, tmp_path
     (local.path / "a").write_bytes(b"content")
     fusefs("sync", tmp_path / "link" / local.path.name / "a")
     assert stored(bucket, "a") == b"content"
+
+
+def test_sync_waits_for_what_was_just_written_however_late_answers_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = time.monotonic()
+    to_come = [1, 1, 0]
+
+    def exchange(*_: object) -> dict[str, Any]:
+        left = to_come.pop(0)
+        since_s = time.monotonic() - written
+        time.sleep(0.1)
+        one = {"key": "a", "since_s": since_s}
+        return {
+            "pending": [one] * left, "pending_files": left, "pending_bytes": left,
+            "under_way": left,
+        }  # fmt: skip
+
+    monkeypatch.setattr(control, "exchange", exchange)
+    monkeypatch.setattr(mounts, "registration_of", lambda path: SimpleNamespace(socket=path))
+    assert syncing.wait(tmp_path, "", LIMIT_S, lambda *_: None) == []
+    assert to_come == []
 
 
 def test_sync_waits_for_the_next_daemon_where_the_last_one_dies(
@@ -302,7 +327,9 @@ def test_without_deleting_nothing_is_overwritten(mounter: Mounter, bucket: Bucke
     for call in (lambda: os.truncate(mount.path / "a", 1), (mount.path / "directory").rmdir):
         with pytest.raises(PermissionError):
             call()
-    (mount.path / "b").write_bytes(b"new")
+    with open(mount.path / "b", "xb", buffering=0) as file:
+        file.write(b"newer")
+        file.truncate(3)
     assert (stored(bucket, "a"), stored(bucket, "b")) == (b"old", b"new")
 
 

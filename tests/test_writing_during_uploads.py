@@ -10,9 +10,13 @@ import pytest
 import trio
 import trio.testing
 
+from fusefs.posix import uploads
 from fusefs.posix.answers import NewAttributes
 from fusefs.store.base import ObjectInfo
+from fusefs.store.errors import CredentialsError
 from tests.support.mortal_mount import MemoryStore, MortalMount
+
+LIMIT_S = 20.0
 
 
 class SlowStore(MemoryStore):
@@ -72,3 +76,28 @@ async def test_what_is_written_meanwhile_waits_and_is_no_part_of_the_object(
         assert store.contents() == {"file": b"content"}
         await process.close(fh)
         assert store.contents() == {"file": b"CONtent"}
+
+
+async def test_who_writes_does_not_wait_for_credentials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads, "CREDENTIALS_S", 0.05)
+    mount = MortalMount(tmp_path)
+    is_refused = True
+
+    def refuse(what: str, key: str) -> None:
+        if what == "PUT" and is_refused:
+            raise CredentialsError(key)
+
+    mount.store.before = refuse
+    async with mount.serving() as process:
+        fh = await process.create("file", b"content")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(process.writer.fsync, fh)
+            with trio.fail_after(LIMIT_S):
+                while mount.store.count("PUT") < 2:
+                    await trio.testing.wait_all_tasks_blocked(0.01)
+                await process.write(fh, 0, b"CON")
+            assert process.writer.state(process.writer.pending("")[0]) == "waiting for credentials"
+            is_refused = False
+        assert mount.store.contents() == {"file": b"CONtent"}

@@ -152,10 +152,15 @@ class Uploads:
                     await attempt.hurry.wait()
             while staged.is_dirty:
                 with attempt.scope:
-                    async with staged.lock:
-                        await self._upload(staged, attempt)
-                if not attempt.scope.cancelled_caught:
-                    break
+                    try:
+                        async with staged.lock:
+                            await self._upload(staged, attempt)
+                        break
+                    except CredentialsError as error:
+                        staged.error = error
+                        logger.warning("%s waits for other credentials: %s", staged.key, error)
+                    # Without the lock: whoever writes to the file need not wait as well.
+                    await trio.sleep(CREDENTIALS_S)
                 attempt.scope = trio.CancelScope()
             staged.error = None
         except (StoreError, OSError, ValueError) as error:
@@ -166,7 +171,12 @@ class Uploads:
             attempt.done.set()
 
     async def _upload(self, staged: Staged, attempt: Attempt) -> None:
-        """Upload a file that is locked, or set it aside if that can't be any more."""
+        """Upload a file that is locked, or set it aside if that can't be any more.
+
+        Raises:
+            CredentialsError: it is to be tried again with other ones.
+            StoreError, OSError: the bucket does not have it.
+        """
         try:
             await self._upload_whole(staged, attempt)
         except BaseLostError as error:
@@ -175,36 +185,31 @@ class Uploads:
             raise OSError(errno.ESTALE, "the object was replaced while it was edited") from error
 
     async def _upload_whole(self, staged: Staged, attempt: Attempt) -> None:
-        """Upload a file that is locked, also with credentials that come later."""
-        while staged.is_dirty:
-            try:
-                await self._last_ahead(staged)
-                described = staged.meta_changes
-                info = await self._sender.send(staged, attempt.commit)
-                base = staged.base
-                if base is not None and base.file.is_complete:
-                    # So that the new version is as whole in the cache as the old one was.
-                    await self._editor.fill(base, staged.fd, 0, base.size)
-                self._note_uploaded(staged, info, described)
+        if not staged.is_dirty:
+            return  # it was removed while this waited for it
+        try:
+            await self._last_ahead(staged)
+            described = staged.meta_changes
+            info = await self._sender.send(staged, attempt.commit)
+            base = staged.base
+            if base is not None and base.file.is_complete:
+                # So that the new version is as whole in the cache as the old one was.
+                await self._editor.fill(base, staged.fd, 0, base.size)
+            self._note_uploaded(staged, info, described)
+            self._landed(staged, info)
+        except (ConflictError, StaleVersionError) as error:
+            if not self._sender.is_careful(staged):
+                raise
+            described = staged.meta_changes
+            theirs, info = await self._sender.keep_apart(staged)
+            self._note_uploaded(staged, info, described)
+            if theirs is info:
                 self._landed(staged, info)
                 return
-            except CredentialsError as error:
-                staged.error = error
-                logger.warning("%s waits for other credentials: %s", staged.key, error)
-            except (ConflictError, StaleVersionError) as error:
-                if not self._sender.is_careful(staged):
-                    raise
-                described = staged.meta_changes
-                theirs, info = await self._sender.keep_apart(staged)
-                self._note_uploaded(staged, info, described)
-                if theirs is info:
-                    self._landed(staged, info)
-                    return
-                self._kept_apart(staged, info, theirs)
-                raise OSError(errno.ESTALE, "somebody else has replaced the object") from error
-            finally:
-                attempt.is_cancellable = True
-            await trio.sleep(CREDENTIALS_S)
+            self._kept_apart(staged, info, theirs)
+            raise OSError(errno.ESTALE, "somebody else has replaced the object") from error
+        finally:
+            attempt.is_cancellable = True
 
     def _note_uploaded(self, staged: Staged, info: ObjectInfo, described: int) -> None:
         """The bucket has what the file, which is locked, has now.

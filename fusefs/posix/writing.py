@@ -175,7 +175,8 @@ class Writer(Writeback):
         Raises:
             OSError: ESTALE, the kernel reads the node by passthrough: a new one is to be opened.
         """
-        self._check_overwriting(inode)
+        if not self._may_be_written(inode):
+            self._check_overwriting(inode)
         while True:
             if inode.staged is None:
                 await self._begin(inode, keep)
