@@ -74,6 +74,13 @@ class CacheFile:
         file.used_at = row.used_at
         return file
 
+    @classmethod
+    def unkept(cls) -> CacheFile:
+        """A pinned file that nothing is cached in: of what the bucket does not have yet."""
+        file = cls("", 0)
+        file.pins = 1
+        return file
+
     def row(self) -> Row:
         ranges = self.present.pack()
         return Row(self.name, self.generation, self.st_ino, self.size, ranges, self.used_at)

@@ -80,13 +80,11 @@ class FileCache:
             rows = self._catalog.rows()
             space.committed = self._catalog.total_bytes()
         except DamagedCatalogError as error:
-            raise CacheDirectoryError(
-                f"the cache directory {directory} is damaged ({error}): remove it"
-            ) from error
+            why = f"the cache directory {directory} is damaged ({error}): remove it"
+            raise CacheDirectoryError(why) from error
         except (OSError, sqlite3.Error) as error:
-            raise CacheDirectoryError(
-                f"can't use the cache directory {directory}: {error}"
-            ) from error
+            why = f"can't use the cache directory {directory}: {error}"
+            raise CacheDirectoryError(why) from error
         # In the order of their last use, oldest first.
         self._files = {row.name: CacheFile.from_row(row) for row in rows}
         self._ledger = Ledger(self._catalog, self._disk, space, self.warn)
@@ -129,9 +127,7 @@ class FileCache:
         Asks the disk nothing: `ensure_open` does.
         """
         name = self.name_of(version)
-        file = self._files.get(name)
-        if file is None:
-            file = CacheFile(name, version.size)
+        file = self._files.get(name) or CacheFile(name, version.size)
         file.version = version
         self.pin_again(file)
         return file
@@ -223,19 +219,22 @@ class FileCache:
             file.become(found, st_ino, b"")
             self.arrived(file, 0, file.size)
 
-    def take_in(self, version: ObjectVersion, path: str, there: RangeMap | None = None) -> None:
-        """Make a file the copy of a version that was uploaded from it; not if there is one.
+    def take_in(self, version: ObjectVersion, path: str, there: RangeMap | None = None) -> bool:
+        """Make a file the copy of a version that was uploaded from it; False if it stays as it is.
 
         `there` is what the file has of it, if not all. The caller writes to it no more.
         """
         file = self.pin(version)
         try:
-            if not file.generation:
-                file.become(*self._disk.take_in(file.name, path), b"")
-                for start, stop in there or ((0, file.size),):
-                    self.arrived(file, start, stop)
+            if file.generation:
+                return False
+            file.become(*self._disk.take_in(file.name, path), b"")
+            for start, stop in there or ((0, file.size),):
+                self.arrived(file, start, stop)
+            return True
         except OSError as error:
             self.warn(error.strerror or str(error))
+            return False
         finally:
             self.unpin(file)
 

@@ -196,6 +196,10 @@ class Directories:
                 self._entries += len(segment.entries) - before
                 break
 
+    def settled(self, prefix: str, name: str) -> None:
+        """What was said to last under a name is in the bucket, and listings tell it."""
+        self.local.settle(prefix, name)
+
     def has_other(self, prefix: str, name: str) -> bool:
         """Whether a directory is known to hold something beside one name."""
         directory = self._known.get(prefix)

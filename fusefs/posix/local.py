@@ -46,6 +46,10 @@ class LocalNames:
         is_only_begun = lasting and isinstance(entry, ObjectInfo) and not entry.etag
         self._order.append((now, prefix, name, not is_only_begun))
 
+    def settle(self, prefix: str, name: str) -> None:
+        """What was last said of a name, which the bucket has by now, does not last any more."""
+        _drop(self._lasting, prefix, name)
+
     def _forget_before(self, oldest: float) -> None:
         while self._order and self._order[0][0] < oldest:
             at, prefix, name, _ = self._order.popleft()

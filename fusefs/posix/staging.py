@@ -123,7 +123,7 @@ class Staged:
 
     @property
     def is_dirty(self) -> bool:
-        return (self.is_content_dirty or self.is_meta_dirty) and not self.is_unlinked
+        return (self.changes != self.uploaded or self.is_meta_dirty) and not self.is_unlinked
 
     @property
     def key(self) -> str:
@@ -362,8 +362,8 @@ class Staging:
         self.release(staged)
         return kept
 
-    def release(self, staged: Staged) -> None:
-        """Forget a file; what is left of it on the disk is removed."""
+    def release(self, staged: Staged, *, is_taken: bool = False) -> None:
+        """Forget a file; what is left of it is removed, but for what the cache has taken."""
         del self._files[staged.inode.nodeid]
         self.charged -= staged.charged - staged.free
         if staged.base is not None and self.cache is not None:
@@ -371,8 +371,9 @@ class Staging:
         staged.inode.staged = None
         staged.inode.packed = None
         os.close(staged.fd)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(staged.path)
+        if not is_taken:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(staged.path)
         if staged.has_record_file:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(f"{staged.path}.json")

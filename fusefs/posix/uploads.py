@@ -153,8 +153,7 @@ class Uploads:
             while staged.is_dirty:
                 with attempt.scope:
                     try:
-                        async with staged.lock:
-                            await self._upload(staged, attempt)
+                        await self._upload_locked(staged, attempt)
                         break
                     except CredentialsError as error:
                         staged.error = error
@@ -169,6 +168,17 @@ class Uploads:
         finally:
             del self._attempts[staged]
             attempt.done.set()
+
+    async def _upload_locked(self, staged: Staged, attempt: Attempt) -> None:
+        # A free lock is taken without giving way, which would be two turns of the loop.
+        if staged.lock.locked():
+            await staged.lock.acquire()
+        else:
+            staged.lock.acquire_nowait()
+        try:
+            await self._upload(staged, attempt)
+        finally:
+            staged.lock.release()
 
     async def _upload(self, staged: Staged, attempt: Attempt) -> None:
         """Upload a file that is locked, or set it aside if that can't be any more.

@@ -224,17 +224,18 @@ class Writeback:
         inode = staged.inode
         if staged.is_dirty or inode.served or inode.staged is not staged:
             return
+        is_taken = False
         if not staged.is_unlinked and inode.info is not None and inode.info.size:
             own = None if staged.base is None else staged.base.own(inode.info.size)
-            self._cache.take_in(inode.info.version, staged.path, own)
+            is_taken = self._cache.take_in(inode.info.version, staged.path, own)
         inode.meta = staged.described()
-        self._release(staged)
+        self._release(staged, is_taken=is_taken)
         if not staged.is_unlinked and inode.info is not None:
             prefix = inode.info.key[: len(inode.info.key) - len(inode.name)]
-            self.directories.changed(prefix, inode.name, inode.info)
+            self.directories.settled(prefix, inode.name)
 
-    def _release(self, staged: Staged) -> None:
-        self.staging.release(staged)
+    def _release(self, staged: Staged, *, is_taken: bool = False) -> None:
+        self.staging.release(staged, is_taken=is_taken)
         # Without the kernel's knowing it, it was here for its content alone.
         self.inodes.drop_unknown(staged.inode)
 

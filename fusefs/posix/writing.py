@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 import trio
 
 from fusefs.cache.fetch import Fetcher
+from fusefs.cache.file import CacheFile
 from fusefs.cache.files import FileCache
 from fusefs.posix.allocating import KEEP_SIZE, MODES, allocate
 from fusefs.posix.answers import Answer, Caller, Opened, waiting
@@ -162,8 +163,9 @@ class Writer(Writeback):
     def open_staged(self, inode: Inode, flags: int, caller: Caller) -> Opened:
         """Open a file that is staged."""
         assert inode.info is not None
-        file = self._cache.pin(inode.info.version)
-        handle = self._handles.open_file(inode, inode.info.version, file, 0, flags, caller.unique)
+        version = inode.info.version
+        file = self._cache.pin(version) if version.etag else CacheFile.unkept()
+        handle = self._handles.open_file(inode, version, file, 0, flags, caller.unique)
         # A handle that only writes needs no second copy in the kernel's pages.
         is_direct = flags & os.O_ACCMODE == os.O_WRONLY
         may_write = bool(flags & WRITING)
