@@ -62,3 +62,19 @@ async def test_a_failure_that_nobody_waits_for_ends_nothing_else() -> None:
             await Apart(nursery, lambda: unseen.append(1)).run(work())
         gate.set()
     assert unseen == [1]
+
+
+async def test_a_fault_ends_who_waits_for_it_and_nothing_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def fail() -> None:
+        await trio.lowlevel.checkpoint()
+        raise ZeroDivisionError
+
+    async with trio.open_nursery() as nursery:
+        apart = Apart(nursery, lambda: None)
+        with pytest.raises(ZeroDivisionError):
+            await apart.run(fail())
+        with trio.move_on_after(0):
+            await apart.run(fail())
+    assert "ZeroDivisionError" in caplog.text

@@ -36,24 +36,28 @@ class Apart:
         Cancelling ends the wait alone; the result is then given to `unwanted`.
 
         Raises:
-            OSError: the work did.
+            Exception: the work did; an OSError is an answer, anything else a fault.
         """
         done = trio.Event()
         results: list[Result] = []
-        errors: list[OSError] = []
+        errors: list[Exception] = []
         is_waited_for = True
 
         async def act() -> None:
             try:
                 results.append(await work)
-            except OSError as error:
+            except Exception as error:  # a fault of ours is for the session to answer
                 errors.append(error)
             if is_waited_for:
                 done.set()
                 return
             self._unseen()
             if errors:
-                logger.warning("a change that nobody waited for any more failed: %s", errors[0])
+                is_fault = not isinstance(errors[0], OSError)
+                logger.warning(
+                    "a change that nobody waited for any more failed: %s",
+                    errors[0], exc_info=errors[0] if is_fault else None,
+                )  # fmt: skip
             else:
                 unwanted(results[0])
 
