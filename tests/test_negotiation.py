@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import trio
 
 from fusefs.kernel import wire
 from fusefs.kernel.session import Session, UnsupportedKernelError
@@ -25,10 +27,15 @@ class Kernel:
 
     def __init__(self) -> None:
         self.end, self._its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._its.setblocking(False)
         self.log: list[bytes] = []
-        operations: Any = SimpleNamespace(mutations=None)
+        self.operations: Any = SimpleNamespace(mutations=None)
+        self.start()
+
+    def start(self) -> None:
+        """Begin a session, or the next one."""
         log: Any = SimpleNamespace(negotiated=self.log.append)
-        self.session = Session(self._its.fileno(), operations, log)
+        self.session = Session(self._its.fileno(), self.operations, log)
 
     def close(self) -> None:
         self.end.close()
@@ -40,9 +47,9 @@ class Kernel:
         body = wire.INIT_IN.pack(wire.MAJOR, minor, READ_AHEAD, low, high, bytes(44))
         self.ask(Opcode.INIT, body if minor >= 36 else body[: wire.INIT_IN_SHORT.size])
 
-    def ask(self, opcode: Opcode, body: bytes) -> None:
+    def ask(self, opcode: Opcode, body: bytes, unique: int = UNIQUE) -> None:
         size = wire.IN_HEADER.size + len(body)
-        self.end.send(wire.IN_HEADER.pack(size, opcode, UNIQUE, 0, 0, 0, 0, 0, 0) + body)
+        self.end.send(wire.IN_HEADER.pack(size, opcode, unique, 0, 0, 0, 0, 0, 0) + body)
 
     def told(self) -> tuple[int, bytes]:
         """What the session wrote next, behind a request's number or a notification's code."""
@@ -136,3 +143,37 @@ async def test_no_notification_makes_the_kernel_wait(kernel: Kernel) -> None:
     assert kernel.told() == (wire.NOTIFY_INC_EPOCH_CODE, b"")
     kernel.session.adopt(kernel.log[0])
     assert kernel.told() == (wire.NOTIFY_RESEND_CODE, b"")
+
+
+# Faults of ours
+
+
+def fail_at_once(*_: object) -> None:
+    raise ValueError("so it goes")
+
+
+async def fail_later(*_: object) -> None:
+    await trio.lowlevel.checkpoint()
+    raise ValueError("so it goes")
+
+
+@pytest.mark.parametrize("fail", [fail_at_once, fail_later])
+async def test_a_request_that_meets_a_fault_ends_the_daemon_once_and_is_eio_then(
+    kernel: Kernel, caplog: pytest.LogCaptureFixture, fail: Callable[..., object]
+) -> None:
+    await negotiated(kernel, EVERYTHING)
+    kernel.operations.lookup = fail
+    kernel.ask(Opcode.LOOKUP, b"name\0")
+    with pytest.raises(ExceptionGroup) as ended:
+        await kernel.session.run()
+    assert ended.group_contains(ValueError, match="so it goes")
+    kernel.start()
+    again = UNIQUE | wire.UNIQUE_RESEND
+    kernel.ask(Opcode.LOOKUP, b"name\0", again)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(kernel.session.run)
+        await trio.lowlevel.wait_readable(kernel.end)
+        nursery.cancel_scope.cancel()
+    size = wire.OUT_HEADER.size
+    assert kernel.end.recv(1 << 16) == wire.OUT_HEADER.pack(size, -errno.EIO, again)
+    assert "so it goes" in caplog.text

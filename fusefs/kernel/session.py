@@ -96,7 +96,8 @@ class Waiting:
         inode = operations.inodes.find(self.nodeid)
         key = repr(operations.inodes.key(inode)) if inode is not None else f"node {self.nodeid}"
         name = Opcode(self.opcode).name
-        return f"{name} of {key} by process {self.pid} waits for {now - self.since:.1f} s"
+        who = f" by process {self.pid}" if self.pid else ""
+        return f"{name} of {key}{who} waits for {now - self.since:.1f} s"
 
 
 class Session:
@@ -238,6 +239,11 @@ class Session:
         except OSError as error:
             self._reply_error(unique, error)
             return
+        except Exception:
+            if not unique & wire.UNIQUE_RESEND:
+                raise
+            self._reply_fault(unique)
+            return
         if isinstance(result, (bytes, memoryview, bytearray)):
             self._reply(unique, result)
         elif result is not None:
@@ -258,6 +264,10 @@ class Session:
                 self._reply_error(unique, OSError(errno.EINTR, "interrupted"))
         except OSError as error:
             self._reply_error(unique, error)
+        except Exception:
+            if not unique & wire.UNIQUE_RESEND:
+                raise
+            self._reply_fault(unique)
         finally:
             del self._waiting[unique & _UNMARKED]
 
@@ -276,6 +286,15 @@ class Session:
             os.write(self._fd, wire.OUT_HEADER.pack(wire.OUT_HEADER.size, -number, unique))
         except OSError as lost:
             self._note_lost_reply(lost)
+
+    def _reply_fault(self, unique: int) -> None:
+        """Answer a request that meets a fault of ours, perhaps not for the first time.
+
+        A fault ends this process, and the next one may do better. What comes again may
+        have ended one before, and would in the end take everybody's mount along.
+        """
+        logger.exception("a request that was sent again meets a fault")
+        self._reply_error(unique, OSError(errno.EIO, "a fault of fusefs"))
 
     def _note_lost_reply(self, error: OSError) -> None:
         # ENOENT: the request was aborted. ENODEV: unmounted, which reading will show.
