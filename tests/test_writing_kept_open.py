@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 
@@ -100,3 +101,22 @@ async def test_what_waits_is_as_old_as_it_was_under_the_next_process(tmp_path: P
         (staged,) = process.writer.pending("log")
         # The file system's clock ticks every 10 ms at least.
         assert staged.since <= begun + 0.02
+
+
+async def test_with_local_durability_each_close_is_safe_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mount = MortalMount(tmp_path)
+    synced: list[bytes] = []
+
+    def fsync(fd: int) -> None:
+        if stat.S_ISREG(os.fstat(fd).st_mode) and os.fstat(fd).st_size < 20:
+            synced.append(os.pread(fd, 20, 0))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    async with mount.serving(is_local=True, flush_interval_s=1000.0) as process:
+        fh = await process.create("log", b"one")
+        await process.writer.flush(fh)  # a child that was forked has ended
+        await process.write(fh, 3, b" two")
+        await process.writer.flush(fh)
+    assert synced == [b"one", b"one two"]
