@@ -246,7 +246,7 @@ class MountSettings:
     holder: Path | None = field(
         default=None,
         metadata=about(
-            PATH, "Survival", "the socket of a `fusefs keeper` that holds the mount, too"
+            PATH, "Survival", "the socket of a `fusefs keeper` to hold it, too", otherwise="none"
         ),
     )
 
