@@ -47,6 +47,7 @@ from csi.mounts import Mounts
 from csi.nodeconfig import NodeConfiguration, add_flags, configuration_of
 from csi.options import Options, Place, Warm, finished, mount_layer, read_options
 from csi.publication import Publication, read_request, target_of
+from csi.server import end_of
 from csi.stats import Stats
 from csi.stores import Stores
 from csi.sweeping import Sweeper
@@ -59,10 +60,6 @@ __all__ = ["NodeService", "add_flags", "make_service"]
 
 log = logging.getLogger(__name__)
 
-# Kubelet gives a call two minutes; what it does not say is taken for less.
-LONGEST_CALL_S = 110.0
-# Between our own end of a call and the caller's.
-MARGIN_S = 3.0
 TARGET_MODE = 0o750
 # Without a daemon. Kubelet waits for up to five minutes before it starts a container again.
 LONGEST_PAUSE = "15m"
@@ -140,7 +137,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
     def NodePublishVolume(
         self, request: Request, context: grpc.ServicerContext
     ) -> csi_pb2.NodePublishVolumeResponse:
-        ends = _end_of(context)
+        ends = end_of(context)
         asked = read_request(request, self._configuration.kubelet_directory, self._own)
         while True:
             with self._claimed(asked.volume_id, ends):
@@ -289,7 +286,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
     def NodeUnpublishVolume(
         self, request: csi_pb2.NodeUnpublishVolumeRequest, context: grpc.ServicerContext
     ) -> csi_pb2.NodeUnpublishVolumeResponse:
-        ends = _end_of(context)
+        ends = end_of(context)
         if not request.volume_id:
             raise InvalidArgumentError("volume_id: missing")
         target = target_of(request.target_path, self._configuration.kubelet_directory, self._own)
@@ -391,11 +388,3 @@ class NodeService(csi_pb2_grpc.NodeServicer):
     @property
     def _own(self) -> Path:
         return self._configuration.mounts_directory
-
-
-def _end_of(context: grpc.ServicerContext) -> float:
-    """When a call has to be answered, of the monotonic clock."""
-    remaining_s = context.time_remaining()
-    if remaining_s is None:
-        remaining_s = LONGEST_CALL_S
-    return time.monotonic() + max(0.0, min(remaining_s, LONGEST_CALL_S) - MARGIN_S)

@@ -37,6 +37,10 @@ DRIVER_NAME = "s3.csi.fusefs.dev"
 # The provisioner's own default is 100 workers for creating and as many for deleting.
 MAX_CALLS = 100
 QUICK_THREADS = 28
+# Kubelet gives a call two minutes; what it does not say is taken for less.
+LONGEST_CALL_S = 110.0
+# Between our own end of a call and the caller's.
+MARGIN_S = 3.0
 # How long calls may go on after SIGTERM; a pod gets 30 s by default.
 GRACE_S = 20.0
 
@@ -98,6 +102,14 @@ class Server:
     def wait(self) -> None:
         """Return when the server has been stopped."""
         self._server.wait_for_termination()
+
+
+def end_of(context: grpc.ServicerContext) -> float:
+    """When a call has to be answered, of the monotonic clock."""
+    remaining_s = context.time_remaining()
+    if remaining_s is None:
+        remaining_s = LONGEST_CALL_S
+    return time.monotonic() + max(0.0, min(remaining_s, LONGEST_CALL_S) - MARGIN_S)
 
 
 def socket_path(endpoint: str) -> Path:
