@@ -14,6 +14,8 @@ from typing import Any
 Status = Mapping[str, Any]
 
 _LABEL_WIDTH = 12
+# Files that wait for their upload, by name.
+MOST_PENDING = 5
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -60,6 +62,9 @@ def render(status: Status) -> str:
     ):
         if section:
             rows.append((label, describe(section)))
+    writing = status.get("writing") or {}
+    rows += [("pending", _pending(one)) for one in writing.get("pending", ())[:MOST_PENDING]]
+    rows += [("renaming", _renaming(one)) for one in writing.get("renames", ())]
     rows += [
         ("warming", f"{job['path'] or '.'}: {warmth(job)}") for job in status.get("warming", ())
     ]
@@ -164,12 +169,22 @@ def _writing(writing: Status) -> str:
     count = writing.get("pending_files", 0)
     if not count:
         return "everything is in the bucket"
-    oldest = writing["pending"][0]
-    why = f" ({oldest['error']})" if oldest.get("error") else ""
-    return (
-        f"{_count(count, 'file')}, {human_size(writing.get('pending_bytes', 0))}, not in the bucket"
-        f" yet; for {human_duration(oldest['since_s'])} {oldest['key']}: {oldest['state']}{why}"
-    )
+    size = human_size(writing.get("pending_bytes", 0))
+    return f"{_count(count, 'file')}, {size}, not in the bucket yet"
+
+
+def _pending(one: Status) -> str:
+    """A file that is not in the bucket."""
+    why = f" ({one['error']})" if one.get("error") else ""
+    size, age = human_size(one["bytes"]), human_duration(one["since_s"])
+    return f"{one['key']}: {one['state']}, {size}, for {age}{why}"
+
+
+def _renaming(one: Status) -> str:
+    """A directory on its way to another name."""
+    done = f"{one['copied']:,} of {one['files']:,} copied, {one['deleted']:,} deleted"
+    age = human_duration(one["since_s"])
+    return f"{one['from']} to {one['to']}: {one['phase']}, {done}, for {age}"
 
 
 def warmth(job: Status) -> str:

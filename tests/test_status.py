@@ -162,6 +162,21 @@ def test_a_status_is_shown_for_people() -> None:
         assert part in text
 
 
+def test_what_is_written_and_renamed_is_shown_with_its_age() -> None:
+    one = {"key": "a", "bytes": 1 << 20, "since_s": 65.0, "state": "failed", "error": "no answer"}
+    renaming = {
+        "from": "old/", "to": "new/", "phase": "copying", "files": 10_000, "copied": 1_200,
+        "deleted": 0, "since_s": 7.0,
+    }  # fmt: skip
+    writing = {
+        "pending": [one], "pending_files": 1, "pending_bytes": 1 << 20, "renames": [renaming],
+    }  # fmt: skip
+    text = report.render({**STATUS, "writing": writing})
+    assert "1 file, 1.0 MiB, not in the bucket yet" in text
+    assert "pending     a: failed, 1.0 MiB, for 1 min 5 s (no answer)" in text
+    assert "old/ to new/: copying, 1,200 of 10,000 copied, 0 deleted, for 7" in text
+
+
 def test_a_status_without_some_parts_is_shown_all_the_same() -> None:
     assert "/mnt/data" in report.render({"mountpoint": "/mnt/data", "source": "s3://b/"})
 
