@@ -20,10 +20,9 @@ from fusefs.posix.answers import Caller, NewAttributes, Opened
 from fusefs.posix.directories import Directories
 from fusefs.posix.inodes import Inode, InodeTable, Ownership
 from fusefs.posix.journal import NoJournal
-from fusefs.posix.learning import Learner
+from fusefs.posix.learning import SAMPLED_AT_ONCE, Learner
 from fusefs.posix.meta import Meta
 from fusefs.posix.mutations import Mutations
-from fusefs.posix.presuming import SAMPLE
 from fusefs.store.base import ObjectInfo
 from fusefs.store.errors import StoreError
 from tests.support.mortal_mount import DiedError, MemoryStore, MortalMount, Process
@@ -313,7 +312,7 @@ async def test_a_listing_asks_a_few_files_and_looking_up_names_the_others_once(
     async with mount.serving() as process:
         before = mount.store.count("HEAD")
         assert await process.listing("d") == NAMES
-        assert mount.store.count("HEAD") - before == SAMPLE + 1
+        assert mount.store.count("HEAD") - before == SAMPLED_AT_ONCE + 1
         for name in NAMES:
             await process.node("d/" + name)
         assert mount.store.count("HEAD") - before == len(NAMES) + 1
