@@ -129,10 +129,12 @@ class Daemon:
     async def _open_cache(self) -> None:
         settings = self.settings
         directory = settings.cache_dir / self._principal_directory()
+        is_fresh = self._handover is None or self._handover.is_fresh
+        opening = partial(process.open_cache, in_any_case=not is_fresh)
         self.space, self.cache, self.pages = await trio.to_thread.run_sync(
-            process.open_cache, settings, directory, self._identity
+            opening, settings, directory, self._identity
         )
-        if self._handover is not None and self._handover.is_fresh:
+        if self._handover is not None and is_fresh:
             self._handover.remember(directory.name)
 
     @property

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import logging
 import os
 import resource
 import signal
+import sqlite3
 from pathlib import Path
 
 from fusefs import logs
@@ -18,6 +20,8 @@ from fusefs.kinds import Conflict, Durability
 from fusefs.posix.writeback import Rules
 from fusefs.settings import MountSettings
 from fusefs.store.clients import S3Settings
+
+logger = logging.getLogger("fusefs.daemon")
 
 # What may be in memory of one download: the client's buffers and a chunk.
 MEMORY_PER_DOWNLOAD = 4 << 20
@@ -52,9 +56,11 @@ def _raise_descriptor_limit() -> None:
 
 
 def open_cache(
-    settings: MountSettings, directory: Path, identity: str
+    settings: MountSettings, directory: Path, identity: str, *, in_any_case: bool
 ) -> tuple[Space, FileCache, RememberedPages | NoPages]:
     """The part of the cache in `directory`, and the listings that are remembered there. Blocks.
+
+    A mount that is taken over goes on `in_any_case`, also with a disk that is full.
 
     Raises:
         CacheDirectoryError: it can't be used.
@@ -64,10 +70,16 @@ def open_cache(
         directory, settings.cache_size,
         settings.min_free.bytes_of, settings.min_free_inodes.bytes_of,
     )  # fmt: skip
-    cache = FileCache(directory, identity, space)
+    cache = FileCache(directory, identity, space, in_any_case=in_any_case)
     if not settings.read_only:
         return space, cache, NoPages()
-    pages = RememberedPages(directory / "metadata", identity, settings.metadata_ttl)
+    try:
+        pages = RememberedPages(directory / "metadata", identity, settings.metadata_ttl)
+    except (OSError, sqlite3.Error) as error:
+        if not in_any_case:
+            raise
+        logger.info("listings are not remembered: %s", error)
+        return space, cache, NoPages()
     return space, cache, pages
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.buckets import Bucket
+from tests.support.disks import fill, small_disk
 from tests.support.libc import DirectoryStream
 from tests.support.listing_server import ListingServer
 from tests.support.mounting import Mount, Mounter
@@ -119,3 +120,24 @@ def test_a_directory_is_not_younger_under_the_next_daemon(mounter: Mounter, buck
     before = (mount.path / "d").stat().st_mtime_ns
     kill_daemon(mount)
     assert (mount.path / "e").stat().st_mtime_ns == before
+
+
+@states("A mount whose cache disk is full goes on under the next daemon as well.")
+@pytest.mark.parametrize("kind", ["--read-only", "--no-read-only"])
+def test_a_full_cache_disk_ends_no_mount(
+    mounter: Mounter, bucket: Bucket, tmp_path: Path, kind: str
+) -> None:
+    for name in ("read", "held", "new"):
+        bucket.put(name, stamped(1, 1 << 20))
+    with small_disk(tmp_path / "disk", 16) as disk:
+        mount = mounter("--session", "kernel", kind, cache="disk/cache")
+        assert read_all(mount.path / "read") == stamped(1, 1 << 20)
+        with (mount.path / "held").open("rb", buffering=0) as held:
+            fill(disk)
+            for _ in range(2):
+                kill_daemon(mount)
+                assert os.pread(held.fileno(), 1 << 20, 0) == stamped(1, 1 << 20)
+                for name in ("read", "new"):
+                    assert read_all(mount.path / name) == stamped(1, 1 << 20)
+            (disk / "filler").unlink()
+        mount.end()

@@ -16,14 +16,17 @@ All calls block, and run in one thread at a time (see files.py).
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
 
 from fusefs.cache.ranges import RangeMap
+
+logger = logging.getLogger("fusefs.cache")
 
 FORMAT = 1
 
@@ -68,40 +71,57 @@ BUSY_S = 30.0
 class Catalog:
     """The table of one cache directory, as one mount uses it."""
 
-    def __init__(self, path: Path, boot_id: str) -> None:
-        """Open or create the database.
+    def __init__(self, path: Path, boot_id: str, *, in_any_case: bool = False) -> None:
+        """Open or create the database; `in_any_case` also if the disk is full, in memory then.
 
         Raises:
             DamagedCatalogError: it is not a database, or of another format.
+            sqlite3.OperationalError: it can't be opened for another reason.
         """
         self._boot_id = boot_id
         try:
-            self._db = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False)
-            self._db.isolation_level = None
-            _switch_to_wal(self._db)
-            # A lost commit only forgets; a synced row is committed after its data.
-            self._db.execute("PRAGMA synchronous=NORMAL")
-            version = self._db.execute("PRAGMA user_version").fetchone()[0]
-            if version not in (0, FORMAT):
-                raise DamagedCatalogError(f"{path} has format {version}, this is format {FORMAT}")
-            with self._transaction():
-                for statement in _SCHEMA.split(";"):
-                    self._db.execute(statement)
-                self._db.execute(f"PRAGMA user_version={FORMAT}")
-                # A row that was cut somewhere tells nothing.
-                self._db.execute("DELETE FROM files WHERE length(ranges) % 16")
-                # What was not on the disk when the machine stopped is not to be trusted.
-                self._db.execute(
-                    "DELETE FROM files WHERE boot_id != ? AND NOT is_synced", (boot_id,)
-                )
-                self._db.execute(
-                    "UPDATE total SET bytes = (SELECT coalesce(sum(bytes), 0) FROM files)"
-                )
-            self._data_version = self._read_data_version()
+            self._db = _connected(path)
+            self._prepare(path)
         except sqlite3.OperationalError:
-            raise  # locked, or the disk is full: nothing is wrong with the database
+            # Locked, or the disk is full: nothing is wrong with the database.
+            if not in_any_case:
+                raise
+            logger.warning("%s can't be written: what arrives is forgotten at the end", path)
+            self._db = sqlite3.connect(":memory:", check_same_thread=False)
+            self._db.isolation_level = None
+            self._prepare(path)
+            self._copy(path)
         except sqlite3.DatabaseError as error:
             raise DamagedCatalogError(f"{path}: {error}") from error
+        self._data_version = self._read_data_version()
+
+    def _prepare(self, path: Path) -> None:
+        version = self._db.execute("PRAGMA user_version").fetchone()[0]
+        if version not in (0, FORMAT):
+            raise DamagedCatalogError(f"{path} has format {version}, this is format {FORMAT}")
+        with self._transaction():
+            for statement in _SCHEMA.split(";"):
+                self._db.execute(statement)
+            self._db.execute(f"PRAGMA user_version={FORMAT}")
+            # A row that was cut somewhere tells nothing.
+            self._db.execute("DELETE FROM files WHERE length(ranges) % 16")
+            # What was not on the disk when the machine stopped is not to be trusted.
+            self._db.execute(
+                "DELETE FROM files WHERE boot_id != ? AND NOT is_synced", (self._boot_id,)
+            )
+            self._db.execute("UPDATE total SET bytes = (SELECT coalesce(sum(bytes), 0) FROM files)")
+
+    def _copy(self, path: Path) -> None:
+        """Know what the database tells without its log; a row whose file is gone does no harm."""
+        try:
+            with closing(sqlite3.connect(f"{path.as_uri()}?immutable=1", uri=True)) as there:
+                rows = there.execute(
+                    f"SELECT {_COLUMNS} FROM files WHERE is_synced OR boot_id = ?", (self._boot_id,)
+                ).fetchall()
+        except sqlite3.Error as error:
+            logger.info("%s can't be read: %s", path, error)
+            return
+        self.record(_row(values) for values in rows)
 
     def rows(self) -> list[Row]:
         """All files, least recently used first."""
@@ -221,6 +241,15 @@ class Catalog:
             self._db.execute("ROLLBACK")
             raise
         self._db.execute("COMMIT")
+
+
+def _connected(path: Path) -> sqlite3.Connection:
+    db = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False)
+    db.isolation_level = None
+    _switch_to_wal(db)
+    # A lost commit only forgets; a synced row is committed after its data.
+    db.execute("PRAGMA synchronous=NORMAL")
+    return db
 
 
 def _switch_to_wal(db: sqlite3.Connection) -> None:

@@ -64,8 +64,10 @@ class FileCache:
     and bucket).
     """
 
-    def __init__(self, directory: Path, identity: str, space: Space) -> None:
-        """Open the directory and read the catalog. Blocks.
+    def __init__(
+        self, directory: Path, identity: str, space: Space, *, in_any_case: bool = False
+    ) -> None:
+        """Open the directory and read the catalog, `in_any_case` on a full disk too. Blocks.
 
         Raises:
             CacheDirectoryError: it can't be used; the message says why.
@@ -76,7 +78,7 @@ class FileCache:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         try:
             self._disk = Disk(directory / "objects")
-            self._catalog = Catalog(directory / "catalog.sqlite3", boot_id)
+            self._catalog = Catalog(directory / "catalog.sqlite3", boot_id, in_any_case=in_any_case)
             rows = self._catalog.rows()
             space.committed = self._catalog.total_bytes()
         except DamagedCatalogError as error:

@@ -179,7 +179,9 @@ class Staging:
         self._limit = limit
         self._files: dict[int, Staged] = {}
         self.charged = 0
-        (directory / "source").write_text(source)
+        told = directory / "source"
+        if not told.exists() or told.read_text() != source:
+            told.write_text(source)  # else it is there, also when the disk is full
         # Held as long as a process looks after the directory.
         self._lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         is_locked(self._lock)
