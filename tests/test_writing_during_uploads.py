@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import stat
 from pathlib import Path
 from typing import Any
@@ -101,3 +102,24 @@ async def test_who_writes_does_not_wait_for_credentials(
             assert process.writer.state(process.writer.pending("")[0]) == "waiting for credentials"
             is_refused = False
         assert mount.store.contents() == {"file": b"CONtent"}
+
+
+async def test_a_fault_in_an_upload_is_a_failed_upload_and_no_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mount = MortalMount(tmp_path)
+
+    def fail(what: str, _key: str) -> None:
+        if what == "PUT":
+            raise ZeroDivisionError
+
+    async with mount.serving() as process:
+        fh = await process.create("file", b"content")
+        mount.store.before = fail
+        with pytest.raises(OSError, match="ZeroDivisionError") as caught:
+            await process.writer.fsync(fh)
+        assert caught.value.errno == errno.EIO
+        mount.store.before = lambda _what, _key: None
+        await process.close(fh)
+    assert mount.store.contents() == {"file": b"content"}
+    assert "Traceback" in caplog.text

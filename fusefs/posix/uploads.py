@@ -162,9 +162,13 @@ class Uploads:
                     await trio.sleep(CREDENTIALS_S)
                 attempt.scope = trio.CancelScope()
             staged.error = None
-        except (StoreError, OSError, ValueError) as error:
+        except (StoreError, OSError) as error:
             staged.error = attempt.error = error
             logger.warning("%s is not in the bucket yet: %s", staged.key, error)
+        except Exception as error:
+            # The next process would meet this fault as well: the content stays, and all goes on.
+            staged.error = attempt.error = OSError(errno.EIO, f"a fault of fusefs: {error!r}")
+            logger.exception("%s is not in the bucket yet", staged.key)
         finally:
             del self._attempts[staged]
             attempt.done.set()

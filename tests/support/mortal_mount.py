@@ -48,7 +48,7 @@ from fusefs.store.errors import ExistsError, NotFoundError, StaleVersionError, S
 SECOND_NS = 1_000_000_000
 
 
-class DiedError(Exception):
+class DiedError(BaseException):
     """The process has been killed."""
 
 
