@@ -13,6 +13,7 @@ from fusefs.posix.answers import NewAttributes
 from fusefs.posix.inodes import Inode
 from fusefs.posix.mutations import Mutations
 from tests.support.mortal_mount import MortalMount, Process
+from tests.support.semantics import states
 
 CHANGES = NewAttributes(mode=0o600, uid=7, gid=8, mtime_ns=9 * 10**9)
 CHANGED = {"mode": str(stat.S_IFREG | 0o600), "uid": "7", "gid": "8", "mtime": "9.000000000"}
@@ -74,6 +75,10 @@ async def test_the_attributes_that_the_name_got_meanwhile_stay(mount: MortalMoun
     assert expected.items() <= said(mount, "file").items()
 
 
+@states(
+    "Attributes that are changed through an open file are that file's, also when it was "
+    "written to or renamed meanwhile."
+)
 async def test_what_was_edited_and_renamed_is_changed_under_its_new_name(
     mount: MortalMount,
 ) -> None:
@@ -106,6 +111,10 @@ async def test_what_was_edited_and_then_removed_is_no_name_any_more(
 
 
 @pytest.mark.parametrize("content", [b"content", b"other"])
+@states(
+    "Attributes that are changed through an open file which was removed or replaced here "
+    "are seen through it alone; it is ESTALE if somebody else has replaced it."
+)
 async def test_what_was_replaced_by_a_rename_is_left_alone(
     mount: MortalMount, content: bytes
 ) -> None:
@@ -141,6 +150,10 @@ async def test_a_removed_directory_that_is_open_is_not_made_again(mount: MortalM
 
 
 @pytest.mark.parametrize("is_replaced", [True, False])
+@states(
+    "Attributes that are changed through an open file which was removed or replaced here "
+    "are seen through it alone; it is ESTALE if somebody else has replaced it."
+)
 async def test_what_somebody_else_has_replaced_or_removed_is_looked_up_again(
     mount: MortalMount, *, is_replaced: bool
 ) -> None:

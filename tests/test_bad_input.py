@@ -16,6 +16,7 @@ from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.mounting import FUSEFS, Mounter, fusefs
 from tests.support.s3_server import S3Server
+from tests.support.semantics import states
 from tests.support.sharing import skip_without_fuse
 from tests.support.waiting import until
 
@@ -158,6 +159,9 @@ def test_a_missing_ca_bundle(attempts: Attempts) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@states(
+    "A mount command that is interrupted, or ended by SIGTERM or SIGHUP, leaves nothing behind."
+)
 def test_a_command_that_is_ended_while_it_waits_leaves_nothing(
     attempts: Attempts, s3: S3Server, number: int
 ) -> None:

@@ -20,6 +20,7 @@ from tests.support.faulty_s3 import FaultyS3, Request
 from tests.support.identity_services import identity_services
 from tests.support.mounting import Mount
 from tests.support.s3_server import ACCESS_KEY, SECRET_KEY
+from tests.support.semantics import states
 from tests.support.store_reading import as_owner as as_owner
 from tests.support.store_reading import download, opened
 from tests.support.waiting import until
@@ -207,6 +208,7 @@ def mounted_by(
         one.clean_up()
 
 
+@states("Keys that change in a file that the daemon may read are used by running mounts.")
 def test_keys_that_change_in_a_file_arrive_in_a_running_mount(
     mounted_by: Callable[[Path], Mount], faulty: FaultyS3, credentials: Path
 ) -> None:

@@ -337,6 +337,10 @@ def test_without_deleting_nothing_is_overwritten(mounter: Mounter, bucket: Bucke
     "A file whose descriptor is closed again and again (by forked children, say) is "
     "uploaded once in each `--flush-interval`, and at its last close."
 )
+@states(
+    "A close of a descriptor within `--flush-interval` of the same open file's last one "
+    "does not wait for the bucket."
+)
 def test_a_file_that_is_closed_often_is_uploaded_once_in_a_while(
     mounter: Mounter, bucket: Bucket
 ) -> None:

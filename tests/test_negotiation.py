@@ -14,6 +14,7 @@ import trio
 from fusefs.kernel import wire
 from fusefs.kernel.session import Session, UnsupportedKernelError
 from fusefs.kernel.wire import Init, Opcode
+from tests.support.semantics import states
 
 EVERYTHING = (1 << 64) - 1
 NEEDED = Init.PARALLEL_DIROPS | Init.MAX_PAGES | Init.DO_READDIRPLUS
@@ -158,6 +159,10 @@ async def fail_later(*_: object) -> None:
 
 
 @pytest.mark.parametrize("fail", [fail_at_once, fail_later])
+@states(
+    "A request that no daemon can answer for a fault of its own is EIO for whoever made "
+    "it, and ends the mount for nobody."
+)
 async def test_a_request_that_meets_a_fault_ends_the_daemon_once_and_is_eio_then(
     kernel: Kernel, caplog: pytest.LogCaptureFixture, fail: Callable[..., object]
 ) -> None:

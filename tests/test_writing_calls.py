@@ -196,6 +196,7 @@ def test_an_unnamed_file_is_refused(mount: Mount) -> None:
 
 @states("`fsync` of a directory returns at once: a name is durable when its object is.")
 @pytest.mark.parametrize("time_ns", [-5 * 10**9 + 5, 7 * 10**18])
+@states("Times lie between the years 1677 and 2262.")
 def test_times_long_ago_and_far_away_are_kept(path: Path, time_ns: int) -> None:
     with open(path, "wb") as file:
         os.utime(file.fileno(), ns=(time_ns, time_ns))
@@ -204,12 +205,16 @@ def test_times_long_ago_and_far_away_are_kept(path: Path, time_ns: int) -> None:
     assert path.stat().st_mtime_ns == time_ns + 1
 
 
+@states("Times lie between the years 1677 and 2262.")
 def test_a_time_that_is_too_far_away_is_the_last_one(path: Path) -> None:
     path.touch()
     os.utime(path, (1 << 40, 1 << 40))
     assert path.stat().st_mtime_ns == (1 << 63) - 1
 
 
+@states(
+    "A path that is longer than a key may be (1,024 bytes) is ENAMETOOLONG for whoever makes it."
+)
 def test_a_path_that_is_too_long_for_a_key_is_refused(mount: Mount, path: Path) -> None:
     deep = path.joinpath(*["d" * 230] * 4)
     deep.mkdir(parents=True)

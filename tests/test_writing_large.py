@@ -135,6 +135,10 @@ def test_editing_a_large_object_moves_the_parts_that_change_alone(
 
 
 @pytest.mark.parametrize("conflict", ["overwrite", "fail"])
+@states(
+    "An edit of a large object that somebody else replaces meanwhile is ESTALE at its "
+    "close; the edits stay on the local disk, and the log says where."
+)
 def test_an_edit_whose_object_somebody_else_replaces_is_given_up_and_kept(
     mounter: Mounter, bucket: Bucket, conflict: str
 ) -> None:
