@@ -99,7 +99,8 @@ class Runner:
                 continue
             use = partial(self._run_all, number=number, chosen=chosen, costs=costs)
             what = f"round {number + 1} {group}"
-            prepare = [w.prepare for w in chosen if w.prepare is not None]
+            # Of rows for others as well: the server has the same behind it for everybody.
+            prepare = [w.prepare for w in self._workloads if w.group == group and w.prepare]
             if group != "writing":
                 self._with_session(contender, what, number, use, prepare)
                 continue
