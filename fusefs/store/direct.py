@@ -15,11 +15,13 @@ request through botocore.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, quote, urlsplit
+
+from urllib3.exceptions import HTTPError
 
 from fusefs.store import quick, wire
 from fusefs.store.body import Body
@@ -98,12 +100,47 @@ class Direct:
             answer = self._exchange(pattern, method, target, sent, body)
         if answer is None:
             answer = self._through_botocore(method, pattern.origin + target, sent, body)
+        return answer if self._is_done(answer) else None
+
+    def download(
+        self, key: str, headers: Mapping[str, str], size: int,
+        begin: Callable[[Mapping[str, str]], None], take: Callable[[memoryview], None],
+    ) -> bool:  # fmt: skip
+        """Have `size` bytes of an object's handed on to `take`. Blocks.
+
+        False if others should ask: through a proxy, TLS, or where botocore has
+        not shown how. `begin` gets the headers first, with names in lower case.
+
+        Raises:
+            AttemptError: S3 said no.
+            Exception: whatever botocore raises, or `begin` and `take`.
+        """
+        pattern = self._pattern
+        if pattern is None or pattern.pool is None or not pattern.origin.startswith("http:"):
+            return False
+        target, sent = self._signed(pattern, "GET", key, None, headers, None)
+        request = _head("GET", target, sent, 0)
+        try:
+            answer = wire.download(
+                pattern.pool, request, size, lambda head: begin(head.headers), take
+            )
+        except (OSError, wire.WireError, HTTPError) as error:
+            raise _as_botocore(error, pattern.origin) from error
+        return self._is_done(answer)
+
+    @staticmethod
+    def _is_done(answer: Answer) -> bool:
+        """Whether S3 did it; if not, botocore should ask.
+
+        Raises:
+            AttemptError: S3 said no.
+        """
         if answer.status < 300:
-            return answer
+            return True
         text = answer.content.decode(errors="replace")
         failure = from_body(answer.status, text, answer.headers.get("x-amz-request-id", ""))
         if answer.status < 401 and not failure.is_retryable:
-            return None
+            return False
         raise AttemptError(failure)
 
     async def send_now(

@@ -1,7 +1,8 @@
 """One bucket over S3: obstore for bytes, boto3 for everything else.
 
 obstore (Rust) streams ranges without holding the GIL; its chunks are written
-to the cache file as they come. Small ones the event loop reads by itself
+to the cache file as they come. Without TLS there is nothing that it could do
+beside the kernel (wire.py). Small ranges the event loop reads by itself
 (reading.py), as it sends what is small (quick.py). boto3 finds the credentials the way its users
 expect; obstore asks it for credentials, and again before they expire. What
 obstore can't do goes through boto3's connections, and what there is much of

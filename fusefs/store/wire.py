@@ -10,12 +10,16 @@ by urllib3, which knows of proxies and certificates, and borrowed from its pool.
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+import struct
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from queue import Empty
 from typing import Any, Protocol
 
 READ_SIZE = 1 << 16
+# What a long body is handed on in.
+PIECE = 1 << 20
+_TIMEVAL = struct.Struct("@ll")
 # More than any server sends; http.client's limit is a hundred lines of as many bytes.
 MOST_HEADERS = 1 << 18
 
@@ -110,15 +114,91 @@ def read(sock: Source, *, is_head: bool) -> tuple[Answer, bool]:
     head = read_head(stream.until(b"\r\n\r\n"))
     while head.status < 200:
         head = read_head(stream.until(b"\r\n\r\n"))
-    is_reusable = head.is_reusable
+    content, is_whole = _content(stream, head, is_head=is_head)
+    return Answer(head.status, head.headers, content), is_whole and head.is_reusable
+
+
+def _content(stream: _Stream, head: Head, *, is_head: bool) -> tuple[bytes, bool]:
+    """A body, and whether nothing else can be on its way."""
     size = head.body_size(is_head=is_head)
     if size is not None:
         content = stream.exactly(size)
     elif head.headers.get("transfer-encoding", "").lower() == "chunked":
         content = _read_chunks(stream)
     else:
-        content, is_reusable = stream.rest(), False
-    return Answer(head.status, head.headers, content), is_reusable and stream.is_empty
+        return stream.rest(), False
+    return content, stream.is_empty
+
+
+def download(
+    pool: Any, request: bytes, size: int, begin: Callable[[Head], None],
+    take: Callable[[memoryview], None],
+) -> Answer:  # fmt: skip
+    """Send a GET and hand `size` bytes of its body on, a MiB each; return the answer. Blocks.
+
+    Not for TLS. `begin` may refuse what an answer's head tells. What tells of a
+    failure, or not how long it is, is in the answer, and nothing was handed on.
+
+    Raises:
+        WireError: the answer broke off, or was none; what came of it was handed on.
+        OSError: the connection broke, or was silent for the time that urllib3 has set.
+    """
+    connection = pool._get_conn()
+    is_reusable = False
+    try:
+        if not connection.is_connected:
+            connection.connect()
+        sock: socket.socket = connection.sock
+        limit_s = sock.gettimeout()
+        sock.sendall(request)
+        stream = _Stream(sock)
+        head = read_head(stream.until(b"\r\n\r\n"))
+        told = head.body_size(is_head=False)
+        if not 200 <= head.status < 300 or told is None:
+            content, is_whole = _content(stream, head, is_head=False)
+            is_reusable = is_whole and head.is_reusable
+            return Answer(head.status, head.headers, content)
+        begin(head)
+        # The kernel fills a whole buffer in one call, and watches the time.
+        sock.settimeout(None)
+        _set_receive_limit(sock, limit_s or 0.0)
+        _hand_on(sock, stream.left(), min(told, size), take)
+        _set_receive_limit(sock, 0.0)
+        sock.settimeout(limit_s)
+        is_reusable = head.is_reusable and told <= size
+        return Answer(head.status, head.headers, b"")
+    finally:
+        if not is_reusable:
+            connection.close()
+        pool._put_conn(connection)
+
+
+def _hand_on(
+    sock: socket.socket, first: bytes, size: int, take: Callable[[memoryview], None]
+) -> None:
+    buffer = memoryview(bytearray(PIECE))
+    buffer[: len(first)] = first
+    filled = min(len(first), size)
+    while size:
+        wanted = min(size, PIECE)
+        try:
+            while filled < wanted:
+                count = sock.recv_into(buffer[filled:wanted], 0, socket.MSG_WAITALL)
+                if not count:
+                    raise WireError("the answer broke off")
+                filled += count
+        except BlockingIOError as error:
+            raise TimeoutError("the server said nothing more") from error
+        finally:
+            if filled:
+                take(buffer[:filled])
+        size -= wanted
+        filled = 0
+
+
+def _set_receive_limit(sock: socket.socket, limit_s: float) -> None:
+    limit = _TIMEVAL.pack(int(limit_s), int(limit_s % 1 * 1_000_000))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
 
 def read_head(text: bytes) -> Head:
@@ -191,6 +271,11 @@ class _Stream:
             self._data = piece[missing:]
             missing -= len(piece)
         return b"".join(pieces)
+
+    def left(self) -> bytes:
+        """What has come already."""
+        data, self._data = self._data, b""
+        return data
 
     def rest(self) -> bytes:
         """Everything until the server closes the connection."""

@@ -1,0 +1,73 @@
+"""Long ranges without TLS: read from the socket straight into what the cache file gets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusefs.store.errors import StoreError
+from fusefs.store.stream import Stream
+from tests.support.buckets import Bucket
+from tests.support.faulty_s3 import FaultyS3
+from tests.support.store_reading import BODY, ODD_KEY, download, opened
+from tests.support.store_reading import as_owner as as_owner
+from tests.support.store_reading import shared as shared
+from tests.support.tls import tls_door
+
+
+def _fail(*_: Any) -> None:
+    raise AssertionError("read by a library")
+
+
+@pytest.mark.parametrize("key", ["body", ODD_KEY])
+async def test_no_library_comes_between(
+    shared: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setattr(Stream, "_run_obstore", _fail)
+    monkeypatch.setattr(Stream, "_run_boto", _fail)
+    async with opened(shared, faulty) as store:
+        await store.check("")
+        info = await store.head(key)
+        for start, stop in ((0, len(BODY)), (1, len(BODY) - 1), (len(BODY) // 2, len(BODY))):
+            assert await download(store, info, start, stop) == BODY[start:stop]
+        assert store.counters()["gets"] == 3
+
+
+async def test_what_comes_through_tls_is_obstores(
+    shared: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with tls_door(shared.server.endpoint_url, tmp_path) as door:
+        settings = {"endpoint_url": door.url, "ca_bundle": str(door.authority)}
+        async with opened(shared, faulty, **settings) as store:
+            await store.check("")
+            info = await store.head("body")
+            assert await download(store, info) == BODY
+            monkeypatch.setattr(Stream, "_run_obstore", _fail)
+            with pytest.raises(StoreError, match="by a library"):
+                await download(store, info)
+
+
+async def test_a_server_that_knows_no_ranges_is_read_from_the_start_alone(
+    shared: Bucket, faulty: FaultyS3
+) -> None:
+    async with opened(shared, faulty, retry_time_s=0.2) as store:
+        await store.check("")
+        info = await store.head("body")
+        faulty.add("GET", status=200, body=BODY, headers={"etag": info.etag})
+        assert await download(store, info, 0, 2 << 20) == BODY[: 2 << 20]
+        with pytest.raises(StoreError, match="another range"):
+            await download(store, info, 1 << 20, 3 << 20)
+
+
+async def test_what_has_come_before_a_break_is_not_asked_for_again(
+    shared: Bucket, faulty: FaultyS3
+) -> None:
+    async with opened(shared, faulty) as store:
+        await store.check("")
+        info = await store.head("body")
+        faulty.add("GET", cut_after=1_500_000, times=1)
+        assert await download(store, info) == BODY
+    asked = [request.range for request in faulty.requests("GET")]
+    assert asked == [f"bytes=0-{len(BODY) - 1}", f"bytes=1500000-{len(BODY) - 1}"]
