@@ -2,17 +2,17 @@
 
 obstore (Rust) streams ranges without holding the GIL; its chunks are written
 to the cache file as they come. Without TLS there is nothing that it could do
-beside the kernel (wire.py). Small ranges the event loop reads by itself
-(reading.py), as it sends what is small (quick.py). boto3 finds the credentials the way its users
-expect; obstore asks it for credentials, and again before they expire. What
-obstore can't do goes through boto3's connections, and what there is much of
-without the rest of boto3 (direct.py). Keys that obstore's paths can't hold are
-read by boto3.
+beside the kernel (wire.py), and small ranges the event loop reads by itself
+(reading.py), as it sends what is small (quick.py). boto3 finds the credentials
+the way its users expect; obstore asks it for credentials, and again before they
+expire. What obstore can't do goes through boto3's connections, and what there
+is much of without the rest of boto3 (direct.py). Keys that obstore's paths
+can't hold are read by boto3.
 
 Both libraries block, so each of their requests runs in a thread. All have one
-connection of the budget (connections.py). Retries are ours, for all requests alike: with
-full jitter, until `retry_time_s` has passed without progress. A download that
-broke goes on at its next byte.
+connection of the budget (connections.py). Retries are ours, for all requests
+alike: with full jitter, until `retry_time_s` has passed without progress. A
+download that broke goes on at its next byte.
 
 boto3 takes half a second to import, so that happens at the first request.
 """

@@ -5,6 +5,9 @@ it for reading the answer's headers as if they were a mail's. Here a request is
 one write, and an answer some reads: the status line, the headers, and a body of
 a known length, in chunks, or until the end (RFC 9112). Connections are opened
 by urllib3, which knows of proxies and certificates, and borrowed from its pool.
+
+A long body without TLS goes from the socket into one buffer, and from there into
+its file: two system calls for a MiB, both without the interpreter's lock.
 """
 
 from __future__ import annotations
