@@ -121,7 +121,9 @@ def _serve(options: argparse.Namespace, makers: list[Maker]) -> int:
         signal.signal(number, lambda *_: ending.set())
     server.start()
     logging.getLogger(__name__).info("serving %s at %s", options.command, server.path)
-    ending.wait()
+    # A signal that another thread took is seen when this one wakes.
+    while not ending.wait(1.0):
+        pass
     server.stop()
     for service in services:
         close = getattr(service, "close", None)

@@ -43,6 +43,8 @@ LONGEST_CALL_S = 110.0
 MARGIN_S = 3.0
 # How long calls may go on after SIGTERM; a pod gets 30 s by default.
 GRACE_S = 20.0
+# How long the library may take to cut off the rest.
+CUT_OFF_S = 2.0
 
 # Calls that change something, and the fields that name it. Several pods of a volume may
 # wait for its warming side by side; the node service sees to it that no two change it.
@@ -97,7 +99,7 @@ class Server:
 
     def stop(self, grace_s: float = GRACE_S) -> None:
         """Take no new calls, and return when those under way have ended or were cut off."""
-        self._server.stop(grace_s).wait()
+        self._server.stop(grace_s).wait(grace_s + CUT_OFF_S)
 
     def wait(self) -> None:
         """Return when the server has been stopped."""

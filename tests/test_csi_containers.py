@@ -15,6 +15,7 @@ from tests.support.buckets import Bucket
 from tests.support.csi_container import container_reading
 from tests.support.csi_daemons import DaemonsProcess, daemons_of
 from tests.support.csi_node import Node, capability, running_node
+from tests.support.csi_node import node as node
 from tests.support.csi_pod import USER, Pod
 from tests.support.s3_server import S3Server
 from tests.support.sharing import PATIENCE_S
@@ -73,12 +74,6 @@ for _ in sys.stdin:
 def running(s3: S3Server) -> Iterator[Node]:
     with running_node("--daemons=there", main=s3.endpoint_url) as node:
         yield node
-
-
-@pytest.fixture
-def node(running: Node) -> Iterator[Node]:
-    yield running
-    assert running.leftovers() == []
 
 
 @pytest.fixture

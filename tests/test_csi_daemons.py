@@ -15,6 +15,7 @@ from fusefs import control, mounts
 from tests.support.buckets import Bucket
 from tests.support.csi_daemons import daemons_of
 from tests.support.csi_node import Node, running_node
+from tests.support.csi_node import node as node
 from tests.support.csi_pod import pod_reading
 from tests.support.s3_server import S3Server
 from tests.support.sharing import PATIENCE_S
@@ -27,12 +28,6 @@ BOTH = "hello hello"
 def running(s3: S3Server) -> Iterator[Node]:
     with running_node("--daemons=there", main=s3.endpoint_url) as node:
         yield node
-
-
-@pytest.fixture
-def node(running: Node) -> Iterator[Node]:
-    yield running
-    assert running.leftovers() == []
 
 
 @pytest.fixture

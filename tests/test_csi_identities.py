@@ -16,6 +16,7 @@ from csi.credentials import ACCOUNT, NAMESPACE, TOKENS
 from fusefs.store.access import RECONNECT_EVERY_S
 from tests.support.buckets import Bucket, new_bucket
 from tests.support.csi_node import Node, code_of, running_node
+from tests.support.csi_node import node as node
 from tests.support.csi_rights import allow, retire
 from tests.support.fake_sts import AUDIENCE, FakeSts, token_for
 from tests.support.faulty_s3 import FaultyS3
@@ -43,12 +44,6 @@ def running(s3: S3Server, sts: FakeSts, faulty: FaultyS3) -> Iterator[Node]:
         node.kill()
         node.start()
         yield node
-
-
-@pytest.fixture
-def node(running: Node) -> Iterator[Node]:
-    yield running
-    assert running.leftovers() == []
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ import pytest
 from csi.credentials import ACCOUNT, NAMESPACE, TOKENS
 from tests.support.buckets import Bucket, stored
 from tests.support.csi_node import Node, code_of, running_node
+from tests.support.csi_node import node as node
 from tests.support.csi_oidc import AUDIENCE, ROLE, Issuer, sts_gateway
 from tests.support.s3_server import S3Server
 
@@ -40,12 +41,6 @@ def running(s3: S3Server, issuer: Issuer) -> Iterator[Node]:
         node.kill()
         node.start()
         yield node
-
-
-@pytest.fixture
-def node(running: Node) -> Iterator[Node]:
-    yield running
-    assert running.leftovers() == []
 
 
 def publish(node: Node, bucket: Bucket, token: str, account: str = "trainer") -> Path:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.buckets import Bucket, new_bucket
 from tests.support.csi_node import START, Node, running_node
+from tests.support.csi_node import node as node
 from tests.support.csi_rights import allow, retire
 from tests.support.s3_server import S3Server
 from tests.support.waiting import until
@@ -27,12 +28,6 @@ def running(s3: S3Server) -> Iterator[Node]:
         node.kill()
         node.start()
         yield node
-
-
-@pytest.fixture
-def node(running: Node) -> Iterator[Node]:
-    yield running
-    assert running.leftovers() == []
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import json
 import os
 import stat
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,6 +78,7 @@ def test_what_s3fs_has_written_is_read_here(mount: Mount, bucket: Bucket, tmp_pa
 
 
 def test_rclone_knows_owners_and_times(mount: Mount, bucket: Bucket) -> None:
+    rclone = need("rclone")
     make(mount.path)
     settings = {
         "TYPE": "s3", "PROVIDER": "SeaweedFS", "ENDPOINT": bucket.server.endpoint_url,
@@ -86,7 +86,7 @@ def test_rclone_knows_owners_and_times(mount: Mount, bucket: Bucket) -> None:
     }  # fmt: skip
     environment = {f"RCLONE_CONFIG_S_{name}": value for name, value in settings.items()}
     listed = run(
-        Path(sys.prefix) / "bin" / "rclone", "lsjson", "--recursive", "--metadata",
+        rclone, "lsjson", "--recursive", "--metadata",
         "--files-only", f"S:{bucket.name}", RCLONE_CONFIG=os.devnull, **environment,
     )  # fmt: skip
     (told,) = [one for one in json.loads(listed) if one["Path"] == "directory/file"]

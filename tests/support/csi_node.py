@@ -285,3 +285,10 @@ def until_final(call: Any, *arguments: Any, **options: Any) -> None:
             if told.code() not in NOT_FINAL or time.monotonic() > deadline:
                 raise
         time.sleep(0.1)
+
+
+@pytest.fixture
+def node(running: Node) -> Iterator[Node]:
+    """The module's node; each test has to leave nothing on it."""
+    yield running
+    assert running.leftovers() == []

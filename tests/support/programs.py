@@ -13,6 +13,7 @@ import os
 import shutil
 import stat
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -45,7 +46,8 @@ Tree = dict[str, Entry]
 
 def need(program: str) -> str:
     """The program's path; the test is skipped where there is none."""
-    path = shutil.which(program)
+    places = os.pathsep.join((f"{sys.prefix}/bin", os.environ.get("PATH", os.defpath)))
+    path = shutil.which(program, path=places)
     if path is None:
         pytest.skip(f"there is no {program} here")
     return path

@@ -1,0 +1,103 @@
+"""What an unpublish does with files that are not in the bucket yet."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import grpc
+import pytest
+
+from csi.generated import csi_pb2
+from tests.support.buckets import Bucket, keys, stored
+from tests.support.csi_node import Node, until_final
+from tests.support.csi_publishing import data as data
+from tests.support.csi_publishing import node as node
+from tests.support.csi_publishing import refused
+from tests.support.csi_publishing import running as running
+from tests.support.faulty_s3 import FaultyS3
+from tests.support.sharing import PATIENCE_S
+from tests.support.waiting import until
+
+Code = grpc.StatusCode
+
+
+def test_what_could_not_be_uploaded_is_waited_for(
+    node: Node, data: Bucket, faulty: FaultyS3
+) -> None:
+    target = node.target("pod")
+    node.publish("slow", target, store="faulty", bucket=data.name, prefix="a", retryTime="1s")
+    fault = faulty.add("PUT", code="InternalError")
+    with pytest.raises(OSError), (target / "late").open("wb") as file:  # noqa: PT011
+        file.write(b"x" * 1000)
+    with refused(Code.ABORTED, "late", "1 files"):
+        node.unpublish("slow", target, timeout_s=3.5)
+    assert target.exists()
+    faulty.remove(fault)
+    node.unpublish("slow", target)
+    assert data.client.get_object(Bucket=data.name, Key="a/late")["Body"].read() == b"x" * 1000
+    data.delete("a/late")
+
+
+def test_a_pod_that_comes_does_not_wait_for_the_uploads_of_one_that_goes(
+    node: Node, data: Bucket, faulty: FaultyS3
+) -> None:
+    target, other = node.target("pod"), node.target("other-pod")
+    volume = {"store": "faulty", "bucket": data.name, "prefix": "a", "retryTime": "1s"}
+    node.publish("handed-on", target, **volume)
+    fault = faulty.add("PUT", code="InternalError")
+    with pytest.raises(OSError), (target / "late").open("wb") as file:  # noqa: PT011
+        file.write(b"late")
+    going = node.node.NodeUnpublishVolume.future(
+        csi_pb2.NodeUnpublishVolumeRequest(volume_id="handed-on", target_path=str(target)),
+        timeout=PATIENCE_S,
+    )
+    begun = 'NodeUnpublishVolume {"volume_id": "handed-on"'
+    until(lambda: begun in node.log.read_text(), "it goes")
+    time.sleep(1)  # it waits, with the claim or without
+    node.publish("handed-on", other, **volume)
+    going.result()  # the mount is not to end now
+    assert node.log.read_text().count("NodeUnpublishVolume handed-on OK") == 1
+    faulty.remove(fault)
+    node.unpublish("handed-on", other)
+    assert stored(data, "a/late") == b"late"
+    data.delete("a/late")
+
+
+def test_what_cannot_be_uploaded_in_time_is_uploaded_by_the_next_mount(
+    node: Node, data: Bucket, faulty: FaultyS3
+) -> None:
+    target, other = node.target("pod"), node.target("other-pod")
+    volume = {"store": "faulty", "bucket": data.name, "prefix": "a", "retryTime": "1s",
+              "drainTimeout": "2s"}  # fmt: skip
+    node.publish("given-up", target, **volume)
+    fault = faulty.add("PUT", code="InternalError")
+    with pytest.raises(OSError), (target / "kept").open("wb") as file:  # noqa: PT011
+        file.write(b"kept")
+    with refused(Code.ABORTED, "kept"):
+        node.unpublish("given-up", target, timeout_s=3.5)
+    node.publish("given-up", other, **volume)
+    node.unpublish("given-up", target)
+    time.sleep(2)
+    with refused(Code.ABORTED, "kept"):  # it was used meanwhile, and has all its time again
+        node.unpublish("given-up", other, timeout_s=3.5)
+    until_final(node.unpublish, "given-up", other)
+    assert node.leftovers() == []
+    assert "given up" in node.log.read_text()
+    faulty.remove(fault)
+    node.publish("given-up", target, **volume)
+    until(lambda: (target / "kept").read_bytes() == b"kept", "it is there")
+    until(lambda: "a/kept" in keys(data), "it is in the bucket")
+    node.unpublish("given-up", target)
+    data.delete("a/kept")
+
+
+def test_a_mount_whose_daemon_hangs_ends_when_its_time_is_over(node: Node, data: Bucket) -> None:
+    target = node.target("pod")
+    node.publish("hanging", target, bucket=data.name, prefix="a", drainTimeout="1s")
+    os.kill(node.daemons()[0], signal.SIGSTOP)
+    with refused(Code.ABORTED, "does not tell"):
+        node.unpublish("hanging", target, timeout_s=3.5)
+    until_final(node.unpublish, "hanging", target, timeout_s=10)
+    until(lambda: not node.leftovers(), "what was killed has gone")
