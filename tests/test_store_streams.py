@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fusefs.store import wire
 from fusefs.store.errors import StoreError
 from fusefs.store.stream import Stream
 from tests.support.buckets import Bucket
@@ -71,3 +72,18 @@ async def test_what_has_come_before_a_break_is_not_asked_for_again(
         assert await download(store, info) == BODY
     asked = [request.range for request in faulty.requests("GET")]
     assert asked == [f"bytes=0-{len(BODY) - 1}", f"bytes=1500000-{len(BODY) - 1}"]
+
+
+async def test_a_server_that_does_not_say_how_much_it_sends_is_read_by_a_library(
+    shared: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body_size = wire.Head.body_size
+
+    def untold(head: wire.Head, *, is_head: bool) -> int | None:
+        told = body_size(head, is_head=is_head)
+        return None if told == len(BODY) else told
+
+    monkeypatch.setattr(wire.Head, "body_size", untold)
+    async with opened(shared, faulty) as store:
+        await store.check("")
+        assert await download(store, await store.head("body")) == BODY

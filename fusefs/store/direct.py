@@ -108,8 +108,8 @@ class Direct:
     ) -> bool:  # fmt: skip
         """Have `size` bytes of an object's handed on to `take`. Blocks.
 
-        False if others should ask: through a proxy, TLS, or where botocore has
-        not shown how. `begin` gets the headers first, with names in lower case.
+        False if others should ask: through a proxy, TLS, where botocore has not
+        shown how, or the server does not say how much it sends. `begin` gets the headers first, with names in lower case.
 
         Raises:
             AttemptError: S3 said no.
@@ -126,7 +126,7 @@ class Direct:
             )
         except (OSError, wire.WireError, HTTPError) as error:
             raise _as_botocore(error, pattern.origin) from error
-        return self._is_done(answer)
+        return answer is not None and self._is_done(answer)
 
     @staticmethod
     def _is_done(answer: Answer) -> bool:

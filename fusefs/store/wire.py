@@ -114,11 +114,16 @@ def borrow(pool: Any) -> Any:
 def read(sock: Source, *, is_head: bool) -> tuple[Answer, bool]:
     """An answer, and whether another may come on the same connection."""
     stream = _Stream(sock)
-    head = read_head(stream.until(b"\r\n\r\n"))
-    while head.status < 200:
-        head = read_head(stream.until(b"\r\n\r\n"))
+    head = _final_head(stream)
     content, is_whole = _content(stream, head, is_head=is_head)
     return Answer(head.status, head.headers, content), is_whole and head.is_reusable
+
+
+def _final_head(stream: _Stream) -> Head:
+    while True:
+        head = read_head(stream.until(b"\r\n\r\n"))
+        if head.status >= 200:
+            return head
 
 
 def _content(stream: _Stream, head: Head, *, is_head: bool) -> tuple[bytes, bool]:
@@ -136,11 +141,12 @@ def _content(stream: _Stream, head: Head, *, is_head: bool) -> tuple[bytes, bool
 def download(
     pool: Any, request: bytes, size: int, begin: Callable[[Head], None],
     take: Callable[[memoryview], None],
-) -> Answer:  # fmt: skip
+) -> Answer | None:  # fmt: skip
     """Send a GET and hand `size` bytes of its body on, a MiB each; return the answer. Blocks.
 
     Not for TLS. `begin` may refuse what an answer's head tells. What tells of a
-    failure, or not how long it is, is in the answer, and nothing was handed on.
+    failure is in the answer. None, and nothing was handed on, if the server does
+    not say how long the body is.
 
     Raises:
         WireError: the answer broke off, or was none; what came of it was handed on.
@@ -155,9 +161,11 @@ def download(
         limit_s = sock.gettimeout()
         sock.sendall(request)
         stream = _Stream(sock)
-        head = read_head(stream.until(b"\r\n\r\n"))
+        head = _final_head(stream)
         told = head.body_size(is_head=False)
-        if not 200 <= head.status < 300 or told is None:
+        if head.status < 300 and told is None:
+            return None
+        if told is None or head.status >= 300:
             content, is_whole = _content(stream, head, is_head=False)
             is_reusable = is_whole and head.is_reusable
             return Answer(head.status, head.headers, content)
