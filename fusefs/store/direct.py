@@ -109,7 +109,8 @@ class Direct:
         """Have `size` bytes of an object's handed on to `take`. Blocks.
 
         False if others should ask: through a proxy, TLS, where botocore has not
-        shown how, or the server does not say how much it sends. `begin` gets the headers first, with names in lower case.
+        shown how, or the server does not say how much it sends. `begin` gets the
+        headers first, with names in lower case.
 
         Raises:
             AttemptError: S3 said no.
