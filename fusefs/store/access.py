@@ -10,7 +10,7 @@ import time
 
 import trio
 
-from fusefs.store.clients import Clients, S3Settings
+from fusefs.store.clients import Clients, Refusals, S3Settings
 from fusefs.store.stream import Attempt, AttemptError
 
 logger = logging.getLogger("fusefs.store")
@@ -29,6 +29,7 @@ class Access:
         self._settings = settings
         self.clients: Clients | None = None
         self.principal: str | None = None
+        self._refusals = Refusals()
         self._connecting = trio.Lock()
         self._connected = 0.0
 
@@ -40,7 +41,7 @@ class Access:
         """
         async with self._connecting:
             if self.clients is None:
-                connect = Attempt().guarded(lambda: Clients(self._settings))
+                connect = Attempt().guarded(lambda: Clients(self._settings, self._refusals))
                 self.clients = await trio.to_thread.run_sync(connect)
                 self.principal = self.principal or self.clients.principal
                 self._connected = time.monotonic()

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from fusefs.store.fencing import ChangeToken, TokenSource
 from fusefs.store.priority import Urgency, demanded
 
 
@@ -54,6 +55,11 @@ class ObjectInfo:
     def version(self) -> ObjectVersion:
         return ObjectVersion(self.key, self.etag, self.size)
 
+    @property
+    def token(self) -> ChangeToken | None:
+        """The change that made it, if a mount did and the metadata is known (fencing.py)."""
+        return ChangeToken.parse(self.metadata)
+
 
 @dataclass(frozen=True, slots=True)
 class ListPage:
@@ -82,9 +88,23 @@ class IfMatch:
     etag: str
 
 
+@dataclass(frozen=True, slots=True)
+class Expect:
+    """Write over what the mount knows under the key: this (quoted) ETag, or nothing (None).
+
+    It never fails because of what is there. Where the store honours conditions
+    the request carries this one, so that it has no effect if it is executed
+    late, after another change. Where another object is there already, the
+    change is repeated over that one: the last to close wins (store/fencing.py).
+    """
+
+    etag: str | None
+
+
 IF_ABSENT = IfAbsent()
-# None writes whatever is there.
-Condition = IfAbsent | IfMatch | None
+# A condition that must hold. None writes whatever is there.
+Strict = IfAbsent | IfMatch | None
+Condition = Strict | Expect
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +257,12 @@ class Upload(Protocol):
 
 
 class Store(Protocol):
-    """One bucket. All methods raise `StoreError` (see store/errors.py)."""
+    """One bucket. All methods raise `StoreError` (see store/errors.py).
+
+    `tokens` are those of the changes; see store/fencing.py.
+    """
+
+    tokens: TokenSource
 
     async def list_page(
         self, prefix: str, *, delimiter: str = "/", start_after: str = "", max_keys: int = 1000
@@ -287,6 +312,7 @@ class Store(Protocol):
         metadata: Mapping[str, str],
         content_type: str | None,
         condition: Condition = None,
+        token: ChangeToken | None = None,
     ) -> ObjectInfo:
         """Make the first `size` bytes of a file the object `key`.
 
@@ -301,11 +327,13 @@ class Store(Protocol):
         this machine's, to the second: S3 tells it only to a HEAD, which would
         take half as long again as the PUT of a small file.
 
-        A store that knows no conditions answers with status 501
-        (`UnsupportedError`), or ignores them, which nothing tells. Where an
-        answer was lost and the next says that the condition does not hold, the
-        write has succeeded if checksum and metadata are those that were sent:
-        who locks with IF_ABSENT puts something unique into the metadata.
+        The metadata of the object, and of the answer, have the change's `token`
+        as well, which is the next one where none is given. Where an answer was
+        lost and the next says that the condition does not hold, the write has
+        succeeded if that token is there.
+
+        A store that knows no conditions answers a strict one with status 501
+        (`UnsupportedError`), or ignores them, which the probes find (probing.py).
 
         Raises:
             ConflictError: the condition does not hold; `.errno` is EEXIST for
@@ -316,11 +344,13 @@ class Store(Protocol):
         """
 
     async def begin_upload(
-        self, key: str, *, metadata: Mapping[str, str], content_type: str | None
-    ) -> Upload:
+        self, key: str, *, metadata: Mapping[str, str], content_type: str | None,
+        token: ChangeToken | None = None,
+    ) -> Upload:  # fmt: skip
         """Begin a multipart upload, of whatever size; its state is to be put on record.
 
-        Key, metadata and content type are what the object will have.
+        Key, metadata, content type and `token` (as of `put_file`) are what the
+        object will have.
 
         Raises:
             ValueError: the metadata can't be sent.
@@ -352,7 +382,9 @@ class Store(Protocol):
         *,
         metadata: Mapping[str, str] | None = None,
         keeps_mtime: bool = False,
-        condition: IfAbsent | None = None,
+        condition: Condition = None,
+        token: ChangeToken | None = None,
+        is_own: bool = False,
     ) -> ObjectInfo:
         """Have S3 copy exactly `source` to `key`, however large it is.
 
@@ -365,19 +397,36 @@ class Store(Protocol):
         An `ObjectInfo` as source spares a HEAD, if the metadata is kept; what
         it does not tell, as a listed one does not, the answer does not either.
 
-        A store that knows no conditions of copies copies without.
+        With `is_own` the source, an `ObjectInfo` with its content type, has
+        nothing beside that and its metadata, which spares a HEAD as well.
+
+        `condition` is about what `key` has before. A store that answers that it
+        knows no conditions of copies copies without. A copy with other metadata
+        has `token` in it, as `put_file` says; one that keeps the metadata keeps
+        the token of its source.
 
         Raises:
-            ExistsError: there is an object under `key`, against `condition`.
+            ConflictError: the strict `condition` does not hold; `ExistsError` of IF_ABSENT.
             NotFoundError: there is no such source.
             StaleVersionError: the source is no longer this version.
         """
 
-    async def delete(self, key: str) -> None:
-        """Delete an object; no error if there is none."""
+    async def delete(self, key: str, etag: str | None = None, *, adopts: bool = False) -> None:
+        """Delete an object; no error if there is none.
 
-    async def delete_many(self, keys: Iterable[str]) -> list[DeleteFailure]:
-        """Delete objects, a thousand with each request; return what failed."""
+        With a (quoted) `etag`, and where the store honours it, the object with
+        that ETag: another one stays, without an error. With `adopts` another
+        one is deleted in its place, but never once an answer was lost: the
+        first attempt may have deleted what was meant.
+        """
+
+    async def delete_many(
+        self, keys: Iterable[str], etags: Mapping[str, str] | None = None
+    ) -> list[DeleteFailure]:
+        """Delete objects, a thousand with each request; return what failed.
+
+        `etags` are those of keys that are to be deleted as `delete` does with an ETag.
+        """
 
     def hurry(self) -> None:
         """Look again at who waits for a connection: a priority has risen."""

@@ -6,15 +6,17 @@ blocks, for half a second and more.
 
 from __future__ import annotations
 
+import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
+from fusefs.kinds import ConditionalWrites
+from fusefs.store import proxies, redirects, trust
 from fusefs.store.direct import Direct, unsigned_body
-from fusefs.store.errors import NO_CREDENTIALS, Failure, StoreError
+from fusefs.store.errors import NO_CREDENTIALS, UnreachableError, translate
 from fusefs.store.lister import Lister
 from fusefs.store.stream import AttemptError
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     import boto3
     from botocore.credentials import Credentials
     from obstore.store import S3Store as ObjectStore
+
+logger = logging.getLogger("fusefs.store")
 
 DEFAULT_REGION = "us-east-1"
 # How long obstore may keep credentials. It asks again five minutes before the
@@ -49,6 +53,14 @@ class S3Settings:
     ca_bundle: str | None = None
     requester_pays: bool = False
     part_size: int = 8 << 20
+    conditional_writes: ConditionalWrites = ConditionalWrites.AUTO
+
+
+@dataclass(slots=True)
+class Refusals:
+    """Why obstore can't be used, as far as was seen; outlives clients with old credentials."""
+
+    known: set[str] = field(default_factory=set)
 
 
 class Clients:
@@ -59,14 +71,22 @@ class Clients:
     `request` goes with every call of `s3`. `is_confined` says that `objects` is not to be used.
     """
 
-    def __init__(self, settings: S3Settings) -> None:
+    def __init__(self, settings: S3Settings, refusals: Refusals | None = None) -> None:
         """Find the credentials and make the clients. Blocks.
 
         Raises:
             AttemptError: there are no credentials, or they can't be used.
+            StoreError: certificates or proxies that were named can't be used.
         """
         self._settings = settings
+        self._refusals = refusals or Refusals()
+        self._proxies = proxies.Proxies.of(os.environ)
         session = self._session()
+        configured = session._session.get_config_variable("ca_bundle")
+        self._trust = trust.find_for(settings.endpoint_url, settings.ca_bundle, configured)
+        if settings.ca_bundle is None and self._trust is not None:
+            # For those that give out credentials, too.
+            session._session.set_config_variable("ca_bundle", self._trust.path)
         self._credentials: Credentials | None = None
         if not settings.anonymous:
             self._credentials = session.get_credentials()
@@ -79,8 +99,8 @@ class Clients:
         self.direct = Direct(self.s3, self._credentials)
         self.lister = Lister(self.s3, self.direct, self.request)
         self.principal = self._name_principal(session)
-        self.is_confined = self._is_confined()
-        self.objects = self._make_objects(session)
+        self.is_confined = bool(self._refusals.known) or self._is_confined()
+        self.objects = None if self.is_confined else self._make_objects(session)
 
     def _session(self) -> boto3.Session:
         import boto3
@@ -125,14 +145,18 @@ class Clients:
             "s3",
             endpoint_url=settings.endpoint_url,
             region_name=session.region_name or DEFAULT_REGION,
-            verify=settings.ca_bundle,
+            verify=self._trust.path if self._trust else None,
             config=config,
         )
+        proxies.install(client, self._proxies, self._trust.path if self._trust else None)
+        redirects.install(client)
         for operation in ("PutObject", "UploadPart"):
             client.meta.events.register(f"before-sign.s3.{operation}", _leave_body_unsigned)
         return client
 
-    def _make_objects(self, session: boto3.Session) -> ObjectStore:
+    def _make_objects(self, session: boto3.Session) -> ObjectStore | None:
+        """obstore's client; None, and `is_confined`, if it can't use the certificates."""
+        from obstore.exceptions import BaseError
         from obstore.store import S3Store as ObjectStore
 
         settings = self._settings
@@ -147,9 +171,6 @@ class Clients:
             "timeout": timedelta(days=1),
             "allow_http": endpoint is not None and endpoint.startswith("http://"),
         }
-        ca_bundle = self._ca_bundle(session)
-        if ca_bundle is not None:
-            options["root_certificate"] = _read_certificates(ca_bundle)
         config: dict[str, Any] = {
             "region": self._bucket_region() or session.region_name or DEFAULT_REGION,
             "virtual_hosted_style_request": not is_path,
@@ -158,26 +179,80 @@ class Clients:
         }
         if settings.requester_pays:
             config["request_payer"] = True
+        url = endpoint or f"https://s3.{config['region']}.amazonaws.com"
+        if not is_path:
+            parts = urlsplit(url)
+            url = f"{parts.scheme}://{settings.bucket}.{parts.netloc}"
         if endpoint is not None:
-            parts = urlsplit(endpoint)
-            config["endpoint"] = (
-                endpoint if is_path else f"{parts.scheme}://{settings.bucket}.{parts.netloc}"
-            )
+            config["endpoint"] = url
+        options |= self._connecting(url)
         if settings.anonymous:
             config["skip_signature"] = True
         else:
             config["credential_provider"] = self._provide_credentials
-        return ObjectStore(
-            settings.bucket,
-            client_options=cast(Any, options),
-            retry_config={"max_retries": 0},
-            **config,
-        )
+        try:
+            return ObjectStore(
+                settings.bucket,
+                client_options=cast(Any, options),
+                retry_config={"max_retries": 0},
+                **config,
+            )
+        except BaseError as error:
+            self.confine(translate(error).sentence)
+            return None
 
-    def _ca_bundle(self, session: boto3.Session) -> str | None:
-        """The certificates to trust: ours, else those that boto3 is told to."""
-        told = session._session.get_config_variable("ca_bundle")
-        return self._settings.ca_bundle or told or os.environ.get("REQUESTS_CA_BUNDLE")
+    def _connecting(self, url: str) -> dict[str, Any]:
+        """obstore's options for the certificates and the proxy of its URL."""
+        options: dict[str, Any] = {}
+        certificates = self._trust.pem() if self._trust is not None else b""
+        if url.startswith("https:") and certificates:
+            options["root_certificate"] = certificates
+        proxy = self._proxies.choose(url)
+        if proxy is not None:
+            options["proxy_url"] = proxy
+            if proxy.startswith("https:") and certificates:
+                options["proxy_ca_certificate"] = certificates.decode("latin-1")
+        elif self._proxies.http or self._proxies.https:
+            # By itself it would choose one of the environment's, by rules of its own.
+            host = urlsplit(url).hostname
+            options |= {"proxy_url": "http://127.0.0.1:9", "proxy_excludes": host}
+        return options
+
+    def confine(self, why: str) -> None:
+        """Have long reads go through boto3's connections from now on; obstore can't do them."""
+        self.is_confined = True
+        if why not in self._refusals.known:
+            self._refusals.known.add(why)
+            logger.warning(
+                "s3://%s: large reads go over Python's connections, since obstore's fail: %s",
+                self._settings.bucket, why,
+            )  # fmt: skip
+
+    def try_objects(self, key: str) -> bool:
+        """See whether obstore's connections reach S3, if it is to be used. Blocks.
+
+        `key` is one to be asked about, be it there or not. False if there was nothing to see.
+        """
+        url = self.s3.meta.endpoint_url
+        is_used = url.startswith("https:") or self._proxies.choose(url) is not None
+        if self.is_confined or not is_used:
+            return False
+        import obstore
+
+        assert self.objects is not None
+        try:
+            obstore.head(self.objects, key)
+        except Exception as error:  # anything may come from its library
+            self.confine_for(error)
+        return True
+
+    def confine_for(self, error: Exception) -> bool:
+        """Do without obstore from now on if an error of its says that it can never connect."""
+        failure = translate(error)
+        never = failure.kind is UnreachableError and not failure.is_retryable
+        if never and not failure.status:
+            self.confine(failure.sentence)
+        return self.is_confined
 
     def _provide_credentials(self) -> dict[str, Any]:
         """What obstore signs with; it asks again when they expire."""
@@ -193,9 +268,7 @@ class Clients:
     def _custom_endpoint(self) -> str | None:
         """The endpoint if it is not AWS's own; boto3 also takes it from its configuration."""
         endpoint = self.s3.meta.endpoint_url
-        host = urlsplit(endpoint).hostname or ""
-        is_aws = host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
-        return None if is_aws else endpoint
+        return None if redirects.is_aws(endpoint) else endpoint
 
     def _is_confined(self) -> bool:
         """Whether a redirect could take a session token to another host.
@@ -231,11 +304,3 @@ class Clients:
 def _leave_body_unsigned(request: Any, **_: Any) -> None:
     """S3 compares the checksum that goes with each body, and the signature covers that."""
     request.context.update(unsigned_body())
-
-
-def _read_certificates(path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        sentence = f"the CA bundle {path} can't be read: {error.strerror}"
-        raise AttemptError(Failure(StoreError, sentence)) from error

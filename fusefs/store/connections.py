@@ -3,7 +3,8 @@
 At most `maximum` requests run at once. When S3 throttles, the number that is
 allowed halves, at most once a second; each request that succeeds raises it
 again by a fraction, so that a full round of successes is worth one more
-connection (additive increase, multiplicative decrease). Demanded requests go
+connection (additive increase, multiplicative decrease). Where it goes on throttling,
+the rate of requests is limited instead (rate.py). Demanded requests go
 before uploads and these before prefetching ones; both leave a few connections
 free for the next demand.
 """
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 import trio
 
 from fusefs.store.priority import Priority
+from fusefs.store.rate import Rate
 
 BACK_OFF_EVERY_S = 1.0
 
@@ -44,6 +46,7 @@ class Connections:
         self._in_use = 0
         self._queues: dict[Priority, _Queue] = {rank: OrderedDict() for rank in Priority}
         self._backed_off = -BACK_OFF_EVERY_S
+        self.rate = Rate()
 
     @property
     def allowed(self) -> int:
@@ -60,12 +63,14 @@ class Connections:
     def throttled(self) -> None:
         """S3 asked to slow down."""
         now = time.monotonic()
-        if now - self._backed_off >= BACK_OFF_EVERY_S:
+        # With a rate, fewer connections would only leave some of it unused.
+        if self.rate.limit is None and now - self._backed_off >= BACK_OFF_EVERY_S:
             self._backed_off = now
             self._allowed = max(1.0, self._allowed / 2)
 
     def succeeded(self) -> None:
         """A request went well."""
+        self.rate.succeeded()
         if self._allowed < self.maximum:
             self._allowed = min(float(self.maximum), self._allowed + 1 / self._allowed)
             self._admit()
@@ -152,7 +157,14 @@ class _Held:
         self._priority = priority
 
     async def __aenter__(self) -> None:
-        await self._connections.acquire(self._priority)
+        connections = self._connections
+        await connections.acquire(self._priority)
+        if connections.rate.limit is not None:
+            try:
+                await connections.rate.turn()
+            except trio.Cancelled:
+                connections.release()
+                raise
 
     async def __aexit__(self, *_: object) -> None:
         self._connections.release()

@@ -22,8 +22,15 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlencode
 
 from fusefs.store import listing, multipart, requests
-from fusefs.store.base import IfAbsent, ObjectInfo, ObjectVersion
-from fusefs.store.errors import NotFoundError, StaleVersionError, UnsupportedError, from_body
+from fusefs.store.base import Condition, Expect, IfMatch, ObjectInfo, ObjectVersion, Strict
+from fusefs.store.errors import (
+    ConflictError,
+    NotFoundError,
+    StaleVersionError,
+    UnsupportedError,
+    from_body,
+)
+from fusefs.store.fencing import CHANGE_SIZE, METADATA_LIMIT, ChangeToken, stamped
 from fusefs.store.stream import AttemptError
 from fusefs.store.wire import Answer
 
@@ -54,24 +61,41 @@ async def copy(
     source: ObjectInfo | ObjectVersion,
     key: str,
     metadata: Mapping[str, str] | None,
+    token: ChangeToken,
     *,
     keeps_mtime: bool = False,
-    condition: IfAbsent | None = None,
+    condition: Condition = None,
+    is_own: bool = False,
 ) -> ObjectInfo:
     """As `Store.copy`."""
     if metadata is not None:
         requests.check(metadata)
+        metadata = stamped(metadata, token)
+
+    async def send(strict: Strict) -> ObjectInfo:
+        try:
+            if is_own and metadata is not None and isinstance(source, ObjectInfo):
+                return await _copy_own(store, source, key, metadata, strict)
+            return await _copy(store, source, key, metadata, token, keeps_mtime, strict)
+        except NotFoundError as error:
+            # S3 does not tell which of the two objects is gone.
+            if isinstance(strict, IfMatch) and await store.fence.look(key) is None:
+                raise ConflictError("the object to be replaced is gone") from error
+            raise
+
+    if isinstance(condition, Expect):
+        return await store.fence.over(key, condition, token, "copy", send)
     try:
-        return await _copy(store, source, key, metadata, keeps_mtime, condition)
+        return await send(condition)
     except UnsupportedError:
         if condition is None:
             raise
-        return await _copy(store, source, key, metadata, keeps_mtime, None)
+        return await send(None)
 
 
 async def _copy(
     store: S3Store, source: ObjectInfo | ObjectVersion, key: str,
-    metadata: Mapping[str, str] | None, keeps_mtime: bool, condition: IfAbsent | None,
+    metadata: Mapping[str, str] | None, token: ChangeToken, keeps_mtime: bool, condition: Strict,
 ) -> ObjectInfo:  # fmt: skip
     is_small = source.size <= COPY_LIMIT
     if isinstance(source, ObjectInfo) and is_small and metadata is None and not keeps_mtime:
@@ -81,7 +105,8 @@ async def _copy(
     if info.version != version:
         raise StaleVersionError("the object has been replaced")
     if metadata is None and keeps_mtime:
-        metadata = _dated(info)
+        dated = _dated(info)
+        metadata = dated if dated is None or not _has_room(dated) else stamped(dated, token)
     if metadata is None and is_small:
         return await _copy_whole(store, _Copy(info, key, None, condition))
     copied = info if metadata is None else replace(info, metadata=dict(metadata))
@@ -92,6 +117,16 @@ async def _copy(
     if int(headers.get("x-amz-tagging-count", "0")):
         described["Tagging"] = await _tagging(store, source.key)
     return await multipart.copy(store, version, key, described, condition)
+
+
+async def _copy_own(
+    store: S3Store, source: ObjectInfo, key: str, metadata: Mapping[str, str], condition: Strict
+) -> ObjectInfo:
+    """Copy an object that fits into one request and that has a content type alone."""
+    kept = {} if source.content_type is None else {"content-type": source.content_type}
+    return await _copy_whole(
+        store, _Copy(replace(source, metadata=dict(metadata)), key, kept, condition)
+    )
 
 
 def _as_boto_takes_it(copied: ObjectInfo, kept: Mapping[str, str]) -> dict[str, Any]:
@@ -118,6 +153,12 @@ def _dated(info: ObjectInfo) -> dict[str, str] | None:
     return None if "mtime" in said else dated
 
 
+def _has_room(metadata: Mapping[str, str]) -> bool:
+    """Whether S3 takes a token beside this, which somebody else may have filled."""
+    size = sum(len(requests.META) + len(name) + len(value) for name, value in metadata.items())
+    return size + len(requests.META) + CHANGE_SIZE <= METADATA_LIMIT
+
+
 async def _tagging(store: S3Store, key: str) -> str:
     """An object's tags as S3 takes them; a multipart upload gets none by itself."""
 
@@ -132,10 +173,18 @@ async def _copy_whole(store: S3Store, one: _Copy) -> ObjectInfo:
     bucket = store.settings.bucket
     if one.is_repeatable and not bucket.startswith("arn:"):
         headers = one.headers(bucket)
-        answer = await store.at_once("COPY", one.key, headers=headers, priority=requests.writing)
-        if answer is not None:
-            with suppress(AttemptError):
-                return one.understood(answer)
+        try:
+            answer = await store.at_once(
+                "COPY", one.key, headers=headers, priority=requests.writing,
+                condition=one.condition,
+            )  # fmt: skip
+        except ConflictError:
+            pass  # of which object it failed is found out in the patient way
+        else:
+            if answer is not None:
+                with suppress(AttemptError):
+                    return one.understood(answer)
+            one.may_be_done = True
     return await store.retried("COPY", one.key, one.run, requests.writing)
 
 
@@ -148,18 +197,23 @@ class _Copy:
 
     def __init__(
         self, source: ObjectInfo, key: str, kept: Mapping[str, str] | None,
-        condition: IfAbsent | None,
+        condition: Strict,
     ) -> None:  # fmt: skip
         self.key = key
         self._source = source
         self._kept = kept
-        self._condition = condition
-        self._may_be_done = False
+        self.condition = condition
+        self.may_be_done = False
 
     @property
     def is_repeatable(self) -> bool:
         """Whether it does no harm that it may have been done."""
-        return self._condition is None and self.key != self._source.key
+        return self.key != self._source.key or self._has_token
+
+    @property
+    def _has_token(self) -> bool:
+        """Whether the copy is known by a token of its own."""
+        return self._kept is not None and self._source.token is not None
 
     def run(self, clients: Clients) -> ObjectInfo:
         """Send it. Blocks.
@@ -173,7 +227,7 @@ class _Copy:
             failure = requests.judged(error, None)
             if failure.kind is StaleVersionError:
                 return self._after_all(clients, error)
-            self._may_be_done |= failure.is_retryable
+            self.may_be_done |= failure.is_retryable
             raise AttemptError(failure) from error
 
     def _directly(self, clients: Clients) -> ObjectInfo | None:
@@ -193,8 +247,7 @@ class _Copy:
             "x-amz-metadata-directive": "COPY" if self._kept is None else "REPLACE",
             "x-amz-storage-class": source.storage_class,
         }
-        if self._condition is not None:
-            headers["if-none-match"] = "*"
+        headers |= requests.condition_headers(self.condition)
         if self._kept is not None:
             headers |= self._kept
             headers |= {f"{requests.META}{k}": v for k, v in (source.metadata or {}).items()}
@@ -223,7 +276,7 @@ class _Copy:
         answer = clients.s3.copy_object(
             **clients.request,
             **described,
-            **requests.conditions(self._condition),
+            **requests.conditions(self.condition),
             MetadataDirective="COPY" if self._kept is None else "REPLACE",
             Key=self.key,
             CopySource={"Bucket": clients.request["Bucket"], "Key": source.key},
@@ -251,21 +304,27 @@ class _Copy:
         """
         is_onto_itself = self.key == self._source.key
         failed = requests.judged(error, None)
-        if self._condition is None and not (is_onto_itself and self._may_be_done):
+        if self.condition is None and not (is_onto_itself and self.may_be_done):
             raise AttemptError(failed) from error
         try:
             there = requests.look(clients, self.key)
         except Exception as missing:
             if requests.judged(missing, None).kind is not NotFoundError:
                 raise
+            if isinstance(self.condition, IfMatch):  # what was to be replaced is gone
+                failed = requests.judged(error, self.condition)
             raise AttemptError(failed) from error
-        if self._may_be_done and self._is_copy(there):
+        if self.may_be_done and self._is_copy(there):
             return there
-        raise AttemptError(requests.judged(error, self._condition)) from error
+        if self.condition == IfMatch(there.etag):
+            raise AttemptError(failed) from error  # the source is another one
+        raise AttemptError(requests.judged(error, self.condition)) from error
 
     def _is_copy(self, there: ObjectInfo) -> bool:
         source = self._source
         if self._kept is None:
             return (there.size, there.etag) == (source.size, source.etag)
+        if self._has_token:
+            return there.token == source.token
         # What was made of parts has another ETag now.
         return (there.size, there.metadata) == (source.size, dict(source.metadata or {}))

@@ -148,8 +148,9 @@ class Direct:
         self, method: str, key: str, *, headers: Mapping[str, str],
         body: bytes | bytearray | None = None, size: int = 0,
     ) -> Answer | None:  # fmt: skip
-        """Send one small request from the event loop; return the answer that tells an ETag.
+        """Send one small request from the event loop; return the answer, which tells an ETag.
 
+        That of a DELETE tells by its status that it is done.
         `size` is how many bytes it asks for.
 
         None if there is no open connection for it, or something to wait for.
@@ -171,7 +172,8 @@ class Direct:
         except (OSError, wire.WireError) as error:
             failure = Failure(UnreachableError, str(error) or "no answer", is_retryable=True)
             raise AttemptError(failure) from error
-        if answer is not None and (answer.status >= 300 or not _tells_etag(answer)):
+        is_told = method == "DELETE" or answer is None or _tells_etag(answer)
+        if answer is not None and (answer.status >= 300 or not is_told):
             text = answer.content.decode(errors="replace")
             request_id = answer.headers.get("x-amz-request-id", "")
             failure = from_body(answer.status, text, request_id)

@@ -8,12 +8,13 @@ training job, a time-out that looks like a missing file is a lost sample.
 from __future__ import annotations
 
 import errno
-import os
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
-from urllib.parse import urlsplit
+
+from fusefs.store import unreachable
 
 
 class StoreError(Exception):
@@ -71,7 +72,7 @@ class ThrottledError(StoreError):
 
 
 class UnreachableError(StoreError):
-    """No answer in the retry time: connection refused, time-outs, 5xx."""
+    """No answer in the retry time (refused connections, time-outs, 5xx), or none ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,8 @@ class Failure:
     """One failed attempt: what it means, and what S3 said about it.
 
     `status` is 0 where there was no answer; `code` and `request_id` are S3's.
-    `has_expired` says that other credentials may help.
+    `has_expired` says that other credentials may help, `longest_s` for how many
+    seconds it is worth trying again, whatever the retry time is.
     """
 
     kind: type[StoreError]
@@ -89,6 +91,7 @@ class Failure:
     request_id: str = ""
     is_retryable: bool = False
     has_expired: bool = False
+    longest_s: float = math.inf
 
     @property
     def in_full(self) -> str:
@@ -121,7 +124,7 @@ _COLLIDED = {"ConditionalRequestConflict", "OperationAborted"}
 # The usual status of codes that come for single keys, without one.
 _STATUSES = {
     "AccessDenied": 403, "InternalError": 500, "SlowDown": 503, "ServiceUnavailable": 503,
-    "NoSuchKey": 404,
+    "NoSuchKey": 404, "NoSuchUpload": 404, "PreconditionFailed": 412,
 }  # fmt: skip
 
 _SENTENCES = {
@@ -161,6 +164,8 @@ def from_status(status: int, code: str, request_id: str) -> Failure:
     if code in _DAMAGED:
         sentence = "what was sent did not arrive as it was"
         return failure(UnreachableError, sentence, is_retryable=True)
+    if status == 407:
+        return failure(UnreachableError, unreachable.PROXY_PASSWORD)
     if status == 501 or code == "NotImplemented":
         return failure(UnsupportedError, "this store does not implement that")
     if code == "InvalidObjectState":
@@ -193,6 +198,8 @@ NO_CREDENTIALS = Failure(
 
 def translate(error: Exception) -> Failure:
     """What an exception of a request means, be it boto3's, obstore's or an unforeseen one."""
+    if isinstance(error, StoreError):  # of the settings, which no library has seen
+        return Failure(type(error), str(error))
     known = _from_botocore(error) or _from_obstore(error)
     if known is not None:
         return known
@@ -224,7 +231,7 @@ def _from_botocore(error: Exception) -> Failure | None:
         error,
         exceptions.HTTPClientError | exceptions.ConnectionError | exceptions.IncompleteReadError,
     ):
-        return Failure(UnreachableError, _why_unreachable(error), is_retryable=True)
+        return _unreachable(unreachable.of_botocore(error))
     if isinstance(
         error,
         exceptions.SSOError
@@ -252,27 +259,8 @@ def _from_answer(told: Mapping[str, Any]) -> Failure:
     return from_status(int(answer.get("HTTPStatusCode", 0)), code, request_id)
 
 
-def _why_unreachable(error: Any) -> str:
-    """One of botocore's connection errors, without its wording."""
-    from botocore import exceptions
-
-    url = urlsplit(str(error.kwargs.get("endpoint_url") or ""))
-    whom = f"{url.scheme}://{url.netloc}" if url.netloc else "S3"
-    if isinstance(error, exceptions.ConnectTimeoutError | exceptions.ReadTimeoutError):
-        return f"no answer from {whom} in time"
-    if isinstance(error, exceptions.IncompleteReadError | exceptions.ResponseStreamingError):
-        return "the answer broke off"
-    reason = str(error.kwargs.get("error", ""))
-    if isinstance(error, exceptions.SSLError):
-        return f"no secure connection to {whom}: {reason}"
-    if isinstance(error, exceptions.ProxyConnectionError):
-        return f"no connection to the proxy {urlsplit(error.kwargs['proxy_url']).hostname}"
-    if "resolve" in reason:
-        return f"no connection to {whom}: the name is not known"
-    number = re.search(r"\[Errno (\d+)\]", reason)
-    if number:
-        return f"no connection to {whom}: {os.strerror(int(number[1])).lower()}"
-    return f"no connection to {whom}"
+def _unreachable(cause: unreachable.Cause) -> Failure:
+    return Failure(UnreachableError, cause.sentence, is_retryable=cause.may_pass)
 
 
 def _one_line(error: Exception) -> str:
@@ -305,6 +293,6 @@ def _from_obstore(error: Exception) -> Failure | None:
     if "body error" in text:
         return Failure(UnreachableError, "the answer broke off", is_retryable=True)
     if "error sending request" in text:
-        return Failure(UnreachableError, "no answer from S3 in time", is_retryable=True)
+        return _unreachable(unreachable.of_obstore(text))
     first_line = text.partition("\n")[0]
     return Failure(UnreachableError, f"no answer from S3: {first_line}", is_retryable=True)

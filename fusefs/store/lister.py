@@ -11,6 +11,8 @@ from fusefs.store.direct import Direct
 from fusefs.store.errors import Failure, UnreachableError
 from fusefs.store.stream import AttemptError
 
+# How long an answer that is no listing is asked for again.
+GARBLED_TIME_S = 3.0
 # The names of list_objects_v2's parameters in the query.
 _QUERY = {
     "Prefix": "prefix",
@@ -57,7 +59,13 @@ class Lister:
                 return listing.parse(answer.content)
             return self._through_botocore(parameters)
         except listing.ListingError as error:
-            raise AttemptError(Failure(UnreachableError, str(error), is_retryable=True)) from error
+            # An answer that was cut is whole the next time; what the server itself writes
+            # (a key with characters that XML has not) stays as it is.
+            failure = Failure(
+                UnreachableError, str(error),
+                is_retryable=not error.is_final, longest_s=GARBLED_TIME_S,
+            )  # fmt: skip
+            raise AttemptError(failure) from error
 
     def _through_botocore(self, parameters: Mapping[str, Any]) -> ListPage:
         answer = self._client.list_objects_v2(**self._request, **parameters)

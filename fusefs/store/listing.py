@@ -11,7 +11,10 @@ reads the page in 1 ms. A page whose entries differ is read by the XML parser.
 handler look at the answer first; ours hands the result over beside botocore's
 own, and leaves botocore an empty answer to parse.
 
-Keys travel URL-encoded, since XML 1.0 has no control characters.
+Keys travel URL-encoded, since XML 1.0 has no control characters. Ceph's
+gateway encodes keys and common prefixes, but not the prefix and the key to
+start after, which it repeats: those are not needed, and what XML has no way to
+write is taken out of them.
 """
 
 from __future__ import annotations
@@ -35,12 +38,21 @@ _EMPTY = b"<ListBucketResult/>"
 
 _FIRST_ENTRY = re.compile(r"<Contents>((?:<\w+>[^<]*</\w+>\s*)+)</Contents>")
 _ELEMENT = re.compile(r"<(\w+)>[^<]*</\w+>(\s*)")
+# Characters that XML 1.0 has no way to write, as they are and as references.
+_NOT_XML = re.compile(
+    "[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]"
+    "|&#0*(?:[0-8]|1[124-9]|2[0-9]|3[01]);|&#[xX]0*(?:[0-8bcefBCEF]|1[0-9a-fA-F]);"
+)
 _NEEDED = ("Key", "Size", "ETag", "LastModified")
 _FIELDS = (*_NEEDED, "StorageClass")
 
 
 class ListingError(ValueError):
-    """An answer that should be a listing is none."""
+    """An answer that should be a listing is none; `is_final` if the next would not be either."""
+
+    def __init__(self, message: str, *, is_final: bool = False) -> None:
+        super().__init__(message)
+        self.is_final = is_final
 
 
 def install(client: Any) -> None:
@@ -64,19 +76,36 @@ def parse(body: bytes) -> ListPage:
     """
     try:
         text = body.decode()
-        found = _objects_alike(text)
-        if found is not None:
-            objects, text = found
-            return _page(ElementTree.fromstring(text), objects)
-        return _page(ElementTree.fromstring(body), None)
+        try:
+            return _read(text)
+        except ElementTree.ParseError:
+            legible = _NOT_XML.sub("", text)
+            if legible == text or not _is_encoded(text):
+                raise
+            return _read(legible)
     except (ElementTree.ParseError, IndexError, ValueError) as error:
-        raise ListingError(f"the answer is not a listing: {error}") from error
+        # A listing that is there from its beginning to its end stays what it is.
+        is_whole = b"<ListBucketResult" in body and body.rstrip().endswith(b"</ListBucketResult>")
+        sentence = f"the answer is not a listing: {error}"
+        raise ListingError(sentence, is_final=is_whole) from error
+
+
+def _read(text: str) -> ListPage:
+    found = _objects_alike(text)
+    if found is not None:
+        objects, text = found
+        return _page(ElementTree.fromstring(text), objects)
+    return _page(ElementTree.fromstring(text), None)
+
+
+def _is_encoded(text: str) -> bool:
+    return "<EncodingType>url</EncodingType>" in text
 
 
 def _page(root: ElementTree.Element, objects: list[ObjectInfo] | None) -> ListPage:
     """The page of a document; its objects are read from it unless they are given."""
     if root.tag.rpartition("}")[2] != "ListBucketResult":
-        raise ListingError(f"the answer is not a listing but {root.tag!r}")
+        raise ValueError(f"it is {root.tag!r}")
     is_encoded = _text(root, "EncodingType") == "url"
     if objects is None:
         objects = [_object(element, is_encoded) for element in root.iterfind("{*}Contents")]
@@ -109,7 +138,7 @@ def _objects_alike(text: str) -> tuple[list[ObjectInfo], str] | None:
     if len(rows) != text.count("<Contents>"):
         return None
     columns = dict(zip(names, zip(*rows, strict=True), strict=True))
-    is_encoded = "<EncodingType>url</EncodingType>" in text
+    is_encoded = _is_encoded(text)
     stop = text.rindex("</Contents>") + len("</Contents>")
     if text.count("</Contents><Contents>", start, stop) == len(rows) - 1:
         rest = text[:start] + text[stop:]
@@ -177,11 +206,15 @@ def _decode(text: str, is_encoded: bool) -> str:
 
 @lru_cache(maxsize=1024)
 def nanoseconds(text: str) -> int:
-    """2026-11-21T04:15:07.000Z in nanoseconds since the epoch."""
+    """2026-11-21T04:15:07.000Z in nanoseconds since the epoch, in whole seconds.
+
+    Some stores (Ceph's gateway) tell fractions in listings. The answers to HEAD
+    and GET have none, so with them an object would have two times.
+    """
     moment = datetime.fromisoformat(text)
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=UTC)
-    return int(moment.timestamp()) * 1_000_000_000 + moment.microsecond * 1000
+    return int(moment.timestamp()) * 1_000_000_000
 
 
 def _text(element: ElementTree.Element, name: str) -> str:

@@ -14,6 +14,8 @@ COUNTERS = {
     "GET": "gets", "HEAD": "heads", "LIST": "lists", "LIST PARTS": "lists",
     "LIST UPLOADS": "lists", **_WRITES,
 }  # fmt: skip
+# What does not say that a change was refused: no answer, and those of servers that have none.
+NO_ANSWERS = frozenset((0, 500, 502, 504))
 
 
 def is_change(operation: str) -> bool:

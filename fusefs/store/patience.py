@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 
@@ -18,11 +19,17 @@ class Patience:
 
     def renew(self) -> None:
         """Something has been achieved."""
-        self._end = time.monotonic() + self._time_s
+        self._began = time.monotonic()
+        self._end = self._began + self._time_s
         self._attempts = 0
 
-    def is_left(self) -> bool:
-        return time.monotonic() < self._end
+    def is_left(self, longest_s: float = math.inf) -> bool:
+        """Whether to go on; `longest_s` is how long what failed is worth trying again.
+
+        However long the first attempt took, there is a second.
+        """
+        end = self._end if self._attempts == 0 else min(self._end, self._began + longest_s)
+        return time.monotonic() < end
 
     def pause_s(self) -> float:
         # Full jitter: clients that failed together do not come back together.

@@ -11,7 +11,7 @@ from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
 from fusefs.store import listing
-from fusefs.store.base import IF_ABSENT, Condition, IfMatch, ObjectInfo
+from fusefs.store.base import IF_ABSENT, IfMatch, ObjectInfo, Strict
 from fusefs.store.errors import (
     ConflictError,
     ExistsError,
@@ -20,6 +20,7 @@ from fusefs.store.errors import (
     UnreachableError,
     translate,
 )
+from fusefs.store.fencing import ChangeToken
 from fusefs.store.priority import Priority, Urgency
 from fusefs.store.stream import AttemptError
 
@@ -54,16 +55,28 @@ def headers(metadata: Mapping[str, str], content_type: str | None) -> dict[str, 
     return {"Metadata": dict(metadata), **typed}
 
 
-def conditions(condition: Condition) -> dict[str, str]:
+def conditions(condition: Strict) -> dict[str, str]:
     """boto3's parameters for a condition."""
     if isinstance(condition, IfMatch):
         return {"IfMatch": condition.etag}
     return {"IfNoneMatch": "*"} if condition == IF_ABSENT else {}
 
 
-def judged(error: Exception, condition: Condition) -> Failure:
+def condition_headers(condition: Strict) -> dict[str, str]:
+    """The headers for a condition, with names in lower case."""
+    if isinstance(condition, IfMatch):
+        return {"if-match": condition.etag}
+    return {"if-none-match": "*"} if condition == IF_ABSENT else {}
+
+
+def judged(error: Exception, condition: Strict) -> Failure:
     """What an exception means, if it is of a request with this condition."""
     failure = error.failure if isinstance(error, AttemptError) else translate(error)
+    return under(failure, condition)
+
+
+def under(failure: Failure, condition: Strict) -> Failure:
+    """What a failure means to a request with this condition."""
     is_gone = isinstance(condition, IfMatch) and failure.code == "NoSuchKey"
     if condition is None or not (failure.status == 412 or is_gone):
         return failure
@@ -91,7 +104,8 @@ def find(
 ) -> ObjectInfo | None:
     """The object `key` if it is this very one, else None. Blocks.
 
-    `checksum` is as HEAD tells it.
+    The token in its metadata tells. Without one in `metadata`, all of these and the
+    checksum do, which is as HEAD tells it.
     """
     try:
         answer = head(clients, key, ChecksumMode="ENABLED")
@@ -100,6 +114,9 @@ def find(
             return None
         raise
     info = told(key, answer)
+    token = ChangeToken.parse(metadata)
+    if token is not None:
+        return info if info.token == token and info.size == size else None
     is_same = all(answer.get(name) == value for name, value in checksum.items())
     return info if is_same and (info.size, info.metadata) == (size, dict(metadata)) else None
 

@@ -30,20 +30,32 @@ from typing import TypeVar
 
 import trio
 
-from fusefs.store import copying, lister, multipart, operations, reading, requests, upload, writing
+from fusefs.store import (
+    copying,
+    deleting,
+    lister,
+    multipart,
+    operations,
+    reading,
+    requests,
+    upload,
+    writing,
+)
 from fusefs.store.access import Access
 from fusefs.store.base import (
     ChunkWriter,
     Condition,
     DeleteFailure,
-    IfAbsent,
     ListPage,
     ObjectInfo,
     ObjectVersion,
     PendingUpload,
+    Strict,
     UploadState,
 )
+from fusefs.store.capabilities import Capabilities
 from fusefs.store.clients import Clients, S3Settings
+from fusefs.store.conditions import Fence
 from fusefs.store.connections import Connections
 from fusefs.store.errors import (
     ConflictError,
@@ -54,6 +66,7 @@ from fusefs.store.errors import (
     StoreError,
     ThrottledError,
 )
+from fusefs.store.fencing import ChangeToken, TokenSource, stamped
 from fusefs.store.patience import Patience
 from fusefs.store.priority import Urgency, demanded
 from fusefs.store.stream import Attempt, AttemptError, Stream, Transfer
@@ -76,14 +89,20 @@ class S3Store:
     def __init__(self, settings: S3Settings) -> None:
         self.settings = settings
         self._connections = Connections(settings.max_connections)
+        self.small_writes = trio.Semaphore(2 * settings.max_connections)
         # An abandoned thread keeps its place until its time-out.
         self._threads = Threads(2 * settings.max_connections)
         self._access = Access(settings)
         self._understood = -math.inf
         # When S3 last did what it was asked, or could not for want of an object; trio's seconds.
         self.answered = -math.inf
-        # No change is sent before this, in trio's seconds.
-        self.changes_after = -math.inf
+        # Called with the key of a change of which an attempt got no answer, or was given up:
+        # the server may execute it at any later time.
+        self.unanswered: Callable[[str], None] = lambda _key: None
+        self.tokens = TokenSource()
+        self.fence = Fence(self, settings.conditional_writes)
+        # Whether `check` found nothing.
+        self.is_prefix_empty = False
         self._counted: Counter[str] = Counter()
         # Whether a server's If-Match is to be relied on.
         self.has_if_match = True
@@ -95,6 +114,16 @@ class S3Store:
         """Who reads, as a stable name without a secret; known after `check`."""
         assert self._access.principal is not None
         return self._access.principal
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the store is known to honour by now."""
+        return self.fence.capabilities
+
+    @property
+    def sends_md5(self) -> bool:
+        """Whether a body's MD5 goes with it: the store is not known to compare CRC32s."""
+        return self.capabilities.checksums is not True
 
     def hurry(self) -> None:
         self._connections.look_again()
@@ -115,11 +144,22 @@ class S3Store:
         where = f"s3://{self.settings.bucket}/{prefix}"
         endpoint = self.settings.endpoint_url
         try:
-            await self.retried("LIST", prefix, self._lister(prefix, "/", "", 1),
-                                retry_time_s=CHECK_TIME_S)  # fmt: skip
+            page = await self.retried("LIST", prefix, self._lister(prefix, "/", "", 1),
+                                       retry_time_s=CHECK_TIME_S)  # fmt: skip
         except StoreError as error:
             at = f" at {endpoint}" if endpoint and endpoint not in str(error) else ""
             raise type(error)(f"can't read {where}{at}: {error}") from error
+        self.is_prefix_empty = not (page.objects or page.prefixes)
+        await self._try_objects(prefix)
+
+    async def _try_objects(self, prefix: str) -> None:
+        """Have obstore connect too, where its TLS or a proxy may refuse what boto3's do not."""
+        clients = self._access.clients
+        if clients is not None:
+            async with self._connections.one(demanded):
+                work = partial(clients.try_objects, f"{prefix}.fusefs")
+                if await self._threads.run(Attempt().guarded(work)):
+                    self._counted["heads"] += 1
 
     async def is_refused(self, prefix: str) -> bool | None:
         """Whether S3 refuses, with credentials that are fresh, to list a prefix.
@@ -194,15 +234,19 @@ class S3Store:
         metadata: Mapping[str, str],
         content_type: str | None,
         condition: Condition = None,
+        token: ChangeToken | None = None,
     ) -> ObjectInfo:
+        said = stamped(metadata, token or self.tokens.next())
         if size <= self.settings.part_size:
-            return await writing.put(self, key, fd, size, metadata, content_type, condition)
-        return await multipart.put(self, key, fd, size, metadata, content_type, condition)
+            return await writing.put(self, key, fd, size, said, content_type, condition)
+        return await multipart.put(self, key, fd, size, said, content_type, condition)
 
     async def begin_upload(
-        self, key: str, *, metadata: Mapping[str, str], content_type: str | None
-    ) -> S3Upload:
-        return await multipart.begin(self, key, metadata, content_type)
+        self, key: str, *, metadata: Mapping[str, str], content_type: str | None,
+        token: ChangeToken | None = None,
+    ) -> S3Upload:  # fmt: skip
+        said = stamped(metadata, token or self.tokens.next())
+        return await multipart.begin(self, key, said, content_type)
 
     async def resume_upload(self, state: UploadState) -> S3Upload:
         return await multipart.resume(self, state)
@@ -220,17 +264,22 @@ class S3Store:
         *,
         metadata: Mapping[str, str] | None = None,
         keeps_mtime: bool = False,
-        condition: IfAbsent | None = None,
+        condition: Condition = None,
+        token: ChangeToken | None = None,
+        is_own: bool = False,
     ) -> ObjectInfo:
         return await copying.copy(
-            self, source, key, metadata, keeps_mtime=keeps_mtime, condition=condition
-        )
+            self, source, key, metadata, token or self.tokens.next(),
+            keeps_mtime=keeps_mtime, condition=condition, is_own=is_own,
+        )  # fmt: skip
 
-    async def delete(self, key: str) -> None:
-        await writing.delete(self, key)
+    async def delete(self, key: str, etag: str | None = None, *, adopts: bool = False) -> None:
+        await deleting.delete(self, key, etag, adopts=adopts)
 
-    async def delete_many(self, keys: Iterable[str]) -> list[DeleteFailure]:
-        return await writing.delete_many(self, keys)
+    async def delete_many(
+        self, keys: Iterable[str], etags: Mapping[str, str] | None = None
+    ) -> list[DeleteFailure]:
+        return await deleting.delete_many(self, keys, etags or {})
 
     def note_sent(self, count: int) -> None:
         """Count bytes that S3 has taken."""
@@ -245,15 +294,18 @@ class S3Store:
         body: bytes | bytearray | None = None,
         size: int = 0,
         priority: Urgency = demanded,
+        condition: Strict = None,
+        failed: Callable[[], None] = lambda: None,
     ) -> Answer | None:
-        """Send a small PUT, COPY, HEAD or GET from the event loop; return what tells an ETag.
+        """Send a small PUT, COPY, HEAD, GET or DELETE from the event loop; return its answer.
 
-        `size` is how many bytes it asks for. None if it is to be `retried` in a thread.
+        `size` is how many bytes it asks for, `condition` what `headers` demand.
+        None if it is to be `retried` in a thread; it may have been done if
+        `failed` was called.
 
         Raises:
             StoreError: that would not help.
         """
-        await self._settled(operation)
         clients = self._access.clients
         if clients is None:
             return None
@@ -265,7 +317,12 @@ class S3Store:
                 )
                 failure = None
             except AttemptError as error:
-                answer, failure = None, operations.considered(operation, error.failure)
+                self._note_unanswered(operation, key, error.failure)
+                failure = requests.under(error.failure, condition)
+                answer, failure = None, operations.considered(operation, failure)
+            except trio.Cancelled:
+                self._note_unanswered(operation, key)
+                raise
         if answer is None and failure is None:
             return None
         self._counted[operations.COUNTERS[operation]] += 1
@@ -275,13 +332,13 @@ class S3Store:
             return answer
         if failure.status < 400 and not failure.is_retryable:
             return None  # a redirect, which is botocore's
-        self._react(failure, None)
+        self._react(operation, key, failure, None)
         # Without a code, and of credentials, it is found out what it means in the patient way.
         is_vague = not failure.code and failure.kind is not NotFoundError
         if not (is_vague or failure.kind is CredentialsError or failure.is_retryable):
             raise self.failed(operation, key, failure)
-        self._counted["retries"] += 1
-        logger.info("%s again: %s", operation, self._describe(key, failure))
+        failed()
+        self._note_retry(operation, key, failure)
         await trio.sleep(Patience(self.settings.retry_time_s).pause_s())
         return None
 
@@ -300,7 +357,6 @@ class S3Store:
         Raises:
             StoreError: it did not; there is one log line about it.
         """
-        await self._settled(operation)
         patience = Patience(retry_time_s or self.settings.retry_time_s)
         has_doubted = False
         try:
@@ -313,28 +369,32 @@ class S3Store:
                     self.answered = trio.current_time()
                     return result
                 except AttemptError as error:
+                    self._note_unanswered(operation, key, error.failure)
                     failure = await self._explained(operation, key, error.failure)
+                except trio.Cancelled:
+                    self._note_unanswered(operation, key)
+                    raise
                 if (failure.status, failure.code) == (400, "") and not has_doubted:
                     # The credentials had expired, and have been renewed since.
                     has_doubted = True
                     failure = replace(failure, is_retryable=True, has_expired=True)
                 if failure.kind is CredentialsError and not failure.is_retryable:
                     failure = replace(failure, is_retryable=await self._access.has_renewed(used))
-                self._react(failure, patience)
+                self._react(operation, key, failure, patience)
                 if transfer is not None and transfer.has_progressed():
                     patience.renew()
-                if not failure.is_retryable or not patience.is_left():
+                if not failure.is_retryable or not patience.is_left(failure.longest_s):
                     raise self.failed(operation, key, failure)
-                self._counted["retries"] += 1
-                logger.info("%s again: %s", operation, self._describe(key, failure))
+                self._note_retry(operation, key, failure)
                 await trio.sleep(patience.pause_s())
         finally:
             self._refused.discard(patience)
 
-    async def _settled(self, operation: str) -> None:
-        """Wait until no request of an earlier process can come after a change of this one."""
-        if operations.is_change(operation) and trio.current_time() < self.changes_after:
-            await trio.sleep_until(self.changes_after)
+    def _note_unanswered(self, operation: str, key: str, failure: Failure | None = None) -> None:
+        """An attempt has failed with this, or was given up (None)."""
+        has_no_answer = failure is None or failure.status in operations.NO_ANSWERS
+        if has_no_answer and operations.is_change(operation):
+            self.unanswered(key)
 
     async def _explained(self, operation: str, key: str, failure: Failure) -> Failure:
         """What an attempt's failure means to an operation, asked for where S3 did not say.
@@ -353,7 +413,13 @@ class S3Store:
             self._understood = time.monotonic()
         return operations.considered(operation, failure)
 
-    def _react(self, failure: Failure, patience: Patience | None) -> None:
+    def _note_retry(self, operation: str, key: str, failure: Failure) -> None:
+        self._counted["retries"] += 1
+        # What is throttled has a line a minute (rate.py).
+        level = logging.DEBUG if failure.kind is ThrottledError else logging.INFO
+        logger.log(level, "%s again: %s", operation, self._describe(key, failure))
+
+    def _react(self, operation: str, key: str, failure: Failure, patience: Patience | None) -> None:
         """Do what an attempt that failed so asks for; `patience` is whose that goes on trying."""
         if issubclass(failure.kind, NotFoundError | StaleVersionError | ConflictError):
             self.answered = trio.current_time()
@@ -366,6 +432,9 @@ class S3Store:
         if failure.kind is ThrottledError:
             self._counted["throttled"] += 1
             self._connections.throttled()
+            self._connections.rate.refused(f"{operation} {self._describe(key, failure)}")
+        elif failure.status:
+            self._connections.rate.succeeded()
 
     async def _run(
         self, operation: str, work: Callable[[Clients], T], transfer: Transfer | None
@@ -382,7 +451,8 @@ class S3Store:
 
     def failed(self, operation: str, key: str, failure: Failure) -> StoreError:
         """Log a request that failed for good."""
-        self._counted["errors"] += 1
+        # That a condition does not hold is what it was sent for.
+        self._counted["errors"] += not issubclass(failure.kind, ConflictError)
         # A missing object is an answer, and lookups ask for many; so is a conflict.
         is_answer = issubclass(failure.kind, NotFoundError | ConflictError)
         level = logging.DEBUG if is_answer else logging.WARNING

@@ -184,8 +184,8 @@ class Stream:
         is_short = self.missing <= (SMALL if is_for_obstore else CHUNK)
         is_done = (is_short and self._run_direct(clients)) or self._run_plain(clients)
         if not is_done and is_for_obstore:
-            self._run_obstore(clients)
-        elif not is_done:
+            is_done = self._run_obstore(clients)
+        if not is_done:
             self._run_boto(clients)
         self._check_end()
 
@@ -195,19 +195,27 @@ class Stream:
                 Failure(UnreachableError, "the answer was too short", is_retryable=True)
             )
 
-    def _run_obstore(self, clients: Clients) -> None:
+    def _run_obstore(self, clients: Clients) -> bool:
+        """False if obstore can't connect: its TLS may refuse what Python's does not."""
         import obstore
 
+        assert clients.objects is not None
         options: obstore.GetOptions = {"range": (self._position, self._stop)}
         if self.has_if_match:
             options["if_match"] = self.version.etag
-        answer = obstore.get(clients.objects, self.version.key, options=options)
+        try:
+            answer = obstore.get(clients.objects, self.version.key, options=options)
+        except Exception as error:
+            if clients.confine_for(error):
+                return False
+            raise
         self._compare(answer.meta["e_tag"], answer.range[0])
         if answer.range[1] - self._position <= CHUNK:
             self._take(memoryview(answer.bytes()))  # a thread switch less than a stream of one
-            return
+            return True
         for chunk in answer.stream(min_chunk_size=CHUNK):
             self._take(memoryview(chunk))
+        return True
 
     def _run_boto(self, clients: Clients) -> None:
         """For keys that obstore's paths can't hold, and where it must not follow redirects."""

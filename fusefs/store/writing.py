@@ -1,38 +1,26 @@
-"""Single writes: PUT of a file that is one part, and deletes.
+"""Single writes: PUT of a file that is one part.
 
 A small file that is in the page cache is sent from the event loop (quick.py).
-What that can't, a larger file, a condition, a failure, is sent in a thread with
-patience: as directly as possible (direct.py), and by boto3 where the key or the
-answer is odd. S3 compares a CRC32 with what has arrived.
+What that can't, a larger file, a failure, is sent in a thread with patience: as
+directly as possible (direct.py), and by boto3 where the key or the answer is
+odd. S3 compares a CRC32 with what has arrived.
 
 A write whose answer was lost may have taken effect. Repeating it does no harm,
-except that a condition need not hold any more: then the checksum and the
-metadata of the object tell whether it is ours.
+except that a condition need not hold any more: then the token in the metadata
+tells whether the object is this very one (fencing.py).
 """
 
 from __future__ import annotations
 
 import os
-import re
-import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fusefs.store import listing, requests
-from fusefs.store.base import (
-    IF_ABSENT,
-    Condition,
-    DeleteFailure,
-    IfMatch,
-    ObjectInfo,
-)
-from fusefs.store.body import Body, encoded
-from fusefs.store.errors import (
-    ConflictError,
-    Failure,
-    StoreError,
-    from_code,
-)
+from fusefs.store.base import Condition, Expect, ObjectInfo, Strict
+from fusefs.store.body import Body, Sums, sums_of
+from fusefs.store.errors import ConflictError
+from fusefs.store.fencing import ChangeToken
 from fusefs.store.stream import Attempt, AttemptError, is_plain
 
 if TYPE_CHECKING:
@@ -41,9 +29,6 @@ if TYPE_CHECKING:
 
 # What the event loop has the time to read, to sum and to send.
 SMALL = 128 << 10
-DELETES_AT_ONCE = 1000
-# Characters that a DeleteObjects request, XML 1.0, has no way to write.
-_NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
 
 
 # --- PUT ------------------------------------------------------------------------
@@ -60,12 +45,30 @@ async def put(
 ) -> ObjectInfo:
     """As `Store.put_file`, with one PUT."""
     requests.check(metadata, content_type)
-    if size <= SMALL and condition is None and is_plain(key):
-        info = await _put_at_once(store, key, fd, size, metadata, content_type)
+
+    async def send(strict: Strict) -> ObjectInfo:
+        return await _put(store, key, fd, size, metadata, content_type, strict)
+
+    if isinstance(condition, Expect):
+        return await store.fence.over(key, condition, ChangeToken.parse(metadata), "put", send)
+    return await send(condition)
+
+
+async def _put(
+    store: S3Store, key: str, fd: int, size: int, metadata: Mapping[str, str],
+    content_type: str | None, condition: Strict,
+) -> ObjectInfo:  # fmt: skip
+    may_be_done = False
+    if size <= SMALL and is_plain(key):
+        info = await _put_at_once(store, key, fd, size, metadata, content_type, condition)
         if info is not None:
             store.note_sent(size)
             return info
-    one = _Put(key, Body(fd, 0, size), metadata, content_type, condition)
+        may_be_done = True
+    one = _Put(
+        key, Body(fd, 0, size), metadata, content_type, condition, may_be_done=may_be_done,
+        sends_md5=store.sends_md5,
+    )  # fmt: skip
     info = await store.retried("PUT", key, one.run, requests.writing, transfer=one)
     store.note_sent(size)
     return info
@@ -73,7 +76,23 @@ async def put(
 
 async def _put_at_once(
     store: S3Store, key: str, fd: int, size: int, metadata: Mapping[str, str],
-    content_type: str | None,
+    content_type: str | None, condition: Strict,
+) -> ObjectInfo | None:  # fmt: skip
+    # So many have their bytes in memory at a time; the others have theirs on the disk.
+    places = store.small_writes
+    if not places.value:
+        await places.acquire()
+    else:
+        places.acquire_nowait()
+    try:
+        return await _put_from_memory(store, key, fd, size, metadata, content_type, condition)
+    finally:
+        places.release()
+
+
+async def _put_from_memory(
+    store: S3Store, key: str, fd: int, size: int, metadata: Mapping[str, str],
+    content_type: str | None, condition: Strict,
 ) -> ObjectInfo | None:  # fmt: skip
     data = bytearray(size)
     try:
@@ -81,8 +100,11 @@ async def _put_at_once(
             return None
     except OSError:
         return None  # it is on the disk, or on tmpfs
-    headers = _headers(metadata, content_type, None, encoded(zlib.crc32(data).to_bytes(4, "big")))
-    answer = await store.at_once("PUT", key, headers=headers, body=data, priority=requests.writing)
+    sums = sums_of((data,), with_md5=store.sends_md5)
+    headers = _headers(metadata, content_type, condition, sums)
+    answer = await store.at_once(
+        "PUT", key, headers=headers, body=data, priority=requests.writing, condition=condition
+    )
     if answer is None:
         return None
     etag, version_id = answer.headers.get("etag"), answer.headers.get("x-amz-version-id")
@@ -90,18 +112,14 @@ async def _put_at_once(
 
 
 def _headers(
-    metadata: Mapping[str, str], content_type: str | None, condition: Condition, checksum: str
+    metadata: Mapping[str, str], content_type: str | None, condition: Strict, sums: Sums
 ) -> dict[str, str]:
     """What goes with a body."""
     headers = {f"x-amz-meta-{name}": value for name, value in metadata.items()}
-    headers["x-amz-checksum-crc32"] = checksum
+    headers |= sums.headers()
     if content_type is not None:
         headers["content-type"] = content_type
-    if isinstance(condition, IfMatch):
-        headers["if-match"] = condition.etag
-    elif condition == IF_ABSENT:
-        headers["if-none-match"] = "*"
-    return headers
+    return headers | requests.condition_headers(condition) if condition else headers
 
 
 def _info(
@@ -125,14 +143,18 @@ class _Put:
         body: Body,
         metadata: Mapping[str, str],
         content_type: str | None,
-        condition: Condition,
+        condition: Strict,
+        *,
+        may_be_done: bool,
+        sends_md5: bool,
     ) -> None:
         self._key = key
         self._body = body
         self._metadata = metadata
         self._content_type = content_type
         self._condition = condition
-        self._may_be_done = False
+        self._may_be_done = may_be_done
+        self._sends_md5 = sends_md5
 
     def begin(self) -> Attempt:
         return self._body.begin()
@@ -147,8 +169,8 @@ class _Put:
             AttemptError: S3 did not take it.
         """
         try:
-            checksum = self._body.checksum()
-            return self._directly(clients, checksum) or self._through_boto(clients, checksum)
+            sums = self._body.sums(with_md5=self._sends_md5)
+            return self._directly(clients, sums) or self._through_boto(clients, sums)
         except Exception as error:
             failure = requests.judged(error, self._condition)
             if self._may_be_done and issubclass(failure.kind, ConflictError):
@@ -164,24 +186,24 @@ class _Put:
             self._may_be_done |= failure.is_retryable
             raise AttemptError(failure) from error
 
-    def _directly(self, clients: Clients, checksum: str) -> ObjectInfo | None:
+    def _directly(self, clients: Clients, sums: Sums) -> ObjectInfo | None:
         if not is_plain(self._key):
             return None
         answer = clients.direct.send(
             "PUT", self._key, body=self._body,
-            headers=_headers(self._metadata, self._content_type, self._condition, checksum),
+            headers=_headers(self._metadata, self._content_type, self._condition, sums),
         )  # fmt: skip
         if answer is None:
             self._body.seek(0)
             return None
         return self._info(answer.headers.get("etag"), answer.headers.get("x-amz-version-id"))
 
-    def _through_boto(self, clients: Clients, checksum: str) -> ObjectInfo:
+    def _through_boto(self, clients: Clients, sums: Sums) -> ObjectInfo:
         answer = clients.s3.put_object(
             **clients.request,
             **requests.headers(self._metadata, self._content_type),
             **requests.conditions(self._condition),
-            ChecksumCRC32=checksum,
+            **sums.parameters(),
             Key=self._key,
             Body=self._body,
         )
@@ -191,65 +213,3 @@ class _Put:
         return _info(
             self._key, len(self._body), etag, version_id, self._metadata, self._content_type
         )
-
-
-# --- deletes --------------------------------------------------------------------
-
-
-async def delete(store: S3Store, key: str) -> None:
-    """As `Store.delete`."""
-
-    def work(clients: Clients) -> None:
-        if clients.direct.send("DELETE", key) is None:
-            clients.s3.delete_object(**clients.request, Key=key)
-
-    await store.retried("DELETE", key, work)
-
-
-async def delete_many(store: S3Store, keys: Iterable[str]) -> list[DeleteFailure]:
-    """As `Store.delete_many`."""
-    failures: list[DeleteFailure] = []
-    batch: list[str] = []
-    for key in keys:
-        if _NOT_XML.search(key):
-            try:
-                await delete(store, key)
-            except StoreError as error:
-                failures.append(DeleteFailure(key, error))
-            continue
-        batch.append(key)
-        if len(batch) == DELETES_AT_ONCE:
-            failures += await _delete_batch(store, batch)
-            batch = []
-    return failures + (await _delete_batch(store, batch) if batch else [])
-
-
-async def _delete_batch(store: S3Store, keys: list[str]) -> list[DeleteFailure]:
-    left = keys
-    failures: list[DeleteFailure] = []
-
-    def work(clients: Clients) -> None:
-        """Delete what is left, and leave what may be tried again."""
-        nonlocal left
-        objects = [{"Key": key} for key in left]
-        answer = clients.s3.delete_objects(
-            **clients.request, Delete={"Objects": objects, "Quiet": True}
-        )
-        again: list[str] = []
-        last: Failure | None = None
-        for refused in answer.get("Errors", []):
-            failure = from_code(refused.get("Code", ""))
-            if failure.is_retryable:
-                again.append(refused["Key"])
-                last = failure
-            elif failure.status != 404:
-                failures.append(DeleteFailure(refused["Key"], failure.kind(failure.sentence)))
-        left = again
-        if last is not None:
-            raise AttemptError(last)
-
-    try:
-        await store.retried("DELETE", left[0], work)
-    except StoreError as error:
-        failures += [DeleteFailure(key, error) for key in left]
-    return failures

@@ -1,0 +1,113 @@
+"""How many requests a second a store is sent once it has asked to slow down.
+
+A budget of connections does not bound the rate: four connections to a server
+that answers in a millisecond are 4,000 requests a second, however many of them
+it refuses. So after the first refusals the requests of a second are counted
+that were *not* refused, and from then on no more are sent, evenly spaced.
+
+That limit is felt for (AIMD, as TCP does it): it rises by 1% in the first
+second, by 2% in the next, then 4%, up to 20%; with the next refusal it falls to
+95% of what was really taken since the last, or of itself if that is unknown.
+Against a server with a fixed allowance that is a few refusals every few
+seconds, with nearly all of the allowance used; a limit that is too low doubles
+within ten seconds. After a minute without refusals there is no limit.
+
+What a refusal costs is not much: a line in the log a minute, and the pause
+before the request is sent again.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import trio
+
+logger = logging.getLogger("fusefs.store")
+
+# Refusals within this time of a reduction are of requests that were sent before it.
+SETTLE_S = 1.0
+# A count that took longer says nothing of what the store takes now; with requests that wait
+# for their turn, and so use the limit up, it says so for longer.
+FRESH_S = 2.0
+FRESH_IN_USE_S = 10.0
+DECREASE = 0.95
+FIRST_INCREASE = 0.01
+LAST_INCREASE = 0.2
+FORGET_S = 60.0
+LOG_EVERY_S = 60.0
+LEAST = 1.0
+
+
+class Rate:
+    """One store's rate. Belongs to the event loop.
+
+    `limit` is in requests a second; None is that there is none.
+    """
+
+    def __init__(self) -> None:
+        self.limit: float | None = None
+        self._accepted = 0
+        self._refused = 0
+        # Since the last reduction: when it was, and how many requests had been taken by then.
+        self._since = -FORGET_S
+        self._accepted_then = 0
+        self._grown = 0.0  # when the limit was last raised
+        self._next = 0.0  # when the next request may be sent
+        self._logged = -LOG_EVERY_S
+        self._logged_refused = 0  # how many the log has
+
+    async def turn(self) -> None:
+        """Wait until a request may be sent. Cancelling leaves its place unused."""
+        now = trio.current_time()
+        if now - self._since >= FORGET_S:
+            self.limit = None
+        if self.limit is None:
+            return
+        self._grow(now)
+        at = max(now, self._next)
+        self._next = at + 1 / self.limit
+        if at > now:
+            await trio.sleep_until(at)
+
+    def succeeded(self) -> None:
+        """A request was not refused."""
+        self._accepted += 1
+
+    def refused(self, what: str) -> None:
+        """The store asked to slow down; `what` tells the log which request, and what it said."""
+        self._refused += 1
+        now = trio.current_time()
+        self._reduce(now)
+        if now - self._logged >= LOG_EVERY_S:
+            self._log(now, what)
+
+    def _reduce(self, now: float) -> None:
+        elapsed = now - self._since
+        if elapsed < SETTLE_S:
+            return
+        taken = (self._accepted - self._accepted_then) / elapsed
+        if self.limit is not None:
+            self._grow(now)
+            fresh_s = FRESH_IN_USE_S if self._next > now else FRESH_S
+            limit = self.limit * DECREASE
+            self.limit = max(LEAST, min(limit, taken) if elapsed <= fresh_s else limit)
+        elif elapsed <= FRESH_S:
+            self.limit = max(LEAST, taken * DECREASE)
+            self._next = now
+        self._since = self._grown = now
+        self._accepted_then = self._accepted
+
+    def _grow(self, now: float) -> None:
+        """Raise the limit by what the time since its last reduction is worth."""
+        assert self.limit is not None
+        share = min(LAST_INCREASE, FIRST_INCREASE * 2.0 ** int(now - self._since))
+        # A second at most: what was not sent has tried nothing.
+        self.limit *= 1 + share * min(1.0, now - self._grown)
+        self._grown = now
+
+    def _log(self, now: float, what: str) -> None:
+        count = self._refused - self._logged_refused
+        self._logged, self._logged_refused = now, self._refused
+        refused = f"{count} requests refused since the last such line" if count > 1 else "refused"
+        bound = f"; at most {self.limit:.0f} a second are sent" if self.limit is not None else ""
+        logger.warning("%s: %s%s", what, refused, bound)

@@ -1,0 +1,145 @@
+"""Which certificates are trusted for S3: one answer for every library that opens a connection.
+
+botocore trusts a list that it brings along, obstore the system's, and each has
+variables of its own for another. Here they are looked up once, in this order:
+
+1. `--ca-bundle`;
+2. `AWS_CA_BUNDLE`, or `ca_bundle` of the AWS configuration, and then
+   `REQUESTS_CA_BUNDLE`, as botocore does;
+3. `SSL_CERT_FILE` and `SSL_CERT_DIR`, both if both are set, as OpenSSL does
+   (SSL_CTX_set_default_verify_paths(3));
+4. the system's list, which has the authorities that were installed;
+5. botocore's, on a machine without any.
+
+All libraries get the same certificates: OpenSSL as a path, rustls as PEM. What
+is no single file becomes one in memory.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fusefs.store.errors import StoreError
+
+# Where distributions keep their list: Debian, Fedora, SUSE, RHEL's older place, Alpine.
+SYSTEM_FILES = (
+    "/etc/ssl/certs/ca-certificates.crt",
+    "/etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem",
+    "/etc/ssl/ca-bundle.pem",
+    "/etc/pki/tls/certs/ca-bundle.crt",
+    "/etc/ssl/cert.pem",
+)
+_CERTIFICATE = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """Certificates of authorities, in the file `path`, which is there as long as this is.
+
+    `origin` says where they were named, for messages.
+    """
+
+    path: str
+    origin: str
+    _memory: object = None  # keeps a file that is in memory alone
+
+    def pem(self) -> bytes:
+        """The certificates and nothing else of the file. Blocks.
+
+        Raises:
+            TrustError: the file can't be read.
+        """
+        return b"\n".join(_certificates(self.path, self.origin))
+
+
+class TrustError(StoreError):
+    """The certificates that were named can't be used."""
+
+
+def find_for(url: str | None, told: str | None, configured: str | None = None) -> Trust | None:
+    """As `find`, with this process's environment, for an endpoint; None if nothing is needed.
+
+    Without TLS it does not matter that what the environment names is missing.
+
+    Raises:
+        TrustError: as `find`.
+    """
+    try:
+        return find(told, os.environ, configured)
+    except TrustError:
+        if told is None and url is not None and url.startswith("http:"):
+            return None
+        raise
+
+
+def find(told: str | None, environment: Mapping[str, str], configured: str | None = None) -> Trust:
+    """The certificates to trust. Blocks.
+
+    `told` is a setting's path, `configured` botocore's `ca_bundle`.
+
+    Raises:
+        TrustError: what was named can't be read, or has no certificate.
+    """
+    named = (
+        (told, "--ca-bundle"),
+        (configured, "AWS_CA_BUNDLE or the AWS configuration"),
+        (environment.get("REQUESTS_CA_BUNDLE"), "REQUESTS_CA_BUNDLE"),
+    )
+    for path, origin in named:
+        if path:
+            return _trust([path], origin)
+    files = [environment.get("SSL_CERT_FILE", "")]
+    # A list of directories, as PATH is one.
+    files += environment.get("SSL_CERT_DIR", "").split(":")
+    if any(files):
+        # As with OpenSSL, one of them may be missing.
+        named_files = [path for path in files if path]
+        found = [path for path in named_files if os.path.exists(path)]
+        return _trust(found or named_files[:1], "SSL_CERT_FILE or SSL_CERT_DIR")
+    return _system()
+
+
+def _system() -> Trust:
+    origin = "the system's certificates"
+    defaults = ssl.get_default_verify_paths()
+    for path in (*SYSTEM_FILES, defaults.openssl_cafile):
+        if os.path.isfile(path):
+            return Trust(path, origin)
+    if os.path.isdir(defaults.openssl_capath) and os.listdir(defaults.openssl_capath):
+        return _trust([defaults.openssl_capath], origin)
+    from botocore.httpsession import DEFAULT_CA_BUNDLE
+
+    return Trust(DEFAULT_CA_BUNDLE, "botocore's certificates")
+
+
+def _trust(paths: list[str], origin: str) -> Trust:
+    """The certificates of files, and of all files of directories, each once."""
+    found: dict[bytes, None] = {}
+    for path in paths:
+        # OpenSSL looks for names that are hashes; a mounted ConfigMap has others.
+        inside = sorted(map(str, Path(path).iterdir())) if os.path.isdir(path) else [path]
+        for file in inside:
+            # There may be keys beside them, which are not for everybody.
+            if file == path or (os.path.isfile(file) and os.access(file, os.R_OK)):
+                found |= dict.fromkeys(_certificates(file, origin))
+    if not found:
+        raise TrustError(f"the CA bundle {' '.join(paths)} ({origin}) has no certificate")
+    if len(paths) == 1 and not os.path.isdir(paths[0]):
+        return Trust(paths[0], origin)
+    memory = os.fdopen(os.memfd_create("certificates"), "wb")
+    memory.write(b"\n".join(found) + b"\n")
+    memory.flush()
+    return Trust(f"/proc/self/fd/{memory.fileno()}", origin, memory)
+
+
+def _certificates(path: str, origin: str) -> list[bytes]:
+    try:
+        return _CERTIFICATE.findall(Path(path).read_bytes())
+    except OSError as error:
+        sentence = f"the CA bundle {path} ({origin}) can't be read: {error.strerror}"
+        raise TrustError(sentence) from error

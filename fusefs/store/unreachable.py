@@ -1,0 +1,141 @@
+"""Why a connection to S3 did not come about: the cause, and whether waiting may help.
+
+The causes are in what the libraries say: OpenSSL's and urllib3's texts within
+botocore's exceptions, and the Rust structures in obstore's (rustls's
+`CertificateError`, hyper's `ConnectError`). A certificate that is not trusted
+or a proxy that refuses the password stays so until somebody changes it, and is
+not tried again; a refused connection or a time-out may pass.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why there is no connection; `may_pass` if another attempt may find it otherwise."""
+
+    sentence: str
+    may_pass: bool = True
+
+
+# The meaning of status 407.
+PROXY_PASSWORD = "the proxy wants a user and a password, or refuses those that it got"
+_UNTRUSTED = "its certificate is of an authority that is not trusted (setting ca-bundle)"
+_EXPIRED = "its certificate has expired"
+_EARLY = "its certificate is not valid yet: is the clock of this machine right?"
+_NO_TLS = "the server speaks no TLS there (an http:// endpoint?)"
+
+# What OpenSSL and urllib3 say, in the order in which it is looked for.
+_OPENSSL = (
+    ("self-signed certificate in certificate chain", _UNTRUSTED),
+    ("unable to get local issuer certificate", _UNTRUSTED),
+    ("unable to get issuer certificate", _UNTRUSTED),
+    ("self-signed certificate", "its certificate is its own authority, and not trusted"
+     " (setting ca-bundle)"),
+    ("certificate has expired", _EXPIRED),
+    ("certificate is not yet valid", _EARLY),
+    ("WRONG_VERSION_NUMBER", _NO_TLS),
+    ("HTTP_REQUEST", _NO_TLS),
+)  # fmt: skip
+# What rustls says (its enum CertificateError, and webpki's Error).
+_RUSTLS = {
+    "CaUsedAsEndEntity": "its certificate is that of an authority (CA:TRUE), which rustls refuses",
+    "UnknownIssuer": _UNTRUSTED,
+    "Expired": _EXPIRED,
+    "ExpiredContext": _EXPIRED,
+    "NotValidYet": _EARLY,
+    "NotValidYetContext": _EARLY,
+    "NotValidForName": "its certificate is for another name",
+    "NotValidForNameContext": "its certificate is for another name",
+}
+_RUSTLS_REFUSAL = re.compile(r"InvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?(\w+)")
+_VERIFY = re.compile(r"certificate verify failed: (.*?)(?: \(_ssl\.c:\d+\))?['\")]*$")
+_OTHER_NAME = re.compile(r"doesn't match|not valid for|[Mm]ismatch")
+_TUNNEL = re.compile(r"Tunnel connection failed: (\d{3}) ?([^'\")]*)")
+_URI = re.compile(r"uri: Some\(\s*(\w+://[^/\s]+)")
+_MESSAGE = re.compile(r'(?:message|error): "([^"]*)"')
+
+
+def of_botocore(error: Any) -> Cause:
+    """The cause of one of botocore's connection errors."""
+    from botocore import exceptions
+
+    url = urlsplit(str(error.kwargs.get("endpoint_url") or ""))
+    whom = f"{url.scheme}://{url.netloc}" if url.netloc else "S3"
+    reason = str(error.kwargs.get("error", ""))
+    if isinstance(error, exceptions.ConnectTimeoutError | exceptions.ReadTimeoutError):
+        return Cause(f"no answer from {whom} in time")
+    if isinstance(error, exceptions.IncompleteReadError | exceptions.ResponseStreamingError):
+        return Cause("the answer broke off")
+    if isinstance(error, exceptions.SSLError):
+        return _of_openssl(reason, whom)
+    if isinstance(error, exceptions.ProxyConnectionError):
+        return _of_proxy(reason, urlsplit(error.kwargs["proxy_url"]))
+    why = _of_network(reason)
+    return Cause(f"no connection to {whom}: {why}" if why else f"no connection to {whom}")
+
+
+def of_obstore(text: str) -> Cause:
+    """The cause of an error of obstore's that is about a request without an answer."""
+    uri = _URI.search(text)
+    whom = uri[1] if uri else "S3"
+    refusal = _RUSTLS_REFUSAL.search(text)
+    if refusal is not None:
+        why = _RUSTLS.get(refusal[1], f"its certificate is refused ({refusal[1]})")
+        return Cause(f"no secure connection to {whom}: {why}", may_pass=False)
+    if "InvalidContentType" in text:
+        return Cause(f"no secure connection to {whom}: {_NO_TLS}", may_pass=False)
+    if "TunnelUnsuccessful" in text or "TunnelProxyAuth" in text:
+        return Cause(f"the proxy refuses the connection to {whom}", may_pass=False)
+    if "dns error" in text:
+        return Cause(f"no connection to {whom}: the name is not known")
+    if "TimedOut" in text or "deadline has elapsed" in text:
+        return Cause(f"no answer from {whom} in time")
+    said = _MESSAGE.findall(text)
+    return Cause(
+        f"no connection to {whom}: {said[-1].lower()}" if said else f"no answer from {whom}"
+    )
+
+
+def _of_openssl(reason: str, whom: str) -> Cause:
+    refused = f"no secure connection to {whom}: "
+    for part, sentence in _OPENSSL:
+        if part in reason:
+            return Cause(refused + sentence, may_pass=False)
+    if _OTHER_NAME.search(reason):
+        names = re.findall(r"'([\w.*:-]+)'", reason)
+        of = f", for {', '.join(names[1:])}" if names[1:] else ""
+        return Cause(f"{refused}its certificate is for another name{of}", may_pass=False)
+    verify = _VERIFY.search(reason)
+    if verify is not None:
+        return Cause(f"{refused}its certificate is refused: {verify[1]}", may_pass=False)
+    return Cause(refused + reason)
+
+
+def _of_proxy(reason: str, proxy: Any) -> Cause:
+    whom = f"{proxy.hostname}:{proxy.port}" if proxy.port else f"{proxy.hostname}"
+    tunnel = _TUNNEL.search(reason)
+    if tunnel is not None and tunnel[1] == "407":
+        return Cause(f"{PROXY_PASSWORD} ({whom})", may_pass=False)
+    if tunnel is not None:
+        said = f"{tunnel[1]} {tunnel[2]}".strip()
+        is_refusal = tunnel[1].startswith("4")
+        return Cause(f"the proxy {whom} does not connect to S3: {said}", may_pass=not is_refusal)
+    if "CERTIFICATE_VERIFY_FAILED" in reason or _OTHER_NAME.search(reason):
+        return _of_openssl(reason, f"the proxy {whom}")
+    why = _of_network(reason)
+    return Cause(f"no connection to the proxy {whom}" + (f": {why}" if why else ""))
+
+
+def _of_network(reason: str) -> str:
+    """What the kernel or the resolver said."""
+    if "resolve" in reason:
+        return "the name is not known"
+    number = re.search(r"\[Errno (\d+)\]", reason)
+    return os.strerror(int(number[1])).lower() if number else ""
