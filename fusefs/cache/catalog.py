@@ -11,24 +11,42 @@ the file's generation and inode number (another mount may have evicted and
 fetched it again), ranges are merged with what the row holds, and the sum of
 all sizes is a row of its own that changes in the same transaction.
 
-All calls block, and run in one thread at a time (see files.py).
+Each row carries a checksum. A database that is damaged, by SQLite's own
+checks or by these, is set aside (damage.py), and the rows of it that check out
+are known to the next. While a mount is served, and when one is taken over,
+its catalog goes on in memory instead: other mounts may use the same file.
+
+The checksums of what has arrived are in a table of their own, by the file's
+inode number and generation, which a rename does not change, and by the part of
+the file: only the parts that have changed are written again. Ranges without a
+sum are as good as others; earlier versions of fusefs kept none. A sum that is
+damaged itself has a cached copy dropped, no more.
+
+All calls block; a lock lets one thread in at a time.
 """
 
 from __future__ import annotations
 
 import logging
 import sqlite3
+import threading
+import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from time import monotonic, sleep
+from typing import Any
 
+from fusefs.cache import checksums
+from fusefs.cache.checksums import Sum
+from fusefs.cache.damage import alone_in, is_damage, readable_errors, set_aside
 from fusefs.cache.ranges import RangeMap
 
 logger = logging.getLogger("fusefs.cache")
 
-FORMAT = 1
+FORMAT = 2  # format 1 had no checksums of rows, and is converted
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
@@ -40,20 +58,33 @@ CREATE TABLE IF NOT EXISTS files (
     bytes INTEGER NOT NULL,
     is_synced INTEGER NOT NULL,
     boot_id TEXT NOT NULL,
-    used_at REAL NOT NULL
+    used_at REAL NOT NULL,
+    crc INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS sums (
+    st_ino INTEGER NOT NULL,
+    generation TEXT NOT NULL,
+    part INTEGER NOT NULL,
+    sums BLOB NOT NULL,
+    PRIMARY KEY (st_ino, generation, part)
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS total (bytes INTEGER NOT NULL);
 INSERT INTO total SELECT 0 WHERE NOT EXISTS (SELECT 1 FROM total);
 """
+# Rows of an earlier boot whose file may not be what they say.
+_UNSAFE = "boot_id != ? AND NOT is_synced"
 
 
-class DamagedCatalogError(Exception):
-    """The database can't be used; the message is for the user."""
+class DamagedCatalogError(sqlite3.DatabaseError):
+    """What is in the database is not what was written there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One file: `name` is the hash of what it holds, `used_at` in seconds since the epoch."""
+    """One file: `name` is the hash of what it holds, `used_at` in seconds since the epoch.
+
+    `sums` are what is to be recorded in addition; a row that is read has none.
+    """
 
     name: str
     generation: str
@@ -62,79 +93,183 @@ class Row:
     ranges: bytes
     used_at: float
     is_synced: bool = False
+    sums: tuple[Sum, ...] = ()
 
 
 # How long another mount may be in the way.
 BUSY_S = 30.0
+# The bytes of a file whose sums are written together: 1 KiB of sums.
+SUMS_PART = 64 << 20
 
 
 class Catalog:
     """The table of one cache directory, as one mount uses it."""
 
     def __init__(self, path: Path, boot_id: str, *, in_any_case: bool = False) -> None:
-        """Open or create the database; `in_any_case` also if the disk is full, in memory then.
+        """Open or create the database; a damaged one is set aside before.
+
+        `in_any_case` also if the disk is full or the database is damaged: in
+        memory then, with those rows that can be read.
 
         Raises:
-            DamagedCatalogError: it is not a database, or of another format.
-            sqlite3.OperationalError: it can't be opened for another reason.
+            OSError, sqlite3.Error: it can't be opened, nor another be created.
         """
+        self._path = path
         self._boot_id = boot_id
+        self._lock = threading.RLock()
+        self._is_in_memory = False
+        # All files, least recently used first, for whoever opens the catalog.
+        self.at_start: list[Row] = []
         try:
-            self._db = _connected(path)
-            self._prepare(path)
-        except sqlite3.OperationalError:
-            # Locked, or the disk is full: nothing is wrong with the database.
-            if not in_any_case:
+            self._open(path)
+        except sqlite3.Error as error:
+            if in_any_case:
+                self._open_in_memory(error)
+                self._copy(path)
+                self.at_start = self.rows()
+            elif is_damage(error):
+                self._open_another(path)
+            else:
                 raise
-            logger.warning("%s can't be written: what arrives is forgotten at the end", path)
-            self._db = sqlite3.connect(":memory:", check_same_thread=False)
-            self._db.isolation_level = None
-            self._prepare(path)
-            self._copy(path)
-        except sqlite3.DatabaseError as error:
-            raise DamagedCatalogError(f"{path}: {error}") from error
         self._data_version = self._read_data_version()
 
-    def _prepare(self, path: Path) -> None:
-        version = self._db.execute("PRAGMA user_version").fetchone()[0]
-        if version not in (0, FORMAT):
-            raise DamagedCatalogError(f"{path} has format {version}, this is format {FORMAT}")
+    def go_on_in_memory(self, error: sqlite3.Error, rows: Iterable[Row]) -> bool:
+        """After damage, know these rows and leave the file; False if this is no help."""
+        with self._lock:
+            if self._is_in_memory or not is_damage(error):
+                return self._is_in_memory and is_damage(error)
+            # Not closed: that would write to the damaged file.
+            self._open_in_memory(error)
+            self.record(rows)
+            self._data_version = self._read_data_version()
+            return True
+
+    def _open(self, path: Path) -> None:
+        _check_header(path)
+        with readable_errors():
+            self._db = _connected(path)
+        try:
+            self._prepare()
+            # A row that a damaged tree did not find may be left.
+            if self._db.execute(
+                f"SELECT 1 FROM files WHERE {_UNSAFE}", (self._boot_id,)
+            ).fetchone():
+                raise DamagedCatalogError("a row can't be removed")
+            self.at_start = self.rows()
+            self.total_bytes()
+        except BaseException:
+            self._db.close()
+            raise
+
+    def _open_in_memory(self, error: sqlite3.Error) -> None:
+        why = f"is damaged ({error})" if is_damage(error) else f"can't be written ({error})"
+        logger.warning("%s %s: what arrives is forgotten at the end", self._path, why)
+        self._db = sqlite3.connect(":memory:", check_same_thread=False)
+        self._db.isolation_level = None
+        self._is_in_memory = True
+        self._prepare()
+
+    def _open_another(self, path: Path) -> None:
+        """Set a damaged database aside and begin with what can be read of it."""
+        with alone_in(path.parent):
+            try:
+                self._open(path)
+            except sqlite3.Error as error:
+                if not is_damage(error):
+                    raise
+                why = str(error)
+            else:
+                return  # another mount has been here
+            aside = set_aside(path)
+            self._open(path)
+        self._copy(aside)
+        self.at_start = self.rows()
+        logger.warning(
+            "%s is damaged (%s) and was renamed to %s: %d of its files are still known",
+            path, why, aside.name, len(self.at_start),
+        )  # fmt: skip
+
+    def _prepare(self) -> None:
         with self._transaction():
+            version = self._db.execute("PRAGMA user_version").fetchone()[0]
+            if version not in (0, 1, FORMAT):
+                raise DamagedCatalogError(f"it has format {version}, this is format {FORMAT}")
             for statement in _SCHEMA.split(";"):
                 self._db.execute(statement)
+            if version == 1:
+                self._add_checksums()
             self._db.execute(f"PRAGMA user_version={FORMAT}")
             # A row that was cut somewhere tells nothing.
-            self._db.execute("DELETE FROM files WHERE length(ranges) % 16")
+            self._delete("length(ranges) % 16")
             # What was not on the disk when the machine stopped is not to be trusted.
-            self._db.execute(
-                "DELETE FROM files WHERE boot_id != ? AND NOT is_synced", (self._boot_id,)
-            )
+            self._delete(_UNSAFE, self._boot_id)
             self._db.execute("UPDATE total SET bytes = (SELECT coalesce(sum(bytes), 0) FROM files)")
 
+    def _delete(self, condition: str, *values: object) -> None:
+        files = f"FROM files WHERE {condition}"
+        self._db.execute(
+            f"DELETE FROM sums WHERE (st_ino, generation) IN (SELECT st_ino, generation {files})",
+            values,
+        )
+        self._db.execute(f"DELETE {files}", values)
+
+    def _add_checksums(self) -> None:
+        self._db.execute("ALTER TABLE files ADD COLUMN crc INTEGER NOT NULL DEFAULT 0")
+        for values in self._db.execute(f"SELECT {_COLUMNS} FROM files").fetchall():
+            row = _row(values, is_checked=False)
+            crc = _checksum(*values[:7])
+            self._db.execute("UPDATE files SET crc = ? WHERE name = ?", (crc, row.name))
+
     def _copy(self, path: Path) -> None:
-        """Know what the database tells without its log; a row whose file is gone does no harm."""
+        """Know what a database tells without its log; a row whose file is gone does no harm."""
+        rows = []
+        sums: list[tuple[object, ...]] = []
         try:
-            with closing(sqlite3.connect(f"{path.as_uri()}?immutable=1", uri=True)) as there:
-                rows = there.execute(
+            name = f"{path.as_uri()}?immutable=1"
+            with readable_errors(), closing(sqlite3.connect(name, uri=True)) as there:
+                for values in there.execute(
                     f"SELECT {_COLUMNS} FROM files WHERE is_synced OR boot_id = ?", (self._boot_id,)
-                ).fetchall()
+                ):
+                    with suppress(DamagedCatalogError):
+                        rows.append(_row(values))
+                if there.execute("SELECT 1 FROM sqlite_master WHERE name = 'sums'").fetchone():
+                    for values in there.execute("SELECT st_ino, generation, part, sums FROM sums"):
+                        sums.append(values)
         except sqlite3.Error as error:
-            logger.info("%s can't be read: %s", path, error)
-            return
-        self.record(_row(values) for values in rows)
+            logger.info("%s can't be read to its end: %s", path, error)
+        self.record(rows)
+        known = {(row.st_ino, row.generation) for row in rows}
+        with self._transaction():
+            self._db.executemany(
+                "INSERT OR IGNORE INTO sums VALUES (?, ?, ?, ?)",
+                [values for values in sums if values[:2] in known and None not in values],
+            )
 
     def rows(self) -> list[Row]:
         """All files, least recently used first."""
-        return [
-            _row(values)
-            for values in self._db.execute(f"SELECT {_COLUMNS} FROM files ORDER BY used_at")
-        ]
+        with self._lock, readable_errors():
+            return [
+                _row(values)
+                for values in self._db.execute(f"SELECT {_COLUMNS} FROM files ORDER BY used_at")
+            ]
 
     def find(self, name: str) -> Row | None:
-        values = self._db.execute(
-            f"SELECT {_COLUMNS} FROM files WHERE name = ?", (name,)
-        ).fetchone()
+        with self._lock, readable_errors():
+            values = self._db.execute(
+                f"SELECT {_COLUMNS} FROM files WHERE name = ?", (name,)
+            ).fetchone()
         return _row(values) if values is not None else None
+
+    def sums(self, st_ino: int, generation: str, start: int, stop: int) -> list[Sum]:
+        """The checksums of a file that tell of some of the bytes [start, stop), in order."""
+        with self._lock, readable_errors():
+            parts = self._db.execute(
+                "SELECT sums FROM sums"
+                " WHERE st_ino = ? AND generation = ? AND part BETWEEN ? AND ?",
+                (st_ino, generation, start // SUMS_PART, (stop - 1) // SUMS_PART),
+            ).fetchall()
+        found = [one for (packed,) in parts for one in checksums.unpack(packed)]
+        return [one for one in found if checksums.is_within(one, start, stop)]
 
     def record(self, rows: Iterable[Row]) -> tuple[list[bool], int]:
         """Insert or extend rows; tell for each whether it is the row's file, and the total bytes.
@@ -142,17 +277,26 @@ class Catalog:
         A row of another generation is left alone, and the answer for it is False.
         """
         with self._transaction():
-            accepted = [self._record(row) for row in rows]
+            sums: list[tuple[int, str, int, bytes]] = []
+            accepted = [self._record(row, sums) for row in rows]
+            # All at once: half the time of one after the other.
+            self._db.executemany("INSERT OR REPLACE INTO sums VALUES (?, ?, ?, ?)", sums)
             return accepted, self.total_bytes()
 
     def mark_synced(self, rows: Iterable[Row]) -> None:
         """These files with these ranges are safely on the disk; more ranges make them unsafe."""
         with self._transaction():
             self._db.executemany(
-                "UPDATE files SET is_synced = 1"
+                "UPDATE files SET is_synced = 1, boot_id = ?, crc = ?"
                 " WHERE name = ? AND generation = ? AND st_ino = ? AND ranges = ?",
-                [(row.name, row.generation, row.st_ino, row.ranges) for row in rows],
-            )
+                [
+                    (
+                        self._boot_id, self._checksum_of(row, row.ranges, is_synced=True),
+                        row.name, row.generation, row.st_ino, row.ranges,
+                    )
+                    for row in rows
+                ],
+            )  # fmt: skip
 
     def touch(self, times: Iterable[tuple[float, str, str]]) -> None:
         """Set when files were last used: (seconds since the epoch, name, generation) of each."""
@@ -171,16 +315,28 @@ class Catalog:
         """Give a file's row another name; it goes if there is a row of that name."""
         file = (name, generation, st_ino)
         with self._transaction():
+            row = self.find(name)
+            if row is None or (row.generation, row.st_ino) != file[1:]:
+                return
+            boot_id = self._db.execute(
+                "SELECT boot_id FROM files WHERE name = ?", (name,)
+            ).fetchone()[0]
+            crc = _checksum(
+                new_name, generation, st_ino, row.size, row.ranges, row.is_synced, boot_id
+            )
             self._db.execute(
-                "UPDATE OR IGNORE files SET name = ?"
-                " WHERE name = ? AND generation = ? AND st_ino = ?",
-                (new_name, *file),
+                "UPDATE OR IGNORE files SET name = ?, crc = ? WHERE name = ?",
+                (new_name, crc, name),
             )
             self._remove(*file)
 
     def total_bytes(self) -> int:
         """The bytes that all rows of all mounts stand for."""
-        return int(self._db.execute("SELECT bytes FROM total").fetchone()[0])
+        with self._lock, readable_errors():
+            totals = self._db.execute("SELECT bytes FROM total").fetchall()
+        if len(totals) != 1 or not isinstance(totals[0][0], int):
+            raise DamagedCatalogError("it has no sum of all sizes")
+        return int(totals[0][0])
 
     def has_changed(self) -> bool:
         """Whether another mount has written since this was last asked."""
@@ -197,12 +353,17 @@ class Catalog:
         ).fetchone()
         if found is not None:
             self._db.execute("DELETE FROM files WHERE name = ?", (name,))
+            self._db.execute(
+                "DELETE FROM sums WHERE st_ino = ? AND generation = ?", (st_ino, generation)
+            )
             self._db.execute("UPDATE total SET bytes = bytes - ?", found)
 
     def _read_data_version(self) -> int:
-        return int(self._db.execute("PRAGMA data_version").fetchone()[0])
+        with self._lock, readable_errors():
+            return int(self._db.execute("PRAGMA data_version").fetchone()[0])
 
-    def _record(self, row: Row) -> bool:
+    def _record(self, row: Row, sums: list[tuple[int, str, int, bytes]]) -> bool:
+        """Insert or extend a row; add what is to be recorded of its checksums to `sums`."""
         old = self.find(row.name)
         ranges = RangeMap.unpack(row.ranges)
         before = 0
@@ -215,40 +376,93 @@ class Catalog:
                 merged.add(start, stop)
             ranges = merged
         is_synced = old is not None and old.is_synced and ranges.total == before
+        packed = ranges.pack()
         self._db.execute(
-            "INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 row.name,
                 row.generation,
                 row.st_ino,
                 row.size,
-                ranges.pack(),
+                packed,
                 ranges.total,
                 is_synced,
                 self._boot_id,
                 row.used_at,
+                self._checksum_of(row, packed, is_synced=is_synced),
             ),
         )
         self._db.execute("UPDATE total SET bytes = bytes + ?", (ranges.total - before,))
+        if row.sums:
+            sums += self._sums_of(row, is_new=old is None)
         return True
+
+    def _sums_of(self, row: Row, *, is_new: bool) -> Iterator[tuple[int, str, int, bytes]]:
+        if is_new and len(row.sums) == 1:  # a small file
+            part = row.sums[0].start // SUMS_PART
+            yield row.st_ino, row.generation, part, checksums.pack(row.sums)
+            return
+        parts: dict[int, list[Sum]] = {}
+        for one in row.sums:
+            parts.setdefault(one.start // SUMS_PART, []).append(one)
+        for part, sums in parts.items():
+            place = (row.st_ino, row.generation, part)
+            if not is_new:
+                known = self._db.execute(
+                    "SELECT sums FROM sums WHERE st_ino = ? AND generation = ? AND part = ?", place
+                ).fetchone()
+                sums += checksums.unpack(known[0]) if known is not None else []
+            packed = checksums.pack(checksums.merged(sums))
+            yield *place, packed
+
+    def _checksum_of(self, row: Row, ranges: bytes, *, is_synced: bool) -> int:
+        """What goes with a row that is written in this boot."""
+        return _checksum(
+            row.name, row.generation, row.st_ino, row.size, ranges, is_synced, self._boot_id
+        )
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-        except BaseException:
-            self._db.execute("ROLLBACK")
-            raise
-        self._db.execute("COMMIT")
+        with self._lock, readable_errors():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                # A failure in the database may have ended the transaction by itself.
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+
+
+def _check_header(path: Path) -> None:
+    """Find damage that SQLite takes for a newer format, which it says is read-only.
+
+    Bytes 18 and 19 are 1, or 2 with a write-ahead log
+    (https://sqlite.org/fileformat.html#the_database_header).
+
+    Raises:
+        DamagedCatalogError: it is that.
+    """
+    try:
+        with path.open("rb") as file:
+            versions = file.read(20)[18:]
+    except FileNotFoundError:
+        return
+    if any(version not in (1, 2) for version in versions):
+        raise DamagedCatalogError("its header tells of an unknown format")
 
 
 def _connected(path: Path) -> sqlite3.Connection:
     db = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False)
-    db.isolation_level = None
-    _switch_to_wal(db)
-    # A lost commit only forgets; a synced row is committed after its data.
-    db.execute("PRAGMA synchronous=NORMAL")
+    try:
+        db.isolation_level = None
+        _switch_to_wal(db)
+        # A lost commit only forgets; a synced row is committed after its data.
+        db.execute("PRAGMA synchronous=NORMAL")
+    except BaseException:
+        db.close()
+        raise
     return db
 
 
@@ -265,9 +479,36 @@ def _switch_to_wal(db: sqlite3.Connection) -> None:
         sleep(0.01)
 
 
-_COLUMNS = "name, generation, st_ino, size, ranges, used_at, is_synced"
+# In this order, and of these types; the last is what `_checksum` gives for those before `used_at`.
+_COLUMNS = "name, generation, st_ino, size, ranges, is_synced, boot_id, used_at, bytes, crc"
+_TYPES = [str, str, int, int, bytes, int, str, float, int, int]
 
 
-def _row(values: tuple[str, str, int, int, bytes, float, int]) -> Row:
-    name, generation, st_ino, size, ranges, used_at, is_synced = values
+def _row(values: tuple[Any, ...], *, is_checked: bool = True) -> Row:
+    """A row as the database has it.
+
+    Raises:
+        DamagedCatalogError: it is not what was written, which its checksum tells.
+    """
+    # First: 0.5 is as good as 1 for SQLite's conditions, and as 0 for the checksum.
+    if [*map(type, values)] != _TYPES:
+        raise DamagedCatalogError("a row has values of wrong types")
+    name, generation, st_ino, size, ranges, is_synced, _boot_id, used_at, total, crc = values
+    if is_checked and _checksum(*values[:7]) != crc:
+        raise DamagedCatalogError(f"the row of {name!r} does not match its checksum")
+    if not isfinite(used_at) or len(ranges) % 16 or RangeMap.unpack(ranges).total != total:
+        raise DamagedCatalogError(f"the row of {name!r} is damaged")
     return Row(name, generation, st_ino, size, ranges, used_at, bool(is_synced))
+
+
+def _checksum(
+    name: str,
+    generation: str,
+    st_ino: int,
+    size: int,
+    ranges: bytes,
+    is_synced: bool,
+    boot_id: str,
+) -> int:
+    told = f"{name}\0{generation}\0{st_ino}\0{size}\0{int(is_synced)}\0{boot_id}\0"
+    return zlib.crc32(ranges, zlib.crc32(told.encode()))

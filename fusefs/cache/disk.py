@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from fusefs.cache.probes import DirectReader
+
 logger = logging.getLogger("fusefs.cache")
 
 FOLDERS = 256  # by the first two digits of the name
@@ -76,6 +78,10 @@ class Disk:
             return fd
         os.close(fd)
         return -1
+
+    def open_to_examine(self, name: str, generation: str, *, is_direct: bool) -> DirectReader:
+        """A file to be read; with `is_direct` past the page cache."""
+        return DirectReader(self._path(name, generation), is_direct=is_direct)
 
     def unlink(self, name: str, generation: str) -> int | None:
         """Unlink a file: None if a mount uses it, a descriptor if it is mapped, else -1."""

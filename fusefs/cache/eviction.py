@@ -25,6 +25,7 @@ import trio
 
 from fusefs.cache.disk import is_unused
 from fusefs.cache.file import CacheFile
+from fusefs.units import format_size
 
 if TYPE_CHECKING:
     from fusefs.cache.files import FileCache
@@ -82,6 +83,16 @@ class Space:
         room = max(0, self.used + self._headroom())
         return room if self._limit is None else min(self._limit, room)
 
+    @property
+    def limit_why(self) -> str | None:
+        """Why the limit is less than the cache's size limit; None if it is not."""
+        if self._limit is None or self.limit >= self._limit:
+            return None
+        return (
+            f"less than --cache-size {format_size(self._limit)}: the rest of the disk is used by"
+            " others or stays free (--min-free)"
+        )
+
     def excess(self, wanted: int) -> int:
         """How many bytes have to go before `wanted` more fit."""
         excess = self.reserved + wanted - self._headroom()
@@ -101,7 +112,7 @@ class Space:
             await self._evict(wanted, spares)
             if self.excess(wanted) > 0:
                 if self._cache is not None and spares == math.inf:
-                    self._cache.warn("there is no room, what is open takes all of it")
+                    self._cache.warn_full()
                 return False
             self._took_room(wanted)
             return True

@@ -31,6 +31,7 @@ from fusefs.cache.file import CacheFile
 from fusefs.cache.files import FileCache
 from fusefs.cache.incoming import Incoming, Reservation
 from fusefs.cache.pace import Pace
+from fusefs.cache.unkept import UnkeptBuffers
 from fusefs.store.base import ObjectVersion, Store
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
 from fusefs.store.priority import Priority
@@ -149,9 +150,16 @@ class Download:
 
 
 class Fetcher:
-    """All downloads of one mount; they live in the nursery that it is given."""
+    """All downloads of one mount; they live in the nursery that it is given.
 
-    def __init__(self, store: Store, cache: FileCache, space: Space, nursery: trio.Nursery) -> None:
+    What is read past the cache takes at most `unkept` bytes of memory.
+    """
+
+    def __init__(
+        self, store: Store, cache: FileCache, space: Space, nursery: trio.Nursery,
+        *, unkept: int = 64 << 20,
+    ) -> None:  # fmt: skip
+        self.unkept = UnkeptBuffers(unkept)
         self._store = store
         self._cache = cache
         self._space = space
@@ -247,12 +255,13 @@ class Fetcher:
         Raises:
             StoreError: as for `wait_for`.
         """
-        data = bytearray(stop - start)
+        async with self.unkept.taken(stop - start):
+            data = bytearray(stop - start)
 
-        def write(offset: int, chunk: memoryview) -> None:
-            data[offset - start : offset - start + len(chunk)] = chunk
+            def write(offset: int, chunk: memoryview) -> None:
+                data[offset - start : offset - start + len(chunk)] = chunk
 
-        await self._store.download(version, start, stop, write, in_loop=True)
+            await self._store.download(version, start, stop, write, in_loop=True)
         return data
 
     def describe(self) -> list[str]:

@@ -28,21 +28,26 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable, Container
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import trio
 
-from fusefs.cache.catalog import Catalog, DamagedCatalogError
+from fusefs.cache.catalog import Catalog, Row
+from fusefs.cache.checksums import Sum
 from fusefs.cache.directory import CacheDirectoryError
 from fusefs.cache.disk import Disk
-from fusefs.cache.file import CacheFile, OpenFile
+from fusefs.cache.file import CHECKED_AT_OPEN, CacheFile, OpenFile
+from fusefs.cache.integrity import Integrity
 from fusefs.cache.ledger import Ledger
 from fusefs.cache.lingering import Lingering
 from fusefs.cache.opening import create, open_or_create
 from fusefs.cache.ranges import RangeMap
+from fusefs.cache.scrub import UseMark
 from fusefs.cache.sweep import ORPHAN_AGE_S, sweep_orphans
+from fusefs.cache.unreadable import Probing
 from fusefs.store.base import ObjectVersion
 
 if TYPE_CHECKING:
@@ -67,7 +72,7 @@ class FileCache:
     def __init__(
         self, directory: Path, identity: str, space: Space, *, in_any_case: bool = False
     ) -> None:
-        """Open the directory and read the catalog, `in_any_case` on a full disk too. Blocks.
+        """Open the directory and read the catalog, `in_any_case` on a bad disk too. Blocks.
 
         Raises:
             CacheDirectoryError: it can't be used; the message says why.
@@ -79,22 +84,28 @@ class FileCache:
         try:
             self._disk = Disk(directory / "objects")
             self._catalog = Catalog(directory / "catalog.sqlite3", boot_id, in_any_case=in_any_case)
-            rows = self._catalog.rows()
+            rows, self._catalog.at_start = self._catalog.at_start, []
             space.committed = self._catalog.total_bytes()
-        except DamagedCatalogError as error:
-            why = f"the cache directory {directory} is damaged ({error}): remove it"
-            raise CacheDirectoryError(why) from error
         except (OSError, sqlite3.Error) as error:
             why = f"can't use the cache directory {directory}: {error}"
             raise CacheDirectoryError(why) from error
         # In the order of their last use, oldest first.
         self._files = {row.name: CacheFile.from_row(row) for row in rows}
-        self._ledger = Ledger(self._catalog, self._disk, space, self.warn)
+        self._ledger = Ledger(self._catalog, self._disk, space, self.warn, self._recorded_rows)
         for row in rows:
             if not row.is_synced:
                 self._ledger.recovered(self._files[row.name])
         self.lingering = Lingering(self.pin_again, self.unpin)
         self._threads = trio.CapacityLimiter(16)
+        self.integrity = Integrity(
+            self._disk, self._catalog, self.discard, self._summed, self._threads
+        )
+        self.probing = Probing(self._disk, self.integrity, self.refuse)
+        self._mark = UseMark(directory / "in-use")
+        # Called for each file that is dropped because its bytes are wrong.
+        self.on_discard: Callable[[CacheFile], None] = lambda _file: None
+        # The names of such files: what the kernel has kept of them may be wrong as well.
+        self.discarded: set[str] = set()
         self.warning: str | None = None
         # Called before an eviction; whoever holds the file open in the kernel lets go of it.
         # Answers with what is set when the kernel has let a file go, if it had it.
@@ -104,6 +115,14 @@ class FileCache:
 
     def __len__(self) -> int:
         return len(self._files)
+
+    def files(self) -> list[CacheFile]:
+        return list(self._files.values())
+
+    @property
+    def was_unclean(self) -> bool:
+        """Whether the last process that used the directory did not end as it should have."""
+        return self._mark.was_unclean
 
     def name_of(self, version: ObjectVersion) -> str:
         told = "\0".join((self._identity, version.key, version.etag, str(version.size)))
@@ -156,12 +175,34 @@ class FileCache:
         if self._files.get(file.name) is file:
             del self._files[file.name]
         self._ledger.forget(file)
+        # A file that was dropped while programs had it open may be registered still.
+        self.on_evict(file)
         if file.generation:
-            try:
-                self._disk.drop(file.name, file.generation)
-            except OSError as error:
-                self.warn(error.strerror or str(error))
+            self._unlink(file)
             self._ledger.lost(file)
+
+    def _unlink(self, file: CacheFile) -> None:
+        try:
+            self._disk.drop(file.name, file.generation)
+        except OSError as error:
+            self.warn(error.strerror or str(error))
+
+    def discard(self, file: CacheFile) -> None:
+        """Have a version fetched anew whose file has wrong bytes; see integrity.py.
+
+        Where the kernel reads the file for a program, that goes on; who else
+        has it pinned reads past the cache.
+        """
+        if self._files.get(file.name) is file:
+            del self._files[file.name]
+        self._ledger.forget(file)
+        if file.generation:
+            self._unlink(file)
+            self._ledger.lost(file)
+        file.is_kept = file.is_ours = False
+        file.lose()
+        self.discarded.add(file.name)
+        self.on_discard(file)
 
     def is_new(self, file: CacheFile) -> bool:
         """Whether nothing of a file is on the disk, so that who brings its bytes may create it."""
@@ -174,17 +215,13 @@ class FileCache:
         What is present may turn out to be less than it was: another mount may
         have evicted the file. Cancelling leaves it open or closed, whole.
         """
-        if file.fd >= 0:
-            return True
-        if not file.is_kept:
-            return False
+        if file.fd >= 0 or not file.is_kept:
+            return file.is_kept
         async with file.opening:
             if file.fd >= 0 or not file.is_kept:
-                return file.fd >= 0
+                return file.is_kept
             try:
-                found = await trio.to_thread.run_sync(
-                    open_or_create, self._disk, self._catalog, file, limiter=self._threads
-                )
+                found = await self._open_or_create(file)
             except sqlite3.Error as error:
                 self.refuse(file, OSError(errno.EIO, f"its catalog can't be read ({error})"))
                 return False
@@ -192,16 +229,45 @@ class FileCache:
                 self.refuse(file, error)
                 return False
             self.adopt(file, found)
+            if found.fault is not None:
+                self.integrity.drop(file, found.fault)
+                return False
+            if file.size <= CHECKED_AT_OPEN:
+                file.is_checked = True
+            if found.sums:
+                self._summed(file, list(found.sums))
             return True
+
+    async def _open_or_create(self, file: CacheFile) -> OpenFile:
+        opening = partial(open_or_create, self._disk, self._catalog, file)
+        try:
+            return await trio.to_thread.run_sync(opening, limiter=self._threads)
+        except sqlite3.Error as error:
+            if not await self._ledger.get_over(error):
+                raise
+        return await trio.to_thread.run_sync(opening, limiter=self._threads)
+
+    def _recorded_rows(self) -> list[Row]:
+        """What the catalog knows, as far as this mount knows it too."""
+        return [file.row() for file in self._files.values() if file.recorded]
+
+    def _summed(self, file: CacheFile, sums: list[Sum]) -> None:
+        """Note checksums of bytes that had none."""
+        file.summed(sums)
+        self._ledger.summed(file)
 
     def refuse(self, file: CacheFile, error: OSError) -> None:
         """The disk did not take the file: read its version without a cache from now on."""
         file.is_kept = False
         self.warn(error.strerror or str(error))
 
-    def arrived(self, file: CacheFile, start: int, stop: int) -> None:
-        """Note that the bytes [start, stop) have been written."""
+    def arrived(
+        self, file: CacheFile, start: int, stop: int, sums: list[Sum] | None = None
+    ) -> None:
+        """Note that the bytes [start, stop) have been written, with these checksums."""
         new = file.present.add(start, stop)
+        if sums:
+            file.summed(sums)
         file.written_at = time.monotonic()
         self._ledger.arrived(file)
         self.space.took(new)
@@ -211,20 +277,27 @@ class FileCache:
 
         The process that filled it may have died before it told the catalog.
         """
-        if file.is_complete and file.st_ino == st_ino:
-            return
         found = await trio.to_thread.run_sync(
             self._disk.generation_of, file.name, st_ino, limiter=self._threads
         )
         if found is not None:
             self._ledger.forget(file)
             file.become(found, st_ino, b"")
+            file.is_checked = False
             self.arrived(file, 0, file.size)
+        elif file.st_ino == st_ino:
+            # It was dropped, and the process died before it told the catalog.
+            self._ledger.forget(file)
+            self._ledger.lost(file)
+            file.forget()
 
-    def take_in(self, version: ObjectVersion, path: str, there: RangeMap | None = None) -> bool:
+    def take_in(
+        self, version: ObjectVersion, path: str, fd: int, there: RangeMap | None = None
+    ) -> bool:
         """Make a file the copy of a version that was uploaded from it; False if it stays as it is.
 
-        `there` is what the file has of it, if not all. The caller writes to it no more.
+        `fd` is open for it, and `there` is what it has of the version, if not
+        all. The caller writes to it no more.
         """
         file = self.pin(version)
         try:
@@ -233,6 +306,7 @@ class FileCache:
             file.become(*self._disk.take_in(file.name, path), b"")
             for start, stop in there or ((0, file.size),):
                 self.arrived(file, start, stop)
+            self.integrity.sum_written(file, fd)
             return True
         except OSError as error:
             self.warn(error.strerror or str(error))
@@ -282,6 +356,7 @@ class FileCache:
         """Keep the catalog up to date and the space within its limits, until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._sweep_later)
+            nursery.start_soon(self.integrity.run)
             while True:
                 for _ in range(TOUCH_EVERY):
                     await trio.sleep(RECORD_EVERY_S)
@@ -307,6 +382,7 @@ class FileCache:
                     os.close(file.fd)
                     file.fd = -1
             await self._ledger.in_catalog(self._catalog.close)
+            self._mark.end()
 
     async def learn(self) -> None:
         """Get to know the files that other mounts have recorded in this directory."""
@@ -392,6 +468,15 @@ class FileCache:
         """Sweep when what the last daemon left has come of age."""
         await trio.sleep(2 * ORPHAN_AGE_S)
         await self.sweep()
+
+    def warn_full(self) -> None:
+        """What is read now does not fit beside what is in use: said once, and nothing is broken."""
+        if self.warning is None:
+            self.warning = (
+                f"the cache {self.directory} is too small for what is open: what does not fit is"
+                " read from S3 each time"
+            )
+            logger.warning("%s", self.warning)
 
     def warn(self, why: str) -> None:
         """The cache does not do what it is for: said once."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from fusefs.cache.checksums import RunningSums
 from fusefs.cache.eviction import Space
 from fusefs.cache.file import OpenFile
 from fusefs.cache.files import FileCache
@@ -29,6 +30,7 @@ class Incoming:
         self._fd = download.file.fd
         self._created: OpenFile | None = None
         self._written_to = download.start
+        self._sums = RunningSums()
         self._token = trio.lowlevel.current_trio_token()
 
     def write(self, offset: int, chunk: memoryview) -> None:
@@ -41,6 +43,7 @@ class Incoming:
         while done < len(chunk):
             done += os.pwrite(self._fd, chunk[done:], offset + done)
         self._pace.end(began)
+        self._sums.add(offset, chunk)
         self._written_to = offset + done
         if self._written_to < self._download.stop:  # the end is noted with the download's own
             self._token.run_sync_soon(self.note)
@@ -52,7 +55,7 @@ class Incoming:
             self._cache.adopt(download.file, self._created)
             self._created = None
         if download.position < stop:
-            self._cache.arrived(download.file, download.position, stop)
+            self._cache.arrived(download.file, download.position, stop, self._sums.take())
             self._reserved.use(stop - download.position)
             download.advance(stop)
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 import trio
 
 from fusefs.cache.catalog import Catalog, Row
+from fusefs.cache.damage import is_damage
 from fusefs.cache.disk import Disk
 from fusefs.cache.file import CacheFile
 
@@ -39,17 +40,24 @@ SLOW_S = 2.0
 class Ledger:
     """The batches of one mount. Belongs to the event loop.
 
-    `warn` is told why the catalog can't be written. `has_neighbours` turns
-    True when another mount has written in the directory.
+    `warn` is told why the catalog can't be written. `recorded` gives the rows
+    that a catalog in memory has to begin with. `has_neighbours` turns True
+    when another mount has written in the directory.
     """
 
     def __init__(
-        self, catalog: Catalog, disk: Disk, space: Space, warn: Callable[[str], None]
+        self,
+        catalog: Catalog,
+        disk: Disk,
+        space: Space,
+        warn: Callable[[str], None],
+        recorded: Callable[[], list[Row]],
     ) -> None:
         self._catalog = catalog
         self._disk = disk
         self._space = space
         self._warn = warn
+        self._recorded = recorded
         self.has_neighbours = False
         self._dirty: dict[str, CacheFile] = {}  # with ranges that the catalog does not know
         self._unsynced: dict[str, CacheFile] = {}
@@ -65,6 +73,10 @@ class Ledger:
         """There is more of a file than before."""
         self._dirty[file.name] = file
         self._unsynced[file.name] = file
+
+    def summed(self, file: CacheFile) -> None:
+        """There are checksums of a file that the catalog does not have."""
+        self._dirty[file.name] = file
 
     def recovered(self, file: CacheFile) -> None:
         """A file that the catalog knows may not survive a power cut."""
@@ -130,6 +142,7 @@ class Ledger:
                 if is_ours:
                     self._space.uncommitted -= bytes_now - file.recorded
                     file.recorded = bytes_now
+                    file.recorded_sums(len(row.sums))
                 else:
                     file.is_ours = False
 
@@ -204,10 +217,25 @@ class Ledger:
         return bool(rows)
 
     async def in_catalog(self, function: Callable[..., Result], *args: object) -> Result | None:
-        """Call the catalog in its thread; None, and a warning, if it fails. Not cancelled."""
+        """Call the catalog in its thread; None, and a warning, if it fails. Not cancelled.
+
+        A damaged catalog goes on in memory, and the call is made once more.
+        """
         with trio.CancelScope(shield=True):
             try:
+                try:
+                    return await trio.to_thread.run_sync(function, *args, limiter=self._thread)
+                except sqlite3.Error as error:
+                    if not await self.get_over(error):
+                        raise
                 return await trio.to_thread.run_sync(function, *args, limiter=self._thread)
             except sqlite3.Error as error:
                 self._warn(f"its catalog can't be written ({error})")
         return None
+
+    async def get_over(self, error: sqlite3.Error) -> bool:
+        """If an error is damage, have the catalog go on in memory; False if that is no help."""
+        if not is_damage(error):
+            return False
+        go_on = self._catalog.go_on_in_memory
+        return await trio.to_thread.run_sync(go_on, error, self._recorded(), limiter=self._thread)

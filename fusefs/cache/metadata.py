@@ -77,8 +77,8 @@ class RememberedPages:
         self._left.discard(key)
         try:
             value = await trio.to_thread.run_sync(self._cache.get, key, limiter=self._thread)
-            return _parse(value) if value is not None else None
-        except (sqlite3.Error, OSError, ValueError, TypeError, KeyError) as error:
+            return _parse(value, key) if value is not None else None
+        except Exception as error:  # a damaged row may hold a pickle of anything
             logger.info("a remembered listing can't be read: %s", error)
             return None
 
@@ -107,7 +107,7 @@ class RememberedPages:
 
     def _write(self, key: str, page: ListPage, fetched_at: float) -> None:
         expire = None if math.isinf(self._ttl_s) else self._ttl_s
-        self._cache.set(key, _plain(page, fetched_at), expire=expire)
+        self._cache.set(key, {"key": key} | _plain(page, fetched_at), expire=expire)
 
 
 def _plain(page: ListPage, fetched_at: float) -> dict[str, Any]:
@@ -124,7 +124,10 @@ def _plain(page: ListPage, fetched_at: float) -> dict[str, Any]:
     }
 
 
-def _parse(value: dict[str, Any]) -> tuple[ListPage, float]:
+def _parse(value: dict[str, Any], key: str) -> tuple[ListPage, float]:
+    # The value has a checksum (zlib's), the key under which it was found has none.
+    if value["key"] != key:
+        raise ValueError("it belongs to another directory")
     objects = [ObjectInfo(*fields) for fields in value["objects"]]
     token = None if value["is_last"] else ""
     page = ListPage(objects, value["prefixes"], token, value["last"])

@@ -6,8 +6,11 @@ Both functions block, and run in threads.
 from __future__ import annotations
 
 from fusefs.cache.catalog import Catalog
+from fusefs.cache.checksums import reader
 from fusefs.cache.disk import Disk
-from fusefs.cache.file import CacheFile, OpenFile
+from fusefs.cache.file import CHECKED_AT_OPEN, CacheFile, OpenFile
+from fusefs.cache.integrity import examine, sums_in
+from fusefs.cache.ranges import RangeMap
 
 
 def create(disk: Disk, file: CacheFile) -> OpenFile:
@@ -29,10 +32,21 @@ def open_or_create(disk: Disk, catalog: Catalog, file: CacheFile) -> OpenFile:
     for generation, st_ino, ranges in _candidates(catalog, file):
         fd = disk.open(file.name, generation, st_ino, file.size)
         if fd >= 0:
-            return OpenFile(fd, generation, st_ino, ranges)
+            return _examined(catalog, file, OpenFile(fd, generation, st_ino, ranges))
         # A row without its file would keep the version from ever being kept again.
         catalog.remove(file.name, generation, st_ino)
     return create(disk, file)
+
+
+def _examined(catalog: Catalog, file: CacheFile, found: OpenFile) -> OpenFile:
+    """Compare a file with its checksums, if that has to be done."""
+    if file.size > CHECKED_AT_OPEN or (found.ranges is None and file.is_checked):
+        return found
+    present = file.present if found.ranges is None else RangeMap.unpack(found.ranges)
+    pending = file.sums or [] if found.ranges is None else []
+    sums = sums_in(catalog, found.st_ino, found.generation, pending, 0, file.size)
+    fault, new = examine(reader(found.fd), sums, present)
+    return found._replace(fault=fault, sums=new)
 
 
 def _candidates(catalog: Catalog, file: CacheFile) -> list[tuple[str, int, bytes | None]]:

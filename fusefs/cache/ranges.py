@@ -49,6 +49,21 @@ class RangeMap:
         index = bisect_right(self._starts, start) - 1
         return index >= 0 and stop <= self._stops[index]
 
+    def run_at(self, offset: int) -> tuple[int, int] | None:
+        """The range that has the byte at `offset`; None if it is not there."""
+        index = bisect_right(self._starts, offset) - 1
+        if index < 0 or self._stops[index] <= offset:
+            return None
+        return self._starts[index], self._stops[index]
+
+    def part(self, start: int, stop: int) -> RangeMap:
+        """What of [start, stop) is there."""
+        low, high = bisect_right(self._stops, start), bisect_left(self._starts, stop)
+        return RangeMap(
+            (max(start, self._starts[index]), min(stop, self._stops[index]))
+            for index in range(low, high)
+        )
+
     def first_missing(self, start: int, stop: int) -> tuple[int, int] | None:
         """The first stretch of [start, stop) that is not there; None if there is none."""
         index = bisect_right(self._starts, start) - 1

@@ -1,0 +1,84 @@
+"""Databases of the cache that are damaged: how that is told, and where they go.
+
+A disk that flips bits, or a program that writes into the cache directory, can
+leave anything in a database. SQLite reports most of it (SQLITE_CORRUPT,
+SQLITE_NOTADB), and rows carry checksums for the rest. A damaged database is
+renamed, so that it can be looked at and blocks no mount.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+# How many damaged databases are kept for whoever wants to look at them.
+KEPT = 2
+_MARK = "damaged-"
+# What belongs to a database. Its file goes last: a write-ahead log that a kill
+# leaves without it would be read into the next database of that name.
+_PARTS = ("-wal", "-shm", "")
+
+# What the surroundings cause (https://sqlite.org/rescode.html): the disk is
+# full or fails, or another process is in the way. All else is the content.
+_OUTER_CAUSES = {
+    sqlite3.SQLITE_PERM, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM,
+    sqlite3.SQLITE_READONLY, sqlite3.SQLITE_INTERRUPT, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PROTOCOL, sqlite3.SQLITE_NOLFS, sqlite3.SQLITE_AUTH,
+    sqlite3.SQLITE_MISUSE,
+}  # fmt: skip
+# A file that is shorter than its header says, or that its file system finds damaged.
+_DAMAGED_FILE = (sqlite3.SQLITE_IOERR_SHORT_READ, sqlite3.SQLITE_IOERR_CORRUPTFS)
+
+
+def is_damage(error: sqlite3.Error) -> bool:
+    """Whether an error is about what is in the database, and not about its surroundings."""
+    if isinstance(error, (sqlite3.ProgrammingError, sqlite3.InterfaceError)):
+        return False  # a wrong call: of a closed database, for example
+    # Python's own errors, about text that is no UTF-8 for example, carry no code.
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
+    return code in _DAMAGED_FILE or code & 0xFF not in _OUTER_CAUSES
+
+
+@contextmanager
+def readable_errors() -> Iterator[None]:
+    """Make damage of what Python can't express: a message that quotes a damaged name."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise sqlite3.DatabaseError(f"text that is no UTF-8: {error}") from error
+
+
+@contextmanager
+def alone_in(directory: Path) -> Iterator[None]:
+    """Keep other processes out that would set something aside here. Blocks."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a database and what belongs to it; remove all but the last few. Blocks.
+
+    Returns the new path of the database. A process that has it open goes on
+    with it under the new name.
+
+    Raises:
+        OSError: it can't be renamed.
+    """
+    aside = path.with_name(f"{_MARK}{time.time_ns()}-{path.name}")
+    for part in _PARTS:
+        with suppress(FileNotFoundError):
+            Path(f"{path}{part}").rename(f"{aside}{part}")
+    earlier = sorted(path.parent.glob(f"{_MARK}*-{path.name}"))
+    for old in earlier[:-KEPT]:
+        for part in _PARTS:
+            Path(f"{old}{part}").unlink(missing_ok=True)
+    return aside
