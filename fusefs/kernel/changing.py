@@ -149,8 +149,8 @@ class ChangingHandlers:
             return wire.WRITE_OUT.pack(answer, 0)
         return _written(answer)
 
-    def _flush(self, _nodeid: int, body: memoryview, _caller: Caller) -> Result:
-        answer = self._mutations.writer.flush(wire.FLUSH_IN.unpack_from(body)[0])
+    def _flush(self, _nodeid: int, body: memoryview, caller: Caller) -> Result:
+        answer = self._mutations.writer.flush(wire.FLUSH_IN.unpack_from(body)[0], caller.pid)
         return b"" if answer is None else _done(answer)
 
     def _fsync(self, _nodeid: int, body: memoryview, _caller: Caller) -> Result:

@@ -98,7 +98,7 @@ class Handlers:
             shown.ino, shown.size, shown.blocks, seconds, seconds, seconds,
             rest, rest, rest, shown.mode, shown.nlink, shown.uid, shown.gid, 0, 4096, 0,
         )  # fmt: skip
-        if inode.staged is None:
+        if inode.staged is None and inode.lead is None:
             inode.packed = packed
         return packed
 

@@ -33,6 +33,7 @@ import struct
 import time
 from collections import deque
 
+from fusefs.kernel import callers
 from fusefs.kernel import keeper_wire as wire
 from fusefs.kernel.keeper_ledger import Configuration, Ledger, log
 from fusefs.kernel.keeper_system import (
@@ -66,7 +67,9 @@ _ALWAYS = frozenset((wire.TICK, wire.ENDING))
 NEW = frozenset((wire.HELLO,))
 UNMOUNTED = _ALWAYS | {wire.MOUNT, wire.DEPOSIT}
 PREPARING = _ALWAYS | {wire.PREPARED}
-ATTACHED = _ALWAYS | {wire.SERVING, wire.BACKING_OPEN, wire.BACKING_CLOSE, wire.UNMOUNT}
+ATTACHED = _ALWAYS | {
+    wire.SERVING, wire.BACKING_OPEN, wire.BACKING_CLOSE, wire.UNMOUNT, wire.LOOK,
+}  # fmt: skip
 
 
 class Clerk:
@@ -108,6 +111,7 @@ class Clerk:
             wire.ENDING: self._report,
             wire.UNMOUNT: self._report,
             wire.KNOWN: self._known,
+            wire.LOOK: self._look,
         }
 
     def attach(self) -> None:
@@ -120,7 +124,8 @@ class Clerk:
         self._allowed = ATTACHED
         self._sweep()
         count = len(self.ledger.files)
-        self._post(wire.pack(wire.TAKE, count, int(self.is_lingering)), self.ledger.fuse_fd)
+        take = wire.pack(wire.TAKE, count, int(self.is_lingering), int(self.ledger.is_all_answered))
+        self._post(take, self.ledger.fuse_fd)
         device = self.configuration.cache_device
         for backing_id, inode in self.ledger.files.items():
             self._post(wire.pack(wire.ENTRY, backing_id, device, inode))
@@ -131,7 +136,7 @@ class Clerk:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
         if self.configuration.is_privileged:
-            lower_privileges(self.configuration.credentials.uid, self.configuration.credentials.gid)
+            self._lower_privileges()
         while True:
             poll = select.poll()
             poll.register(keeper, select.POLLIN)
@@ -167,6 +172,7 @@ class Clerk:
             return True
         if not message.error:
             self.ledger.connection = message.a
+            self.ledger.is_ours = True
             self._allowed = ATTACHED
         if self.configuration.is_privileged:
             answer = wire.pack(wire.MOUNTED, error=message.error)
@@ -267,6 +273,24 @@ class Clerk:
         self._allowed = ATTACHED
         self.ledger.serving(bool(message.a))
         self._report(message)
+        if message.b & wire.ABILITIES:
+            namespace = callers.namespace() if self.ledger.is_ours else 0
+            self._post(wire.pack(wire.ABLE, 0, namespace))
+
+    def _look(self, message: wire.Message) -> None:
+        is_privileged = self.configuration.is_privileged
+        if is_privileged:
+            raise_privileges()  # /proc may hide other users' processes
+        try:
+            fate = callers.fate(message.b) if self.ledger.is_ours else callers.UNKNOWN
+        finally:
+            if is_privileged:
+                self._lower_privileges()
+        self._post(wire.pack(wire.LOOKED, message.a, fate))
+
+    def _lower_privileges(self) -> None:
+        credentials = self.configuration.credentials
+        lower_privileges(credentials.uid, credentials.gid)
 
     def _tick(self, message: wire.Message) -> None:
         now = time.monotonic()

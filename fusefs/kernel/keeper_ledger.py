@@ -147,8 +147,14 @@ class Ledger:
         self.fallback: Program | None = None
         self.fuse_fd = -1
         self.connection = 0  # 0: not mounted yet
+        # Whether it was mounted from the keeper's PID namespace, so that requests have the
+        # numbers that processes have there. Of a mount that is adopted that is not known.
+        self.is_ours = False
         self.has_served = False
         self.has_resend = False
+        # Whether all requests that were read are answered: the last daemon has
+        # finished, and none has served since.
+        self.is_all_answered = False
         self.files = FileTable()
         self.last_id = 0
         # An id that was about to be given back when its clerk was last heard.
@@ -189,6 +195,7 @@ class Ledger:
         """A daemon answers requests; returns how long none did, in seconds."""
         self.has_served = True
         self.has_resend = has_resend
+        self.is_all_answered = False
         self.fallback = None
         return self.resumed()
 
@@ -206,6 +213,11 @@ class Ledger:
         is_quick = now - self.keeper_failed_at < QUICK_FAILURE_S
         self.keeper_failures = self.keeper_failures + 1 if is_quick else 1
         self.keeper_failed_at = now
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether another daemon could answer all that nobody has answered yet."""
+        return self.has_resend or self.is_all_answered
 
     def died(self, reason: str) -> None:
         self.restarts += 1

@@ -2,8 +2,10 @@
 
 A death is followed by a new daemon at once, unless the mount is gone, the
 kernel could not send its requests again, or daemon after daemon died by
-itself within seconds. Being killed is nothing that a daemon can help (the
-kernel does it when memory is short), so that counts for nothing but the pause.
+itself within seconds. A kernel that cannot is no obstacle where the last
+daemon has answered all that it read, as in an upgrade. Being killed is nothing
+that a daemon can help (the kernel does it when memory is short), so that counts
+for nothing but the pause.
 """
 
 from __future__ import annotations
@@ -207,6 +209,7 @@ class Keeper:
     def _mounted(self, daemon: Daemon) -> None:
         ledger, configuration = self._ledger, self._configuration
         ledger.connection = system.connection_at(configuration.mountpoint) or 0
+        ledger.is_ours = True
         if configuration.is_privileged and configuration.read_ahead_kib is not None:
             system.raise_read_ahead(ledger.connection, configuration.read_ahead_kib)
         if daemon.clerk is not None:
@@ -253,7 +256,7 @@ class Keeper:
             self._end_mount(0 if self._ledger.has_served else shell_status(daemon.status))
         elif self._is_over(daemon):
             self._exit_code = 0
-        elif daemon.is_quiesced and self._household.incoming is not None:
+        elif self._has_made_way(daemon):
             self._promote()
         else:
             self._replace(daemon, end)
@@ -263,6 +266,17 @@ class Keeper:
         if system.is_disconnected(self._ledger.fuse_fd):
             return True
         return daemon.is_ending and not system.is_mounted(self._ledger.connection)
+
+    def _has_made_way(self, daemon: Daemon) -> bool:
+        """Whether the daemon of an upgrade can go on where this one has ended.
+
+        One that says ENDING has answered all that it read. One that had to be killed
+        may not have, and then it takes a kernel that sends requests again.
+        """
+        if not daemon.is_quiesced or self._household.incoming is None:
+            return False
+        self._ledger.is_all_answered = daemon.is_ending
+        return self._ledger.can_go_on
 
     def _replace(self, daemon: Daemon, end: str) -> None:
         ledger = self._ledger
@@ -277,7 +291,7 @@ class Keeper:
         if not is_falling_back and cannot_take_over(daemon.status):
             self._abort("its daemon cannot take it over")
             return
-        if not ledger.has_resend:
+        if not ledger.can_go_on:
             self._abort("this kernel cannot send requests again")
             return
         if daemon.served is not None and time.monotonic() - daemon.served >= QUICK_S:
@@ -330,7 +344,9 @@ class Keeper:
         daemon.deadline = NEVER
         if old is not None:
             self._ledger.paused(time.monotonic())
-            self._household.quiesce(old, QUIESCE_S)
+            # What is not answered in time is sent to the next one, where the kernel can.
+            limit_s = QUIESCE_S if self._ledger.has_resend else self._configuration.max_pause_s
+            self._household.quiesce(old, limit_s)
 
     def _promote(self) -> None:
         daemon, ledger = self._household.incoming, self._ledger
@@ -390,6 +406,8 @@ class Keeper:
                 client.answer({"settings": program.settings, "command": program.command})
             case "upgrade":
                 self._upgrade(client, Program(list(request["command"]), str(request["settings"])))
+            case "replace" if not self._ledger.has_resend:
+                client.answer({"error": "the mount would end: this kernel cannot resend requests"})
             case "replace" if self._household.current is not None:
                 self._household.kill(self._household.current, "was to be replaced")
                 client.answer({"ok": True})

@@ -14,8 +14,9 @@ Daemon to keeper, in the order in which they come:
     MOUNT         once, only after FRESH; answered by MOUNTED
     DEPOSIT       + the /dev/fuse descriptor of a mount that the daemon made;
                   once, only after FRESH, and only where d of WELCOME is 0
-    SERVING       a: 1 if the kernel can resend requests. Requests are answered
-                  from now on.
+    SERVING       a: 1 if the kernel can resend requests; b: ABILITIES if it
+                  understands ABLE (0.1.0 leaves it 0). Requests are answered from
+                  now on.
     BACKING_OPEN  a: a number of the daemon's; + the file. Answered by BACKING_OPENED.
     BACKING_CLOSE a: a number of the daemon's, b: id. Answered by BACKING_CLOSED.
     TICK          a: requests in flight. Each second, from the event loop.
@@ -24,6 +25,8 @@ Daemon to keeper, in the order in which they come:
     ENDING        the daemon ends on purpose: unmounted, told to, or quiesced
     KNOWN         b: id, c: st_ino of a file that the last keeper had registered. From a
                   daemon that has got another keeper, before SERVING.
+    LOOK          a: a number of the daemon's, b: the number of a thread, as requests
+                  have it; only after ABLE. Answered by LOOKED.
 
 Keeper to daemon:
 
@@ -32,11 +35,17 @@ Keeper to daemon:
                    keeper mounts and registers files. Answers HELLO.
     MOUNTED        error, or + the /dev/fuse descriptor
     TAKE           + the /dev/fuse descriptor; a: how many ENTRY follow; b: 1 if the
-                   process before this one lingers in the kernel. Follows
+                   process before this one lingers in the kernel; c: 1 if whatever
+                   was read from the descriptor has been answered, so that nothing
+                   has to be sent again (a keeper of 0.1.0 leaves it 0). Follows
                    TAKE_OVER at once, and PREPARE when the old daemon is gone.
     ENTRY          a: id, b: st_dev, c: st_ino of a registered file
     BACKING_OPENED error; a: as asked, b: id
     BACKING_CLOSED error; a: as asked
+    ABLE           b: the PID namespace in which requests' processes have their numbers,
+                   if the keeper is in it and looks at them, else 0. Answers a
+                   SERVING that has ABILITIES; a keeper of 0.1.0 never says it.
+    LOOKED         a: as asked, b: what becomes of the process, as in callers.py
     QUIESCE        read no more requests, answer those in flight, say ENDING, exit 0
 
 A daemon that exits with CANNOT_TAKE_OVER is not followed by another one.
@@ -70,6 +79,7 @@ TICK = 8
 ENDING = 9
 UNMOUNT = 10
 KNOWN = 11
+LOOK = 12
 
 WELCOME = 32
 MOUNTED = 33
@@ -78,17 +88,22 @@ ENTRY = 35
 BACKING_OPENED = 36
 BACKING_CLOSED = 37
 QUIESCE = 38
+ABLE = 39
+LOOKED = 40
 
 # What a of WELCOME says about the mount.
 FRESH = 0
 TAKE_OVER = 1
 PREPARE = 2
 
+# What b of SERVING says about the daemon: it understands ABLE.
+ABILITIES = 1
+
 # The exit status of a daemon for which the mount's state cannot be used.
 CANNOT_TAKE_OVER = 3
 
-FROM_DAEMON = frozenset(range(HELLO, KNOWN + 1))
-FROM_KEEPER = frozenset(range(WELCOME, QUIESCE + 1))
+FROM_DAEMON = frozenset(range(HELLO, LOOK + 1))
+FROM_KEEPER = frozenset(range(WELCOME, LOOKED + 1))
 _WITH_DESCRIPTOR = frozenset((DEPOSIT, BACKING_OPEN, MOUNTED, TAKE))
 
 _INT_SIZE = array.array("i").itemsize

@@ -18,9 +18,12 @@ from dataclasses import dataclass
 import trio
 
 from fusefs.kernel import keeper_wire as wire
+from fusefs.kernel.callers import FATES, UNKNOWN
 from fusefs.kernel.keeper_wire import Message
 
 TICK_S = 1.0
+# A keeper that does not answer by then is busy with what hangs.
+LOOK_LIMIT_S = 2.0
 
 
 class KeeperError(Exception):
@@ -39,11 +42,16 @@ class Welcome:
 
 @dataclass(slots=True)
 class Taken:
-    """What the last daemon leaves: the /dev/fuse descriptor, and {id: (st_dev, st_ino)}."""
+    """What the last daemon leaves: the /dev/fuse descriptor, and {id: (st_dev, st_ino)}.
+
+    `is_all_answered` tells that it has left no request unanswered; a keeper of 0.1.0
+    never says so.
+    """
 
     fd: int
     backing: dict[int, tuple[int, int]]
     lingers: bool
+    is_all_answered: bool
 
 
 class Keeping:
@@ -57,6 +65,8 @@ class Keeping:
         self._is_idle = True
         self._last_number = 0
         self._waiting: dict[int, _Reply] = {}
+        # The PID namespace of requests' processes, if the keeper looks at them; else 0.
+        self.namespace = 0
         self.gone = trio.Event()
         self.quiesced = trio.Event()
 
@@ -101,7 +111,7 @@ class Keeping:
         for _ in range(take.a):
             entry = await self._receive(wire.ENTRY)
             backing[entry.a] = (entry.b, entry.c)
-        return Taken(take.fd, backing, bool(take.b))
+        return Taken(take.fd, backing, bool(take.b), bool(take.c))
 
     async def _ask(self, question: bytes, answer: int) -> Message:
         wire.send(self._socket, question)
@@ -123,7 +133,7 @@ class Keeping:
     # While serving.
 
     def serving(self, *, has_resend: bool) -> None:
-        self._send(wire.pack(wire.SERVING, has_resend))
+        self._send(wire.pack(wire.SERVING, has_resend, wire.ABILITIES))
 
     def known(self, backing_id: int, inode: int) -> None:
         """Tell a keeper that is new of a file that another has registered."""
@@ -170,6 +180,19 @@ class Keeping:
         if reply.error:
             raise OSError(reply.error, os.strerror(reply.error))
         return reply.value
+
+    async def look(self, pid: int) -> int:
+        """What becomes of a process, by its number in `namespace`; see callers.py."""
+        if self.gone.is_set() or not self.namespace:
+            return UNKNOWN
+        number, reply = self._expect_reply()
+        self._send(wire.pack(wire.LOOK, number, pid))
+        try:
+            with trio.move_on_after(LOOK_LIMIT_S):
+                await reply.event.wait()
+        finally:
+            self._waiting.pop(number, None)
+        return reply.value if reply.value in FATES else UNKNOWN
 
     def close_backing(self, backing_id: int) -> trio.Event:
         """Give an id back; the event is set when it is done, or the keeper has gone."""
@@ -221,6 +244,8 @@ class Keeping:
                 return
             if message.kind == wire.QUIESCE:
                 self.quiesced.set()
+            elif message.kind == wire.ABLE:
+                self.namespace = message.b
             elif message.kind in _REPLIES and message.a in self._waiting:
                 self._waiting.pop(message.a).come(message.b, message.error)
 
@@ -230,11 +255,11 @@ class Keeping:
             await trio.sleep(TICK_S)
 
 
-_REPLIES = (wire.BACKING_OPENED, wire.BACKING_CLOSED)
+_REPLIES = (wire.BACKING_OPENED, wire.BACKING_CLOSED, wire.LOOKED)
 
 
 class _Reply:
-    """The answer to one BACKING_OPEN or BACKING_CLOSE."""
+    """The answer to one BACKING_OPEN, BACKING_CLOSE or LOOK."""
 
     def __init__(self) -> None:
         self.event = trio.Event()

@@ -21,7 +21,8 @@ others can wait in the kernel for an answer of this very process.
 
 A session can go on where that of another process ended (`adopt`). What that
 one had read and not answered is sent again, with a mark in the request's
-unique number that the answer must keep.
+unique number that the answer must keep; before Linux 6.9 it is lost, so there
+a session goes on only where nothing was left.
 """
 
 from __future__ import annotations
@@ -30,11 +31,10 @@ import errno
 import logging
 import mmap
 import os
-import signal
+import struct
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import trio
@@ -42,6 +42,7 @@ import trio
 from fusefs.kernel import wire
 from fusefs.kernel.changing import ChangingHandlers
 from fusefs.kernel.handlers import Buffer, Handler, Handlers, Payload
+from fusefs.kernel.interrupts import Callers, Interrupts
 from fusefs.kernel.libc import lock_memory
 from fusefs.kernel.wire import Init, Opcode
 from fusefs.posix.answers import Caller
@@ -56,7 +57,8 @@ BUFFER_SIZE = MAX_WRITE + 4096
 MAX_PAGES = 256
 # Requests between two checkpoints: about 2 ms of them.
 BATCH = 64
-# Has tests and measurements do without something: "no-resend", "no-journal".
+# Has tests and measurements do without something: "no-resend", "no-passthrough" (as
+# before Linux 6.9), "no-journal".
 TEST_VARIABLE = "FUSEFS_TEST"
 
 _WANTED = (
@@ -121,6 +123,8 @@ class Session:
         self._buffer = memoryview(self._memory)
         # By their unique numbers, without the mark.
         self._waiting: dict[int, Waiting] = {}
+        self.callers = Callers()
+        self._interrupts = Interrupts(self.callers)
         self._reading = trio.CancelScope()
         self.negotiated = Init(0)
         self.requests = 0
@@ -133,6 +137,7 @@ class Session:
             self._handlers |= ChangingHandlers(handlers, operations.mutations).table
         operations.invalidate_attributes = self.invalidate_attributes
         operations.invalidate_names = self.invalidate_names
+        operations.prune_names = self.prune_names
 
     @property
     def waiting(self) -> list[Waiting]:
@@ -152,7 +157,10 @@ class Session:
         """Whether the mount outlives this process, and why."""
         if self.has_resend:
             return True, "a keeper holds the mount"
-        return False, "this kernel cannot send requests again (Linux 6.9 or later can)"
+        return False, (
+            "this kernel cannot send requests again (Linux 6.9 or later can):"
+            " the mount outlives an upgrade, and not the death of its daemon"
+        )
 
     async def negotiate(self) -> None:
         """Answer the first request, INIT, and nothing else.
@@ -167,16 +175,37 @@ class Session:
             raise UnsupportedKernelError(f"the kernel began with request {opcode} instead of INIT")
         self._reply(unique, self._init(self._buffer[wire.IN_HEADER.size : size]))
 
-    def adopt(self, init_out: bytes) -> None:
+    def adopt(self, init_out: bytes, *, is_all_answered: bool) -> None:
         """Go on with what an earlier process answered to INIT, and have the unanswered sent again.
 
         The caller has restored the tables: the kernel's next request may be
-        about any of its nodes and handles.
+        about any of its nodes and handles. `is_all_answered` tells that nothing
+        need be sent again.
+
+        Raises:
+            UnsupportedKernelError: something may have to be, and the kernel cannot.
         """
         answer = wire.INIT_OUT.unpack_from(init_out)
         self.negotiated = Init(answer[3] | answer[10] << 32)
+        if not self._resend() and not is_all_answered:
+            raise UnsupportedKernelError(
+                "this kernel cannot send requests again (Linux 6.9 or later can),"
+                " and the last daemon may have left some unanswered"
+            )
+
+    def _resend(self) -> bool:
+        """Have the kernel send again what was read and not answered; False if it cannot."""
+        if not self.has_resend:
+            return False
         header = wire.OUT_HEADER.pack(wire.OUT_HEADER.size, wire.NOTIFY_RESEND_CODE, 0)
-        os.write(self._fd, header)
+        try:
+            os.write(self._fd, header)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # which is a notification that it does not know
+                raise
+            self.negotiated &= ~Init.HAS_RESEND
+            return False
+        return True
 
     async def run(self) -> bool:
         """Answer requests until the file system is unmounted, or `stop_reading` was called.
@@ -185,12 +214,15 @@ class Session:
         requests and leaves the mount as it is.
         """
         is_unmounted = False
-        async with trio.open_nursery() as nursery:
-            with self._reading:
-                await self._serve(nursery)
-                is_unmounted = True
-                # The mount is gone, and with it everybody who waited for an answer.
-                nursery.cancel_scope.cancel()
+        async with trio.open_nursery() as watching:
+            watching.start_soon(self._interrupts.run)
+            async with trio.open_nursery() as nursery:
+                with self._reading:
+                    await self._serve(nursery)
+                    is_unmounted = True
+                    # The mount is gone, and with it everybody who waited for an answer.
+                    nursery.cancel_scope.cancel()
+            watching.cancel_scope.cancel()
         return is_unmounted
 
     def stop_reading(self) -> None:
@@ -270,6 +302,7 @@ class Session:
             self._reply_fault(unique)
         finally:
             del self._waiting[unique & _UNMARKED]
+            self._interrupts.forget(unique & _UNMARKED)
 
     def _reply(self, unique: int, payload: Buffer) -> None:
         header = wire.OUT_HEADER.pack(wire.OUT_HEADER.size + len(payload), 0, unique)
@@ -322,6 +355,24 @@ class Session:
             if error.errno != errno.EINVAL:
                 self._note_lost_reply(error)
 
+    def prune_names(self, nodeids: Sequence[int]) -> bool:
+        """Have the kernel drop what nobody uses of some nodes; returns at once.
+
+        The kernel takes no lock that a request could hold (fuse_notify_prune in
+        fs/fuse/dev.c), and forgets by FORGET. Tells whether it knows how: Linux
+        6.18 and later.
+        """
+        ids = struct.pack(f"={len(nodeids)}Q", *nodeids)
+        size = wire.OUT_HEADER.size + wire.NOTIFY_PRUNE.size + len(ids)
+        header = wire.OUT_HEADER.pack(size, wire.NOTIFY_PRUNE_CODE, 0)
+        try:
+            os.writev(self._fd, (header, wire.NOTIFY_PRUNE.pack(len(nodeids), 0, 0), ids))
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                return False
+            self._note_lost_reply(error)
+        return True
+
     # The session itself
 
     def _init(self, body: memoryview) -> bytes:
@@ -334,9 +385,10 @@ class Session:
                 " (Linux 4.20 or later): use --session pyfuse3"
             )
         wanted = _WANTED | (Init.INIT_EXT if flags & Init.INIT_EXT else 0)
-        if self._max_stack_depth:
+        left_out = os.environ.get(TEST_VARIABLE, "")
+        if self._max_stack_depth and "no-passthrough" not in left_out:
             wanted |= Init.PASSTHROUGH
-        if "no-resend" in os.environ.get(TEST_VARIABLE, ""):
+        if "no-resend" in left_out:
             wanted &= ~Init.HAS_RESEND
         self.negotiated = Init(flags & wanted)
         answer = wire.INIT_OUT.pack(
@@ -355,25 +407,6 @@ class Session:
         # with one that is sent again its interruption comes again, too.
         (unique,) = wire.INTERRUPT_IN.unpack_from(body)
         waiting = self._waiting.get(unique & _UNMARKED)
-        # Any signal interrupts, also a profiler's timer; but no call on a local
-        # disk ever fails with EINTR, and programs do not expect it to.
-        if waiting is not None and _is_being_killed(waiting.pid):
-            waiting.scope.cancel()
+        if waiting is not None:
+            self._interrupts.note(unique & _UNMARKED, waiting)
         return None
-
-
-def _is_being_killed(pid: int) -> bool:
-    """Whether a SIGKILL is pending: the kernel sets it for every signal that ends a process.
-
-    A process that this one can't see is believed to go on; its request ends
-    with the retry time at the latest.
-    """
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
-    pending = [line.split()[1] for line in status.splitlines() if line[:7] in _PENDING]
-    return any(int(mask, 16) >> (signal.SIGKILL - 1) & 1 for mask in pending)
-
-
-_PENDING = ("SigPnd:", "ShdPnd:")

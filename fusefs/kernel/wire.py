@@ -103,6 +103,8 @@ FORGET_ONE = Layout("fuse_forget_one", "nodeid:Q nlookup:Q")
 BATCH_FORGET_IN = Layout("fuse_batch_forget_in", "count:I dummy:I")
 INTERRUPT_IN = Layout("fuse_interrupt_in", "unique:Q")
 NOTIFY_INVAL_INODE = Layout("fuse_notify_inval_inode_out", "ino:Q off:q len:q")
+# Followed by `count` node ids.
+NOTIFY_PRUNE = Layout("fuse_notify_prune_out", "count:I padding:I spare:Q")
 BACKING_MAP = Layout("fuse_backing_map", "fd:i flags:I padding:Q")
 
 LAYOUTS = [value for value in list(globals().values()) if isinstance(value, Layout)]
@@ -200,6 +202,7 @@ OLDEST_MINOR = 28
 NOTIFY_INVAL_INODE_CODE = 2
 NOTIFY_RESEND_CODE = 7
 NOTIFY_INC_EPOCH_CODE = 8
+NOTIFY_PRUNE_CODE = 9
 
 ROOT_ID = 1
 UNIQUE_RESEND = 1 << 63
