@@ -14,18 +14,28 @@ from fusefs.posix.inodes import Inode
 from fusefs.store.errors import StoreError
 
 Result = TypeVar("Result")
+# Above what threads are numbered with.
+_USERS = 1 << 31
 # An answer, or the coroutine that waits for it.
 Answer: TypeAlias = Result | Coroutine[Any, Any, Result]
 
 
 @dataclass(slots=True)
 class Caller:
-    """Who asks: the request's id, and the process as the mount's namespace sees it."""
+    """Who asks: the request's id, and the process as the mount's namespace sees it.
+
+    `pid` is a thread's, and 0 where that namespace has no number for it.
+    """
 
     unique: int
     uid: int
     gid: int
     pid: int
+
+    @property
+    def program(self) -> int:
+        """What tells programs apart, as far as that can be: the thread, else the user."""
+        return self.pid or _USERS | self.uid
 
 
 @dataclass(slots=True)

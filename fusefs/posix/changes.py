@@ -9,26 +9,41 @@ changes its name.
 from __future__ import annotations
 
 import errno
-from contextlib import AsyncExitStack
+import logging
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
+
+import trio
 
 from fusefs.cache.files import FileCache
 from fusefs.posix import names
 from fusefs.posix.answers import Caller
 from fusefs.posix.copying import Copies, copy_current
+from fusefs.posix.deferred_attributes import Deferred
 from fusefs.posix.directories import Directories
 from fusefs.posix.handles import HandleTable
 from fusefs.posix.inodes import Inode, InodeTable
 from fusefs.posix.journal import NodeLog
+from fusefs.posix.late_requests import LateRequests
+from fusefs.posix.meta import Meta
 from fusefs.posix.moving import Mover
 from fusefs.posix.naming import Naming
 from fusefs.posix.renaming import Renames
 from fusefs.posix.segments import Absent, Entry
 from fusefs.posix.staging import Staged
 from fusefs.posix.writing import Writer
-from fusefs.store.base import IF_ABSENT, IfAbsent, ObjectInfo, ObjectVersion, Store
-from fusefs.store.errors import ExistsError, NotFoundError, StoreError
+from fusefs.store.base import (
+    IF_ABSENT,
+    Condition,
+    Expect,
+    ObjectInfo,
+    ObjectVersion,
+    Store,
+)
+from fusefs.store.errors import ExistsError, NotFoundError, StaleVersionError, StoreError
+
+logger = logging.getLogger("fusefs.attributes")
 
 RENAME_NOREPLACE = 1
 
@@ -52,8 +67,11 @@ class Changes(Naming):
         renames: Path,
         *,
         may_delete: bool = True,
+        late: LateRequests | None = None,
     ) -> None:
-        super().__init__(store, directories, inodes, handles, writer, log, may_delete=may_delete)
+        super().__init__(
+            store, directories, inodes, handles, writer, log, may_delete=may_delete, late=late
+        )
         self._mover = Mover(directories, cache, writer.staging, inodes, handles)
         self._renames = Renames(
             store, renames, writer.staging.source, inodes.prefix, writer.empty,
@@ -92,9 +110,8 @@ class Changes(Naming):
             if found is None:
                 await self._rename_directory(parent, name, to, new_name, target)
             elif target is not None:
-                is_new = flags & RENAME_NOREPLACE and not is_repeated
-                condition = IF_ABSENT if is_new else None
-                await self._rename_file(parent, name, to, new_name, found, target, condition)
+                is_new = bool(flags & RENAME_NOREPLACE) and not is_repeated
+                await self._rename_file(parent, name, to, new_name, found, target, is_strict=is_new)
 
     async def _finish_others(self, parent: Inode, name: str, to: Inode, new_name: str) -> bool:
         """Have no unfinished rename in the way of a directory's; tell if this was one of them."""
@@ -143,46 +160,80 @@ class Changes(Naming):
 
     async def _rename_file(
         self, parent: Inode, name: str, to: Inode, new_name: str,
-        found: ObjectInfo | Absent, target: ObjectInfo | Absent, condition: IfAbsent | None,
+        found: ObjectInfo | Absent, target: ObjectInfo | Absent, *, is_strict: bool,
     ) -> None:  # fmt: skip
-        """Rename a file; `found` is ABSENT if nothing is left to be done in the bucket."""
+        """Rename a file; `found` is ABSENT if nothing is left to be done in the bucket.
+
+        With `is_strict` nothing is replaced, whoever may have made it.
+        """
         old_key, new_key = self._inodes.key(parent) + name, self._inodes.key(to) + new_name
         inode, replaced = self._current(parent, name), self._current(to, new_name)
         async with AsyncExitStack() as stack:
+            described = await stack.enter_async_context(self._writer.deferred.taken(old_key))
+            await stack.enter_async_context(self._writer.deferred.taken(new_key))
             staged = await self._held(stack, inode)
             rival = await self._held(stack, replaced)
             copied: tuple[ObjectInfo, ObjectInfo] | None = None
+            condition = IF_ABSENT if is_strict else Expect(_known_etag(rival, target))
             if isinstance(found, Absent):
                 if inode is None or inode.info is None:
                     return
                 copied = inode.info, await self._store.head(new_key)
             elif staged is None:
-                copied = await self._copy(found, to, new_name, condition)
+                said = _said(found, described)
+                copied = await self._copy(found, to, new_name, condition, said)
             elif inode is not None and inode.info is not None and staged.etag == inode.info.etag:
-                copied = await self._copy(inode.info, to, new_name, condition)
+                copied = await self._copy_staged(staged, inode.info, to, new_name, condition)
             moved = {copied[0].version: copied[1]} if copied is not None else {}
             left = await self._mover.move_cached(moved)
             may_be_there = staged is None or self._may_be_there(staged)
             if may_be_there and not isinstance(found, Absent):
-                await self._delete_copied(old_key, copied, is_new=isinstance(target, Absent))
+                known = staged.etag if staged is not None else found.etag
+                await self._delete_copied(old_key, known, copied, is_new=isinstance(target, Absent))
             if rival is not None:
                 self._unlink_staged(rival)
             if staged is not None:
                 staged.etag = _etag_under(staged, copied, rival, target)
+                staged.exclusive = None  # it replaces what is there
+                staged.described_at = trio.current_time()
             self._mover.move_file(inode, parent, name, to, new_name, moved, left)
             if staged is not None:
                 self._writer.staging.record(staged)
+            self._writer.deferred.renamed(old_key, copied[1] if copied is not None else None)
         self._let_go(rival)
         if inode is not None:
             self._writer.released(inode)
 
-    async def _copy(
-        self, source: ObjectInfo, to: Inode, name: str, condition: IfAbsent | None
+    async def _copy_staged(
+        self, staged: Staged, source: ObjectInfo, to: Inode, name: str, condition: Condition
     ) -> tuple[ObjectInfo, ObjectInfo]:
-        """Copy an object; that it is gone may mean that it was copied and deleted before."""
+        """Copy what the bucket has of a staged file, which is held.
+
+        Attributes that have changed alone go along.
+        """
+        if staged.is_content_dirty or not staged.is_meta_dirty:
+            return await self._copy(source, to, name, condition, None)
+        changes = staged.meta_changes
+        copied = await self._copy(source, to, name, condition, staged.described())
+        if copied[0] is source and staged.meta_changes == changes:
+            staged.is_meta_dirty = False
+        return copied
+
+    async def _copy(
+        self, source: ObjectInfo, to: Inode, name: str, condition: Condition,
+        said: Meta | None,
+    ) -> tuple[ObjectInfo, ObjectInfo]:  # fmt: skip
+        """Copy an object; that it is gone may mean that it was copied and deleted before.
+
+        The copy has the attributes `said`, or where that is None those of the object.
+        Of another version than `source` it is a copy as it is.
+        """
         prefix = self._inodes.key(to)
         key = prefix + name
         try:
+            if said is not None:
+                with suppress(StaleVersionError):
+                    return source, await self._copy_described(source, key, condition, said)
             return await copy_current(self._store, source, key, self._mover.is_dated, condition)
         except ExistsError:
             self._directories.correct(self._directories.get(prefix), name, None)
@@ -193,15 +244,31 @@ class Changes(Naming):
                 raise
             return source, made
 
+    async def _copy_described(
+        self, source: ObjectInfo, key: str, condition: Condition, said: Meta
+    ) -> ObjectInfo:
+        own = self._writer.uploads.own.get(source)
+        copy = await self._store.copy(
+            own or source, key, metadata=said.as_metadata(), condition=condition,
+            is_own=own is not None,
+        )  # fmt: skip
+        if own is not None:
+            self._writer.uploads.own.note(copy)
+        return copy
+
     async def _delete_copied(
-        self, key: str, copied: tuple[ObjectInfo, ObjectInfo] | None, *, is_new: bool
-    ) -> None:
-        """Delete what was renamed under its old key; if that can't be, there shall be no other."""
+        self, key: str, known: str | None, copied: tuple[ObjectInfo, ObjectInfo] | None, *,
+        is_new: bool,
+    ) -> None:  # fmt: skip
+        """Delete what was renamed under its old key; if that can't be, there shall be no other.
+
+        What another client has put under the old key since it was copied stays.
+        """
         try:
-            await self._store.delete(key)
+            await self._store.delete(key, (copied[0].etag if copied is not None else known) or None)
         except StoreError:
             if copied is not None and is_new:
-                await self._store.delete(copied[1].key)
+                await self._store.delete(copied[1].key, copied[1].etag)
             raise
 
     async def _rename_directory(
@@ -211,6 +278,8 @@ class Changes(Naming):
         new = self._inodes.key(to) + new_name + "/"
         if new.startswith(old):
             raise OSError(errno.EINVAL, "a directory cannot be moved below itself")
+        self._writer.exclusive.removed(old)
+        await self._writer.deferred.flush_below(old)
         one = await self._renames.begin(old, new, has_replaced=target is None)
         # Who waits for it, too, may have been faster, and has heard why it was undone.
         if not await self._renames.finish(one):
@@ -232,6 +301,9 @@ class Changes(Naming):
                     if staged not in held and staged.key.startswith(copies.old):
                         one = await self._held(stack, staged.inode)
                         held |= {one} if one is not None else set()
+                if self._writer.deferred.pending(copies.old):
+                    await self._writer.deferred.flush_below(copies.old)
+                    continue
                 if local.has_changed(copies.old, copies.listed_at):
                     await copies.bring()
                     continue
@@ -242,10 +314,13 @@ class Changes(Naming):
                 cached |= moved.keys()
                 if not may_delete:
                     # Where deleting is not allowed at all, nothing has been done yet.
-                    await self._store.delete(copies.old)
+                    marker = copies.sources.get(copies.old)
+                    await self._store.delete(copies.old, marker.etag if marker else None)
                     may_delete = True
                 elif self._is_settled(copies, held):
                     self._mover.move_directory(copies, left)
+                    if self._late is not None:
+                        self._late.renamed_below(copies.old)
                     return
 
     def _is_settled(self, copies: Copies, held: set[Staged]) -> bool:
@@ -256,6 +331,16 @@ class Changes(Naming):
         )
 
 
+def _said(found: ObjectInfo, described: Deferred | None) -> Meta | None:
+    """What a copy of an object is to say where that was changed and not sent yet."""
+    if described is None:
+        return None
+    if described.info.etag == found.etag:
+        return described.meta
+    logger.warning("%s was replaced: its attributes are given up", found.key)
+    return None
+
+
 def _etag_under(
     staged: Staged, copied: tuple[ObjectInfo, ObjectInfo] | None, rival: Staged | None,
     target: ObjectInfo | Absent,
@@ -264,6 +349,11 @@ def _etag_under(
     if copied is not None:
         # What somebody else has put there meanwhile is for the upload to find.
         return copied[1].etag if copied[0].etag == staged.etag else staged.etag
+    return _known_etag(rival, target)
+
+
+def _known_etag(rival: Staged | None, target: ObjectInfo | Absent) -> str | None:
+    """What the bucket has under a name that is to be replaced; None for nothing."""
     if rival is not None:
         return rival.etag
-    return None if isinstance(target, Absent) else target.etag
+    return None if isinstance(target, Absent) else target.etag or None

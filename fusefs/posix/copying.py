@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TypeVar
 
 import trio
 
-from fusefs.store.base import IfAbsent, ObjectInfo, ObjectVersion, Store
+from fusefs.store.base import Condition, Expect, ObjectInfo, ObjectVersion, Store
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
 
 logger = logging.getLogger("fusefs.renaming")
@@ -112,22 +112,27 @@ class Copies:
 
     async def _copy(self, source: ObjectInfo) -> None:
         key = self.target(source.key)
+        earlier = self.made.get(source.key)
+        condition = Expect(earlier.etag if earlier is not None else None)
         try:
             if source.key.endswith("/") and not source.size:
-                made = await self._make_marker(source.key, key)
+                made = await self._make_marker(source.key, key, condition)
             else:
-                source, made = await copy_current(self._store, source, key, self._is_dated)
+                source, made = await copy_current(
+                    self._store, source, key, self._is_dated, condition
+                )
         except NotFoundError:
             self.total -= 1
             return  # removed by somebody else meanwhile
         self.sources[source.key], self.made[source.key] = source, made
 
-    async def _make_marker(self, source: str, key: str) -> ObjectInfo:
+    async def _make_marker(self, source: str, key: str, condition: Condition) -> ObjectInfo:
         """Not every server copies a directory's marker."""
         told = await self._store.head(source)
         return await self._store.put_file(
-            key, self._empty, 0, metadata=told.metadata or {}, content_type=told.content_type
-        )
+            key, self._empty, 0, metadata=told.metadata or {}, content_type=told.content_type,
+            condition=condition,
+        )  # fmt: skip
 
     async def undo(self, *, keep: str = "") -> None:
         """Remove the copies, except the one of the key `keep`.
@@ -139,14 +144,14 @@ class Copies:
 
     async def _take_back(self, keys: list[str]) -> None:
         if keys:
-            await delete_all(self._store, [self.made[key].key for key in keys])
+            await delete_all(self._store, {self.made[key].key: self.made[key].etag for key in keys})
         for key in keys:
             del self.sources[key], self.made[key]
 
 
 async def copy_current(
     store: Store, source: ObjectInfo, key: str, is_dated: IsDated,
-    condition: IfAbsent | None = None,
+    condition: Condition = None,
 ) -> tuple[ObjectInfo, ObjectInfo]:  # fmt: skip
     """Copy an object as it is now, which need not be as it was listed; return both.
 
@@ -169,22 +174,28 @@ async def copy_current(
 
 
 async def delete_all(
-    store: Store, keys: Iterable[str], note: Callable[[int], None] = lambda _count: None
+    store: Store,
+    known: Mapping[str, str | None],
+    note: Callable[[int], None] = lambda _count: None,
 ) -> None:
     """Delete objects, the markers of directories after what is in them.
 
+    `known` has their ETags by their keys, None where any is to go: where another
+    client has replaced one since, that stays. Markers go without: they are all the
+    same, and SeaweedFS refuses an ETag for one whose directory is left alone.
     `note` is told how many were deleted, as it goes on.
 
     Raises:
         StoreError: some could not be deleted; all others are.
     """
-    ordered = sorted(keys, reverse=True)
+    ordered = sorted(known, reverse=True)
+    etags = {key: etag for key, etag in known.items() if etag and not key.endswith("/")}
     files = [key for key in ordered if not key.endswith("/")]
     markers = [key for key in ordered if key.endswith("/")]
     errors: list[StoreError] = []
 
     async def delete(batch: list[str]) -> None:
-        failed = await store.delete_many(batch)
+        failed = await store.delete_many(batch, etags)
         note(len(batch) - len(failed))
         errors.extend(one.error for one in failed if isinstance(one.error, StoreError))
 

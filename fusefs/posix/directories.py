@@ -44,7 +44,8 @@ from fusefs.store.errors import NotFoundError
 
 __all__ = ["ABSENT", "Absent", "Directories", "Directory", "Entry", "PageMemory", "Segment"]
 
-# About 560 bytes each: 110 MB when full, a hundred times a usual data set's folder.
+# About 560 bytes each: 110 MB when full, a hundred times a usual data set's folder. Less
+# memory holds fewer (memory.py).
 MAX_ENTRIES = 200_000
 
 
@@ -74,6 +75,8 @@ class Directories:
         presumption: Presumption | None = None,
     ) -> None:
         self.ttl_s = ttl_s
+        # Of all listings together, as far as the memory allows.
+        self.most_entries = MAX_ENTRIES
         # Until then an earlier process' requests may take effect; in monotonic seconds.
         self.settled_at = -math.inf
         self.presumption = presumption or Presumption()
@@ -315,7 +318,7 @@ class Directories:
         for new in come:
             self._by_age[id(new)] = (directory, new)
             self._entries += len(new.entries)
-        while self._entries > MAX_ENTRIES and len(self._by_age) > 1:
+        while self._entries > min(self.most_entries, MAX_ENTRIES) and len(self._by_age) > 1:
             _, (owner, oldest) = self._by_age.popitem(last=False)
             owner.drop(oldest)
             self._entries -= len(oldest.entries)

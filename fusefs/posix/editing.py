@@ -121,20 +121,11 @@ class Editor:
             await self._fetcher.wait_for(file, start, stop)
             if not await self._cache.ensure_open(file):
                 raise NotKeptError
+            if not await self._cache.integrity.copy(file, fd, start, stop):
+                raise NotKeptError
         except NotKeptError:
             data = await self._fetcher.read_unkept(base.version, start, stop)
             await trio.to_thread.run_sync(_write, fd, data, start, limiter=self._disk)
-            return
-        await trio.to_thread.run_sync(copy, file.fd, fd, start, stop, limiter=self._disk)
-
-
-def copy(source: int, target: int, start: int, stop: int) -> None:
-    """Copy the bytes [start, stop), by reference where the file system can. Blocks."""
-    while start < stop:
-        count = os.copy_file_range(source, target, min(COPY_CHUNK, stop - start), start, start)
-        if not count:
-            raise OSError(errno.EIO, "the cache file is too short")
-        start += count
 
 
 def _write(fd: int, data: bytearray, offset: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -66,15 +66,24 @@ class Inode:
     by their node ids as offsets. `believed_until` is in seconds
     of the monotonic clock; `looked_up` says that the kernel asked for the name
     since the last open. `packed` is the session's own form of the attributes.
+
+    `is_removed` says that a file's name was taken from it here. Of the nodes
+    that were one file by then, and may be open in different versions, one
+    stands for the file: the others have it as `lead`, and show its mode,
+    owner and time. `entries_changed_ns` is when this mount last changed a
+    directory's entries, 0 if it has not since the time was set.
     """
 
     __slots__ = (
         "believed_until",
         "children",
+        "entries_changed_ns",
         "has_marker",
         "info",
         "ino",
         "is_current",
+        "is_removed",
+        "lead",
         "looked_up",
         "meta",
         "name",
@@ -105,6 +114,9 @@ class Inode:
         self.believed_until = 0.0
         self.looked_up = False
         self.is_current = True
+        self.is_removed = False
+        self.lead: Inode | None = None
+        self.entries_changed_ns = 0
         # What the object's metadata says, on a writable mount; None until it was asked for.
         self.meta: Meta | None = None
         self.staged: Staged | None = None
@@ -124,6 +136,10 @@ class Inode:
 
     def attributes(self, owner: Ownership, mounted_ns: int) -> Attributes:
         """What stat shows; a directory is as old as the mount, for S3 keeps no time of it."""
+        if self.lead is not None and self.info is not None:
+            size = self.info.size
+            shown = self.lead.attributes(owner, mounted_ns)
+            return replace(shown, ino=self.ino, size=size, nlink=0, blocks=-(-size // 512))
         info, staged = self.info, self.staged
         meta = staged.meta if staged is not None else self.meta or self.default_meta(owner)
         if staged is not None:
@@ -138,8 +154,10 @@ class Inode:
         if info is None:
             size, mtime_ns, nlink = 4096, mounted_ns, 2
         else:
-            size, mtime_ns, nlink = info.size, info.mtime_ns, 1
-        if meta.mtime_ns is not None:
+            size, mtime_ns, nlink = info.size, info.mtime_ns, int(not self.is_removed)
+        if self.entries_changed_ns:
+            mtime_ns = self.entries_changed_ns
+        elif meta.mtime_ns is not None:
             mtime_ns = meta.mtime_ns
         return Attributes(
             self.ino, size, mtime_ns, meta.mode, nlink, meta.uid, meta.gid, -(-size // 512)

@@ -17,7 +17,8 @@ The table belongs to the event loop; nothing here waits.
 from __future__ import annotations
 
 import errno
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -55,6 +56,8 @@ class InodeTable:
         self.root = Inode(ROOT_ID, ROOT_ID, None, "", None)
         self.root.nlookup = 1
         self._by_id: dict[int, Inode] = {ROOT_ID: self.root}
+        # Told of nodes whose attributes have changed without the kernel's knowing it.
+        self.on_removal: Callable[[int], None] = lambda _nodeid: None
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -75,12 +78,22 @@ class InodeTable:
         """
         self._next_id = state.next_id
         for node in state.nodes.values():
-            self._by_id[node.nodeid] = Inode(node.nodeid, node.ino, None, node.name, node.info)
+            if node.nodeid != ROOT_ID:
+                self._by_id[node.nodeid] = Inode(node.nodeid, node.ino, None, node.name, node.info)
+            self._by_id[node.nodeid].entries_changed_ns = node.entries_changed_ns
+        removed: dict[int, list[Inode]] = {}
         for node in state.nodes.values():
+            if node.nodeid == ROOT_ID:
+                continue  # on record for its time alone
             inode = self._by_id[node.nodeid]
             inode.parent = self._by_id.get(node.parent, self.root)
             inode.nlookup = node.nlookup
             self._enlist(inode, is_current=node.nodeid not in state.superseded)
+            if inode.info is not None and inode.ino != stable_ino(inode.info.key):
+                inode.is_removed = True
+                removed.setdefault(inode.ino, []).append(inode)
+        for nodes in removed.values():
+            _lead(nodes)
 
     def _enlist(self, inode: Inode, *, is_current: bool) -> None:
         assert inode.parent is not None
@@ -205,16 +218,37 @@ class InodeTable:
             inode = (inode.children or {}).get(name) if inode is not None else None
         return inode
 
-    def detach(self, inode: Inode) -> None:
-        """An inode's name is gone, or another's: whoever has it open goes on with it.
+    def detach(self, nodes: Iterable[Inode]) -> None:
+        """A file's name is gone, or another's: whoever has it open goes on with it.
 
-        Its number is that of the name, hence it gets another one.
+        `nodes` are all that the name has stood for as long as it was this
+        file's. From now on one of them stands for it. Their number is that of
+        the name, hence they get another one.
         """
-        self.supersede(inode)
-        if inode.is_open and inode.info is not None and not self._ids_are_inos:
-            inode.ino = stable_ino(f"{inode.info.key}\0{inode.nodeid}")
+        nodes = [inode for inode in nodes if not inode.is_removed]
+        files = [inode for inode in nodes if inode.info is not None]
+        lead = _lead(files) if files else None
+        for inode in nodes:
+            self.supersede(inode)
             inode.packed = None
-            self._log.node(inode)
+            if lead is None or lead.info is None or inode.info is None:
+                continue
+            inode.is_removed = True
+            if inode.is_open and not self._ids_are_inos:
+                inode.ino = stable_ino(f"{lead.info.key}\0{lead.nodeid}")
+                self._log.node(inode)
+            if inode is not lead:
+                self.on_removal(inode.nodeid)
+
+    def entries_changed(self, directory: Inode) -> None:
+        """This mount has changed which names a directory has: that is its time from now on."""
+        self.set_entries_changed(directory, time.time_ns())
+
+    def set_entries_changed(self, directory: Inode, changed_ns: int) -> None:
+        if directory.entries_changed_ns != changed_ns:
+            directory.entries_changed_ns = changed_ns
+            directory.packed = None
+            self._log.node(directory)
 
     def move(
         self, inode: Inode, parent: Inode, name: str, copies: Copies = MappingProxyType({})
@@ -226,7 +260,7 @@ class InodeTable:
         assert parent.children is not None
         replaced = parent.children.get(name)
         if replaced is not None and replaced is not inode:
-            self.detach(replaced)
+            self.detach([replaced])
         self._unlist(inode)
         inode.parent, inode.name, inode.is_current = parent, name, True
         parent.children[name] = inode
@@ -294,6 +328,17 @@ class InodeTable:
             self._next_id += 1
         self._next_id += 1
         return self._next_id - 1
+
+
+def _lead(nodes: list[Inode]) -> Inode:
+    """Have the one of these nodes of one file stand for it that has the latest content."""
+    lead = max(nodes, key=lambda inode: (inode.is_current, inode.staged is not None, inode.nodeid))
+    for inode in nodes:
+        if inode is not lead:
+            inode.lead = lead
+            if lead.meta is None:
+                lead.meta = inode.meta
+    return lead
 
 
 def _same_version(one: ObjectInfo, other: ObjectInfo) -> bool:

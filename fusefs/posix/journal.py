@@ -9,10 +9,11 @@ log, then reply.
 The log is a file that is mapped shared: an append is a copy into memory
 (0.3 microseconds where a write would cost 3), which the kernel keeps when the
 process is killed. Its blocks are allocated before they are written, so a full
-disk shows up as an error of `posix_fallocate` and not as a SIGBUS. A record
-is its length, its type, a CRC and its payload; the first one that does not
-check out ends the log, so a kill in the middle of a copy costs nothing but
-that record, whose reply was not sent.
+disk shows up as an error of `posix_fallocate` and not as a SIGBUS. A kill in
+the middle of a copy costs nothing but that record, whose reply was not sent;
+anything else that is missing or changed is damage, which is noticed
+(records.py), and nobody goes on with such a log: node ids would be given out
+twice, and the kernel would show one file's content for another's.
 
 Every record tells the whole state of one item, never a change of it. So a
 log may be compacted while it is written to: the new file receives each item
@@ -31,6 +32,7 @@ import mmap
 import os
 from pathlib import Path
 from typing import Protocol
+from zlib import crc32
 
 from fusefs.posix.inodes import Inode
 from fusefs.posix.records import (
@@ -38,23 +40,29 @@ from fusefs.posix.records import (
     CLOSED_TYPE,
     COUNT,
     COUNT_TYPE,
+    CRC,
     GONE_TYPE,
+    HEAD,
+    HEADER_SIZE,
     ID,
     INIT_TYPE,
     NODE_TYPE,
     OPEN,
     OPEN_TYPE,
+    SLOT,
+    SLOTS,
     STALE,
     STALE_TYPE,
     START_TYPE,
     SUPERSEDED_TYPE,
     TABLE,
     TABLE_TYPE,
+    header,
     node_payload,
-    record,
     start_payload,
+    unchained_record,
 )
-from fusefs.posix.replay import KernelState, replay
+from fusefs.posix.replay import KernelState, Replayed, replay
 
 logger = logging.getLogger("fusefs.journal")
 
@@ -100,37 +108,71 @@ class NoJournal:
 
 
 class _Log:
-    """One mapped file that records are appended to: a new one, or behind `size` of an old one."""
+    """One mapped file that records are appended to: a new one, or the rest of an old one."""
 
-    __slots__ = ("_fd", "_limit", "_map", "path", "size")
+    __slots__ = ("_count", "_crc", "_fd", "_limit", "_map", "path", "size")
 
-    def __init__(self, path: Path, size: int = 0) -> None:
+    def __init__(self, path: Path, read: Replayed | None = None) -> None:
         self.path = path
-        kept = 0 if size else os.O_TRUNC
+        kept = os.O_TRUNC if read is None else 0
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | kept | os.O_CLOEXEC, 0o600)
-        self.size = size
-        self._limit = -(-(size + 1) // STEP) * STEP
+        self.size, self._count, self._crc = HEADER_SIZE, 0, 0
+        if read is not None:
+            self.size, self._count, self._crc = read.stop, read.count, read.crc
+        self._limit = -(-(self.size + 1) // STEP) * STEP
         try:
             # What a kill has torn is cut off, and reads as zeros from here on.
-            os.ftruncate(self._fd, size)
+            os.ftruncate(self._fd, self.size)
             os.posix_fallocate(self._fd, 0, self._limit)
             self._map = mmap.mmap(self._fd, self._limit)
         except OSError:
             os.close(self._fd)
             raise
+        if read is None:
+            self._map[:HEADER_SIZE] = header()
+        else:
+            self._commit()  # what the last daemon may have been killed before
 
-    def append(self, record: bytes) -> None:
-        stop = self.size + len(record)
+    def append(self, kind: int, payload: bytes) -> None:
+        # Written out: each call would cost a tenth of it.
+        body = HEAD.pack(len(payload), kind) + payload
+        self._crc = crc = crc32(body, self._crc)
+        stop = self.size + len(body) + CRC.size
         if stop > self._limit:
-            os.posix_fallocate(self._fd, self._limit, STEP)
-            self._limit += STEP
-            self._map.resize(self._limit)
-        self._map[self.size : stop] = record
+            self._grow()
+        self._map[self.size : stop] = body + CRC.pack(crc)
         self.size = stop
+        self._count += 1
+        SLOT.pack_into(self._map, SLOTS[self._count & 1], stop, crc)
+
+    def _grow(self) -> None:
+        os.posix_fallocate(self._fd, self._limit, STEP)
+        self._limit += STEP
+        self._map.resize(self._limit)
+
+    def _commit(self) -> None:
+        SLOT.pack_into(self._map, SLOTS[self._count & 1], self.size, self._crc)
 
     def close(self) -> None:
         self._map.close()
         os.close(self._fd)
+
+
+class _UnchainedLog(_Log):
+    """A log that a daemon of an earlier version has begun; it is soon rewritten."""
+
+    __slots__ = ()
+
+    def append(self, kind: int, payload: bytes) -> None:
+        whole = unchained_record(kind, payload)
+        stop = self.size + len(whole)
+        if stop > self._limit:
+            self._grow()
+        self._map[self.size : stop] = whole
+        self.size = stop
+
+    def _commit(self) -> None:
+        """It has no header."""
 
 
 class Journal:
@@ -166,7 +208,7 @@ class Journal:
         journal._next = None
         journal._compacted_size = read.current_bytes
         journal._init_record = read.state.init_out
-        journal._log = _Log(path, read.stop)
+        journal._log = (_Log if read.count else _UnchainedLog)(path, read)
         return journal, read.state
 
     def node(self, inode: Inode) -> None:
@@ -207,11 +249,10 @@ class Journal:
     @property
     def wants_compaction(self) -> bool:
         log = self._log
-        return (
-            log is not None
-            and self._next is None
-            and log.size > max(COMPACT_FROM, 2 * self._compacted_size)
-        )
+        if log is None or self._next is not None:
+            return False
+        is_grown = log.size > max(COMPACT_FROM, 2 * self._compacted_size)
+        return is_grown or isinstance(log, _UnchainedLog)
 
     def begin_compaction(self) -> None:
         """From here until `finish_compaction` everything is also written to a new log.
@@ -251,11 +292,10 @@ class Journal:
     def _append(self, kind: int, payload: bytes) -> None:
         if self._log is None:
             return
-        whole = record(kind, payload)
         try:
-            self._log.append(whole)
+            self._log.append(kind, payload)
             if self._next is not None:
-                self._next.append(whole)
+                self._next.append(kind, payload)
         except OSError as error:
             self._give_up(error)
 

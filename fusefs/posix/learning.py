@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import trio
 
@@ -82,6 +82,8 @@ class Learner:
         self._presumption = directories.presumption
         self._questions: OrderedDict[str, Question] = OrderedDict()
         self._streaks: OrderedDict[str, Streak] = OrderedDict()
+        # What a version is to say that its object does not say yet; set by who writes.
+        self.deferred: Callable[[ObjectInfo], Meta | None] = lambda _info: None
         # Directories of which a file is just asked ahead.
         self._sampled: dict[str, trio.Event] = {}
         if nursery is not None:
@@ -113,9 +115,15 @@ class Learner:
         """Whether it is not known what an inode's object says."""
         if self._nursery is None or inode.meta is not None or inode.staged is not None:
             return False
+        if inode.is_removed:
+            return False  # there is no object any more
         if inode.info is None:
             # A whole bucket's root has no key, and so no object that could tell of it.
             return bool(inode.parent is not None or self._inodes.prefix)
+        waiting = self.deferred(inode.info)
+        if waiting is not None:
+            inode.meta, inode.packed = waiting, None
+            return False
         version = _version(inode.info)
         if version not in self._remembered:
             return True
@@ -126,6 +134,7 @@ class Learner:
 
     def meta(self, inode: Inode) -> Meta:
         """What is kept with an inode, as far as it is known."""
+        inode = inode.lead or inode
         if inode.staged is not None:
             return inode.staged.meta
         return inode.meta or inode.default_meta(self._owner)

@@ -15,7 +15,7 @@ import os
 import time
 from pathlib import Path
 
-from fusefs.posix import names
+from fusefs.posix import attribute_log, names
 from fusefs.posix.inodes import Inode
 from fusefs.posix.recording import load, on_record
 from fusefs.posix.staging import is_locked
@@ -45,10 +45,19 @@ def _adopt_directory(writer: Writeback, directory: Path) -> int:
         count = 0
         for path in on_record(directory):
             count += adopt_file(writer, path)
+        adopt_attributes(writer, directory)
+        (directory / attribute_log.NAME).unlink(missing_ok=True)
         _remove(directory)
         return count
     finally:
         os.close(fd)
+
+
+def adopt_attributes(writer: Writeback, directory: Path) -> None:
+    """Have objects say what an earlier process was to have them say. Blocks."""
+    for one in attribute_log.load(directory):
+        if one.info.key.startswith(writer.inodes.prefix):
+            writer.adopt_attributes(one)
 
 
 def _is_ours(directory: Path, source: str) -> bool:

@@ -23,17 +23,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import quote, unquote
 
+from fusefs.store.fencing import CHANGE, CHANGE_SIZE, METADATA_LIMIT
+
 # The permissions that are taken from a bucket, and given to it.
 PERMISSIONS = 0o1777
 SECOND_NS = 1_000_000_000
 # Times lie between this and its negative, which is the years from 1677 to 2262.
 MOST_NS = (1 << 63) - 1
-# What S3 takes as metadata, in bytes of all names and values. Some stores count
-# the names with the prefix that they have as headers.
-METADATA_LIMIT = 2048
 _HEADER_PREFIX = "x-amz-meta-"
 _READ = {"mode", "uid", "gid", "mtime", "xattr"}
-_OWN = _READ | {"atime", "ctime"}
+# The token of the change that made an object says nothing about its content.
+_OWN = _READ | {"atime", "ctime", CHANGE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Meta:
         """Whether S3 takes that much."""
         said = self.changed(mtime_ns=0 if self.mtime_ns is None else self.mtime_ns).as_metadata()
         size = sum(len(_HEADER_PREFIX) + len(name) + len(value) for name, value in said.items())
-        return size <= METADATA_LIMIT
+        return size + len(_HEADER_PREFIX) + CHANGE_SIZE <= METADATA_LIMIT
 
 
 def tells_attributes(metadata: Mapping[str, str]) -> bool:

@@ -71,8 +71,13 @@ class Mover:
         """Let a name be another one; its copy, if there is one, is what `moved` tells."""
         old, new = self._inodes.key(parent), self._inodes.key(to)
         entry = next(iter(moved.values()), None)
-        for replaced in self._handles.former(to, new_name):
-            self._inodes.detach(replaced)
+        replaced = self._handles.former(to, new_name)
+        current = (to.children or {}).get(new_name)
+        if current is not None and current is not inode:
+            replaced.add(current)
+        self._inodes.detach(replaced)
+        self._inodes.entries_changed(parent)
+        self._inodes.entries_changed(to)
         for old_node in self._handles.former(parent, name):
             self._take_along(old_node, to, new_name)
         is_staged = inode is not None and inode.staged is not None
@@ -82,8 +87,6 @@ class Mover:
                 entry = inode.info
             elif inode.info != entry:
                 self._stand_for(inode, entry)
-        elif new_name in (to.children or {}):
-            self._inodes.detach((to.children or {})[new_name])
         self._directories.changed(old, name, ABSENT)
         assert entry is not None
         self._directories.changed(new, new_name, entry, lasting=is_staged)
@@ -91,7 +94,7 @@ class Mover:
 
     def _take_along(self, inode: Inode, to: Inode, name: str) -> None:
         """Have a node with an old content of a file know the name that the file has now."""
-        if inode.info is not None and not is_detached(inode):
+        if inode.info is not None and not inode.is_removed:
             inode.parent, inode.name = to, name
             self._inodes.replace_version(inode, inode.info)
 
@@ -116,6 +119,9 @@ class Mover:
             self._inodes.supersede(inode)
         for one in staged:
             self._staging.record(one)
+        for parent in (self._inodes.at(_parent(old)), to):
+            if parent is not None:
+                self._inodes.entries_changed(parent)
         self._directories.moved(old, new)
         self._directories.changed(_parent(old), _name(old), ABSENT)
         self._directories.changed(_parent(new), _name(new), None)
@@ -140,7 +146,7 @@ class Mover:
                 continue
             copy = moved.get(inode.info.version)
             if copy is not None and not inode.is_current:
-                if not is_detached(inode):
+                if not inode.is_removed:
                     inode.ino = stable_ino(copy.key)
                 self._inodes.follow(inode, copy, copy.key)
             elif inode.is_current and handle.backing_id and inode.info.version in left:
@@ -153,11 +159,6 @@ def _follow_copy(staged: Staged, copies: Copies) -> None:
     # What somebody else has put there meanwhile is for the upload to find.
     if source is not None and source.etag == staged.etag:
         staged.etag = copies.made[staged.key].etag
-
-
-def is_detached(inode: Inode) -> bool:
-    """Whether a file's name was taken from it; see `InodeTable.detach`."""
-    return inode.info is not None and inode.ino != stable_ino(inode.info.key)
 
 
 def _parent(key: str) -> str:

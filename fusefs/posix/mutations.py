@@ -82,9 +82,12 @@ class Mutations:
         changed = _changed(old, new, mtime_ns)
         if changed != old:
             await self._keep(inode, changed)
+        if mtime_ns is not None and inode.info is None:
+            self._inodes.set_entries_changed(inode, 0)
         if inode is not asked:
             asked.meta = _changed(self._operations.learner.meta(asked), new, mtime_ns)
             asked.packed = None
+            self._operations.invalidate_attributes(inode.nodeid)
             self._inodes.drop_unknown(inode)
 
     async def _learn(self, inode: Inode) -> None:
@@ -121,6 +124,7 @@ class Mutations:
                 await self._keep(inode, old.changed(xattrs=pairs))
             if inode is not asked:
                 asked.meta = self._operations.learner.meta(asked).changed(xattrs=pairs)
+                self._operations.invalidate_attributes(inode.nodeid)
                 self._inodes.drop_unknown(inode)
 
         await self._apart.run(waiting(act()))
@@ -152,14 +156,17 @@ class Mutations:
     # Names
 
     def create(
-        self, parent_id: int, name: bytes, mode: int, flags: int, caller: Caller
-    ) -> Answer[tuple[Inode, Opened]]:
-        """Make a new file and open it."""
+        self, parent_id: int, name: bytes, mode: int, flags: int, caller: Caller,
+        *, is_reserved: bool = False,
+    ) -> Answer[tuple[Inode, Opened]]:  # fmt: skip
+        """Make a new file and open it; `is_reserved` as for `Writer.create`."""
         if known := self._operations.handles.opened_by(caller.unique):
             handle = self._operations.handles.files[known]
             return handle.inode, Opened(known, keep_cache=False, may_write=True)
         parent = self._operations.directory(parent_id)
-        answer = self.writer.create(parent, self._new_name(parent, name), mode, flags, caller)
+        answer = self.writer.create(
+            parent, self._new_name(parent, name), mode, flags, caller, is_reserved=is_reserved
+        )
         if isinstance(answer, tuple):
             return answer
         return self._apart.run(answer, unwanted=lambda made: self._forget_opened(*made))
@@ -176,7 +183,7 @@ class Mutations:
         if not stat.S_ISREG(mode):
             raise OSError(errno.EPERM, "a bucket has no devices, pipes and sockets")
         flags = os.O_WRONLY | os.O_EXCL
-        answer = self.create(parent_id, name, mode, flags, caller)
+        answer = self.create(parent_id, name, mode, flags, caller, is_reserved=True)
         inode, opened = answer if isinstance(answer, tuple) else await answer
         self._operations.release(opened.fh)
         return inode
@@ -232,7 +239,7 @@ class Mutations:
         if text is None or not names.is_expressible(text):
             raise OSError(errno.EINVAL, "a key cannot have this name")
         if names.is_private(self._inodes.key(parent), text):
-            raise OSError(errno.EINVAL, "the CSI driver keeps its records here")
+            raise OSError(errno.EINVAL, "the name is kept for fusefs itself")
         if len(self._inodes.key(parent).encode()) + len(name) > LONGEST_KEY:
             raise OSError(errno.ENAMETOOLONG, "a key has 1,024 bytes at most")
         return text

@@ -7,6 +7,7 @@ file name can express are hidden, and counted by whoever lists them:
 - an empty segment (`a//b`), `.` and `..`;
 - a name of more than 255 bytes, or one with a NUL;
 - `.fusefs` at the root of a bucket, where the CSI driver keeps its records;
+- `.fusefs-probe`, where mounts try what the store honours (these are not counted);
 - a file whose name is also a directory's (`a` beside `a/b`): the directory wins.
 
 Directory positions: entries are ordered by `name + "/"`, whether they are
@@ -16,6 +17,8 @@ the same name would, so that one of the two can hide the other.
 """
 
 from __future__ import annotations
+
+from fusefs.store.capabilities import PROBE_NAME
 
 NAME_MAX = 255
 PRIVATE = ".fusefs"
@@ -32,7 +35,7 @@ def is_expressible(name: str) -> bool:
 
 def is_private(prefix: str, name: str) -> bool:
     """Whether a name in the directory of this prefix is not for the users of the bucket."""
-    return not prefix and name == PRIVATE
+    return name == PROBE_NAME or (not prefix and name == PRIVATE)
 
 
 def decode(name: bytes) -> str | None:

@@ -25,12 +25,16 @@ from fusefs.posix.gate import Gate
 from fusefs.posix.handles import HandleTable
 from fusefs.posix.inodes import Inode, InodeTable
 from fusefs.posix.journal import NodeLog
+from fusefs.posix.late_requests import LateRequests
 from fusefs.posix.meta import PERMISSIONS, Meta
-from fusefs.posix.moving import is_detached
 from fusefs.posix.segments import ABSENT, Absent, Entry
 from fusefs.posix.staging import Staged
 from fusefs.posix.writing import Writer
-from fusefs.store.base import Store
+from fusefs.store.base import Expect, ObjectInfo, Store
+
+# What stores tell of an empty object, as most markers are: the MD5 of nothing. Where
+# one has another ETag, the first change over it learns that from a HEAD.
+MARKER_ETAG = '"d41d8cd98f00b204e9800998ecf8427e"'
 
 
 class Naming:
@@ -46,6 +50,7 @@ class Naming:
         log: NodeLog,
         *,
         may_delete: bool,
+        late: LateRequests | None = None,
     ) -> None:
         self._store = store
         self._directories = directories
@@ -54,6 +59,7 @@ class Naming:
         self._writer = writer
         self._log = log
         self._may_delete = may_delete
+        self._late = late
         self._gate = Gate(inodes.key)
         # Requests that an earlier process had begun, and those that this one has not ended.
         self.begun: set[int] = set()
@@ -84,8 +90,11 @@ class Naming:
     def _may_be_there(self, staged: Staged) -> bool:
         """Whether the bucket may have an object under a staged file's key.
 
-        The last upload of a process that was killed may have taken effect.
+        The last upload of a process that was killed may have taken effect, and a
+        request without an answer may do so yet.
         """
+        if self._late is not None and self._late.get(staged.key) is not None:
+            return True
         return staged.etag is not None or staged.inode.nodeid in (self._inherited or ())
 
     def _begin(self, caller: Caller) -> None:
@@ -109,11 +118,14 @@ class Naming:
 
         A file that was written to while somebody reads an old version of it is
         the same file under another node. One that was removed or replaced here
-        is not: what is changed through a handle of it concerns no name.
+        is not: what is changed through a handle of it concerns no name, and is
+        seen through all handles of that file.
         """
+        if inode.lead is not None:
+            return inode.lead
         if inode.is_current or inode.staged is not None or inode.info is None:
             return inode
-        if inode.parent is None or is_detached(inode):
+        if inode.parent is None or inode.is_removed:
             return inode
         found = await self._find(inode.parent, inode.name)
         if isinstance(found, Absent) or found is None:
@@ -129,12 +141,14 @@ class Naming:
             prefix = self._inodes.key(parent)
             meta = Meta(stat.S_IFDIR | mode & PERMISSIONS, caller.uid, caller.gid)
             self._begin(caller)
-            await self._writer.put_marker(prefix + name + "/", meta)
+            await self._writer.put_marker(prefix + name + "/", meta, Expect(None))
             self._directories.changed(prefix, name, None)
             if not self._is_repeated(caller):
                 self._directories.made(prefix + name + "/")
+                self._writer.exclusive.made(prefix + name + "/")
             inode = self._inodes.resolve(parent, name, None, prefix + name + "/")
             inode.meta, inode.has_marker, inode.packed = meta, True, None
+            self._inodes.entries_changed(parent)
             return inode
 
     async def symlink(self, parent: Inode, name: str, target: bytes, caller: Caller) -> Inode:
@@ -149,11 +163,12 @@ class Naming:
                 file.flush()
                 info = await self._store.put_file(
                     prefix + name, file.fileno(), len(target), metadata=meta.as_metadata(),
-                    content_type=None,
+                    content_type=None, condition=Expect(None),
                 )  # fmt: skip
             self._directories.changed(prefix, name, info)
             inode = self._inodes.create(parent, name, info, prefix + name)
             inode.meta = meta
+            self._inodes.entries_changed(parent)
             return inode
 
     async def _check_absent(self, parent: Inode, name: str) -> None:
@@ -163,7 +178,8 @@ class Naming:
     async def change_directory(self, inode: Inode, meta: Meta) -> None:
         """Give a directory another mode, owner or time."""
         async with self._gate.change(inode):
-            await self._writer.put_marker(self._inodes.key(inode), meta)
+            condition = Expect(MARKER_ETAG) if inode.has_marker else None
+            await self._writer.put_marker(self._inodes.key(inode), meta, condition)
             inode.meta, inode.has_marker = meta, True
 
     # Removing
@@ -180,16 +196,17 @@ class Naming:
             self._check_deleting(name)
             self._begin(caller)
             await self._keep_directory(parent, name)
-            await self._delete_file(parent, name)
+            await self._delete_file(parent, name, found)
             self._gone(parent, name)
 
-    async def _delete_file(self, parent: Inode, name: str) -> None:
+    async def _delete_file(self, parent: Inode, name: str, found: ObjectInfo) -> None:
         inode = self._current(parent, name)
         key = self._inodes.key(parent) + name
-        async with AsyncExitStack() as stack:
+        async with self._writer.deferred.taken(key), AsyncExitStack() as stack:
             staged = await self._held(stack, inode)
             if staged is None or self._may_be_there(staged):
-                await self._store.delete(key)
+                etag = found.etag if staged is None else staged.etag
+                await self._store.delete(key, etag or None, adopts=True)
             if staged is not None:
                 self._unlink_staged(staged)
         self._let_go(staged)
@@ -209,7 +226,10 @@ class Naming:
             self._check_deleting(name)
             self._begin(caller)
             await self._keep_directory(parent, name)
-            await self._store.delete(prefix)
+            inode = self._current(parent, name)
+            etag = MARKER_ETAG if inode is not None and inode.has_marker else None
+            await self._store.delete(prefix, etag, adopts=True)
+            self._writer.exclusive.removed(prefix)
             self._gone(parent, name)
 
     async def _is_empty(self, prefix: str) -> bool:
@@ -232,15 +252,15 @@ class Naming:
         directory.has_marker = prefix in there
         if not there - {prefix + name, prefix + name + "/"}:
             meta = directory.meta or Meta(stat.S_IFDIR | 0o755, os.geteuid(), os.getegid())
-            await self._writer.put_marker(prefix, meta)
+            await self._writer.put_marker(prefix, meta, Expect(None))
             directory.has_marker = True
 
     def _gone(self, parent: Inode, name: str) -> None:
         inode = self._current(parent, name)
-        if inode is not None:
-            self._inodes.detach(inode)
-        for former in self._handles.former(parent, name):
-            self._inodes.detach(former)
+        nodes = self._handles.former(parent, name)
+        self._inodes.detach(nodes | {inode} if inode is not None else nodes)
+        self._inodes.entries_changed(parent)
+        self._writer.deferred.drop(self._inodes.key(parent) + name)
         self._directories.changed(self._inodes.key(parent), name, ABSENT)
 
     def _check_deleting(self, name: str) -> None:
@@ -266,5 +286,6 @@ class Naming:
     def _let_go(self, staged: Staged | None) -> None:
         """Forget an unlinked file's content, unless somebody has it open."""
         if staged is not None and staged.inode.staged is staged and not staged.inode.served:
+            staged.inode.meta = staged.described()  # for older versions of it that are open
             self._writer.staging.release(staged)
             self._inodes.drop_unknown(staged.inode)

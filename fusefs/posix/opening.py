@@ -86,7 +86,7 @@ class Opener:
             file = self._cache.find(inode.info.version)
             if file is not None and file.is_complete and not inode.served:
                 backing_id = self._backing.find(file)
-                if backing_id:
+                if backing_id and not (file.needs_check or self._cache.probing.is_due(file)):
                     self._counters.hit(file.size)
                     return self._opened_passthrough(inode, file, backing_id, flags, caller)
         return waiting(self._open_later(inode, flags, caller, is_believed))
@@ -123,22 +123,26 @@ class Opener:
             is_whole = await self._prepare(inode, inode.info, file)
             # A file that is not whole is registered for its lock, which the
             # kernel keeps when this process dies: nobody evicts it then.
-            backing_id = await self._backing.register(file) if file.fd >= 0 else 0
+            is_usable = file.fd >= 0 and file.is_kept
+            if is_usable and is_whole and self._cache.probing.is_due(file):
+                is_usable = await self._cache.probing.passes(file)
+            backing_id = await self._backing.register(file) if is_usable else 0
             if inode.staged is not None:
                 # Somebody has begun to write to it meanwhile.
                 return self.open_staged(inode, flags, caller)
             if not inode.is_current:
                 return await self._open_elsewhere(inode, flags, caller)
             if self._cache.find(inode.info.version) is not file:
-                # It was written to, and is in the bucket already.
+                # It was written to, and is in the bucket already; or its file was dropped.
                 return await self._open_later(inode, flags, caller, is_believed)
             if is_whole and backing_id:
                 if not inode.served:
                     return self._opened_passthrough(inode, file, backing_id, flags, caller)
-                if not self.redirects.was_told(inode, caller.pid):
+                if not self.redirects.was_told(inode, caller.program):
                     self._inodes.supersede(inode)
                     return await self._open_elsewhere(inode, flags, caller)
-            return self._opened_served(inode, file, flags, caller, keep_cache=True)
+            keep_cache = file.name not in self._cache.discarded
+            return self._opened_served(inode, file, flags, caller, keep_cache=keep_cache)
         finally:
             self._cache.unpin(file)
 
@@ -166,8 +170,8 @@ class Opener:
         Raises:
             OSError: ESTALE, for the kernel to look the name up again.
         """
-        if not self.redirects.was_told(inode, caller.pid):
-            self.redirects.tell(inode, caller.pid)
+        if not self.redirects.was_told(inode, caller.program):
+            self.redirects.tell(inode, caller.program)
             raise OSError(errno.ESTALE, "the name stands for something else now")
 
     async def _open_anyway(self, inode: Inode, flags: int, caller: Caller) -> Opened:
@@ -244,9 +248,17 @@ class Opener:
         """Open in the mode that the node is in, or in the better one if it is in none."""
         if file.is_complete and file.size and not inode.served:
             backing_id = await self._backing.register(file)
+            if inode.passthrough and not self._is_read(inode, file):
+                # The kernel refuses to read two files for one node.
+                raise OSError(errno.ESTALE, "the cached copy that is open was dropped")
             if backing_id and not inode.served:
                 return self._opened_passthrough(inode, file, backing_id, flags, caller)
         return self._opened_served(inode, file, flags, caller, keep_cache=keep_cache)
+
+    def _is_read(self, inode: Inode, file: CacheFile) -> bool:
+        """Whether the kernel reads this file for an old node, and not one that was dropped."""
+        handles = self._handles.files.values()
+        return all(one.file is file for one in handles if one.inode is inode)
 
     def _opened_passthrough(
         self, inode: Inode, file: CacheFile, backing_id: int, flags: int, caller: Caller
@@ -297,30 +309,30 @@ class Redirects:
         # The node that was to be opened, by (directory, name, process).
         self._told: OrderedDict[tuple[int, str, int], int] = OrderedDict()
 
-    def was_told(self, inode: Inode, pid: int) -> bool:
-        return _opener(inode, pid) in self._told
+    def was_told(self, inode: Inode, program: int) -> bool:
+        return _opener(inode, program) in self._told
 
-    def tell(self, inode: Inode, pid: int) -> None:
+    def tell(self, inode: Inode, program: int) -> None:
         """Note that a process is sent to look the inode's name up."""
-        self.recall(inode, pid)
-        self._log.stale(inode.nodeid, pid, is_told=True)
+        self.recall(inode, program)
+        self._log.stale(inode.nodeid, program, is_told=True)
         while len(self._told) > MOST_STALE:
             self._told.popitem(last=False)
 
-    def recall(self, inode: Inode, pid: int) -> None:
+    def recall(self, inode: Inode, program: int) -> None:
         """Know what an earlier process of this mount has told."""
-        self._told[_opener(inode, pid)] = inode.nodeid
+        self._told[_opener(inode, program)] = inode.nodeid
 
-    def looked_up(self, parent_id: int, name: str, pid: int) -> None:
+    def looked_up(self, parent_id: int, name: str, program: int) -> None:
         """Note a lookup: this process has a name to go by."""
         if self._told:
-            nodeid = self._told.pop((parent_id, name, pid), None)
+            nodeid = self._told.pop((parent_id, name, program), None)
             if nodeid is not None:
-                self._log.stale(nodeid, pid, is_told=False)
+                self._log.stale(nodeid, program, is_told=False)
 
 
-def _opener(inode: Inode, pid: int) -> tuple[int, str, int]:
-    return (inode.parent.nodeid if inode.parent is not None else 0, inode.name, pid)
+def _opener(inode: Inode, program: int) -> tuple[int, str, int]:
+    return (inode.parent.nodeid if inode.parent is not None else 0, inode.name, program)
 
 
 def _known_files(directory: Directory) -> Iterator[ObjectInfo]:

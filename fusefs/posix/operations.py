@@ -18,11 +18,12 @@ import errno
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import trio
 
 from fusefs.cache.fetch import Fetcher
+from fusefs.cache.file import CacheFile
 from fusefs.cache.files import FileCache
 from fusefs.posix import names
 from fusefs.posix.answers import (
@@ -89,8 +90,11 @@ class Operations:
         self._xattrs = Xattrs(store, self.inodes, self.learner)
         # Asks the kernel to forget a node's attributes; set by the session.
         self.invalidate_attributes: Callable[[int], None] = lambda _nodeid: None
+        self.inodes.on_removal = lambda nodeid: self.invalidate_attributes(nodeid)
         # Has the kernel look all names up again; set by a session that can.
         self.invalidate_names: Callable[[], None] = lambda: None
+        # Has the kernel forget nodes that nobody uses, and tells if it can; set by such a session.
+        self.prune_names: Callable[[Sequence[int]], bool] = lambda _nodeids: False
         self._opener = Opener(
             store, directories, cache, fetcher, backing, log,
             self.inodes, self.handles, self.counters,
@@ -99,6 +103,7 @@ class Operations:
         self._reader = Reader(
             cache, fetcher, self.handles, self.counters, outdate=self._opener.outdate
         )
+        cache.on_discard = self._discarded
         # None on a read-only mount.
         self.writer: Writer | None = None
         self.mutations: Mutations | None = None
@@ -108,10 +113,11 @@ class Operations:
                 lambda inode: inode.default_meta(owner), self._opener.outdate,
             )  # fmt: skip
             self._reader.editor = self.writer.editor
+            self.learner.deferred = self.writer.deferred.get
             self._opener.open_staged = self.writer.open_staged
             changes = Changes(
                 store, directories, cache, self.inodes, self.handles, self.writer, log,
-                writing.renames, may_delete=writing.rules.may_delete,
+                writing.renames, may_delete=writing.rules.may_delete, late=writing.late,
             )  # fmt: skip
             self.mutations = Mutations(self, self.writer, changes, log, writing.nursery)
 
@@ -127,7 +133,7 @@ class Operations:
         prefix = self.inodes.key(parent)
         if names.is_private(prefix, text):
             return Found(None, 0.0)
-        self._opener.redirects.looked_up(parent_id, text, caller.pid)
+        self._opener.redirects.looked_up(parent_id, text, caller.program)
         directory = self._directories.get(prefix)
         known = self._directories.lookup_now(directory, text)
         if known is None or self._lacks_meta(parent, directory, text, known[0]):
@@ -177,7 +183,7 @@ class Operations:
         a name stands for is the business of lookups.
         """
         inode = self.inodes.get(nodeid)
-        if inode.staged is not None:
+        if inode.staged is not None or inode.is_removed:
             return inode, 0.0
         if inode.info is None:
             # A directory always looks the same, and every path leads through the root.
@@ -238,9 +244,22 @@ class Operations:
             return
         if handle.window is not None:
             handle.window.close()
+        self._reader.closed(handle)
+        if handle.backing_id:
+            self.cache.probing.closed(handle.file)
         self.cache.unpin(handle.file)
         if self.writer is not None:
             self.writer.released(handle.inode)
+
+    def _discarded(self, file: CacheFile) -> None:
+        """Give the names of a cache file that was dropped new nodes; open handles go on.
+
+        The kernel may have kept wrong bytes for a node, and refuses to read two files for one.
+        """
+        for handle in self.handles.files.values():
+            inode = handle.inode
+            if handle.file is file and inode.is_current and inode.staged is None:
+                self.inodes.supersede(inode)
 
     # Directories
 
@@ -279,7 +298,8 @@ class Operations:
         """Write every inode and handle to a new log, a few at a time."""
         self.tell_table(log)
         for index, inode in enumerate(self.inodes.all()):
-            if inode.parent is not None and self.inodes.find(inode.nodeid) is inode:
+            is_told = inode.parent is not None or inode.entries_changed_ns
+            if is_told and self.inodes.find(inode.nodeid) is inode:
                 log.node(inode)
                 if not inode.is_current:
                     log.superseded(inode.nodeid)

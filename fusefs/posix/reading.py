@@ -16,6 +16,7 @@ import trio
 from fusefs.cache.fetch import Fetcher, NotKeptError
 from fusefs.cache.file import CacheFile
 from fusefs.cache.files import FileCache
+from fusefs.cache.probes import is_lost
 from fusefs.posix.answers import Answer, ReadCounters, waiting
 from fusefs.posix.editing import Base, Editor
 from fusefs.posix.handles import FileHandle, HandleTable
@@ -23,9 +24,6 @@ from fusefs.posix.inodes import Inode
 from fusefs.posix.staging import Staged
 from fusefs.store.errors import NotFoundError, StaleVersionError
 
-# Read past the cache by this much at a time: what a reader without a cache may
-# keep in memory for the next read.
-UNKEPT = 2 << 20
 # One request is answered from a buffer of this size (max_pages of 4 KiB).
 MAX_READ = 1 << 20
 
@@ -121,9 +119,7 @@ class Reader:
             return self._read_now(file, offset, size)
         return data if count == size else None
 
-    async def _read_later(
-        self, handle: FileHandle, offset: int, stop: int
-    ) -> memoryview | bytes | bytearray:
+    async def _read_later(self, handle: FileHandle, offset: int, stop: int) -> memoryview | bytes:
         file = handle.file
         self._cache.pin_again(file)  # the handle may be released before the answer is there
         try:
@@ -160,20 +156,29 @@ class Reader:
                 read_fully, file.fd, offset, stop - offset, limiter=self._disk
             )
         except OSError as error:
-            self._cache.refuse(file, error)
+            if is_lost(error):
+                self._cache.integrity.drop(file, error)
+            else:
+                self._cache.refuse(file, error)
             raise NotKeptError from error
 
-    async def _read_unkept(self, handle: FileHandle, offset: int, stop: int) -> bytearray:
+    async def _read_unkept(self, handle: FileHandle, offset: int, stop: int) -> memoryview:
         """Read past the cache, somewhat more than asked for, which serves the next reads."""
+        buffers = self._fetcher.unkept
         start, data = handle.unkept
         if not (start <= offset and stop <= start + len(data)):
             start = offset
-            end = min(handle.file.size, max(stop, offset + UNKEPT))
+            end = min(handle.file.size, max(stop, offset + buffers.ahead(handle)))
             # The object may have another key than when it was opened.
             version = handle.file.version or handle.version
             data = await self._fetcher.read_unkept(version, start, end)
-            handle.unkept = (start, data)
-        return data[offset - start : stop - start]
+            if self._handles.files.get(handle.fh) is handle:
+                buffers.keep(handle, start, data)
+        return memoryview(data)[offset - start : stop - start]
+
+    def closed(self, handle: FileHandle) -> None:
+        """A handle is closed, and reads no more."""
+        self._fetcher.unkept.drop(handle)
 
 
 def _read_what_is_there(fd: int, offset: int, size: int) -> bytes:

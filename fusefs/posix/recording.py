@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 TICK_NS = 20_000_000
 # Short as the name is, it fits with its value into the inode of ext4.
 ATTRIBUTE = "user.fusefs"
+# In place of an ETag: the bucket is to decide that the file is new, as `If-None-Match: *` does.
+UNDECIDED = "*"
 # Mode, owner, group; size and time of what the bucket has (time 0: of nothing); its ETag follows.
 _BRIEF = struct.Struct("<HIIQQ")
 
@@ -43,7 +45,7 @@ def brief(staged: Staged) -> bytes | None:
     size, mtime_ns = _clean_stamp(staged) or (0, 0)
     if mtime_ns < 0:
         return None
-    etag = (staged.etag or "").encode()
+    etag = (staged.etag or (UNDECIDED if staged.exclusive is not None else "")).encode()
     return _BRIEF.pack(said.mode, said.uid, said.gid, size, mtime_ns) + etag
 
 
@@ -54,9 +56,11 @@ def _told_briefly(fd: int) -> dict[str, Any] | None:
     except OSError:
         return None
     mode, uid, gid, size, mtime_ns = _BRIEF.unpack_from(brief)
+    etag = brief[_BRIEF.size :].decode() or None
     return {
         "key": None,
-        "etag": brief[_BRIEF.size :].decode() or None,
+        "etag": etag if etag != UNDECIDED else None,
+        "exclusive": UNDECIDED if etag == UNDECIDED else None,
         "metadata": Meta(mode, uid, gid).as_metadata(),
         "uploaded": (size, mtime_ns) if mtime_ns else None,
         **dict.fromkeys(("is_unlinked", "is_meta_dirty", "is_closed", "is_leftover"), False),
@@ -79,6 +83,7 @@ def told(staged: Staged) -> bytes:
     return json.dumps({
         "key": staged.key,
         "etag": staged.etag,
+        "exclusive": staged.exclusive,
         "metadata": staged.meta.as_metadata(),
         "is_unlinked": staged.is_unlinked,
         "is_meta_dirty": staged.is_meta_dirty,

@@ -248,8 +248,9 @@ class Renames:
             one.deleted += count
 
         try:
-            await delete_all(self._store, copies.sources, note)
-            await delete_all(self._store, copies.folders() - kept)
+            known = {key: source.etag for key, source in copies.sources.items()}
+            await delete_all(self._store, known, note)
+            await delete_all(self._store, dict.fromkeys(copies.folders() - kept))
         except StoreError as error:
             logger.warning("objects are left below %s, and removed later: %s", one.old, error)
             one.has_left_some = True

@@ -11,23 +11,30 @@ from fusefs.posix.records import (
     CLOSED_TYPE,
     COUNT,
     COUNT_TYPE,
+    FORMAT,
     GONE_TYPE,
+    HEADER_SIZE,
     ID,
     INIT_TYPE,
+    MAGIC,
     NODE_TYPE,
     OPEN,
     OPEN_TYPE,
-    READABLE_FORMATS,
+    SLOT,
+    SLOTS,
     STALE,
     STALE_TYPE,
     START_TYPE,
     SUPERSEDED_TYPE,
     TABLE,
     TABLE_TYPE,
+    UNCHAINED_FORMATS,
     LoggedHandle,
     LoggedNode,
+    Parsed,
     parse,
     parse_node,
+    parse_unchained,
     start_payload,
 )
 
@@ -88,40 +95,80 @@ class KernelState:
 
 @dataclass(slots=True)
 class Replayed:
-    """A log that was read: its state, where its last good record ends, and how much is current.
+    """A log that was read: its state, and how it goes on.
 
-    `current_bytes` estimates what a compacted log would take.
+    Its last good record is the `count`-th, ends at `stop` and has this `crc`;
+    `count` is 0 for a log of an earlier format. `current_bytes` estimates what
+    a compacted log would take.
     """
 
     state: KernelState
     stop: int
+    count: int
+    crc: int
     current_bytes: int
 
 
 class UnusableJournalError(Exception):
-    """The log is of another boot or another format, or not a log at all."""
+    """The log is damaged, of another boot or another format, or not a log at all."""
 
 
-def replay(path: Path) -> Replayed:
+# How often the end of a log that is written to is looked for.
+_ATTEMPTS = 5
+
+
+def replay(path: Path, *, is_live: bool = False) -> Replayed:
     """Read a log back. Blocks: five seconds for a million nodes.
+
+    `is_live` if its daemon may be writing to it meanwhile.
 
     Raises:
         UnusableJournalError: it must not be used; the message says why.
         OSError: it can't be read.
     """
-    records = parse(path.read_bytes())
-    kind, payload, stop = next(records, (0, b"", 0))
-    if kind != START_TYPE or not payload.startswith(b"fusefs journal "):
-        raise UnusableJournalError(f"{path} is damaged, or no journal at all")
-    if payload not in [start_payload(format) for format in READABLE_FORMATS]:
+    for _ in range(_ATTEMPTS if is_live else 0):
+        try:
+            return _replay(path, is_live=True)
+        except UnusableJournalError:
+            continue  # both slots of the header may have changed while they were read
+    return _replay(path, is_live=is_live)
+
+
+def _replay(path: Path, *, is_live: bool) -> Replayed:
+    with path.open("rb", buffering=0) as file:
+        # First, so that no record is missing that the header has.
+        slots = _slots(file.read(HEADER_SIZE))
+        file.seek(0)
+        data = file.read()
+    is_chained = data.startswith(MAGIC)
+    records = parse(data) if is_chained else parse_unchained(data)
+    last = first = next(records, Parsed(0, b"", HEADER_SIZE, 0))
+    formats = (FORMAT,) if is_chained else UNCHAINED_FORMATS
+    if first.kind != START_TYPE or not first.payload.startswith(b"fusefs journal "):
+        raise UnusableJournalError(f"{path} is damaged at its beginning, or no journal at all")
+    if first.payload not in [start_payload(format) for format in formats]:
         raise UnusableJournalError(f"{path} is of another boot or another format")
     state = KernelState()
-    read = Replayed(state, stop, 0)
-    count = 0
-    for kind, payload, stop in records:
-        state.apply(kind, payload)
-        read.stop = stop
+    count, before = 1, (HEADER_SIZE, 0)
+    has_all = (first.stop, first.crc) in slots  # that a slot tells of
+    for record in records:
+        state.apply(record.kind, record.payload)
+        before, last = (last.stop, last.crc), record
         count += 1
+        has_all = has_all or (is_live and (record.stop, record.crc) in slots)
+    if not is_live:
+        has_all = slots[(count - 1) % 2] == before
+    if is_chained and not has_all:
+        raise UnusableJournalError(
+            f"{path} is damaged: {count} records check out, up to byte {last.stop},"
+            f" and it was written up to byte {max(size for size, _ in slots)}"
+        )
     items = len(state.nodes) + len(state.handles)
-    read.current_bytes = read.stop * items // max(1, count)
-    return read
+    current = last.stop * items // max(1, count)
+    return Replayed(state, last.stop, count if is_chained else 0, last.crc, current)
+
+
+def _slots(header: bytes) -> list[tuple[int, int]]:
+    if len(header) < HEADER_SIZE:
+        return [(0, 0), (0, 0)]
+    return [SLOT.unpack_from(header, offset) for offset in SLOTS]

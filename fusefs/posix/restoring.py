@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import trio
 
+from fusefs.cache.file import CacheFile
 from fusefs.cache.prefetch import Window
 from fusefs.posix import leftovers, records
 from fusefs.posix.operations import Operations
@@ -32,8 +33,14 @@ async def restore(operations: Operations, state: KernelState, backing: Backing) 
             else:
                 path = writer.staging.directory / str(nodeid)
                 leftovers.adopt_file(writer, path, may_be_open=False)
+        leftovers.adopt_attributes(writer, writer.staging.directory)
+    read = {
+        backing[one.backing_id][1] for one in state.handles.values() if one.backing_id in backing
+    }
+    whole = await operations.cache.whole_files(read) if read else {}
+    dropped: dict[int, CacheFile] = {}
     for index, logged in enumerate(state.handles.values()):
-        await _restore_handle(operations, logged, backing)
+        await _restore_handle(operations, logged, backing, whole, dropped)
         if index % 200 == 0:
             await trio.lowlevel.checkpoint()
     if operations.writer is not None:
@@ -44,7 +51,10 @@ async def restore(operations: Operations, state: KernelState, backing: Backing) 
     operations.handles.go_on_from(state.next_fh)
 
 
-async def _restore_handle(operations: Operations, logged: LoggedHandle, backing: Backing) -> None:
+async def _restore_handle(
+    operations: Operations, logged: LoggedHandle, backing: Backing,
+    whole: Mapping[int, CacheFile], dropped: dict[int, CacheFile],
+) -> None:  # fmt: skip
     inode = operations.inodes.find(logged.nodeid)
     if inode is None:
         return  # its RELEASE comes, and is answered
@@ -55,7 +65,16 @@ async def _restore_handle(operations: Operations, logged: LoggedHandle, backing:
     file = cache.pin(inode.info.version)
     if logged.mode == records.PASSTHROUGH:
         _, st_ino = backing.get(logged.backing_id, (0, 0))
-        await cache.trust(file, st_ino)
+        if whole.get(st_ino) is not file:
+            await cache.trust(file, st_ino)
+        if st_ino and file.st_ino != st_ino:
+            # It was dropped, because its bytes were wrong: nobody else is to read it.
+            if inode.is_current:
+                operations.inodes.supersede(inode)
+            cache.unpin(file)
+            unread = CacheFile.dropped(file.name, file.size, st_ino)
+            file = dropped.setdefault(logged.backing_id, unread)
+            file.pins += 1
     handle = operations.handles.restore_file(logged, inode, file)
     if logged.mode == records.SERVED and not file.is_complete:
         handle.window = Window(operations.fetcher, file)

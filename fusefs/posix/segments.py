@@ -20,6 +20,7 @@ from bisect import bisect_right
 
 from fusefs.posix import names
 from fusefs.store.base import ListPage, ObjectInfo
+from fusefs.store.capabilities import PROBE_NAME
 
 logger = logging.getLogger("fusefs.directories")
 
@@ -144,7 +145,8 @@ def segment_from(
         name = key[cut:-1]
         why = _why_hidden(prefix, name)
         if why:
-            hidden.note(key, why)
+            if name != PROBE_NAME:
+                hidden.note(key, why)
         elif names.position(name) > start:
             file = entries.get(name)
             if file is not None:

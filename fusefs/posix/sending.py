@@ -18,24 +18,35 @@ from contextlib import suppress
 
 import trio
 
+from fusefs.posix.deferred_attributes import OwnObjects
 from fusefs.posix.editing import Base, Editor
 from fusefs.posix.staging import Staged, Staging
 from fusefs.store.base import (
     IF_ABSENT,
     Condition,
+    Expect,
     IfMatch,
     ObjectInfo,
     Store,
     Upload,
     UploadState,
 )
-from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError, UnsupportedError
+from fusefs.store.errors import (
+    ConflictError,
+    NotFoundError,
+    StaleVersionError,
+    StoreError,
+    UnsupportedError,
+)
+from fusefs.store.fencing import without_token
 
 logger = logging.getLogger("fusefs.uploads")
 
 # From this size on a file goes up in parts.
 IN_PARTS = 8 << 20
 COPIES_AT_ONCE = 8
+# The metadata that marks the empty object by which a name was reserved (exclusive.py).
+CREATED_BY = "created-by"
 # S3 tells when an upload was begun in whole seconds, and by its own clock.
 CLOCKS_NS = 5_000_000_000
 
@@ -50,6 +61,7 @@ class Sender:
         self._staging = staging
         self._editor = editor
         self._fails_on_conflict = fails_on_conflict
+        self.own = OwnObjects()
 
     async def send(self, staged: Staged, commit: Callable[[], None]) -> ObjectInfo:
         """Have the bucket have a file, which is locked, as it is; return what it has.
@@ -69,27 +81,58 @@ class Sender:
             if staged.base is not None:
                 await self._editor.fill(staged.base, staged.fd, 0, size)
             commit()
-            return await self._store.put_file(
+            info = await self._store.put_file(
                 staged.key, staged.fd, size, metadata=staged.metadata(),
                 content_type=content_type(staged.key), condition=self._condition(staged),
             )  # fmt: skip
+            self.own.note(info)
+            return info
         return await self._send_parts(staged, commit, size)
+
+    async def reserve(self, staged: Staged) -> ObjectInfo:
+        """Put an empty object under the key of a file that is to be new.
+
+        Raises:
+            ConflictError: there is another one.
+            StoreError: it could not be sent.
+        """
+        assert staged.exclusive is not None
+        return await self._store.put_file(
+            staged.key, staged.fd, 0, metadata=staged.metadata() | {CREATED_BY: staged.exclusive},
+            content_type=content_type(staged.key), condition=IF_ABSENT,
+        )  # fmt: skip
+
+    async def reserved(self, staged: Staged) -> ObjectInfo | None:
+        """The reservation of this very file, if that is what the bucket has under its key."""
+        try:
+            found = await self._store.head(staged.key)
+        except NotFoundError:
+            return None
+        mark = (found.metadata or {}).get(CREATED_BY)
+        return found if not found.size and mark == staged.exclusive else None
 
     def _condition(self, staged: Staged) -> Condition:
         if not self.is_careful(staged):
-            return None
+            return Expect(staged.etag)
         return IF_ABSENT if staged.etag is None else IfMatch(staged.etag)
 
     def is_careful(self, staged: Staged) -> bool:
         """Whether somebody else's object is not to be replaced."""
-        return self._fails_on_conflict or staged.is_leftover
+        return self._fails_on_conflict or staged.is_leftover or staged.exclusive is not None
 
     async def _describe(self, staged: Staged) -> ObjectInfo:
         """Have the object say what the file's attributes are now."""
         version = staged.inode.info
         assert version is not None
+        own = self.own.get(version)
         try:
-            return await self._store.copy(version.version, staged.key, metadata=staged.metadata())
+            info = await self._store.copy(
+                own or version.version, staged.key, metadata=staged.metadata(),
+                is_own=own is not None,
+            )  # fmt: skip
+            if own is not None:
+                self.own.note(info)
+            return info
         except (NotFoundError, StaleVersionError):
             if self.is_careful(staged):
                 raise
@@ -97,7 +140,7 @@ class Sender:
             staged.changes += 1
             return await self._store.put_file(
                 staged.key, staged.fd, staged.size(), metadata=staged.metadata(),
-                content_type=content_type(staged.key),
+                content_type=content_type(staged.key), condition=Expect(staged.etag),
             )  # fmt: skip
 
     async def _send_parts(
@@ -112,19 +155,39 @@ class Sender:
                 staged.key, staged.fd, 0, metadata=staged.metadata(),
                 content_type=content_type(staged.key), condition=self._condition(staged),
             )  # fmt: skip
-        try:
-            if staged.base is not None:
-                await self._copy_parts(staged, staged.base, upload, size)
-            await upload.send(staged.fd, upload.missing(size), size)
-            commit()
-            info = await upload.complete(size, self._condition(staged))
-        except NotFoundError:
-            # Somebody has aborted it, or the bucket's own rules have.
-            staged.upload = staged.upload_state = None
-            self._staging.record(staged)
-            raise
+        for is_last in (False, True):
+            try:
+                if staged.base is not None:
+                    await self._copy_parts(staged, staged.base, upload, size)
+                await upload.send(staged.fd, upload.missing(size), size)
+                commit()
+                info = await upload.complete(size, self._condition(staged))
+                break
+            except NotFoundError:
+                await self._lost(staged)
+                if is_last:
+                    raise
+            upload = await self.begin(staged, staged.metadata())
         staged.upload = staged.upload_state = None
         return await self._corrected(staged, upload, info)
+
+    async def _lost(self, staged: Staged) -> None:
+        """There is no such upload any more: somebody, or the bucket's own rules, have aborted it.
+
+        Or it was completed without anybody's hearing of it, and the object replaced since.
+
+        Raises:
+            ConflictError: another object is there, which is not to be replaced.
+        """
+        staged.upload = staged.upload_state = None
+        self._staging.record(staged)
+        if self.is_careful(staged):
+            try:
+                etag = (await self._store.head(staged.key)).etag
+            except NotFoundError:
+                etag = None
+            if etag != staged.etag:
+                raise ConflictError("the object has been replaced")
 
     async def _copy_parts(self, staged: Staged, base: Base, upload: Upload, size: int) -> None:
         """Have S3 copy the parts that nobody wrote to, and bring what the others lack."""
@@ -155,7 +218,7 @@ class Sender:
 
     async def _corrected(self, staged: Staged, upload: Upload, info: ObjectInfo) -> ObjectInfo:
         """Have a new object say what was not known when its upload was begun."""
-        said, wanted = dict(upload.state.metadata), staged.metadata()
+        said, wanted = without_token(upload.state.metadata), staged.metadata()
         if "mtime" not in said:
             wanted.pop("mtime", None)
         if said != wanted:
@@ -244,7 +307,7 @@ class Sender:
             await self._editor.fill(staged.base, staged.fd, 0, staged.size())
         info = await self._store.put_file(
             key, staged.fd, staged.size(), metadata=staged.metadata(),
-            content_type=content_type(staged.key),
+            content_type=content_type(staged.key), condition=Expect(None),
         )  # fmt: skip
         logger.error("%s was replaced by somebody else: this content is in %s", staged.key, key)
         return theirs, info

@@ -29,7 +29,7 @@ import trio
 
 from fusefs.cache.files import FileCache
 from fusefs.cache.ranges import RangeMap
-from fusefs.posix import meta, recording
+from fusefs.posix import meta, recording, staged_sums
 from fusefs.posix.editing import Base
 from fusefs.posix.inodes import Inode
 from fusefs.posix.meta import Meta
@@ -51,26 +51,39 @@ class Staged:
     mode, owner, times and attributes, also during an upload. `lock` is held while the file is
     uploaded, renamed or removed; writes wait for it, so that no object is a mix.
 
+    `exclusive` is set while the bucket has not decided yet that a file created
+    with O_EXCL is new: it marks this file's reservation (exclusive.py).
+    `creator` is the process that created it so, 0 if that is not known.
     `is_leftover`: an earlier mount had staged it, so others may have been faster.
     `is_closed` says that a program was told, or waited to be told, that its
-    content is kept: it is uploaded whatever happens to the mount. `begun_ns` is
-    when an upload in parts was begun whose id is not known yet.
+    content is kept: it is uploaded whatever happens to the mount. `is_rewrite`
+    says that its node stood for an object before it was written to, and
+    `is_abandoned` that the last program that stopped writing was killed. `before` is what
+    the object said, or was to say, when it was opened to be rewritten. `begun_ns` is
+    when an upload in parts was begun whose id is not known yet. `sum` is the
+    content's CRC32, None if it is not known (staged_sums.py).
     """
 
     __slots__ = (
         "base",
+        "before",
         "begun_ns",
         "changes",
         "charged",
+        "creator",
+        "described_at",
         "error",
         "etag",
+        "exclusive",
         "fd",
         "free",
         "has_record_file",
         "inode",
+        "is_abandoned",
         "is_closed",
         "is_leftover",
         "is_meta_dirty",
+        "is_rewrite",
         "is_unlinked",
         "lock",
         "meta",
@@ -78,6 +91,7 @@ class Staged:
         "path",
         "recorded",
         "since",
+        "sum",
         "to_disk",
         "upload",
         "upload_state",
@@ -91,6 +105,11 @@ class Staged:
         self.fd = fd
         self.meta = meta
         self.etag = etag
+        self.exclusive: str | None = None
+        self.creator = 0
+        self.before: Meta | None = None
+        # When its attributes or its name changed last, in trio's seconds.
+        self.described_at = 0.0
         self.changes = 1
         self.uploaded = 0
         self.is_meta_dirty = False
@@ -98,6 +117,8 @@ class Staged:
         self.is_unlinked = False
         self.is_closed = False
         self.is_leftover = False
+        self.is_rewrite = False
+        self.is_abandoned = False
         # What the last upload failed with.
         self.error: Exception | None = None
         self.upload: Upload | None = None
@@ -113,6 +134,7 @@ class Staged:
         self.free = 0
         self.base: Base | None = None
         self.recorded = b""
+        self.sum: int | None = None
         self.has_record_file = False
         self.since = trio.current_time()
         self.lock = trio.Lock()
@@ -155,11 +177,13 @@ class Staged:
         if not self.is_dirty:
             self.since = trio.current_time()
         self.changes += 1
+        self.sum = None
 
     def touch_meta(self) -> None:
         """What belongs to the content has changed."""
+        self.described_at = trio.current_time()
         if not self.is_dirty:
-            self.since = trio.current_time()
+            self.since = self.described_at
         self.is_meta_dirty = True
         self.meta_changes += 1
 
@@ -207,15 +231,19 @@ class Staging:
         return os.open(self._path(inode), flags, 0o600)
 
     def begin(
-        self, inode: Inode, fd: int, meta: Meta, etag: str | None, base: Base | None = None
-    ) -> Staged:
+        self, inode: Inode, fd: int, meta: Meta, etag: str | None, base: Base | None = None,
+        *, is_exclusive: bool = False,
+    ) -> Staged:  # fmt: skip
         """Let a node's content be what was prepared; takes the descriptor and the base's pin.
+
+        With `is_exclusive` the bucket is to decide that it is new.
 
         Raises:
             OSError: the disk does not take it.
         """
         staged = Staged(inode, self._path(inode), fd, meta, etag)
         staged.base = base
+        staged.exclusive = self._mark(inode) if is_exclusive else None
         staged.charged = staged.free = staged.size()
         try:
             self.record(staged)
@@ -308,6 +336,10 @@ class Staging:
             now.has_record_file = True
             self.record(now)
 
+    def _mark(self, inode: Inode) -> str:
+        """What tells the reservation of a file from another node's."""
+        return f"{self.directory.name}-{inode.nodeid}"
+
     def _path(self, inode: Inode) -> str:
         return f"{self.directory}/{inode.nodeid}"
 
@@ -337,7 +369,11 @@ class Staging:
         staged.is_meta_dirty = told["is_meta_dirty"]
         staged.is_closed = told["is_closed"]
         staged.is_leftover = told["is_leftover"]
+        staged.sum = staged_sums.recall(fd)
+        staged.is_rewrite = told["etag"] is not None
         staged.begun_ns = told["begun_ns"]
+        mark = told.get("exclusive")
+        staged.exclusive = self._mark(inode) if mark == recording.UNDECIDED else mark
         if told["uploaded"] and tuple(told["uploaded"]) == staged.stamp():
             staged.uploaded = staged.changes
         if told["upload"] is not None:

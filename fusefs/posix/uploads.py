@@ -23,6 +23,7 @@ from typing import Any
 
 import trio
 
+from fusefs.posix import exclusive, staged_sums
 from fusefs.posix.editing import BaseLostError, Editor
 from fusefs.posix.sending import IN_PARTS, Sender
 from fusefs.posix.staging import Staged, Staging
@@ -35,6 +36,8 @@ logger = logging.getLogger("fusefs.uploads")
 AHEAD = 16 << 20
 # How often it is tried again with credentials that were rejected.
 CREDENTIALS_S = 5.0
+# An upload that waits until a file is left alone waits for so many times as long at most.
+LONGEST_DELAYS = 5
 
 
 class Attempt:
@@ -83,6 +86,7 @@ class Uploads:
         sends_ahead: bool,
     ) -> None:
         self._sender = Sender(store, staging, editor, fails_on_conflict=fails_on_conflict)
+        self.own = self._sender.own
         self._staging = staging
         self._editor = editor
         self._nursery = nursery
@@ -147,9 +151,8 @@ class Uploads:
 
     async def _run(self, staged: Staged, attempt: Attempt, delay_s: float) -> None:
         try:
-            if delay_s and not attempt.hurry.is_set():
-                with trio.move_on_after(delay_s):
-                    await attempt.hurry.wait()
+            if delay_s:
+                await self._until_left_alone(staged, attempt, delay_s)
             while staged.is_dirty:
                 with attempt.scope:
                     try:
@@ -165,6 +168,7 @@ class Uploads:
         except (StoreError, OSError) as error:
             staged.error = attempt.error = error
             logger.warning("%s is not in the bucket yet: %s", staged.key, error)
+            await self._keep_sum(staged)
         except Exception as error:
             # The next process would meet this fault as well: the content stays, and all goes on.
             staged.error = attempt.error = OSError(errno.EIO, f"a fault of fusefs: {error!r}")
@@ -172,6 +176,27 @@ class Uploads:
         finally:
             del self._attempts[staged]
             attempt.done.set()
+
+    async def _keep_sum(self, staged: Staged) -> None:
+        """Take the checksum of a content that stays on the local disk for a while."""
+        try:
+            if staged.is_content_dirty and staged.inode.staged is staged:
+                await staged_sums.note(staged)
+        except OSError as error:
+            logger.warning("%s has no checksum: %s", staged.key, error)
+
+    async def _until_left_alone(self, staged: Staged, attempt: Attempt, delay_s: float) -> None:
+        """Wait until nothing was changed of a file's name and attributes for a while.
+
+        Whoever waits for the upload cuts that short, and so does LONGEST_DELAYS.
+        """
+        begun = trio.current_time()
+        while not attempt.hurry.is_set():
+            due = min(max(begun, staged.described_at) + delay_s, begun + LONGEST_DELAYS * delay_s)
+            if due <= trio.current_time():
+                return
+            with trio.move_on_at(due):
+                await attempt.hurry.wait()
 
     async def _upload_locked(self, staged: Staged, attempt: Attempt) -> None:
         # A free lock is taken without giving way, which would be two turns of the loop.
@@ -203,6 +228,8 @@ class Uploads:
             return  # it was removed while this waited for it
         try:
             await self._last_ahead(staged)
+            if staged.is_content_dirty:
+                await staged_sums.check(staged)
             described = staged.meta_changes
             info = await self._sender.send(staged, attempt.commit)
             base = staged.base
@@ -214,6 +241,10 @@ class Uploads:
         except (ConflictError, StaleVersionError) as error:
             if not self._sender.is_careful(staged):
                 raise
+            is_exclusive = staged.exclusive is not None
+            if is_exclusive and await self._is_reserved(staged):
+                await self._upload_whole(staged, attempt)
+                return
             described = staged.meta_changes
             theirs, info = await self._sender.keep_apart(staged)
             self._note_uploaded(staged, info, described)
@@ -221,6 +252,8 @@ class Uploads:
                 self._landed(staged, info)
                 return
             self._kept_apart(staged, info, theirs)
+            if is_exclusive:
+                raise exclusive.taken() from error
             raise OSError(errno.ESTALE, "somebody else has replaced the object") from error
         finally:
             attempt.is_cancellable = True
@@ -236,7 +269,35 @@ class Uploads:
         staged.is_meta_dirty = staged.meta_changes != described
         staged.is_closed = staged.is_leftover = False
         staged.etag = info.etag
+        staged.exclusive = None
         self._staging.rebase(staged, info.version)
+
+    async def _is_reserved(self, staged: Staged) -> bool:
+        """Whether the object in the way of a new file is its own reservation, by a process
+        that died before it could note that."""
+        found = await self._sender.reserved(staged)
+        if found is None:
+            return False
+        staged.etag, staged.exclusive = found.etag, None
+        return True
+
+    async def reserve(self, staged: Staged) -> None:
+        """Have other nodes see that a file is there which is open and was to be new.
+
+        What fails here fails again when the file is closed.
+        """
+        async with staged.lock:
+            if not exclusive.is_undecided(staged):
+                return
+            try:
+                info = await self._sender.reserve(staged)
+            except ConflictError:
+                logger.warning("%s was made by another node as well: its close fails", staged.key)
+            except (StoreError, OSError) as error:
+                logger.info("%s could not be reserved: %s", staged.key, error)
+            else:
+                staged.etag, staged.exclusive = info.etag, None
+                self._landed(staged, info)
 
     def abort_later(self, key: str, upload: Mapping[str, Any] | None, begun_ns: int | None) -> None:
         """Abort what an earlier process has left of a file that is not to be uploaded."""

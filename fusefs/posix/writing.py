@@ -21,21 +21,27 @@ import trio
 from fusefs.cache.fetch import Fetcher
 from fusefs.cache.file import CacheFile
 from fusefs.cache.files import FileCache
+from fusefs.posix import staged_sums
 from fusefs.posix.allocating import KEEP_SIZE, MODES, allocate
 from fusefs.posix.answers import Answer, Caller, Opened, waiting
 from fusefs.posix.directories import Directories
 from fusefs.posix.diskahead import DiskAhead
 from fusefs.posix.editing import Base, Editor
+from fusefs.posix.exclusive import is_undecided
 from fusefs.posix.handles import FileHandle, HandleTable
 from fusefs.posix.inodes import Inode, InodeTable
 from fusefs.posix.meta import PERMISSIONS, Meta
-from fusefs.posix.sending import IN_PARTS, content_type
+from fusefs.posix.segments import Absent
+from fusefs.posix.sending import CREATED_BY, IN_PARTS, content_type
 from fusefs.posix.staging import Staged
 from fusefs.posix.writeback import WRITING, Writeback, Writing
-from fusefs.store.base import IF_ABSENT, ObjectInfo, Store
+from fusefs.store.base import IF_ABSENT, Condition, ObjectInfo, Store
 from fusefs.store.errors import ConflictError, NotFoundError, StaleVersionError
 
 logger = logging.getLogger("fusefs.writing")
+
+# How much of a range is zeroed at a time.
+ZEROS = 1 << 20
 
 
 class Writer(Writeback):
@@ -54,7 +60,7 @@ class Writer(Writeback):
         outdate: Callable[[Inode], None],
     ) -> None:
         editor = Editor(cache, fetcher)
-        super().__init__(store, directories, cache, writing, inodes, handles, editor)
+        super().__init__(store, directories, cache, writing, inodes, handles, editor, outdate)
         self._store = store
         self._default_meta = default_meta
         self._outdate = outdate
@@ -69,26 +75,41 @@ class Writer(Writeback):
     # Opening
 
     def create(
-        self, parent: Inode, name: str, mode: int, flags: int, caller: Caller
-    ) -> Answer[tuple[Inode, Opened]]:
+        self, parent: Inode, name: str, mode: int, flags: int, caller: Caller,
+        *, is_reserved: bool = False,
+    ) -> Answer[tuple[Inode, Opened]]:  # fmt: skip
         """Make a new file and open it.
+
+        With `is_reserved`, or where exclusive.py says so, the bucket decides
+        now whether one that is created with O_EXCL is new, else when it is closed.
 
         Raises:
             OSError: EEXIST, with O_EXCL, and there is one by now.
         """
         meta = Meta(stat.S_IFREG | mode & PERMISSIONS, caller.uid, caller.gid)
         made = (parent.children or {}).get(name)
-        if flags & os.O_EXCL or (made is not None and made.staged is not None):
+        is_asked = flags & os.O_EXCL and (is_reserved or self._is_reserved(parent, name, caller))
+        if is_asked or (made is not None and made.staged is not None):
             return waiting(self._create_later(parent, name, meta, flags, caller))
         info = ObjectInfo(self.inodes.key(parent) + name, 0, "", time.time_ns())
         return self._created(parent, name, info, meta, flags, caller)
+
+    def _is_reserved(self, parent: Inode, name: str, caller: Caller) -> bool:
+        """Whether the bucket is to decide now whether a file is new."""
+        prefix = self.inodes.key(parent)
+        known = self.directories.lookup_now(self.directories.get(prefix), name)
+        if known is None or not isinstance(known[0], Absent):
+            return True
+        return self.exclusive.is_reserved(prefix, name, caller.pid)
 
     async def _create_later(
         self, parent: Inode, name: str, meta: Meta, flags: int, caller: Caller
     ) -> tuple[Inode, Opened]:
         now = time.time_ns()
         info = ObjectInfo(self.inodes.key(parent) + name, 0, "", now)
-        if flags & os.O_EXCL:
+        made = (parent.children or {}).get(name)
+        is_made = made is not None and made.staged is not None and is_undecided(made.staged)
+        if flags & os.O_EXCL and not is_made:
             # The bucket decides between two nodes that create one lock file.
             info = await self._put_empty(info.key, meta.changed(mtime_ns=now), caller)
         made = (parent.children or {}).get(name)
@@ -103,13 +124,20 @@ class Writer(Writeback):
     def _created(
         self, parent: Inode, name: str, info: ObjectInfo, meta: Meta, flags: int, caller: Caller
     ) -> tuple[Inode, Opened]:
+        self.deferred.drop(info.key)
         inode = self.inodes.create(parent, name, info, info.key)
         fd = self.staging.prepare(inode)
         os.utime(fd, ns=(info.mtime_ns, info.mtime_ns))
-        staged = self.staging.begin(inode, fd, meta, info.etag or None)
+        is_exclusive = bool(flags & os.O_EXCL) and not info.etag
+        staged = self.staging.begin(inode, fd, meta, info.etag or None, is_exclusive=is_exclusive)
+        if flags & os.O_EXCL:
+            staged.creator = caller.pid
+        if is_exclusive:
+            self.exclusive.watch(staged)
         if staged.etag is not None:
             staged.uploaded = staged.changes
         self.list_staged(inode)
+        self.inodes.entries_changed(parent)
         self.inodes.count(inode, time.monotonic())
         return inode, self.open_staged(inode, flags, caller)
 
@@ -124,20 +152,20 @@ class Writer(Writeback):
         token = f"{self.staging.directory.name}-{caller.unique}"
         try:
             return await self._store.put_file(
-                key, self.empty, 0, metadata=meta.as_metadata() | {"created-by": token},
+                key, self.empty, 0, metadata=meta.as_metadata() | {CREATED_BY: token},
                 content_type=content_type(key), condition=IF_ABSENT,
             )  # fmt: skip
         except ConflictError as error:
             found = await self._store.head(key)
-            if found.size or (found.metadata or {}).get("created-by") != token:
+            if found.size or (found.metadata or {}).get(CREATED_BY) != token:
                 raise OSError(errno.EEXIST, str(error)) from error
             return found
 
-    async def put_marker(self, prefix: str, meta: Meta) -> None:
+    async def put_marker(self, prefix: str, meta: Meta, condition: Condition = None) -> None:
         """Make a prefix a directory, as S3 consoles do."""
         await self._store.put_file(
             prefix, self.empty, 0, metadata=meta.as_metadata(),
-            content_type="application/x-directory",
+            content_type="application/x-directory", condition=condition,
         )  # fmt: skip
 
     def open(self, inode: Inode, flags: int, caller: Caller) -> Answer[Opened]:
@@ -190,6 +218,7 @@ class Writer(Writeback):
                 if inode.staged is not staged:
                     continue  # it settled while this was waiting
                 self.staging.charge(staged, keep)
+                staged_sums.forget(staged)
                 os.ftruncate(staged.fd, keep)
                 self.uploads.truncated(staged, keep)
                 return staged
@@ -209,6 +238,16 @@ class Writer(Writeback):
             raise OSError(errno.ESTALE, "the node is open for passthrough")
 
     async def _stage_content(self, inode: Inode, keep: int | None) -> None:
+        assert inode.info is not None
+        async with self.deferred.taken(inode.info.key) as described:
+            staged = await self._staged_content(inode, keep)
+            staged.before = described.meta if described is not None else inode.meta
+            if described is not None:
+                staged.meta = described.meta.changed(mtime_ns=None)
+                staged.touch_meta()
+                self.staging.record(staged)
+
+    async def _staged_content(self, inode: Inode, keep: int | None) -> Staged:
         assert inode.info is not None
         info = inode.info
         wanted = info.size if keep is None else min(keep, info.size)
@@ -240,7 +279,9 @@ class Writer(Writeback):
                 self._cache.unpin(base.file)
         if keep is None:
             staged.uploaded = staged.changes
+        staged.is_rewrite = bool(staged.etag)
         self.list_staged(inode)
+        return staged
 
     # Changing
 
@@ -255,6 +296,8 @@ class Writer(Writeback):
         if is_whole and not staged.lock.locked():
             if stop > staged.charged:
                 self.staging.charge(staged, stop)
+            if staged.sum is not None:
+                staged_sums.forget(staged)
             count = self._write_now(staged.fd, data, offset)
             if count == len(data):
                 self._wrote(staged, offset, stop)
@@ -284,6 +327,8 @@ class Writer(Writeback):
         async with staged.lock:
             if stop > staged.charged:
                 self.staging.charge(staged, stop)
+            if staged.sum is not None:
+                staged_sums.forget(staged)
             if staged.base is not None:
                 await self.editor.fill_edges(staged.base, staged.fd, offset, stop)
             try:
@@ -312,14 +357,14 @@ class Writer(Writeback):
         staged = self._handle(fh).inode.staged
         if staged is None:
             raise OSError(errno.EBADF, "not open for writing")
-        if mode & ~MODES or (mode and staged.base is not None):
+        if mode & ~MODES:
             raise OSError(errno.EOPNOTSUPP, "not supported")
         async with staged.lock:
             if offset + length > staged.charged and not mode & KEEP_SIZE:
                 self.staging.charge(staged, offset + length)
+            staged_sums.forget(staged)
             if staged.base is not None:
-                # What is not there is the object's: it is not to become zeros.
-                os.ftruncate(staged.fd, max(staged.size(), offset + length))
+                await self._allocate_edited(staged, staged.base, offset, length, mode)
             else:
                 await trio.to_thread.run_sync(
                     allocate, staged.fd, mode, offset, length, limiter=self._disk
@@ -328,6 +373,25 @@ class Writer(Writeback):
                 self.uploads.wrote(staged, offset, offset + length)  # zeros
             else:
                 staged.touch()
+
+    async def _allocate_edited(
+        self, staged: Staged, base: Base, offset: int, length: int, mode: int
+    ) -> None:
+        """As `allocate`, where what is not in the file is the object's.
+
+        So neither space nor holes can be made in it: zeros are written.
+        """
+        size, stop = staged.size(), offset + length
+        if mode & ~KEEP_SIZE:
+            end = min(stop, size)
+            if offset < end:
+                await self.editor.fill_edges(base, staged.fd, offset, end)
+            for start in range(offset, end, ZEROS):
+                await self._write_to_disk(staged, start, bytes(min(ZEROS, end - start)))
+                # Else an error in the next write would leave these the object's.
+                self.uploads.wrote(staged, start, min(start + ZEROS, end))
+        if not mode & KEEP_SIZE and stop > size:
+            os.ftruncate(staged.fd, stop)
 
     async def truncate(self, inode: Inode, size: int) -> None:
         """Make a file as long as `size`; one that nobody has open is uploaded at once."""
@@ -343,7 +407,7 @@ class Writer(Writeback):
             staged.meta = meta.changed(mtime_ns=None)
             staged.touch_meta()
             self.staging.record(staged)
-            await self.finish(inode)
+            self.described(inode)
             return
         assert inode.info is not None
         now = self._named_now(inode)
@@ -354,12 +418,7 @@ class Writer(Writeback):
         if meta.mtime_ns is None:
             # A copy has a time of its own.
             meta = meta.changed(mtime_ns=inode.info.mtime_ns)
-        info = await self._store.copy(
-            inode.info.version, inode.info.key, metadata=meta.as_metadata()
-        )
-        # The copy may have another ETag, and has the same bytes.
-        await self._cache.move(inode.info.version, info.version)
-        self._has(inode, info)
+        self.deferred.put(inode.info, meta)
         inode.meta = meta
 
     def _named_now(self, inode: Inode) -> Inode:
