@@ -59,6 +59,7 @@ def check(settings: MountSettings) -> None:
     """
     _clear_dead_mount(settings.mountpoint)
     _check_mountpoint(settings.mountpoint)
+    _check_directories(settings)
     _check_device()
     _check_privileges(settings)
     _check_session(settings)
@@ -86,6 +87,23 @@ def refuse_mounted(mountpoint: Path) -> None:
             f"{mountpoint} is already a mount ({mount.filesystem}, {mount.source}); "
             "unmount it or choose another directory"
         )
+
+
+def _check_directories(settings: MountSettings) -> None:
+    """Refuse a mount that would need another one to keep what is its own."""
+    named = {
+        "--cache-dir": settings.cache_dir,
+        mounts.RUNTIME_VARIABLE: mounts.runtime_directory(),
+    }
+    for name, given in named.items():
+        # As it is written first, so that no other mount is asked where that tells already.
+        for directory in (Path(os.path.abspath(given)), mounts.resolve(given)):
+            above = mounts.mount_above(directory)
+            if above is not None and above.is_fusefs:
+                raise LaunchError(
+                    f"{name}: {given} is inside the fusefs mount on {above.mountpoint}; "
+                    "choose a directory on a local disk"
+                )
 
 
 def _check_device() -> None:

@@ -1,4 +1,4 @@
-"""The command `fusefs`: mount, umount, sync, warm, status, upgrade, keeper.
+"""The command `fusefs`: mount, umount, sync, warm, verify, status, upgrade, keeper.
 
 `mount` reads the settings (see `settings`), checks what can be told without
 S3 and starts the daemon (see `launch`). `umount` and `status` find the daemon
@@ -18,7 +18,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from fusefs import (
     checks,
@@ -31,8 +31,10 @@ from fusefs import (
     surroundings,
     syncing,
     users,
+    verify_command,
     warming_command,
 )
+from fusefs.arguments import Parser
 from fusefs.control import CommandError
 from fusefs.kernel import unmount
 from fusefs.kinds import DURATION, Setting
@@ -90,22 +92,15 @@ def _complain(what: object) -> None:
 # --- the command line ---------------------------------------------------------
 
 
-class _Parser(argparse.ArgumentParser):
-    """Complains in one line like everything else here, without the whole usage."""
-
-    def error(self, message: str) -> NoReturn:
-        _complain(f"{message}; see {self.prog} --help")
-        sys.exit(2)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="fusefs", description="An S3 bucket as a file system with a local cache.")
+    parser = Parser(prog="fusefs", description="An S3 bucket as a file system with a local cache.")
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_mount(commands)
     _add_umount(commands)
     _add_sync(commands)
     _add_warm(commands)
+    _add_verify(commands)
     _add_status(commands)
     _add_upgrade(commands)
     _add_keeper(commands)
@@ -122,7 +117,7 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _add_mount(commands: argparse._SubParsersAction[_Parser]) -> None:
+def _add_mount(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
         "mount",
         help="mount a bucket",
@@ -164,7 +159,7 @@ def _add_setting(group: argparse._ArgumentGroup, setting: Setting) -> None:
         group.add_argument(setting.flag, metavar=setting.kind.metavar, **shared)
 
 
-def _add_umount(commands: argparse._SubParsersAction[_Parser]) -> None:
+def _add_umount(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
         "umount",
         help="end a mount",
@@ -182,7 +177,7 @@ def _add_umount(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser.set_defaults(run=_umount)
 
 
-def _add_sync(commands: argparse._SubParsersAction[_Parser]) -> None:
+def _add_sync(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
         "sync",
         help="wait until the bucket has what was written",
@@ -196,7 +191,7 @@ def _add_sync(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser.set_defaults(run=_sync)
 
 
-def _add_warm(commands: argparse._SubParsersAction[_Parser]) -> None:
+def _add_warm(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
         "warm",
         help="fetch files into the cache before they are read",
@@ -215,7 +210,19 @@ def _add_warm(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser.set_defaults(run=_warm)
 
 
-def _add_status(commands: argparse._SubParsersAction[_Parser]) -> None:
+def _add_verify(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = commands.add_parser(
+        "verify",
+        help="compare cached copies with their checksums",
+        description="Read what is cached at or below PATH from the disk and compare it with the "
+        "checksums of what was stored. What differs is dropped and fetched again from the bucket; "
+        "fails if something can't be.",
+    )
+    parser.add_argument("path", metavar="PATH", help="a mount, or what is in one")
+    parser.set_defaults(run=_verify)
+
+
+def _add_status(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
         "status", help="show the mounts", description="Show one mount, or all of yours."
     )
@@ -224,7 +231,7 @@ def _add_status(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser.set_defaults(run=_status)
 
 
-def _add_upgrade(commands: argparse._SubParsersAction[_Parser]) -> None:
+def _add_upgrade(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
         "upgrade",
         help="replace a mount's daemon by this version",
@@ -237,7 +244,7 @@ def _add_upgrade(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser.set_defaults(run=_upgrade)
 
 
-def _add_keeper(commands: argparse._SubParsersAction[_Parser]) -> None:
+def _add_keeper(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
         "keeper",
         help="hold the mounts of others",
@@ -267,8 +274,8 @@ def _mount(options: argparse.Namespace) -> int:
 
 def _settings(options: argparse.Namespace, environment: Mapping[str, str]) -> MountSettings:
     given = {
-        "source": Given(options.source, "SOURCE"),
-        "mountpoint": Given(str(_mountpoint(options)), "MOUNTPOINT"),
+        "source": Given(options.source, "what to mount"),
+        "mountpoint": Given(str(_mountpoint(options)), "the mountpoint"),
     }
     given |= _flags(options)
     config = options.config or environment.get(CONFIG_VARIABLE)
@@ -277,7 +284,7 @@ def _settings(options: argparse.Namespace, environment: Mapping[str, str]) -> Mo
 
 def _mountpoint(options: argparse.Namespace) -> Path:
     if not options.mountpoint:  # an unset variable of a script is not the working directory
-        raise SettingsError("MOUNTPOINT: the path is empty")
+        raise SettingsError("the mountpoint: the path is empty")
     return mounts.resolve(Path(options.mountpoint))
 
 
@@ -321,7 +328,7 @@ def _keeper(options: argparse.Namespace) -> int:
     return holder.main(options.socket)
 
 
-# --- umount, sync, warm, status -----------------------------------------------------
+# --- umount, sync, warm, verify, status -----------------------------------------------------
 
 
 def _umount(options: argparse.Namespace) -> int:
@@ -348,8 +355,8 @@ def _warm(options: argparse.Namespace) -> int:
         return 0
     places = warming_command.warm(paths)
     try:
+        warming_command.accepted(places)  # a path that is not there is an error at once
         if not options.wait:
-            warming_command.accepted(places)
             return 0
         jobs = warming_command.wait(places)
     except KeyboardInterrupt:
@@ -359,6 +366,11 @@ def _warm(options: argparse.Namespace) -> int:
     for place, job in jobs.items():
         print(f"{warming_command.path_of(place)}: {report.warmth(job)}")
     return 0 if all(warming_command.is_warm(job) for job in jobs.values()) else 1
+
+
+def _verify(options: argparse.Namespace) -> int:
+    path = Path(options.path)
+    return 0 if verify_command.report(path, verify_command.verify(path)) else 1
 
 
 def _status(options: argparse.Namespace) -> int:

@@ -33,7 +33,14 @@ import trio
 from fusefs import control, mounts, process, signals, status
 from fusefs.cache.directory import CacheDirectoryError
 from fusefs.cache.fetch import Fetcher
-from fusefs.handover import Handover, TakeOverError, renames_directory, staging_directory
+from fusefs.cache.scrub import Scrub
+from fusefs.handover import (
+    Handover,
+    TakeOverError,
+    late_requests_directory,
+    renames_directory,
+    staging_directory,
+)
 from fusefs.kernel import mount
 from fusefs.kernel.keeper_wire import CANNOT_TAKE_OVER
 from fusefs.kernel.keeping import KeeperError, Keeping
@@ -43,20 +50,27 @@ from fusefs.kernel.passthrough import NoPassthrough, Passthrough
 from fusefs.kernel.running import RunningSession
 from fusefs.kernel.session import Session, UnsupportedKernelError
 from fusefs.kernel.unmount import UnmountError, umount_path
-from fusefs.kinds import SessionKind
+from fusefs.kinds import Conflict, Scrubbing, SessionKind
+from fusefs.memory import MemoryBudget
 from fusefs.posix import leftovers
 from fusefs.posix.directories import Directories
+from fusefs.posix.forgetting import Forgetting
 from fusefs.posix.inodes import Ownership
 from fusefs.posix.journal import Journal, NoJournal
+from fusefs.posix.late_repair import Repairer, show_repaired
+from fusefs.posix.late_requests import LateRequests
 from fusefs.posix.operations import Operations
 from fusefs.posix.presuming import Presumption
 from fusefs.posix.restoring import restore
-from fusefs.posix.staging import Staging
+from fusefs.posix.staging import Staged, Staging
+from fusefs.posix.watched_store import WatchedStore
 from fusefs.posix.writeback import Writing
 from fusefs.revocation import Revocation
 from fusefs.settings import MountSettings, SettingsError
 from fusefs.store.errors import StoreError
+from fusefs.store.probing import Prober
 from fusefs.store.s3 import S3Store
+from fusefs.verifying import Verifier
 from fusefs.warming import Warming
 
 logger = logging.getLogger("fusefs.daemon")
@@ -72,6 +86,8 @@ USER_ERRORS = (
     SettingsError,
 )
 INIT_TIMEOUT_S = 30
+# Called with warnings for the user when the mount answers.
+Ready = Callable[[list[str]], None]
 
 
 class Daemon:
@@ -79,13 +95,16 @@ class Daemon:
 
     def __init__(self, settings: MountSettings) -> None:
         self.settings = settings
+        self._budget = MemoryBudget.of(settings.memory_limit)
         self.started = time.monotonic()
         self.session: RunningSession | None = None
         self.backing: Passthrough | NoPassthrough = NoPassthrough("not mounted yet")
+        # None on a read-only mount.
+        self.watched: WatchedStore | None = None
         self._handover: Handover | None = None
         self._is_unmounted = False
 
-    async def run(self, ready: Callable[[], None]) -> None:
+    async def run(self, ready: Ready) -> None:
         """Mount or take over, call `ready`, and serve until unmounted or replaced.
 
         Raises:
@@ -100,8 +119,10 @@ class Daemon:
             if self._handover is not None and not self._handover.is_fresh:
                 await self._handover.take()
             await self._open_cache()
-            unsettled_s = self._handover.unsettled_s if self._handover is not None else 0.0
-            self.store.changes_after = trio.current_time() + unsettled_s
+            self.prober = self._prober()
+            await self.prober.recall()
+            if self._is_strict and (self._handover is None or self._handover.is_fresh):
+                await self.prober.require_strict()
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
                 changed = self.cache.directory / "changed"
@@ -109,15 +130,26 @@ class Daemon:
                     self.store, self.settings.metadata_ttl, self.pages, nursery,
                     Presumption(self.settings.object_attributes, changed),
                 )  # fmt: skip
-                if unsettled_s:
-                    self.directories.settled_at = time.monotonic() + unsettled_s
-                self.fetcher = Fetcher(self.store, self.cache, self.space, nursery)
+                self.directories.most_entries = self._budget.entries
+                self.fetcher = Fetcher(
+                    self.store, self.cache, self.space, nursery, unkept=self._budget.unkept
+                )
+                self.scrub = Scrub(
+                    self.cache.files, self.cache.integrity,
+                    is_on=self.settings.scrub == Scrubbing.ON, was_unclean=self.cache.was_unclean,
+                )  # fmt: skip
+                self.verifier = Verifier(
+                    self.store, self.cache, self.fetcher, self.settings.source.prefix, nursery,
+                    self._unsent,
+                )  # fmt: skip
                 self.warming = Warming(self.store, self.cache, self.fetcher, self.settings)
                 nursery.start_soon(signals.watch, self._unmount, partial(status.log_waiting, self))
                 try:
                     await self._serve(nursery, ready)
                 finally:
                     nursery.cancel_scope.cancel()
+            if self.watched is not None:
+                self.watched.close(remove=self._is_unmounted)
             await self.cache.aclose(sync=self._is_unmounted)
             self.pages.close()
             if self._handover is not None:
@@ -125,6 +157,11 @@ class Daemon:
         finally:
             with trio.CancelScope(shield=True):
                 await self.store.aclose()
+
+    def _unsent(self, key: str) -> list[Staged]:
+        """What was written at or below a key and is not in the bucket."""
+        writer = self.operations.writer
+        return writer.pending(key) if writer is not None else []
 
     async def _open_cache(self) -> None:
         settings = self.settings
@@ -142,6 +179,19 @@ class Daemon:
         """What tells the mount's bucket from others."""
         return f"{self.settings.endpoint_url or 'aws'}/{self.settings.source.bucket}"
 
+    @property
+    def _is_strict(self) -> bool:
+        return self.settings.conflict == Conflict.FAIL and not self.settings.read_only
+
+    def _prober(self) -> Prober:
+        settings = self.settings
+        why_not = "--no-delete" if settings.no_delete else ""
+        if settings.read_only:
+            why_not = "a read-only mount"
+        return Prober(
+            self.store, settings.source.prefix, self.cache.directory, self._identity, why_not
+        )
+
     def _principal_directory(self) -> str:
         """The part of the cache that is read with these credentials."""
         handover = self._handover
@@ -151,7 +201,7 @@ class Daemon:
         principal = "shared" if self.settings.shared_cache else self.store.principal
         return hashlib.blake2b(principal.encode(), digest_size=8).hexdigest()
 
-    async def _serve(self, nursery: trio.Nursery, ready: Callable[[], None]) -> None:
+    async def _serve(self, nursery: trio.Nursery, ready: Ready) -> None:
         is_pyfuse = self.settings.session == SessionKind.PYFUSE3
         opened = self._pyfuse_session() if is_pyfuse else self._kernel_session(nursery)
         async with opened as session:
@@ -170,17 +220,33 @@ class Daemon:
                     logger.info("serving %s on %s", self.settings.source, mountpoint)
                     gc.freeze()
                     gc.enable()
-                    ready()
+                    ready(self._warnings())
                     nursery.start_soon(self.cache.run)
                     nursery.start_soon(self.pages.run)
+                    nursery.start_soon(self.forgetting.run)
+                    nursery.start_soon(self.scrub.run)
                     nursery.start_soon(self.warming.run, self._handover, self.operations.learner)
                     if self.operations.mutations is not None:
                         nursery.start_soon(self.operations.mutations.writer.run)
                         nursery.start_soon(self.operations.mutations.changes.run)
+                        probing = partial(self.prober.run, fails_on_conflict=self._is_strict)
+                        nursery.start_soon(probing)
+                    if self.watched is not None:
+                        repaired = partial(show_repaired, self.operations, self.directories)
+                        nursery.start_soon(Repairer(self.watched, repaired).run)
                     serving.start_soon(self._compact)
             finally:
                 if self._is_unmounted or self._handover is None:
                     mounts.unregister(mountpoint, pid=os.getpid())
+
+    def _warnings(self) -> list[str]:
+        """What is to be said to whoever mounts, though it works."""
+        source = self.settings.source
+        if not source.prefix or not self.store.is_prefix_empty:
+            return []
+        warning = f"there is nothing below {source} (yet): is the prefix meant?"
+        logger.warning("%s", warning)
+        return [warning]
 
     def _is_gone(self) -> bool:
         """Whether the mount has ended. It may be out of this container's sight."""
@@ -225,18 +291,28 @@ class Daemon:
         self._log = log
         writing = None if settings.read_only else self._writing(mounted_ns)
         self.operations = Operations(
-            self.store, self.directories, self.cache, self.fetcher, self.backing, log,
-            owner, settings.source.prefix, ids_are_inos=ids_are_inos, writing=writing,
-            mounted_ns=mounted_ns,
+            self.watched or self.store, self.directories, self.cache, self.fetcher,
+            self.backing, log, owner, settings.source.prefix, ids_are_inos=ids_are_inos,
+            writing=writing, mounted_ns=mounted_ns,
         )  # fmt: skip
-        return self.operations
+        operations = self.operations
+        self.forgetting = Forgetting(
+            operations.inodes, self._budget.names, lambda nodeids: operations.prune_names(nodeids)
+        )
+        return operations
 
     def _writing(self, mounted_ns: int) -> Writing:
         settings = self.settings
+        late = LateRequests(
+            late_requests_directory(settings, mounted_ns), self._identity,
+            settings.late_request_checks,
+        )  # fmt: skip
+        self.watched = WatchedStore(self.store, late)
+        self.directories.settled_at = time.monotonic() + late.unsettled_s
         return Writing(
             Staging(staging_directory(settings, mounted_ns), self._identity, settings.staging_size),
             renames_directory(settings), self._nursery,
-            process.writing_rules(settings), self.space.tend,
+            process.writing_rules(settings), self.space.tend, late,
         )  # fmt: skip
 
     @asynccontextmanager
@@ -252,6 +328,9 @@ class Daemon:
         mounted_ns = time.time_ns() if state is None else state.mounted_ns
         operations = self._operations(log, mounted_ns=mounted_ns)
         session = Session(handover.fd, operations, log, max_stack_depth=depth)
+        session.callers.keeper = handover
+        if operations.writer is not None:
+            operations.writer.was_killed = session.callers.was_killed
         nursery.start_soon(handover.keep, lambda: len(session.waiting))
         try:
             if state is None:
@@ -268,7 +347,7 @@ class Daemon:
                     inodes = {st_ino for _, st_ino in registered.values()}
                     whole = await self.cache.whole_files(inodes)
                     passthrough.take_over(registered, operations.handles, whole)
-                session.adopt(state.init_out)
+                self._adopt(session, handover, state.init_out)
             if passthrough is not None:
                 await passthrough.turn_on(session.has_passthrough, self.cache.directory)
             nursery.start_soon(self._leave_when_told, handover, session)
@@ -277,6 +356,17 @@ class Daemon:
         finally:
             os.close(handover.fd)
             log.close(remove=self._is_unmounted or (handover.is_fresh and self.session is None))
+
+    def _adopt(self, session: Session, handover: Handover, init_out: bytes) -> None:
+        """Go on with the kernel where the last daemon ended.
+
+        Raises:
+            TakeOverError: the kernel lacks what that takes.
+        """
+        try:
+            session.adopt(init_out, is_all_answered=handover.is_all_answered)
+        except UnsupportedKernelError as error:
+            raise TakeOverError(str(error)) from error
 
     def _passthrough(self, handover: Handover) -> Passthrough | None:
         if self.settings.passthrough == "off":
@@ -340,7 +430,7 @@ class Daemon:
             await trio.to_thread.run_sync(lambda: umount_path(mountpoint, is_lazy=True))
 
 
-def run(settings: MountSettings, ready: Callable[[], None]) -> None:
+def run(settings: MountSettings, ready: Ready) -> None:
     """Serve one mount until it is unmounted.
 
     Raises:
@@ -379,7 +469,7 @@ def main() -> int:
     try:
         run(
             process.read_input(sys.stdin.read()),
-            lambda: tell({"ready": True, "pid": os.getpid()}),
+            lambda warnings: tell({"ready": True, "pid": os.getpid(), "warnings": warnings}),
         )
     except USER_ERRORS as error:
         logger.error("%s", error)

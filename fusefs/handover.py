@@ -21,8 +21,8 @@ import logging
 import os
 import signal
 import socket
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,7 +31,7 @@ import trio
 from fusefs import launch, mounts
 from fusefs.kernel import launching, mount
 from fusefs.kernel.keeper_system import is_disconnected
-from fusefs.kernel.keeper_wire import FRESH, PREPARE, TAKE_OVER
+from fusefs.kernel.keeper_wire import FRESH, PREPARE
 from fusefs.kernel.keeping import KeeperError, Keeping, Taken
 from fusefs.kernel.mount import MountError, MountRequest
 from fusefs.kernel.session import TEST_VARIABLE
@@ -44,10 +44,6 @@ logger = logging.getLogger("fusefs.handover")
 Result = TypeVar("Result")
 
 REVIVE_PAUSE_S = 1.0
-# What a killed daemon has sent, S3 may do after its death: a PUT that lands when
-# the next daemon has deleted the object, say. Of 1,200 requests to a server on a
-# machine that was busy tenfold none took longer than half a second.
-SETTLE_S = 1.5
 
 
 class TakeOverError(Exception):
@@ -73,14 +69,18 @@ def renames_directory(settings: MountSettings) -> Path:
     return directory
 
 
+def late_requests_directory(settings: MountSettings, mounted_ns: int) -> Path:
+    """Where requests that are under way, or got no answer, are on record."""
+    return state_directory(settings) / "late" / str(mounted_ns)
+
+
 class Handover:
     """One daemon's dealings with its keeper. Use `begin`."""
 
-    def __init__(self, settings: MountSettings, keeping: Keeping, state: int, died_ns: int) -> None:
+    def __init__(self, settings: MountSettings, keeping: Keeping, state: int) -> None:
         self._settings = settings
         self.keeping = keeping
         self._state = state
-        self.died_ns = died_ns
         self.is_privileged = False
         self._supervisor: socket.socket | None = None
         self._has_resend = False
@@ -101,7 +101,7 @@ class Handover:
         if keeping is None:
             raise KeeperError("the daemon is started by `fusefs mount`, through a keeper")
         welcome = await keeping.hello()
-        handover = cls(settings, keeping, welcome.state, welcome.died_ns)
+        handover = cls(settings, keeping, welcome.state)
         handover.is_privileged = welcome.is_privileged
         handover._supervisor = _from_supervisor()
         return handover
@@ -111,12 +111,13 @@ class Handover:
         return self._state == FRESH
 
     @property
-    def unsettled_s(self) -> float:
-        """For how long the last daemon's requests may still be taking effect, in seconds."""
-        if self._state != TAKE_OVER or self._settings.read_only:
-            return 0.0
-        died_ns = self.died_ns or time.time_ns()
-        return max(0.0, min(SETTLE_S, SETTLE_S - (time.time_ns() - died_ns) / 1e9))
+    def is_all_answered(self) -> bool:
+        """Whether the last daemon has left no request unanswered.
+
+        A keeper of 0.1.0 does not say. One that is to prepare itself follows on a daemon
+        that has ended by itself, or was killed as it would not: the latter is not known.
+        """
+        return self.taken is None or self.taken.is_all_answered or self._state == PREPARE
 
     @property
     def checks_first(self) -> bool:
@@ -152,7 +153,7 @@ class Handover:
             TakeOverError: the journal can't be used.
         """
         if self._state == PREPARE:
-            await self._read(replay)
+            await self._read(partial(replay, is_live=True))
             self.keeping.prepared()
         self.taken = await self.keeping.take()
         self.fd = self.taken.fd
@@ -198,6 +199,15 @@ class Handover:
             return await trio.to_thread.run_sync(function, self._directory / "journal")
         except (OSError, UnusableJournalError) as error:
             raise TakeOverError(f"what the last daemon knew can't be read: {error}") from error
+
+    @property
+    def namespace(self) -> int:
+        """The PID namespace of requests' processes, if the keeper looks at them; else 0."""
+        return self.keeping.namespace
+
+    async def look(self, pid: int) -> int:
+        """What becomes of a process, by its number there; see kernel/callers.py."""
+        return await self.keeping.look(pid)
 
     @property
     def is_disconnected(self) -> bool:

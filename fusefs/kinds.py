@@ -83,6 +83,13 @@ class SessionKind(enum.StrEnum):
     PYFUSE3 = "pyfuse3"
 
 
+class Scrubbing(enum.StrEnum):
+    """Whether large cached files are compared with their checksums in the background."""
+
+    ON = "on"
+    OFF = "off"
+
+
 class Passthrough(enum.StrEnum):
     """Whether the kernel may read cached files without the daemon."""
 
@@ -102,6 +109,21 @@ class Conflict(enum.StrEnum):
 
     OVERWRITE = "overwrite"
     FAIL = "fail"
+
+
+class ExclusiveCreate(enum.StrEnum):
+    """When the bucket decides that a file created with O_EXCL is new: always at once, or not."""
+
+    AUTO = "auto"
+    RESERVE = "reserve"
+
+
+class ConditionalWrites(enum.StrEnum):
+    """Whether changes carry conditions about what they replace."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
 
 
 class ObjectAttributes(enum.StrEnum):
@@ -195,6 +217,13 @@ def _parse_switch(text: str) -> bool:
         raise ValueError(f"{text!r} is neither true nor false") from None
 
 
+def _parse_durations(text: str) -> tuple[float, ...]:
+    durations = tuple(_parse_wait(part) for part in text.split(","))
+    if list(durations) != sorted(set(durations)):
+        raise ValueError(f"{text!r} is no list of growing times; write it like 5s,15s,60s")
+    return durations
+
+
 def _parse_mode(text: str) -> int:
     if not re.fullmatch(r"(0o?)?[0-7]{3}", text.strip()):
         raise ValueError(f"{text!r} is not a file mode; write three octal digits, like 0644")
@@ -274,6 +303,7 @@ PATH = Kind("PATH", _parse_path)
 SWITCH = Kind("", _parse_switch, lambda value: "true" if value else "false")
 SIZE = Kind("SIZE", parse_size, format_size, takes_numbers=True)
 DURATION = Kind("TIME", _parse_wait, format_duration, takes_numbers=True)
+DURATIONS = Kind("TIME,…", _parse_durations, lambda times: ",".join(map(format_duration, times)))
 # A daemon says each second that it lives.
 SILENCE = at_least(2.0, DURATION)
 LIFETIME = Kind("TIME", _parse_lifetime, format_duration, takes_numbers=True)

@@ -348,6 +348,8 @@ def _wait_until_ready(daemon: subprocess.Popen[bytes], timeout_s: float) -> None
         raise LaunchError(f"the daemon answered {line!r} instead of JSON") from None
     if "error" in answer:
         raise LaunchError(str(answer["error"]))
+    for warning in answer.get("warnings", ()):
+        print(f"fusefs: warning: {warning}", file=sys.stderr)
 
 
 def _read_line(daemon: subprocess.Popen[bytes], timeout_s: float) -> bytes:

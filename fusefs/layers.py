@@ -5,11 +5,11 @@ Which settings there are, and how their texts are read, is told in settings.py.
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
+from fusefs.arguments import did_you_mean
 from fusefs.kinds import SWITCH, Setting
 from fusefs.settings import SETTINGS, Given, Layer, SettingsError
 from fusefs.units import plain_number
@@ -47,9 +47,8 @@ def from_config(path: Path) -> Layer:
 
 
 def _unknown(key: str, known: list[str]) -> str:
-    nearest = difflib.get_close_matches(key.replace("_", "-"), known, n=1)
-    hint = f"did you mean {nearest[0]}?" if nearest else "fusefs mount --help lists them all"
-    return f"there is no such setting; {hint}"
+    hint = did_you_mean(key.replace("_", "-"), known) or "; fusefs mount --help lists them all"
+    return f"there is no such setting{hint}"
 
 
 def _toml_text(setting: Setting, value: object, origin: str) -> str:

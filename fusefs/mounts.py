@@ -107,6 +107,16 @@ def find_mount(mountpoint: Path) -> KernelMount | None:
     return found[-1] if found else None
 
 
+def mount_above(path: Path) -> KernelMount | None:
+    """The mount that `path` is on: absolute and without symbolic links. It need not exist."""
+    found = None
+    for mount in kernel_mounts():
+        is_above = path.is_relative_to(mount.mountpoint)
+        if is_above and (found is None or mount.mountpoint.is_relative_to(found.mountpoint)):
+            found = mount
+    return found
+
+
 def is_mountpoint(path: Path) -> bool:
     return find_mount(path) is not None
 

@@ -16,17 +16,13 @@ from fusefs.cache.directory import prepare_directory
 from fusefs.cache.eviction import Space
 from fusefs.cache.files import FileCache
 from fusefs.cache.metadata import NoPages, RememberedPages
-from fusefs.kinds import Conflict, Durability
+from fusefs.kinds import Conflict, Durability, ExclusiveCreate
+from fusefs.memory import MemoryBudget
 from fusefs.posix.writeback import Rules
 from fusefs.settings import MountSettings
 from fusefs.store.clients import S3Settings
 
 logger = logging.getLogger("fusefs.daemon")
-
-# What may be in memory of one download: the client's buffers and a chunk.
-MEMORY_PER_DOWNLOAD = 4 << 20
-# What the process takes before it downloads anything.
-MEMORY_AT_REST = 96 << 20
 
 
 def set_up(settings: MountSettings) -> None:
@@ -85,7 +81,7 @@ def open_cache(
 
 def s3_settings(settings: MountSettings) -> S3Settings:
     """What the store has to know; as many connections as the memory allows."""
-    fitting = max(4, (settings.memory_limit - MEMORY_AT_REST) // MEMORY_PER_DOWNLOAD)
+    fitting = MemoryBudget.of(settings.memory_limit).requests
     return S3Settings(
         bucket=settings.source.bucket,
         endpoint_url=settings.endpoint_url,
@@ -97,6 +93,7 @@ def s3_settings(settings: MountSettings) -> S3Settings:
         retry_time_s=settings.retry_time,
         ca_bundle=str(settings.ca_bundle) if settings.ca_bundle else None,
         requester_pays=settings.requester_pays,
+        conditional_writes=settings.conditional_writes,
     )
 
 
@@ -107,4 +104,5 @@ def writing_rules(settings: MountSettings) -> Rules:
         fails_on_conflict=settings.conflict == Conflict.FAIL,
         may_delete=not settings.no_delete,
         flush_interval_s=settings.flush_interval,
+        reserves_always=settings.exclusive_create == ExclusiveCreate.RESERVE,
     )

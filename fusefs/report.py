@@ -16,6 +16,22 @@ Status = Mapping[str, Any]
 _LABEL_WIDTH = 12
 # Files that wait for their upload, by name.
 MOST_PENDING = 5
+# What a store may not honour, as `Capabilities` names it.
+_CONDITIONS = {
+    "put_if_match": "If-Match of PUT",
+    "put_if_none_match": "If-None-Match of PUT",
+    "complete_if_match": "If-Match of CompleteMultipartUpload",
+    "complete_if_none_match": "If-None-Match of CompleteMultipartUpload",
+    "copy_if_match": "If-Match of CopyObject",
+    "copy_if_none_match": "If-None-Match of CopyObject",
+    "delete_if_match": "If-Match of DELETE",
+    "delete_many_etags": "ETags in DeleteObjects",
+    "marker_if_match": "If-Match of directory markers",
+    "marker_if_none_match": "If-None-Match of directory markers",
+    "marker_delete_if_match": "If-Match of deleted directory markers",
+    "marker_metadata": "metadata of directory markers",
+    "checksums": "checksums",
+}
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -53,7 +69,9 @@ def render(status: Status) -> str:
         ("session", status, _session),
         ("cache", status.get("cache"), _cache),
         ("hits", status.get("cache"), _hits),
-        ("S3", status.get("s3"), _s3),
+        ("checksums", status.get("integrity"), _integrity),
+        ("S3", status if status.get("s3") else None, _s3),
+        ("conditions", status.get("conditions"), _conditions),
         ("metadata", status.get("metadata"), _metadata),
         ("requests", status.get("requests"), _requests),
         ("writing", status.get("writing"), _writing),
@@ -65,6 +83,8 @@ def render(status: Status) -> str:
     writing = status.get("writing") or {}
     rows += [("pending", _pending(one)) for one in writing.get("pending", ())[:MOST_PENDING]]
     rows += [("renaming", _renaming(one)) for one in writing.get("renames", ())]
+    if any((writing.get("late_requests") or {}).values()):
+        rows.append(("late", _late_requests(writing["late_requests"])))
     rows += [
         ("warming", f"{job['path'] or '.'}: {warmth(job)}") for job in status.get("warming", ())
     ]
@@ -104,6 +124,8 @@ def _cache(cache: Status) -> str:
     used = human_size(cache.get("used_bytes", 0))
     limit = cache.get("limit_bytes")
     of_limit = f" of {human_size(limit)}" if limit is not None else ""
+    if cache.get("limit_why"):
+        of_limit += f" ({cache['limit_why']})"
     text = f"{used}{of_limit} in {_count(cache.get('files', 0), 'file')}"
     evicted = cache.get("evicted_files", 0)
     return f"{text}, {evicted:,} evicted, {cache.get('directory', '?')}"
@@ -113,26 +135,76 @@ def _hits(cache: Status) -> str:
     hits, misses = cache.get("hits", 0), cache.get("misses", 0)
     share = f" ({hits / (hits + misses):.1%})" if hits + misses else ""
     return (
-        f"{hits:,} of {hits + misses:,}{share}; {human_size(cache.get('hit_bytes', 0))} from here, "
-        f"{human_size(cache.get('miss_bytes', 0))} waited for"
+        f"{hits:,} of {hits + misses:,}{share}; {human_size(cache.get('hit_bytes', 0))} read "
+        f"from the cache, {human_size(cache.get('miss_bytes', 0))} from S3"
     )
 
 
-def _s3(s3: Status) -> str:
-    asked = ", ".join(
-        f"{s3.get(name, 0):,} {label}"
-        for name, label in (("gets", "GET"), ("heads", "HEAD"), ("lists", "LIST"))
-    )
-    troubles = ", ".join(
-        f"{s3[name]:,} {name}" for name in ("errors", "retries", "throttled") if s3.get(name)
-    )
-    text = f"{asked}; {human_size(s3.get('bytes_fetched', 0))} fetched"
-    return f"{text}; {troubles}" if troubles else f"{text}; no errors"
+def _integrity(integrity: Status) -> str:
+    """How far cached bytes were compared with their checksums, and what was wrong."""
+    differed, unreadable = integrity["differed_files"], integrity["unreadable_files"]
+    faults = [f"{_count(differed, 'file')} differed"] if differed else []
+    if unreadable:
+        faults.append(f"{_count(unreadable, 'file')} could not be read from the cache disk")
+    scrub = _scrub(integrity.get("scrub") or {})
+    if not faults:
+        return f"no cached file differed{scrub}"
+    last = integrity["latest"][-1]
+    return f"{', '.join(faults)}, dropped and fetched again{scrub}; the last: {last}"
+
+
+def _scrub(scrub: Status) -> str:
+    """How far large files were compared in the background."""
+    match scrub.get("state"):
+        case "under way":
+            done, of = human_size(scrub["done_bytes"]), human_size(scrub["bytes"])
+            return f"; scrub under way, {done} of {of}"
+        case "done":
+            ago = human_duration(max(0.0, time.time() - scrub["ended"]))
+            return f"; {human_size(scrub['done_bytes'])} scrubbed, {ago} ago"
+        case "off":
+            return "; scrub off"
+    return ""
+
+
+def _s3(status: Status) -> str:
+    s3 = status["s3"]
+    names = [("gets", "GET"), ("heads", "HEAD"), ("lists", "LIST")]
+    if not status.get("read_only"):
+        names += [("puts", "PUT"), ("copies", "COPY"), ("deletes", "DELETE")]
+    asked = ", ".join(f"{s3.get(name, 0):,} {label}" for name, label in names)
+    moved = f"{human_size(s3.get('bytes_fetched', 0))} fetched"
+    if not status.get("read_only"):
+        moved += f", {human_size(s3.get('bytes_sent', 0))} sent"
+    troubles = [
+        f"{s3[name]:,} {label}"
+        for name, label in (
+            # What is retried with success, a missing object and a lost race count as none.
+            ("errors", "failed for good (errors)"), ("retries", "retried"),
+            ("throttled", "throttled"),
+        )
+        if s3.get(name)
+    ]  # fmt: skip
+    return f"{asked}; {moved}; {', '.join(troubles) or 'no errors'}"
+
+
+def _conditions(conditions: Status) -> str:
+    """Which conditions the store honours, and how that is known."""
+    mode = conditions.get("mode", "?")
+    if mode == "off":
+        return "off (as set)"
+    missing = [_CONDITIONS.get(name, name) for name in conditions.get("missing", ())]
+    without = f"; not honoured: {', '.join(missing)}" if missing else ""
+    if mode == "on":
+        return f"on (as set, not probed){without}"
+    if not conditions.get("known"):
+        return f"not known ({conditions.get('why', '?')}){without}"
+    return f"probed{without}" if missing else "all honoured (probed)"
 
 
 def _metadata(metadata: Status) -> str:
     text = (
-        f"believed for {human_duration(metadata.get('ttl_s'))}; "
+        f"listings used for {human_duration(metadata.get('ttl_s'))}; "
         f"{_count(metadata.get('directories', 0), 'listing')}, "
         f"{_count(metadata.get('nodes', 0), 'node')}"
     )
@@ -178,6 +250,12 @@ def _pending(one: Status) -> str:
     why = f" ({one['error']})" if one.get("error") else ""
     size, age = human_size(one["bytes"]), human_duration(one["since_s"])
     return f"{one['key']}: {one['state']}, {size}, for {age}{why}"
+
+
+def _late_requests(late: Status) -> str:
+    """What requests without an answer may undo, and what they have undone."""
+    uncertain, repairs = late.get("uncertain", 0), late.get("repairs", 0)
+    return f"{_count(uncertain, 'key')} with requests without an answer, {repairs:,} put back"
 
 
 def _renaming(one: Status) -> str:

@@ -20,12 +20,14 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from fusefs.kinds import (
     DURATION,
+    DURATIONS,
     ID,
     LIFETIME,
     MIN_FREE,
@@ -39,13 +41,16 @@ from fusefs.kinds import (
     URL,
     WORD,
     Addressing,
+    ConditionalWrites,
     Conflict,
     Durability,
+    ExclusiveCreate,
     Kind,
     LogLevel,
     MinFree,
     ObjectAttributes,
     Passthrough,
+    Scrubbing,
     SessionKind,
     Setting,
     Source,
@@ -54,6 +59,7 @@ from fusefs.kinds import (
     choice,
     whole_number,
 )
+from fusefs.memory import LEAST
 from fusefs.units import MIB
 
 
@@ -125,6 +131,14 @@ class MountSettings:
         default=None,
         metadata=about(SIZE, "Cache", "the most to keep", otherwise="what the disk allows"),
     )
+    scrub: Scrubbing = field(
+        default=Scrubbing.ON,
+        metadata=about(
+            choice(Scrubbing),
+            "Cache",
+            "compare large cached files with their checksums in the background, after each start",
+        ),
+    )
     min_free: MinFree = field(
         default=MinFree(percent=10.0),
         metadata=about(MIN_FREE, "Cache", "disk space to leave free"),
@@ -143,7 +157,8 @@ class MountSettings:
         metadata=about(
             LIFETIME,
             "Metadata",
-            "how long listings and attributes are believed; indefinite if nothing ever changes",
+            "how long listings and attributes are used before S3 is asked again; indefinite if"
+            " nothing ever changes",
         ),
     )
     object_attributes: ObjectAttributes = field(
@@ -192,6 +207,22 @@ class MountSettings:
             choice(Conflict), "Writing", "what to do where somebody else replaced the object"
         ),
     )
+    exclusive_create: ExclusiveCreate = field(
+        default=ExclusiveCreate.AUTO,
+        metadata=about(
+            choice(ExclusiveCreate),
+            "Writing",
+            "put an empty object first for each file created with O_EXCL (auto: where it matters)",
+        ),
+    )
+    conditional_writes: ConditionalWrites = field(
+        default=ConditionalWrites.AUTO,
+        metadata=about(
+            choice(ConditionalWrites),
+            "Writing",
+            "make changes only over what is known to be there (auto: as the store honours it)",
+        ),
+    )
     no_delete: bool = field(
         default=False,
         metadata=about(SWITCH, "Writing", "refuse to remove or overwrite what is there"),
@@ -206,6 +237,15 @@ class MountSettings:
         default=1.0,
         metadata=about(
             DURATION, "Writing", "how often an open file is uploaded because a copy of it closes"
+        ),
+    )
+
+    late_request_checks: tuple[float, ...] = field(
+        default=(5.0, 15.0, 60.0, 300.0),
+        metadata=about(
+            DURATIONS,
+            "Writing",
+            "when a key is looked at again of which a request got no answer",
         ),
     )
 
@@ -256,7 +296,7 @@ class MountSettings:
     )
     memory_limit: int = field(
         default=256 * MIB,
-        metadata=about(at_least(32 * MIB, SIZE), "Limits", "the daemon's memory (112MiB and more)"),
+        metadata=about(at_least(LEAST, SIZE), "Limits", "the daemon's memory (112MiB and more)"),
     )
     retry_time: float = field(
         default=60.0,
@@ -306,6 +346,9 @@ class MountSettings:
             given = dict(json.loads(text))
         except ValueError as error:
             raise SettingsError(f"the settings are no JSON object: {error}") from error
+        # An earlier version took less, and its mounts are to go on.
+        with suppress(KeyError, ValueError):
+            given["memory_limit"] = SIZE.show(max(LEAST, SIZE.read(str(given["memory_limit"]))))
         if is_newer:
             given = {name: value for name, value in given.items() if name in _KINDS}
         return build({name: Given(str(value), name) for name, value in given.items()})

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def answer(daemon: Daemon, request: dict[str, Any]) -> dict[str, Any] | Awaitable[dict[str, Any]]:
-    """Answer `fusefs status`, `fusefs sync` or `fusefs warm`.
+    """Answer `fusefs status`, `fusefs sync`, `fusefs warm` or `fusefs verify`.
 
     Raises:
         ControlError: it is something else.
@@ -52,6 +52,9 @@ def answer(daemon: Daemon, request: dict[str, Any]) -> dict[str, Any] | Awaitabl
             return _warm(daemon, path)
         case {"command": "cancel warming", "path": str(path)}:
             return {"was_under_way": daemon.warming.cancel(path)}
+        case {"command": "verify", "path": str(path), "start": bool(is_first)}:
+            job = daemon.verifier.start(path) if is_first else daemon.verifier.find(path)
+            return job.describe()
         case {"command": "warming"}:
             return {"jobs": daemon.warming.describe()}
     raise ControlError("no such command")
@@ -78,12 +81,17 @@ def collect(daemon: Daemon) -> dict[str, Any]:
         "passthrough": {"on": daemon.backing.is_on, "why": daemon.backing.why},
         "survival": dict(zip(("on", "why"), session.survival, strict=True)),
         "cache": _cache(daemon),
+        "integrity": _integrity(daemon),
         "access": {"is_shut": revocation.is_shut, "refused_s": revocation.refused_s},
         "s3": daemon.store.counters(),
+        "conditions": daemon.store.fence.describe(),
         "metadata": {
             "ttl_s": None if math.isinf(settings.metadata_ttl) else settings.metadata_ttl,
             "directories": len(daemon.directories),
             "nodes": len(daemon.operations.inodes),
+            "most_nodes": daemon.forgetting.most,
+            "pruned_nodes": daemon.forgetting.pruned,
+            "can_prune_nodes": daemon.forgetting.can_prune,
             "hidden_keys": daemon.directories.hidden.count,
         },
         "requests": {
@@ -116,14 +124,21 @@ def _writing(daemon: Daemon) -> dict[str, Any] | None:
         "renames": mutations.changes.describe_renames() if mutations is not None else [],
         "staged": len(writer.staging),
         "staged_bytes": writer.staging.charged,
+        "late_requests": _late_requests(daemon),
         **pending(writer, ""),
     }
+
+
+def _late_requests(daemon: Daemon) -> dict[str, int]:
+    """Keys that a request without an answer may still change, and what was repaired."""
+    late = daemon.watched.late if daemon.watched is not None else None
+    return {"uncertain": len(late or ()), "repairs": late.repairs if late is not None else 0}
 
 
 def pending(writer: Writer, prefix: str) -> dict[str, Any]:
     """What is staged at or below a key and not in the bucket, oldest first; the first of it."""
     now = trio.current_time()
-    found = sorted(writer.pending(prefix), key=lambda staged: staged.since)
+    found = sorted(writer.unsent(prefix), key=lambda staged: staged.since)
     return {
         "pending": [
             {
@@ -147,6 +162,7 @@ def _cache(daemon: Daemon) -> dict[str, Any]:
         "directory": str(daemon.cache.directory),
         "used_bytes": daemon.space.used,
         "limit_bytes": daemon.space.limit,
+        "limit_why": daemon.space.limit_why,
         "files": len(daemon.cache),
         "hits": counters.hits,
         "hit_bytes": counters.hit_bytes,
@@ -154,6 +170,17 @@ def _cache(daemon: Daemon) -> dict[str, Any]:
         "miss_bytes": counters.miss_bytes,
         "evicted_files": daemon.cache.evicted,
         "warning": daemon.cache.warning,
+    }
+
+
+def _integrity(daemon: Daemon) -> dict[str, Any]:
+    """What was found wrong with cached bytes."""
+    integrity = daemon.cache.integrity
+    return {
+        "differed_files": integrity.differed,
+        "unreadable_files": integrity.unreadable,
+        "latest": list(integrity.latest),
+        "scrub": daemon.scrub.describe(),
     }
 
 

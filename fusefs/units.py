@@ -21,6 +21,8 @@ _BINARY = {
 }
 _DECIMAL = {f"{letter}B": 1000**power for power, letter in enumerate("KMGTP", start=1)}
 _SIZE_UNITS = {"": 1, "B": 1, "kB": 1000} | _DECIMAL | _BINARY
+# Half of the tools mean 1000 by it, the other half 1024.
+_AMBIGUOUS = frozenset("KMGTP")
 _DURATION_UNITS = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 _NUMBER_AND_UNIT = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
@@ -29,6 +31,13 @@ _NUMBER_AND_UNIT = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 def parse_size(text: str) -> int:
     """Read `50GiB`, `1.5TB` or `4096` as bytes."""
     match = _NUMBER_AND_UNIT.fullmatch(text.strip())
+    if match is not None and match[2].upper() in _AMBIGUOUS:
+        number, letter = match[1], match[2][0].upper()
+        decimal = "k" if letter == "K" else letter
+        raise ValueError(
+            f"{text!r} may mean {number}{letter}iB (units of 1024) or {number}{decimal}B (units of"
+            " 1000); write the one that is meant"
+        )
     if match is None or match[2] not in _SIZE_UNITS:
         raise ValueError(f"{text!r} is not a size; write it like 50GiB, 1.5TB or 4096 (bytes)")
     return int(Decimal(match[1]) * _SIZE_UNITS[match[2]])

@@ -191,6 +191,7 @@ class Warming:
         """Whether the mount shows a file for this key."""
         path = key[len(self._prefix) :].split("/")
         is_private = names.is_private(self._prefix, path[0])
+        is_private = is_private or any(names.is_private("/", name) for name in path[1:])
         return not is_private and all(names.is_expressible(name) for name in path)
 
     async def _bring(
@@ -240,6 +241,8 @@ class Warming:
         except NotKeptError:
             if file.is_kept:
                 job.is_full = True
+            elif not file.is_ours:
+                work.error = StaleVersionError("the cached copy was damaged, and was dropped")
             else:
                 work.error = StoreError(self._cache.warning or "the cache does not take it")
         except StoreError as error:
