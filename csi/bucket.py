@@ -1,8 +1,8 @@
 """What the controller does in a bucket: boto3, and every failure as a `StoreError`.
 
 Requests are signed with the keys of a Secret, or else as the driver itself.
-They go to the store's own host only: neither an answer nor the environment
-sends them elsewhere.
+They go to the store's own host only, if need be through the environment's
+proxy: neither an answer nor the configuration of AWS sends them elsewhere.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 from csi.keys import Keys
 from csi.stores import Store
 from fusefs.kinds import Addressing
+from fusefs.store import proxies, redirects, trust
 from fusefs.store.errors import (
     NO_CREDENTIALS,
     AccessDeniedError,
@@ -51,12 +53,13 @@ class Bucket:
     def __init__(self, store: Store, name: str, region: str | None, keys: Keys | None) -> None:
         """Raises:
         InvalidArgumentError, UnavailableError: as `Store.check_address` does.
+        StoreError: certificates or proxies that were named can't be used.
         """
         store.check_address()
         self.name = name
         self.url = f"{store.name}://{name}"  # unlike those of other stores
         self._whose = "the Secret's keys" if keys else "the driver"
-        self._client = make_client(store, region or store.region, keys)
+        self._client, self._trust = make_client(store, region or store.region, keys)
 
     def put_new(self, key: str, body: bytes) -> None:
         """Write an object that is not there.
@@ -179,8 +182,14 @@ class NoSuchBucketError(NotFoundError):
 
 
 @functools.lru_cache(maxsize=64)
-def make_client(store: Store, region: str | None, keys: Keys | None) -> Any:
-    """boto3's client of a store, the same for the same arguments."""
+def make_client(
+    store: Store, region: str | None, keys: Keys | None
+) -> tuple[Any, trust.Trust | None]:
+    """boto3's client of a store, the same for the same arguments, and what it trusts.
+
+    Raises:
+        StoreError: certificates or proxies that were named can't be used.
+    """
     import boto3
     from botocore.config import Config
 
@@ -205,10 +214,17 @@ def make_client(store: Store, region: str | None, keys: Keys | None) -> Any:
         "max_pool_connections": 16,
         "user_agent_extra": "fusefs-csi",
     }
-    return session.client(
+    ca_bundle = str(store.ca_bundle) if store.ca_bundle else None
+    configured = session._session.get_config_variable("ca_bundle")
+    trusted = trust.find_for(store.endpoint_url, ca_bundle, configured)
+    client = session.client(
         "s3",
         endpoint_url=store.endpoint_url,
         region_name=session.region_name or DEFAULT_REGION,
-        verify=str(store.ca_bundle) if store.ca_bundle else None,
+        verify=trusted.path if trusted else None,
         config=Config(**options),
     )
+    # As mounts do, so that a bucket that the controller reaches is one that they reach.
+    proxies.install(client, proxies.Proxies.of(os.environ), trusted.path if trusted else None)
+    redirects.install(client)
+    return client, trusted

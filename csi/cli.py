@@ -19,12 +19,23 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from csi import controller, daemons, node
-from csi.errors import CsiError
-from csi.identity import IdentityService
-from csi.server import Server, Service
-from csi.stores import Stores, StoresError, read_stores
 from fusefs import __version__
+from fusefs.arguments import Parser
+
+try:
+    from csi import controller, daemons, node
+    from csi.errors import CsiError
+    from csi.identity import IdentityService
+    from csi.server import Server, Service
+    from csi.stores import Stores, StoresError, read_stores
+except ModuleNotFoundError as error:
+    # An installation without the driver's packages has this command, too.
+    if (error.name or "").partition(".")[0] not in ("grpc", "google"):
+        raise
+    sys.exit(
+        f"fusefs-csi: the Python package {error.name} is missing:"
+        " install the driver with its packages, pip install 'fusefs[csi]'"
+    )
 
 Maker = Callable[[argparse.Namespace, Stores], Service]
 
@@ -58,7 +69,7 @@ def _complain(what: object) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     """The whole command line, which manifests and tests can ask as well."""
-    parser = argparse.ArgumentParser(prog="fusefs-csi", description="the fusefs CSI driver")
+    parser = Parser(prog="fusefs-csi", description="the fusefs CSI driver")
     parser.add_argument("--version", action="version", version=f"fusefs-csi {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 

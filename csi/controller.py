@@ -30,6 +30,7 @@ from csi.errors import (
 from csi.generated import csi_pb2, csi_pb2_grpc
 from csi.keys import keys_from
 from csi.options import check_attributes
+from csi.server import time_left
 from csi.stores import Stores
 from csi.volume_records import Record, RecordError, Records
 from csi.volumes import (
@@ -156,7 +157,7 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
 
         try:
             with self._claims.claim(str(volume)):
-                self._deletions.run(volume, work, context.time_remaining())
+                self._deletions.run(volume, work, time_left(context))
         except NoSuchBucketError:
             log.info("volume %s: there is no such bucket any more", volume)
         return csi_pb2.DeleteVolumeResponse()

@@ -9,7 +9,7 @@ A mount whose new daemon can't begin for long, while its old one is there, moves
 without being asked for that: its daemon is replaced as after a death. So a
 volume whose bucket refuses it does not hold a node's roll-out up. Only where
 the new daemon can't read what the old one knows, as after a roll-back over too
-many versions, nothing moves.
+many versions, or where the kernel could not send requests again, nothing moves.
 """
 
 from __future__ import annotations
@@ -82,4 +82,8 @@ class Moving:
             log.warning("%s has not moved yet: %s", keeper.name, why)
         if now - since >= PATIENCE_S and _HOPELESS not in why:
             log.warning("%s moves by force, after %.0f s: %s", keeper.name, now - since, why)
-            control.exchange(keeper, {"do": "replace"}, STATUS_S)
+            try:
+                control.exchange(keeper, {"do": "replace"}, STATUS_S)
+            except control.ControlError as error:
+                # Before Linux 6.9 the mount would end, so it stays where it is.
+                log.warning("%s is not moved by force: %s", keeper.name, error)

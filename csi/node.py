@@ -289,7 +289,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         ends = end_of(context)
         if not request.volume_id:
             raise InvalidArgumentError("volume_id: missing")
-        target = target_of(request.target_path, self._configuration.kubelet_directory, self._own)
+        target = self._published_path("target_path", request.target_path)
         while True:
             try:
                 with self._claimed(request.volume_id, ends):
@@ -357,10 +357,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
     ) -> csi_pb2.NodeGetVolumeStatsResponse:
         if not request.volume_id:
             raise InvalidArgumentError("volume_id: missing")
-        path = target_of(
-            request.volume_path, self._configuration.kubelet_directory, self._own,
-            name="volume_path",
-        )  # fmt: skip
+        path = self._published_path("volume_path", request.volume_path)
         table = Table()
         top = table.top(path)
         record = self._mounts.behind(top, table) if top is not None else None
@@ -384,6 +381,21 @@ class NodeService(csi_pb2_grpc.NodeServicer):
                 Capability(rpc=Capability.RPC(type=capability)) for capability in CAPABILITIES
             ]
         )
+
+    def _published_path(self, field: str, text: str) -> Path:
+        """Where a volume is said to be.
+
+        Raises:
+            InvalidArgumentError: the field is missing.
+            NotFoundError: no volume can be there, whatever is wrong with the path.
+        """
+        directory = self._configuration.kubelet_directory
+        try:
+            return target_of(text, directory, self._own, name=field)
+        except InvalidArgumentError as error:
+            if not text:
+                raise
+            raise NotFoundError(str(error)) from error
 
     @property
     def _own(self) -> Path:

@@ -15,7 +15,8 @@ from pathlib import Path
 from csi.errors import FailedPreconditionError
 from csi.options import Shares
 from fusefs import launch, mounts
-from fusefs.kinds import MIN_FREE, SHARE, SIZE, Kind, MinFree
+from fusefs.kinds import MIN_FREE, SHARE, SIZE, Kind, MinFree, at_least
+from fusefs.memory import LEAST
 from fusefs.units import MIB
 
 # The sockets of `fusefs-csi daemons`, below the state directory.
@@ -112,7 +113,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--max-volumes", _positive, 100, "N",
         "the most mounts at a time; times what each may have, that is the node's budget",
     )  # fmt: skip
-    add("--memory-limit", SIZE.read, 256 * MIB, "SIZE", "memory for each mount's data on its way")
+    add(
+        "--memory-limit",
+        at_least(LEAST, SIZE).read,
+        256 * MIB,
+        "SIZE",
+        "memory for each mount's data on its way",
+    )
     add("--max-connections", int, 32, "N", "the most requests to S3 at a time, for each mount")
     add("--cache-size", SIZE.read, None, "SIZE", "the most that one identity's cache keeps")
     add("--min-free", _text_of(MIN_FREE), "20%", "SIZE|N%", "disk space that caches leave free")

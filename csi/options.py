@@ -26,7 +26,7 @@ from fusefs.settings import Given, Layer, MountSettings, SettingsError, build
 _FREE = frozenset((
     "read_only", "uid", "gid", "file_mode", "dir_mode", "metadata_ttl", "requester_pays",
     "durability", "conflict", "no_delete", "flush_interval", "retry_time", "log_level",
-    "passthrough", "object_attributes",
+    "passthrough", "object_attributes", "exclusive_create", "conditional_writes",
 ))  # fmt: skip
 # Settings of which the node gives each mount a share: less may be asked for, more is not given.
 _SHARED = frozenset(("cache_size", "memory_limit", "max_connections"))

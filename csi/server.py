@@ -39,6 +39,8 @@ MAX_CALLS = 100
 QUICK_THREADS = 28
 # Kubelet gives a call two minutes; what it does not say is taken for less.
 LONGEST_CALL_S = 110.0
+# A deadline further away than this is none.
+NO_DEADLINE_S = 86400.0
 # Between our own end of a call and the caller's.
 MARGIN_S = 3.0
 # How long calls may go on after SIGTERM; a pod gets 30 s by default.
@@ -108,10 +110,20 @@ class Server:
 
 def end_of(context: grpc.ServicerContext) -> float:
     """When a call has to be answered, of the monotonic clock."""
-    remaining_s = context.time_remaining()
+    remaining_s = time_left(context)
     if remaining_s is None:
         remaining_s = LONGEST_CALL_S
     return time.monotonic() + max(0.0, min(remaining_s, LONGEST_CALL_S) - MARGIN_S)
+
+
+def time_left(context: grpc.ServicerContext) -> float | None:
+    """The seconds until a call's deadline, or None if it has none.
+
+    For a call without a deadline gRPC's documentation says None, and its
+    library some 290 years, which is more than any wait of Python's takes.
+    """
+    remaining_s: float | None = context.time_remaining()
+    return remaining_s if remaining_s is not None and remaining_s < NO_DEADLINE_S else None
 
 
 def socket_path(endpoint: str) -> Path:
