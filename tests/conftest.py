@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import ceph_server
 from tests.support.buckets import Bucket, new_bucket
+from tests.support.ceph_server import CephServer
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.keeping import Kept, kept_mount
 from tests.support.local_file import LocalFile, MakeFile
@@ -17,11 +19,33 @@ from tests.support.ordinary_user import public_directory
 from tests.support.s3_server import S3Server
 from tests.support.sharing import skip_without_fuse
 
+STORES = {"seaweedfs": S3Server, "ceph": CephServer}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--store", choices=sorted(STORES), default="seaweedfs",
+        help="the S3 server; with another one than the first, only tests that use it run",
+    )  # fmt: skip
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--store") == "seaweedfs":
+        return
+    used = [one for one in items if "s3" in getattr(one, "fixturenames", ())]
+    config.hook.pytest_deselected(items=[one for one in items if one not in used])
+    items[:] = used
+
 
 @pytest.fixture(scope="session")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """A SeaweedFS for the whole run."""
-    with S3Server(tmp_path_factory.mktemp("s3")) as server:
+def s3(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[S3Server]:
+    """A server for the whole run: a SeaweedFS, unless `--store` says otherwise."""
+    name = request.config.getoption("--store")
+    if name == "ceph" and (reason := ceph_server.missing()):
+        pytest.fail(reason)
+    with STORES[name](tmp_path_factory.mktemp("s3")) as server:
         yield server
 
 

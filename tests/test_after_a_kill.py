@@ -112,7 +112,10 @@ def test_an_open_directory_goes_on_where_it_was(s3: S3Server, tmp_path: Path, sh
     assert set(told) - {"object-00000-new", "object-04998-new"} == {".", "..", *names}
 
 
-@states("A directory's times are the time of the mount, for S3 keeps none.")
+@states(
+    "A directory's times are those of the last change that this mount made to its entries,"
+    " else what was set, else the time of the mount, for S3 keeps none."
+)
 def test_a_directory_is_not_younger_under_the_next_daemon(mounter: Mounter, bucket: Bucket) -> None:
     for name in ("d", "e"):
         bucket.put(f"{name}/file", b"")

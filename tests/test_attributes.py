@@ -16,7 +16,8 @@ from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
 from tests.support.semantics import states
 from tests.support.sharing import mounted
-from tests.support.writing import WRITABLE, cost, metadata, status
+from tests.support.waiting import until
+from tests.support.writing import WRITABLE, all_sent, cost, metadata, status
 
 # What other programs write. s3fs tells modes in decimal and, in older versions, whole seconds.
 FOREIGN: dict[str, tuple[bytes, dict[str, str]]] = {
@@ -110,6 +111,7 @@ def test_other_metadata_stays_when_attributes_change_and_goes_with_the_content(
 ) -> None:
     path = mount.path / "foreign"
     os.chmod(path, 0o600)
+    all_sent(mount)
     assert metadata(shared, "foreign")["md5chksum"] == FOREIGN["foreign"][1]["md5chksum"]
     with open(path, "ab") as file:
         file.write(b"more")
@@ -121,11 +123,12 @@ def test_other_metadata_stays_when_attributes_change_and_goes_with_the_content(
 
 
 @states("Set-id bits are never kept, whoever sets them.")
-def test_set_id_bits_are_never_kept(path: Path, shared: Bucket) -> None:
+def test_set_id_bits_are_never_kept(mount: Mount, path: Path, shared: Bucket) -> None:
     os.chmod(path, 0o6751)
     assert stat.S_IMODE(path.stat().st_mode) == 0o751
     os.chmod(path, 0o1751)
     assert stat.S_IMODE(path.stat().st_mode) == 0o1751
+    all_sent(mount)
     assert metadata(shared, path.name)["mode"] == str(stat.S_IFREG | 0o1751)
 
 
@@ -143,7 +146,11 @@ def test_what_changes_nothing_asks_the_bucket_nothing(mount: Mount, path: Path) 
 
 
 def test_owner_and_group_are_one_change(mount: Mount, path: Path) -> None:
-    assert cost(mount, lambda: os.chown(path, 7, 8)).get("copies") == 1
+    def change() -> None:
+        os.chown(path, 7, 8)
+        all_sent(mount)
+
+    assert cost(mount, change) == {"copies": 1}
     assert (path.stat().st_uid, path.stat().st_gid) == (7, 8)
 
 
@@ -160,9 +167,10 @@ def test_an_access_time_is_accepted_and_not_kept(mount: Mount, path: Path) -> No
     assert (path.stat().st_mtime_ns, path.stat().st_atime_ns) == (before, before)
 
 
-def test_a_modification_time_alone_is_kept(path: Path, shared: Bucket) -> None:
+def test_a_modification_time_alone_is_kept(mount: Mount, path: Path, shared: Bucket) -> None:
     subprocess.run(["touch", "-m", "-d", "@12345.5", path], check=True)
     assert path.stat().st_mtime == 12345.5
+    all_sent(mount)
     assert metadata(shared, path.name)["mtime"] == "12345.500000000"
 
 
@@ -273,14 +281,21 @@ def test_the_root_of_a_bucket_takes_attributes_while_it_is_mounted(
     os.chmod(mount.path, stat.S_IMODE(before.st_mode))
 
 
-def test_what_somebody_else_has_replaced_is_not_changed_unseen(
+@states(
+    "If somebody else replaces or removes the object before that, the attributes are given up, "
+    "and the log says so."
+)
+def test_what_somebody_else_has_replaced_is_not_changed(
     mount: Mount, path: Path, shared: Bucket
 ) -> None:
     shared.put(path.name, b"theirs", Metadata={"mode": str(stat.S_IFREG | 0o604)})
     os.chmod(path, 0o640)
+    all_sent(mount)
     assert stored(shared, path.name) == b"theirs"
-    assert path.read_bytes() == b"theirs"
-    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert metadata(shared, path.name)["mode"] == str(stat.S_IFREG | 0o604)
+    until(lambda: path.read_bytes() == b"theirs", "the mount shows the other one")
+    until(lambda: stat.S_IMODE(path.stat().st_mode) == 0o604, "its attributes are shown")
+    assert "its attributes are given up" in mount.log.read_text()
 
 
 @pytest.mark.parametrize("kind", [stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFCHR, stat.S_IFBLK])

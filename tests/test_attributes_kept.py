@@ -228,9 +228,11 @@ async def test_an_edit_keeps_the_mode_that_an_earlier_process_knew(
 async def test_a_truncation_keeps_the_mode_that_an_earlier_process_knew(
     mount: MortalMount, new: NewAttributes
 ) -> None:
-    told = await in_next_process(
-        mount, lambda process, nodeid: mutations(process).setattr(nodeid, new)
-    )
+    async def truncate(process: Process, nodeid: int) -> None:
+        await mutations(process).setattr(nodeid, new)
+        await process.writer.deferred.drain()
+
+    told = await in_next_process(mount, truncate)
     assert (told["mode"], told["xattr"]) == (str(stat.S_IFREG | 0o640), XATTR)
     assert told["uid"] == str(new.uid or 0)
     assert mount.store.objects["file"].data == b"con"

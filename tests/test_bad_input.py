@@ -181,6 +181,16 @@ def test_a_command_that_is_ended_while_it_waits_leaves_nothing(
     assert not list(_processes_with(mark))
 
 
+def test_a_prefix_with_nothing_below_it_is_mentioned(attempts: Attempts, shared: Bucket) -> None:
+    shared.put("there/file", b"content")
+    for prefix, is_empty in (("ther", True), ("there", False)):
+        arguments = attempts.arguments(source=f"s3://{shared.name}/{prefix}")
+        said = fusefs(*arguments, environment=attempts.environment).stderr
+        warning = f"fusefs: warning: there is nothing below s3://{shared.name}/{prefix}/ (yet)"
+        assert said.startswith(warning) if is_empty else said == ""
+        fusefs("umount", attempts.mountpoint)
+
+
 # --- the command line ---------------------------------------------------------------
 
 
@@ -227,6 +237,21 @@ def test_a_mountpoint_that_is_a_file(attempts: Attempts) -> None:
 def test_a_mountpoint_that_is_not_empty(attempts: Attempts) -> None:
     (attempts.mountpoint / "file").write_text("")
     assert "is not empty" in attempts.refused()
+
+
+@states("A cache directory, or a directory for sockets, inside a fusefs mount is refused.")
+@pytest.mark.parametrize("by_link", [False, True])
+def test_a_directory_inside_a_mount(attempts: Attempts, mounter: Mounter, by_link: bool) -> None:
+    other = mounter()
+    inside = other.path / "below" / "cache"
+    if by_link:
+        link = attempts.directory / "link"
+        link.symlink_to(other.path)
+        inside = link / "below" / "cache"
+    told = f"is inside the fusefs mount on {other.path}; choose a directory on a local disk"
+    assert attempts.refused("--cache-dir", inside) == f"--cache-dir: {inside} {told}"
+    attempts.environment["FUSEFS_RUNTIME_DIRECTORY"] = str(inside)
+    assert attempts.refused() == f"FUSEFS_RUNTIME_DIRECTORY: {inside} {told}"
 
 
 def test_a_mountpoint_in_use(mounter: Mounter) -> None:
@@ -289,14 +314,7 @@ def _newer_format(cache: Path) -> None:
     (cache / "format").write_text("fusefs cache 99\n")
 
 
-def _garbage_catalog(cache: Path) -> None:
-    (catalog,) = cache.glob("*/catalog.sqlite3")
-    for left in catalog.parent.glob("catalog.sqlite3-*"):
-        left.unlink()
-    catalog.write_bytes(os.urandom(100_000))
-
-
-@pytest.mark.parametrize("damage", [_garbage_format, _newer_format, _garbage_catalog])
+@pytest.mark.parametrize("damage", [_garbage_format, _newer_format])
 def test_a_damaged_cache(attempts: Attempts, damage: Callable[[Path], None]) -> None:
     fusefs(*attempts.arguments(), environment=attempts.environment)
     fusefs("umount", attempts.mountpoint)

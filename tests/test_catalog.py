@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusefs.cache.catalog import Catalog, DamagedCatalogError, Row
+from fusefs.cache.catalog import Catalog, Row
 from fusefs.cache.ranges import RangeMap
 
 BOOT, OTHER_BOOT = "boot-1", "boot-2"
@@ -122,20 +122,6 @@ def test_a_wrong_total_is_put_right_at_the_start(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "catalog.sqlite3") as db:
         db.execute("UPDATE total SET bytes = 12345")
     assert catalog(tmp_path).total_bytes() == 10
-
-
-def test_what_is_no_database_is_said_to_be_damaged(tmp_path: Path) -> None:
-    (tmp_path / "catalog.sqlite3").write_bytes(b"not a database" * 1000)
-    with pytest.raises(DamagedCatalogError, match=r"catalog\.sqlite3"):
-        catalog(tmp_path)
-
-
-def test_another_format_is_refused(tmp_path: Path) -> None:
-    catalog(tmp_path).close()
-    with sqlite3.connect(tmp_path / "catalog.sqlite3") as db:
-        db.execute("PRAGMA user_version=99")
-    with pytest.raises(DamagedCatalogError, match="format 99"):
-        catalog(tmp_path)
 
 
 def test_a_failure_in_a_batch_leaves_none_of_it(tmp_path: Path) -> None:

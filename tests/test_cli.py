@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from csi.cli import make_parser
 from fusefs import checks, logfile
 from tests.support.commands import run
 from tests.support.commands import runtime as runtime
@@ -128,7 +129,7 @@ def test_an_empty_mountpoint_is_not_the_working_directory(
     capsys: pytest.CaptureFixture[str], command: list[str]
 ) -> None:
     assert run(*command, "") == 2
-    assert capsys.readouterr().err == "fusefs: MOUNTPOINT: the path is empty\n"
+    assert capsys.readouterr().err == "fusefs: the mountpoint: the path is empty\n"
 
 
 # The daemon's answer
@@ -201,3 +202,44 @@ def test_the_log_belongs_to_its_user_alone(
 ) -> None:
     start_with("raise SystemExit(3)")
     assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("mount", "s3://b", "/mnt", "--cache-s", "1GiB"), "--cache-s; did you mean --cache-size?"),
+        (("mount", "s3://b", "/mnt", "--endpoint=x"), "--endpoint; did you mean --endpoint-url?"),
+        (("mount", "s3://b", "/mnt", "--read-onyl"), "--read-onyl; did you mean --read-only?"),
+        (("mount", "s3://b", "/mnt", "--qqq"), "there is no option --qqq; see fusefs mount --help"),
+        (("umount", "--forse", "/mnt"), "--forse; did you mean --force?"),
+        (("mout", "s3://b", "/mnt"), "'mout' is not known; did you mean mount?"),
+    ],
+)
+def test_an_option_or_a_command_is_written_out_and_a_near_one_is_named(
+    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(*arguments)
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("fusefs: ")
+    assert said in line
+
+
+def test_the_driver_knows_no_abbreviations_either(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        make_parser().parse_args(["daemons", "--state", "/run/x"])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("fusefs-csi: there is no option --state; did you mean --state-dir?")
+
+
+@pytest.mark.parametrize(
+    ("text", "forms"),
+    [("3G", "3GiB (units of 1024) or 3GB"), ("1.5k", "1.5KiB (units of 1024) or 1.5kB")],
+)
+def test_a_size_that_may_mean_two_things_is_refused_with_both(
+    text: str, forms: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = refusal(capsys, "s3://bucket", tmp_path, "--cache-size", text, status=2)
+    assert f"--cache-size: '{text}' may mean {forms}" in line

@@ -21,7 +21,7 @@ from tests.support.s3_server import S3Server
 from tests.support.sharing import PATIENCE_S
 
 MOST = 2
-MEMORY = 64 * MIB
+MEMORY = 128 * MIB
 CONNECTIONS = 8
 
 

@@ -10,7 +10,7 @@ from csi.generated import csi_pb2
 from tests.support.buckets import Bucket, keys, stored
 from tests.support.csi import Driver, mount_capability
 from tests.support.csi_node import SECRETS, Node, running_node
-from tests.support.csi_volumes import CLUSTER, NAME, create, delete, record_key
+from tests.support.csi_volumes import CLUSTER, NAME, create, delete, record_key, request
 from tests.support.s3_server import S3Server
 from tests.support.sharing import PATIENCE_S
 
@@ -36,6 +36,37 @@ def driver(node: Node) -> Iterator[Driver]:
     driver = Driver(node.socket)
     yield driver
     driver.close()
+
+
+def test_calls_without_a_deadline_are_answered(driver: Driver, node: Node, bucket: Bucket) -> None:
+    """As csi-sanity makes them: for the library their deadline is 290 years away."""
+    created = driver.controller.CreateVolume(request(bucket.name, onDelete="delete"))
+    volume, target = created.volume, str(node.target("pod", "no-deadline"))
+    capability = mount_capability()
+    driver.controller.ControllerExpandVolume(
+        csi_pb2.ControllerExpandVolumeRequest(
+            volume_id=volume.volume_id, capacity_range={"required_bytes": 2**40},
+            volume_capability=capability, secrets=SECRETS,
+        )
+    )  # fmt: skip
+    for _ in range(2):
+        node.node.NodePublishVolume(
+            csi_pb2.NodePublishVolumeRequest(
+                volume_id=volume.volume_id, target_path=target, volume_capability=capability,
+                secrets=SECRETS, volume_context={**volume.volume_context, **ADDED},
+            )
+        )  # fmt: skip
+    usage = csi_pb2.NodeGetVolumeStatsRequest(volume_id=volume.volume_id, volume_path=target)
+    assert len(node.node.NodeGetVolumeStats(usage).usage) == 2
+    for _ in range(2):
+        node.node.NodeUnpublishVolume(
+            csi_pb2.NodeUnpublishVolumeRequest(volume_id=volume.volume_id, target_path=target)
+        )
+    for _ in range(2):
+        driver.controller.DeleteVolume(
+            csi_pb2.DeleteVolumeRequest(volume_id=volume.volume_id, secrets=SECRETS)
+        )
+    assert record_key() not in keys(bucket)
 
 
 @pytest.mark.parametrize("on_delete", ["delete", "retain"])

@@ -14,6 +14,7 @@ import pytest
 from csi import moving
 from fusefs.kernel import launching
 from tests.support.sharing import PATIENCE_S
+from tests.support.waiting import until
 
 OLD, NEW = 1, 2
 
@@ -21,9 +22,10 @@ OLD, NEW = 1, 2
 class PlayedKeeper(threading.Thread):
     """Answers as a keeper whose daemon is with the old supervisor; `why` it can't be upgraded."""
 
-    def __init__(self, path: Path, why: str) -> None:
+    def __init__(self, path: Path, why: str, *, is_replaceable: bool = True) -> None:
         super().__init__(daemon=True)
         self._why = why
+        self._is_replaceable = is_replaceable
         self.supervisor = OLD
         self.asked: list[str] = []
         self._listening = socket.socket(socket.AF_UNIX)
@@ -43,6 +45,8 @@ class PlayedKeeper(threading.Thread):
             return {"supervisor": self.supervisor, "is_serving": True, "mountpoint": "/mnt"}
         if what == "upgrade" and self._why:
             return {"error": self._why}
+        if what == "replace" and not self._is_replaceable:
+            return {"error": "the mount would end"}
         if what in ("upgrade", "replace"):
             self.supervisor = NEW
         return {"settings": "{}", "command": []}
@@ -97,3 +101,12 @@ def test_a_mount_that_the_new_daemon_cannot_take_over_stays_with_the_old_one(
     assert keeper.asked.count("upgrade") > 1
     assert "replace" not in keeper.asked
     keeper.supervisor = NEW  # so that it ends
+
+
+def test_a_mount_that_would_end_by_force_stays_and_the_others_move(tmp_path: Path) -> None:
+    kept = PlayedKeeper(tmp_path / "0.keeper", "exited with 1", is_replaceable=False)
+    other = PlayedKeeper(tmp_path / "1.keeper", "exited with 1")
+    assert not move(tmp_path, [kept, other], 2.0)
+    until(lambda: other.supervisor == NEW and kept.asked.count("replace") > 1, "all are tried")
+    assert kept.supervisor == OLD
+    kept.supervisor = NEW  # so that it ends

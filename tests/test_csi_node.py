@@ -238,7 +238,7 @@ def test_a_target_path_in_a_volume_is_refused(node: Node, data: Bucket) -> None:
     node.publish("outer", target, bucket=data.name)
     with refused(Code.INVALID_ARGUMENT, "target_path"):
         node.publish("inner", target / "a" / "mount", bucket=data.name)
-    with refused(Code.INVALID_ARGUMENT, "target_path"):
+    with refused(Code.NOT_FOUND, "target_path"):
         node.unpublish("inner", target / "a" / "mount")
     node.unpublish("outer", target)
 
@@ -294,6 +294,25 @@ def test_calls_without_a_field_are_refused(node: Node, call: str, missing: str) 
         request = csi_pb2.NodeGetVolumeStatsRequest(volume_id=volume, volume_path=path)
     with refused(Code.INVALID_ARGUMENT, missing):
         getattr(node.node, call)(request, timeout=10)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["relative/path", "/", "/some/path", "/pods/../pods/x", "//pods", "/" + "x" * 5000, "/a\nb"],
+)
+def test_nothing_is_published_where_no_volume_can_be(node: Node, path: str) -> None:
+    with refused(Code.NOT_FOUND, "target_path"):
+        node.unpublish("volume", path)
+    with refused(Code.NOT_FOUND, "volume_path"):
+        node.stats("volume", path)
+
+
+def test_what_is_not_published_is_unpublished(node: Node) -> None:
+    """Kubelet repeats the call until it is answered with OK."""
+    for path in (node.target("pod"), node.pods / "no" / "such" / "pod", node.pods / "x"):
+        node.unpublish("volume", path)
+        with refused(Code.NOT_FOUND):
+            node.stats("volume", path)
 
 
 # --- what is told -------------------------------------------------------------------

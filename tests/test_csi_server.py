@@ -346,3 +346,16 @@ def test_credentials_are_not_kept_on_a_disk() -> None:
         )
         _, told = process.communicate(timeout=DEADLINE_S)
     assert (process.returncode, "tmpfs" in told.splitlines()[-1]) == (1, True), told
+
+
+@pytest.mark.parametrize("package", ["grpc", "google.protobuf"])
+def test_an_installation_without_the_drivers_packages_says_what_to_install(package: str) -> None:
+    program = f"import sys; sys.modules[{package!r}] = None; from csi.cli import main; main()"
+    process = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S,
+        check=False,
+    )  # fmt: skip
+    assert process.returncode == 1
+    [line] = process.stderr.splitlines()
+    assert package in line
+    assert "pip install 'fusefs[csi]'" in line

@@ -213,7 +213,7 @@ def test_the_environment_sends_requests_to_no_other_host(
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://evil.example")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://evil.example")
-    host = make_client(Store("aws"), "eu-west-1", KEYS).meta.endpoint_url
+    host = make_client(Store("aws"), "eu-west-1", KEYS)[0].meta.endpoint_url
     assert host == "https://s3.eu-west-1.amazonaws.com"
 
 

@@ -88,7 +88,7 @@ def test_a_ttl_of_zero_sees_every_change_at_once(
         assert seen(path) is None
 
 
-@states("With `--metadata-ttl indefinite` what was once listed is believed for ever.")
+@states("With `--metadata-ttl indefinite` what was once listed is used for ever.")
 def test_an_indefinite_ttl_asks_never_again(mount: Callable[..., Mount], bucket: Bucket) -> None:
     bucket.put("d/file", b"old")
     here = mount("--metadata-ttl", "indefinite")

@@ -62,8 +62,21 @@ async def test_when_open_files_fill_it_more_is_refused(tmp_path: Path) -> None:
         await parts.fetch(version("open", 2 * MIB))
         with pytest.raises(NotKeptError):
             await parts.fetch(version("a", MIB))
+        assert parts.cache.warning is not None
+        assert "too small for what is open" in parts.cache.warning
+        assert "does not work" not in parts.cache.warning
         parts.cache.unpin(file)
         await parts.fetch(version("a", MIB))
+
+
+async def test_a_limit_that_the_disk_does_not_allow_says_so(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 16) as disk:
+        async with cache_in(disk / "cache", limit=64 * MIB, floor=4 * MIB) as parts:
+            assert parts.space.limit <= 12 * MIB
+            assert parts.space.limit_why is not None
+            assert "less than --cache-size 64MiB" in parts.space.limit_why
+        async with cache_in(disk / "cache", limit=2 * MIB, floor=4 * MIB) as parts:
+            assert (parts.space.limit, parts.space.limit_why) == (2 * MIB, None)
 
 
 async def test_what_is_on_its_way_counts(tmp_path: Path) -> None:

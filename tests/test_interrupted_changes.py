@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.buckets import Bucket
+from tests.support.buckets import Bucket, stored
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
 from tests.support.semantics import states
 from tests.support.sharing import PATIENCE_S, mounted, python
 from tests.support.waiting import until
-from tests.support.writing import WRITABLE, metadata, status
+from tests.support.writing import WRITABLE, status
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +24,7 @@ def mount(
 ) -> Iterator[Mount]:
     for number in range(3):
         shared.put(f"old/{number}", b"x")
-    shared.put("file", b"x")
+    shared.put("file", b"content")
     directory = tmp_path_factory.mktemp("interrupted")
     source, endpoint = f"s3://{shared.name}/", faulty.endpoint_url
     with mounted(s3, source, directory, WRITABLE, endpoint_url=endpoint) as mount:
@@ -53,11 +52,10 @@ def test_a_directory_is_made(mount: Mount, shared: Bucket, faulty: FaultyS3) -> 
     until((mount.path / "made").is_dir, "the mount shows it")
 
 
-def test_a_mode_is_set(mount: Mount, shared: Bucket, faulty: FaultyS3) -> None:
-    killed_in("os.chmod(path, 0o604)", mount.path / "file", faulty, "COPY")
-    wanted = str(stat.S_IFREG | 0o604)
-    until(lambda: metadata(shared, "file").get("mode") == wanted, "the mode is set")
-    until(lambda: (mount.path / "file").stat().st_mode == int(wanted), "the mount shows it")
+def test_a_file_is_shortened(mount: Mount, shared: Bucket, faulty: FaultyS3) -> None:
+    killed_in("os.truncate(path, 2)", mount.path / "file", faulty, "PUT")
+    until(lambda: stored(shared, "file") == b"co", "the bucket has it")
+    until(lambda: (mount.path / "file").read_bytes() == b"co", "the mount shows it")
 
 
 @states(
@@ -77,8 +75,8 @@ def test_a_file_that_was_created_is_not_held_open(
     mount: Mount, shared: Bucket, faulty: FaultyS3
 ) -> None:
     flags = "os.O_CREAT | os.O_EXCL | os.O_WRONLY"
-    killed_in(f"os.open(path, {flags})", mount.path / "created", faulty, "PUT")
-    until(lambda: "created" in keys(shared), "the file is created")
+    killed_in(f"os.open(path, {flags})", mount.path / "lock", faulty, "PUT")
+    until(lambda: "lock" in keys(shared), "the file is created")
     until(lambda: status(mount)["writing"]["staged"] == 0, "nobody has it open")
-    (mount.path / "created").write_bytes(b"used")
-    assert (mount.path / "created").read_bytes() == b"used"
+    (mount.path / "lock").write_bytes(b"used")
+    assert (mount.path / "lock").read_bytes() == b"used"

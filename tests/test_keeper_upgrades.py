@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import threading
@@ -16,6 +17,7 @@ from tests.support.keeping import (
     LIMIT_S,
     Kept,
     blocked_reader,
+    error_of,
     needs_fuse,
     needs_passthrough,
     needs_root,
@@ -134,3 +136,60 @@ def test_a_daemon_that_dies_ends_the_upgrade_that_is_under_way(kept: Kept) -> No
     assert "died meanwhile" in answer["error"]
     assert status["daemon"] != new
     assert (kept.mountpoint / "plain").read_bytes() == b"plain content"
+
+
+# Before Linux 6.9: what has been read and not answered is lost with the daemon.
+OLD_KERNEL = {"has_resend": False}
+
+
+def test_an_upgrade_on_an_old_kernel_needs_nothing_sent_again(kept: Kept) -> None:
+    kept.start(OLD_KERNEL)
+    with blocked_reader(kept) as reader:
+        answer = kept.upgrade(OLD_KERNEL)
+        assert reader.stdout is not None
+        assert os.read(reader.stdout.fileno(), 100) == HELD
+        kept.hold.unlink()
+        assert reader.communicate(timeout=LIMIT_S) == (b"", b"")
+    assert answer["ok"] is True
+    assert kept.facts(answer["pid"])["is_all_answered"] is True
+    assert (kept.mountpoint / "plain").read_bytes() == b"plain content"
+    # And one after the other.
+    assert kept.upgrade(OLD_KERNEL)["ok"] is True
+    assert (kept.mountpoint / "plain").read_bytes() == b"plain content"
+
+
+@pytest.mark.parametrize("how", ["exit", "cannot"])
+def test_an_upgrade_on_an_old_kernel_that_fails_brings_the_old_program_back(
+    kept: Kept, how: str
+) -> None:
+    kept.start(OLD_KERNEL)
+    assert "the old is started" in kept.upgrade(OLD_KERNEL | {"taken": how})["error"]
+    status = kept.served_by_another_than(0)
+    assert kept.facts(status["daemon"])["is_all_answered"] is True
+    assert (kept.mountpoint / "plain").read_bytes() == b"plain content"
+
+
+def test_an_upgrade_on_an_old_kernel_waits_for_the_old_daemon_as_long_as_a_pause_may_be(
+    kept: Kept,
+) -> None:
+    kept.start(OLD_KERNEL | {"quiesced": "hang"}, max_pause_s=2)
+    with contextlib.suppress(ValueError):  # the keeper ends, perhaps without an answer
+        assert "error" in kept.upgrade(OLD_KERNEL)
+    assert kept.wait() == 1
+    assert error_of(kept.mountpoint / "plain") == errno.ENOTCONN
+    assert kept.processes() == []
+
+
+def test_a_death_on_an_old_kernel_after_an_upgrade_ends_the_mount(kept: Kept) -> None:
+    kept.start(OLD_KERNEL)
+    assert kept.upgrade(OLD_KERNEL)["ok"] is True
+    kept.kill_daemon()
+    assert kept.wait() == 1
+    assert error_of(kept.mountpoint / "plain") == errno.ENOTCONN
+
+
+def test_a_daemon_on_an_old_kernel_is_not_replaced_by_force(kept: Kept) -> None:
+    kept.start(OLD_KERNEL)
+    old = kept.status()["daemon"]
+    assert "the mount would end" in kept.ask({"do": "replace"})["error"]
+    assert kept.status()["daemon"] == old

@@ -44,7 +44,7 @@ def have_all_forgotten(mount: Mount) -> None:
     "A directory of any size lists completely, each name once.",
     "A name that the kernel remembers takes about 1 KiB of the daemon's memory until it is"
     " forgotten.",
-    "Listings that are kept take a bounded memory: 200,000 entries of all directories.",
+    "Listings that are kept take a bounded memory: 200,000 entries of all directories at most.",
 )
 @pytest.mark.parametrize(("session", "folders"), [("kernel", 6), ("pyfuse3", 3)])
 def test_large_directories_list_completely_and_memory_is_for_what_is_remembered(

@@ -66,9 +66,10 @@ def test_times_are_read_in_each_usual_form(when: str) -> None:
     assert parse(document(entry(LastModified=when))).objects[0].mtime_ns == 1795234507 * 10**9
 
 
-def test_fractions_of_a_second_are_kept() -> None:
-    body = document(entry(LastModified="2026-11-21T04:15:07.123Z"))
-    assert parse(body).objects[0].mtime_ns == 1795234507 * 10**9 + 123_000_000
+def test_fractions_of_a_second_are_left_out() -> None:
+    """HEAD and GET tell whole seconds: an object has one time, whoever tells it."""
+    body = document(entry(LastModified="2026-11-21T04:15:07.923Z"))
+    assert parse(body).objects[0].mtime_ns == 1795234507 * 10**9
 
 
 @pytest.mark.parametrize(
@@ -141,6 +142,26 @@ def test_a_missing_storage_class_is_the_standard_one() -> None:
 def test_what_is_not_a_listing_is_an_error(body: bytes) -> None:
     with pytest.raises(ListingError):
         parse(body)
+
+
+@pytest.mark.parametrize(
+    "echo", ["<Prefix>one&#x01;x/</Prefix>", "<StartAfter>a&#1;\x02&#X1F;</StartAfter>"]
+)
+@pytest.mark.parametrize("entries", [(), (entry(Key="one%01x%2Ff"),)], ids=["none", "one"])
+def test_a_prefix_that_xml_can_not_write_is_passed_over(
+    entries: tuple[str, ...], echo: str
+) -> None:
+    """Ceph's gateway encodes the keys, and repeats the prefix as it is."""
+    assert [info.key for info in parse(document(echo, *entries)).objects] == [
+        "one\x01x/f" for _ in entries
+    ]
+
+
+def test_a_listing_that_has_all_come_is_not_asked_for_again() -> None:
+    for body, is_final in ((document(entry(Size="")), True), (document()[:-5], False)):
+        with pytest.raises(ListingError) as raised:
+            parse(body)
+        assert raised.value.is_final == is_final
 
 
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), max_size=5))

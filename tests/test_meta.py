@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusefs.posix import meta
-from fusefs.posix.meta import METADATA_LIMIT, PERMISSIONS, Meta
+from fusefs.posix.meta import PERMISSIONS, Meta
+from fusefs.store.fencing import CHANGE_SIZE, METADATA_LIMIT
 
 FILE = Meta(stat.S_IFREG | 0o640, 1, 2)
 DIRECTORY = Meta(stat.S_IFDIR | 0o750, 1, 2)
@@ -97,7 +98,7 @@ def test_a_time_is_seconds_with_or_without_a_fraction(text: str, mtime_ns: int |
 
 
 def test_times_that_will_be_wrong_are_not_kept() -> None:
-    told = {"mode": "33188", "atime": "1", "ctime": "2", "btime": "3"}
+    told = {"mode": "33188", "atime": "1", "ctime": "2", "fusefs-change": "0-1", "btime": "3"}
     assert meta.read(told, FILE).other == (("btime", "3"),)
 
 
@@ -107,9 +108,9 @@ def test_what_cannot_be_sent_again_is_left_out() -> None:
 
 
 def test_what_fits_is_counted_with_its_headers() -> None:
-    # "x-amz-meta-" five times, the names, and what they say.
+    # "x-amz-meta-" for each, the names, and what they say; and the token of the change.
     said = Meta(stat.S_IFREG | 0o644, 0, 0, 0, other=(("note", "x"),))
     counted = sum(11 + len(name) + len(text) for name, text in said.as_metadata().items())
-    room = METADATA_LIMIT - counted
+    room = METADATA_LIMIT - counted - 11 - CHANGE_SIZE
     assert said.changed(other=(("note", "x" * (1 + room)),)).fits
     assert not said.changed(other=(("note", "x" * (2 + room)),)).fits

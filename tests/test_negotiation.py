@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -142,8 +143,28 @@ async def test_no_notification_makes_the_kernel_wait(kernel: Kernel) -> None:
     assert offset < 0, "with its pages, it would wait for whoever reads them"
     kernel.session.invalidate_names()
     assert kernel.told() == (wire.NOTIFY_INC_EPOCH_CODE, b"")
-    kernel.session.adopt(kernel.log[0])
+    kernel.session.adopt(kernel.log[0], is_all_answered=False)
     assert kernel.told() == (wire.NOTIFY_RESEND_CODE, b"")
+
+
+@pytest.mark.parametrize("is_masked", [True, False])
+async def test_a_kernel_that_cannot_resend_is_taken_over_where_nothing_is_left_unanswered(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch, is_masked: bool
+) -> None:
+    await negotiated(kernel, EVERYTHING & ~Init.HAS_RESEND if is_masked else EVERYTHING)
+    if not is_masked:
+
+        def refuse(*_: object) -> int:
+            raise OSError(errno.EINVAL, "what a kernel says to a notification it does not know")
+
+        monkeypatch.setattr(os, "write", refuse)
+    kernel.session.adopt(kernel.log[0], is_all_answered=True)
+    assert not kernel.session.has_resend
+    assert not kernel.session.survival[0]
+    with pytest.raises(BlockingIOError):
+        kernel.end.recv(1, socket.MSG_DONTWAIT)
+    with pytest.raises(UnsupportedKernelError, match="may have left some unanswered"):
+        kernel.session.adopt(kernel.log[0], is_all_answered=False)
 
 
 # Faults of ours

@@ -18,7 +18,7 @@ import pytest
 from fusefs import mounts
 from tests.support.buckets import Bucket
 from tests.support.disks import fill, small_disk
-from tests.support.mounting import LIMIT_S, Mount, Mounter, fusefs
+from tests.support.mounting import LIMIT_S, Mount, Mounter
 from tests.support.semantics import states
 from tests.support.waiting import until
 
@@ -279,26 +279,6 @@ def test_a_cache_of_another_user_is_refused(
     with pytest.raises(AssertionError, match="belongs to another user"):
         mounter()
     assert not mounts.is_mountpoint(tmp_path / "mnt0")
-
-
-def test_a_damaged_catalog_is_told_in_one_line(
-    bucket: Bucket, mounter: Mounter, tmp_path: Path
-) -> None:
-    one = mounter()
-    one.end()
-    [catalog] = one.cache.glob("*/catalog.sqlite3")
-    catalog.write_bytes(b"no database" * 1000)
-    for left in one.cache.glob("*/catalog.sqlite3-*"):
-        left.unlink()
-    arguments = ["mount", one.source, one.path, "--endpoint-url", one.endpoint_url]
-    refused = fusefs(
-        *arguments, "--cache-dir", one.cache, "--log-file", one.log,
-        environment=one.environment, check=False,
-    )  # fmt: skip
-    assert refused.returncode == 1
-    assert "damaged" in refused.stderr
-    assert refused.stderr.count("\n") == 1
-    assert not mounts.is_mountpoint(one.path)
 
 
 def test_a_signal_while_reading_ends_without_a_traceback(bucket: Bucket, mounter: Mounter) -> None:

@@ -18,10 +18,11 @@ import pytest
 
 from tests.support.buckets import Bucket, new_bucket
 from tests.support.listing_server import ListingServer
-from tests.support.mounting import Mount
+from tests.support.mounting import Mount, Mounter
 from tests.support.s3_server import S3Server
 from tests.support.semantics import states
 from tests.support.sharing import SESSIONS, content, drop_caches, mounted, read_all, stamped
+from tests.support.writing import WRITABLE
 
 TESTS = Path(__file__).parent
 DOCUMENT = TESTS.parent / "docs" / "semantics.md"
@@ -94,7 +95,10 @@ def test_size_and_times_are_the_objects(still: Mount, objects: Bucket) -> None:
     assert status.st_mtime_ns == status.st_ctime_ns == status.st_atime_ns
 
 
-@states("A directory's times are the time of the mount, for S3 keeps none.")
+@states(
+    "A directory's times are those of the last change that this mount made to its entries,"
+    " else what was set, else the time of the mount, for S3 keeps none."
+)
 def test_a_directory_is_as_old_as_the_mount(mount: Callable[..., Mount], bucket: Bucket) -> None:
     bucket.put("d/file", b"")
     before = time.time_ns()
@@ -119,8 +123,20 @@ def test_blocks_are_those_of_a_file_without_holes(still: Mount) -> None:
     assert (still.path / "empty").stat().st_blocks == 0
 
 
-@states("Files have one link, directories two.")
-def test_link_counts(still: Mount) -> None:
+@states(
+    "Files have one link, directories two; an open file that was removed or replaced here has none."
+)
+def test_link_counts(still: Mount, mounter: Mounter, bucket: Bucket) -> None:
+    bucket.put("file", b"x")
+    bucket.put("other", b"x")
+    writable = mounter(WRITABLE).path
+    with (writable / "file").open("rb") as file, (writable / "other").open("rb") as other:
+        assert os.fstat(file.fileno()).st_nlink == os.fstat(other.fileno()).st_nlink == 1
+        (writable / "new").write_bytes(b"x")
+        (writable / "file").unlink()
+        (writable / "new").rename(writable / "other")
+        assert os.fstat(file.fileno()).st_nlink == os.fstat(other.fileno()).st_nlink == 0
+        assert (writable / "other").stat().st_nlink == 1
     assert (still.path / "d" / "file").stat().st_nlink == 1
     assert (still.path / "d").stat().st_nlink == 2
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
@@ -64,10 +65,22 @@ def test_a_size_is_read(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "50G", "-1", "5XB", "1e3", "1,5TB", "ten"])
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "5XB", "1e3", "1,5TB", "ten"])
 def test_a_size_that_is_none_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ValueError, match="write it like 50GiB"):
         parse_size(text)
+
+
+@pytest.mark.parametrize("text", ["50G", "50g", "50 G"])
+def test_a_size_with_half_a_unit_is_refused_with_both_readings(text: str) -> None:
+    with pytest.raises(ValueError, match=r"may mean 50GiB .* or 50GB"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize("text", ["", "5s,", "5s,5s", "15s,5s", "soon", "-1s"])
+def test_times_that_do_not_grow_are_refused(text: str) -> None:
+    with pytest.raises(SettingsError, match="write it like"):
+        settings_with(late_request_checks=text)
 
 
 @given(st.integers(min_value=0, max_value=2**62))
@@ -167,19 +180,24 @@ def test_a_number_out_of_its_range_is_refused(text: str) -> None:
 
 
 def test_too_little_memory_is_refused() -> None:
-    with pytest.raises(SettingsError, match="the least is 32MiB"):
+    with pytest.raises(SettingsError, match="the least is 112MiB"):
         settings_with(memory_limit="1MiB")
 
 
 @pytest.mark.parametrize(
     ("limit", "most", "connections"),
-    [("256MiB", "32", 32), ("160MiB", "32", 16), ("160MiB", "8", 8), ("32MiB", "32", 4)],
+    [("256MiB", "32", 32), ("160MiB", "32", 16), ("160MiB", "8", 8), ("112MiB", "32", 4)],
 )
 def test_as_much_is_downloaded_at_a_time_as_the_memory_allows(
     limit: str, most: str, connections: int
 ) -> None:
     settings = settings_with(memory_limit=limit, max_connections=most)
     assert process.s3_settings(settings).max_connections == connections
+
+
+def test_a_mount_that_an_older_version_gave_less_memory_goes_on() -> None:
+    older = json.loads(settings_with().to_json()) | {"memory_limit": "32MiB"}
+    assert MountSettings.from_json(json.dumps(older)).memory_limit == 112 * MIB
 
 
 def test_an_endpoint_takes_no_credentials() -> None:
@@ -238,8 +256,8 @@ def test_a_flag_wins_over_the_environment_and_that_over_the_file(tmp_path: Path)
 
 
 SAMPLES = {
-    "SIZE": "64MiB", "SIZE|N%": "7GiB", "N%": "7%", "TIME": "7s", "N": "5", "PATH": "/some/where",
-    "URL": "http://host:9000", "NAME": "word", "MODE": "0640", "": "true",
+    "SIZE": "640MiB", "SIZE|N%": "7GiB", "N%": "7%", "TIME": "7s", "TIME,…": "7s,9s", "N": "5",
+    "PATH": "/some/where", "URL": "http://host:9000", "NAME": "word", "MODE": "0640", "": "true",
 }  # fmt: skip
 
 

@@ -152,9 +152,9 @@ def test_a_status_is_shown_for_people() -> None:
     for part in (
         "kernel, read-only, passthrough off (the kernel is older than 6.9)",
         "3.0 GiB of 50.0 GiB in 2,000 files",
-        "75 of 100 (75.0%); 1.0 GiB from here, 1.0 MiB waited for",
-        "25 GET, 1 HEAD, 2 LIST; 1.0 GiB fetched; 1 errors",
-        "believed for 1 min; 12 listings, 2,001 nodes; 3 keys hidden",
+        "75 of 100 (75.0%); 1.0 GiB read from the cache, 1.0 MiB from S3",
+        "25 GET, 1 HEAD, 2 LIST; 1.0 GiB fetched; 1 failed for good (errors)",
+        "listings used for 1 min; 12 listings, 2,001 nodes; 3 keys hidden",
         "4,096 answered, 1 waiting",
         "pid 4711, 90.0 MiB of memory, up 1 h 2 min, 1.2 s of CPU",
         "warning     the cache disk is full",
@@ -184,3 +184,20 @@ def test_a_status_without_some_parts_is_shown_all_the_same() -> None:
 def test_status_and_umount_start_without_trio_and_boto3() -> None:
     script = "import sys, fusefs.cli; sys.exit(bool({'trio', 'boto3'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_what_a_writable_mount_sent_is_shown_too() -> None:
+    s3 = {
+        "gets": 1, "heads": 2, "lists": 3, "puts": 4, "copies": 5, "deletes": 6,
+        "bytes_fetched": 1 << 20, "bytes_sent": 2 << 20, "errors": 0, "retries": 7, "throttled": 8,
+    }  # fmt: skip
+    text = report.render({**STATUS, "read_only": False, "s3": s3})
+    assert "1 GET, 2 HEAD, 3 LIST, 4 PUT, 5 COPY, 6 DELETE; 1.0 MiB fetched, 2.0 MiB sent" in text
+    assert "7 retried, 8 throttled" in text
+
+
+def test_a_limit_that_the_disk_has_shrunk_says_why() -> None:
+    cache = {**STATUS["cache"], "limit_why": "less than --cache-size 1TiB: the disk"}
+    assert "50.0 GiB (less than --cache-size 1TiB: the disk)" in report.render(
+        {**STATUS, "cache": cache}
+    )

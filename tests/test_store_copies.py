@@ -7,6 +7,7 @@ import pytest
 from fusefs.store import copying, multipart
 from fusefs.store.base import IF_ABSENT, ObjectInfo, ObjectVersion
 from fusefs.store.errors import ExistsError, NotFoundError, StaleVersionError
+from fusefs.store.fencing import without_token
 from tests.support.buckets import Bucket, keys, stored
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.local_file import MakeFile
@@ -34,7 +35,7 @@ async def test_a_copy_has_what_its_source_has(
         copied = await store.copy(source.version, "a copy/ü")
         seen = await store.head("a copy/ü")
     assert copied == seen
-    assert (seen.metadata, seen.content_type) == (METADATA, "text/x-test")
+    assert (without_token(seen.metadata or {}), seen.content_type) == (METADATA, "text/x-test")
     assert digest(stored(bucket, "a copy/ü")) == digest(file.data)
 
 
@@ -63,7 +64,7 @@ async def test_a_copy_with_other_metadata_keeps_the_rest(
     etag = bucket.put("source", file.data, Metadata={"old": "1"}, **kept)
     async with opened(bucket, bucket.server.endpoint_url) as store:
         await store.copy(ObjectVersion("source", etag, file.size), "copy", metadata={"new": "2"})
-        assert (await store.head("copy")).metadata == {"new": "2"}
+        assert without_token((await store.head("copy")).metadata or {}) == {"new": "2"}
     answer = bucket.client.head_object(Bucket=bucket.name, Key="copy")
     assert {name: answer[name] for name in kept} == kept
 
@@ -77,7 +78,7 @@ async def test_the_metadata_of_an_object_are_replaced_in_place(
         changed = await store.copy(info.version, "same", metadata={"mode": "33152"})
         seen = await store.head("same")
     assert changed.version == seen.version
-    assert seen.metadata == {"mode": "33152"}
+    assert without_token(seen.metadata or {}) == {"mode": "33152"}
     assert stored(bucket, "same") == file.data
 
 

@@ -10,6 +10,7 @@ import trio
 from fusefs.store import copying
 from fusefs.store.base import IF_ABSENT, IfMatch
 from fusefs.store.errors import ExistsError, StoreError, UnreachableError
+from fusefs.store.fencing import without_token
 from tests.support.buckets import Bucket, keys, stored
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.local_file import MakeFile
@@ -67,7 +68,7 @@ async def test_another_object_with_the_same_bytes_is_not_ones_own(
         faulty.add(ends, times=1, before=overtake, code="InternalError")
         with pytest.raises(ExistsError):
             await put(store, "file", file, IF_ABSENT)
-        assert (await store.head("file")).metadata == {"mtime": "2"}
+        assert without_token((await store.head("file")).metadata or {}) == {"mtime": "2"}
 
 
 async def test_a_head_decides_when_completing_gets_no_answer(
@@ -101,7 +102,7 @@ async def test_a_copy_onto_itself_whose_answer_was_lost_is_done(
     async with opened(bucket, faulty.endpoint_url) as store:
         info = await put(store, "file", make_file(2 * PART))
         await store.copy(info.version, "file", metadata={"new": "1"})
-        assert (await store.head("file")).metadata == {"new": "1"}
+        assert without_token((await store.head("file")).metadata or {}) == {"new": "1"}
 
 
 # --- answers that say 200 and are none ------------------------------------------------

@@ -118,6 +118,9 @@ def test_a_path_that_does_not_exist_is_refused(here: Mount, tmp_path: Path) -> N
     result = warm(here.path / "tree/no-such")
     assert result.returncode == 1
     assert "tree/no-such: there is no such file or directory" in result.stderr
+    result = warm(here.path / "tree", here.path / "tree/no-such", "--wait")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert "tree/no-such: there is no such file or directory" in result.stderr
     result = warm(os.fsencode(here.path) + b"/\xff")
     assert "no object has such a name" in result.stderr
     result = warm(tmp_path)

@@ -19,7 +19,7 @@ from tests.support.semantics import states
 from tests.support.sharing import SESSIONS, mounted
 from tests.support.surviving import keeper_status, serving_pid
 from tests.support.waiting import until
-from tests.support.writing import WRITABLE
+from tests.support.writing import WRITABLE, all_sent
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
@@ -51,7 +51,7 @@ def kernel(mounter: Mounter) -> Mount:
 
 @states(
     "`close` and `fsync` return when the bucket has what was written; an object appears"
-    " whole or not at all."
+    " whole or not at all, but for the empty one by which O_EXCL reserves a name."
 )
 @pytest.mark.parametrize("size", [0, 1, 100_000, 9 << 20, 20_000_001])
 def test_a_closed_file_is_in_the_bucket(steady: tuple[Path, Bucket], size: int) -> None:
@@ -67,7 +67,7 @@ def test_a_closed_file_is_in_the_bucket(steady: tuple[Path, Bucket], size: int) 
 
 @states(
     "`close` and `fsync` return when the bucket has what was written; an object appears"
-    " whole or not at all."
+    " whole or not at all, but for the empty one by which O_EXCL reserves a name."
 )
 def test_fsync_brings_a_file_into_the_bucket_while_it_is_open(
     writable: Mount, bucket: Bucket
@@ -211,6 +211,7 @@ def test_modes_owners_and_times_are_kept(writable: Mount, bucket: Bucket) -> Non
     os.chmod(path, 0o750)
     os.chown(path, 12, 34)
     os.utime(path, ns=(10**18, 10**18 + 5))
+    all_sent(writable)
     head = bucket.client.head_object(Bucket=bucket.name, Key="tool")["Metadata"]
     assert head["mode"] == str(stat.S_IFREG | 0o750)
     assert (head["uid"], head["gid"]) == ("12", "34")
@@ -280,7 +281,10 @@ def test_what_cannot_be_done_is_said(
     assert keys(bucket) == before
 
 
-@states("O_EXCL holds between mounts, where the store knows conditional writes.")
+@states(
+    "O_EXCL holds between mounts, where the store knows conditional writes: of two nodes that "
+    "create one name, one gets EEXIST."
+)
 def test_a_second_mount_cannot_create_what_the_first_has_created_exclusively(
     mounter: Mounter,
 ) -> None:

@@ -151,8 +151,8 @@ def test_space_is_allocated_and_the_file_is_longer(
     ids=["kept size", "punched", "zeroed"],
 )
 @states(
-    "`fallocate` extends, punches and zeroes; under pyfuse3 and in a large object that is "
-    "edited it is EOPNOTSUPP beyond extending."
+    "`fallocate` extends, punches and zeroes; under pyfuse3 it is EOPNOTSUPP beyond extending, "
+    "and in a large object that is edited zeros are written."
 )
 def test_a_range_is_allocated_punched_or_zeroed(
     mount: Mount, path: Path, shared: Bucket, mode: int, expected: bytes

@@ -84,11 +84,20 @@ async def test_a_change_by_name_does_not_wait_for_readers_to_close(
         mutations = process.operations.mutations
         assert mutations is not None
         await mutations.setattr(inode.nodeid, new)
-        stored = mount.store.objects["log"]
         size = 4 if new.size is None else new.size
-        mode = 0o644 if new.mode is None else new.mode
-        assert stored.data == b"line"[:size]
-        assert (stored.info.metadata or {})["mode"] == str(stat.S_IFREG | mode)
+        mode = str(stat.S_IFREG | (0o644 if new.mode is None else new.mode))
+
+        def is_stored() -> bool:
+            stored = mount.store.objects["log"]
+            has_mode = (stored.info.metadata or {})["mode"] == mode
+            return has_mode and stored.data == b"line"[:size]
+
+        # A size is there at once; a mode follows within a second.
+        assert new.size is None or is_stored()
+        landed = trio.Event()
+        mount.store.after = lambda _what, _key: landed.set() if is_stored() else None
+        if not is_stored():
+            await until(landed)
 
 
 async def test_what_waits_is_as_old_as_it_was_under_the_next_process(tmp_path: Path) -> None:

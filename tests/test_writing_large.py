@@ -11,13 +11,17 @@ from typing import Any
 
 import pytest
 
+from fusefs.posix.allocating import KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE, allocate
 from tests.support.buckets import Bucket, keys, stored
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.mounting import Mounter
 from tests.support.semantics import states
+from tests.support.sharing import content
 from tests.support.surviving import keeper_status, serving_pid
 from tests.support.waiting import until
-from tests.support.writing import status, uploads
+from tests.support.writing import WRITABLE, status, uploads
+
+MIB = 1 << 20
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
@@ -217,3 +221,39 @@ def test_whatever_fails_once_on_the_way_into_the_bucket_is_made_good(
     finally:
         faulty.clear()
     assert uploads(bucket) == []
+
+
+@states(
+    "`fallocate` extends, punches and zeroes; under pyfuse3 it is EOPNOTSUPP beyond extending, "
+    "and in a large object that is edited zeros are written."
+)
+def test_a_large_object_that_is_edited_is_punched_zeroed_and_extended(
+    mounter: Mounter, bucket: Bucket
+) -> None:
+    mount = mounter("--session", "kernel", WRITABLE)
+    expected = bytearray(content("edited", 24 * MIB))
+    bucket.put("edited", bytes(expected))
+    path = mount.path / "edited"
+    with open(path, "r+b", buffering=0) as file:
+        size = len(expected)
+        for mode, start, length in (
+            (KEEP_SIZE | PUNCH_HOLE, 9 * MIB + 100, 1_500_000),
+            (KEEP_SIZE | PUNCH_HOLE, 0, 10),
+            (KEEP_SIZE, size, 10_000),
+            (KEEP_SIZE | ZERO_RANGE, size - 5000, 10_000),
+            (KEEP_SIZE | PUNCH_HOLE, size + 100, 10_000),
+            (0, 1 << 20, 1 << 20),
+        ):
+            allocate(file.fileno(), mode, start, length)
+            if mode & ~KEEP_SIZE:
+                stop = min(start + length, size)
+                expected[start:stop] = bytes(max(0, stop - start))
+        assert os.fstat(file.fileno()).st_size == size
+        # What was zeroed by a daemon that was killed is not the object's for the next one.
+        os.kill(serving_pid(mount), signal.SIGKILL)
+        allocate(file.fileno(), ZERO_RANGE, size - 10_000, 30_000)
+        expected[size - 10_000 :] = bytes(30_000)
+        assert os.fstat(file.fileno()).st_size == len(expected)
+        assert os.pread(file.fileno(), 4 * MIB, 8 * MIB) == expected[8 * MIB :][: 4 * MIB]
+    assert stored(bucket, "edited") == bytes(expected)
+    assert path.read_bytes() == bytes(expected)

@@ -16,6 +16,7 @@ from tests.support.buckets import Bucket
 from tests.support.mounting import Mount
 from tests.support.programs import mounted, need, run
 from tests.support.s3_server import ACCESS_KEY, SECRET_KEY
+from tests.support.writing import all_sent
 
 TIME_NS = 1_400_000_000_987_654_321
 
@@ -67,6 +68,7 @@ def check(root: Path) -> None:
 
 def test_s3fs_reads_what_was_written_here(mount: Mount, bucket: Bucket, tmp_path: Path) -> None:
     make(mount.path)
+    all_sent(mount)
     with by_s3fs(bucket, tmp_path) as path:
         check(path)
 

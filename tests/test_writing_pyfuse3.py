@@ -14,7 +14,7 @@ from tests.support.mounting import Mount, Mounter
 from tests.support.s3_server import S3Server
 from tests.support.sharing import mounted
 from tests.support.waiting import until
-from tests.support.writing import WRITABLE, cost, metadata, status
+from tests.support.writing import WRITABLE, all_sent, cost, metadata, status
 
 OPTIONS = ("--session", "pyfuse3", WRITABLE)
 
@@ -46,6 +46,7 @@ def test_attributes_are_set_and_kept(mount: Mount, shared: Bucket) -> None:
     found = path.stat()
     assert (stat.S_IMODE(found.st_mode), found.st_uid, found.st_gid) == (0o640, 3, 4)
     assert found.st_mtime_ns == 10**18 + 7
+    all_sent(mount)
     assert metadata(shared, "attributes")["mtime"] == "1000000000.000000007"
     assert cost(mount, lambda: os.chmod(path, 0o640)) == {}
 

@@ -38,35 +38,48 @@ VICTIMS = (("daemon",), ("daemon",), ("daemon", "pid"), ("pid",))
 
 @dataclass
 class Objects:
-    """What a bucket has, read by S3 alone; what has not changed is not read again."""
+    """What a bucket has, read by S3 alone; what has not changed is not read again.
+
+    A digest is known by the ETag that came with the bytes: between a LIST and
+    a GET the object may have been replaced.
+    """
 
     bucket: Bucket
     _known: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def digests(self) -> dict[str, str]:
-        """{key: SHA-256} without the markers of directories."""
+        """{key: SHA-256} without the markers of directories, and what is gone when it is read."""
         found = {}
         pages = self.bucket.client.get_paginator("list_objects_v2")
         for page in pages.paginate(Bucket=self.bucket.name):
             for one in page.get("Contents", []):
-                if not one["Key"].endswith("/"):
-                    version = (one["Key"], one["ETag"])
-                    if version not in self._known:
-                        self._known[version] = self.digest(one["Key"]) or ""
-                    found[one["Key"]] = self._known[version]
+                key = one["Key"]
+                if not key.endswith("/"):
+                    digest = self._known.get((key, one["ETag"])) or self.digest(key)
+                    if digest is not None:
+                        found[key] = digest
         return found
 
     def digest(self, key: str) -> str | None:
-        content = self.content(key)
-        return None if content is None else hashlib.sha256(content).hexdigest()
+        """SHA-256 of what is there under a key; None if there is nothing."""
+        read = self._read(key)
+        if read is None:
+            return None
+        etag, content = read
+        return self._known.setdefault((key, etag), hashlib.sha256(content).hexdigest())
 
     def content(self, key: str) -> bytes | None:
+        read = self._read(key)
+        return None if read is None else read[1]
+
+    def _read(self, key: str) -> tuple[str, bytes] | None:
+        """ETag and bytes of one version, from one answer."""
         client = self.bucket.client
         try:
-            content: bytes = client.get_object(Bucket=self.bucket.name, Key=key)["Body"].read()
+            answer = client.get_object(Bucket=self.bucket.name, Key=key)
         except client.exceptions.NoSuchKey:
             return None
-        return content
+        return answer["ETag"], answer["Body"].read()
 
     def uploads(self) -> list[object]:
         """The multipart uploads that are under way."""
@@ -153,7 +166,7 @@ def expect_all(programs: list[Program], objects: Objects, mount: Mount) -> None:
     expected: dict[str, str] = {}
     for program in programs:
         expected |= program.held()
-    fusefs("sync", mount.path)
+    come_to_rest(mount)
     assert objects.digests() == expected
     until(lambda: not objects.uploads(), "a multipart upload is left")
 
@@ -207,7 +220,7 @@ def test_what_was_saved_is_there_after_everything_has_died(
             for program in programs:
                 assert program.process.wait(LIMIT_S) == 1, "it saw no error"
         mount.start()
-        fusefs("sync", mount.path)
+        come_to_rest(mount)
         found = objects.digests()
         for program in programs:
             check_what_is_left(program, found, objects)
@@ -215,6 +228,16 @@ def test_what_was_saved_is_there_after_everything_has_died(
         for program in programs:
             os.rename(mount.path / program.name, mount.path / f"{program.name}-of-round-{round}")
     mount.end()
+
+
+def come_to_rest(mount: Mount) -> None:
+    """Wait for all uploads, and for renames that an earlier daemon had begun.
+
+    Those go on in the background: until then their objects are listed under
+    both names, and go one after the other.
+    """
+    fusefs("sync", mount.path)
+    until(lambda: not mount.status()["writing"]["renames"], "a rename is not finished")
 
 
 def check_what_is_left(program: Program, found: dict[str, str], objects: Objects) -> None:

@@ -17,7 +17,7 @@ from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server
 from tests.support.semantics import states
 from tests.support.sharing import mounted
-from tests.support.writing import WRITABLE, cost, metadata, status
+from tests.support.writing import WRITABLE, all_sent, cost, metadata, status
 
 TOLD = ["user.s3.key", "user.s3.etag", "user.s3.storage_class", "user.s3.content_type"]
 # What s3fs 1.91 writes for two attributes, one of them with odd bytes.
@@ -73,8 +73,9 @@ def test_attributes_are_set_listed_read_and_removed(path: Path) -> None:
 @states(
     "Extended attributes `user.*` are kept in the object's metadata (`xattr`), as s3fs writes them."
 )
-def test_the_object_keeps_them_as_s3fs_does(path: Path, shared: Bucket) -> None:
+def test_the_object_keeps_them_as_s3fs_does(mount: Mount, path: Path, shared: Bucket) -> None:
     os.setxattr(path, "user.größe", b"\xff\xfb\xf0")
+    all_sent(mount)
     told = metadata(shared, path.name)["xattr"]
     assert told.isascii()
     assert json.loads(unquote(told)) == {"user.größe": base64.b64encode(b"\xff\xfb\xf0").decode()}

@@ -23,7 +23,7 @@ RIGHTS = [
 class DaemonsProcess:
     """One pod's."""
 
-    def __init__(self, node: Node, name: str) -> None:
+    def __init__(self, node: Node, name: str, before: tuple[str, ...] = ()) -> None:
         self._ready = node.directory / f"{name}.ready"
         self._ready.unlink(missing_ok=True)
         self._socket = node.state / "daemons.sock"
@@ -31,7 +31,7 @@ class DaemonsProcess:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [
-                    *RIGHTS, *node.command, "daemons",
+                    *before, *RIGHTS, *node.command, "daemons",
                     "--state-dir", node.state, "--ready-file", self._ready,
                 ],
                 env={**os.environ, **node.environment}, start_new_session=True, stderr=log,
@@ -70,9 +70,12 @@ def has_ended(pidfd: int) -> bool:
 
 
 @contextmanager
-def daemons_of(node: Node, name: str) -> Iterator[DaemonsProcess]:
-    """One that is ready, and gone at the end whatever happened."""
-    daemons = DaemonsProcess(node, name)
+def daemons_of(node: Node, name: str, before: tuple[str, ...] = ()) -> Iterator[DaemonsProcess]:
+    """One that is ready, and gone at the end whatever happened.
+
+    `before` is a command that starts it, in namespaces of its own say.
+    """
+    daemons = DaemonsProcess(node, name, before)
     try:
         until(lambda: daemons.is_ready, f"it is ready: {daemons.log}")
         yield daemons

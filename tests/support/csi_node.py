@@ -102,7 +102,9 @@ class Node:
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 env={**clean, **self.environment}, start_new_session=True,
             )  # fmt: skip
-        self._channel = grpc.insecure_channel(f"unix:{self.socket}")
+        # A channel of its own connection: the process before this one had the same address.
+        alone = [("grpc.use_local_subchannel_pool", 1)]
+        self._channel = grpc.insecure_channel(f"unix:{self.socket}", alone)
         self.node = csi_pb2_grpc.NodeStub(self._channel)
         self.identity = csi_pb2_grpc.IdentityStub(self._channel)
         self.identity.Probe(csi_pb2.ProbeRequest(), wait_for_ready=True, timeout=PATIENCE_S)
@@ -143,7 +145,7 @@ class Node:
             volume_id=volume, target_path=str(target), readonly=readonly,
             volume_capability=cap or capability(),
             secrets=SECRETS if secrets is None else secrets,
-            volume_context={"store": "main", **context},
+            volume_context={"store": "main", "conditional-writes": "on", **context},
         )  # fmt: skip
 
     def unpublish(self, volume: str, target: Path | str, *, timeout_s: float = PATIENCE_S) -> None:

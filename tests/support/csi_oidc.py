@@ -20,7 +20,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from tests.support.s3_server import GRPC_DISTANCE, S3Server, _die_with_parent, _free_ports
+from tests.support.s3_server import GRPC_DISTANCE, S3Server, _free_ports, die_with_parent
 from tests.support.waiting import until
 
 AUDIENCE = "sts.amazonaws.com"
@@ -152,7 +152,7 @@ def sts_gateway(s3: S3Server, issuer: Issuer, account: str, directory: Path) -> 
             f"-config={s3.data.parent / 'identities.json'}", f"-iam.config={path}",
         ],
         stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-        preexec_fn=_die_with_parent,
+        preexec_fn=die_with_parent,
     ) as process:  # fmt: skip
         try:
             until(lambda: _is_listening(port), "the gateway listens")

@@ -2,7 +2,8 @@
 
 It forwards every request as it is to the real server (the Host header too,
 which the signature covers) and applies what its rules say on the way: another
-answer, a stall, a cut, a lie about If-Match. Rules are looked at in the order
+answer, a stall, a cut, a lie about If-Match, or a request that is held back and
+executed after its client has given it up. Rules are looked at in the order
 in which they were added; the first that fits and is not used up is taken.
 Each request is on record, so that a test can say what must not have been asked.
 
@@ -15,6 +16,8 @@ import contextlib
 import fnmatch
 import http.client
 import io
+import math
+import select
 import socket
 import socketserver
 import threading
@@ -70,6 +73,70 @@ class Request:
 
 
 @dataclass
+class Held:
+    """One request that is held back.
+
+    `status` is the real server's answer, None before it and where the request was
+    dropped. `done` is set when the request has been executed or dropped.
+    """
+
+    operation: str
+    key: str
+    status: int | None = None
+    is_client_gone: bool = False
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class Hold:
+    """Holds requests back, and executes each `for_s` seconds after its connection has ended.
+
+    `for_s` may be a function that chooses the time of each; None holds them until
+    `release`. With `hangs_up` the proxy ends the connection itself, at once or so many
+    seconds after the request has come, which its client sees as a connection that
+    was lost.
+    """
+
+    def __init__(
+        self, for_s: float | Callable[[], float] | None = None, *,
+        hangs_up: bool | Callable[[], float] = False,
+    ) -> None:  # fmt: skip
+        self._for_s = for_s
+        self._hangs_up = hangs_up
+        self.held: list[Held] = []
+        self.released = threading.Event()
+        self.is_dropped = False
+
+    @property
+    def for_s(self) -> float | None:
+        return self._for_s() if callable(self._for_s) else self._for_s
+
+    @property
+    def hang_up_s(self) -> float:
+        """When the proxy hangs up by itself, in seconds; never is infinite."""
+        if callable(self._hangs_up):
+            return self._hangs_up()
+        return 0.0 if self._hangs_up else math.inf
+
+    def add(self, request: Request) -> Held:
+        held = Held(request.operation, request.key)
+        self.held.append(held)
+        return held
+
+    def release(self, limit_s: float = 60.0) -> list[Held]:
+        """Have all that is held executed now; return it once the real server has answered."""
+        self.released.set()
+        for one in self.held:
+            if not one.done.wait(limit_s):
+                raise TimeoutError(f"{one.operation} {one.key} was not executed")
+        return self.held
+
+    def drop(self) -> None:
+        """Forget all that is held."""
+        self.is_dropped = True
+        self.released.set()
+
+
+@dataclass
 class Rule:
     """What happens to the requests that fit; `times` None means to all of them.
 
@@ -77,12 +144,16 @@ class Rule:
     `stall` (silence until the client gives up or the test says `release`),
     `cut_after` and `stall_after` (the body breaks off, or stops, after so many
     bytes), `short` (a body with so many bytes, told as whole). `ignore_if_match`
-    takes the header away. `headers` go with an answer of the rule's own. Of a
-    request with a body: `cut_request_after` hangs up when so many bytes of it
-    have come, `corrupt` changes one of them on the way, and `lose_answer` hangs
-    up when the real server has answered. `before` is called before the request
+    takes the header away, `ignored_header` the one of that name. `headers` go with an
+    answer of the rule's own, which comes after the real server's if `is_done`. Of a
+    request with a body: `cut_request_after` hangs up when so many bytes of it have
+    come, `corrupt` changes one of them on the way, and `lose_answer` hangs up when
+    the real server has answered. `before` is called before the request
     goes on, `at` (a number of body bytes, and what to call then) in the middle
-    of the answer. `delay_s` comes before all.
+    of the answer. `delay_s` comes before all. `hold` keeps the request back until
+    its client is gone, and later. With `above_per_s` the rule is only for requests
+    above that rate (a tenth of a second's worth may come at once); `used` does not
+    count those that it lets pass.
     """
 
     operation: str = "*"
@@ -96,7 +167,9 @@ class Rule:
     stall_after: int | None = None
     short: int | None = None
     ignore_if_match: bool = False
+    ignored_header: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
+    is_done: bool = False
     cut_request_after: int | None = None
     corrupt: bool = False
     lose_answer: bool = False
@@ -104,7 +177,11 @@ class Rule:
     at: tuple[int, Callable[[], None]] | None = None
     delay_s: float = 0.0
     bytes_per_s: float | None = None
+    hold: Hold | None = None
+    above_per_s: float | None = None
     used: int = 0
+    _tokens: float = 0.0
+    _filled: float = 0.0
     _released: threading.Event = field(default_factory=threading.Event)
 
     def fits(self, request: Request) -> bool:
@@ -114,9 +191,24 @@ class Rule:
             request.key, self.key
         )
 
+    def is_due(self) -> bool:
+        """Whether a request that fits is above the rate."""
+        if self.above_per_s is None:
+            return True
+        now = time.monotonic()
+        room = max(1.0, self.above_per_s / 10)
+        self._tokens = min(room, self._tokens + (now - self._filled) * self.above_per_s)
+        self._filled = now
+        if self._tokens < 1:
+            return True
+        self._tokens -= 1
+        return False
+
     def release(self) -> None:
-        """Let what stalls go on."""
+        """Let what stalls go on; what is held back is forgotten."""
         self._released.set()
+        if self.hold is not None:
+            self.hold.drop()
 
     def wait_for_release(self) -> None:
         self._released.wait(60)
@@ -159,6 +251,15 @@ class FaultyS3:
         with self._lock:
             self._rules.append(rule)
         return rule
+
+    def hold(
+        self, operation: str, key: str, for_s: float | Callable[[], float] | None = None,
+        *, times: int | None = 1, hangs_up: bool | Callable[[], float] = False,
+    ) -> Hold:  # fmt: skip
+        """Add a rule that holds requests back."""
+        hold = Hold(for_s, hangs_up=hangs_up)
+        self.add(operation, key, times=times, hold=hold)
+        return hold
 
     def remove(self, rule: Rule) -> None:
         rule.release()
@@ -204,7 +305,8 @@ class FaultyS3:
         """Put a request on record and find what is to be done to it."""
         with self._lock:
             self._requests.append(request)
-            rule = next((rule for rule in self._rules if rule.fits(request)), None)
+            fitting = (rule for rule in self._rules if rule.fits(request) and rule.is_due())
+            rule = next(fitting, None)
             if rule is None:
                 return Rule()
             rule.used += 1
@@ -252,18 +354,28 @@ class _Client(socketserver.StreamRequestHandler):
         parts = urlsplit(target)
         query = {name: values[0] for name, values in parse_qs(parts.query, True).items()}
         key = unquote(parts.path).partition("/")[2].partition("/")[2]
-        rule = owner.note(Request(method, key, query, headers))
+        request = Request(method, key, query, headers)
+        rule = owner.note(request)
         body = self._take_body(headers, rule)
         time.sleep(rule.delay_s)
         if rule.before is not None:
             rule.before()
         if rule.stall:
             rule.wait_for_release()
+        if rule.hold is not None:
+            self._hold(owner, rule, request, (method, target, body, headers))
+            return
         if rule.code is not None or rule.status is not None or rule.body is not None:
+            if rule.is_done:
+                self._ask(upstream, method, target, body, headers).read()
             self._answer(method, rule)
             return
         if rule.ignore_if_match and "if-match" in headers:
             headers = self._signed_anew(owner, method, target, headers)
+        if rule.ignored_header in headers:
+            headers = self._signed_without(
+                owner, method, target, headers, body, rule.ignored_header
+            )
         answer = self._ask(upstream, method, target, body, headers)
         if rule.lose_answer:
             answer.read()
@@ -280,6 +392,48 @@ class _Client(socketserver.StreamRequestHandler):
         body = self.rfile.read(length)
         return bytes([body[0] ^ 1]) + body[1:] if rule.corrupt else body
 
+    def _hold(
+        self, owner: FaultyS3, rule: Rule, request: Request,
+        what: tuple[str, str, bytes, dict[str, str]],
+    ) -> None:  # fmt: skip
+        """Execute a request late, and answer it if its client is there still."""
+        hold = rule.hold
+        assert hold is not None
+        held = hold.add(request)
+        try:
+            for_s = hold.for_s
+            held.is_client_gone = self._has_ended(hold.released, hold.hang_up_s)
+            hold.released.wait(60.0 if for_s is None else for_s)
+            if hold.is_dropped:
+                raise _HangUpError
+            with contextlib.closing(http.client.HTTPConnection(owner.upstream, timeout=60)) as late:
+                answer = self._ask(late, *what)
+                held.status = answer.status
+                if held.is_client_gone:
+                    raise _HangUpError
+                self._pass_on(request.method, answer, rule)
+        finally:
+            held.done.set()
+
+    def _has_ended(self, released: threading.Event, hang_up_s: float) -> bool:
+        """Wait for the end of the client's connection, or for a release; tell whether it ended.
+
+        After `hang_up_s` seconds it is ended from here.
+        """
+        poll = select.poll()
+        poll.register(self.connection, select.POLLIN | select.POLLRDHUP)
+        hangs_up_at = time.monotonic() + hang_up_s
+        while not released.is_set():
+            if time.monotonic() >= hangs_up_at:
+                self.connection.shutdown(socket.SHUT_RDWR)
+                return True
+            if poll.poll(50):
+                try:
+                    return not self.connection.recv(1, socket.MSG_PEEK)
+                except OSError:
+                    return True
+        return False
+
     def _signed_anew(
         self, owner: FaultyS3, method: str, target: str, headers: dict[str, str]
     ) -> dict[str, str]:
@@ -290,6 +444,22 @@ class _Client(socketserver.StreamRequestHandler):
 
         kept = {"host": owner.upstream, "range": headers["range"]}
         request = AWSRequest(method, f"http://{owner.upstream}{target}", headers=kept)
+        S3SigV4Auth(Credentials(ACCESS_KEY, SECRET_KEY), "s3", REGION).add_auth(request)
+        return dict(request.headers.items())
+
+    def _signed_without(
+        self, owner: FaultyS3, method: str, target: str, headers: dict[str, str], body: bytes,
+        name: str,
+    ) -> dict[str, str]:  # fmt: skip
+        """The request without a header, which the old signature covers."""
+        from botocore.auth import S3SigV4Auth
+        from botocore.awsrequest import AWSRequest
+        from botocore.credentials import Credentials
+
+        old = {name, "authorization", "x-amz-date", "x-amz-content-sha256"}
+        kept = {known: value for known, value in headers.items() if known not in old}
+        kept["host"] = owner.upstream
+        request = AWSRequest(method, f"http://{owner.upstream}{target}", headers=kept, data=body)
         S3SigV4Auth(Credentials(ACCESS_KEY, SECRET_KEY), "s3", REGION).add_auth(request)
         return dict(request.headers.items())
 

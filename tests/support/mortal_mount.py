@@ -44,6 +44,7 @@ from fusefs.store.base import (
     ObjectVersion,
 )
 from fusefs.store.errors import ExistsError, NotFoundError, StaleVersionError, StoreError
+from fusefs.store.fencing import ChangeToken, TokenSource
 
 SECOND_NS = 1_000_000_000
 
@@ -61,12 +62,16 @@ class Stored:
 class MemoryStore:
     """A bucket in memory. Each change is a second after the one before.
 
+    It has no tokens in its objects, and of conditions it knows IF_ABSENT and
+    ETags of deletes.
+
     `before` and `after` are called around each request with its name and key,
     and may raise. `page_size` is the most that one answer lists.
     """
 
     def __init__(self) -> None:
         self.objects: dict[str, Stored] = {}
+        self.tokens = TokenSource()
         self.asked: list[tuple[str, str]] = []
         self.before: Callable[[str, str], None] = lambda _what, _key: None
         self.after: Callable[[str, str], None] = lambda _what, _key: None
@@ -139,6 +144,7 @@ class MemoryStore:
     async def put_file(
         self, key: str, fd: int, size: int, *, metadata: Mapping[str, str],
         content_type: str | None, condition: Condition = None,
+        token: ChangeToken | None = None,
     ) -> ObjectInfo:  # fmt: skip
         async with self._request("PUT", key):
             if condition == IF_ABSENT and key in self.objects:
@@ -149,7 +155,7 @@ class MemoryStore:
     async def copy(
         self, source: ObjectInfo | ObjectVersion, key: str, *,
         metadata: Mapping[str, str] | None = None, keeps_mtime: bool = False,
-        condition: Condition = None,
+        condition: Condition = None, token: ChangeToken | None = None, is_own: bool = False,
     ) -> ObjectInfo:  # fmt: skip
         version = source.version if isinstance(source, ObjectInfo) else source
         async with self._request("COPY", key):
@@ -165,11 +171,18 @@ class MemoryStore:
             self.put(key, found.data, **said)
         return self._get(key).info
 
-    async def delete(self, key: str) -> None:
+    async def delete(self, key: str, etag: str | None = None, *, adopts: bool = False) -> None:
         async with self._request("DELETE", key):
-            self.objects.pop(key, None)
+            self._remove(key, None if adopts else etag)
 
-    async def delete_many(self, keys: Iterable[str]) -> list[DeleteFailure]:
+    def _remove(self, key: str, etag: str | None) -> None:
+        """Remove an object, unless it has another ETag than a known one."""
+        if key in self.objects and etag in (None, self.objects[key].info.etag):
+            del self.objects[key]
+
+    async def delete_many(
+        self, keys: Iterable[str], etags: Mapping[str, str] | None = None
+    ) -> list[DeleteFailure]:
         failures: list[DeleteFailure] = []
         await trio.lowlevel.checkpoint()
         self.asked.append(("DELETES", ""))
@@ -179,7 +192,7 @@ class MemoryStore:
             except StoreError as error:
                 failures.append(DeleteFailure(key, error))
                 continue
-            self.objects.pop(key, None)
+            self._remove(key, (etags or {}).get(key))
             self.after("DELETED", key)
         return failures
 

@@ -139,13 +139,22 @@ def _object(bucket: Bucket, key: str) -> Entry:
     return Entry("file", digest(content), stat.S_IMODE(mode))
 
 
+def different(before: Tree, after: Tree) -> dict[str, tuple[Entry | None, Entry | None]]:
+    """What differs between two trees, by path."""
+    return {
+        path: (before.get(path), after.get(path))
+        for path in sorted({*before, *after})
+        if before.get(path) != after.get(path)
+    }
+
+
 def check_what_is_left(mount: Mount, bucket: Bucket, folder: str) -> Tree:
     """Mount again, and compare what was seen before with it and with the bucket."""
     before = tree(mount.path / folder)
     mount.end()
     mount.start()
     after = tree(mount.path / folder)
-    assert names_and_contents(after) == names_and_contents(before)
+    assert not (odd := different(names_and_contents(before), names_and_contents(after))), odd
     assert times_of_contents(after) == times_of_contents(before)
     assert in_bucket(bucket, f"{folder}/") == names_and_contents(before)
     assert not bucket.client.list_multipart_uploads(Bucket=bucket.name).get("Uploads")

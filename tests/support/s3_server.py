@@ -65,6 +65,10 @@ class S3Server:
         return self._directory / "data"
 
     @property
+    def _log(self) -> Path:
+        return self._directory / "weed.log"
+
+    @property
     def endpoint_url(self) -> str:
         return f"http://127.0.0.1:{self._ports[3]}"
 
@@ -103,10 +107,10 @@ class S3Server:
             "-s3.port.lance=0", "-master.telemetry=false", "-volume.max=2000",
             "-master.volumeSizeLimitMB=1024", "-volume.minFreeSpace=0", f"-s3.domainName={DOMAIN}",
         ]  # fmt: skip
-        with (self._directory / "weed.log").open("ab") as log:
+        with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                start_new_session=True, preexec_fn=_die_with_parent,
+                start_new_session=True, preexec_fn=die_with_parent,
                 # One volume to a bucket; with the usual seven a hundred are soon used up.
                 env={**os.environ, "WEED_MASTER_VOLUME_GROWTH_COPY_1": "1"},
             )  # fmt: skip
@@ -160,12 +164,13 @@ class S3Server:
             except (BotoCoreError, ClientError) as error:
                 assert self._process is not None
                 if self._process.poll() is not None or time.monotonic() > deadline:
-                    log = (self._directory / "weed.log").read_text(errors="replace")
+                    log = self._log.read_text(errors="replace") if self._log.exists() else ""
                     raise ServerError(f"the S3 server did not start: {log[-300:]}") from error
             time.sleep(0.1)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """Have this process killed when its parent ends."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -313,3 +313,20 @@ _ATTEMPTS: dict[str, Callable[[int], None]] = {
     "environ": _open("environ"),
     "fd": _list_descriptors,
 }
+
+
+# --- looks at processes -----------------------------------------------------------
+
+
+def look(standin: Standin) -> dict[str, Any]:
+    """Not an attack: what this process sees of others, and what the keeper says of them."""
+    from fusefs.kernel import callers
+
+    pids = standin.settings["looked_at"]
+    standin.say(keeper_wire.SERVING, 1, keeper_wire.ABILITIES)
+    namespace = standin.hear(keeper_wire.ABLE).b
+    fates = []
+    for pid in pids:
+        standin.say(keeper_wire.LOOK, 5, pid)
+        fates.append(standin.hear(keeper_wire.LOOKED).b)
+    return {"namespace": namespace, "fates": fates, "own": [callers.fate(pid) for pid in pids]}

@@ -82,8 +82,9 @@ class Standin:
                 self.misbehave("prepared")
             self.take()
             self.misbehave("taken")
-            self.write(0, 7)  # FUSE_NOTIFY_RESEND
-        self.say(keeper_wire.SERVING, int(self.behaviour.get("has_resend", True)))
+            if self.has_resend:
+                self.write(0, 7)  # FUSE_NOTIFY_RESEND
+        self.say(keeper_wire.SERVING, int(self.has_resend))
         os.write(1, b'{"ready": true}\n')
         os.close(1)
         if state == keeper_wire.FRESH:
@@ -91,6 +92,10 @@ class Standin:
             self.misbehave("after_serving")
             self.attack()
         self.tell_facts()
+
+    @property
+    def has_resend(self) -> bool:
+        return bool(self.behaviour.get("has_resend", True))
 
     def attack(self) -> None:
         name = self.behaviour.get("attack")
@@ -143,6 +148,7 @@ class Standin:
         message = self.hear(keeper_wire.TAKE)
         self.fuse = message.fd
         self.facts["is_lingering"] = bool(message.b)
+        self.facts["is_all_answered"] = bool(message.c)
         for _ in range(message.a):
             entry = self.hear(keeper_wire.ENTRY)
             self.table[entry.a] = (entry.b, entry.c)

@@ -27,9 +27,15 @@ class TlsDoor:
 
 
 @contextlib.contextmanager
-def tls_door(upstream: str, directory: Path) -> Iterator[TlsDoor]:
-    """Forward connections to `upstream`, an http URL."""
-    authority = _make_certificates(directory)
+def tls_door(
+    upstream: str, directory: Path, *, is_own_authority: bool = False, name: str = "IP:127.0.0.1"
+) -> Iterator[TlsDoor]:
+    """Forward connections to `upstream`, an http URL.
+
+    The server's certificate is for `name`; with `is_own_authority` it has signed itself.
+    """
+    make = _make_own_authority if is_own_authority else _make_certificates
+    authority = make(directory, name)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(directory / "server.pem", directory / "server.key")
     parts = urlsplit(upstream)
@@ -43,22 +49,40 @@ def tls_door(upstream: str, directory: Path) -> Iterator[TlsDoor]:
         thread.join()
 
 
-def _make_certificates(directory: Path) -> Path:
+_KEY = ("-newkey", "rsa:2048", "-nodes")
+
+
+def _openssl(directory: Path, *arguments: str) -> None:
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("needs openssl")
+    subprocess.run([openssl, *arguments], cwd=directory, check=True, capture_output=True)
 
-    def run(*arguments: str) -> None:
-        subprocess.run([openssl, *arguments], cwd=directory, check=True, capture_output=True)
 
-    key = ("-newkey", "rsa:2048", "-nodes")
-    run("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=test", "-days",
-        "30", "-addext", "keyUsage=critical,keyCertSign")  # fmt: skip
-    run("req", *key, "-keyout", "server.key", "-out", "server.csr", "-subj", "/CN=127.0.0.1")
-    (directory / "names").write_text("subjectAltName=IP:127.0.0.1\n")
-    run("x509", "-req", "-in", "server.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial",
-        "-out", "server.pem", "-days", "30", "-extfile", "names")  # fmt: skip
+def _make_certificates(directory: Path, name: str) -> Path:
+    _openssl(
+        directory, "req", "-x509", *_KEY, "-keyout", "ca.key", "-out", "ca.pem", "-subj",
+        "/CN=test", "-days", "30", "-addext", "keyUsage=critical,keyCertSign",
+    )  # fmt: skip
+    _openssl(
+        directory, "req", *_KEY, "-keyout", "server.key", "-out", "server.csr", "-subj",
+        "/CN=127.0.0.1",
+    )  # fmt: skip
+    (directory / "names").write_text(f"subjectAltName={name}\n")
+    _openssl(
+        directory, "x509", "-req", "-in", "server.csr", "-CA", "ca.pem", "-CAkey", "ca.key",
+        "-CAcreateserial", "-out", "server.pem", "-days", "30", "-extfile", "names",
+    )  # fmt: skip
     return directory / "ca.pem"
+
+
+def _make_own_authority(directory: Path, name: str) -> Path:
+    """What `openssl req -x509` makes by default: basicConstraints=critical,CA:TRUE."""
+    _openssl(
+        directory, "req", "-x509", *_KEY, "-keyout", "server.key", "-out", "server.pem", "-subj",
+        "/CN=127.0.0.1", "-days", "30", "-addext", f"subjectAltName={name}",
+    )  # fmt: skip
+    return directory / "server.pem"
 
 
 def _serve(listener: socket.socket, context: ssl.SSLContext, address: tuple[str, int]) -> None:

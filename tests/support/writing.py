@@ -8,6 +8,7 @@ from typing import Any
 from fusefs import control, mounts
 from tests.support.buckets import Bucket
 from tests.support.mounting import Mount
+from tests.support.waiting import until
 
 WRITABLE = "--no-read-only"
 
@@ -32,6 +33,11 @@ def metadata(bucket: Bucket, key: str) -> dict[str, str]:
 def status(mount: Mount) -> dict[str, Any]:
     """As `mount.status`, without a process; one would close copies of open files."""
     return control.request(mounts.mount_directory(mount.path) / "status.sock", "status", 30)
+
+
+def all_sent(mount: Mount) -> None:
+    """Wait until the bucket has everything, attributes as well."""
+    until(lambda: not pending(mount), "the bucket has everything")
 
 
 def cost(mount: Mount, call: Callable[[], object]) -> dict[str, int]:

@@ -1,0 +1,17 @@
+"""The variables that say which certificates are trusted and which proxies are used."""
+
+from __future__ import annotations
+
+import pytest
+
+CERTIFICATES = ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR")
+PROXIES = tuple(
+    name for upper in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
+    for name in (upper, upper.lower())
+)  # fmt: skip
+
+
+def clear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have this machine's own not matter."""
+    for name in (*CERTIFICATES, *PROXIES):
+        monkeypatch.delenv(name, raising=False)

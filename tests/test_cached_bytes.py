@@ -1,0 +1,279 @@
+"""A cache disk that returns other bytes than were written to it: they are noticed and not used."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from fusefs.cache.checksums import unpack
+from tests.support.buckets import Bucket, keys, stored
+from tests.support.damage import cached, flip
+from tests.support.faulty_s3 import FaultyS3
+from tests.support.mounting import Mount, Mounter, fusefs
+from tests.support.semantics import states
+from tests.support.surviving import keeper_status, serving_pid
+from tests.support.waiting import until
+from tests.support.writing import WRITABLE
+
+MIB = 1 << 20
+SMALL = random.Random(1).randbytes(50_000)
+LARGE = random.Random(2).randbytes(20 * MIB + 77)
+
+
+def differed(mount: Mount) -> int:
+    count: int = mount.status()["integrity"]["differed_files"]
+    return count
+
+
+def is_summed(mount: Mount) -> bool:
+    """Whether the catalog has a checksum of all bytes that it knows of."""
+    return mount.is_recorded() and all(
+        known == summed for known, summed in map(both, mount.cache.glob("*/catalog.sqlite3"))
+    )
+
+
+def replace_daemon(mount: Mount) -> None:
+    """Kill the daemon, and wait for the next one."""
+    restarts = keeper_status(mount)["restarts"]
+    os.kill(serving_pid(mount), signal.SIGKILL)
+    until(lambda: keeper_status(mount)["restarts"] > restarts, "the keeper saw no death")
+    serving_pid(mount)
+
+
+def both(path: Path) -> tuple[int, int]:
+    """The bytes on record, and those of them with a checksum."""
+    with closing(sqlite3.connect(path)) as db:
+        known = db.execute("SELECT bytes FROM total").fetchone()[0]
+        packed = db.execute("SELECT sums FROM sums").fetchall()
+    sizes = (one.stop - one.start for (sums,) in packed for one in unpack(sums))
+    return known, sum(sizes)
+
+
+@states(
+    "Cached bytes have checksums: a file of up to 16 MiB is compared with them when it is first"
+    " opened after the daemon's start, and what an edit needs before it is copied. What differs is"
+    " fetched again from the bucket."
+)
+def test_a_flipped_byte_is_not_read_after_the_next_start(
+    bucket: Bucket, mount: Callable[..., Mount]
+) -> None:
+    bucket.put("small", SMALL)
+    bucket.put("large", LARGE[: 9 * MIB])
+    made = mount()
+    assert (made.path / "small").read_bytes() == SMALL
+    assert (made.path / "large").read_bytes() == LARGE[: 9 * MIB]
+    made.end()
+    for path in cached(made.cache):
+        flip(path, 40_000)
+    made.start()
+    assert (made.path / "small").read_bytes() == SMALL
+    assert (made.path / "large").read_bytes() == LARGE[: 9 * MIB]
+    assert differed(made) == 2
+    assert "small" in " ".join(made.status()["integrity"]["latest"])
+    assert "fetched again" in made.log.read_text()
+
+
+def test_what_did_not_change_is_not_fetched_again(
+    bucket: Bucket, mount: Callable[..., Mount]
+) -> None:
+    bucket.put("small", SMALL)
+    made = mount()
+    assert (made.path / "small").read_bytes() == SMALL
+    made.end()
+    made.start()
+    assert (made.path / "small").read_bytes() == SMALL
+    assert made.status()["s3"]["gets"] == 0
+
+
+@pytest.mark.parametrize("size", [50_000, 20 * MIB + 77])
+def test_a_flipped_byte_does_not_reach_the_bucket_through_an_edit(
+    bucket: Bucket, mount: Callable[..., Mount], size: int
+) -> None:
+    bucket.put("file", LARGE[:size])
+    made = mount(WRITABLE)
+    path = made.path / "file"
+    assert path.read_bytes() == LARGE[:size]
+    (copy,) = cached(made.cache)
+    flip(copy, 8_000)
+    with path.open("r+b") as file:
+        file.seek(9_000)
+        file.write(b"edited")
+    expected = LARGE[:9_000] + b"edited" + LARGE[9_006:size]
+    assert stored(bucket, "file") == expected
+    assert path.read_bytes() == expected
+    assert differed(made) == 1
+
+
+def test_an_edit_that_needs_damaged_bytes_without_the_store_fails(
+    bucket: Bucket, mounter: Mounter, faulty: FaultyS3
+) -> None:
+    bucket.put("file", SMALL)
+    made = mounter(
+        WRITABLE, "--retry-time", "1s", "--metadata-ttl", "indefinite",
+        endpoint_url=faulty.endpoint_url,
+    )  # fmt: skip
+    path = made.path / "file"
+    assert path.read_bytes() == SMALL
+    (copy,) = cached(made.cache)
+    flip(copy, 8_000)
+    faulty.add("GET", status=500)
+    with pytest.raises(OSError, match="Input/output error"):
+        path.open("r+b")
+    faulty.clear()
+    assert stored(bucket, "file") == SMALL
+    assert path.read_bytes() == SMALL
+
+
+@pytest.mark.parametrize("size", [50_000, 3 * MIB])
+def test_what_was_written_here_is_compared_as_well(
+    bucket: Bucket, mount: Callable[..., Mount], size: int
+) -> None:
+    made = mount(WRITABLE)
+    path = made.path / "file"
+    path.write_bytes(LARGE[:size])
+    until(lambda: is_summed(made), "checksums of what was written")
+    made.end()
+    (copy,) = cached(made.cache)
+    flip(copy, size - 1)
+    made.start()
+    assert path.read_bytes() == LARGE[:size]
+    assert differed(made) == 1
+
+
+def test_sums_go_along_with_a_rename(bucket: Bucket, mount: Callable[..., Mount]) -> None:
+    bucket.put("file", SMALL)
+    made = mount(WRITABLE)
+    assert (made.path / "file").read_bytes() == SMALL
+    (made.path / "file").rename(made.path / "renamed")
+    made.end()
+    (copy,) = cached(made.cache)
+    flip(copy)
+    made.start()
+    assert (made.path / "renamed").read_bytes() == SMALL
+    assert differed(made) == 1
+
+
+@states(
+    "A file that is open by passthrough when its cached copy is found to be damaged keeps that copy"
+    " until it is closed; every later open reads the bucket's bytes."
+)
+def test_an_open_file_goes_on_when_its_cached_copy_is_dropped(
+    bucket: Bucket, passthrough: Mounter
+) -> None:
+    bucket.put("file", SMALL)
+    made = passthrough(WRITABLE)
+    path = made.path / "file"
+    assert path.read_bytes() == SMALL
+    with path.open("rb", buffering=0) as held:
+        (copy,) = cached(made.cache)
+        flip(copy, 30_000)
+        with path.open("r+b") as file:
+            file.write(b"edited")
+        assert os.pread(held.fileno(), 100, 0) == SMALL[:100]
+        with path.open("rb") as again:
+            assert again.read() == b"edited" + SMALL[6:]
+        assert os.pread(held.fileno(), 100, 0) == SMALL[:100]
+    assert stored(bucket, "file") == b"edited" + SMALL[6:]
+
+
+def test_the_next_daemon_compares_what_the_kernel_has_registered(
+    bucket: Bucket, passthrough: Mounter
+) -> None:
+    bucket.put("file", SMALL)
+    made = passthrough()
+    path = made.path / "file"
+    with path.open("rb", buffering=0) as held:
+        assert held.read() == SMALL
+        until(lambda: is_summed(made), "checksums on record")
+        replace_daemon(made)
+        (copy,) = cached(made.cache)
+        flip(copy, 30_000)
+        assert path.read_bytes() == SMALL
+        assert differed(made) == 1
+        # The next one knows the dropped file by the handle alone.
+        replace_daemon(made)
+        assert os.pread(held.fileno(), 100, 0) == SMALL[:100]
+        assert path.read_bytes() == SMALL
+    assert path.read_bytes() == SMALL
+
+
+def test_two_mounts_of_one_cache_compare_the_same_sums(bucket: Bucket, mounter: Mounter) -> None:
+    bucket.put("file", SMALL)
+    one = mounter()
+    assert (one.path / "file").read_bytes() == SMALL
+    until(lambda: is_summed(one), "checksums on record")
+    (copy,) = cached(one.cache)
+    flip(copy, 30_000)
+    other = mounter()
+    assert (other.path / "file").read_bytes() == SMALL
+    assert differed(other) == 1
+
+
+def test_a_catalog_without_sums_goes_on_and_gets_them(bucket: Bucket, mounter: Mounter) -> None:
+    bucket.put("file", SMALL)
+    made = mounter()
+    assert (made.path / "file").read_bytes() == SMALL
+    made.end()
+    (catalog,) = made.cache.glob("*/catalog.sqlite3")
+    with closing(sqlite3.connect(catalog)) as db:
+        db.execute("DROP TABLE sums")
+        db.commit()
+    made.start()
+    assert (made.path / "file").read_bytes() == SMALL
+    assert made.status()["s3"]["gets"] == 0
+    until(lambda: is_summed(made), "checksums of what had none")
+    made.end()
+    (copy,) = cached(made.cache)
+    flip(copy)
+    made.start()
+    assert (made.path / "file").read_bytes() == SMALL
+    assert differed(made) == 1
+
+
+@states(
+    "What was closed and could not be uploaded yet has a checksum as well (but for an edit of a"
+    " large object): if its bytes on the local disk differ they are kept and not uploaded, and"
+    " `fusefs status` and the log say so."
+)
+@pytest.mark.parametrize("durability", ["local", "bucket"])
+def test_what_was_never_uploaded_and_differs_is_kept_and_not_uploaded(
+    bucket: Bucket, mounter: Mounter, faulty: FaultyS3, durability: str
+) -> None:
+    made = mounter(
+        WRITABLE, "--durability", durability, "--retry-time", "1s",
+        endpoint_url=faulty.endpoint_url,
+    )  # fmt: skip
+    faulty.add("PUT", status=500)
+    path = made.path / "file"
+    with contextlib.suppress(OSError):
+        path.write_bytes(SMALL)
+    until(lambda: failure(made), "an upload that failed")
+    found = made.cache.glob("mounts/*/staging/*/*")
+    (staged,) = (one for one in found if one.name.isdecimal())
+    # While no daemon is about to send it.
+    fusefs("umount", made.path, check=False)
+    flip(staged, 30_000)
+    faulty.clear()
+    made.start()
+    until(lambda: "differs from what was written" in failure(made), "the damage is noticed")
+    assert keys(bucket) == []
+    verified = fusefs("verify", made.path, check=False)
+    assert verified.returncode == 1
+    assert "differs from what was written" in verified.stdout
+    path.write_bytes(SMALL)
+    fusefs("sync", made.path)
+    assert stored(bucket, "file") == SMALL
+
+
+def failure(mount: Mount) -> str:
+    """What the first file that is not in the bucket has failed with; empty if nothing has."""
+    pending = mount.status()["writing"]["pending"]
+    return str(pending[0]["error"] or "") if pending else ""

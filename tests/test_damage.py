@@ -1,0 +1,126 @@
+"""Mounts whose journal is damaged: an end that says why, and never wrong content."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from fusefs.posix import records
+from tests.support.buckets import Bucket, stored
+from tests.support.mounting import Mount, Mounter
+from tests.support.semantics import states
+from tests.support.surviving import expect_not_connected, serving_pid
+from tests.support.waiting import until
+from tests.support.writing import WRITABLE
+
+NAMES = [f"d/f{number:02}" for number in range(40)]
+
+
+def content(name: str) -> bytes:
+    return random.Random(name).randbytes(5000)
+
+
+@pytest.fixture
+def mount(bucket: Bucket, mounter: Mounter) -> Mount:
+    """Its journal tells of forty files, of which some have been renamed and removed."""
+    for name in NAMES[:30]:
+        bucket.put(name, content(name))
+    made = mounter("--session", "kernel", WRITABLE)
+    told = made.status()["survival"]
+    if not told["on"]:
+        pytest.skip(told["why"])
+    for name in NAMES[30:]:
+        (made.path / name).write_bytes(content(name))
+    (made.path / NAMES[3]).rename(made.path / "other")
+    (made.path / NAMES[4]).unlink()
+    (made.path / NAMES[5]).rename(made.path / NAMES[3])
+    read(made)
+    return made
+
+
+def read(mount: Mount) -> None:
+    for name in os.listdir(mount.path / "d"):
+        was = NAMES[5] if name == Path(NAMES[3]).name else f"d/{name}"
+        assert (mount.path / "d" / name).read_bytes() == content(was)
+
+
+def journal(mount: Mount) -> Path:
+    [path] = mount.cache.glob("mounts/*/journal")
+    return path
+
+
+def end_of(path: Path) -> int:
+    """Where the last record of a log ends."""
+    *_, last = records.parse(path.read_bytes())
+    return last.stop
+
+
+def expect_damage(mount: Mount, path: Path) -> None:
+    """The mount ends, its log says why, and the next one has everything."""
+    expect_not_connected(mount)
+    line = f"{path} is damaged"
+    until(lambda: line in mount.log.read_text(), "the reason in the log")
+    assert "up to byte" in mount.log.read_text()
+    mount.force()
+    mount.start()
+    read(mount)
+    assert (mount.path / "other").read_bytes() == content(NAMES[3])
+    assert sorted(os.listdir(mount.path / "d")) == sorted(
+        Path(name).name for name in NAMES if name not in (NAMES[4], NAMES[5])
+    )
+
+
+@states(
+    "A mount whose journal is damaged ends with ENOTCONN when its daemon dies, and the log says"
+    " which byte of which file is wrong; it never shows one file's content for another's."
+)
+@pytest.mark.parametrize("place", ["any", "last"])
+def test_a_changed_byte_in_the_journal_ends_the_mount(
+    mount: Mount, bucket: Bucket, place: str
+) -> None:
+    path = journal(mount)
+    pid = serving_pid(mount)
+    os.kill(pid, signal.SIGSTOP)  # so that no record comes behind the last one
+    end = end_of(path)
+    at = end - 1 if place == "last" else random.randrange(records.HEADER_SIZE, end)
+    with path.open("r+b") as file:
+        file.seek(at)
+        [byte] = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ random.randrange(1, 256)]))
+    os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(OSError):  # while it ends; what is read is right
+        read(mount)
+    expect_damage(mount, path)
+    assert stored(bucket, NAMES[35]) == content(NAMES[35])
+
+
+def test_a_journal_that_is_cut_ends_the_mount(mount: Mount) -> None:
+    """The daemon itself dies of it: the file is mapped, and no longer there."""
+    path = journal(mount)
+    pid = serving_pid(mount)
+    os.kill(pid, signal.SIGSTOP)
+    os.truncate(path, random.randrange(records.HEADER_SIZE, end_of(path)))
+    os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(OSError):
+        read(mount)
+    expect_damage(mount, path)
+
+
+def test_a_whole_journal_goes_on_after_any_kill(mount: Mount) -> None:
+    """Killed while it writes records; each daemon reads what the last one wrote."""
+    for _ in range(3):
+        pid = serving_pid(mount)
+        for name in NAMES[10:15]:
+            (mount.path / name).stat()
+        (mount.path / "new").write_bytes(b"new")
+        os.kill(pid, signal.SIGKILL)
+        (mount.path / "new").unlink()
+        until(lambda pid=pid: serving_pid(mount) != pid, "another daemon")
+        read(mount)
+    assert "is damaged" not in mount.log.read_text()

@@ -1,0 +1,231 @@
+"""A program that is killed while it rewrites an object: what it did not close replaces nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.buckets import Bucket, stored
+from tests.support.mortal_mount import MortalMount
+from tests.support.mounting import Mount
+from tests.support.s3_server import S3Server
+from tests.support.semantics import states
+from tests.support.sharing import PATIENCE_S, content, mounted, python
+from tests.support.waiting import until
+from tests.support.writing import WRITABLE, status, uploads
+
+MIB = 1 << 20
+OLD = b"the old content" * 1000
+NEW = b"n" * 1000
+REWRITE = os.O_WRONLY | os.O_TRUNC
+
+# Writes to a file, says that it has, and ends when and as it is told: by itself or a signal.
+WRITER = """
+import os, signal, sys
+path, flags, count, end = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+fd = os.open(path, flags, 0o644)
+for _ in range(count):
+    os.write(fd, b"n" * 1000)
+if end == "synced":
+    os.fsync(fd)
+    os.write(fd, b"more")
+if end == "forked" and os.fork() == 0:
+    os.read(0, 1)
+    os.write(fd, b"child")
+    os.close(fd)
+    os._exit(0)
+print("written", flush=True)
+if end == "forked":
+    signal.pause()
+os.read(0, 1)
+if end == "close":
+    os.close(fd)
+os._exit(3)
+"""
+
+
+@pytest.fixture(scope="module", params=["bucket", "local"])
+def mount(
+    request: pytest.FixtureRequest,
+    s3: S3Server,
+    shared: Bucket,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Mount]:
+    directory = tmp_path_factory.mktemp("killed")
+    options = (WRITABLE, "--durability", request.param, "--metadata-ttl", "0s")
+    with mounted(s3, f"s3://{shared.name}/", directory, *options) as mount:
+        yield mount
+
+
+def writing(
+    path: Path, flags: int = REWRITE, count: int = 1, end: str = "exit"
+) -> subprocess.Popen[str]:
+    """A program that has written NEW so many times, and has not closed the file."""
+    program = python(WRITER, path, flags, count, end)
+    assert program.stdout is not None
+    assert program.stdout.readline() == "written\n"
+    return program
+
+
+def kill(program: subprocess.Popen[str], number: int = signal.SIGKILL) -> None:
+    program.send_signal(number)
+    program.communicate(timeout=PATIENCE_S)
+    assert program.returncode == -number
+
+
+def settle(mount: Mount) -> None:
+    until(lambda: status(mount)["writing"]["staged"] == 0, "nothing is staged any more")
+
+
+def mode_in_the_bucket(bucket: Bucket, key: str) -> str | None:
+    answer = bucket.client.head_object(Bucket=bucket.name, Key=key)
+    mode: str | None = answer["Metadata"].get("mode")
+    return mode
+
+
+@states(
+    "A program that a signal ends before it has closed a file that it rewrites leaves the object"
+    " as it was; what it wrote to a new file is kept as far as it came."
+)
+@pytest.mark.parametrize("count", [1, 40_000], ids=["small", "in parts"])
+def test_the_old_object_stays(mount: Mount, shared: Bucket, count: int) -> None:
+    shared.put("old", OLD)
+    kill(writing(mount.path / "old", count=count))
+    settle(mount)
+    assert stored(shared, "old") == OLD
+    assert (mount.path / "old").read_bytes() == OLD
+    assert uploads(shared) == []
+    assert "old stays as it was" in mount.log.read_text()
+
+
+def test_attributes_that_were_set_just_before_stay(mount: Mount, shared: Bucket) -> None:
+    path = mount.path / "described"
+    path.write_bytes(OLD)
+    settle(mount)
+    os.chmod(path, 0o640)
+    os.utime(path, (0, 1_000_000_000))
+    kill(writing(path))
+    settle(mount)
+    until(lambda: path.stat().st_size == len(OLD), "the old content is back")
+    assert (path.stat().st_mode & 0o777, path.stat().st_mtime) == (0o640, 1_000_000_000)
+    until(lambda: mode_in_the_bucket(shared, "described") == str(0o100640), "the bucket has it")
+    assert stored(shared, "described") == OLD
+
+
+def test_the_old_object_stays_where_a_part_of_it_was_written(mount: Mount, shared: Bucket) -> None:
+    old = content("edited", 20 * MIB)
+    shared.put("edited", old)
+    kill(writing(mount.path / "edited", os.O_RDWR))
+    settle(mount)
+    assert stored(shared, "edited") == old
+    assert (mount.path / "edited").read_bytes() == old
+    # And it can be written to as before.
+    with open(mount.path / "edited", "r+b") as file:
+        file.write(NEW)
+    settle(mount)
+    assert stored(shared, "edited") == NEW + old[len(NEW) :]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGSEGV])
+def test_any_signal_that_ends_a_program_counts(
+    mount: Mount, shared: Bucket, number: signal.Signals
+) -> None:
+    shared.put("old", OLD)
+    kill(writing(mount.path / "old"), number)
+    settle(mount)
+    assert stored(shared, "old") == OLD
+
+
+@pytest.mark.parametrize("end", ["exit", "close"])
+def test_a_program_that_ends_by_itself_has_replaced_it(
+    mount: Mount, shared: Bucket, end: str
+) -> None:
+    shared.put("old", OLD)
+    writing(mount.path / "old", end=end).communicate("\n", timeout=PATIENCE_S)
+    settle(mount)
+    assert stored(shared, "old") == NEW
+    assert (mount.path / "old").read_bytes() == NEW
+
+
+def test_what_was_written_to_a_new_file_is_kept(mount: Mount, shared: Bucket) -> None:
+    kill(writing(mount.path / "new", os.O_WRONLY | os.O_CREAT))
+    settle(mount)
+    assert stored(shared, "new") == NEW
+    (mount.path / "new").unlink()
+
+
+@states(
+    "Under `--session pyfuse3`, and where the mount cannot see whose a close is, what it wrote is"
+    " kept in both."
+)
+def test_under_pyfuse3_what_was_written_is_kept(
+    s3: S3Server, bucket: Bucket, tmp_path: Path
+) -> None:
+    bucket.put("old", OLD)
+    options = (WRITABLE, "--session", "pyfuse3")
+    with mounted(s3, f"s3://{bucket.name}/", tmp_path / "pyfuse3", *options) as mount:
+        kill(writing(mount.path / "old"))
+        settle(mount)
+        assert stored(bucket, "old") == NEW
+
+
+def test_what_was_synced_is_not_taken_back(mount: Mount, shared: Bucket) -> None:
+    shared.put("old", OLD)
+    kill(writing(mount.path / "old", end="synced"))
+    settle(mount)
+    assert stored(shared, "old") in (NEW, NEW + b"more")
+
+
+def test_who_has_it_open_as_well_and_closes_it_decides(mount: Mount, shared: Bucket) -> None:
+    shared.put("old", OLD)
+    with open(mount.path / "old", "r+b", buffering=0) as other:
+        other.write(b"mine")
+        kill(writing(mount.path / "old", os.O_RDWR))
+    settle(mount)
+    assert stored(shared, "old") == NEW + OLD[len(NEW) :]
+
+
+def test_a_child_that_goes_on_with_the_file_decides(mount: Mount, shared: Bucket) -> None:
+    shared.put("old", OLD)
+    program = writing(mount.path / "old", end="forked")
+    program.send_signal(signal.SIGKILL)
+    assert program.wait(PATIENCE_S) == -signal.SIGKILL
+    program.communicate("\n", timeout=PATIENCE_S)
+    settle(mount)
+    assert stored(shared, "old") == NEW + b"child"
+
+
+async def test_no_other_close_costs_a_look_at_the_process(tmp_path: Path) -> None:
+    mount, looks = MortalMount(tmp_path / "mount"), []
+    mount.store.put("old", OLD)
+    async with mount.serving() as process:
+
+        async def look(pid: int) -> bool:
+            looks.append(pid)
+            return False
+
+        process.writer.was_killed = look
+
+        async def close(fh: int) -> None:
+            answer = process.writer.flush(fh, 7)
+            if answer is not None:
+                await answer
+            answer = process.operations.release(fh)
+            if answer is not None:
+                await answer
+
+        await close(await process.create("new", NEW))
+        await close(await process.open("old"))
+        await close(await process.open("old", os.O_RDWR))
+        assert looks == []
+        fh = await process.open("old", os.O_RDWR)
+        await process.write(fh, 0, NEW)
+        await close(fh)
+        assert looks == [7]
+    assert mount.store.contents() == {"new": NEW, "old": NEW + OLD[len(NEW) :]}

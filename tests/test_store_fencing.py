@@ -1,0 +1,256 @@
+"""Conditions and tokens: what is sent late, twice, or over another client's object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from fusefs.store import copying
+from fusefs.store.base import IF_ABSENT, Expect, IfMatch, ObjectInfo
+from fusefs.store.direct import Direct
+from fusefs.store.errors import ConflictError, ExistsError, StaleVersionError
+from fusefs.store.fencing import CHANGE, ChangeToken, TokenSource, without_token
+from tests.support.buckets import Bucket, keys, stored
+from tests.support.faulty_s3 import FaultyS3
+from tests.support.local_file import LocalFile
+from tests.support.store_writing import METADATA, PART, each_way, opened, put
+
+MakeFile = Callable[[int], LocalFile]
+
+pytestmark = pytest.mark.usefixtures("as_owner")
+
+
+def test_a_token_is_read_as_it_was_written_and_nothing_else_is() -> None:
+    source = TokenSource()
+    token = source.next()
+    assert (token.number, source.next().number) == (1, 2)
+    assert ChangeToken.parse({CHANGE: str(token)}) == token
+    for text in ("", "1", "x-1", f"{token}x", f"{token.mount}-", f"{token.mount}-{10**17}"):
+        assert ChangeToken.parse({CHANGE: text}) is None
+    assert ChangeToken.parse(None) is None
+    assert TokenSource().mount != source.mount
+
+
+@each_way
+async def test_a_change_is_known_by_the_token_that_its_caller_took(
+    bucket: Bucket, make_file: MakeFile, size: int, operation: str
+) -> None:
+    async with opened(bucket, bucket.server.endpoint_url) as store:
+        token = store.tokens.next()
+        info = await put(store, "file", make_file(size), Expect(None), token=token)
+        assert (await store.head("file")).token == info.token == token
+        described = await store.copy(info.version, "file", metadata={"a": "1"})
+        assert described.token == (await store.head("file")).token
+        assert described.token not in (None, token)
+        renamed = await store.copy(described, "new", condition=Expect(None))
+        assert (await store.head("new")).token == renamed.token == described.token
+
+
+@each_way
+async def test_a_write_whose_answer_was_lost_is_known_again(
+    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile, size: int, operation: str
+) -> None:
+    last = "COMPLETE" if operation == "PART" else "PUT"
+    async with opened(bucket, faulty.endpoint_url) as store:
+        for condition in (Expect(None), None):
+            faulty.add(last, lose_answer=True, times=1)
+            file = make_file(size)
+            old = condition or IfMatch((await store.head("file")).etag)
+            info = await put(store, "file", file, old)
+            assert without_token(info.metadata or {}) == METADATA
+            assert (await store.head("file")).etag == info.etag
+            assert stored(bucket, "file") == file.data
+
+
+@each_way
+async def test_another_clients_object_is_replaced_by_who_writes_last(
+    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile, size: int, operation: str
+) -> None:
+    """Whatever the mount expected: nothing, another object, or one that is gone."""
+    async with opened(bucket, faulty.endpoint_url) as store:
+        for expected in (Expect(None), Expect('"0123"')):
+            bucket.put("file", b"theirs")
+            file = make_file(size)
+            info = await put(store, "file", file, expected)
+            assert stored(bucket, "file") == file.data
+            assert (await store.head("file")).etag == info.etag
+        bucket.delete("file")
+        await put(store, "file", file, Expect(info.etag))
+        assert stored(bucket, "file") == file.data
+
+
+@each_way
+async def test_a_strict_condition_keeps_another_clients_object(
+    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile, size: int, operation: str
+) -> None:
+    bucket.put("file", b"theirs")
+    async with opened(bucket, faulty.endpoint_url) as store:
+        with pytest.raises(ExistsError):
+            await put(store, "file", make_file(size), IF_ABSENT)
+        with pytest.raises(ConflictError):
+            await put(store, "file", make_file(size), IfMatch('"0123"'))
+    assert stored(bucket, "file") == b"theirs"
+
+
+async def test_a_small_file_with_a_condition_takes_no_thread(
+    bucket: Bucket, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("sent in a thread")
+
+    async with opened(bucket, bucket.server.endpoint_url) as store:
+        await put(store, "first", make_file(1000))  # opens a connection
+        monkeypatch.setattr(Direct, "send", fail)
+        info = await put(store, "file", make_file(1000), Expect(None))
+        await put(store, "file", make_file(1000), Expect(info.etag))
+        # One that finds another object is sent again over that, from the event loop as well.
+        await put(store, "file", make_file(1000), Expect(None))
+
+
+async def test_a_server_that_refuses_the_etag_that_it_tells_gets_the_change_without_one(
+    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
+) -> None:
+    async with opened(bucket, faulty.endpoint_url) as store:
+        info = await put(store, "file", make_file(10))
+        faulty.add("PUT", code="PreconditionFailed", times=1)
+        file = make_file(20)
+        await put(store, "file", file, Expect(info.etag))
+        assert "if-match" not in faulty.requests("PUT")[-1].headers
+        faulty.add("DELETE", code="PreconditionFailed", times=1)
+        await store.delete("file", (await store.head("file")).etag)
+    assert keys(bucket) == []
+
+
+async def test_a_condition_that_is_not_implemented_is_left_out_from_then_on(
+    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
+) -> None:
+    async with opened(bucket, faulty.endpoint_url) as store:
+        for operation in ("PUT", "COPY", "DELETE"):
+            faulty.add(operation, times=1, code="NotImplemented")
+        info = await put(store, "a", make_file(10), Expect(None))
+        await put(store, "b", make_file(10), Expect(None))
+        assert ["if-none-match" in one.headers for one in faulty.requests("PUT")] == [
+            True, False, False,
+        ]  # fmt: skip
+        await store.copy(info, "c", condition=Expect(None))
+        await store.delete("a", info.etag)
+        await store.delete("b", '"other"')
+    assert keys(bucket) == ["c"]
+    assert store.capabilities.missing == [
+        "put_if_none_match", "copy_if_none_match", "delete_if_match",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+async def test_a_copy_goes_over_what_is_there_by_then(
+    bucket: Bucket, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch, in_parts: bool
+) -> None:
+    if in_parts:
+        monkeypatch.setattr(copying, "COPY_LIMIT", 100)
+    file = make_file(2 * PART if in_parts else 1000)
+    async with opened(bucket, bucket.server.endpoint_url) as store:
+        source = await put(store, "source", file)
+        for expected in (Expect(None), Expect('"0123"')):
+            bucket.put("copy", b"theirs")
+            for keeps_mtime in (False, True):
+                await store.copy(source, "copy", keeps_mtime=keeps_mtime, condition=expected)
+                assert stored(bucket, "copy") == file.data
+        bucket.delete("copy")
+        await store.copy(source, "copy", condition=Expect('"0123"'))
+        assert stored(bucket, "copy") == file.data
+
+
+async def test_a_copy_over_an_expected_object_still_wants_its_source(
+    bucket: Bucket, make_file: MakeFile
+) -> None:
+    async with opened(bucket, bucket.server.endpoint_url) as store:
+        old = await put(store, "source", make_file(100))
+        await put(store, "source", make_file(100))
+        there = await put(store, "copy", make_file(10))
+        for expected in (Expect(None), Expect(there.etag), IfMatch(there.etag)):
+            with pytest.raises(StaleVersionError):
+                await store.copy(old, "copy", condition=expected)
+        assert (await store.head("copy")).etag == there.etag
+
+
+async def test_changed_attributes_whose_answer_was_lost_are_known_again(
+    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
+) -> None:
+    async with opened(bucket, faulty.endpoint_url) as store:
+        info = await put(store, "file", make_file(3 * PART))
+        faulty.add("COPY", lose_answer=True, times=1)
+        changed = await store.copy(info.version, "file", metadata={"mode": "1"})
+        assert (await store.head("file")).token == changed.token
+
+
+# Deletes
+
+
+@pytest.mark.parametrize("adopts", [False, True])
+async def test_a_repeated_delete_removes_nothing_of_anothers(
+    bucket: Bucket, faulty: FaultyS3, adopts: bool
+) -> None:
+    etag = bucket.put("file", b"ours")
+    async with opened(bucket, faulty.endpoint_url) as store:
+        faulty.add("DELETE", lose_answer=True, times=1)
+        faulty.add("DELETE", times=1, before=lambda: bucket.put("file", b"theirs"))
+        await store.delete("file", etag, adopts=adopts)
+        assert len(faulty.requests("DELETE")) == 2
+    assert stored(bucket, "file") == b"theirs"
+
+
+async def test_a_delete_goes_over_another_object_only_where_it_adopts(bucket: Bucket) -> None:
+    bucket.put("file", b"theirs")
+    async with opened(bucket, bucket.server.endpoint_url) as store:
+        await store.delete("file", '"0123"')
+        assert keys(bucket) == ["file"]
+        await store.delete("file", '"0123"', adopts=True)
+        assert keys(bucket) == []
+
+
+@pytest.mark.parametrize("key", ["file", "dir/", "odd\x01key"])
+async def test_a_delete_of_what_is_gone_is_done(bucket: Bucket, key: str) -> None:
+    async with opened(bucket, bucket.server.endpoint_url) as store:
+        for adopts in (False, True):
+            await store.delete(key, '"0123"', adopts=adopts)
+
+
+async def test_of_many_only_those_that_are_meant_are_deleted(
+    bucket: Bucket, faulty: FaultyS3
+) -> None:
+    etags = {key: bucket.put(key, key.encode()) for key in ("a", "b", "c", "odd\x01", "dir/")}
+    bucket.put("b", b"theirs")
+    bucket.delete("c")
+    async with opened(bucket, faulty.endpoint_url) as store:
+        assert await store.delete_many([*etags, "unknown"], etags) == []
+    assert keys(bucket) == ["b"]
+
+
+async def test_many_deletes_that_are_repeated_remove_nothing_of_anothers(
+    bucket: Bucket, faulty: FaultyS3
+) -> None:
+    etags = {key: bucket.put(key, b"ours") for key in ("a", "b")}
+    async with opened(bucket, faulty.endpoint_url) as store:
+        faulty.add("DELETE MANY", lose_answer=True, times=1)
+        faulty.add("DELETE MANY", times=1, before=lambda: bucket.put("b", b"theirs"))
+        assert await store.delete_many(etags, etags) == []
+    assert keys(bucket) == ["b"]
+
+
+async def test_etags_of_deletes_that_a_store_ignores_are_not_relied_on(
+    bucket: Bucket, faulty: FaultyS3
+) -> None:
+    """A store that honours no If-Match of DELETE: what DeleteObjects refuses stays."""
+    etags = {key: bucket.put(key, b"ours") for key in ("a", "b")}
+    bucket.put("b", b"theirs")
+    async with opened(bucket, faulty.endpoint_url) as store:
+        faulty.add("DELETE", ignored_header="if-match")
+        assert await store.delete_many(etags, etags) == []
+    assert keys(bucket) == ["b"]
+
+
+def test_an_object_tells_its_token() -> None:
+    token = TokenSource().next()
+    assert ObjectInfo("a", 0, "", 0, metadata={CHANGE: str(token)}).token == token
+    assert ObjectInfo("a", 0, "", 0).token is None

@@ -1,0 +1,294 @@
+"""What Ceph's S3 gateway does otherwise than others, and the gateway itself where it is installed.
+
+Each of its ways is shown with the proxy as well, so that it is covered without Ceph.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fusefs.store.base import IF_ABSENT
+from fusefs.store.errors import NotFoundError, StoreError
+from tests.support import ceph_server
+from tests.support.buckets import Bucket, keys, new_bucket, stored
+from tests.support.ceph_server import CephServer
+from tests.support.faulty_s3 import FaultyS3
+from tests.support.local_file import MakeFile
+from tests.support.mounting import Mount, Mounter, fusefs
+from tests.support.programs import WRITABLE
+from tests.support.s3_server import S3Server
+from tests.support.semantics import states
+from tests.support.store_writing import KEYS, PART, digest, each_way, opened, put
+from tests.support.waiting import until
+
+# What the gateway answers to a completion: done, but of which ETag it does not say.
+COMPLETED = b"<CompleteMultipartUploadResult><ETag></ETag></CompleteMultipartUploadResult>"
+# What it answers when it is asked again and another object is there, or the upload is unknown.
+STUCK = {"code": "InternalError", "status": 500}
+LARGE = 20 << 20  # more than goes into one request
+
+
+@pytest.fixture(scope="module")
+def ceph(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """The gateway."""
+    if isinstance(s3, CephServer):
+        yield s3
+        return
+    if reason := ceph_server.missing():
+        pytest.skip(reason)
+    with CephServer(tmp_path_factory.mktemp("ceph")) as server:
+        yield server
+
+
+@pytest.fixture
+def ceph_bucket(ceph: S3Server) -> Bucket:
+    return new_bucket(ceph)
+
+
+# --- with the proxy ---------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("as_owner")
+async def test_a_completion_without_an_etag_is_done(
+    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
+) -> None:
+    file = make_file(3 * PART)
+    rule = faulty.add("COMPLETE", is_done=True, status=200, body=COMPLETED)
+    async with opened(bucket, faulty.endpoint_url) as store:
+        info = await put(store, "file", file)
+        assert info == await store.head("file")
+        assert (rule.used, store.counters()["retries"]) == (1, 0)
+    assert digest(stored(bucket, "file")) == digest(file.data)
+
+
+@pytest.mark.usefixtures("as_owner")
+async def test_a_completion_without_an_etag_is_done_also_where_others_replace_the_object(
+    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
+) -> None:
+    file = make_file(2 * PART)
+    rule = faulty.add("COMPLETE", is_done=True, status=200, body=COMPLETED)
+    other: list[str] = []
+    faulty.add("HEAD", times=1, before=lambda: other.append(bucket.put("file", b"other")))
+    async with opened(bucket, faulty.endpoint_url) as store:
+        info = await put(store, "file", file)
+        assert (rule.used, store.counters()["retries"]) == (1, 0)
+        # It was ours, and is not any more: the ETag is that of what was sent.
+        assert info.etag != (await store.head("file")).etag == other[0]
+    assert re.fullmatch('"[0-9a-f]{32}-2"', info.etag)
+    bucket.put("again", b"")
+    async with opened(bucket, faulty.endpoint_url) as store:
+        faulty.clear()
+        assert (await put(store, "again", file)).etag == info.etag
+
+
+@pytest.mark.usefixtures("as_owner")
+async def test_a_completion_that_can_not_end_is_given_up(
+    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
+) -> None:
+    """Its first answer was lost, and somebody else has replaced the object since."""
+    faulty.add("COMPLETE", times=1, lose_answer=True)
+    stuck = faulty.add("COMPLETE", before=lambda: bucket.put("file", b"other"), **STUCK)
+    async with opened(bucket, faulty.endpoint_url) as store:
+        with pytest.raises(NotFoundError, match="completed or aborted"):
+            await put(store, "file", make_file(2 * PART))
+        assert stuck.used == 1
+    assert stored(bucket, "file") == b"other"
+
+
+@pytest.mark.usefixtures("as_owner")
+async def test_a_completion_that_fails_while_the_upload_is_there_is_tried_again(
+    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
+) -> None:
+    file = make_file(2 * PART)
+    faulty.add("COMPLETE", times=2, **STUCK)
+    async with opened(bucket, faulty.endpoint_url) as store:
+        await put(store, "file", file)
+        assert store.counters()["retries"] == 2
+    assert digest(stored(bucket, "file")) == digest(file.data)
+
+
+@states(
+    "A large file whose upload the store has lost, or has completed without an answer and the"
+    " object was replaced since, is sent again; with `--conflict fail` it is kept as"
+    " NAME.conflict-HOST-TIME."
+)
+@pytest.mark.parametrize("conflict", ["overwrite", "fail"])
+def test_an_upload_that_can_not_be_completed_is_made_anew_or_kept_apart(
+    mounter: Mounter, bucket: Bucket, faulty: FaultyS3, conflict: str
+) -> None:
+    """As the conflict policy has it; either way it ends, and so does the mount."""
+    faulty.clear()
+    bucket.put("file", b"before")
+    mount = mounter(*WRITABLE, "--conflict", conflict, endpoint_url=faulty.endpoint_url)
+    data = os.urandom(LARGE)
+    faulty.add("COMPLETE", times=1, lose_answer=True)
+    faulty.add("COMPLETE", times=1, before=lambda: bucket.put("file", b"other"), **STUCK)
+    if conflict == "overwrite":
+        (mount.path / "file").write_bytes(data)
+        assert stored(bucket, "file") == data
+    else:
+        with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
+            (mount.path / "file").write_bytes(data)
+        (apart,) = (key for key in keys(bucket) if key.startswith("file.conflict-"))
+        assert (stored(bucket, "file"), stored(bucket, apart)) == (b"other", data)
+    mount.end()
+    assert bucket.client.list_multipart_uploads(Bucket=bucket.name).get("Uploads", []) == []
+
+
+@pytest.mark.usefixtures("as_owner")
+async def test_a_listing_that_never_will_be_one_is_not_asked_for_again(
+    bucket: Bucket, faulty: FaultyS3
+) -> None:
+    async with opened(bucket, faulty.endpoint_url) as store:
+        faulty.add("LIST", status=200, body=b"<ListBucketResult><Key>\x01</Key></ListBucketResult>")
+        with pytest.raises(StoreError, match="the answer is not a listing"):
+            await store.list_page("")
+        assert store.counters()["retries"] == 0
+
+
+@pytest.mark.usefixtures("as_owner")
+@each_way
+@pytest.mark.parametrize("compares", [True, False, None])
+async def test_a_body_goes_with_its_md5_unless_checksums_are_compared(
+    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile, size: int, operation: str,
+    compares: bool | None,
+) -> None:  # fmt: skip
+    async with opened(bucket, faulty.endpoint_url) as store:
+        store.fence.capabilities = replace(store.fence.capabilities, checksums=compares)
+        for key in KEYS:
+            await put(store, key, make_file(size))
+    sent = faulty.requests(operation)
+    assert len(sent) >= len(KEYS)
+    assert all(("content-md5" in request.headers) == (not compares) for request in sent)
+
+
+# --- with the gateway -------------------------------------------------------------
+
+
+@pytest.fixture
+def ceph_mount(ceph_bucket: Bucket, mounter: Mounter) -> Mount:
+    return mounter(*WRITABLE, bucket=ceph_bucket)
+
+
+def test_files_are_written_and_read(ceph_mount: Mount, ceph_bucket: Bucket) -> None:
+    """Of every size, in one request and in parts, new and edited."""
+    contents = {str(size): os.urandom(size) for size in (0, 1, 100_000, 3_000_000, LARGE)}
+    for name, data in contents.items():
+        (ceph_mount.path / name).write_bytes(data)
+    assert {key: stored(ceph_bucket, key) for key in keys(ceph_bucket)} == contents
+    with (ceph_mount.path / str(LARGE)).open("r+b") as file:
+        file.seek(9_000_000)
+        file.write(b"edited")
+    edited = contents[str(LARGE)]
+    contents[str(LARGE)] = edited[:9_000_000] + b"edited" + edited[9_000_006:]
+    assert stored(ceph_bucket, str(LARGE)) == contents[str(LARGE)]
+    ceph_mount.end()
+    ceph_mount.start()
+    assert {name: (ceph_mount.path / name).read_bytes() for name in contents} == contents
+    assert ceph_mount.status()["s3"]["errors"] == 0
+
+
+def test_names_with_control_characters_are_listed(ceph_mount: Mount, ceph_bucket: Bucket) -> None:
+    for key in ("one\x01x/a\x02", "one\x01x/b", "two\x1f.txt"):
+        ceph_bucket.put(key, key.encode())
+    assert sorted(os.listdir(ceph_mount.path)) == ["one\x01x", "two\x1f.txt"]
+    assert sorted(os.listdir(ceph_mount.path / "one\x01x")) == ["a\x02", "b"]
+    assert (ceph_mount.path / "one\x01x" / "a\x02").read_bytes() == b"one\x01x/a\x02"
+
+
+def test_an_object_has_one_time_whoever_tells_it(ceph_mount: Mount, ceph_bucket: Bucket) -> None:
+    ceph_bucket.put("file", b"content")
+    head = ceph_bucket.client.head_object(Bucket=ceph_bucket.name, Key="file")
+    expected = int(head["LastModified"].timestamp()) * 10**9
+    assert (ceph_mount.path / "file").stat().st_mtime_ns == expected
+
+
+def test_names_change(ceph_mount: Mount, ceph_bucket: Bucket) -> None:
+    directory = ceph_mount.path / "old"
+    (directory / "sub").mkdir(parents=True)
+    for number in range(20):
+        (directory / "sub" / str(number)).write_bytes(b"%d" % number)
+    os.rename(directory, ceph_mount.path / "new")
+    os.rename(ceph_mount.path / "new" / "sub" / "0", ceph_mount.path / "moved")
+    os.unlink(ceph_mount.path / "new" / "sub" / "1")
+    fusefs("sync", ceph_mount.path)
+    files = {key: stored(ceph_bucket, key) for key in keys(ceph_bucket) if key[-1] != "/"}
+    expected = {f"new/sub/{number}": b"%d" % number for number in range(2, 20)}
+    assert files == {**expected, "moved": b"0"}
+
+
+@pytest.mark.usefixtures("as_owner")
+@pytest.mark.parametrize("size", [0, 1000, 3 * PART], ids=["empty", "small", "parts"])
+async def test_a_lost_answer_is_no_conflict(
+    ceph_bucket: Bucket, make_file: MakeFile, size: int
+) -> None:
+    """The gateway tells no CRC32, by which our own object could be known."""
+    file = make_file(size)
+    with FaultyS3(ceph_bucket.server.endpoint_url) as proxy:
+        for operation in ("PUT", "COMPLETE"):
+            proxy.add(operation, times=1, lose_answer=True)
+        async with opened(ceph_bucket, proxy.endpoint_url) as store:
+            info = await put(store, "file", file, IF_ABSENT)
+            assert info == await store.head("file")
+    assert digest(stored(ceph_bucket, "file")) == digest(file.data)
+
+
+@pytest.mark.usefixtures("as_owner")
+@each_way
+async def test_what_is_damaged_on_the_way_is_sent_again(
+    ceph_bucket: Bucket, make_file: MakeFile, size: int, operation: str
+) -> None:
+    """The gateway compares no CRC32."""
+    file = make_file(size)
+    with FaultyS3(ceph_bucket.server.endpoint_url) as proxy:
+        rule = proxy.add(operation, times=2, corrupt=True)
+        async with opened(ceph_bucket, proxy.endpoint_url) as store:
+            await put(store, "file", file)
+            assert (rule.used, store.counters()["retries"]) == (2, 2)
+    assert digest(stored(ceph_bucket, "file")) == digest(file.data)
+
+
+def test_two_mounts_race_for_a_file_and_both_end(
+    mounter: Mounter, ceph_bucket: Bucket, tmp_path: Path
+) -> None:
+    """The completions of both are sent again and again, in any order."""
+    with FaultyS3(ceph_bucket.server.endpoint_url) as proxy:
+        proxy.add("COMPLETE", times=4, lose_answer=True)
+        mounts = [
+            mounter(
+                *WRITABLE, bucket=ceph_bucket, endpoint_url=proxy.endpoint_url, cache=f"cache{n}"
+            )
+            for n in range(2)
+        ]
+        contents = [os.urandom(LARGE) for _ in mounts]
+        files = [(mount.path / "file").open("wb") for mount in mounts]
+        for file, data in zip(files, contents, strict=True):
+            file.write(data)
+        for file in files:
+            file.close()
+        for mount in mounts:
+            mount.end()
+    assert stored(ceph_bucket, "file") in contents
+    uploads = ceph_bucket.client.list_multipart_uploads(Bucket=ceph_bucket.name)
+    assert uploads.get("Uploads", []) == []
+
+
+def test_a_mount_goes_on_after_its_daemon(ceph_mount: Mount, ceph_bucket: Bucket) -> None:
+    if os.geteuid():
+        pytest.skip("needs root")
+    data = os.urandom(LARGE)
+    with (ceph_mount.path / "file").open("wb") as file:
+        file.write(data[: LARGE // 2])
+        old = ceph_mount.pid
+        os.kill(old, 9)
+        file.write(data[LARGE // 2 :])
+    assert stored(ceph_bucket, "file") == data
+    assert (ceph_mount.path / "file").read_bytes() == data
+    assert until(lambda: ceph_mount.pid) != old
