@@ -2,6 +2,7 @@
 # make demo    mount a real S3 server's bucket and read it, in under two minutes
 # make test    style, types and tests
 # make storm   daemons killed, stopped and upgraded by the hundred, for ten minutes and more
+# make test-ceph  the tests that use a server, against Ceph's gateway (ceph-mon, ceph-osd, radosgw)
 # make bench   the measurements against the bare disk and other mounts
 
 SHELL := /bin/bash
@@ -9,7 +10,7 @@ BIN := .venv/bin
 STAMP := .venv/.set-up
 SOURCES := setup.py fusefs csi tests examples $(wildcard bench)
 
-.PHONY: setup demo test lint storm bench clean
+.PHONY: setup demo test test-ceph lint storm bench clean
 
 setup: $(STAMP)
 
@@ -27,6 +28,10 @@ demo: $(STAMP)
 test: lint
 	$(BIN)/python -m pytest -n 3 --dist loadfile
 
+# Each process has a cluster of its own, with everything in memory.
+test-ceph: $(STAMP)
+	$(BIN)/python -m pytest --store ceph -n 2 --dist loadfile
+
 lint: $(STAMP)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
@@ -35,9 +40,12 @@ lint: $(STAMP)
 storm: $(STAMP)
 	SURVIVAL_ROUNDS=100 SURVIVAL_UPGRADES=20 SURVIVAL_TREE=20000 WRITING_ROUNDS=200 \
 	DISK_EXAMPLES=100 CSI_EXAMPLES=20 CSI_STEPS=20 CSI_VOLUMES=20 CSI_ROUNDS=10 CSI_CUTS=all \
+	LATE_ROUNDS=500 LATE_HOLD_S=30 LATE_PROGRAMS=4 LATE_MOUNTS=16 \
+	CATALOG_FLIPS=all \
 	$(BIN)/python -m pytest tests/test_survival.py tests/test_survival_memory.py \
 	tests/test_survival_ends.py tests/test_writing_survives.py tests/test_writing_like_a_disk.py \
-	tests/test_csi_node_model.py tests/test_csi_survival.py tests/test_csi_cut_off.py
+	tests/test_csi_node_model.py tests/test_csi_survival.py tests/test_csi_cut_off.py \
+	tests/test_catalog_damage.py tests/test_late_storm.py
 
 bench: $(STAMP)
 	$(BIN)/python -m bench
