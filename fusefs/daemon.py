@@ -440,14 +440,13 @@ def run(settings: MountSettings, ready: Ready) -> None:
     try:
         trio.run(Daemon(settings).run, ready)
     except* USER_ERRORS as group:
-        raise _first(group) from None
+        raise _innermost(group) from None
 
 
-def _first(group: BaseExceptionGroup[Exception]) -> Exception:
-    error: BaseException = group
+def _innermost(error: BaseException) -> BaseException:
+    """The first error that groups hold, which is why they were raised."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    assert isinstance(error, Exception)
     return error
 
 
@@ -475,6 +474,10 @@ def main() -> int:
         logger.error("%s", error)
         tell({"error": str(error)})
         return CANNOT_TAKE_OVER if isinstance(error, TakeOverError) else 1
+    except Exception as error:
+        logger.exception("a fault in fusefs")
+        tell({"error": f"a fault in fusefs, see the log: {_innermost(error)!r}"})
+        return 1
     return 0
 
 

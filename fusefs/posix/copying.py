@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from itertools import groupby
 from typing import TypeVar
 
 import trio
@@ -102,7 +103,13 @@ class Copies:
         self.total = len(found)
         gone = [key for key in self.made if key not in found]
         await self._take_back(gone)
-        await _each(self._copy, [info for info in found.values() if not self._is_copied(info)])
+        todo = [info for info in found.values() if not self._is_copied(info)]
+        # The markers of directories from the top down, and before what is in them: a server
+        # that makes directories for keys would race with them, and both lose by that.
+        markers = [info for info in todo if _is_marker(info)]
+        for _, level in groupby(sorted(markers, key=_depth), key=_depth):
+            await _each(self._copy, list(level))
+        await _each(self._copy, [info for info in todo if not _is_marker(info)])
 
     def _is_copied(self, info: ObjectInfo) -> bool:
         source = self.sources.get(info.key)
@@ -115,7 +122,7 @@ class Copies:
         earlier = self.made.get(source.key)
         condition = Expect(earlier.etag if earlier is not None else None)
         try:
-            if source.key.endswith("/") and not source.size:
+            if _is_marker(source):
                 made = await self._make_marker(source.key, key, condition)
             else:
                 source, made = await copy_current(
@@ -147,6 +154,14 @@ class Copies:
             await delete_all(self._store, {self.made[key].key: self.made[key].etag for key in keys})
         for key in keys:
             del self.sources[key], self.made[key]
+
+
+def _is_marker(info: ObjectInfo) -> bool:
+    return info.key.endswith("/") and not info.size
+
+
+def _depth(info: ObjectInfo) -> int:
+    return info.key.count("/")
 
 
 async def copy_current(

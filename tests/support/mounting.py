@@ -61,11 +61,16 @@ class Mount:
     _pids: list[int] = field(default_factory=list)
 
     def start(self, *options: str) -> None:
-        fusefs(
-            "mount", self.source, self.path, "--read-only", "--endpoint-url", self.endpoint_url,
-            "--cache-dir", self.cache, "--log-file", self.log, "--log-level", "debug",
-            *self.options, *options, environment=self.environment,
-        )  # fmt: skip
+        try:
+            fusefs(
+                "mount", self.source, self.path, "--read-only", "--endpoint-url", self.endpoint_url,
+                "--cache-dir", self.cache, "--log-file", self.log, "--log-level", "debug",
+                *self.options, *options, environment=self.environment,
+            )  # fmt: skip
+        except AssertionError as error:
+            if self.log.is_file():
+                error.add_note("its log:\n" + self.log.read_text(errors="replace")[-8000:])
+            raise
         self._pids.append(self.pid)
 
     def status(self) -> dict[str, Any]:
