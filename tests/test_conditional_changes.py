@@ -269,3 +269,22 @@ def test_a_store_that_ignores_every_condition_is_written_as_before(
     (root / "other").rmdir()
     assert stored(bucket, "file") == b"two"
     assert keys(bucket) == ["file"]
+
+
+def test_a_renamed_directory_gets_its_markers_first_each_by_one_request(
+    mount: Callable[..., Mount], faulty: FaultyS3
+) -> None:
+    """Copies make directories on some servers; a marker that comes after is refused first."""
+    root = mount().path
+    (root / "old" / "a" / "b").mkdir(parents=True)
+    for where in ("old", "old/a", "old/a/b"):
+        (root / where / "file").write_bytes(b"content")
+    faulty.clear()
+    os.rename(root / "old", root / "new")
+    made = [(one.operation, one.key) for one in faulty.requests(key="new/*")]
+    assert made[:3] == [("PUT", "new/"), ("PUT", "new/a/"), ("PUT", "new/a/b/")]
+    copies = [(what, key) for what, key in made if what == "COPY"]
+    assert sorted(copies) == [
+        ("COPY", "new/a/b/file"), ("COPY", "new/a/file"), ("COPY", "new/file"),
+    ]  # fmt: skip
+    assert [key for what, key in made if what == "PUT"] == ["new/", "new/a/", "new/a/b/"]
