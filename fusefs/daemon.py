@@ -31,7 +31,7 @@ from functools import partial
 import trio
 
 from fusefs import control, mounts, process, signals, status
-from fusefs.cache.directory import CacheDirectoryError
+from fusefs.cache.directory import CacheDirectoryError, usable
 from fusefs.cache.fetch import Fetcher
 from fusefs.cache.scrub import Scrub
 from fusefs.handover import (
@@ -302,18 +302,20 @@ class Daemon:
         return operations
 
     def _writing(self, mounted_ns: int) -> Writing:
-        settings = self.settings
-        late = LateRequests(
-            late_requests_directory(settings, mounted_ns), self._identity,
-            settings.late_request_checks,
-        )  # fmt: skip
+        settings, identity = self.settings, self._identity
+        with usable(settings.cache_dir):
+            late = LateRequests(
+                late_requests_directory(settings, mounted_ns), identity,
+                settings.late_request_checks,
+            )  # fmt: skip
+            staged = staging_directory(settings, mounted_ns)
+            staging = Staging(staged, identity, settings.staging_size)
+            renames = renames_directory(settings)
         self.watched = WatchedStore(self.store, late)
         self.directories.settled_at = time.monotonic() + late.unsettled_s
         return Writing(
-            Staging(staging_directory(settings, mounted_ns), self._identity, settings.staging_size),
-            renames_directory(settings), self._nursery,
-            process.writing_rules(settings), self.space.tend, late,
-        )  # fmt: skip
+            staging, renames, self._nursery, process.writing_rules(settings), self.space.tend, late
+        )
 
     @asynccontextmanager
     async def _kernel_session(self, nursery: trio.Nursery) -> AsyncIterator[Session]:

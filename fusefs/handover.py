@@ -29,6 +29,7 @@ from typing import TypeVar
 import trio
 
 from fusefs import launch, mounts
+from fusefs.cache.directory import STATE, usable
 from fusefs.kernel import launching, mount
 from fusefs.kernel.keeper_system import is_disconnected
 from fusefs.kernel.keeper_wire import FRESH, PREPARE
@@ -52,7 +53,7 @@ class TakeOverError(Exception):
 
 def state_directory(settings: MountSettings) -> Path:
     """What a mount leaves to the next daemon, or to the next mount, is below this."""
-    return settings.cache_dir / "mounts" / mounts.mount_directory(settings.mountpoint).name
+    return settings.cache_dir / STATE / mounts.mount_directory(settings.mountpoint).name
 
 
 def staging_directory(settings: MountSettings, mounted_ns: int) -> Path:
@@ -129,11 +130,16 @@ class Handover:
         return state_directory(self._settings)
 
     def remember(self, cache: str) -> None:
-        """Put the name of the mount's part of the cache on record. Blocks shortly."""
-        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        unfinished = self._directory / "cache.new"
-        unfinished.write_text(cache)
-        unfinished.replace(self._directory / "cache")
+        """Put the name of the mount's part of the cache on record. Blocks shortly.
+
+        Raises:
+            CacheDirectoryError: the disk does not take it.
+        """
+        with usable(self._settings.cache_dir):
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            unfinished = self._directory / "cache.new"
+            unfinished.write_text(cache)
+            unfinished.replace(self._directory / "cache")
 
     def recall(self) -> str:
         """The name that was put on record.
@@ -187,11 +193,13 @@ class Handover:
 
         Raises:
             TakeOverError: the last daemon's can't be used.
+            CacheDirectoryError: the disk does not take a new one.
         """
         if "no-journal" in os.environ.get(TEST_VARIABLE, ""):
             return NoJournal(), None
         if self.taken is None:
-            return Journal(self._directory / "journal"), None
+            with usable(self._settings.cache_dir):
+                return Journal(self._directory / "journal"), None
         return await self._read(Journal.resume)
 
     async def _read(self, function: Callable[[Path], Result]) -> Result:

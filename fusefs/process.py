@@ -12,7 +12,7 @@ import sqlite3
 from pathlib import Path
 
 from fusefs import logs
-from fusefs.cache.directory import prepare_directory
+from fusefs.cache.directory import CacheDirectoryError, prepare_directory
 from fusefs.cache.eviction import Space
 from fusefs.cache.files import FileCache
 from fusefs.cache.metadata import NoPages, RememberedPages
@@ -61,7 +61,7 @@ def open_cache(
     Raises:
         CacheDirectoryError: it can't be used.
     """
-    prepare_directory(settings.cache_dir)
+    prepare_directory(settings.cache_dir, in_any_case=in_any_case)
     space = Space(
         directory, settings.cache_size,
         settings.min_free.bytes_of, settings.min_free_inodes.bytes_of,
@@ -73,7 +73,8 @@ def open_cache(
         pages = RememberedPages(directory / "metadata", identity, settings.metadata_ttl)
     except (OSError, sqlite3.Error) as error:
         if not in_any_case:
-            raise
+            why = f"can't use the cache directory {directory}: {error}"
+            raise CacheDirectoryError(why) from error
         logger.info("listings are not remembered: %s", error)
         return space, cache, NoPages()
     return space, cache, pages

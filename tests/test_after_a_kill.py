@@ -125,6 +125,17 @@ def test_a_directory_is_not_younger_under_the_next_daemon(mounter: Mounter, buck
     assert (mount.path / "e").stat().st_mtime_ns == before
 
 
+@pytest.mark.parametrize("mark", [b"\xff\x00garbage", b"fusefs cache 99\n"])
+def test_a_damaged_mark_of_the_cache_directory_ends_no_mount(
+    mounter: Mounter, bucket: Bucket, mark: bytes
+) -> None:
+    bucket.put("file", b"content")
+    mount = mounter("--session", "kernel", "--read-only")
+    (mount.cache / "format").write_bytes(mark)
+    kill_daemon(mount)
+    assert (mount.path / "file").read_bytes() == b"content"
+
+
 @states("A mount whose cache disk is full goes on under the next daemon as well.")
 @pytest.mark.parametrize("kind", ["--read-only", "--no-read-only"])
 def test_a_full_cache_disk_ends_no_mount(

@@ -306,22 +306,25 @@ def test_a_directory_that_is_no_cache(attempts: Attempts) -> None:
     assert (attempts.cache / "letter.txt").read_text() == "dear reader"
 
 
-def _garbage_format(cache: Path) -> None:
-    (cache / "format").write_bytes(b"\xff\x00garbage")
-
-
-def _newer_format(cache: Path) -> None:
+def _newer_format(cache: Path) -> str:
     (cache / "format").write_text("fusefs cache 99\n")
+    return "remove it"
 
 
-@pytest.mark.parametrize("damage", [_garbage_format, _newer_format])
-def test_a_damaged_cache(attempts: Attempts, damage: Callable[[Path], None]) -> None:
+def _state_that_is_a_file(cache: Path) -> str:
+    (cache / "mounts").rename(cache.parent / "elsewhere")
+    (cache / "mounts").touch()
+    return "can't use the cache directory"
+
+
+@pytest.mark.parametrize("spoil", [_newer_format, _state_that_is_a_file])
+def test_a_cache_that_cannot_be_used(attempts: Attempts, spoil: Callable[[Path], str]) -> None:
     fusefs(*attempts.arguments(), environment=attempts.environment)
     fusefs("umount", attempts.mountpoint)
-    damage(attempts.cache)
+    why = spoil(attempts.cache)
     line = attempts.refused()
     assert str(attempts.cache) in line
-    assert "remove it" in line
+    assert why in line
 
 
 def test_a_log_that_cannot_be_written(attempts: Attempts) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fusefs.cache.directory import CacheDirectoryError, prepare_directory
+from fusefs.cache.directory import FORMAT_MARK, CacheDirectoryError, prepare_directory
 
 
 def test_a_new_directory_is_private(tmp_path: Path) -> None:
@@ -31,11 +31,44 @@ def test_a_directory_with_other_things_in_it_is_refused(tmp_path: Path) -> None:
         prepare_directory(tmp_path)
 
 
-@pytest.mark.parametrize("mark", [b"", b"fusefs cache 99\n", b"\xff\xfe"])
-def test_a_directory_of_another_format_is_refused(tmp_path: Path, mark: bytes) -> None:
-    (tmp_path / "format").write_bytes(mark)
+def test_a_directory_of_another_format_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "format").write_bytes(b"fusefs cache 99\n")
     with pytest.raises(CacheDirectoryError, match="remove it"):
         prepare_directory(tmp_path)
+
+
+DAMAGED = [b"", b"fusefs", b"\xff\xfe"]
+
+
+@pytest.mark.parametrize("mark", DAMAGED)
+def test_a_damaged_mark_is_written_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mark: bytes
+) -> None:
+    prepare_directory(tmp_path)
+    for name in ("mounts", "0123456789abcdef"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "format").write_bytes(mark)
+    prepare_directory(tmp_path)
+    assert (tmp_path / "format").read_bytes() == FORMAT_MARK
+    assert [record.message for record in caplog.records] == [
+        f"{tmp_path}/format is damaged, and is written anew"
+    ]
+
+
+@pytest.mark.parametrize("mark", DAMAGED)
+def test_a_file_of_the_marks_name_makes_no_cache(tmp_path: Path, mark: bytes) -> None:
+    (tmp_path / "precious").touch()
+    (tmp_path / "format").write_bytes(mark)
+    with pytest.raises(CacheDirectoryError, match="not empty"):
+        prepare_directory(tmp_path)
+    assert (tmp_path / "format").read_bytes() == mark
+
+
+@pytest.mark.parametrize("mark", [b"fusefs cache 99\n", *DAMAGED])
+def test_a_mount_that_is_served_goes_on_whatever_the_mark_is(tmp_path: Path, mark: bytes) -> None:
+    (tmp_path / "precious").touch()
+    (tmp_path / "format").write_bytes(mark)
+    prepare_directory(tmp_path, in_any_case=True)
 
 
 def test_a_file_in_the_place_of_the_directory_is_refused(tmp_path: Path) -> None:

@@ -20,13 +20,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from fusefs.cache.directory import STATE
 from fusefs.posix.staging import is_locked
 
 # Of the deepest directory below a cache directory: mounts, a mount, staging, a time.
 _DEEPEST = 6
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# What mounts leave to later ones; all else was fetched.
-STATE = "mounts"
 
 
 def look(directory: Path) -> dict[str, object]:

@@ -14,6 +14,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -55,12 +56,14 @@ def need(program: str) -> str:
 
 def run(*command: object, cwd: Path | None = None, status: int = 0, **more: str) -> str:
     """Run a program to its end; return what it wrote, errors included."""
-    quiet = {"HOME": "/nonexistent", "LC_ALL": "C", "GIT_CONFIG_NOSYSTEM": "1"}
-    result = subprocess.run(
-        [str(one) for one in command], cwd=cwd, env={**os.environ, **quiet, **more}, text=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        timeout=LIMIT_S, check=False,
-    )  # fmt: skip
+    # An empty home of its own: no configuration of the machine's, and a place for caches (rclone).
+    with tempfile.TemporaryDirectory(prefix="fusefs-tests-home-") as home:
+        quiet = {"HOME": home, "LC_ALL": "C", "GIT_CONFIG_NOSYSTEM": "1"}
+        result = subprocess.run(
+            [str(one) for one in command], cwd=cwd, env={**os.environ, **quiet, **more}, text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            timeout=LIMIT_S, check=False,
+        )  # fmt: skip
     assert result.returncode == status, f"{command[0]}: {result.stdout[-2000:]}"
     return result.stdout
 
