@@ -37,6 +37,8 @@ class Sizes:
     listed: int = 10_000
     written: int = 1_000
     renamed: int = 2_000
+    copied: int = 3_000
+    removed: int = 5_000
 
     def quick(self) -> Sizes:
         """A quarter of it: enough to see that all works and roughly how fast."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.contender import Contender
-from bench.contenders import CONTENDERS, LOCAL, PEERS
+from bench.contenders import CONTENDERS, KERNEL, LOCAL, PEERS
 from bench.runner import Results
 from bench.workloads import WORKLOADS
 
@@ -74,6 +74,13 @@ TARGETS = (
     Target("write_local", 0.85, NATIVE, subject=LOCAL),
     Target("write_small", 0.85, ("obstore",)),
     Target("write_small", 1.0, PEERS),
+    Target("write_small", 3.0, (KERNEL,), subject=LOCAL),
+    Target("tar_x", 250),
+    Target("tar_x", 1.0, PEERS),
+    Target("rsync_a", 100),
+    Target("rsync_a", 1.0, PEERS),
+    Target("rm_rf", 1_667),
+    Target("rm_rf", 1.0, PEERS),
     Target("rename_tree", 1.0, PEERS),
     Target("rename_foreign", 1.0, PEERS),
     Target("read_written", 0.90, NATIVE),

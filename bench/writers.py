@@ -14,6 +14,8 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import subprocess
+import tarfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -77,6 +79,29 @@ def rename(source: str, target: str, files: int) -> Result:
     """Rename a directory that has so many files."""
     start = time.monotonic()
     os.rename(source, target)
+    return {"seconds": [time.monotonic() - start], "files": files}
+
+
+def make_files(root: str, archive: str, files: int, size: int, seed: int) -> Result:
+    """Make a local directory of files, and a tar archive of it."""
+    content = Content(seed)
+    os.makedirs(root)
+    for name in _names(files):
+        with open(f"{root}/{name}", "wb") as file:
+            file.write(content.block(int(name), size))
+    with tarfile.open(archive, "w") as tar:
+        tar.add(root, arcname=".")
+    return {}
+
+
+def run(command: list[str], files: int) -> Result:
+    """Run a program that makes or removes so many files.
+
+    Raises:
+        CalledProcessError: it failed.
+    """
+    start = time.monotonic()
+    subprocess.run(command, check=True)
     return {"seconds": [time.monotonic() - start], "files": files}
 
 
@@ -160,6 +185,12 @@ def check_renamed(
     return {}
 
 
+def check_removed(store: dict[str, str], prefix: str) -> Result:
+    """See that nothing is left under a prefix."""
+    _check_names(open_store(store), prefix, 0, 0)
+    return {}
+
+
 def _check_names(s3: Any, prefix: str, files: int, size: int) -> None:
     import obstore
 
@@ -176,6 +207,6 @@ def _names(files: int) -> list[str]:
 
 if __name__ == "__main__":
     main(
-        write_file, write_files, rename, put_file, put_objects,
-        check_file, check_files, check_renamed,
+        write_file, write_files, rename, make_files, run, put_file, put_objects,
+        check_file, check_files, check_renamed, check_removed,
     )  # fmt: skip

@@ -7,11 +7,15 @@ has ended: for a peer whose close does not wait, the row fails.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from bench import pagecache
 from bench.contender import Native
+from bench.contenders import LOCAL
+from bench.processes import BenchError
 from bench.session import MB, THREADS, Sample, Session, per_second
 
 KIB = 1024
@@ -21,6 +25,9 @@ LARGE = "written.bin"
 SMALL = "written"
 SMALL_SIZE = 64 * KIB
 RENAMED_SIZE = 16 * KIB
+COPIED_SIZE = 10 * KIB
+REMOVED = "removed"
+REMOVED_SIZE = KIB
 WARM_PASSES = 3
 
 # How obstore cuts a file, part size and parts at a time: by itself, and the fastest in trials.
@@ -101,6 +108,8 @@ def small(session: Session) -> Sample:
         lambda: session.write("write_files", root=root, threads=THREADS, **_small_files(session)),
         "files",
     )
+    if session.contender.name == LOCAL:
+        session.contender.settle()
     if not isinstance(session.contender, Native):
         _check_small(session)
     return sample
@@ -162,6 +171,68 @@ def rename(session: Session, folder: str) -> Sample:
     session.write_objects(
         "check_renamed", source=source, target=target, files=files, size=RENAMED_SIZE
     )
+    return sample
+
+
+def make_copied(session: Session) -> None:
+    """Make the local directory that `rsync` copies, and the archive that `tar` extracts."""
+    source = _copied(session)
+    if source.exists():
+        shutil.rmtree(source)  # of the contender before: the bytes are the round's
+    session.write("make_files", root=str(source), archive=f"{source}.tar", **_copied_files(session))
+
+
+def extract(session: Session) -> Sample:
+    """`tar -x`, which sets each file's mode, owner and time as well."""
+    command = ["tar", "-xf", f"{_copied(session)}.tar", "-C"]
+    return _copy(session, command, "extracted")
+
+
+def synchronize(session: Session) -> Sample:
+    """`rsync -a`, which writes each file under another name, and renames it."""
+    if shutil.which("rsync") is None:
+        raise BenchError("rsync is not installed")
+    return _copy(session, ["rsync", "-a", f"{_copied(session)}/"], "synchronized")
+
+
+def _copy(session: Session, command: list[str], folder: str) -> Sample:
+    target = session.contender.root / folder
+    target.mkdir()
+    _forget_deleted()
+    files = session.data.sizes.copied
+    sample = _timed(
+        session, lambda: session.write("run", command=[*command, str(target)], files=files), "files"
+    )
+    if session.contender.name == LOCAL:
+        session.contender.settle()
+    if not isinstance(session.contender, Native):
+        session.write_objects("check_files", prefix=folder, **_copied_files(session))
+        session.contender.settle()  # attributes too, which are not waited for
+    return sample
+
+
+def _copied(session: Session) -> Path:
+    return session.contender.place.scratch / "copied"
+
+
+def _copied_files(session: Session) -> dict[str, int]:
+    return {"files": session.data.sizes.copied, "size": COPIED_SIZE, "seed": session.seed}
+
+
+def put_removed(session: Session) -> None:
+    """Put into the bucket what `rm` removes; a mount that is up might not see it."""
+    session.write_objects(
+        "put_objects", prefix=REMOVED, files=session.data.sizes.removed, size=REMOVED_SIZE,
+        threads=THREADS, seed=session.seed, metadata=_METADATA[DATED],
+    )  # fmt: skip
+
+
+def remove(session: Session) -> Sample:
+    """`rm -rf` of a directory that a new mount has not seen before."""
+    command = ["rm", "-rf", str(session.contender.root / REMOVED)]
+    files = session.data.sizes.removed
+    sample = _timed(session, lambda: session.write("run", command=command, files=files), "files")
+    session.write_objects("check_removed", prefix=REMOVED)
     return sample
 
 
