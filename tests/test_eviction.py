@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import errno
 import os
 from pathlib import Path
 
@@ -131,6 +132,23 @@ async def test_a_disk_that_counts_no_inodes_has_enough(
     monkeypatch.setattr("fusefs.cache.eviction.os.statvfs", lambda _path: os.statvfs_result(fields))
     async with cache_in(tmp_path, inode_floor=0) as parts:
         await parts.fetch(version("a", MIB))
+        assert kept(parts, "a") == ["a"]
+
+
+async def test_a_disk_that_is_taken_away_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with cache_in(tmp_path) as parts:
+        await parts.fetch(version("a", MIB))
+
+        def statvfs(path: Path) -> os.statvfs_result:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+        monkeypatch.setattr("fusefs.cache.eviction.os.statvfs", statvfs)
+        for _ in range(2):
+            parts.space._free_known_until = 0.0
+            await parts.space.tend()
+        assert caplog.text.count("its free space is not known") == 1
         assert kept(parts, "a") == ["a"]
 
 

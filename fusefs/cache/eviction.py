@@ -67,6 +67,7 @@ class Space:
         self._free_inodes = 0  # above the floor
         self._lacks_inodes = False
         self._free_known_until = 0.0
+        self._is_missing = False
         self._evicting = trio.Lock()
 
     def attach(self, cache: FileCache) -> None:
@@ -175,12 +176,20 @@ class Space:
         """The bytes that may still be taken before the disk's floor is reached."""
         now = time.monotonic()
         if now >= self._free_known_until:
-            status = os.statvfs(self._directory)
+            self._free_known_until = now + STATVFS_EVERY_S
+            try:
+                status = os.statvfs(self._directory)
+            except OSError as error:
+                # A disk that is taken away ends no mount; what is written finds out.
+                if not self._is_missing:
+                    logger.warning("%s: its free space is not known: %s", self._directory, error)
+                self._is_missing = True
+                return self._free
+            self._is_missing = False
             size = status.f_blocks * status.f_frsize
             self._free = status.f_bavail * status.f_frsize - self._floor(size)
             self._free_inodes = status.f_favail - self._inode_floor(status.f_files)
             few = int(SLACK * len(self._cache)) if self._cache and self._lacks_inodes else 0
             # Some file systems count none, and have as many as there is space for.
             self._lacks_inodes = status.f_files > 0 and self._free_inodes < max(1, few)
-            self._free_known_until = now + STATVFS_EVERY_S
         return self._free
