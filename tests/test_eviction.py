@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import mmap
 import errno
+import mmap
 import os
 from pathlib import Path
 
