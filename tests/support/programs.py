@@ -59,8 +59,10 @@ def run(*command: object, cwd: Path | None = None, status: int = 0, **more: str)
     # An empty home of its own: no configuration of the machine's, and a place for caches (rclone).
     with tempfile.TemporaryDirectory(prefix="fusefs-tests-home-") as home:
         quiet = {"HOME": home, "LC_ALL": "C", "GIT_CONFIG_NOSYSTEM": "1"}
+        # Nor an AWS configuration: rclone ends if there is an AWS_CA_BUNDLE.
+        ours = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
         result = subprocess.run(
-            [str(one) for one in command], cwd=cwd, env={**os.environ, **quiet, **more}, text=True,
+            [str(one) for one in command], cwd=cwd, env={**ours, **quiet, **more}, text=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             timeout=LIMIT_S, check=False,
         )  # fmt: skip
