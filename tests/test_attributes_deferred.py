@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import stat
@@ -9,14 +10,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import trio
 
 from fusefs.posix import attribute_log, leftovers
 from fusefs.posix.answers import NewAttributes
 from fusefs.posix.attribute_log import AttributeLog, Recorded
+from fusefs.posix.deferred_attributes import DEFER_S
 from fusefs.posix.mutations import Mutations
 from fusefs.store.base import ObjectInfo
 from fusefs.store.errors import StoreError
 from tests.support.buckets import Bucket, keys, stored
+from tests.support.disks import fill, small_disk
 from tests.support.mortal_mount import DiedError, MortalMount, Process
 from tests.support.mounting import Mount, fusefs
 from tests.support.s3_server import S3Server
@@ -249,6 +253,66 @@ async def test_what_is_refused_stays_and_is_sent_again(mount: MortalMount) -> No
     check(mount, "file")
 
 
+async def test_what_a_killed_program_waited_for_is_sent_all_the_same(mount: MortalMount) -> None:
+    """Its `fsync` is cancelled while the copy is under way, at the time when it is due anyway."""
+    async with mount.serving() as process:
+        deferred = process.writer.deferred
+        await describe(process, "file")
+        with trio.CancelScope() as killed:
+            is_under_way = False
+
+            def kill_when_it_is_due(what: str, _key: str) -> None:
+                nonlocal is_under_way
+                if what == "COPY" and not is_under_way:
+                    is_under_way = True
+                    killed.deadline = trio.current_time() + 2 * DEFER_S
+
+            mount.store.before = kill_when_it_is_due
+            mount.store.pause = trio.sleep_forever
+            await deferred.flush("file")
+        assert killed.cancelled_caught
+        mount.store.pause = trio.lowlevel.checkpoint
+        while len(deferred):  # noqa: ASYNC110 - sending it by `drain` would hide the fault
+            await trio.sleep(0.1)
+    check(mount, "file")
+
+
+async def test_a_full_disk_ends_nothing_when_a_change_is_sent(
+    mount: MortalMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it when the next process takes up what is on record."""
+    async with mount.serving() as process:
+        await describe(process, "file")
+        inode = await process.node("file")
+
+        def fill_and_change_again(what: str, _key: str) -> None:
+            if what == "COPY" and mount.store.count("COPY") == 1:
+                assert inode.info is not None
+                old = process.operations.learner.meta(inode)
+                process.writer.deferred.put(inode.info, old.changed(mtime_ns=TIME_NS))
+                monkeypatch.setattr(AttributeLog, "_append", is_full)
+
+        mount.store.before = fill_and_change_again
+        await process.writer.deferred.flush("file")
+    check(mount, "file")
+
+
+async def test_a_full_disk_ends_no_take_over(
+    mount: MortalMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with mount.serving() as process:
+        await describe(process, "file")
+    monkeypatch.setattr(AttributeLog, "_append", is_full)
+    async with mount.serving() as process:
+        assert await shown(process, "file") == (0o600, 3, 4, TIME_NS)
+        await process.writer.deferred.drain()
+    check(mount, "file")
+
+
+def is_full(_log: AttributeLog, _line: bytes) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 # --- the record ----------------------------------------------------------------------
 
 
@@ -280,6 +344,27 @@ def test_a_line_that_was_torn_is_passed_over(tmp_path: Path, torn: bytes) -> Non
         file.write(torn + b"\n")
     log.put(recorded("c", 2))
     assert attribute_log.load(tmp_path) == [recorded("a", 1), recorded("c", 2)]
+
+
+def test_a_line_that_a_full_disk_cuts_off_is_refused_and_spoils_no_other(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 1) as disk:
+        log = AttributeLog(disk)
+        log.put(recorded("a", 1))
+        fill(disk)
+
+        def put_many() -> None:
+            for number in range(10_000):
+                log.put(recorded(f"b{number:06}", number))
+
+        with pytest.raises(OSError, match="No space") as refused:
+            put_many()
+        assert refused.value.errno == errno.ENOSPC
+        whole = attribute_log.load(disk)
+        assert (disk / attribute_log.NAME).read_bytes().endswith(b"\n")
+        (disk / "filler").unlink()
+        log.put(recorded("c", 2))
+        assert attribute_log.load(disk) == [*whole, recorded("c", 2)]
+        log.close(remove=True)
 
 
 # --- mounted -------------------------------------------------------------------------

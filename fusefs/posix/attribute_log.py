@@ -11,6 +11,7 @@ be sent the file is empty, and it is written anew when it has become large.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -66,7 +67,10 @@ class AttributeLog:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
             self._fd = os.open(self._path, flags, 0o600)
             self._size = os.fstat(self._fd).st_size
-        os.write(self._fd, line)
+        if os.write(self._fd, line) < len(line):
+            # Half a line would spoil the next one as well.
+            os.ftruncate(self._fd, self._size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._size += len(line)
 
     @property
@@ -76,25 +80,27 @@ class AttributeLog:
     def rewrite(self, left: Iterable[Recorded]) -> None:
         """Have nothing on record but this; what the disk does not take leaves it as it was."""
         whole = b"".join(one.line() for one in left)
-        if not whole:
-            if self._size:
-                os.ftruncate(self._fd, 0)
-                self._size = 0
-            return
         unfinished = self._path.with_suffix(".new")
         try:
-            unfinished.write_bytes(whole)
-            os.rename(unfinished, self._path)
+            if whole:
+                unfinished.write_bytes(whole)
+                os.rename(unfinished, self._path)
+            elif self._fd >= 0:
+                os.ftruncate(self._fd, 0)
         except OSError as error:
             logger.warning("%s can't be written anew: %s", self._path, error.strerror)
             return
-        os.close(self._fd)
-        self._fd, self._size = -1, len(whole)
+        if whole:
+            self._close()
+        self._size = len(whole)
 
-    def close(self, *, remove: bool) -> None:
+    def _close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def close(self, *, remove: bool) -> None:
+        self._close()
         if remove:
             self._path.unlink(missing_ok=True)
 

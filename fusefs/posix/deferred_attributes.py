@@ -158,6 +158,16 @@ class DeferredAttributes:
         else:
             self._add(Deferred(info, meta))
 
+    def _note(self, one: Recorded) -> None:
+        """Put a change on record if the disk takes it; it is sent in any case."""
+        try:
+            self._log.put(one)
+        except OSError as error:
+            logger.warning(
+                "the attributes of %s are not on record, and lost if this process dies: %s",
+                one.info.key, error.strerror,
+            )  # fmt: skip
+
     def _add(self, one: Deferred) -> None:
         self._by_key[one.key] = one
         self._wait_for(one)
@@ -175,7 +185,9 @@ class DeferredAttributes:
         one = self._by_key.pop(key, None)
         if one is not None:
             if info is not None:
-                self.put(info, one.meta)
+                new = Deferred(info, one.meta)
+                self._note(new.recorded())
+                self._add(new)
             self._note_done(key)
 
     def drop(self, key: str) -> None:
@@ -197,14 +209,16 @@ class DeferredAttributes:
         """
         await self.settle(key)
         one = self._by_key.pop(key, None)
+        is_done = False
         try:
             yield one
-        except BaseException:
+            is_done = True
+        finally:
             if one is not None and key not in self._by_key:
-                self._add(one)
-            raise
-        if one is not None and key not in self._by_key:
-            self._note_done(key)
+                if is_done:
+                    self._note_done(key)
+                else:
+                    self._add(one)
 
     # Sending
 
@@ -277,6 +291,13 @@ class DeferredAttributes:
             async with self._at_once:
                 if self._by_key.get(one.key) is one:
                     await self._send_now(one)
+        except trio.Cancelled:
+            # The program that waited was killed. `_run` may have passed this change over, as it
+            # was being sent. Not due at once: while the mount ends this is cancelled again.
+            if self._by_key.get(one.key) is one:
+                one.due = trio.current_time() + DEFER_S
+                self._wait_for(one)
+            raise
         finally:
             one.sending.set()
             one.sending = None
@@ -301,7 +322,7 @@ class DeferredAttributes:
             else:
                 one.info, one.error = info, None
                 one.due = trio.current_time() + DEFER_S
-                self._log.put(one.recorded())
+                self._note(one.recorded())
                 self._wait_for(one)
             await self._landed(old, info)
 
@@ -310,7 +331,8 @@ class DeferredAttributes:
     def adopt(self, one: Recorded, meta: Meta) -> None:
         """Take up what an earlier process was to send."""
         if one.info.key not in self._by_key:
-            self.put(one.info, meta)
+            self._note(one)
+            self._add(Deferred(one.info, meta))
 
     async def drain(self) -> None:
         """Send everything once. What fails stays on record."""

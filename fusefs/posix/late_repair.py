@@ -159,26 +159,21 @@ class Repairer:
         key, expected = entry.key, entry.expected
         if isinstance(expected, Absent):
             assert isinstance(found, ObjectInfo)
-            under_way = self._store.begin(Change(DELETE, key))
-            try:
+            with self._store.on_record(Change(DELETE, key)):
                 await self._store.inner.delete(key, found.etag)
-            finally:
-                self._store.end(*under_way)
             self._late.expect(entry, ABSENT, None)
             return ABSENT
         assert expected is not None
         token = self._store.tokens.next()
         has_content = isinstance(found, ObjectInfo) and found.etag == expected.etag
-        under_way = self._store.begin(Change(COPY if has_content else PUT, key, (str(token),)))
-        try:
+        change = Change(COPY if has_content else PUT, key, (str(token),))
+        with self._store.on_record(change):
             if isinstance(found, ObjectInfo) and has_content:
                 made = await self._store.inner.copy(
                     found, key, metadata=expected.metadata or {}, token=token
                 )
             else:
                 made = await self._put_content(entry, expected, found, token)
-        finally:
-            self._store.end(*under_way)
         self._late.expect(entry, made, entry.content)
         return made
 

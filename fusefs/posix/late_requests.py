@@ -176,6 +176,14 @@ def _plain(expected: ObjectInfo | None) -> dict[str, Any] | None:
     return asdict(expected) | {"metadata": dict(expected.metadata or {})}
 
 
+def _is_of(directory: Path, source: str) -> bool:
+    """Whether a directory of records belongs to this bucket."""
+    try:
+        return (directory / "source").read_bytes() == source.encode()
+    except OSError:  # a new one, or nothing of ours
+        return False
+
+
 def is_same(found: State, expected: State) -> bool:
     """Whether an object, or none, is what is expected."""
     if isinstance(found, Absent) or isinstance(expected, Absent):
@@ -208,9 +216,8 @@ class LateRequests:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         is_locked(self._lock)
-        told = directory / "source"
-        if not told.exists() or told.read_text() != source:
-            told.write_text(source)  # else it is there, also when the disk is full
+        if not _is_of(directory, source):
+            (directory / "source").write_text(source)  # not again where the disk is full by now
         self._load(directory)
         for other in sorted(directory.parent.iterdir()):
             if other != directory and other.is_dir():
@@ -325,9 +332,7 @@ class LateRequests:
         fd = os.open(other, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             # Else it belongs to a mount that is out of sight and still being ended.
-            is_ours = is_locked(fd) and (other / "source").read_text() == source
-        except OSError:  # it has no such file: it is nothing of ours
-            is_ours = False
+            is_ours = is_locked(fd) and _is_of(other, source)
         finally:
             os.close(fd)
         if is_ours:
@@ -362,10 +367,16 @@ class LateRequests:
         entry = Uncertain.from_plain(number, plain)
         if plain["boot_id"] != self._boot_id:
             entry.since, entry.looks = boottime(), 0
-        if path.parent != self.directory and entry.content is not None:
-            os.rename(path.parent / entry.content, self.directory / entry.content)
-        # Two mounts have left the same key: the one that is read later was mounted later.
         older = self._entries.get(entry.key)
+        if older is not None and older.content == entry.content:
+            older.content = None  # a process that was killed had brought it here already
+        elif path.parent != self.directory and entry.content is not None:
+            try:
+                os.rename(path.parent / entry.content, self.directory / entry.content)
+            except OSError as error:
+                logger.warning("%s has no content: %s", path, error.strerror)
+                entry.content = None
+        # Two mounts have left the same key: the one that is read later was mounted later.
         if older is not None:
             entry.unanswered = older.unanswered + entry.unanswered
             self.forget(older)

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,17 +47,13 @@ FETCHED_AT_ONCE = 64 << 20
 
 
 class _Open:
-    """A change that is under way; `keys` has more than one for a DeleteObjects request."""
+    """A change that is under way, of one key or, in a DeleteObjects request, of more."""
 
-    __slots__ = ("change", "is_doubtful", "keys")
+    __slots__ = ("is_doubtful", "keys")
 
-    def __init__(self, change: Change, keys: Iterable[str] = ()) -> None:
-        self.change = change
+    def __init__(self, *keys: str) -> None:
         self.keys = frozenset(keys)
         self.is_doubtful = False
-
-    def concerns(self, key: str) -> bool:
-        return key == self.change.key or key in self.keys
 
 
 class WatchedStore:
@@ -81,7 +78,7 @@ class WatchedStore:
     def _unanswered(self, key: str) -> None:
         """An attempt of a change got no answer."""
         for one in self._open:
-            if one.concerns(key):
+            if key in one.keys:
                 one.is_doubtful = True
 
     def close(self, *, remove: bool) -> None:
@@ -101,30 +98,19 @@ class WatchedStore:
         """As `Store.put_file`."""
         token = token or self.tokens.next()
         change = Change(PUT, key, (str(token),))
-        entry = self.late.get(key)
-        if entry is None:
-            opened, slot = self.begin(change)
-            try:
-                return await self.inner.put_file(
-                    key, fd, size, metadata=metadata, content_type=content_type,
-                    condition=condition, token=token,
-                )  # fmt: skip
-            finally:
-                self.end(opened, slot)
-        async with self._alone(key, is_covered=self._covers(key, condition)) as held:
-            content = await self._copied(held, fd, size)
-            opened, slot = self.begin(change)
-            try:
-                info = await self.inner.put_file(
-                    key, fd, size, metadata=metadata, content_type=content_type,
-                    condition=condition, token=token,
-                )  # fmt: skip
-            except BaseException:
-                if content is not None:
-                    (self.late.directory / content).unlink(missing_ok=True)
-                raise
-            finally:
-                self.end(opened, slot)
+        send = partial(
+            self.inner.put_file, key, fd, size, metadata=metadata, content_type=content_type,
+            condition=condition, token=token,
+        )  # fmt: skip
+        if self.late.get(key) is None:
+            with self.on_record(change):
+                return await send()
+        async with (
+            self._alone(key, is_covered=self._covers(key, condition)) as held,
+            self._copied(held, fd, size) as content,
+        ):
+            with self.on_record(change):
+                info = await send()
             self._acknowledged(held, info, content)
             return info
 
@@ -141,41 +127,30 @@ class WatchedStore:
             if isinstance(source, ObjectInfo) and source.token is not None:
                 tokens.append(str(source.token))
         change = Change(COPY, key, tuple(tokens), etag)
-
-        async def send() -> ObjectInfo:
-            opened, slot = self.begin(change)
-            try:
-                return await self.inner.copy(
-                    source, key, metadata=metadata, keeps_mtime=keeps_mtime, condition=condition,
-                    token=token, is_own=is_own,
-                )  # fmt: skip
-            finally:
-                self.end(opened, slot)
-
+        send = partial(
+            self.inner.copy, source, key, metadata=metadata, keeps_mtime=keeps_mtime,
+            condition=condition, token=token, is_own=is_own,
+        )  # fmt: skip
         if self.late.get(key) is None:
-            return await send()
+            with self.on_record(change):
+                return await send()
         is_covered = key != source.key and self._covers(key, condition)
         async with self._alone(key, is_covered=is_covered) as held:
-            info = await send()
+            with self.on_record(change):
+                info = await send()
             await self._acknowledge_anew(held, info)
             return info
 
     async def delete(self, key: str, etag: str | None = None, *, adopts: bool = False) -> None:
         """As `Store.delete`."""
         change = Change(DELETE, key)
-
-        async def send() -> None:
-            opened, slot = self.begin(change)
-            try:
-                await self.inner.delete(key, etag, adopts=adopts)
-            finally:
-                self.end(opened, slot)
-
         if self.late.get(key) is None:
-            await send()
+            with self.on_record(change):
+                await self.inner.delete(key, etag, adopts=adopts)
             return
         async with self._alone(key, is_covered=False) as held:
-            await send()
+            with self.on_record(change):
+                await self.inner.delete(key, etag, adopts=adopts)
             self._acknowledged(held, ABSENT, None)
 
     async def delete_many(
@@ -189,17 +164,8 @@ class WatchedStore:
                 for key in sorted(keys)
                 if self.late.get(key) is not None
             ]
-            opened = _Open(Change(DELETE, keys[0] if keys else ""), keys)
-            batch = self.late.log.begin_batch(keys)
-            self._open.add(opened)
-            try:
+            with self._all_on_record(keys):
                 failures = await self.inner.delete_many(keys, etags)
-            finally:
-                self._open.remove(opened)
-                if opened.is_doubtful:
-                    for key in keys:
-                        self.late.note(Change(DELETE, key))
-                self.late.log.end_batch(batch)
             failed = {failure.key for failure in failures}
             for entry in held:
                 if entry.key not in failed:
@@ -232,18 +198,34 @@ class WatchedStore:
 
     # What they have in common
 
-    def begin(self, change: Change) -> tuple[_Open, int]:
-        """Put a change on record that is about to be sent; `end` takes what this returns."""
-        opened = _Open(change)
+    @contextmanager
+    def on_record(self, change: Change) -> Iterator[None]:
+        """Have a change on record while it is under way: until it is answered, or given up."""
+        opened = _Open(change.key)
         self._open.add(opened)
-        return opened, self.late.log.begin(change)
+        slot = self.late.log.begin(change)
+        try:
+            yield
+        finally:
+            self._open.remove(opened)
+            if opened.is_doubtful:
+                self.late.note(change)
+            self.late.log.end(slot)
 
-    def end(self, opened: _Open, slot: int) -> None:
-        """The change has been answered, or given up."""
-        self._open.remove(opened)
-        if opened.is_doubtful:
-            self.late.note(opened.change)
-        self.late.log.end(slot)
+    @contextmanager
+    def _all_on_record(self, keys: list[str]) -> Iterator[None]:
+        """As `on_record`, for one request that deletes many keys."""
+        opened = _Open(*keys)
+        self._open.add(opened)
+        batch = self.late.log.begin_batch(keys)
+        try:
+            yield
+        finally:
+            self._open.remove(opened)
+            if opened.is_doubtful:
+                for key in keys:
+                    self.late.note(Change(DELETE, key))
+            self.late.log.end_batch(batch)
 
     @asynccontextmanager
     async def _alone(self, key: str, *, is_covered: bool) -> AsyncIterator[Uncertain]:
@@ -311,43 +293,36 @@ class WatchedStore:
 
     # The copies of contents
 
-    async def _copied(self, entry: Uncertain, fd: int, size: int) -> str | None:
-        """Copy a content that is about to be sent; None if it is empty, or the disk is full."""
+    @asynccontextmanager
+    async def _copied(self, entry: Uncertain, fd: int, size: int) -> AsyncIterator[str | None]:
+        """Have a copy of a content that is about to be sent; it is removed if that fails.
+
+        None if the content is empty, or the disk is full.
+        """
         if entry.is_over or not size:
-            return None
+            yield None
+            return
         path = self.late.content_path(entry)
         try:
             await trio.to_thread.run_sync(_copy_file, fd, size, path, limiter=self._copying)
         except OSError as error:
-            self._not_kept(entry, path, error)
-            return None
-        return path.name
+            _warn_not_kept(entry, error)
+            yield None
+            return
+        with _removed_on_failure(path):
+            yield path.name
 
     async def _fetched(self, entry: Uncertain, info: ObjectInfo) -> str | None:
         if not info.size:
             return None
         path = self.late.content_path(entry)
-        fd = -1
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            write_fd = fd
-            await self.inner.download(
-                info.version, 0, info.size,
-                lambda offset, chunk: _write(write_fd, offset, chunk),
-            )  # fmt: skip
+            with _new_file(path) as fd:
+                await self.inner.download(info.version, 0, info.size, partial(_write, fd))
         except (OSError, StoreError) as error:
-            self._not_kept(entry, path, error)
+            _warn_not_kept(entry, error)
             return None
-        finally:
-            if fd >= 0:
-                os.close(fd)
         return path.name
-
-    def _not_kept(self, entry: Uncertain, path: Path, error: Exception) -> None:
-        path.unlink(missing_ok=True)
-        logger.warning(
-            "%s: a late request could undo it for good, it is not kept here: %s", entry.key, error
-        )
 
 
 class _WatchedUpload:
@@ -375,15 +350,40 @@ class _WatchedUpload:
         return await self._watched.complete(self._upload, size, condition)
 
 
+def _warn_not_kept(entry: Uncertain, error: Exception) -> None:
+    logger.warning(
+        "%s: a late request could undo it for good, it is not kept here: %s", entry.key, error
+    )
+
+
+@contextmanager
+def _removed_on_failure(path: Path) -> Iterator[None]:
+    with ExitStack() as undo:
+        undo.callback(path.unlink, missing_ok=True)
+        yield
+        undo.pop_all()
+
+
+@contextmanager
+def _new_file(path: Path) -> Iterator[int]:
+    """The descriptor of a new file; it is removed if what fills it fails."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with _removed_on_failure(path):
+            yield fd
+    finally:
+        os.close(fd)
+
+
 def _copy_file(fd: int, size: int, path: Path) -> None:
     """Copy the first `size` bytes of a file. Blocks."""
-    with path.open("xb") as file:
+    with _new_file(path) as copy:
         done = 0
         while done < size:
             piece = os.pread(fd, min(_PIECE, size - done), done)
             if not piece:
                 raise OSError("the file is shorter than it was")
-            file.write(piece)
+            _write(copy, done, piece)
             done += len(piece)
 
 

@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import os
 import stat
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,7 +66,8 @@ class MemoryStore:
     ETags of deletes.
 
     `before` and `after` are called around each request with its name and key,
-    and may raise. `page_size` is the most that one answer lists.
+    and may raise; `pause` is how long one takes. `page_size` is the most that one
+    answer lists.
     """
 
     def __init__(self) -> None:
@@ -75,6 +76,7 @@ class MemoryStore:
         self.asked: list[tuple[str, str]] = []
         self.before: Callable[[str, str], None] = lambda _what, _key: None
         self.after: Callable[[str, str], None] = lambda _what, _key: None
+        self.pause: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
         self.page_size = 1000
         self._clock = itertools.count(1_000_000)
 
@@ -98,6 +100,7 @@ class MemoryStore:
         await trio.lowlevel.checkpoint()
         self.asked.append((what, key))
         self.before(what, key)
+        await self.pause()
         yield
         self.after(what, key)
 
