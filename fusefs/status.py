@@ -28,6 +28,7 @@ MOST_ENDED = 3
 
 if TYPE_CHECKING:
     from fusefs.daemon import Daemon
+    from fusefs.posix.mutations import Mutations
     from fusefs.posix.writing import Writer
 
 
@@ -37,17 +38,14 @@ def answer(daemon: Daemon, request: dict[str, Any]) -> dict[str, Any] | Awaitabl
     Raises:
         ControlError: it is something else.
     """
-    writer = daemon.operations.writer
     match request:
         case {"command": "status"}:
             return collect(daemon)
         case {"command": "sync", "path": str(path), "start": bool(is_first)}:
-            if writer is None:
+            mutations = daemon.operations.mutations
+            if mutations is None:
                 return {"pending": [], "under_way": 0}
-            key = daemon.settings.source.prefix + path
-            if is_first:
-                writer.begin_sync(key)
-            return pending(writer, key)
+            return sync(mutations, daemon.settings.source.prefix + path, is_first=is_first)
         case {"command": "warm", "path": str(path)}:
             return _warm(daemon, path)
         case {"command": "cancel warming", "path": str(path)}:
@@ -154,6 +152,17 @@ def pending(writer: Writer, prefix: str) -> dict[str, Any]:
         "pending_bytes": sum(one.size() for one in found),
         "under_way": sum(writer.state(one) == UPLOADING for one in found),
     }
+
+
+def sync(mutations: Mutations, key: str, *, is_first: bool) -> dict[str, Any]:
+    """As `pending`, with renames of directories; the first time they are all begun."""
+    if is_first:
+        mutations.writer.begin_sync(key)
+    renames = mutations.changes.pending_renames(key, hurry=is_first)
+    answer = pending(mutations.writer, key)
+    answer["pending"] = renames + answer["pending"]
+    answer["under_way"] += sum(one["error"] is None for one in renames)
+    return answer
 
 
 def _cache(daemon: Daemon) -> dict[str, Any]:

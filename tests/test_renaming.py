@@ -10,6 +10,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from fusefs import status
 from fusefs.store.errors import AccessDeniedError, ExistsError, UnreachableError
 from tests.support.mortal_mount import DiedError, MemoryStore, MortalMount
 from tests.support.semantics import states
@@ -221,6 +222,47 @@ async def test_what_cannot_be_deleted_yet_is_deleted_later(mount: MortalMount) -
         assert below(mount.store, "new/") == tree
         assert below(mount.store, "old/") == {"1": b"1"}
         assert await process.load("old/1") == b"1"
+
+
+async def test_a_rename_that_is_not_finished_is_pending(mount: MortalMount) -> None:
+    fill(mount.store, "old/")
+
+    def fail(what: str, key: str) -> None:
+        if (what, key) == ("DELETED", "old/2"):
+            raise UnreachableError(key)
+
+    mount.store.before = fail
+    async with mount.serving() as process, trio.open_nursery() as nursery:
+        await process.rename("old", "new")
+        mutations = process.operations.mutations
+        assert mutations is not None
+        assert status.sync(mutations, "other", is_first=True)["pending"] == []
+        for key in ("", "old", "new/sub/x"):
+            (pending,) = status.sync(mutations, key, is_first=False)["pending"]
+            assert (pending["key"], pending["state"]) == ("old/", "being renamed to new/")
+            assert "old/2" in pending["error"]
+        answer = status.sync(mutations, "", is_first=True)
+        assert (answer["pending"][0]["error"], answer["under_way"]) == (None, 1)
+        nursery.start_soon(process.changes.run)
+        await wait_all_tasks_blocked(0.01)
+        answer = status.sync(mutations, "", is_first=False)
+        assert (len(answer["pending"]), answer["under_way"]) == (1, 0)
+        live_on(mount.store)
+        status.sync(mutations, "", is_first=True)
+        await wait_all_tasks_blocked(0.01)
+        assert status.sync(mutations, "", is_first=False)["pending"] == []
+        assert below(mount.store, "old/") == {}
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("record", [b"{", b"{}", b"[]", b"\xff", b'{"source": "", "phase": ""}'])
+async def test_a_damaged_record_ends_no_mount(mount: MortalMount, record: bytes) -> None:
+    path = mount.directory / "renames" / "1.json"
+    path.parent.mkdir()
+    path.write_bytes(record)
+    async with mount.serving() as process:
+        assert process.changes.describe_renames() == []
+    assert path.read_bytes() == record
 
 
 async def test_the_next_mount_finishes_what_a_dead_machine_had_begun(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import pytest
 from fusefs import control, mounts
 from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
-from tests.support.mounting import Mount
+from tests.support.mounting import Mount, Mounter, fusefs
 from tests.support.s3_server import S3Server
 from tests.support.semantics import states
 from tests.support.sharing import content, mounted
@@ -212,6 +214,32 @@ def rename_or_fail(root: Path, old: str, new: str) -> None:
         os.rename(root / old, root / new)
     except OSError:
         return
+
+
+@states(
+    "It waits as well for renames of directories there that are not finished, also those that an"
+    " earlier mount had begun."
+)
+def test_sync_waits_for_the_rename_that_an_earlier_mount_had_begun(
+    bucket: Bucket, mounter: Mounter
+) -> None:
+    skip_unless_root()
+    names = [str(number) for number in range(50)]
+    for name in names:
+        bucket.put(f"old/{name}", b"x")
+    mount = mounter(*OPTIONS)
+    mount.end()
+    (renames,) = mount.cache.glob("mounts/*/renames")
+    record = {
+        "source": f"{bucket.server.endpoint_url}/{bucket.name}", "old": "old/", "new": "new/",
+        "phase": "copying", "has_replaced": False,
+    }  # fmt: skip
+    (renames / f"{time.time_ns()}.json").write_text(json.dumps(record))
+    mount.start()
+    fusefs("sync", mount.path)
+    assert keys(bucket, "old/") == []
+    assert keys(bucket, "new/") == [f"new/{name}" for name in sorted(names)]
+    assert list(renames.iterdir()) == []
 
 
 def test_a_mount_that_deletes_nothing_refuses_what_would_lose_something(

@@ -87,6 +87,13 @@ class Changes(Naming):
         """The renames of directories that are not finished, for people to read."""
         return self._renames.describe()
 
+    def pending_renames(self, key: str, *, hurry: bool = False) -> list[dict[str, Any]]:
+        """Those at, above or below a key; with `hurry` they are tried at once."""
+        below = key if not key or key.endswith("/") else key + "/"
+        if hurry:
+            self._renames.hurry(below)
+        return [one.pending() for one in self._renames.unfinished(below)]
+
     async def rename(
         self, parent: Inode, name: str, to: Inode, new_name: str, flags: int, caller: Caller
     ) -> None:

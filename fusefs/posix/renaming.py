@@ -64,6 +64,9 @@ class Renaming:
         self.deleted = 0
         # Some of the old objects could not be deleted yet.
         self.has_left_some = False
+        # Why it could not be finished at the last try.
+        self.error: StoreError | None = None
+        self._began = time.monotonic()
 
     @property
     def since_ns(self) -> int:
@@ -76,6 +79,19 @@ class Renaming:
             for own in (self.old, self.new)
             for prefix in prefixes
         )
+
+    def pending(self) -> dict[str, Any]:
+        """What `fusefs sync` waits for, as for a file that is uploaded.
+
+        `since_s` counts from when this process knew of it.
+        """
+        return {
+            "key": self.old,
+            "bytes": 0,
+            "since_s": time.monotonic() - self._began,
+            "state": f"being renamed to {self.new}",
+            "error": str(self.error) if self.error is not None else None,
+        }
 
     def describe(self) -> dict[str, Any]:
         """How far it is, as plain data."""
@@ -118,6 +134,7 @@ class Renames:
         self._switch = switch
         self._ended = ended
         self._unfinished = self._load(prefix)
+        self._is_wanted = trio.Event()
 
     def _load(self, prefix: str) -> list[Renaming]:
         """What earlier processes have left unfinished."""
@@ -125,24 +142,35 @@ class Renames:
         found = []
         for path in sorted(self._directory.glob("*.json")):
             try:
-                told = json.loads(path.read_text())
-            except ValueError as error:
-                logger.error("%s is damaged, a rename may be half done: %s", path, error)
+                record = json.loads(path.read_text())
+                source = record["source"]
+                one = Renaming(
+                    path, record["old"], record["new"], phase=Phase(record["phase"]),
+                    has_replaced=record["has_replaced"], is_ours=False,
+                )  # fmt: skip
+                is_here = one.old.startswith(prefix) and one.new.startswith(prefix)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                logger.error("%s is damaged, a rename may be half done: %r", path, error)
                 continue
-            is_here = told["old"].startswith(prefix) and told["new"].startswith(prefix)
-            if told["source"] != self._source or not is_here:
-                logger.warning("%s: a rename of %s is not finished", path, told["source"])
-                continue
-            one = Renaming(
-                path, told["old"], told["new"], phase=Phase(told["phase"]),
-                has_replaced=told["has_replaced"], is_ours=False,
-            )  # fmt: skip
-            found.append(one)
+            if source == self._source and is_here:
+                found.append(one)
+            else:
+                logger.warning("%s: a rename of %s is not finished", path, source)
         return found
 
     def describe(self) -> list[dict[str, Any]]:
         """All that are not finished, as plain data: names, counts and seconds."""
         return [one.describe() for one in self._unfinished]
+
+    def unfinished(self, prefix: str) -> list[Renaming]:
+        """Those that move something at, above or below a prefix."""
+        return [one for one in self._unfinished if one.overlaps(prefix)]
+
+    def hurry(self, prefix: str) -> None:
+        """Have `run` try now what could not be finished."""
+        for one in self.unfinished(prefix):
+            one.error = None
+        self._is_wanted.set()
 
     @property
     def are_finished(self) -> bool:
@@ -232,6 +260,7 @@ class Renames:
                 await copies.undo(keep=one.new if one.has_replaced else "")
         except StoreError as error:
             logger.warning("copies are left below %s, and removed later: %s", one.new, error)
+            one.error = error
             return
         self._end(one)
 
@@ -253,17 +282,19 @@ class Renames:
             await delete_all(self._store, dict.fromkeys(copies.folders() - kept))
         except StoreError as error:
             logger.warning("objects are left below %s, and removed later: %s", one.old, error)
-            one.has_left_some = True
+            one.has_left_some, one.error = True, error
             return
         self._end(one)
 
     async def run(self) -> None:
         """Finish what nobody waits for, until cancelled."""
         while True:
+            self._is_wanted = trio.Event()
             for one in list(self._unfinished):
                 if not one.lock.locked():
                     await self._finish_later(one)
-            await trio.sleep(RETRY_S)
+            with trio.move_on_after(RETRY_S):
+                await self._is_wanted.wait()
 
     async def _finish_later(self, one: Renaming) -> None:
         logger.info("going on with the rename of %s to %s (%s)", one.old, one.new, one.phase)
@@ -271,6 +302,7 @@ class Renames:
             await self.finish(one)
         except StoreError as error:
             logger.warning("the rename of %s to %s waits: %s", one.old, one.new, error)
+            one.error = error
 
     # Records
 
