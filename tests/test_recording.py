@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fusefs.posix import recording
 from fusefs.posix.inodes import Inode, InodeTable
 from fusefs.posix.journal import NoJournal
 from fusefs.posix.meta import Meta
@@ -48,16 +49,47 @@ async def test_what_the_bucket_has_of_an_open_file_is_on_record(tmp_path: Path) 
     assert (found.etag, found.is_dirty) == (staged.etag, False)
 
 
-@pytest.mark.parametrize("meta", [META.changed(xattrs=(("user.a", b"b"),)), META])
-async def test_what_is_closed_or_has_more_to_say_has_a_record_file(
+LONG = META.changed(xattrs=(("user.a", b"b" * 1500),))
+
+
+@pytest.mark.parametrize("meta", [META, META.changed(xattrs=(("user.a", b"b"),)), LONG])
+async def test_what_is_closed_or_has_more_to_say_has_a_whole_record(
     tmp_path: Path, meta: Meta
 ) -> None:
     inode, staged = staged_in(tmp_path, meta)
     Staging(tmp_path, "bucket").close(staged)
-    assert (tmp_path / f"{inode.nodeid}.json").exists()
+    assert (tmp_path / f"{inode.nodeid}.json").exists() == (meta is LONG)
     found = taken_up(tmp_path, inode)
     assert found is not None
     assert (found.meta, found.is_closed) == (meta, True)
+
+
+@pytest.mark.parametrize("meta", [META, LONG])
+async def test_what_is_safe_has_a_whole_record_until_the_bucket_has_it(
+    tmp_path: Path, meta: Meta
+) -> None:
+    inode, staged = staged_in(tmp_path, meta)
+    staging = Staging(tmp_path, "bucket")
+    await staging.make_safe(staged)
+    found = recording.load(Path(staged.path))
+    assert found is not None
+    assert (found[1]["key"], found[1]["is_closed"]) == ("file", True)
+    staged.is_closed = False
+    staging.record(staged)
+    left = taken_up(tmp_path, inode)
+    assert left is not None
+    assert (left.meta, left.is_closed) == (meta, False)
+
+
+async def test_a_file_system_without_attributes_has_record_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "write_attribute", lambda _fd, _record: False)
+    inode, staged = staged_in(tmp_path)
+    await Staging(tmp_path, "bucket").make_safe(staged)
+    found = taken_up(tmp_path, inode)
+    assert found is not None
+    assert (found.meta, found.is_closed) == (META, True)
 
 
 async def test_a_file_that_nobody_was_told_of_goes(tmp_path: Path) -> None:

@@ -4,6 +4,11 @@ Most files are small, new, and soon closed. What there is to say of them fits
 into an attribute: to make a file for it, and to remove it, would take longer
 than all else that is done for them. Whatever such a record does not tell, the
 key above all, the journal does.
+
+Of a file that is closed, or that has more to say, the attribute holds the whole
+record, so that with local durability one fsync of the content writes both. A
+record that is too long for an attribute, or that has an upload in parts, is a
+file. Where there is one, it counts.
 """
 
 from __future__ import annotations
@@ -26,10 +31,23 @@ if TYPE_CHECKING:
 TICK_NS = 20_000_000
 # Short as the name is, it fits with its value into the inode of ext4.
 ATTRIBUTE = "user.fusefs"
+# What a file system with blocks of 4 KiB takes beside other attributes, in bytes.
+LONGEST = 2048
 # In place of an ETag: the bucket is to decide that the file is new, as `If-None-Match: *` does.
 UNDECIDED = "*"
 # Mode, owner, group; size and time of what the bucket has (time 0: of nothing); its ETag follows.
 _BRIEF = struct.Struct("<HIIQQ")
+
+
+def in_attribute(staged: Staged) -> bytes | None:
+    """The record of a file as its attribute holds it; None for one that is to be in a file.
+
+    That of an upload in parts becomes long, and changes with each of them.
+    """
+    if staged.upload is not None or staged.upload_state is not None:
+        return None
+    record = brief(staged) or told(staged)
+    return record if len(record) <= LONGEST else None
 
 
 def brief(staged: Staged) -> bytes | None:
@@ -49,12 +67,18 @@ def brief(staged: Staged) -> bytes | None:
     return _BRIEF.pack(said.mode, said.uid, said.gid, size, mtime_ns) + etag
 
 
-def _told_briefly(fd: int) -> dict[str, Any] | None:
-    """What the attribute of an open file tells, as a record does; None if it has none."""
+def _attribute_of(fd: int) -> dict[str, Any] | None:
+    """What the attribute of an open file tells, as a record does; None if it has none.
+
+    The key is None where it tells only the rest.
+    """
     try:
         brief = os.getxattr(fd, ATTRIBUTE)
     except OSError:
         return None
+    # The second byte of a brief record has the type of a regular file: it is 0x80 or more.
+    if brief.startswith(b'{"'):
+        return dict(json.loads(brief))
     mode, uid, gid, size, mtime_ns = _BRIEF.unpack_from(brief)
     etag = brief[_BRIEF.size :].decode() or None
     return {
@@ -96,6 +120,15 @@ def told(staged: Staged) -> bytes:
     }).encode()  # fmt: skip
 
 
+def write_attribute(fd: int, record: bytes) -> bool:
+    """Have a record, brief or whole, in the attribute of a content; False if it is not there."""
+    try:
+        os.setxattr(fd, ATTRIBUTE, record)
+    except OSError:
+        return False  # a file system without attributes, or without room for them
+    return True
+
+
 def write(path: str, told: bytes, *, is_safe: bool = False) -> None:
     """Write a file's record, whole or not at all. Blocks."""
     unfinished = path + (".safe" if is_safe else ".new")
@@ -126,7 +159,7 @@ def load(path: Path) -> tuple[int, dict[str, Any]] | None:
     try:
         told = json.loads(path.with_suffix(".json").read_text())
     except FileNotFoundError:
-        told = _told_briefly(fd)
+        told = _attribute_of(fd)
     if told is None:
         os.close(fd)
         return None

@@ -2,14 +2,12 @@
 
     DIRECTORY/source         the bucket that all of it belongs to
     DIRECTORY/NODEID         a content
-    DIRECTORY/NODEID.json    its record: key, what the bucket has, mode, owner, its upload
+    DIRECTORY/NODEID.json    its record: key, what the bucket has, mode, owner, its upload;
+                             mostly it is an attribute of the content (recording.py)
 
 A record is written before anything relies on it, and whole or not at all, so
 that another process, also after a crash, finds what has to be uploaded and
 under which key. Times are not in it: the file's own are those of the content.
-Most files are small, new, and soon closed. What there is to say of them fits
-into an attribute of the content: a file for it would take longer than all else
-that is done for them, and the journal has the key.
 """
 
 from __future__ import annotations
@@ -17,9 +15,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import logging
 import os
 import stat
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -61,7 +61,8 @@ class Staged:
     `is_abandoned` that the last program that stopped writing was killed. `before` is what
     the object said, or was to say, when it was opened to be rewritten. `begun_ns` is
     when an upload in parts was begun whose id is not known yet. `sum` is the
-    content's CRC32, None if it is not known (staged_sums.py).
+    content's CRC32, None if it is not known (staged_sums.py). `is_named`: a power cut
+    leaves the file its name in the staging directory.
     """
 
     __slots__ = (
@@ -83,6 +84,7 @@ class Staged:
         "is_closed",
         "is_leftover",
         "is_meta_dirty",
+        "is_named",
         "is_rewrite",
         "is_unlinked",
         "lock",
@@ -136,6 +138,7 @@ class Staged:
         self.recorded = b""
         self.sum: int | None = None
         self.has_record_file = False
+        self.is_named = False
         self.since = trio.current_time()
         self.lock = trio.Lock()
 
@@ -188,6 +191,29 @@ class Staged:
         self.meta_changes += 1
 
 
+class NamesOnDisk:
+    """fsync of a directory: threads that want it at the same time share one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._wanted = itertools.count(1)
+        self._begun = self._done = 0
+
+    def sync(self, fd: int) -> None:
+        """Have the names that are in an open directory now on the disk. Blocks.
+
+        Raises:
+            OSError: the disk does not take them.
+        """
+        mine = self._begun = next(self._wanted)
+        with self._lock:
+            if self._done >= mine:
+                return
+            begun = self._begun
+            os.fsync(fd)
+            self._done = begun
+
+
 class Staging:
     """All staged files of one mount, by node id.
 
@@ -209,6 +235,7 @@ class Staging:
         # Held as long as a process looks after the directory.
         self._lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         is_locked(self._lock)
+        self._names = NamesOnDisk()
 
     def __iter__(self) -> Iterator[Staged]:
         return iter(list(self._files.values()))
@@ -220,6 +247,11 @@ class Staging:
     def pending(self) -> list[Staged]:
         """Those of which the bucket does not have the last content."""
         return [staged for staged in self._files.values() if staged.is_dirty]
+
+    @property
+    def is_filling(self) -> bool:
+        """Whether more than half of what may be held is."""
+        return self._limit is not None and 2 * self.charged > self._limit
 
     def prepare(self, inode: Inode) -> int:
         """Make an empty file for a node, of no meaning until `begin`; return its descriptor.
@@ -284,21 +316,23 @@ class Staging:
 
     def record(self, staged: Staged) -> None:
         """Put on the disk whose content it is; blocks for as long as creating a file does."""
-        brief = None if staged.has_record_file else recording.brief(staged)
-        if brief is not None:
-            if brief == staged.recorded:
-                return
-            try:
-                os.setxattr(staged.fd, recording.ATTRIBUTE, brief)
-                staged.recorded = brief
-                return
-            except OSError:
-                pass  # a file system without attributes, or without room for them
+        if self._record_in_attribute(staged):
+            return
         told = recording.told(staged)
-        if told != staged.recorded:
+        if told != staged.recorded or not staged.has_record_file:
             recording.write(staged.path, told)
             staged.has_record_file = True
             staged.recorded = told
+
+    def _record_in_attribute(self, staged: Staged) -> bool:
+        """Have a file's record in its attribute; False if it is to be in a file of its own."""
+        record = None if staged.has_record_file else recording.in_attribute(staged)
+        if record is None:
+            return False
+        if record != staged.recorded and not recording.write_attribute(staged.fd, record):
+            return False
+        staged.recorded = record
+        return True
 
     def close(self, staged: Staged) -> None:
         """Put on record that a program relies on the file."""
@@ -316,17 +350,23 @@ class Staging:
         fd = os.dup(staged.fd)
         try:
             while True:
-                told = recording.told(staged)
-                await trio.to_thread.run_sync(self._sync, staged.path, fd, told)
+                has_file = not self._record_in_attribute(staged)
+                record = recording.told(staged) if has_file else staged.recorded
+                await trio.to_thread.run_sync(self._sync, staged, fd, record if has_file else None)
                 now = staged.inode.staged
                 if now is not staged:
                     break
-                staged.has_record_file = True
-                staged.recorded = told
-                if recording.told(staged) == told:
+                if has_file:
+                    staged.has_record_file = True
+                    staged.recorded = record
+                    if recording.told(staged) == record:
+                        return
+                elif staged.recorded == record:
                     return
         finally:
             os.close(fd)
+        if not has_file:
+            return
         # What was just written is the record of nothing any more.
         if now is None:
             with contextlib.suppress(FileNotFoundError):
@@ -343,10 +383,15 @@ class Staging:
     def _path(self, inode: Inode) -> str:
         return f"{self.directory}/{inode.nodeid}"
 
-    def _sync(self, path: str, fd: int, told: bytes) -> None:
+    def _sync(self, staged: Staged, fd: int, record: bytes | None) -> None:
+        """Have a content on the disk, with its name and its record, which may be a file. Blocks."""
         os.fsync(fd)
-        recording.write(path, told, is_safe=True)
-        os.fsync(self._lock)
+        if record is not None:
+            recording.write(staged.path, record, is_safe=True)
+        elif staged.is_named:
+            return
+        self._names.sync(self._lock)
+        staged.is_named = True
 
     def restore(self, inode: Inode) -> Staged | None:
         """Take up what an earlier process had staged under this node, if anything."""
@@ -378,7 +423,7 @@ class Staging:
             staged.uploaded = staged.changes
         if told["upload"] is not None:
             staged.upload_state = UploadState.from_plain(told["upload"])
-        staged.has_record_file = told["key"] is not None
+        staged.has_record_file = os.path.exists(f"{staged.path}.json")
         # As old as it was before: the record is not changed in between.
         staged.since -= max(0.0, time.time() - os.fstat(fd).st_ctime)
         staged.charged = staged.free = staged.size()

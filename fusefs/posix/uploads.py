@@ -24,6 +24,7 @@ from typing import Any
 import trio
 
 from fusefs.posix import exclusive, staged_sums
+from fusefs.posix.closes import Closes
 from fusefs.posix.editing import BaseLostError, Editor
 from fusefs.posix.sending import IN_PARTS, Sender
 from fusefs.posix.staging import Staged, Staging
@@ -96,6 +97,8 @@ class Uploads:
         self._sends_ahead = sends_ahead
         self._attempts: dict[Staged, Attempt] = {}
         self._aheads: dict[Staged, Ahead] = {}
+        # Of files that are safe on the local disk, and uploaded later.
+        self.closes = Closes(nursery)
 
     # Asking for it
 
@@ -188,15 +191,22 @@ class Uploads:
     async def _until_left_alone(self, staged: Staged, attempt: Attempt, delay_s: float) -> None:
         """Wait until nothing was changed of a file's name and attributes for a while.
 
-        Whoever waits for the upload cuts that short, and so does LONGEST_DELAYS.
+        With local durability also until no program closes one file after the other:
+        uploads take the processor from it. Whoever waits for the upload cuts that
+        short, and so does LONGEST_DELAYS.
         """
         begun = trio.current_time()
         while not attempt.hurry.is_set():
-            due = min(max(begun, staged.described_at) + delay_s, begun + LONGEST_DELAYS * delay_s)
-            if due <= trio.current_time():
+            last = begun + LONGEST_DELAYS * delay_s
+            due = min(max(begun, staged.described_at) + delay_s, last)
+            if due > trio.current_time():
+                with trio.move_on_at(due):
+                    await attempt.hurry.wait()
+                continue
+            is_due = last <= trio.current_time() or self._staging.is_filling
+            if is_due or not self.closes.is_busy:
                 return
-            with trio.move_on_at(due):
-                await attempt.hurry.wait()
+            await self.closes.wait_for_pause(attempt.hurry, last)
 
     async def _upload_locked(self, staged: Staged, attempt: Attempt) -> None:
         # A free lock is taken without giving way, which would be two turns of the loop.

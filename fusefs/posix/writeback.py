@@ -227,6 +227,7 @@ class Writeback:
         if is_closing and self._rules.is_local:
             await staged_sums.note(staged)
             await self.staging.make_safe(staged)
+            self.uploads.closes.note()
             self.uploads.start(staged, LATER_S)
             return
         try:
