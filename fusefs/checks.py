@@ -96,7 +96,7 @@ def _check_directories(settings: MountSettings) -> None:
         mounts.RUNTIME_VARIABLE: mounts.runtime_directory(),
     }
     for name, given in named.items():
-        # As it is written first, so that no other mount is asked where that tells already.
+        # As it is written first, so that no other mount is looked at where that is enough.
         for directory in (Path(os.path.abspath(given)), mounts.resolve(given)):
             above = mounts.mount_above(directory)
             if above is not None and above.is_fusefs:

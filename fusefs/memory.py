@@ -16,7 +16,7 @@ from fusefs.units import MIB
 
 # The least that a mount can do with: the process at rest, and a few of everything.
 LEAST = 112 * MIB
-# What the process takes before it is asked for anything.
+# What the process takes at rest.
 _AT_REST = 96 * MIB
 # Of a request: the client's buffers, and a chunk on its way to the disk or from it.
 _PER_REQUEST = 4 * MIB
@@ -35,7 +35,7 @@ class MemoryBudget:
 
     `requests` may be on their way to S3 at a time; `unkept` are bytes that are
     read past the cache; `entries` are kept of listings; beyond `names` the
-    kernel is told to forget some.
+    kernel is made to forget some.
     """
 
     requests: int

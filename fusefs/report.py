@@ -172,7 +172,7 @@ def _s3(status: Status) -> str:
     names = [("gets", "GET"), ("heads", "HEAD"), ("lists", "LIST")]
     if not status.get("read_only"):
         names += [("puts", "PUT"), ("copies", "COPY"), ("deletes", "DELETE")]
-    asked = ", ".join(f"{s3.get(name, 0):,} {label}" for name, label in names)
+    requests = ", ".join(f"{s3.get(name, 0):,} {label}" for name, label in names)
     moved = f"{human_size(s3.get('bytes_fetched', 0))} fetched"
     if not status.get("read_only"):
         moved += f", {human_size(s3.get('bytes_sent', 0))} sent"
@@ -185,7 +185,7 @@ def _s3(status: Status) -> str:
         )
         if s3.get(name)
     ]  # fmt: skip
-    return f"{asked}; {moved}; {', '.join(troubles) or 'no errors'}"
+    return f"{requests}; {moved}; {', '.join(troubles) or 'no errors'}"
 
 
 def _conditions(conditions: Status) -> str:

@@ -157,8 +157,8 @@ class MountSettings:
         metadata=about(
             LIFETIME,
             "Metadata",
-            "how long listings and attributes are used before S3 is asked again; indefinite if"
-            " nothing ever changes",
+            "how long listings and attributes are used before they are requested again;"
+            " indefinite if nothing ever changes",
         ),
     )
     object_attributes: ObjectAttributes = field(

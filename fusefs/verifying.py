@@ -161,7 +161,7 @@ class Verifier:
         except NotKeptError:
             pass  # there is no room: readers get it from the bucket
         except (StaleVersionError, NotFoundError):
-            pass  # it was replaced or removed: nobody will ask for this version again
+            pass  # it was replaced or removed: this version is needed no more
         except StoreError as error:
             job.note_lost(name, str(error))
             return

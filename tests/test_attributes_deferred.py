@@ -65,8 +65,13 @@ async def describe(process: Process, path: str) -> None:
 async def shown(process: Process, path: str) -> tuple[int, int, int, int]:
     inode = await process.node(path)
     found, _ = await process.operations.getattr_later(inode.nodeid)
-    told = process.operations.attributes(found)
-    return stat.S_IMODE(told.mode), told.uid, told.gid, told.mtime_ns
+    attributes = process.operations.attributes(found)
+    return (
+        stat.S_IMODE(attributes.mode),
+        attributes.uid,
+        attributes.gid,
+        attributes.mtime_ns,
+    )
 
 
 def said(mount: MortalMount, key: str) -> dict[str, str]:
@@ -74,9 +79,9 @@ def said(mount: MortalMount, key: str) -> dict[str, str]:
 
 
 def check(mount: MortalMount, key: str) -> None:
-    told = said(mount, key)
-    assert (told["mode"], told["uid"], told["gid"]) == (MODE, "3", "4")
-    assert told["mtime"] == "1000000000.000000007"
+    kept = said(mount, key)
+    assert (kept["mode"], kept["uid"], kept["gid"]) == (MODE, "3", "4")
+    assert kept["mtime"] == "1000000000.000000007"
 
 
 async def test_what_is_changed_together_is_sent_together(mount: MortalMount) -> None:
@@ -428,9 +433,9 @@ def test_a_file_that_rsync_makes_takes_a_put_and_a_copy(writable: Mount, shared:
 
     assert cost(writable, make) == {"puts": 10, "copies": 10, "deletes": 10}
     for number in range(10):
-        told = metadata(shared, f"rsync/{number}")
-        assert told["mode"] == str(stat.S_IFREG | 0o640)
-        assert (told["uid"], told["mtime"]) == ("3", "1000000000.000000007")
+        kept = metadata(shared, f"rsync/{number}")
+        assert kept["mode"] == str(stat.S_IFREG | 0o640)
+        assert (kept["uid"], kept["mtime"]) == ("3", "1000000000.000000007")
         assert (directory / str(number)).stat().st_mtime_ns == TIME_NS
 
 

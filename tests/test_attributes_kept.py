@@ -61,8 +61,8 @@ async def shown(process: Process, path: str) -> tuple[int, int, int, int]:
     """Mode, owner, group and time of a path, as stat tells them."""
     inode = await process.node(path)
     found, _ = await process.operations.getattr_later(inode.nodeid)
-    told = process.operations.attributes(found)
-    return told.mode, told.uid, told.gid, told.mtime_ns
+    reported = process.operations.attributes(found)
+    return reported.mode, reported.uid, reported.gid, reported.mtime_ns
 
 
 def kept(process: Process, inode: Inode) -> dict[str, bytes]:
@@ -220,8 +220,8 @@ async def test_an_edit_keeps_the_mode_that_an_earlier_process_knew(
         await process.write(opened.fh, 0, b"C")
         await process.close(opened.fh)
 
-    told = await in_next_process(mount, edit)
-    assert (told["mode"], told["xattr"]) == (str(stat.S_IFREG | 0o640), XATTR)
+    reported = await in_next_process(mount, edit)
+    assert (reported["mode"], reported["xattr"]) == (str(stat.S_IFREG | 0o640), XATTR)
 
 
 @pytest.mark.parametrize("new", [NewAttributes(size=3), NewAttributes(uid=7, size=3)])
@@ -232,9 +232,9 @@ async def test_a_truncation_keeps_the_mode_that_an_earlier_process_knew(
         await mutations(process).setattr(nodeid, new)
         await process.writer.deferred.drain()
 
-    told = await in_next_process(mount, truncate)
-    assert (told["mode"], told["xattr"]) == (str(stat.S_IFREG | 0o640), XATTR)
-    assert told["uid"] == str(new.uid or 0)
+    reported = await in_next_process(mount, truncate)
+    assert (reported["mode"], reported["xattr"]) == (str(stat.S_IFREG | 0o640), XATTR)
+    assert reported["uid"] == str(new.uid or 0)
     assert mount.store.objects["file"].data == b"con"
 
 

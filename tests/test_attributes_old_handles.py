@@ -201,14 +201,14 @@ async def test_all_nodes_of_a_removed_file_show_the_same(mount: MortalMount, end
         writing = await process.open("file", os.O_RDWR)
         third = await process.node("file")
         await process.write(writing, 0, b"new")
-        told: list[int] = []
-        process.operations.invalidate_attributes = told.append
+        invalidated: list[int] = []
+        process.operations.invalidate_attributes = invalidated.append
         if end == "replaced":
             await process.save("tmp", b"another file")
             await process.rename("tmp", "file")
         else:
             await process.unlink("file")
-        assert {first.nodeid, second.nodeid} <= set(told)
+        assert {first.nodeid, second.nodeid} <= set(invalidated)
         nodes = (first, second, third)
         assert len({shown(process, one) for one in nodes}) == 1
         assert shown(process, first)[4] == 0

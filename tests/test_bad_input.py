@@ -248,10 +248,10 @@ def test_a_directory_inside_a_mount(attempts: Attempts, mounter: Mounter, by_lin
         link = attempts.directory / "link"
         link.symlink_to(other.path)
         inside = link / "below" / "cache"
-    told = f"is inside the fusefs mount on {other.path}; choose a directory on a local disk"
-    assert attempts.refused("--cache-dir", inside) == f"--cache-dir: {inside} {told}"
+    why_not = f"is inside the fusefs mount on {other.path}; choose a directory on a local disk"
+    assert attempts.refused("--cache-dir", inside) == f"--cache-dir: {inside} {why_not}"
     attempts.environment["FUSEFS_RUNTIME_DIRECTORY"] = str(inside)
-    assert attempts.refused() == f"FUSEFS_RUNTIME_DIRECTORY: {inside} {told}"
+    assert attempts.refused() == f"FUSEFS_RUNTIME_DIRECTORY: {inside} {why_not}"
 
 
 def test_a_mountpoint_in_use(mounter: Mounter) -> None:

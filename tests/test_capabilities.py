@@ -107,12 +107,12 @@ def test_what_was_found_is_kept_for_a_day_and_for_one_bucket(
 def test_a_damaged_record_is_as_good_as_none(tmp_path: Path, text: str) -> None:
     capabilities.save(tmp_path, "here", ALL)
     [path] = tmp_path.iterdir()
-    told = json.loads(path.read_text())
+    record = json.loads(path.read_text())
     path.write_text(text)
     assert capabilities.load(tmp_path, "here") is None
-    path.write_text(json.dumps({**told, "found": {"unheard_of": True}}))
+    path.write_text(json.dumps({**record, "found": {"unheard_of": True}}))
     assert capabilities.load(tmp_path, "here") is None
-    path.write_text(json.dumps(told))
+    path.write_text(json.dumps(record))
     assert capabilities.load(tmp_path, "here") == ALL
 
 

@@ -312,9 +312,9 @@ def test_a_mount_begins_with_some_wrong_bytes_in_its_catalog(
 def test_a_daemon_dies_and_the_catalog_is_damaged(bucket: Bucket, mounter: Mounter) -> None:
     put_all(bucket)
     mount = mounter("--session", "kernel", WRITABLE)
-    told = mount.status()["survival"]
-    if not told["on"]:
-        pytest.skip(told["why"])
+    state = mount.status()["survival"]
+    if not state["on"]:
+        pytest.skip(state["why"])
     read_all(mount, ["o0", "o1", "o2"])
     until(mount.is_recorded, "what was read on record")
     pid = serving_pid(mount)

@@ -229,13 +229,13 @@ def test_conflict_fail_is_refused_where_it_cannot_hold(
     faulty.clear()
     faulty.add(operation, ignored_header="if-none-match")
     (tmp_path / "mnt").mkdir()
-    told = fusefs(
+    result = fusefs(
         "mount", f"s3://{bucket.name}", tmp_path / "mnt", "--endpoint-url", faulty.endpoint_url,
         "--cache-dir", tmp_path / "cache", "--log-file", tmp_path / "log", *AUTO,
         "--conflict", "fail", environment=bucket.server.environment, check=False,
     )  # fmt: skip
-    assert told.returncode == 1
-    [line] = [line for line in told.stderr.splitlines() if "--conflict" in line]
+    assert result.returncode == 1
+    [line] = [line for line in result.stderr.splitlines() if "--conflict" in line]
     assert "--conflict fail can't hold: this store ignores" in line
     assert "mount with --conflict overwrite" in line
     assert not os.path.ismount(tmp_path / "mnt")

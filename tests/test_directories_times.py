@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.buckets import Bucket
+from tests.support.mortal_mount import MortalMount, Process
 from tests.support.mounting import Mount, Mounter
+from tests.support.semantics import states
 from tests.support.surviving import serving_pid
 from tests.support.waiting import until
 from tests.support.writing import WRITABLE
@@ -63,9 +65,9 @@ def test_a_directorys_time_is_that_of_the_last_change_to_its_entries(
 def test_a_directorys_time_outlives_the_daemon(bucket: Bucket, mounter: Mounter) -> None:
     bucket.put("d/file", b"x")
     mount = mounter("--session", "kernel", WRITABLE)
-    told = mount.status()["survival"]
-    if not told["on"]:
-        pytest.skip(told["why"])
+    survives = mount.status()["survival"]
+    if not survives["on"]:
+        pytest.skip(survives["why"])
     (mount.path / "d" / "new").write_bytes(b"x")
     (mount.path / "top").write_bytes(b"x")
     directories = (mount.path / "d", mount.path)
@@ -75,3 +77,30 @@ def test_a_directorys_time_outlives_the_daemon(bucket: Bucket, mounter: Mounter)
     until(lambda: serving_pid(mount) != pid, "another daemon")
     (mount.path / "d" / "new").chmod(0o600)
     assert [path.stat().st_mtime_ns for path in directories] == before
+
+
+async def shown_ns(process: Process, path: str) -> int:
+    return process.operations.attributes(await process.node(path)).mtime_ns
+
+
+@states(
+    "The time of such a change lasts until the kernel forgets the directory, or the mount ends;"
+    " then the directory has the earlier time again."
+)
+async def test_a_directory_that_was_forgotten_has_its_earlier_time(tmp_path: Path) -> None:
+    mount = MortalMount(tmp_path)
+    mount.store.put("d/file", b"x")
+    async with mount.serving() as process:
+        mounted_ns = process.operations.mounted_ns
+        assert await shown_ns(process, "d") == mounted_ns
+        await process.unlink("d/file")
+        assert await shown_ns(process, "d") > mounted_ns
+        directory = await process.node("d")
+        process.operations.forget(directory.nodeid, directory.nlookup)
+        assert process.operations.inodes.find(directory.nodeid) is None
+        assert await shown_ns(process, "d") == mounted_ns
+        await process.mkdir("d/new")
+        assert await shown_ns(process, "d") > mounted_ns
+    mount.reboot()
+    async with mount.serving() as process:
+        assert await shown_ns(process, "d") == process.operations.mounted_ns

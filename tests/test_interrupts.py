@@ -46,15 +46,15 @@ class Seen(Callers):
 class Onlooker:
     """A keeper in a PID namespace."""
 
-    def __init__(self, namespace: int, told: int) -> None:
+    def __init__(self, namespace: int, reported: int) -> None:
         self.namespace = namespace
-        self.told = told
-        self.asked: list[int] = []
+        self.reported = reported
+        self.requested: list[int] = []
 
     async def look(self, pid: int) -> int:
         await trio.lowlevel.checkpoint()
-        self.asked.append(pid)
-        return self.told
+        self.requested.append(pid)
+        return self.reported
 
 
 async def ended_after(seen: Callers, request: Request, limit_s: float = 3600.0) -> float:
@@ -175,13 +175,13 @@ async def test_the_keeper_is_asked_where_this_process_sees_nothing() -> None:
     seen.keeper = keeper
     assert await seen.find_fate(os.getpid()) == LIVES
     assert await seen.find_fate(0) == UNKNOWN
-    assert keeper.asked == []
+    assert keeper.requested == []
     assert await seen.find_fate(1 << 60) == WAS_KILLED
     # Numbers of another namespace are other processes' here.
     seen.keeper = keeper = Onlooker(callers.namespace() + 1, IS_KILLED)
     assert seen.fate(os.getpid()) == UNKNOWN
     assert await seen.find_fate(os.getpid()) == IS_KILLED
-    assert keeper.asked == [os.getpid()]
+    assert keeper.requested == [os.getpid()]
 
 
 async def test_a_keeper_that_does_not_say_that_it_looks_is_not_asked() -> None:
@@ -189,9 +189,9 @@ async def test_a_keeper_that_does_not_say_that_it_looks_is_not_asked() -> None:
     keeping = Keeping(ours)
     with its:
         keeping.serving(has_resend=True)
-        told = keeper_wire.receive(its, keeper_wire.FROM_DAEMON)
-        assert told is not None
-        assert (told.a, told.b) == (1, keeper_wire.ABILITIES)
+        reported = keeper_wire.receive(its, keeper_wire.FROM_DAEMON)
+        assert reported is not None
+        assert (reported.a, reported.b) == (1, keeper_wire.ABILITIES)
         assert await keeping.look(PID) == UNKNOWN
         with pytest.raises(BlockingIOError):
             its.recv(1, socket.MSG_DONTWAIT)
@@ -204,10 +204,10 @@ async def test_what_the_keeper_says_is_believed_as_far_as_it_makes_sense(makes_s
     keeping = Keeping(ours)
 
     def answer() -> None:
-        while (asked := keeper_wire.receive(its, keeper_wire.FROM_DAEMON)) is not None:
-            if asked.kind == keeper_wire.LOOK and asked.b == PID:
+        while (message := keeper_wire.receive(its, keeper_wire.FROM_DAEMON)) is not None:
+            if message.kind == keeper_wire.LOOK and message.b == PID:
                 fate = IS_KILLED if makes_sense else 99
-                its.send(keeper_wire.pack(keeper_wire.LOOKED, asked.a, fate))
+                its.send(keeper_wire.pack(keeper_wire.LOOKED, message.a, fate))
                 return
 
     with its:
@@ -234,10 +234,10 @@ def test_a_keeper_tells_a_daemon_of_an_ordinary_user_what_that_cannot_see(
             {"attack": "look"}, command=[program, str(STANDIN)], uid=NOBODY, gid=NOBODY,
             more_settings={"looked_at": pids},
         )  # fmt: skip
-        told = kept.attack_facts()["attack"]
-        assert told["namespace"] == callers.namespace()
-        assert told["own"][0] == EXITS  # an ordinary user may not see the exit code
-        assert told["fates"] == [WAS_KILLED, EXITS, LIVES, UNKNOWN, UNKNOWN]
+        reported = kept.attack_facts()["attack"]
+        assert reported["namespace"] == callers.namespace()
+        assert reported["own"][0] == EXITS  # an ordinary user may not see the exit code
+        assert reported["fates"] == [WAS_KILLED, EXITS, LIVES, UNKNOWN, UNKNOWN]
         assert (kept.mountpoint / "plain").read_bytes() == b"plain content"
         kept.clean_up()
 

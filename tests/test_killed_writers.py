@@ -24,7 +24,7 @@ OLD = b"the old content" * 1000
 NEW = b"n" * 1000
 REWRITE = os.O_WRONLY | os.O_TRUNC
 
-# Writes to a file, says that it has, and ends when and as it is told: by itself or a signal.
+# Writes to a file, says that it has, and ends when and as it is ordered: by itself or a signal.
 WRITER = """
 import os, signal, sys
 path, flags, count, end = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]

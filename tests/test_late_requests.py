@@ -106,8 +106,8 @@ class Rows:
         assert late["uncertain"]
         assert late["repairs"] >= (10 if conditions == "off" else 1)
         # So that what was right at first sight is not what was put back meanwhile.
-        told = [line for line in self.mount.log.read_text().splitlines() if "was undone" in line]
-        undone = {row.name for row in ROWS if any(f" {row.name}/" in line for line in told)}
+        lines = [line for line in self.mount.log.read_text().splitlines() if "was undone" in line]
+        undone = {row.name for row in ROWS if any(f" {row.name}/" in line for line in lines)}
         assert undone
         assert conditions == "off" or not undone & FENCED
 

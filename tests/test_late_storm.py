@@ -2,7 +2,7 @@
 
 A round: programs write, rename, remove, make directories and change modes; some
 of their requests lose their connection and are executed later. When the programs
-rest, the bucket has to come to what they were told, and to stay so.
+rest, the bucket has to come to what was acknowledged, and to stay so.
 
 LATE_ROUNDS is how many rounds there are, LATE_HOLD_S how long a request is held
 back at most, in seconds, LATE_PROGRAMS how many programs a mount has, and
@@ -39,7 +39,7 @@ HOLD_S = float(os.environ.get("LATE_HOLD_S", "2"))
 PROGRAMS = int(os.environ.get("LATE_PROGRAMS", "3"))
 MOUNTS = int(os.environ.get("LATE_MOUNTS", "1"))
 LIMIT_S = 180.0
-# Asked for here, while nothing else runs.
+# Requested here, while nothing else runs.
 UMASK = os.umask(0o022)
 os.umask(UMASK)
 # How long the programs of a round are at work.
@@ -60,10 +60,10 @@ class Content:
 
 @dataclass
 class Program:
-    """A program that works below `directory`, and what it was told: files and directories.
+    """A program that works below `directory`, and what was acknowledged: files and directories.
 
     `doubtful` are the names that it changed when it saw an error, whose state
-    nobody promised.
+    no promise covers.
     """
 
     directory: Path
@@ -208,7 +208,7 @@ class Lane:
             self.mount.start()
             for program in self.programs:
                 self._recover(program)
-        self._expect_told(hold, number)
+        self._expect_acknowledged(hold, number)
         self.proxy.remove(rule)
 
     def _kill_some(self, deadline: float, *, everything: bool) -> None:
@@ -240,8 +240,8 @@ class Lane:
                 program.files[name] = Content(path.read_bytes(), 0o604)
         program.doubtful.clear()
 
-    def _expect_told(self, hold: Hold, number: int) -> None:
-        """The bucket comes to what the programs were told, after all requests were executed."""
+    def _expect_acknowledged(self, hold: Hold, number: int) -> None:
+        """The bucket comes to what was acknowledged, after all requests were executed."""
         deadline = time.monotonic() + LIMIT_S
         is_executed = False
         while True:
@@ -257,7 +257,7 @@ class Lane:
         self.held += len(hold.held)
 
     def _wrong(self) -> list[str]:
-        """What the bucket has otherwise than the programs were told."""
+        """What the bucket has otherwise than was acknowledged."""
         wrong = []
         client = self.bucket.client
         listed = client.list_objects_v2(Bucket=self.bucket.name).get("Contents", [])

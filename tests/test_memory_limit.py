@@ -69,9 +69,9 @@ def test_many_readers_of_files_that_fit_no_cache_stay_within_the_limit(
 
     in_parallel(read)
     assert wrong == []
-    told = mount.status()
-    assert told["cache"]["used_bytes"] <= 2 * MIB
-    assert told["daemon"]["peak_rss_bytes"] <= int(limit.removesuffix("MiB")) * MIB + SLACK
+    facts = mount.status()
+    assert facts["cache"]["used_bytes"] <= 2 * MIB
+    assert facts["daemon"]["peak_rss_bytes"] <= int(limit.removesuffix("MiB")) * MIB + SLACK
 
 
 def in_parallel(work: Callable[[int], None]) -> None:
@@ -84,7 +84,7 @@ def in_parallel(work: Callable[[int], None]) -> None:
 
 @states(
     "Beyond as many names as half of what `--memory-limit` has beyond 96 MiB holds (81,920 by"
-    " default), the kernel is told to forget the oldest that are not in use (Linux 6.18); they are"
+    " default), the kernel is made to forget the oldest that are not in use (Linux 6.18); they are"
     " looked up again when they are used."
 )
 def test_the_kernel_is_told_to_forget_names(mounter: Mounter) -> None:
@@ -99,11 +99,11 @@ def test_the_kernel_is_told_to_forget_names(mounter: Mounter) -> None:
         try:
             for name in names:
                 os.stat(mount.path / name)
-            told = until(lambda: has_looked(mount), "the names are not counted")
-            if not told["can_prune_nodes"]:
-                pytest.skip("this kernel can't be told to forget names (Linux 6.18 can)")
-            assert told["most_nodes"] == MemoryBudget.of(112 * MIB).names == 8192
-            until(lambda: metadata(mount)["nodes"] <= told["most_nodes"], "too many are left")
+            facts = until(lambda: has_looked(mount), "the names are not counted")
+            if not facts["can_prune_nodes"]:
+                pytest.skip("this kernel can't be made to forget names (Linux 6.18 can)")
+            assert facts["most_nodes"] == MemoryBudget.of(112 * MIB).names == 8192
+            until(lambda: metadata(mount)["nodes"] <= facts["most_nodes"], "too many are left")
             # What is in use stays, and what was forgotten is found again.
             assert os.stat("000000", dir_fd=held).st_size == SERVED_SIZE
             for name in names[::100]:
@@ -113,14 +113,14 @@ def test_the_kernel_is_told_to_forget_names(mounter: Mounter) -> None:
 
 
 def metadata(mount: Mount) -> dict[str, Any]:
-    told: dict[str, Any] = mount.status()["metadata"]
-    return told
+    facts: dict[str, Any] = mount.status()["metadata"]
+    return facts
 
 
 def has_looked(mount: Mount) -> dict[str, Any]:
     """What is known of the names, once the daemon has tried to prune some."""
-    told = metadata(mount)
-    return told if told["pruned_nodes"] or not told["can_prune_nodes"] else {}
+    facts = metadata(mount)
+    return facts if facts["pruned_nodes"] or not facts["can_prune_nodes"] else {}
 
 
 # --- the parts ---------------------------------------------------------------------

@@ -57,14 +57,14 @@ def ends_when_killed(path: Path, slow: FaultyS3, *before: str) -> None:
     until(lambda: rule.used > 0, "the request that hangs")
     reader.kill()
     assert reader.wait(PATIENCE_S) == -signal.SIGKILL
-    # Nobody hangs in the mount, whose daemon goes on.
+    # No process hangs in the mount, whose daemon goes on.
     slow.clear()
     assert path.read_bytes() == DATA
 
 
 @contextmanager
 def mounted_apart(bucket: Bucket, slow: FaultyS3, directory: Path) -> Iterator[Path]:
-    """A mount that is made and served in a PID namespace of its own, and used from here."""
+    """A mount that is made and served in a PID namespace of its own, and used in this one."""
     skip_without_fuse()
     path = directory / "mnt"
     directory.mkdir()

@@ -25,7 +25,7 @@ from tests.support.writing import WRITABLE
 OLD_KERNEL = {"FUSEFS_TEST": "no-resend no-passthrough"}
 SIZE = 3 << 20
 
-# Holds a file open, tells how many bytes it has read, and reads on when it is asked.
+# Holds a file open, tells how many bytes it has read, and reads on when a line comes.
 READER = """
 import sys
 with open(sys.argv[1], "rb", buffering=0) as file:
@@ -68,10 +68,10 @@ def upgrade(mount: Mount) -> None:
 def test_upgrades_go_unnoticed_by_who_reads_and_writes(mount: Mount, bucket: Bucket) -> None:
     data = content("held", SIZE)
     bucket.put("held", data)
-    told = mount.status()
-    assert not told["survival"]["on"]
-    assert "outlives an upgrade" in told["survival"]["why"]
-    assert not told["passthrough"]["on"]
+    facts = mount.status()
+    assert not facts["survival"]["on"]
+    assert "outlives an upgrade" in facts["survival"]["why"]
+    assert not facts["passthrough"]["on"]
     with python(READER, mount.path / "held") as reader, open(mount.path / "new", "wb") as new:
         assert reader.stdin is not None
         assert reader.stdout is not None

@@ -24,7 +24,7 @@ from tests.support.store_reading import shared as shared
 from tests.support.tls import TlsDoor, tls_door
 
 PROXY = "http://proxy.example.org:3128"
-# Nobody listens there.
+# No process listens there.
 NOWHERE = "http://127.0.0.1:1"
 
 

@@ -30,7 +30,7 @@ from tests.support.waiting import until
 
 # What the gateway answers to a completion: done, but of which ETag it does not say.
 COMPLETED = b"<CompleteMultipartUploadResult><ETag></ETag></CompleteMultipartUploadResult>"
-# What it answers when it is asked again and another object is there, or the upload is unknown.
+# What it answers to a repeated request when another object is there, or the upload is unknown.
 STUCK = {"code": "InternalError", "status": 500}
 LARGE = 20 << 20  # more than goes into one request
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -161,7 +163,9 @@ def test_the_controller_trusts_what_mounts_trust(
 
 
 def test_what_is_named_first_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = {name: tmp_path / name for name in ("told", "config", "requests", "openssl", "system")}
+    paths = {
+        name: tmp_path / name for name in ("setting", "config", "requests", "openssl", "system")
+    }
     for path in paths.values():
         path.write_text(CA)
     monkeypatch.setattr(trust, "SYSTEM_FILES", (str(paths["system"]),))
@@ -169,7 +173,7 @@ def test_what_is_named_first_is_trusted(tmp_path: Path, monkeypatch: pytest.Monk
         "REQUESTS_CA_BUNDLE": str(paths["requests"]), "SSL_CERT_FILE": str(paths["openssl"]),
     }  # fmt: skip
     config = str(paths["config"])
-    assert trust.find(str(paths["told"]), environment, config).path == str(paths["told"])
+    assert trust.find(str(paths["setting"]), environment, config).path == str(paths["setting"])
     assert trust.find(None, environment, config).path == config
     assert trust.find(None, environment).path == environment.pop("REQUESTS_CA_BUNDLE")
     assert trust.find(None, environment).path == environment.pop("SSL_CERT_FILE")
@@ -189,3 +193,14 @@ def test_files_and_directories_of_certificates_are_put_together(tmp_path: Path) 
     assert found.pem().split() == (CA + OTHER).encode().split()
     with pytest.raises(trust.TrustError, match="no certificate"):
         trust.find(str(tmp_path / "certs" / "README"), {})
+
+
+def test_a_directory_of_certificates_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_path: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(trust.TrustError, match=f"{tmp_path} .*Permission denied"):
+        trust.find(str(tmp_path), {})

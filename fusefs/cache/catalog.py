@@ -32,7 +32,7 @@ import sqlite3
 import threading
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -148,7 +148,8 @@ class Catalog:
         _check_header(path)
         with readable_errors():
             self._db = _connected(path)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._db.close)
             self._prepare()
             # A row that a damaged tree did not find may be left.
             if self._db.execute(
@@ -157,9 +158,7 @@ class Catalog:
                 raise DamagedCatalogError("a row can't be removed")
             self.at_start = self.rows()
             self.total_bytes()
-        except BaseException:
-            self._db.close()
-            raise
+            undo.pop_all()
 
     def _open_in_memory(self, error: sqlite3.Error) -> None:
         why = f"is damaged ({error})" if is_damage(error) else f"can't be written ({error})"
@@ -272,7 +271,7 @@ class Catalog:
         return [one for one in found if checksums.is_within(one, start, stop)]
 
     def record(self, rows: Iterable[Row]) -> tuple[list[bool], int]:
-        """Insert or extend rows; tell for each whether it is the row's file, and the total bytes.
+        """Insert or extend rows; return for each whether it is the row's file, and the total bytes.
 
         A row of another generation is left alone, and the answer for it is False.
         """
@@ -428,11 +427,10 @@ class Catalog:
             try:
                 yield
                 self._db.execute("COMMIT")
-            except BaseException:
-                # A failure in the database may have ended the transaction by itself.
+            finally:
+                # Of one that failed; a failure in the database may have ended it by itself.
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
-                raise
 
 
 def _check_header(path: Path) -> None:
@@ -455,14 +453,13 @@ def _check_header(path: Path) -> None:
 
 def _connected(path: Path) -> sqlite3.Connection:
     db = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False)
-    try:
+    with ExitStack() as undo:
+        undo.callback(db.close)
         db.isolation_level = None
         _switch_to_wal(db)
         # A lost commit only forgets; a synced row is committed after its data.
         db.execute("PRAGMA synchronous=NORMAL")
-    except BaseException:
-        db.close()
-        raise
+        undo.pop_all()
     return db
 
 
@@ -510,5 +507,5 @@ def _checksum(
     is_synced: bool,
     boot_id: str,
 ) -> int:
-    told = f"{name}\0{generation}\0{st_ino}\0{size}\0{int(is_synced)}\0{boot_id}\0"
-    return zlib.crc32(ranges, zlib.crc32(told.encode()))
+    fields = f"{name}\0{generation}\0{st_ino}\0{size}\0{int(is_synced)}\0{boot_id}\0"
+    return zlib.crc32(ranges, zlib.crc32(fields.encode()))

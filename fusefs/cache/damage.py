@@ -1,4 +1,4 @@
-"""Databases of the cache that are damaged: how that is told, and where they go.
+"""Databases of the cache that are damaged: how that is recognised, and where they go.
 
 A disk that flips bits, or a program that writes into the cache directory, can
 leave anything in a database. SQLite reports most of it (SQLITE_CORRUPT,

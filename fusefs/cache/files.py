@@ -286,7 +286,7 @@ class FileCache:
             file.is_checked = False
             self.arrived(file, 0, file.size)
         elif file.st_ino == st_ino:
-            # It was dropped, and the process died before it told the catalog.
+            # It was dropped, and the process died before the catalog had it.
             self._ledger.forget(file)
             self._ledger.lost(file)
             file.forget()

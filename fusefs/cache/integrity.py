@@ -116,7 +116,7 @@ class Integrity:
         """Compare all of a file; what differs is dropped.
 
         Bytes without a checksum get one. With `is_direct` they come from the
-        disk, not from the page cache, when nobody else wants to read from it.
+        disk, not from the page cache, when no other process wants to read from it.
         After each part it rests for `rest` times as long as that took. What is
         downloaded meanwhile is left out, and so is the rest of a file that is
         evicted or renamed.

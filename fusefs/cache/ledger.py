@@ -40,7 +40,7 @@ SLOW_S = 2.0
 class Ledger:
     """The batches of one mount. Belongs to the event loop.
 
-    `warn` is told why the catalog can't be written. `recorded` gives the rows
+    `warn` is called with the reason why the catalog can't be written. `recorded` gives the rows
     that a catalog in memory has to begin with. `has_neighbours` turns True
     when another mount has written in the directory.
     """

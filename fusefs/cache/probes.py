@@ -90,7 +90,7 @@ def is_lost(error: OSError) -> bool:
 
 @contextmanager
 def idle_priority() -> Iterator[None]:
-    """Have the disk serve this thread when nobody else wants anything of it."""
+    """Have the disk serve this thread when no other has requests for it."""
     _set_priority(_IDLE)
     try:
         yield

@@ -2,7 +2,7 @@
 
 A small file is compared when it is first opened; to read a large one whole
 would keep its reader waiting. So the large ones are read once after each start,
-and once a week, past the page cache and when nobody else reads from the disk.
+and once a week, past the page cache and when no other process reads from the disk.
 After an unclean end (a killed daemon, a power cut) the small ones are as well.
 
 Beside reading there is the processor: after each part the scrub rests for

@@ -51,15 +51,15 @@ class Onlooker(Protocol):
 
 
 class Callers:
-    """Looks at processes from here, or has the keeper look."""
+    """Looks at processes, in this namespace or by the keeper."""
 
     def __init__(self) -> None:
         self._namespace = callers.namespace()
-        # None: nobody else can be asked.
+        # None: there is no keeper that could look.
         self.keeper: Onlooker | None = None
 
     def fate(self, pid: int) -> int:
-        """What can be seen from here."""
+        """What this process can see."""
         keeper = self.keeper
         is_elsewhere = keeper is not None and keeper.namespace not in (0, self._namespace)
         if is_elsewhere or not self._namespace:
@@ -67,13 +67,13 @@ class Callers:
         return callers.fate(pid)
 
     async def find_fate(self, pid: int) -> int:
-        """What can be seen from here or by the keeper."""
+        """What this process or the keeper can see."""
         seen = self.fate(pid)
         keeper = self.keeper
         if not pid or keeper is None or not keeper.namespace or seen not in (UNKNOWN, EXITS):
             return seen
-        told = await keeper.look(pid)
-        return told if told != UNKNOWN else seen
+        reported = await keeper.look(pid)
+        return reported if reported != UNKNOWN else seen
 
     async def was_killed(self, pid: int) -> bool:
         """Whether a process closes its files because a signal ends it."""

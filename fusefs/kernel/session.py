@@ -356,7 +356,7 @@ class Session:
                 self._note_lost_reply(error)
 
     def prune_names(self, nodeids: Sequence[int]) -> bool:
-        """Have the kernel drop what nobody uses of some nodes; returns at once.
+        """Have the kernel drop those of some nodes that no program uses; returns at once.
 
         The kernel takes no lock that a request could hold (fuse_notify_prune in
         fs/fuse/dev.c), and forgets by FORGET. Tells whether it knows how: Linux

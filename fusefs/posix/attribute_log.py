@@ -37,8 +37,8 @@ class Recorded:
 
     def line(self) -> bytes:
         info = self.info
-        told = [info.key, info.etag, info.size, info.mtime_ns, self.metadata]
-        return json.dumps(told).encode() + b"\n"
+        fields = [info.key, info.etag, info.size, info.mtime_ns, self.metadata]
+        return json.dumps(fields).encode() + b"\n"
 
 
 class AttributeLog:

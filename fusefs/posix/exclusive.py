@@ -107,7 +107,7 @@ class ExclusiveCreates:
             self._copiers.popitem(last=False)
 
     def lost(self, pid: int) -> None:
-        """A process was told late that a name was taken: its next creation is decided at once."""
+        """A process lost a name at its close: its next creation is decided at once."""
         self._copiers.pop(pid, None)
 
     def watch(self, staged: Staged) -> None:
@@ -135,5 +135,5 @@ def is_undecided(staged: Staged) -> bool:
 
 
 def taken() -> OSError:
-    """What a program is told whose new file another node had made before."""
+    """The error of a program whose new file another node had made before."""
     return OSError(errno.EEXIST, "another node has made a file of this name")

@@ -2,7 +2,7 @@
 
 Each name that the kernel knows is an inode here, of about 1 KiB, until the
 kernel forgets it, which it does under its own memory pressure alone. So the
-names have a limit: beyond it the kernel is told to drop those that are the
+names have a limit: beyond it the kernel is notified to drop those that are the
 oldest and not in use (FUSE_NOTIFY_PRUNE, Linux 6.18), which it answers with
 FORGET. A name that is pruned is looked up again when it is used again.
 
@@ -36,7 +36,7 @@ MARGIN = 0.1
 class Forgetting:
     """Keeps the names of one mount to about `most`. Belongs to the event loop.
 
-    `prune` has the kernel drop what nobody uses of some node ids; it returns at
+    `prune` has the kernel drop what no program uses of some node ids; it returns at
     once, and tells whether the kernel knows how.
     """
 
@@ -64,14 +64,14 @@ class Forgetting:
         while len(self._inodes) > target and (batch := list(islice(candidates, BATCH))):
             if not self._prune(batch):
                 self.can_prune = False
-                logger.info("this kernel forgets names only by itself (Linux 6.18 can be told to)")
+                logger.info("this kernel forgets names only by itself (Linux 6.18 can be made to)")
                 return
             self.pruned += len(batch)
             # The FORGETs are read meanwhile.
             await trio.lowlevel.checkpoint()
         if self.pruned > before:
             logger.debug(
-                "the kernel was told to forget %d names; %d are left",
+                "the kernel was notified to forget %d names; %d are left",
                 self.pruned - before, len(self._inodes),
             )  # fmt: skip
 

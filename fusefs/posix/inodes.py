@@ -56,7 +56,7 @@ class InodeTable:
         self.root = Inode(ROOT_ID, ROOT_ID, None, "", None)
         self.root.nlookup = 1
         self._by_id: dict[int, Inode] = {ROOT_ID: self.root}
-        # Told of nodes whose attributes have changed without the kernel's knowing it.
+        # Called with nodes whose attributes have changed without the kernel's knowing it.
         self.on_removal: Callable[[int], None] = lambda _nodeid: None
 
     def __len__(self) -> int:

@@ -12,7 +12,7 @@ process is killed. Its blocks are allocated before they are written, so a full
 disk shows up as an error of `posix_fallocate` and not as a SIGBUS. A kill in
 the middle of a copy costs nothing but that record, whose reply was not sent;
 anything else that is missing or changed is damage, which is noticed
-(records.py), and nobody goes on with such a log: node ids would be given out
+(records.py), and no daemon goes on with such a log: node ids would be given out
 twice, and the kernel would show one file's content for another's.
 
 Every record tells the whole state of one item, never a change of it. So a

@@ -29,7 +29,7 @@ from fusefs.store.fencing import ChangeToken
 logger = logging.getLogger("fusefs.late")
 
 AT_ONCE = 8
-# A key that S3 could not be asked for is looked at again after this.
+# A key whose HEAD failed is looked at again after this.
 RETRY_S = 5.0
 # How often a key is looked at anew where it changed while it was repaired.
 TRIES = 3
@@ -55,7 +55,7 @@ def show_repaired(operations: Operations, directories: Directories, key: str, st
 
 
 class Repairer:
-    """Looks at one mount's uncertain keys. `changed` is told what a repair made of a key."""
+    """Looks at one mount's uncertain keys. `changed` is called with what a repair made of a key."""
 
     def __init__(self, store: WatchedStore, changed: Callable[[str, State], None]) -> None:
         self._store = store
@@ -97,7 +97,7 @@ class Repairer:
         """Look at a key again, and put back what is expected if a late request has undone it.
 
         Raises:
-            StoreError: S3 could not be asked, or did not take it.
+            StoreError: a request failed.
         """
         async with entry.lock:
             for _ in range(TRIES):

@@ -136,7 +136,7 @@ class Uncertain:
         return Verdict.UNDONE if is_undone else Verdict.AS_EXPECTED
 
     def expect(self, state: State | None) -> None:
-        """The last change of the key was acknowledged; None if it can't be told what it made."""
+        """The last change of the key was acknowledged; None if it is not known what it made."""
         self.expected = state
         for one in self.unanswered:
             one.is_newer = False
@@ -159,12 +159,12 @@ class Uncertain:
     @staticmethod
     def from_plain(number: int, plain: Mapping[str, Any]) -> Uncertain:
         """The record that `plain` gave."""
-        key, told = plain["key"], plain["expected"]
+        key, state = plain["key"], plain["expected"]
         unanswered = [
             Unanswered(Change(kind, key, tuple(tokens), etag), is_newer)
             for kind, tokens, etag, is_newer in plain["unanswered"]
         ]
-        expected = ABSENT if told == "absent" else None if told is None else ObjectInfo(**told)
+        expected = ABSENT if state == "absent" else None if state is None else ObjectInfo(**state)
         return Uncertain(
             key, number, plain["since"], unanswered, expected, plain["content"], plain["looks"]
         )

@@ -93,7 +93,7 @@ class Operations:
         self.inodes.on_removal = lambda nodeid: self.invalidate_attributes(nodeid)
         # Has the kernel look all names up again; set by a session that can.
         self.invalidate_names: Callable[[], None] = lambda: None
-        # Has the kernel forget nodes that nobody uses, and tells if it can; set by such a session.
+        # Has the kernel forget nodes that no program uses, if it can; set by such a session.
         self.prune_names: Callable[[Sequence[int]], bool] = lambda _nodeids: False
         self._opener = Opener(
             store, directories, cache, fetcher, backing, log,

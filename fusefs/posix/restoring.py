@@ -68,7 +68,7 @@ async def _restore_handle(
         if whole.get(st_ino) is not file:
             await cache.trust(file, st_ino)
         if st_ino and file.st_ino != st_ino:
-            # It was dropped, because its bytes were wrong: nobody else is to read it.
+            # It was dropped, because its bytes were wrong: no other handle is to read it.
             if inode.is_current:
                 operations.inodes.supersede(inode)
             cache.unpin(file)

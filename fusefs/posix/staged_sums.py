@@ -1,6 +1,6 @@
 """Checksums of what programs closed and the bucket does not have yet.
 
-Such a content may lie on the local disk for long, and nobody else has it. Its
+Such a content may lie on the local disk for long, and is nowhere else. Its
 checksum is taken when it was just written and its bytes are in memory: at a
 close with local durability, and when an upload fails. It is an attribute of the
 file, and compared before every upload. A content that differs is kept and not

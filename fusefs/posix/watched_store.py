@@ -229,7 +229,7 @@ class WatchedStore:
 
     @asynccontextmanager
     async def _alone(self, key: str, *, is_covered: bool) -> AsyncIterator[Uncertain]:
-        """Change an uncertain key while nobody else does.
+        """Change an uncertain key while no other task does.
 
         Its record stays until the end, also when its time is over meanwhile.
         """

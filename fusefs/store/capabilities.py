@@ -86,12 +86,12 @@ def _path(directory: Path, identity: str) -> Path:
 def load(directory: Path, identity: str) -> Capabilities | None:
     """What was found of a bucket in the last day; None if nothing was. Blocks."""
     try:
-        told = json.loads(_path(directory, identity).read_text())
-        age_ns = time.time_ns() - int(told["probed_ns"])
-        is_valid = (told["format"], told["identity"]) == (FORMAT, identity)
+        record = json.loads(_path(directory, identity).read_text())
+        age_ns = time.time_ns() - int(record["probed_ns"])
+        is_valid = (record["format"], record["identity"]) == (FORMAT, identity)
         if not is_valid or not 0 <= age_ns < KEPT_NS:
             return None
-        found: dict[str, Any] = told["found"]
+        found: dict[str, Any] = record["found"]
         if found.keys() - _NAMES or not all(value in (True, False) for value in found.values()):
             return None
         return Capabilities(**found)

@@ -231,7 +231,7 @@ class Clients:
     def try_objects(self, key: str) -> bool:
         """See whether obstore's connections reach S3, if it is to be used. Blocks.
 
-        `key` is one to be asked about, be it there or not. False if there was nothing to see.
+        `key` is that of the request, be it there or not. False if there was nothing to see.
         """
         url = self.s3.meta.endpoint_url
         is_used = url.startswith("https:") or self._proxies.choose(url) is not None

@@ -11,7 +11,7 @@ from fusefs.store.direct import Direct
 from fusefs.store.errors import Failure, UnreachableError
 from fusefs.store.stream import AttemptError
 
-# How long an answer that is no listing is asked for again.
+# How long a request is repeated whose answer is no listing.
 GARBLED_TIME_S = 3.0
 # The names of list_objects_v2's parameters in the query.
 _QUERY = {

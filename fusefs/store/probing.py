@@ -226,10 +226,10 @@ class _Probe:
 
     async def _markers(self, found: Capabilities) -> Capabilities:
         made = await self._put("dir/")
-        told = await self._store.head(made.key)
+        found_marker = await self._store.head(made.key)
         return replace(
             found,
-            marker_metadata=told.token == made.token,
+            marker_metadata=found_marker.token == made.token,
             marker_if_none_match=await self._is_refused(lambda: self._put("dir/", IF_ABSENT)),
             marker_if_match=await self._honours_match("dir/", self._put),
             marker_delete_if_match=await self._honours_delete("dir/"),
@@ -267,7 +267,7 @@ class _Probe:
                 clients.s3.put_object(
                     **clients.request, Key=key, Body=_BODY, ChecksumCRC32=_OTHER_CRC32
                 )
-            except Exception as error:
+            except Exception as error:  # anything may come from botocore and what it uses
                 return requests.judged(error, None)
             return None
 

@@ -1,4 +1,4 @@
-"""How many requests a second a store is sent once it has asked to slow down.
+"""How many requests a second a store is sent once it has refused some (503 SlowDown).
 
 A budget of connections does not bound the rate: four connections to a server
 that answers in a millisecond are 4,000 requests a second, however many of them
@@ -74,7 +74,7 @@ class Rate:
         self._accepted += 1
 
     def refused(self, what: str) -> None:
-        """The store asked to slow down; `what` tells the log which request, and what it said."""
+        """The store refused a request as one too many; `what` is both, for the log."""
         self._refused += 1
         now = trio.current_time()
         self._reduce(now)

@@ -29,9 +29,9 @@ def install(client: Any) -> None:
 def _refuse(response: Any, **_: Any) -> None:
     if response is None or response[0] is None or response[0].status_code not in REDIRECTS:
         return
-    answer, told = response
+    answer, parsed = response
     if not is_aws(answer.url):
-        region = answer.headers.get("x-amz-bucket-region") or told.get("Error", {}).get("Region")
+        region = answer.headers.get("x-amz-bucket-region") or parsed.get("Error", {}).get("Region")
         check(answer.headers.get("location"), answer.url, knows_region=bool(region))
 
 
@@ -41,9 +41,9 @@ def check(location: str | None, url: str, *, knows_region: bool = False) -> None
     Raises:
         RedirectError: it leads elsewhere.
     """
-    asked = urlsplit(url)
+    requested = urlsplit(url)
     target = urlsplit(urljoin(url, location or ""))
-    if (asked.scheme, asked.netloc) != (target.scheme, target.netloc):
+    if (requested.scheme, requested.netloc) != (target.scheme, target.netloc):
         host = target.netloc.rpartition("@")[2]
         where = f"to {target.scheme}://{host}: if that is meant, use it as the endpoint"
     elif knows_region:
@@ -52,7 +52,7 @@ def check(location: str | None, url: str, *, knows_region: bool = False) -> None
         where = f"to its own path {target.path}: is it an S3 endpoint?"
     else:
         where = "and does not say where to"
-    raise RedirectError(f"{asked.scheme}://{asked.netloc} redirects {where}")
+    raise RedirectError(f"{requested.scheme}://{requested.netloc} redirects {where}")
 
 
 def is_aws(url: str) -> bool:

@@ -61,7 +61,7 @@ class TrustError(StoreError):
     """The certificates that were named can't be used."""
 
 
-def find_for(url: str | None, told: str | None, configured: str | None = None) -> Trust | None:
+def find_for(url: str | None, bundle: str | None, configured: str | None = None) -> Trust | None:
     """As `find`, with this process's environment, for an endpoint; None if nothing is needed.
 
     Without TLS it does not matter that what the environment names is missing.
@@ -70,23 +70,25 @@ def find_for(url: str | None, told: str | None, configured: str | None = None) -
         TrustError: as `find`.
     """
     try:
-        return find(told, os.environ, configured)
+        return find(bundle, os.environ, configured)
     except TrustError:
-        if told is None and url is not None and url.startswith("http:"):
+        if bundle is None and url is not None and url.startswith("http:"):
             return None
         raise
 
 
-def find(told: str | None, environment: Mapping[str, str], configured: str | None = None) -> Trust:
+def find(
+    bundle: str | None, environment: Mapping[str, str], configured: str | None = None
+) -> Trust:
     """The certificates to trust. Blocks.
 
-    `told` is a setting's path, `configured` botocore's `ca_bundle`.
+    `bundle` is a setting's path, `configured` botocore's `ca_bundle`.
 
     Raises:
         TrustError: what was named can't be read, or has no certificate.
     """
     named = (
-        (told, "--ca-bundle"),
+        (bundle, "--ca-bundle"),
         (configured, "AWS_CA_BUNDLE or the AWS configuration"),
         (environment.get("REQUESTS_CA_BUNDLE"), "REQUESTS_CA_BUNDLE"),
     )
@@ -122,7 +124,7 @@ def _trust(paths: list[str], origin: str) -> Trust:
     found: dict[bytes, None] = {}
     for path in paths:
         # OpenSSL looks for names that are hashes; a mounted ConfigMap has others.
-        inside = sorted(map(str, Path(path).iterdir())) if os.path.isdir(path) else [path]
+        inside = _listed(path, origin) if os.path.isdir(path) else [path]
         for file in inside:
             # There may be keys beside them, which are not for everybody.
             if file == path or (os.path.isfile(file) and os.access(file, os.R_OK)):
@@ -135,6 +137,14 @@ def _trust(paths: list[str], origin: str) -> Trust:
     memory.write(b"\n".join(found) + b"\n")
     memory.flush()
     return Trust(f"/proc/self/fd/{memory.fileno()}", origin, memory)
+
+
+def _listed(directory: str, origin: str) -> list[str]:
+    try:
+        return sorted(map(str, Path(directory).iterdir()))
+    except OSError as error:
+        sentence = f"the CA bundle {directory} ({origin}) can't be read: {error.strerror}"
+        raise TrustError(sentence) from error
 
 
 def _certificates(path: str, origin: str) -> list[bytes]:

@@ -418,7 +418,7 @@ class _Client(socketserver.StreamRequestHandler):
     def _has_ended(self, released: threading.Event, hang_up_s: float) -> bool:
         """Wait for the end of the client's connection, or for a release; tell whether it ended.
 
-        After `hang_up_s` seconds it is ended from here.
+        After `hang_up_s` seconds this server ends it.
         """
         poll = select.poll()
         poll.register(self.connection, select.POLLIN | select.POLLRDHUP)

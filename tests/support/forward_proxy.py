@@ -17,7 +17,7 @@ PIECE = 1 << 16
 
 @dataclass
 class ForwardProxy:
-    """`tunnels` are the targets of CONNECT, `urls` what was asked for without TLS.
+    """`tunnels` are the targets of CONNECT, `urls` those of requests without TLS.
 
     With a `password` (`user:word`) all others are refused with status 407; with `refusal`
     every tunnel is refused with that status.
