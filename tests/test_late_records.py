@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
+from fusefs.posix import leftovers
 from fusefs.posix.late_requests import LateRequests, Uncertain
 from fusefs.posix.request_log import PUT, Change
+from fusefs.posix.segments import ABSENT
 from fusefs.store.base import ObjectInfo
+from tests.support.mortal_mount import MortalMount
 
 SOURCE = "aws/bucket"
 
@@ -85,3 +90,41 @@ def test_a_damaged_source_ends_no_mount(tmp_path: Path, source: bytes) -> None:
     assert len(late) == 0
     late.close(remove=True)
     assert taken_over(old)[0].key == "key"
+
+
+def test_a_disk_that_removes_nothing_ends_no_mount(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left_by_a_mount(tmp_path / "late" / "1")
+    late = requests_in(tmp_path / "late" / "1")
+    (entry,) = late
+
+    def refuse(_path: Path, *, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", refuse)
+        batch = late.log.begin_batch(["a", "b"])
+        late.log.end_batch(batch)
+        late.expect(entry, ABSENT, None)
+        late.forget(entry)
+    assert len(late) == 0
+    late.close(remove=False)
+
+
+@pytest.mark.parametrize("source", [b"", b"\xff\xfe"])
+@pytest.mark.parametrize("is_mounted_anew", [True, False])
+async def test_a_damaged_source_of_staged_files_ends_no_mount(
+    tmp_path: Path, source: bytes, *, is_mounted_anew: bool
+) -> None:
+    mount = MortalMount(tmp_path)
+    async with mount.serving() as process:
+        await process.save("file", b"content")
+    (path,) = mount.directory.glob("**/staging/**/source")
+    path.write_bytes(source)
+    if is_mounted_anew:
+        mount.reboot()
+    async with mount.serving() as process:
+        leftovers.adopt(process.writer)
+        assert await process.load("file") == b"content"
+    assert mount.store.contents() == {"file": b"content"}

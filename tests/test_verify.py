@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 from pathlib import Path
@@ -155,3 +156,15 @@ def test_a_directory_whose_user_did_not_end_is_known(tmp_path: Path) -> None:
     assert third.was_unclean
     third.end()
     assert not UseMark(tmp_path / "in-use").was_unclean
+
+
+def test_a_file_system_without_locks_counts_as_an_unclean_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_fd: int, _operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(scrub.fcntl, "flock", refuse)
+    mark = UseMark(tmp_path / "in-use")
+    assert mark.was_unclean
+    mark.end()

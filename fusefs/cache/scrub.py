@@ -110,17 +110,19 @@ class UseMark:
 
     def __init__(self, path: Path) -> None:
         """Use the directory."""
-        self.was_unclean = True
+        self.was_unclean = False
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._fd = -1
         try:
             self._fd = os.open(path, flags, 0o600)
-        except OSError as error:
+            is_marked = os.fstat(self._fd).st_size > 0
+            self.was_unclean = is_marked and self._is_alone()
+            fcntl.flock(self._fd, fcntl.LOCK_SH)
+        except OSError as error:  # also where the file system has no locks
             logger.info("%s can't be used: %s", path, error.strerror)
-            self._fd = -1
+            self.was_unclean = True
+            self._close()
             return
-        is_marked = os.fstat(self._fd).st_size > 0
-        self.was_unclean = is_marked and self._is_alone()
-        fcntl.flock(self._fd, fcntl.LOCK_SH)
         self._write(b"1")
 
     def _is_alone(self) -> bool:
@@ -142,5 +144,9 @@ class UseMark:
         if self._fd >= 0:
             if self._is_alone():
                 self._write(b"")
+            self._close()
+
+    def _close(self) -> None:
+        if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -262,7 +262,7 @@ class LateRequests:
         entry.content = content
         self.record(entry)
         if old is not None and old != content:
-            (self.directory / old).unlink(missing_ok=True)
+            self.remove(old)
 
     def renamed_below(self, prefix: str) -> None:
         """A directory was renamed: what a late request makes of its old keys is not to stay."""
@@ -293,9 +293,16 @@ class LateRequests:
         entry.is_over = True
         if self._entries.get(entry.key) is entry:
             del self._entries[entry.key]
-        self._path(entry).unlink(missing_ok=True)
+        self.remove(self._path(entry).name)
         if entry.content is not None:
-            (self.directory / entry.content).unlink(missing_ok=True)
+            self.remove(entry.content)
+
+    def remove(self, name: str) -> None:
+        """Remove a record or a content; what the disk keeps does no harm."""
+        try:
+            (self.directory / name).unlink(missing_ok=True)
+        except OSError as error:
+            logger.info("%s is kept: %s", self.directory / name, error.strerror)
 
     def due_at(self, entry: Uncertain) -> float:
         """When a key is to be looked at again, in seconds of boottime()."""

@@ -62,7 +62,7 @@ def adopt_attributes(writer: Writeback, directory: Path) -> None:
 
 def _is_ours(directory: Path, source: str) -> bool:
     try:
-        found = (directory / "source").read_text()
+        found = (directory / "source").read_text(errors="replace")
     except FileNotFoundError:
         return False
     if found != source:

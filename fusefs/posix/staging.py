@@ -230,7 +230,7 @@ class Staging:
         self._files: dict[int, Staged] = {}
         self.charged = 0
         told = directory / "source"
-        if not told.exists() or told.read_text() != source:
+        if not told.exists() or told.read_bytes() != source.encode():
             told.write_text(source)  # else it is there, also when the disk is full
         # Held as long as a process looks after the directory.
         self._lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -256,7 +256,7 @@ class WatchedStore:
         if not entry.is_over:
             self.late.expect(entry, state, content)
         elif content is not None:
-            (self.late.directory / content).unlink(missing_ok=True)
+            self.late.remove(content)
 
     async def _acknowledge_anew(self, entry: Uncertain, info: ObjectInfo) -> None:
         """As `_acknowledged`, of a content that is in the bucket alone, and is fetched."""
@@ -286,7 +286,7 @@ class WatchedStore:
         if content is None:
             return
         if entry.is_over or entry.expected is not info or entry.content is not None:
-            (self.late.directory / content).unlink(missing_ok=True)
+            self.late.remove(content)
             return
         entry.content = content
         self.late.record(entry)
