@@ -39,6 +39,8 @@ class DirectReader:
         Raises:
             OSError: it can't be opened.
         """
+        # Anonymous memory is aligned to pages.
+        self._buffer = memoryview(mmap.mmap(-1, BLOCK + 2 * ALIGNMENT))
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             self._fd = os.open(path, flags | (os.O_DIRECT if is_direct else 0))
@@ -46,8 +48,6 @@ class DirectReader:
             if error.errno != errno.EINVAL:
                 raise
             self._fd = os.open(path, flags)  # tmpfs, before Linux 6.6
-        # Anonymous memory is aligned to pages.
-        self._buffer = memoryview(mmap.mmap(-1, BLOCK + 2 * ALIGNMENT))
 
     def read(self, size: int, offset: int) -> memoryview:
         """Up to a block of bytes, fewer only at the file's end; valid until the next call.

@@ -105,21 +105,25 @@ class Operations:
         )
         cache.on_discard = self._discarded
         # None on a read-only mount.
-        self.writer: Writer | None = None
-        self.mutations: Mutations | None = None
-        if writing is not None:
-            self.writer = Writer(
-                store, directories, cache, fetcher, writing, self.inodes, self.handles,
-                lambda inode: inode.default_meta(owner), self._opener.outdate,
-            )  # fmt: skip
-            self._reader.editor = self.writer.editor
-            self.learner.deferred = self.writer.deferred.get
-            self._opener.open_staged = self.writer.open_staged
-            changes = Changes(
-                store, directories, cache, self.inodes, self.handles, self.writer, log,
-                writing.renames, may_delete=writing.rules.may_delete, late=writing.late,
-            )  # fmt: skip
-            self.mutations = Mutations(self, self.writer, changes, log, writing.nursery)
+        self.mutations = self._mutations(writing, log) if writing is not None else None
+        self.writer = self.mutations.writer if self.mutations is not None else None
+
+    def _mutations(self, writing: Writing, log: NodeLog) -> Mutations:
+        """The part that writes, known to those that read what is being written."""
+        owner = self.owner
+        writer = Writer(
+            self._store, self._directories, self.cache, self.fetcher, writing,
+            self.inodes, self.handles,
+            lambda inode: inode.default_meta(owner), self._opener.outdate,
+        )  # fmt: skip
+        self._reader.editor = writer.editor
+        self.learner.deferred = writer.deferred.get
+        self._opener.open_staged = writer.open_staged
+        changes = Changes(
+            self._store, self._directories, self.cache, self.inodes, self.handles, writer, log,
+            writing.renames, may_delete=writing.rules.may_delete, late=writing.late,
+        )  # fmt: skip
+        return Mutations(self, writer, changes, log, writing.nursery)
 
     # Names
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import random
 import shutil
-import socket
 import subprocess
 import uuid
 from pathlib import Path
@@ -21,7 +20,8 @@ from tests.support.s3_server import (
     SECRET_KEY,
     S3Server,
     ServerError,
-    die_with_parent,
+    is_free,
+    spawn,
 )
 
 PROGRAMS = ("ceph", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-admin")
@@ -148,12 +148,8 @@ class CephServer(S3Server):
         _run(program, "-c", self._configuration, *arguments)
 
     def _spawn(self, program: str, *arguments: str) -> subprocess.Popen[bytes]:
-        with (self._directory / f"{program}.out").open("ab") as output:
-            process = subprocess.Popen(
-                [program, "-f", "-c", str(self._configuration), *arguments],
-                stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                start_new_session=True, preexec_fn=die_with_parent,
-            )  # fmt: skip
+        command = [program, "-f", "-c", str(self._configuration), *arguments]
+        process = spawn(command, self._directory / f"{program}.out")
         self._running.append(process)
         return process
 
@@ -174,15 +170,6 @@ def _free_ports() -> tuple[int, int]:
     """Of the monitor and of the gateway; the OSD finds its own."""
     for _ in range(100):
         ports = random.sample(_PORTS, 2)
-        if all(_is_free(port) for port in ports):
+        if all(is_free(port) for port in ports):
             return ports[0], ports[1]
     raise ServerError("no free ports for Ceph")
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-        return True

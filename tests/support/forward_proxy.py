@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-PIECE = 1 << 16
+from tests.support.relay import PIECE, relay
 
 
 @dataclass
@@ -81,7 +81,7 @@ def _serve(proxy: ForwardProxy, client: socketserver.StreamRequestHandler) -> No
         host, _, port = target.rpartition(":")
         with socket.create_connection((host, int(port))) as upstream:
             client.wfile.write(b"HTTP/1.1 200 OK\r\n\r\n")
-            _copy_both(client.connection, upstream)
+            relay(client.connection, upstream)
         return
     proxy.urls.append(target)
     _forward(client, method, target, headers)
@@ -112,18 +112,3 @@ def _forward(
         length = answer.getheader("content-length") if method == "HEAD" else len(content)
         lines += [f"content-length: {length}", "connection: close"]
         client.wfile.write(("\r\n".join(lines) + "\r\n\r\n").encode("latin-1") + content)
-
-
-def _copy_both(one: socket.socket, other: socket.socket) -> None:
-    back = threading.Thread(target=_copy, args=(other, one), daemon=True)
-    back.start()
-    _copy(one, other)
-    back.join(30)
-
-
-def _copy(source: socket.socket, target: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        while piece := source.recv(PIECE):
-            target.sendall(piece)
-    with contextlib.suppress(OSError):
-        target.shutdown(socket.SHUT_RDWR)

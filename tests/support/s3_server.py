@@ -107,13 +107,8 @@ class S3Server:
             "-s3.port.lance=0", "-master.telemetry=false", "-volume.max=2000",
             "-master.volumeSizeLimitMB=1024", "-volume.minFreeSpace=0", f"-s3.domainName={DOMAIN}",
         ]  # fmt: skip
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                start_new_session=True, preexec_fn=die_with_parent,
-                # One volume to a bucket; with the usual seven a hundred are soon used up.
-                env={**os.environ, "WEED_MASTER_VOLUME_GROWTH_COPY_1": "1"},
-            )  # fmt: skip
+        # One volume to a bucket; with the usual seven a hundred are soon used up.
+        self._process = spawn(arguments, self._log, WEED_MASTER_VOLUME_GROWTH_COPY_1="1")
         self._wait_until_writable()
 
     def stop(self) -> None:
@@ -169,6 +164,15 @@ class S3Server:
             time.sleep(0.1)
 
 
+def spawn(arguments: list[str], log: Path, **environment: str) -> subprocess.Popen[bytes]:
+    """Start a server that dies with this process, and have what it says in a log."""
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+            start_new_session=True, preexec_fn=die_with_parent, env={**os.environ, **environment},
+        )  # fmt: skip
+
+
 def die_with_parent() -> None:
     """Have this process killed when its parent ends."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -179,12 +183,13 @@ def _free_ports() -> list[int]:
     for _ in range(100):
         first = random.randrange(20_000, 30_000)
         ports = list(range(first, first + 4))
-        if all(_is_free(port) and _is_free(port + GRPC_DISTANCE) for port in ports):
+        if all(is_free(port) and is_free(port + GRPC_DISTANCE) for port in ports):
             return ports
     raise ServerError("no free ports for the S3 server")
 
 
-def _is_free(port: int) -> bool:
+def is_free(port: int) -> bool:
+    """Whether a server may listen at a port of loopback."""
     with socket.socket() as probe:
         try:
             probe.bind(("127.0.0.1", port))

@@ -1,4 +1,4 @@
-"""A server behind TLS, with a certificate of an authority that nobody else knows."""
+"""A server behind TLS, with a certificate of an authority that is not known otherwise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-PIECE = 1 << 16
+from tests.support.relay import relay
 
 
 @dataclass(frozen=True)
@@ -95,21 +95,9 @@ def _serve(listener: socket.socket, context: ssl.SSLContext, address: tuple[str,
 
 
 def _forward(plain: socket.socket, context: ssl.SSLContext, address: tuple[str, int]) -> None:
-    """Pass one connection's requests on, one thread for each direction."""
     with (
         contextlib.suppress(OSError),
         socket.create_connection(address) as upstream,
         context.wrap_socket(plain, server_side=True) as client,
     ):
-        answers = threading.Thread(target=_copy, args=(upstream, client), daemon=True)
-        answers.start()
-        _copy(client, upstream)
-        answers.join(60)
-
-
-def _copy(source: socket.socket, target: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        while piece := source.recv(PIECE):
-            target.sendall(piece)
-    with contextlib.suppress(OSError):
-        target.shutdown(socket.SHUT_WR)
+        relay(client, upstream)
