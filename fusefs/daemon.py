@@ -30,7 +30,7 @@ from functools import partial
 
 import trio
 
-from fusefs import control, mounts, process, signals, status
+from fusefs import control, mounts, preloading, process, signals, status
 from fusefs.cache.directory import CacheDirectoryError, usable
 from fusefs.cache.fetch import Fetcher
 from fusefs.cache.scrub import Scrub
@@ -41,7 +41,7 @@ from fusefs.handover import (
     renames_directory,
     staging_directory,
 )
-from fusefs.kernel import mount
+from fusefs.kernel import mount, template
 from fusefs.kernel.keeper_wire import CANNOT_TAKE_OVER
 from fusefs.kernel.keeping import KeeperError, Keeping
 from fusefs.kernel.libc import forbid_inspection
@@ -467,6 +467,8 @@ def main() -> int:
     # What a start makes stays: modules, boto3's models, perhaps a million restored nodes. To look
     # through them again and again takes a twentieth of a start, and more with many nodes.
     gc.disable()
+    if template.is_template():
+        preloading.serve()
     try:
         run(
             process.read_input(sys.stdin.read()),

@@ -38,6 +38,8 @@ def set_up(settings: MountSettings) -> None:
 def read_input(text: str) -> MountSettings:
     """The settings that the launcher wrote, and the AWS configuration as files of this process."""
     told = json.loads(text)
+    # A standby has begun with next to none.
+    os.environ.update(told.get("environment", {}))
     for variable, content in told["files"].items():
         # In memory alone: it holds secrets.
         fd = os.memfd_create(variable)

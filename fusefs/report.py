@@ -231,9 +231,10 @@ def _survival(status: Status) -> str:
     if not restarts:
         return text
     ago = max(0.0, time.time() - keeper.get("last_death_ns", 0) / 1e9)
+    standby = f"; standby pid {keeper['standby']}" if keeper.get("standby") else ""
     return (
         f"{text}, the last {human_duration(ago)} ago ({keeper.get('last_reason', '?')}); "
-        f"longest pause {human_duration(keeper.get('longest_pause_s', 0.0))}"
+        f"longest pause {human_duration(keeper.get('longest_pause_s', 0.0))}{standby}"
     )
 
 

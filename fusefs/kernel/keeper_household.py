@@ -88,14 +88,16 @@ class Household:
 
     # --- beginning ---
 
-    def start(self, program: Program, state: int) -> Daemon:
-        """Start a daemon, and a clerk for it.
+    def start(self, program: Program, state: int, standby: Daemon | None = None) -> Daemon:
+        """Start a daemon, unless a standby becomes one, and a clerk for it.
 
         Raises:
             OSError: its program could not be executed.
             BecomeClerk: in the child.
         """
-        daemon = start_daemon(program, self._configuration, is_beside=state == wire.PREPARE)
+        daemon = standby or start_daemon(
+            program, self._configuration, is_beside=state == wire.PREPARE
+        )
         point_to_null(1)  # the first one's alone, so that its end can be seen
         if state == wire.PREPARE:
             daemon.is_incoming = True
@@ -226,6 +228,15 @@ class Household:
         for daemon in (self.current, self.incoming):
             if daemon is not None and now >= daemon.deadline:
                 self._overdue(daemon, now)
+
+    def reap(self, pid: int) -> None:
+        """Take note of the end of a child that was killed, when it comes."""
+        self._corpses[pid] = time.monotonic()
+
+    @property
+    def has_successor(self) -> bool:
+        """Whether a clerk would go on in our place, though there is no daemon."""
+        return self._spare is not None
 
     def count_lingering(self, now: float) -> int:
         """How many processes hang in the kernel although they were killed."""

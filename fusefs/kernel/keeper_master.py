@@ -36,6 +36,7 @@ from fusefs.kernel.keeper_ledger import (
     shell_status,
     was_killed,
 )
+from fusefs.kernel.keeper_standby import Standby
 
 TYPE_CHECKING = False  # typing itself is not imported: it is large
 if TYPE_CHECKING:
@@ -68,6 +69,10 @@ class Keeper:
             configuration, ledger, self._loop,
             note=self._note, bury=self._bury, let_go=self._let_go,
         )  # fmt: skip
+        self._standby = Standby(
+            configuration, ledger, self._loop,
+            on_change=self._standby_changed, reap=self._household.reap,
+        )  # fmt: skip
         self._upgrader: Client | None = None
         self._start_at = NEVER
         self._obstacle = ""  # to the last start
@@ -84,7 +89,8 @@ class Keeper:
             BecomeClerk: in the child.
         """
         state = wire.TAKE_OVER if self._ledger.has_served else wire.FRESH
-        self._household.start(self._ledger.program, state)
+        standby = self._standby.take() if state == wire.TAKE_OVER else None
+        self._household.start(self._ledger.program, state, standby)
 
     def adopt(self, daemon: Daemon, clerk: Clerk) -> None:
         """Go on with a daemon that somebody else has started, and its clerk's session.
@@ -105,7 +111,7 @@ class Keeper:
         while self._exit_code is None:
             soonest = min(
                 self._start_at, self._control.deadline(), self._pause_end(),
-                *self._household.deadlines(),
+                self._standby.deadline(), *self._household.deadlines(),
             )  # fmt: skip
             self._loop.run_once(None if soonest == NEVER else soonest - time.monotonic())
             self._check_clock(time.monotonic())
@@ -121,6 +127,7 @@ class Keeper:
     def _check_clock(self, now: float) -> None:
         self._control.dismiss_late(now)
         self._household.check_clock(now)
+        self._standby.check_clock(now)
         if now >= self._start_at and self._exit_code is None:
             self._start_again()
         if now >= self._pause_end():
@@ -164,6 +171,7 @@ class Keeper:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._control.close()
+        self._standby.let_go()
         for fd in self._wake:
             os.close(fd)
 
@@ -240,6 +248,7 @@ class Keeper:
             log(f"the daemon {daemon.pid} serves, after a pause of {pause_s:.3f} s")
             if self._ledger.restarts:
                 self._deposit()
+            self._standby.prepare()
         self._answer_upgrade({"ok": True, "pid": daemon.pid, "pause_s": pause_s})
 
     # --- a daemon's end ---
@@ -280,8 +289,11 @@ class Keeper:
 
     def _replace(self, daemon: Daemon, end: str) -> None:
         ledger = self._ledger
+        now = time.monotonic()
         ledger.died(end)
-        ledger.paused(time.monotonic())
+        ledger.paused(now)
+        ledger.note_death(now, self._configuration.standby_s)
+        self._standby.daemon_died()
         is_falling_back = ledger.fallback is not None
         if ledger.fallback is not None:
             ledger.program, ledger.fallback = ledger.fallback, None
@@ -313,6 +325,10 @@ class Keeper:
         if system.is_disconnected(self._ledger.fuse_fd):
             self._exit_code = 0
             return
+        self._standby.prepare()
+        # Until there is a daemon with a clerk of its own, the last one's may be needed.
+        if self._standby.is_soon_ready and self._household.has_successor:
+            return  # it goes on when that has changed
         try:
             self.start()
             self._deposit()  # before it has the mount: the holder may have died with the last one
@@ -322,6 +338,11 @@ class Keeper:
                 log(f"no daemon can be started: {error}")
             self._obstacle = str(error)
             self._start_at = time.monotonic() + RETRY_S
+
+    def _standby_changed(self) -> None:
+        """Go on with a start that has waited for the standby."""
+        if self._household.current is None and self._start_at == NEVER:
+            self._start_at = time.monotonic()
 
     # --- an upgrade ---
 
@@ -353,6 +374,7 @@ class Keeper:
         assert daemon is not None
         ledger.fallback, ledger.program = ledger.program, daemon.program
         ledger.died("upgrade")
+        self._standby.dismiss("an upgrade")
         self._household.promote()
 
     def _answer_upgrade(self, answer: dict[str, Any]) -> None:
@@ -386,6 +408,7 @@ class Keeper:
                 log(f"{mountpoint} cannot be unmounted: {error.strerror}")
 
     def _clean_up(self) -> None:
+        self._standby.dismiss("the mount ends")
         if self._ledger.connection and not system.is_disconnected(self._ledger.fuse_fd):
             self._tell_holder(holder.drop)
         self._household.end()
@@ -401,7 +424,8 @@ class Keeper:
         program = self._ledger.program
         match request["do"]:
             case "status":
-                client.answer(describe(self._configuration, self._ledger, self._household.current))
+                told = describe(self._configuration, self._ledger, self._household.current)
+                client.answer(told | self._standby.describe())
             case "settings":
                 client.answer({"settings": program.settings, "command": program.command})
             case "upgrade":

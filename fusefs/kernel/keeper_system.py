@@ -26,6 +26,7 @@ _BDI = "/sys/class/bdi"
 CAP_SYS_ADMIN = 21
 _CAPABILITY_VERSION_3 = 0x20080522
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS = 38
 # Where memory is short, a daemon goes before who starts the next one.
 _OOM_SCORE_ADJUSTMENT = 500
@@ -274,9 +275,23 @@ def _volunteer() -> None:
         file.write(str(_OOM_SCORE_ADJUSTMENT))
 
 
+def copy_memory_order(pid: int) -> None:
+    """Undo `yields_memory`: where memory is short, the process goes no sooner than this one."""
+    with contextlib.suppress(OSError):
+        with open("/proc/self/oom_score_adj") as file:
+            own = file.read()
+        with open(f"/proc/{pid}/oom_score_adj", "w") as file:
+            file.write(own)
+
+
 def die_with_parent() -> None:
     """Have this process killed when the one that has forked it ends, which has its user."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def adopt_orphans(is_on: bool) -> None:
+    """Have descendants whose parents end become children of this process, or no more."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, int(is_on))
 
 
 def _prctl(option: int, value: int) -> None:
