@@ -242,3 +242,43 @@ def late_mount(mounter: Mounter, faulty: FaultyS3, conditions: str) -> Mount:
         "--session", "kernel", "--late-request-checks", CHECKS,
         "--conditional-writes", conditions, *WRITABLE, endpoint_url=faulty.endpoint_url,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ["unlink", "rmdir", "rename"])
+def test_what_a_killed_daemon_had_removed_unanswered_stays_removed(
+    mounter: Mounter, bucket: Bucket, faulty: FaultyS3, what: str
+) -> None:
+    """The next daemon finds it done, and has nothing to send."""
+    mount = mounter(
+        "--session", "kernel", "--late-request-checks", "1s,2s,3s,4s",
+        "--conditional-writes", "off", *WRITABLE, endpoint_url=faulty.endpoint_url,
+    )  # fmt: skip
+    path, key = mount.path / "a", "a/" if what == "rmdir" else "a"
+
+    def make(data: bytes) -> None:
+        path.mkdir() if what == "rmdir" else path.write_bytes(data)
+
+    def remove() -> None:
+        {"unlink": path.unlink, "rmdir": path.rmdir, "rename": rename}[what]()
+
+    def rename() -> None:
+        path.rename(mount.path / "b")
+
+    make(b"first")
+    # It may be executed at any time: from now on the key is uncertain.
+    earlier = faulty.hold("DELETE", key, hangs_up=True)
+    path.rmdir() if what == "rmdir" else path.unlink()
+    make(b"second")
+    hold = faulty.hold("DELETE", key)
+    with ThreadPoolExecutor(1) as pool:
+        removing = pool.submit(remove)
+        until(lambda: bool(hold.held), "nothing is held")
+        os.kill(serving_pid(mount), signal.SIGKILL)
+        hold.release()
+        removing.result(LIMIT_S)
+    earlier.release()
+    until(lambda: mount.status()["writing"]["late_requests"]["uncertain"] == 0, "uncertain")
+    assert content(bucket, key) is None
+    assert not path.exists()
+    assert content(bucket, "b") == (b"second" if what == "rename" else None)
+    mount.end()

@@ -30,7 +30,7 @@ from fusefs.posix.meta import Meta
 from fusefs.posix.moving import Mover
 from fusefs.posix.naming import Naming
 from fusefs.posix.renaming import Renames
-from fusefs.posix.segments import Absent, Entry
+from fusefs.posix.segments import ABSENT, Absent, Entry
 from fusefs.posix.staging import Staged
 from fusefs.posix.writing import Writer
 from fusefs.store.base import (
@@ -183,9 +183,11 @@ class Changes(Naming):
             copied: tuple[ObjectInfo, ObjectInfo] | None = None
             condition = IF_ABSENT if is_strict else Expect(_known_etag(rival, target))
             if isinstance(found, Absent):
+                self._found_done(old_key, ABSENT)
                 if inode is None or inode.info is None:
                     return
                 copied = inode.info, await self._store.head(new_key)
+                self._found_done(new_key, copied[1])
             elif staged is None:
                 said = _said(found, described)
                 copied = await self._copy(found, to, new_name, condition, said)
@@ -249,6 +251,7 @@ class Changes(Naming):
             made = await self._store.head(key)
             if made.size != source.size:
                 raise
+            self._found_done(key, made)
             return source, made
 
     async def _copy_described(

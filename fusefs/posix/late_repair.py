@@ -153,15 +153,17 @@ class Repairer:
 
         Raises:
             LookupError: the content is not here any more.
-            ConflictError, StaleVersionError, NotFoundError: it has changed since it was `found`.
+            ConflictError, StaleVersionError, NotFoundError: it has changed since it was `found`,
+                or something else is expected by now.
             StoreError: the bucket did not take it.
         """
         key, expected = entry.key, entry.expected
         if isinstance(expected, Absent):
             assert isinstance(found, ObjectInfo)
-            with self._store.on_record(Change(DELETE, key)):
+            change = Change(DELETE, key)
+            with self._store.on_record(change):
                 await self._store.inner.delete(key, found.etag)
-            self._late.expect(entry, ABSENT, None)
+            self._expect(entry, expected, ABSENT, None, change)
             return ABSENT
         assert expected is not None
         token = self._store.tokens.next()
@@ -174,8 +176,21 @@ class Repairer:
                 )
             else:
                 made = await self._put_content(entry, expected, found, token)
-        self._late.expect(entry, made, entry.content)
+        self._expect(entry, expected, made, entry.content, change)
         return made
+
+    def _expect(
+        self, entry: Uncertain, expected: State, made: State, content: str | None, change: Change
+    ) -> None:
+        """What was `expected` has been put back; a repeated request may have ended meanwhile.
+
+        Raises:
+            ConflictError: it has, and something else is expected.
+        """
+        if entry.expected is not expected:
+            self._late.undo(entry, change)
+            raise ConflictError(f"{entry.key} was changed while it was put back")
+        self._late.expect(entry, made, content)
 
     async def _put_content(
         self, entry: Uncertain, expected: ObjectInfo, found: State, token: ChangeToken

@@ -264,11 +264,22 @@ class LateRequests:
         if old is not None and old != content:
             self.remove(old)
 
+    def found_done(self, key: str, state: State) -> None:
+        """A request that is repeated has found done what an earlier process had sent."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            self.expect(entry, state, None)
+
     def renamed_below(self, prefix: str) -> None:
         """A directory was renamed: what a late request makes of its old keys is not to stay."""
         for entry in self:
             if entry.key.startswith(prefix) and not isinstance(entry.expected, Absent):
                 self.expect(entry, ABSENT, None)
+
+    def undo(self, entry: Uncertain, change: Change) -> None:
+        """A change of this process is not to stay: something else was acknowledged meanwhile."""
+        entry.unanswered.append(Unanswered(change, is_newer=False))
+        self.record(entry)
 
     def record(self, entry: Uncertain) -> None:
         """Write a key's record, whole or not at all. Blocks.

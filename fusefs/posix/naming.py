@@ -25,7 +25,7 @@ from fusefs.posix.gate import Gate
 from fusefs.posix.handles import HandleTable
 from fusefs.posix.inodes import Inode, InodeTable
 from fusefs.posix.journal import NodeLog
-from fusefs.posix.late_requests import LateRequests
+from fusefs.posix.late_requests import LateRequests, State
 from fusefs.posix.meta import PERMISSIONS, Meta
 from fusefs.posix.segments import ABSENT, Absent, Entry
 from fusefs.posix.staging import Staged
@@ -105,6 +105,11 @@ class Naming:
     def _is_repeated(self, caller: Caller) -> bool:
         """Whether a request may have been done before."""
         return caller.unique in self.begun
+
+    def _found_done(self, key: str, state: State) -> None:
+        """A repeated request is answered without a change: what is there is what is expected."""
+        if self._late is not None:
+            self._late.found_done(key, state)
 
     async def _find(self, parent: Inode, name: str) -> Entry | Absent:
         directory = self._directories.get(self._inodes.key(parent))
@@ -189,6 +194,7 @@ class Naming:
             found = await self._find(parent, name)
             if isinstance(found, Absent):
                 if self._is_repeated(caller):
+                    self._found_done(self._inodes.key(parent) + name, ABSENT)
                     return
                 raise OSError(errno.ENOENT, name)
             if found is None:
@@ -217,6 +223,7 @@ class Naming:
             found = await self._find(parent, name)
             if isinstance(found, Absent):
                 if self._is_repeated(caller):
+                    self._found_done(prefix, ABSENT)
                     return
                 raise OSError(errno.ENOENT, name)
             if found is not None:
