@@ -14,6 +14,7 @@ from fusefs.posix.journal import NoJournal
 from fusefs.posix.meta import Meta
 from fusefs.posix.staging import Staged, Staging
 from fusefs.store.base import ObjectInfo
+from tests.support.disks import fill, small_disk
 
 META = Meta(stat.S_IFREG | 0o640, 1000, 1001)
 
@@ -97,3 +98,28 @@ async def test_a_file_that_nobody_was_told_of_goes(tmp_path: Path) -> None:
     os.removexattr(staged.fd, "user.fusefs")
     assert taken_up(tmp_path, inode) is None
     assert not os.access(staged.path, os.F_OK)
+
+
+def test_a_record_that_a_full_disk_cuts_off_leaves_the_earlier_one(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 1) as disk:
+        path = disk / "5"
+        recording.write(str(path), b"earlier")
+        filler = fill(disk)
+        os.truncate(filler, filler.stat().st_size - 8192)
+        with pytest.raises(OSError, match="No space"):
+            recording.write(str(path), bytes(100_000))
+        assert path.with_suffix(".json").read_bytes() == b"earlier"
+
+
+@pytest.mark.parametrize("record", [b"", b"{", b"\xff"])
+async def test_the_content_of_a_damaged_record_is_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, record: bytes
+) -> None:
+    inode, staged = staged_in(tmp_path)
+    os.write(staged.fd, b"content")
+    (tmp_path / f"{inode.nodeid}.json").write_bytes(record)
+    assert taken_up(tmp_path, inode) is None
+    kept = tmp_path / f"damaged-{inode.nodeid}"
+    assert kept.read_bytes() == b"content"
+    assert str(kept) in caplog.text
+    assert set(os.listdir(tmp_path)) == {"source", kept.name}

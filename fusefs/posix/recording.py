@@ -13,7 +13,9 @@ file. Where there is one, it counts.
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import os
 import struct
 import time
@@ -25,6 +27,8 @@ from fusefs.posix.meta import Meta
 
 if TYPE_CHECKING:
     from fusefs.posix.staging import Staged
+
+logger = logging.getLogger("fusefs.staging")
 
 # A change is told by a file's size and time from an earlier one only if the
 # clock that the file system reads has moved on; it ticks every 10 ms at least.
@@ -130,11 +134,16 @@ def write_attribute(fd: int, record: bytes) -> bool:
 
 
 def write(path: str, told: bytes, *, is_safe: bool = False) -> None:
-    """Write a file's record, whole or not at all. Blocks."""
+    """Write a file's record, whole or not at all. Blocks.
+
+    Raises:
+        OSError: the disk does not take it; an earlier record stays.
+    """
     unfinished = path + (".safe" if is_safe else ".new")
     fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
-        os.write(fd, told)
+        if os.write(fd, told) < len(told):  # a full disk may take the first blocks
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if is_safe:
             os.fsync(fd)
     finally:
@@ -150,7 +159,8 @@ def on_record(directory: Path) -> set[Path]:
 def load(path: Path) -> tuple[int, dict[str, Any]] | None:
     """Open a staged file, and read what its record tells; None if either is not there.
 
-    The key is None where the record does not tell it.
+    The key is None where the record does not tell it. The content of a damaged
+    record is kept under another name, which the log has.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -160,6 +170,11 @@ def load(path: Path) -> tuple[int, dict[str, Any]] | None:
         told = json.loads(path.with_suffix(".json").read_text())
     except FileNotFoundError:
         told = _attribute_of(fd)
+    except ValueError as error:
+        kept = path.with_name(f"damaged-{path.name}")
+        path.rename(kept)
+        logger.error("the record of a file is damaged (%s), its content is in %s", error, kept)
+        told = None
     if told is None:
         os.close(fd)
         return None
