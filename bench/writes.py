@@ -27,7 +27,7 @@ SMALL_SIZE = 64 * KIB
 RENAMED_SIZE = 16 * KIB
 COPIED_SIZE = 10 * KIB
 REMOVED = "removed"
-REMOVED_SIZE = KIB
+REMOVED_SIZE = 10 * KIB
 WARM_PASSES = 3
 
 # How obstore cuts a file, part size and parts at a time: by itself, and the fastest in trials.

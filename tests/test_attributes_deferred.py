@@ -295,7 +295,7 @@ async def test_a_full_disk_ends_nothing_when_a_change_is_sent(
                 assert inode.info is not None
                 old = process.operations.learner.meta(inode)
                 process.writer.deferred.put(inode.info, old.changed(mtime_ns=TIME_NS))
-                monkeypatch.setattr(AttributeLog, "_append", is_full)
+                monkeypatch.setattr(AttributeLog, "append", is_full)
 
         mount.store.before = fill_and_change_again
         await process.writer.deferred.flush("file")
@@ -307,7 +307,7 @@ async def test_a_full_disk_ends_no_take_over(
 ) -> None:
     async with mount.serving() as process:
         await describe(process, "file")
-    monkeypatch.setattr(AttributeLog, "_append", is_full)
+    monkeypatch.setattr(AttributeLog, "append", is_full)
     async with mount.serving() as process:
         assert await shown(process, "file") == (0o600, 3, 4, TIME_NS)
         await process.writer.deferred.drain()
@@ -330,7 +330,7 @@ def test_the_last_line_of_a_key_holds(tmp_path: Path) -> None:
     for uid in range(3):
         log.put(recorded("a", uid))
         log.put(recorded("b", uid))
-    log.done("b")
+    log.done(["b"])
     assert attribute_log.load(tmp_path) == [recorded("a", 2)]
     log.rewrite([recorded("c", 1)])
     log.put(recorded("d", 1))

@@ -40,14 +40,19 @@ async def test_a_new_file_needs_no_record_beside_it(tmp_path: Path) -> None:
     assert (found.meta, found.etag, found.is_dirty, found.size()) == (META, None, True, 7)
 
 
-async def test_what_the_bucket_has_of_an_open_file_is_on_record(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_meta_dirty", [True, False])
+async def test_what_the_bucket_has_of_an_open_file_is_on_record(
+    tmp_path: Path, *, is_meta_dirty: bool
+) -> None:
     inode, staged = staged_in(tmp_path)
     os.utime(staged.fd, ns=(1, 1_700_000_000_000_000_001))
     staged.uploaded, staged.etag = staged.changes, '"0123456789abcdef0123456789abcdef"'
+    staged.is_meta_dirty = is_meta_dirty
     Staging.record(Staging(tmp_path, "bucket"), staged)
     found = taken_up(tmp_path, inode)
     assert found is not None
-    assert (found.etag, found.is_dirty) == (staged.etag, False)
+    assert (found.etag, found.is_content_dirty) == (staged.etag, False)
+    assert (found.meta, found.is_meta_dirty) == (META, is_meta_dirty)
 
 
 LONG = META.changed(xattrs=(("user.a", b"b" * 1500),))

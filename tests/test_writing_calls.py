@@ -194,7 +194,6 @@ def test_an_unnamed_file_is_refused(mount: Mount) -> None:
         os.open(mount.path, os.O_TMPFILE | os.O_RDWR)
 
 
-@states("`fsync` of a directory returns at once: a name is durable when its object is.")
 @pytest.mark.parametrize("time_ns", [-5 * 10**9 + 5, 7 * 10**18])
 @states("Times lie between the years 1677 and 2262.")
 def test_times_long_ago_and_far_away_are_kept(path: Path, time_ns: int) -> None:

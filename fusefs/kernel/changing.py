@@ -46,7 +46,7 @@ class ChangingHandlers:
             Opcode.WRITE: self._write,
             Opcode.FLUSH: self._flush,
             Opcode.FSYNC: self._fsync,
-            Opcode.FSYNCDIR: _nothing_to_do,
+            Opcode.FSYNCDIR: self._fsyncdir,
             Opcode.FALLOCATE: self._fallocate,
             Opcode.LINK: _refuse_link,
         }
@@ -88,7 +88,8 @@ class ChangingHandlers:
         return self._mutations.readlink(nodeid)
 
     def _unlink(self, nodeid: int, body: memoryview, caller: Caller) -> Result:
-        return _done(self._mutations.unlink(nodeid, bytes(body[:-1]), caller))
+        answer = self._mutations.unlink(nodeid, bytes(body[:-1]), caller)
+        return b"" if answer is None else _done(answer)
 
     def _rmdir(self, nodeid: int, body: memoryview, caller: Caller) -> Result:
         return _done(self._mutations.rmdir(nodeid, bytes(body[:-1]), caller))
@@ -157,6 +158,11 @@ class ChangingHandlers:
         answer = self._mutations.writer.fsync(wire.FSYNC_IN.unpack_from(body)[0])
         return b"" if answer is None else _done(answer)
 
+    def _fsyncdir(self, nodeid: int, _body: memoryview, _caller: Caller) -> Result:
+        # A new name is durable when its object is.
+        answer = self._mutations.fsync_directory(nodeid)
+        return b"" if answer is None else _done(answer)
+
     def _fallocate(self, _nodeid: int, body: memoryview, _caller: Caller) -> Result:
         fh, offset, length, mode, _ = wire.FALLOCATE_IN.unpack_from(body)
         return _done(self._mutations.writer.allocate(fh, offset, length, mode))
@@ -177,7 +183,3 @@ async def _done(answer: Awaitable[None]) -> Payload:
 
 async def _written(answer: Awaitable[int]) -> Payload:
     return wire.WRITE_OUT.pack(await answer, 0)
-
-
-def _nothing_to_do(_nodeid: int, _body: memoryview, _caller: Caller) -> Payload:
-    return b""  # a name is durable when its object is

@@ -16,6 +16,7 @@ from fusefs.kernel import wire
 from fusefs.kernel.wire import Fopen, Opcode
 from fusefs.posix.answers import Caller, Found, Opened
 from fusefs.posix.inodes import Inode
+from fusefs.posix.meta import LONGEST_TARGET
 from fusefs.posix.operations import Operations
 
 FOREVER_S = 1 << 40
@@ -75,7 +76,7 @@ class Handlers:
                 raise OSError(errno.ENOENT, "no such name")
             seconds, rest = _valid(found.valid_s)
             return wire.ENTRY_OUT_HEAD.pack(0, 0, seconds, 0, rest, 0) + bytes(wire.ATTR.size)
-        return self.packed_entry(found.inode, found.valid_s)
+        return self.packed_entry(found.inode, found.valid_s, None if found.has_attributes else 0.0)
 
     def packed_entry(
         self, inode: Inode, valid_s: float, attributes_valid_s: float | None = None
@@ -224,8 +225,7 @@ class _Entries:
 
     def add(self, name: bytes, inode: Inode, valid_s: float | None) -> bool:
         if valid_s is None or not self.is_plus:
-            kind = _DT_DIR if inode.info is None else self._handlers.unasked_kind
-            return self._add_name(name, inode.ino, inode.nodeid, kind)
+            return self._add_name(name, inode.ino, inode.nodeid, self._kind_of(inode))
         length = len(name)
         padded = name + _PADDING[-length % 8]
         if len(self.data) + _DIRENTPLUS.size + len(padded) > self._size:
@@ -242,6 +242,13 @@ class _Entries:
         )
         self.data += padded
         return True
+
+    def _kind_of(self, inode: Inode) -> int:
+        """The type of an entry of which nothing else is known; programs stat what has none."""
+        if inode.info is None:
+            return _DT_DIR
+        is_file = inode.staged is not None or inode.info.size > LONGEST_TARGET
+        return _DT_REG if is_file else self._handlers.unasked_kind
 
     def _add_name(self, name: bytes, ino: int, offset: int, kind: int) -> bool:
         """Add a name alone; in a reply with attributes its node id is 0, and there is no more."""

@@ -102,7 +102,10 @@ class Handlers(pyfuse3.Operations):
             answer = self._operations.lookup(parent, name, _caller(context))
             found = await self._result(Opcode.LOOKUP, parent, answer, context.pid)
             if found.inode is not None:
-                return self.pack(found.inode, found.valid_s)
+                entry = self.pack(found.inode, found.valid_s)
+                if not found.has_attributes:
+                    entry.attr_timeout = 0
+                return entry
         if not found.valid_s:
             raise pyfuse3.FUSEError(errno.ENOENT)
         # Inode 0: there is no such name, and that may be remembered.
@@ -144,7 +147,12 @@ class Handlers(pyfuse3.Operations):
         self._operations.release(fh)
 
     async def fsyncdir(self, fh: int, datasync: bool) -> None:
-        """A name is durable when its object is."""
+        """A new name is durable when its object is; removed ones are waited for."""
+        nodeid = self._listed(fh)
+        if self._operations.mutations is None or not nodeid:
+            return
+        with self._errors():
+            await self._result(Opcode.FSYNCDIR, nodeid, self._mutations.fsync_directory(nodeid))
 
     async def opendir(self, nodeid: int, context: pyfuse3.RequestContext) -> int:
         with self._errors():
@@ -225,7 +233,7 @@ class Handlers(pyfuse3.Operations):
     async def unlink(self, parent: int, name: bytes, context: pyfuse3.RequestContext) -> None:
         with self._errors():
             done = self._mutations.unlink(parent, name, _caller(context))
-            await self._waited(Opcode.UNLINK, parent, done, context.pid)
+            await self._result(Opcode.UNLINK, parent, done, context.pid)
 
     async def rmdir(self, parent: int, name: bytes, context: pyfuse3.RequestContext) -> None:
         with self._errors():

@@ -40,10 +40,14 @@ class Caller:
 
 @dataclass(slots=True)
 class Found:
-    """A name's inode (None: there is none) and for how many seconds to believe it."""
+    """A name's inode (None: there is none) and for how many seconds to believe it.
+
+    Without `has_attributes` only its type is known: whoever wants more asks again.
+    """
 
     inode: Inode | None
     valid_s: float
+    has_attributes: bool = True
 
 
 @dataclass(slots=True)

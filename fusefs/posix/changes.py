@@ -290,6 +290,8 @@ class Changes(Naming):
             raise OSError(errno.EINVAL, "a directory cannot be moved below itself")
         self._writer.exclusive.removed(old)
         await self._writer.deferred.flush_below(old)
+        await self._writer.removals.flush_below(old)
+        await self._writer.removals.flush_below(new)
         one = await self._renames.begin(old, new, has_replaced=target is None)
         # Who waits for it, too, may have been faster, and has heard why it was undone.
         if not await self._renames.finish(one):
@@ -313,6 +315,9 @@ class Changes(Naming):
                         held |= {one} if one is not None else set()
                 if self._writer.deferred.pending(copies.old):
                     await self._writer.deferred.flush_below(copies.old)
+                    continue
+                if self._writer.removals.pending(copies.old):
+                    await self._writer.removals.flush_below(copies.old)
                     continue
                 if local.has_changed(copies.old, copies.listed_at):
                     await copies.bring()

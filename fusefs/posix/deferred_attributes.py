@@ -196,7 +196,7 @@ class DeferredAttributes:
             self._note_done(key)
 
     def _note_done(self, key: str) -> None:
-        self._log.done(key)
+        self._log.done([key])
         if not self._by_key or self._log.is_large:
             self._log.rewrite(one.recorded() for one in self._by_key.values())
 

@@ -121,7 +121,8 @@ class ExclusiveCreates:
         try:
             while self._watched:
                 at, staged = self._watched[0]
-                await trio.sleep_until(at)
+                if is_undecided(staged):  # most are uploaded by then
+                    await trio.sleep_until(at)
                 self._watched.popleft()
                 if is_undecided(staged) and staged.size() <= LOCK_SIZE:
                     await self._reserve(staged)

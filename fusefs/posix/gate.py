@@ -25,6 +25,11 @@ class Gate:
         self._closed: list[tuple[str, ...]] = []
         self._changed = trio.Event()
 
+    def is_open(self, directory: Inode) -> bool:
+        """Whether `change` of a directory would not have to wait."""
+        prefixes = (self._key(directory),)
+        return not any(_is_below(prefixes, closed) for closed in self._closed)
+
     @asynccontextmanager
     async def change(self, *directories: Inode) -> AsyncIterator[None]:
         """Change something in these directories; their keys stay as they are meanwhile."""

@@ -15,7 +15,7 @@ import os
 import time
 from pathlib import Path
 
-from fusefs.posix import attribute_log, names
+from fusefs.posix import attribute_log, names, removals
 from fusefs.posix.inodes import Inode
 from fusefs.posix.recording import load, on_record
 from fusefs.posix.staging import is_locked
@@ -47,6 +47,8 @@ def _adopt_directory(writer: Writeback, directory: Path) -> int:
             count += adopt_file(writer, path)
         adopt_attributes(writer, directory)
         (directory / attribute_log.NAME).unlink(missing_ok=True)
+        if writer.may_delete and adopt_removals(writer, directory):
+            (directory / removals.NAME).unlink(missing_ok=True)
         _remove(directory)
         return count
     finally:
@@ -58,6 +60,21 @@ def adopt_attributes(writer: Writeback, directory: Path) -> None:
     for one in attribute_log.load(directory):
         if one.info.key.startswith(writer.inodes.prefix):
             writer.adopt_attributes(one)
+
+
+def adopt_removals(writer: Writeback, directory: Path) -> bool:
+    """Have objects deleted that an earlier process was to delete. Blocks.
+
+    False if some of them are on record in `directory` alone.
+    """
+    is_on_record = directory == writer.staging.directory
+    try:
+        for key, etag, removed_ns in removals.load(directory):
+            writer.adopt_removal(key, etag, removed_ns, is_on_record=is_on_record)
+    except OSError as error:
+        logger.warning("%s has removals for a later mount: %s", directory, error.strerror)
+        return False
+    return True
 
 
 def _is_ours(directory: Path, source: str) -> bool:
@@ -74,7 +91,10 @@ def _remove(directory: Path) -> None:
     """Remove a staging directory unless something is left in it."""
     left = [path for path in directory.iterdir() if path.name != "source"]
     if left:
-        logger.warning("%s keeps files that were never closed; remove it at will", directory)
+        if removals.NAME in {path.name for path in left}:
+            logger.warning("%s has removals for a mount that may delete", directory)
+        else:
+            logger.warning("%s keeps files that were never closed; remove it at will", directory)
         return
     (directory / "source").unlink()
     directory.rmdir()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
@@ -34,10 +35,14 @@ class LocalNames:
         self._order: deque[tuple[float, str, str, bool]] = deque()  # and whether the bucket has it
         # Prefixes that were renamed, or renamed to.
         self._moves: deque[tuple[float, str]] = deque()
+        # Whether a key was removed that the bucket has still; set by who removes.
+        self.is_leaving: Callable[[str], bool] = lambda _key: False
 
     def set(self, prefix: str, name: str, entry: Entry | Absent, *, lasting: bool) -> None:
         now = time.monotonic()
         self._forget_before(now - KEPT_S)
+        if isinstance(entry, Absent) and self.is_leaving(prefix + name):
+            lasting = True
         if lasting:
             self._lasting.setdefault(prefix, {})[name] = entry
         else:

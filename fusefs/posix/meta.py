@@ -28,6 +28,8 @@ from fusefs.store.fencing import CHANGE, CHANGE_SIZE, METADATA_LIMIT
 # The permissions that are taken from a bucket, and given to it.
 PERMISSIONS = 0o1777
 SECOND_NS = 1_000_000_000
+# The target of a symbolic link, which is the content of its object, has at most so many bytes.
+LONGEST_TARGET = 4095
 # Times lie between this and its negative, which is the years from 1677 to 2262.
 MOST_NS = (1 << 63) - 1
 _HEADER_PREFIX = "x-amz-meta-"

@@ -212,15 +212,24 @@ class Mutations:
             await waiting(self._operations.fetcher.read_unkept(info.version, 0, info.size))
         )
 
-    async def unlink(self, parent_id: int, name: bytes, caller: Caller) -> None:
+    def unlink(self, parent_id: int, name: bytes, caller: Caller) -> Answer[None]:
         parent = self._operations.directory(parent_id)
-        removed = self.changes.unlink(parent, self._known_name(name), caller)
-        await self._apart.run(waiting(removed))
+        text = self._known_name(name)
+        if self.changes.unlink_now(parent, text, caller):
+            return None
+        return self._apart.run(waiting(self.changes.unlink(parent, text, caller)))
 
     async def rmdir(self, parent_id: int, name: bytes, caller: Caller) -> None:
         parent = self._operations.directory(parent_id)
         removed = self.changes.rmdir(parent, self._known_name(name), caller)
         await self._apart.run(waiting(removed))
+
+    def fsync_directory(self, nodeid: int) -> Answer[None]:
+        """Have the bucket be without what was removed below a directory."""
+        directory = self._operations.directory(nodeid)
+        if not self.writer.removals.pending(self._inodes.key(directory)):
+            return None
+        return waiting(self.changes.fsync(directory))
 
     async def rename(
         self, parent_id: int, name: bytes, to_id: int, new_name: bytes, flags: int, caller: Caller

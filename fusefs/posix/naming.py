@@ -189,6 +189,31 @@ class Naming:
 
     # Removing
 
+    def unlink_now(self, parent: Inode, name: str, caller: Caller) -> bool:
+        """Remove a file if that only has to be put on record; False: `unlink` is to do it.
+
+        So it is for nearly all files of a program that removes many.
+        """
+        prefix = self._inodes.key(parent)
+        key = prefix + name
+        if not self._writer.removals.may_wait(key) or not self._gate.is_open(parent):
+            return False
+        found = self._directories.lookup_now(self._directories.get(prefix), name)
+        inode = self._current(parent, name)
+        if found is None or not isinstance(found[0], ObjectInfo) or not self._may_delete:
+            return False
+        if (inode is not None and inode.staged is not None) or self._writer.deferred.has(key):
+            return False
+        stays = parent.parent is None or parent.has_marker
+        if not stays and not self._directories.has_other(prefix, name):
+            return False
+        self._note_inherited()
+        self._log.begun(caller.unique)
+        if not self._writer.removals.takes(key, found[0].etag):
+            return False
+        self._gone(parent, name)
+        return True
+
     async def unlink(self, parent: Inode, name: str, caller: Caller) -> None:
         async with self._changing(caller, parent):
             found = await self._find(parent, name)
@@ -211,11 +236,22 @@ class Naming:
         async with self._writer.deferred.taken(key), AsyncExitStack() as stack:
             staged = await self._held(stack, inode)
             if staged is None or self._may_be_there(staged):
-                etag = found.etag if staged is None else staged.etag
-                await self._store.delete(key, etag or None, adopts=True)
+                await self._delete(key, staged, found)
             if staged is not None:
                 self._unlink_staged(staged)
         self._let_go(staged)
+
+    async def _delete(self, key: str, staged: Staged | None, found: ObjectInfo) -> None:
+        """Delete a file's object, or put it on record that it is to be deleted."""
+        if staged is None:
+            # What was waited for meanwhile may have given it another ETag.
+            etag = found.etag
+            if self._writer.removals.takes(key, etag):
+                return
+        else:
+            etag = staged.etag or ""
+        await self._store.delete(key, etag or None, adopts=True)
+        self._writer.removals.allowed(key)
 
     async def rmdir(self, parent: Inode, name: str, caller: Caller) -> None:
         async with self._changing(caller, parent):
@@ -239,7 +275,16 @@ class Naming:
             self._writer.exclusive.removed(prefix)
             self._gone(parent, name)
 
+    async def fsync(self, directory: Inode) -> None:
+        """Have the bucket be without what was removed below a directory.
+
+        Raises:
+            StoreError: something could not be deleted; it stays on record.
+        """
+        await self._writer.removals.flush_below(self._inodes.key(directory))
+
     async def _is_empty(self, prefix: str) -> bool:
+        await self._writer.removals.flush_below(prefix)
         if self._directories.local.has_lasting(prefix):
             return False
         if self._directories.get(prefix).is_empty(time.monotonic()):

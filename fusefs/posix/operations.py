@@ -17,6 +17,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import stat
 import time
 from collections.abc import Callable, Sequence
 
@@ -42,14 +43,17 @@ from fusefs.posix.handles import DirectoryHandle, HandleTable
 from fusefs.posix.inodes import Attributes, Inode, InodeTable, Ownership
 from fusefs.posix.journal import NodeLog
 from fusefs.posix.learning import Learner
+from fusefs.posix.meta import LONGEST_TARGET
 from fusefs.posix.mutations import Mutations
 from fusefs.posix.opening import Opener
 from fusefs.posix.reading import Reader
+from fusefs.posix.removals import Removals
+from fusefs.posix.settled_store import SettledStore
 from fusefs.posix.streams import Streams, resolved
 from fusefs.posix.writeback import Writing
 from fusefs.posix.writing import Writer
 from fusefs.posix.xattrs import Xattrs
-from fusefs.store.base import Store
+from fusefs.store.base import ObjectInfo, Store
 
 # Who asks for listings younger than this also wants rewinddir to ask again.
 CACHED_DIRECTORY_TTL_S = 10.0
@@ -111,8 +115,10 @@ class Operations:
     def _mutations(self, writing: Writing, log: NodeLog) -> Mutations:
         """The part that writes, known to those that read what is being written."""
         owner = self.owner
+        removals = Removals(self._store, writing.staging.directory, writing.nursery, writing.late)
+        settled = SettledStore(self._store, removals)
         writer = Writer(
-            self._store, self._directories, self.cache, self.fetcher, writing,
+            settled, removals, self._directories, self.cache, self.fetcher, writing,
             self.inodes, self.handles,
             lambda inode: inode.default_meta(owner), self._opener.outdate,
         )  # fmt: skip
@@ -120,7 +126,7 @@ class Operations:
         self.learner.deferred = writer.deferred.get
         self._opener.open_staged = writer.open_staged
         changes = Changes(
-            self._store, self._directories, self.cache, self.inodes, self.handles, writer, log,
+            settled, self._directories, self.cache, self.inodes, self.handles, writer, log,
             writing.renames, may_delete=writing.rules.may_delete, late=writing.late,
         )  # fmt: skip
         return Mutations(self, writer, changes, log, writing.nursery)
@@ -140,9 +146,27 @@ class Operations:
         self._opener.redirects.looked_up(parent_id, text, caller.program)
         directory = self._directories.get(prefix)
         known = self._directories.lookup_now(directory, text)
-        if known is None or self._lacks_meta(parent, directory, text, known[0]):
+        if known is None:
             return waiting(self._lookup_later(parent, directory, text))
+        if self._lacks_meta(parent, directory, text, known[0]):
+            if not self._is_leaving(parent, known[0]):
+                return waiting(self._lookup_later(parent, directory, text))
+            found = self._found(parent, directory, text, *known)
+            found.has_attributes = False
+            return found
         return self._found(parent, directory, text, *known)
+
+    def _is_leaving(self, parent: Inode, entry: Entry | Absent) -> bool:
+        """Whether a name is probably looked up to be removed, which takes no attributes.
+
+        A program is removing many files there, it is no symbolic link for sure, and
+        its owner does not matter to who may remove it.
+        """
+        assert self.writer is not None
+        if not isinstance(entry, ObjectInfo) or entry.size <= LONGEST_TARGET:
+            return False
+        is_removing = self.writer.removals.is_removing_from(self.inodes.key(parent))
+        return is_removing and not self.attributes(parent).mode & stat.S_ISVTX
 
     async def _lookup_later(self, parent: Inode, directory: Directory, name: str) -> Found:
         entry, expires = await self._directories.lookup(directory, name)

@@ -41,6 +41,8 @@ LONGEST = 2048
 UNDECIDED = "*"
 # Mode, owner, group; size and time of what the bucket has (time 0: of nothing); its ETag follows.
 _BRIEF = struct.Struct("<HIIQQ")
+# In the mode, where set-id bits would be: mode, owner or times are not in the bucket yet.
+_META_DIRTY = 0o2000
 
 
 def in_attribute(staged: Staged) -> bytes | None:
@@ -58,7 +60,7 @@ def brief(staged: Staged) -> bytes | None:
     """The record of a file of which there is not much to say; None for others."""
     said = staged.meta
     if (
-        staged.is_closed or staged.is_meta_dirty or staged.is_unlinked or staged.is_leftover
+        staged.is_closed or staged.is_unlinked or staged.is_leftover
         or staged.base is not None or staged.begun_ns is not None
         or staged.upload is not None or staged.upload_state is not None
         or said.xattrs or said.other or said.mtime_ns is not None
@@ -68,7 +70,8 @@ def brief(staged: Staged) -> bytes | None:
     if mtime_ns < 0:
         return None
     etag = (staged.etag or (UNDECIDED if staged.exclusive is not None else "")).encode()
-    return _BRIEF.pack(said.mode, said.uid, said.gid, size, mtime_ns) + etag
+    mode = said.mode & ~_META_DIRTY | (_META_DIRTY if staged.is_meta_dirty else 0)
+    return _BRIEF.pack(mode, said.uid, said.gid, size, mtime_ns) + etag
 
 
 def _attribute_of(fd: int) -> dict[str, Any] | None:
@@ -89,9 +92,10 @@ def _attribute_of(fd: int) -> dict[str, Any] | None:
         "key": None,
         "etag": etag if etag != UNDECIDED else None,
         "exclusive": UNDECIDED if etag == UNDECIDED else None,
-        "metadata": Meta(mode, uid, gid).as_metadata(),
+        "metadata": Meta(mode & ~_META_DIRTY, uid, gid).as_metadata(),
+        "is_meta_dirty": bool(mode & _META_DIRTY),
         "uploaded": (size, mtime_ns) if mtime_ns else None,
-        **dict.fromkeys(("is_unlinked", "is_meta_dirty", "is_closed", "is_leftover"), False),
+        **dict.fromkeys(("is_unlinked", "is_closed", "is_leftover"), False),
         **dict.fromkeys(("begun_ns", "base", "upload")),
     }
 

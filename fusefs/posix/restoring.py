@@ -34,6 +34,7 @@ async def restore(operations: Operations, state: KernelState, backing: Backing) 
                 path = writer.staging.directory / str(nodeid)
                 leftovers.adopt_file(writer, path, may_be_open=False)
         leftovers.adopt_attributes(writer, writer.staging.directory)
+        leftovers.adopt_removals(writer, writer.staging.directory)
     read = {
         backing[one.backing_id][1] for one in state.handles.values() if one.backing_id in backing
     }

@@ -32,7 +32,8 @@ from fusefs.posix.handles import FileHandle, HandleTable
 from fusefs.posix.inodes import Inode, InodeTable
 from fusefs.posix.late_requests import LateRequests
 from fusefs.posix.meta import Meta
-from fusefs.posix.segments import ABSENT
+from fusefs.posix.removals import Removal, Removals
+from fusefs.posix.segments import ABSENT, Absent
 from fusefs.posix.staging import Staged, Staging
 from fusefs.posix.uploads import Uploads
 from fusefs.store.base import ObjectInfo, Store
@@ -87,6 +88,7 @@ class Writeback:
     def __init__(
         self,
         store: Store,
+        removals: Removals,
         directories: Directories,
         cache: FileCache,
         writing: Writing,
@@ -122,7 +124,14 @@ class Writeback:
             writing.nursery, AttributeLog(writing.staging.directory),
             self._describe, self._attributes_landed, self._attributes_lost,
         )  # fmt: skip
+        self.removals = removals
+        removals.landed = self._removed
+        directories.local.is_leaving = removals.__contains__
         self.held: Callable[[Staged], AbstractAsyncContextManager[None]] = self.uploads.held
+
+    @property
+    def may_delete(self) -> bool:
+        return self._rules.may_delete
 
     def flush(self, fh: int, pid: int = 0) -> Answer[None]:
         """A descriptor of an open file is closed: have what was written kept.
@@ -309,6 +318,13 @@ class Writeback:
         if inode is not None and inode.staged is None:
             self._outdate(inode)
 
+    def _removed(self, key: str) -> None:
+        """The bucket is without an object that was removed."""
+        prefix = key[: key.rfind("/") + 1]
+        name = key[len(prefix) :]
+        if isinstance(self.directories.local.get(prefix, name), Absent):
+            self.directories.changed(prefix, name, ABSENT)
+
     def _node_of(self, prefix: str, name: str, info: ObjectInfo) -> Inode | None:
         """The node that a version is shown as, if the kernel knows it."""
         parent = self.inodes.at(prefix)
@@ -320,6 +336,17 @@ class Writeback:
         """Take up what an earlier process was to have an object say."""
         default = Meta(stat.S_IFREG | 0o644, os.geteuid(), os.getegid())
         self.deferred.adopt(one, meta.read(one.metadata, default))
+
+    def adopt_removal(self, key: str, etag: str, removed_ns: int, *, is_on_record: bool) -> None:
+        """Take up what an earlier process was to delete.
+
+        Raises:
+            OSError: it is not on record here, and the disk does not take it.
+        """
+        self.removals.adopt(key, etag, removed_ns, is_on_record=is_on_record)
+        self.deferred.drop(key)
+        prefix = key[: key.rfind("/") + 1]
+        self.directories.changed(prefix, key[len(prefix) :], ABSENT)
 
     def _may_be_written(self, inode: Inode) -> bool:
         """Whether somebody has a staged file open for writing, and so will close it."""
@@ -335,13 +362,13 @@ class Writeback:
         below = key if not key or key.endswith("/") else key + "/"
         return [one for one in self.staging.pending if one.key == key or one.key.startswith(below)]
 
-    def unsent(self, key: str) -> list[Staged | Deferred]:
-        """As `pending`, with the attributes that the bucket does not have."""
-        return [*self.pending(key), *self.deferred.pending(key)]
+    def unsent(self, key: str) -> list[Staged | Deferred | Removal]:
+        """As `pending`, with the attributes that the bucket lacks, and what is to go from it."""
+        return [*self.pending(key), *self.deferred.pending(key), *self.removals.pending(key)]
 
-    def state(self, staged: Staged | Deferred) -> str:
+    def state(self, staged: Staged | Deferred | Removal) -> str:
         """What happens to a file that is not in the bucket, for people to read."""
-        if isinstance(staged, Deferred):
+        if isinstance(staged, Deferred | Removal):
             return UPLOADING if staged.error is None else "failed"
         if self.uploads.is_under_way(staged):
             is_refused = isinstance(staged.error, CredentialsError)
@@ -353,6 +380,7 @@ class Writeback:
     def begin_sync(self, key: str) -> None:
         """Have everything at or below a key uploaded now, also what is open."""
         self.deferred.hurry(key)
+        self.removals.hurry(key)
         for staged in self.pending(key):
             staged.error = None
             self.uploads.start(staged).hurry.set()
@@ -478,6 +506,7 @@ class Writeback:
                 for staged in finished:
                     await self.uploads.ended(staged)
                 await self.deferred.drain()
+                await self.removals.drain()
                 nursery.cancel_scope.cancel()
         for staged in self.staging.pending:
             if staged in finished:
@@ -485,7 +514,10 @@ class Writeback:
             logger.error("%s is not in the bucket; kept in %s", staged.key, staged.path)
         for one in self.deferred.pending(""):
             logger.error("the attributes of %s are not in the bucket; kept on record", one.key)
+        for gone in self.removals.pending(""):
+            logger.error("%s is not deleted in the bucket; that is kept on record", gone.key)
         self.deferred.close()
+        self.removals.close()
         self.staging.remove_if_empty()
 
     async def _say_if_slow(self, files: list[Staged]) -> None:

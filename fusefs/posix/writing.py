@@ -31,6 +31,7 @@ from fusefs.posix.exclusive import is_undecided
 from fusefs.posix.handles import FileHandle, HandleTable
 from fusefs.posix.inodes import Inode, InodeTable
 from fusefs.posix.meta import PERMISSIONS, Meta
+from fusefs.posix.removals import Removals
 from fusefs.posix.segments import Absent
 from fusefs.posix.sending import CREATED_BY, IN_PARTS, content_type
 from fusefs.posix.staging import Staged
@@ -50,6 +51,7 @@ class Writer(Writeback):
     def __init__(
         self,
         store: Store,
+        removals: Removals,
         directories: Directories,
         cache: FileCache,
         fetcher: Fetcher,
@@ -60,7 +62,9 @@ class Writer(Writeback):
         outdate: Callable[[Inode], None],
     ) -> None:
         editor = Editor(cache, fetcher)
-        super().__init__(store, directories, cache, writing, inodes, handles, editor, outdate)
+        super().__init__(
+            store, removals, directories, cache, writing, inodes, handles, editor, outdate
+        )
         self._store = store
         self._default_meta = default_meta
         self._outdate = outdate

@@ -42,6 +42,7 @@ from fusefs.store.base import (
     ListPage,
     ObjectInfo,
     ObjectVersion,
+    PendingUpload,
 )
 from fusefs.store.errors import ExistsError, NotFoundError, StaleVersionError, StoreError
 from fusefs.store.fencing import ChangeToken, TokenSource
@@ -198,6 +199,12 @@ class MemoryStore:
             self._remove(key, (etags or {}).get(key))
             self.after("DELETED", key)
         return failures
+
+    async def list_uploads(self, prefix: str) -> list[PendingUpload]:
+        return []
+
+    async def abort_upload(self, key: str, upload_id: str) -> None:
+        pass
 
     def hurry(self) -> None:
         pass

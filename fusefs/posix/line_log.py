@@ -1,0 +1,107 @@
+"""A log of what is still to be sent of some keys: a file of lines that is appended to.
+
+Each line is JSON, and the last of a key holds. A line is one write, so a process
+that is killed leaves whole lines; what a power cut has torn is passed over. Once
+nothing is left the file is empty, and it is written anew when it has become large.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger("fusefs.log")
+
+# A line has some 100 to 300 bytes.
+COMPACT_FROM = 1 << 20
+
+
+class LineLog:
+    """One log. Belongs to the event loop; a write is to the page cache."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = -1
+        self._size = 0
+
+    def append(self, lines: bytes) -> None:
+        """Add some lines, all of them or none.
+
+        Raises:
+            OSError: the disk does not take it.
+        """
+        if self._fd < 0:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._fd = os.open(self._path, flags, 0o600)
+            self._size = os.fstat(self._fd).st_size
+        if os.write(self._fd, lines) < len(lines):
+            # Half a line would spoil the next one as well.
+            os.ftruncate(self._fd, self._size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._size += len(lines)
+
+    def done(self, keys: Iterable[str]) -> None:
+        """Nothing is left to be sent of some keys. What can't be written is sent once more."""
+        with contextlib.suppress(OSError):
+            self.append(b"".join(line([key]) for key in keys))
+
+    @property
+    def is_large(self) -> bool:
+        return self._size > COMPACT_FROM
+
+    def write_anew(self, lines: Iterable[bytes]) -> None:
+        """Have nothing on record but this; what the disk does not take leaves it as it was."""
+        whole = b"".join(lines)
+        unfinished = self._path.with_suffix(".new")
+        try:
+            if whole:
+                unfinished.write_bytes(whole)
+                os.rename(unfinished, self._path)
+            elif self._fd >= 0:
+                os.ftruncate(self._fd, 0)
+        except OSError as error:
+            logger.warning("%s can't be written anew: %s", self._path, error.strerror)
+            return
+        if whole:
+            self._close()
+        self._size = len(whole)
+
+    def _close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def close(self, *, remove: bool) -> None:
+        self._close()
+        if remove:
+            self._path.unlink(missing_ok=True)
+
+
+def line(told: list[Any]) -> bytes:
+    """A key and what there is to say of it, as a line; of a key alone nothing is left."""
+    return json.dumps(told).encode() + b"\n"
+
+
+def load_lines(path: Path) -> dict[str, list[Any]]:
+    """What a log says last of each key of which something is left. Blocks."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        return {}
+    found: dict[str, list[Any]] = {}
+    for text in lines:
+        try:
+            key, *rest = json.loads(text)
+            if rest:
+                found[str(key)] = rest
+            else:
+                found.pop(key, None)
+        except (ValueError, TypeError):
+            logger.warning("%s: a line that can't be read is passed over", path)
+    return found
