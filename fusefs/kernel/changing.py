@@ -127,6 +127,9 @@ class ChangingHandlers:
             new.mtime_ns = time.time_ns()
         elif valid & Setattr.MTIME:
             new.mtime_ns = mtime * SECOND_NS + mtime_rest
+        found = self._mutations.setattr_now(nodeid, new)
+        if found is not None:
+            return self._handlers.attr_out(found)
         return self._set(self._mutations.setattr(nodeid, new))
 
     async def _set(self, answer: Awaitable[tuple[Inode, float]]) -> Payload:

@@ -23,7 +23,6 @@ from fusefs.posix.inodes import Inode
 from fusefs.posix.journal import NodeLog
 from fusefs.posix.meta import MOST_NS, PERMISSIONS, Meta
 from fusefs.posix.writing import Writer
-from fusefs.store.errors import NotFoundError, StaleVersionError
 
 if TYPE_CHECKING:
     from fusefs.posix.operations import Operations
@@ -52,6 +51,27 @@ class Mutations:
 
     # What stat shows, and extended attributes
 
+    def setattr_now(self, nodeid: int, new: NewAttributes) -> tuple[Inode, float] | None:
+        """As `setattr`, where that has nothing to wait for; None where it has.
+
+        So it is for the files that a program has just written (tar, rsync, cp -p).
+        """
+        inode = self._inodes.get(nodeid)
+        is_plain = inode.info is not None and inode.lead is None and new.size is None
+        is_named = inode.is_current or inode.staged is not None
+        if not (is_plain and is_named) or self._operations.learner.lacks(inode):
+            return None
+        mtime_ns = _limited(new.mtime_ns)
+        if inode.staged is not None and mtime_ns == self._operations.attributes(inode).mtime_ns:
+            mtime_ns = None
+        old = self._operations.learner.meta(inode)
+        changed = _changed(old, new, mtime_ns)
+        if changed != old:
+            _check_size(changed)
+            self.writer.change_meta(inode, changed)
+            inode.packed = None
+        return self._operations.getattr(nodeid)
+
     async def setattr(self, nodeid: int, new: NewAttributes) -> tuple[Inode, float]:
         """Change what stat shows, and with it the content where that is the size.
 
@@ -62,9 +82,7 @@ class Mutations:
         return self._operations.getattr(nodeid)
 
     async def _setattr(self, asked: Inode, new: NewAttributes) -> None:
-        mtime_ns = new.mtime_ns
-        if mtime_ns is not None:
-            mtime_ns = max(-MOST_NS, min(mtime_ns, MOST_NS))
+        mtime_ns = _limited(new.mtime_ns)
         inode = await self.changes.file_now(asked)
         # What is staged now would go up with what is known now.
         await self._learn(inode)
@@ -131,22 +149,11 @@ class Mutations:
 
     async def _keep(self, inode: Inode, meta: Meta) -> None:
         """Have the bucket keep other attributes of an inode."""
-        if not meta.fits:
-            raise OSError(errno.ENOSPC, "S3 keeps 2 KiB of metadata with an object")
+        _check_size(meta)
         if _is_left_behind(inode):
             inode.meta = meta  # for who has it open
         elif inode.info is not None:
-            try:
-                await self.writer.change_meta(inode, meta)
-            except (StaleVersionError, NotFoundError) as error:
-                if _is_left_behind(inode):
-                    inode.meta = meta  # it was removed meanwhile
-                elif inode.staged is None:
-                    # Who has a name looks it up again; an open file has no object any more.
-                    self._operations.outdate(inode)
-                    raise OSError(errno.ESTALE, str(error)) from error
-                else:
-                    raise
+            self.writer.change_meta(inode, meta)
         elif self._inodes.key(inode):
             await self.changes.change_directory(inode, meta)
         else:
@@ -263,6 +270,16 @@ class Mutations:
 def _is_left_behind(inode: Inode) -> bool:
     """Whether a node has neither a name nor a content of its own any more."""
     return not inode.is_current and inode.staged is None
+
+
+def _check_size(meta: Meta) -> None:
+    if not meta.fits:
+        raise OSError(errno.ENOSPC, "S3 keeps 2 KiB of metadata with an object")
+
+
+def _limited(mtime_ns: int | None) -> int | None:
+    """The time that is kept for one that a program sets."""
+    return None if mtime_ns is None else max(-MOST_NS, min(mtime_ns, MOST_NS))
 
 
 def _changed(old: Meta, new: NewAttributes, mtime_ns: int | None) -> Meta:

@@ -246,10 +246,6 @@ class Operations:
         answer = writer.open(inode, flags, caller)
         return answer if isinstance(answer, Opened) else await answer
 
-    def outdate(self, inode: Inode) -> None:
-        """The bucket has another version than the inode's by now."""
-        self._opener.outdate(inode)
-
     def recall_stale(self, nodeid: int, pid: int) -> None:
         """A process was told ESTALE for a node, and may have no name to look up."""
         inode = self.inodes.find(nodeid)

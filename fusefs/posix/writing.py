@@ -402,7 +402,7 @@ class Writer(Writeback):
         await self.stage(inode, keep=size)
         await self.finish(inode)
 
-    async def change_meta(self, inode: Inode, meta: Meta) -> None:
+    def change_meta(self, inode: Inode, meta: Meta) -> None:
         """Give a file another mode, owner or time."""
         staged = inode.staged
         if staged is not None:
@@ -417,7 +417,7 @@ class Writer(Writeback):
         now = self._named_now(inode)
         if now is not inode:
             inode.meta = meta
-            await self.change_meta(now, meta)
+            self.change_meta(now, meta)
             return
         if meta.mtime_ns is None:
             # A copy has a time of its own.
