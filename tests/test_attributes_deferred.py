@@ -240,6 +240,31 @@ async def test_a_rename_that_fails_loses_none(mount: MortalMount, operation: str
     check(mount, "file")
 
 
+async def test_a_process_that_was_killed_in_a_rename_loses_none(mount: MortalMount) -> None:
+    """Though nothing else was left to be sent meanwhile, and the record was written anew."""
+    mount.store.put("other", b"content", mode=str(stat.S_IFREG | 0o644), note="kept")
+    try:
+        async with mount.serving() as process:
+            await describe(process, "file")
+            await describe(process, "other")
+
+            def die(what: str, key: str) -> None:
+                if (what, key) == ("COPY", "new"):
+                    process.writer.deferred.drop("other")
+                    raise DiedError
+
+            mount.store.before = die
+            await process.rename("file", "new")
+    except* DiedError:
+        pass
+    mount.store.before = lambda _what, _key: None
+    async with mount.serving() as process:
+        assert await shown(process, "file") == (0o600, 3, 4, TIME_NS)
+        await process.rename("file", "new")
+        await process.writer.deferred.drain()
+    check(mount, "new")
+
+
 async def test_what_is_refused_stays_and_is_sent_again(mount: MortalMount) -> None:
     def fail(what: str, _key: str) -> None:
         if what == "COPY":

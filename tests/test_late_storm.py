@@ -72,6 +72,8 @@ class Program:
     directories: set[str] = field(default_factory=set)
     doubtful: set[str] = field(default_factory=set)
     numbers: Iterator[int] = field(default_factory=itertools.count)
+    # What it did, for people who look for a fault.
+    history: list[str] = field(default_factory=list)
 
     def work(self, until: float) -> None:
         """Change something again and again; ends at an error of the mount's end."""
@@ -79,11 +81,18 @@ class Program:
         steps += [self._mkdir, self._rmdir]
         while time.monotonic() < until:
             touched: set[str] = set()
+            step, begun = self.dice.choice(steps), time.time()
             try:
-                self.dice.choice(steps)(touched)
-            except OSError:
+                step(touched)
+            except OSError as error:
+                self._note(begun, f"{step.__name__} {sorted(touched)}: {error}")
                 self.doubtful |= touched
                 return
+            self._note(begun, f"{step.__name__} {sorted(touched)}")
+
+    def _note(self, begun: float, what: str) -> None:
+        modes = {name: f"{content.mode:o}" for name, content in sorted(self.files.items())}
+        self.history.append(f"{clock(begun)} to {clock(time.time())} {what} -> {modes}")
 
     def _name(self) -> str:
         return self.dice.choice("abcd")
@@ -134,6 +143,11 @@ class Program:
             touched.add(name + "/")
             os.rmdir(self.directory / name)
             self.directories.remove(name)
+
+
+def clock(at: float) -> str:
+    """Seconds since the epoch, as logs have them."""
+    return f"{time.strftime('%H:%M:%S', time.localtime(at))}.{int(at % 1 * 1000):03}"
 
 
 class SometimesRule(Rule):
@@ -252,9 +266,31 @@ class Lane:
                 self.undone += found
             if is_executed and not wrong:
                 break
-            assert time.monotonic() < deadline, f"seed {self.seed}, round {number}: {wrong}"
+            if time.monotonic() > deadline:
+                self._explain(hold, wrong)
+                raise AssertionError(f"seed {self.seed}, round {number}: {wrong}")
             time.sleep(0.3)
         self.held += len(hold.held)
+
+    def _explain(self, hold: Hold, wrong: list[str]) -> None:
+        """Print what was done and asked for where something is wrong."""
+        for program in self.programs:
+            prefix = program.directory.name + "/"
+            names = {one.partition(" ")[2].removeprefix(prefix) for one in wrong if prefix in one}
+            if not names:
+                continue
+            print(f"{prefix} last did:", *program.history[-40:], sep="\n  ")
+            for name in sorted(names):
+                path = program.directory / name
+                print(f"{path}: mode here {path.lstat().st_mode:o}" if path.exists() else path)
+            for one in self.proxy.requests(key=f"{prefix}*")[-150:]:
+                said = {
+                    text: one.headers[text] for text in sorted(one.headers)
+                    if text.startswith(("x-amz-meta-", "x-amz-copy", "if-"))
+                }  # fmt: skip
+                print(clock(one.at), one.operation, one.key, said)
+            for held in hold.held:
+                print("held:", held.operation, held.key, held.status, clock(held.done_at))
 
     def _wrong(self) -> list[str]:
         """What the bucket has otherwise than was acknowledged."""

@@ -116,6 +116,8 @@ class DeferredAttributes:
         self._landed = landed
         self._lost = lost
         self._by_key: dict[str, Deferred] = {}
+        # What goes along with a change that is under way: on record until that is done.
+        self._taken: set[Deferred] = set()
         # By when each is due; what was sent or taken meanwhile is passed over.
         self._queue: list[tuple[float, int, Deferred]] = []
         self._numbers = itertools.count()
@@ -197,8 +199,9 @@ class DeferredAttributes:
 
     def _note_done(self, key: str) -> None:
         self._log.done([key])
-        if not self._by_key or self._log.is_large:
-            self._log.rewrite(one.recorded() for one in self._by_key.values())
+        left = [*self._taken, *self._by_key.values()]
+        if not left or self._log.is_large:
+            self._log.rewrite(one.recorded() for one in left)
 
     @asynccontextmanager
     async def taken(self, key: str) -> AsyncIterator[Deferred | None]:
@@ -209,12 +212,17 @@ class DeferredAttributes:
         """
         await self.settle(key)
         one = self._by_key.pop(key, None)
+        if one is None:
+            yield None
+            return
+        self._taken.add(one)
         is_done = False
         try:
             yield one
             is_done = True
         finally:
-            if one is not None and key not in self._by_key:
+            self._taken.remove(one)
+            if key not in self._by_key:
                 if is_done:
                     self._note_done(key)
                 else:
@@ -343,4 +351,4 @@ class DeferredAttributes:
 
     def close(self) -> None:
         """The mount has ended."""
-        self._log.close(remove=not self._by_key)
+        self._log.close(remove=not self._by_key and not self._taken)

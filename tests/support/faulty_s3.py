@@ -48,12 +48,16 @@ _HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length"
 
 @dataclass(frozen=True)
 class Request:
-    """One request as it came in. `key` is "" for a LIST; `query` has single values."""
+    """One request as it came in. `key` is "" for a LIST; `query` has single values.
+
+    `at` is when it came, in seconds since the epoch.
+    """
 
     method: str
     key: str
     query: dict[str, str]
     headers: dict[str, str]
+    at: float = field(default_factory=time.time)
 
     @property
     def operation(self) -> str:
@@ -77,13 +81,15 @@ class Held:
     """One request that is held back.
 
     `status` is the real server's answer, None before it and where the request was
-    dropped. `done` is set when the request has been executed or dropped.
+    dropped. `done` is set when the request has been executed or dropped, which was
+    at `done_at`, in seconds since the epoch.
     """
 
     operation: str
     key: str
     status: int | None = None
     is_client_gone: bool = False
+    done_at: float = math.nan
     done: threading.Event = field(default_factory=threading.Event)
 
 
@@ -413,6 +419,7 @@ class _Client(socketserver.StreamRequestHandler):
                     raise _HangUpError
                 self._pass_on(request.method, answer, rule)
         finally:
+            held.done_at = time.time()
             held.done.set()
 
     def _has_ended(self, released: threading.Event, hang_up_s: float) -> bool:
