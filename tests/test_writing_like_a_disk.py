@@ -386,6 +386,9 @@ class Disks(RuleBasedStateMachine):
         while self.open:
             self.close(0)
         self.compare(tree(self.mounted))
+        fd = os.open(self.mounted, os.O_RDONLY | os.O_DIRECTORY)
+        os.fsync(fd)  # of many removals the bucket hears a moment later
+        os.close(fd)
         assert contents(in_bucket(self.bucket, self.prefix + "/")) == contents(tree(self.plain))
 
 

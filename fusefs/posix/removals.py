@@ -187,6 +187,20 @@ class Removals:
             if one.error is not None and self._by_key.get(key) is one:
                 raise one.error
 
+    async def flush_at(self, key: str) -> None:
+        """As `flush`, for a key that is to be changed: also where it is to be below a file.
+
+        A directory may be made where a file was removed, and some servers have no
+        object below a file.
+        """
+        if not self._by_key:
+            return
+        at = key.find("/")
+        while at >= 0:
+            await self.flush(key[:at])
+            at = key.find("/", at + 1)
+        await self.flush(key)
+
     async def flush_below(self, prefix: str) -> None:
         """As `flush`, for everything at or below a prefix."""
         while waiting := self.pending(prefix):

@@ -56,7 +56,7 @@ class SettledStore:
 
     async def head(self, key: str) -> ObjectInfo:
         """As `Store.head`."""
-        await self._removals.flush(key)
+        await self._removals.flush_at(key)
         return await self._store.head(key)
 
     async def put_file(
@@ -64,7 +64,7 @@ class SettledStore:
         content_type: str | None, condition: Condition = None, token: ChangeToken | None = None,
     ) -> ObjectInfo:  # fmt: skip
         """As `Store.put_file`."""
-        await self._removals.flush(key)
+        await self._removals.flush_at(key)
         return await self._store.put_file(
             key, fd, size, metadata=metadata, content_type=content_type, condition=condition,
             token=token,
@@ -75,14 +75,14 @@ class SettledStore:
         token: ChangeToken | None = None,
     ) -> Upload:  # fmt: skip
         """As `Store.begin_upload`; what is completed has been begun after the removal."""
-        await self._removals.flush(key)
+        await self._removals.flush_at(key)
         return await self._store.begin_upload(
             key, metadata=metadata, content_type=content_type, token=token
         )
 
     async def resume_upload(self, state: UploadState) -> Upload:
         """As `Store.resume_upload`."""
-        await self._removals.flush(state.key)
+        await self._removals.flush_at(state.key)
         return await self._store.resume_upload(state)
 
     async def copy(
@@ -91,7 +91,7 @@ class SettledStore:
         condition: Condition = None, token: ChangeToken | None = None, is_own: bool = False,
     ) -> ObjectInfo:  # fmt: skip
         """As `Store.copy`."""
-        await self._removals.flush(key)
+        await self._removals.flush_at(key)
         return await self._store.copy(
             source, key, metadata=metadata, keeps_mtime=keeps_mtime, condition=condition,
             token=token, is_own=is_own,
@@ -99,7 +99,7 @@ class SettledStore:
 
     async def delete(self, key: str, etag: str | None = None, *, adopts: bool = False) -> None:
         """As `Store.delete`."""
-        await self._removals.flush(key)
+        await self._removals.flush_at(key)
         await self._store.delete(key, etag, adopts=adopts)
 
     async def delete_many(
@@ -110,7 +110,7 @@ class SettledStore:
         failures: list[DeleteFailure] = []
         for key in [key for key in wanted if key in self._removals]:
             try:
-                await self._removals.flush(key)
+                await self._removals.flush_at(key)
             except (StoreError, OSError) as error:
                 failures.append(DeleteFailure(key, error))
         failed = {failure.key for failure in failures}

@@ -34,9 +34,10 @@ class MemoryGroup:
 def memory_group(name: str) -> Iterator[MemoryGroup | None]:
     """A new group, None where there are none or they are not ours to make."""
     if VERSION_1.is_dir():
-        path, limit = VERSION_1 / name, "memory.limit_in_bytes"
+        parent, limit = VERSION_1, "memory.limit_in_bytes"
     else:
-        path, limit = VERSION_2 / name, "memory.max"
+        parent, limit = VERSION_2, "memory.max"
+    path = parent / f"{name}-{os.getpid()}"
     try:
         path.mkdir()
     except OSError:
