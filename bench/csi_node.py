@@ -31,7 +31,7 @@ MANY_WRITERS = csi_pb2.VolumeCapability(
     mount=csi_pb2.VolumeCapability.MountVolume(),
     access_mode=_Mode(mode=_Mode.MULTI_NODE_MULTI_WRITER),
 )
-MAIN = "import sys; from csi.cli import main; sys.exit(main())"
+MAIN = "import sys; from csi.main import main; sys.exit(main())"
 
 
 class CsiNode(Contender):

@@ -27,9 +27,9 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from csi.claims import Claims
 from csi.errors import CsiError, InvalidArgumentError, UnavailableError, status_of
 from csi.generated import csi_pb2_grpc
+from csi.in_flight import Claims
 from csi.redaction import redacted
 from fusefs.store.errors import StoreError
 

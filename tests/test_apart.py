@@ -8,7 +8,7 @@ import pytest
 import trio
 import trio.lowlevel
 
-from fusefs.posix.apart import Apart
+from fusefs.posix.namespace.uncancelled import Apart
 
 
 def never() -> None:

@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 import trio
 
-from fusefs.posix import attribute_log, leftovers
-from fusefs.posix.answers import NewAttributes
-from fusefs.posix.attribute_log import AttributeLog, Recorded
-from fusefs.posix.deferred_attributes import DEFER_S
-from fusefs.posix.mutations import Mutations
-from fusefs.store.base import ObjectInfo
+from fusefs.posix.metadata import attribute_log
+from fusefs.posix.metadata.attribute_log import AttributeLog, Recorded
+from fusefs.posix.metadata.deferred_attributes import DEFER_S
+from fusefs.posix.namespace.mutations import Mutations
+from fusefs.posix.types import NewAttributes
+from fusefs.posix.write import recovery
 from fusefs.store.errors import StoreError
+from fusefs.store.interface import ObjectInfo
 from tests.support.buckets import Bucket, keys, stored
 from tests.support.disks import fill, small_disk
 from tests.support.mortal_mount import DiedError, MortalMount, Process
@@ -194,7 +195,7 @@ async def test_a_process_that_was_killed_loses_none(
         mount.reboot()
     async with mount.serving() as process:
         if is_mounted_anew:
-            leftovers.adopt(process.writer)
+            recovery.adopt(process.writer)
         assert await shown(process, "file") == (0o600, 3, 4, TIME_NS)
         await process.writer.deferred.drain()
     check(mount, "file")

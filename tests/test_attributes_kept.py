@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 import trio
 
-from fusefs.cache.metadata import NoPages
-from fusefs.posix.answers import Caller, NewAttributes, Opened
-from fusefs.posix.directories import Directories
-from fusefs.posix.inodes import Inode, InodeTable, Ownership
-from fusefs.posix.journal import NoJournal
-from fusefs.posix.learning import SAMPLED_AT_ONCE, Learner
-from fusefs.posix.meta import Meta
-from fusefs.posix.mutations import Mutations
-from fusefs.store.base import ObjectInfo
+from fusefs.cache.listing_cache import NoPages
+from fusefs.posix.directory.listings import Directories
+from fusefs.posix.journal.journal import NoJournal
+from fusefs.posix.metadata.head_cache import SAMPLED_AT_ONCE, Learner
+from fusefs.posix.metadata.object_metadata import Meta
+from fusefs.posix.namespace.mutations import Mutations
+from fusefs.posix.nodes.inode_table import Inode, InodeTable, Ownership
+from fusefs.posix.types import Caller, NewAttributes, Opened
 from fusefs.store.errors import StoreError
+from fusefs.store.interface import ObjectInfo
 from tests.support.mortal_mount import DiedError, MemoryStore, MortalMount, Process
 
 CREATE, REPLACE = 1, 2

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from fusefs.posix.answers import NewAttributes
-from fusefs.posix.inodes import Inode
-from fusefs.posix.mutations import Mutations
+from fusefs.posix.namespace.mutations import Mutations
+from fusefs.posix.nodes.inode_table import Inode
+from fusefs.posix.types import NewAttributes
 from tests.support.mortal_mount import MortalMount, Process
 from tests.support.semantics import states
 

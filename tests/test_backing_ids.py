@@ -7,8 +7,8 @@ import os
 
 import trio
 
-from fusefs.cache.file import CacheFile
-from fusefs.kernel.passthrough import Passthrough
+from fusefs.cache.cached_file import CacheFile
+from fusefs.fuse.passthrough import Passthrough
 from tests.support.buckets import Bucket
 from tests.support.mounting import Mounter
 from tests.support.sharing import stamped

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import trio
 
-from fusefs.cache import files as cache_files
+from fusefs.cache import file_cache as cache_files
 from fusefs.cache.disk import is_unused
-from fusefs.cache.fetch import NotKeptError
+from fusefs.cache.downloader import NotKeptError
 from fusefs.cache.sweep import ORPHAN_AGE_S
 from tests.support.local_cache import cache_in, content, until, version
 

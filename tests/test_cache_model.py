@@ -11,8 +11,8 @@ import trio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fusefs.cache.fetch import NotKeptError
-from fusefs.cache.file import CacheFile
+from fusefs.cache.cached_file import CacheFile
+from fusefs.cache.downloader import NotKeptError
 from tests.support.disks import small_disk
 from tests.support.local_cache import Parts, cache_in, content, version
 

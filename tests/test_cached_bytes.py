@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fusefs.cache.checksums import unpack
+from fusefs.cache.integrity.checksums import unpack
 from tests.support.buckets import Bucket, keys, stored
 from tests.support.damage import cached, flip
 from tests.support.faulty_s3 import FaultyS3

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from fusefs.kinds import ConditionalWrites
+from fusefs.settings.types import ConditionalWrites
 from fusefs.store import capabilities, probing
-from fusefs.store.base import Expect
 from fusefs.store.capabilities import ALL, PROBE_NAME, Capabilities
 from fusefs.store.errors import AccessDeniedError
+from fusefs.store.interface import Expect
 from tests.support.buckets import Bucket, keys
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.local_file import LocalFile

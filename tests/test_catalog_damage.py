@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from fusefs.cache.catalog import Catalog, Row
-from fusefs.cache.damage import KEPT
+from fusefs.cache.integrity.damage import KEPT
 from fusefs.cache.ranges import RangeMap
 from tests.support.buckets import Bucket, stored
 from tests.support.mounting import Mount, Mounter

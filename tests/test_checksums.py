@@ -10,9 +10,9 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusefs.cache import checksums
 from fusefs.cache.catalog import SUMS_PART, Catalog, Row
-from fusefs.cache.checksums import BLOCK, RunningSums, Sum
+from fusefs.cache.integrity import checksums
+from fusefs.cache.integrity.checksums import BLOCK, RunningSums, Sum
 from fusefs.cache.ranges import RangeMap
 
 EVERYTHING = (0, 1 << 40)

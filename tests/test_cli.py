@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from csi.cli import make_parser
-from fusefs import checks, logfile
+from csi.main import make_parser
+from fusefs.launch import log_location, preflight
 from tests.support.commands import run
 from tests.support.commands import runtime as runtime
 
@@ -72,8 +72,8 @@ def test_what_pyfuse3_cannot_do_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     option: str,
 ) -> None:
-    monkeypatch.setattr(checks, "_check_device", lambda: None)
-    monkeypatch.setattr(checks, "may_mount", lambda: True)
+    monkeypatch.setattr(preflight, "_check_device", lambda: None)
+    monkeypatch.setattr(preflight, "may_mount", lambda: True)
     line = refusal(capsys, "s3://bucket", mountpoint, "--session", "pyfuse3", option, "nobody")
     assert line.startswith(f"fusefs: {option} needs the kernel session")
 
@@ -81,7 +81,7 @@ def test_what_pyfuse3_cannot_do_is_refused(
 def test_a_missing_device_is_named(
     mountpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "FUSE_DEVICE", mountpoint / "fuse")
+    monkeypatch.setattr(preflight, "FUSE_DEVICE", mountpoint / "fuse")
     assert "there is no /dev/fuse" in refusal(capsys, "s3://bucket", mountpoint)
 
 
@@ -90,8 +90,8 @@ def test_a_kernel_that_soon_ends_silent_mounts_is_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: str, is_told: bool
 ) -> None:
     (tmp_path / "max_request_timeout").write_text(seconds + "\n")
-    monkeypatch.setattr(checks, "FUSE_SETTINGS", tmp_path)
-    assert ["max_request_timeout" in one for one in checks.warnings()] == [True] * is_told
+    monkeypatch.setattr(preflight, "FUSE_SETTINGS", tmp_path)
+    assert ["max_request_timeout" in one for one in preflight.warnings()] == [True] * is_told
 
 
 def test_an_ordinary_user_needs_the_system_s_leave_for_allow_other(
@@ -104,9 +104,9 @@ def test_an_ordinary_user_needs_the_system_s_leave_for_allow_other(
     configuration.write_text("#user_allow_other\n")
     (tmp_path / "fusermount3").touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(checks, "FUSE_CONFIGURATION", configuration)
-    monkeypatch.setattr(checks, "may_mount", lambda: False)
-    monkeypatch.setattr(checks, "_check_device", lambda: None)
+    monkeypatch.setattr(preflight, "FUSE_CONFIGURATION", configuration)
+    monkeypatch.setattr(preflight, "may_mount", lambda: False)
+    monkeypatch.setattr(preflight, "_check_device", lambda: None)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert "user_allow_other" in refusal(capsys, "s3://bucket", mountpoint, "--allow-other")
 
@@ -192,7 +192,7 @@ def test_a_log_that_is_a_device_stays_everybody_s(tmp_path: Path) -> None:
     device = tmp_path / "null"
     os.mknod(device, stat.S_IFCHR | 0o666, os.makedev(1, 3))
     device.chmod(0o666)
-    with logfile.opened(device) as log:
+    with log_location.opened(device) as log:
         log.write(b"nothing")
     assert device.stat().st_mode & 0o777 == 0o666
 

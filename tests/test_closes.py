@@ -10,8 +10,8 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from fusefs.posix.closes import QUIET_S, Closes
-from fusefs.posix.writeback import LATER_S
+from fusefs.posix.write.closes import QUIET_S, Closes
+from fusefs.posix.write.flush import LATER_S
 from tests.support.mortal_mount import MortalMount, Process
 from tests.support.semantics import states
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fusefs import mounts
+from fusefs.launch import registry
 from tests.support.buckets import Bucket
 from tests.support.gate import Gate
 from tests.support.mounting import FUSEFS, LIMIT_S, Mount, Mounter, fusefs
@@ -26,9 +26,9 @@ MIB = 1 << 20
 def nothing_is_left(mount: Mount, pid: int) -> bool:
     """No mount, no process, no record of it."""
     return (
-        mounts.find_mount(mount.path) is None
-        and mounts.start_time(pid) is None
-        and not mounts.Registration(str(mount.path), "", pid, 0).directory.exists()
+        registry.find_mount(mount.path) is None
+        and registry.start_time(pid) is None
+        and not registry.Registration(str(mount.path), "", pid, 0).directory.exists()
     )
 
 
@@ -109,9 +109,9 @@ def test_a_signal_detaches_a_mount_that_is_in_use(
     pid = one.pid
     with (one.path / "a").open("rb") as file:
         os.kill(pid, signal.SIGTERM)
-        until(lambda: mounts.find_mount(one.path) is None, "the mount is detached")
+        until(lambda: registry.find_mount(one.path) is None, "the mount is detached")
         assert len(file.read()) == 3 * MIB
-        assert mounts.start_time(pid) is not None
+        assert registry.start_time(pid) is not None
     until(lambda: nothing_is_left(one, pid), "nothing is left")
 
 
@@ -172,7 +172,7 @@ def test_the_mount_of_a_killed_daemon_can_be_taken_away(mounter: Mounter) -> Non
     one = mounter("--session", "pyfuse3")  # which has nobody to replace it
     pid = one.pid
     os.kill(pid, signal.SIGKILL)
-    until(lambda: mounts.start_time(pid) is None, "the daemon is gone")
+    until(lambda: registry.start_time(pid) is None, "the daemon is gone")
     told = json.loads(fusefs("status", one.path, "--json").stdout)
     assert "ended" in told["not_answering"]
     one.force()
@@ -196,7 +196,7 @@ def test_a_mount_in_the_foreground_ends_with_an_interrupt(
         env={**os.environ, **bucket.server.environment}, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
-        until(lambda: mounts.registration_of(path) or process.poll() is not None, "a mount")
+        until(lambda: registry.registration_of(path) or process.poll() is not None, "a mount")
         until(
             lambda: "not_answering" not in json.loads(fusefs("status", path, "--json").stdout),
             "the mount answers",
@@ -206,8 +206,8 @@ def test_a_mount_in_the_foreground_ends_with_an_interrupt(
         _, said = process.communicate(timeout=LIMIT_S)
         assert process.returncode == 0
         assert "Traceback" not in said
-        assert mounts.find_mount(path) is None
-        assert mounts.registration_of(path) is None
+        assert registry.find_mount(path) is None
+        assert registry.registration_of(path) is None
     finally:
         process.kill()
         fusefs("umount", "--force", path, check=False)
@@ -317,7 +317,7 @@ def test_status_of_a_stopped_daemon_says_so(mounter: Mounter) -> None:
 
 def test_the_runtime_directory_is_the_owners_alone(mounter: Mounter) -> None:
     one = mounter()
-    registration = mounts.registration_of(one.path)
+    registration = registry.registration_of(one.path)
     assert registration is not None
     assert registration.directory.stat().st_mode & 0o777 == 0o700
     assert registration.socket.stat().st_mode & 0o777 == 0o600

@@ -8,9 +8,9 @@ import pytest
 import trio
 import trio.testing
 
-from fusefs.store import connections
-from fusefs.store.connections import Connections
 from fusefs.store.priority import Priority
+from fusefs.store.s3 import connection_budget
+from fusefs.store.s3.connection_budget import Connections
 
 
 def demand() -> Priority:
@@ -25,7 +25,7 @@ def prefetch() -> Priority:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time that connections see: change its only item."""
     now = [1000.0]
-    monkeypatch.setattr(connections.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(connection_budget.time, "monotonic", lambda: now[0])
     return now
 
 
@@ -177,7 +177,7 @@ def test_many_throttled_answers_at_once_count_as_one(clock: list[float]) -> None
     for _ in range(20):
         budget.throttled()
     assert budget.allowed == 16
-    clock[0] += connections.BACK_OFF_EVERY_S
+    clock[0] += connection_budget.BACK_OFF_EVERY_S
     budget.throttled()
     assert budget.allowed == 8
 
@@ -186,7 +186,7 @@ def test_one_connection_always_stays(clock: list[float]) -> None:
     budget = Connections(4)
     for _ in range(10):
         budget.throttled()
-        clock[0] += connections.BACK_OFF_EVERY_S
+        clock[0] += connection_budget.BACK_OFF_EVERY_S
     assert budget.allowed == 1
 
 

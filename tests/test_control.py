@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import trio
 
-from fusefs import control
+from fusefs.launch import control
 
 
 async def ask(path: Path, command: str = "status") -> dict[str, Any]:

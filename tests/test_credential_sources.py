@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from fusefs import launch, users
-from fusefs.kinds import Source
-from fusefs.settings import MountSettings
+from fusefs.launch import launcher, users
+from fusefs.settings.mount import MountSettings
+from fusefs.settings.types import Source
 from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3, Request
 from tests.support.identity_services import identity_services
@@ -158,7 +158,7 @@ def credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def told_files(user: users.User | None) -> dict[str, str]:
-    files: dict[str, str] = json.loads(launch.daemon_input(SETTINGS, user))["files"]
+    files: dict[str, str] = json.loads(launcher.daemon_input(SETTINGS, user))["files"]
     return files
 
 

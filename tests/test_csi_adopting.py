@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from csi import caretaker
-from csi.caretaker import AT_ONCE, Caretaker
-from csi.claims import Claims
 from csi.generated import csi_pb2
-from csi.mount_records import MountRecord
-from fusefs import control
-from fusefs.kernel.keeper_system import has_ended
+from csi.in_flight import Claims
+from csi.node import reconciler
+from csi.node.mount_record import MountRecord
+from csi.node.reconciler import AT_ONCE, Caretaker
+from fusefs.keeper.system import has_ended
+from fusefs.launch import control
 from tests.support.buckets import Bucket
 from tests.support.csi_daemons import daemons_of
 from tests.support.csi_node import START, Node, running_node
@@ -88,7 +88,7 @@ def names(count: int) -> list[str]:
 
 
 def test_mounts_that_hang_keep_no_other_from_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(caretaker, "WORKING_S", 0.1)
+    monkeypatch.setattr(reconciler, "WORKING_S", 0.1)
     hanging = names(2 * AT_ONCE)
     mounts = PlayedMounts(names(VOLUMES), hanging)
     looking = caretaker_of(mounts)
@@ -178,7 +178,7 @@ def test_a_pod_reads_on_without_its_keeper_though_the_holder_has_died_before(
 def answer_while_stuck(node: Node) -> None:
     """Have a driver answer, which can't go on with any mount for ever, and end it."""
     command = list(node.command)
-    node.command[-1] = f"from csi import mounts; mounts.START = ['sleep', '600']; {START}"
+    node.command[-1] = f"from csi.node import mounts; mounts.START = ['sleep', '600']; {START}"
     node.start("--daemons=there")
     until(lambda: "sleep" in str(node.processes()), "it is about to go on with the mount")
     node.node.NodeGetInfo(csi_pb2.NodeGetInfoRequest(), timeout=PATIENCE_S)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from csi.credentials import ACCOUNT, NAMESPACE, TOKENS, CredentialFiles, Identity, choose
-from csi.domains import Domains, NoUidError
 from csi.errors import CsiError, FailedPreconditionError, InvalidArgumentError
-from csi.options import Options
-from csi.stores import Store
+from csi.identities.cache_domains import Domains, NoUidError
+from csi.identities.credentials import ACCOUNT, NAMESPACE, TOKENS, CredentialFiles, Identity, choose
+from csi.volume.options import Options
+from csi.volume.stores import Store
 
 ROLE = "arn:aws:iam::123456789012:role/reader"
 STORE = Store("main", "http://s3:1", sts_url="http://sts:1")

@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from fusefs import control, mounts
+from fusefs.launch import control, registry
 from tests.support.buckets import Bucket
 from tests.support.csi_daemons import daemons_of
 from tests.support.csi_node import Node, running_node
@@ -36,12 +36,12 @@ def target(node: Node, shared: Bucket) -> Path:
     return node.target("pod")
 
 
-def status_of(root: mounts.KernelMount) -> dict[str, object]:
+def status_of(root: registry.KernelMount) -> dict[str, object]:
     """What the mount's keeper says, once there is one."""
 
     def ask() -> dict[str, object] | None:
         try:
-            return control.exchange(mounts.keeper_socket(root.mountpoint), {"do": "status"}, 5)
+            return control.exchange(registry.keeper_socket(root.mountpoint), {"do": "status"}, 5)
         except control.ControlError:
             return None
 
@@ -52,7 +52,7 @@ def status_of(root: mounts.KernelMount) -> dict[str, object]:
 
 @pytest.fixture(autouse=True)
 def _runtime(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(mounts.RUNTIME_VARIABLE, str(node.state / "fusefs"))
+    monkeypatch.setenv(registry.RUNTIME_VARIABLE, str(node.state / "fusefs"))
 
 
 def publish(node: Node, target: Path, shared: Bucket) -> None:
@@ -83,7 +83,7 @@ def test_a_daemon_is_ended_through_a_supervisor_that_may_not_signal_it_as_root(
     with daemons_of(node, "first"):
         publish(node, target, shared)
         [root], [before] = node.roots(), node.daemons()
-        control.exchange(mounts.keeper_socket(root.mountpoint), {"do": "replace"}, PATIENCE_S)
+        control.exchange(registry.keeper_socket(root.mountpoint), {"do": "replace"}, PATIENCE_S)
         until(lambda: status_of(root)["daemon"] not in (None, before), "another is there")
         assert (target / "hello").read_bytes() == b"hello"
         node.unpublish("volume", target)

@@ -12,8 +12,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from csi.credentials import ACCOUNT, NAMESPACE, TOKENS
-from fusefs.store.access import RECONNECT_EVERY_S
+from csi.identities.credentials import ACCOUNT, NAMESPACE, TOKENS
+from fusefs.store.s3.access import RECONNECT_EVERY_S
 from tests.support.buckets import Bucket, new_bucket
 from tests.support.csi_node import Node, code_of, running_node
 from tests.support.csi_node import node as node

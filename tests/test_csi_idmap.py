@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from csi import binding
-from fusefs.kernel import libc
+from csi.node import bind_mount
+from fusefs.linux import libc
 from tests.support.buckets import Bucket
 from tests.support.csi_node import running_node
 from tests.support.s3_server import S3Server
@@ -41,12 +41,12 @@ def user_namespace() -> Iterator[int]:
 
 def bind_mapped(source: Path, target: Path, namespace: int) -> None:
     """Bind a mount with its ids mapped into a user namespace."""
-    attributes = binding._MountAttributes(MOUNT_ATTR_IDMAP, 0, 0, namespace)
-    tree = binding._syscall(428, -100, os.fsencode(source), 1 | os.O_CLOEXEC)
+    attributes = bind_mount._MountAttributes(MOUNT_ATTR_IDMAP, 0, 0, namespace)
+    tree = bind_mount._syscall(428, -100, os.fsencode(source), 1 | os.O_CLOEXEC)
     try:
         size = ctypes.sizeof(attributes)
-        binding._syscall(442, tree, b"", 0x1000, ctypes.byref(attributes), size)
-        binding._syscall(429, tree, b"", -100, os.fsencode(target), 4)
+        bind_mount._syscall(442, tree, b"", 0x1000, ctypes.byref(attributes), size)
+        bind_mount._syscall(429, tree, b"", -100, os.fsencode(target), 4)
     finally:
         os.close(tree)
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from csi import moving
-from fusefs.kernel import launching
+from csi.daemons import migration
+from fusefs.keeper import supervisor_protocol
 from tests.support.sharing import PATIENCE_S
 from tests.support.waiting import until
 
@@ -62,21 +62,23 @@ class PlayedSupervisor(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        while launching.receive(self._ours):
+        while supervisor_protocol.receive(self._ours):
             left = sum(keeper.supervisor == OLD for keeper in self._keepers)
-            launching.send(self._ours, launching.pack(launching.COUNTED, a=left))
+            supervisor_protocol.send(
+                self._ours, supervisor_protocol.pack(supervisor_protocol.COUNTED, a=left)
+            )
 
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moving, "PATIENCE_S", 0.2)
-    monkeypatch.setattr(moving, "EVERY_S", 0.05)
+    monkeypatch.setattr(migration, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(migration, "EVERY_S", 0.05)
 
 
 def move(directory: Path, keepers: list[PlayedKeeper], limit_s: float) -> bool:
     """Whether all have moved in time."""
     old = PlayedSupervisor(keepers)
-    mover = threading.Thread(target=moving.Moving(old.theirs, directory, NEW).run, daemon=True)
+    mover = threading.Thread(target=migration.Moving(old.theirs, directory, NEW).run, daemon=True)
     mover.start()
     mover.join(limit_s)
     return not mover.is_alive()

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from csi.credentials import ACCOUNT, NAMESPACE, TOKENS
+from csi.identities.credentials import ACCOUNT, NAMESPACE, TOKENS
 from tests.support.buckets import Bucket, stored
 from tests.support.csi_node import Node, code_of, running_node
 from tests.support.csi_node import node as node

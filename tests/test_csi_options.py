@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from csi import options
 from csi.errors import InvalidArgumentError
-from csi.options import Place, Shares, check_attributes, finished, mount_layer, read_options
-from csi.volumes import LOCATION_KEYS
-from fusefs.kinds import Source
-from fusefs.settings import MountSettings
-from fusefs.units import GIB, MIB
+from csi.volume import options
+from csi.volume.location import LOCATION_KEYS
+from csi.volume.options import Place, Shares, check_attributes, finished, mount_layer, read_options
+from fusefs.settings.mount import MountSettings
+from fusefs.settings.types import Source
+from fusefs.settings.units import GIB, MIB
 from tests.support.manifests import PROJECT
 
 PLACE = Place(Source("bucket", "p/"), "http://s3:1", "us-east-1", "auto", None)

@@ -17,7 +17,7 @@ from tests.support.s3_server import S3Server
 from tests.support.waiting import until
 
 # The driver gives its mounts two minutes, which no volume may change.
-SHORTENED = f"from csi import options; options.REVOKE_AFTER = '2s'; {START}"
+SHORTENED = f"from csi.volume import options; options.REVOKE_AFTER = '2s'; {START}"
 DATA = os.urandom(1 << 20)
 
 

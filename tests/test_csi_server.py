@@ -18,10 +18,11 @@ from typing import Any
 import grpc
 import pytest
 
-from csi import errors, nodeconfig
+from csi import errors
 from csi.errors import InvalidArgumentError
 from csi.generated import csi_pb2, csi_pb2_grpc
 from csi.identity import IdentityService
+from csi.node import config
 from csi.server import DRIVER_NAME, MAX_CALLS, Server
 from fusefs import __version__
 from fusefs.store import errors as store_errors
@@ -338,7 +339,7 @@ def test_a_bad_command_line_is_told_in_a_line(
 
 def test_credentials_are_not_kept_on_a_disk() -> None:
     with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:
-        if nodeconfig._file_system(Path(directory)) == "tmpfs":
+        if config._file_system(Path(directory)) == "tmpfs":
             pytest.skip("/var/tmp is in memory")
         endpoint = f"unix://{directory}/csi.sock"
         process = command(
@@ -350,7 +351,7 @@ def test_credentials_are_not_kept_on_a_disk() -> None:
 
 @pytest.mark.parametrize("package", ["grpc", "google.protobuf"])
 def test_an_installation_without_the_drivers_packages_says_what_to_install(package: str) -> None:
-    program = f"import sys; sys.modules[{package!r}] = None; from csi.cli import main; main()"
+    program = f"import sys; sys.modules[{package!r}] = None; from csi.main import main; main()"
     process = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S,
         check=False,

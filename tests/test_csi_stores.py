@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from csi.bucket import Bucket, make_client
+from csi.controller.bucket_client import Bucket, make_client
 from csi.errors import InvalidArgumentError, UnavailableError
-from csi.keys import Keys, keys_from
-from csi.stores import Store, Stores, StoresError, is_forbidden, read_stores
-from csi.volumes import VolumeId, fill_in, location_of, normal_prefix, overlap
-from fusefs.kinds import Addressing
+from csi.identities.keys import Keys, keys_from
+from csi.volume.location import VolumeId, fill_in, location_of, normal_prefix, overlap
+from csi.volume.stores import Store, Stores, StoresError, is_forbidden, read_stores
+from fusefs.settings.types import Addressing
 from fusefs.store.errors import StoreError
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.s3_server import ACCESS_KEY, REGION, SECRET_KEY, S3Server

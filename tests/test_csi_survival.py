@@ -17,8 +17,8 @@ import grpc
 import pytest
 
 import csi
-from fusefs import control
-from fusefs.kernel import libc
+from fusefs.launch import control
+from fusefs.linux import libc
 from fusefs.store.capabilities import PROBE_NAME
 from tests.support.buckets import Bucket
 from tests.support.csi_node import Node, running_node, until_final
@@ -157,7 +157,7 @@ def test_what_is_not_ours_below_a_volume_stays(node: Node, data: Bucket) -> None
 def test_the_driver_has_nothing_that_deletes_a_tree() -> None:
     """A mount that was left in it would be emptied."""
     deleting = re.compile(r"rmtree|removedirs|os\.walk|rglob|iterdir.*(unlink|rmdir)")
-    sources = sorted(Path(csi.__file__).parent.glob("*.py"))
+    sources = sorted(Path(csi.__file__).parent.rglob("*.py"))
     assert sources
     assert [path.name for path in sources if deleting.search(path.read_text())] == []
 

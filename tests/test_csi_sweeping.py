@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from csi.domains import Domain, Domains
-from csi.options import Shares
-from csi.sweeping import KEEP_IF_SCARCE_S, KEEP_S, REMOVAL, Sweeper
-from fusefs.kinds import Source
-from fusefs.settings import MountSettings
+from csi.identities.cache_domains import Domain, Domains
+from csi.identities.cache_gc import KEEP_IF_SCARCE_S, KEEP_S, REMOVAL, Sweeper
+from csi.volume.options import Shares
+from fusefs.settings.mount import MountSettings
+from fusefs.settings.types import Source
 from tests.support.disks import small_disk
 from tests.support.ordinary_user import runnable_by_all
 
@@ -34,7 +34,7 @@ def runnable() -> Iterator[tuple[str, dict[str, str]]]:
 def as_anybody(runnable: tuple[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Have processes of other users find the interpreter and what it imports."""
     python, environment = runnable
-    monkeypatch.setattr("csi.sweeping.REMOVAL", [python, *REMOVAL[1:]])
+    monkeypatch.setattr("csi.identities.cache_gc.REMOVAL", [python, *REMOVAL[1:]])
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
 

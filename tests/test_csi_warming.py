@@ -14,8 +14,8 @@ import grpc
 import pytest
 
 from csi.errors import InvalidArgumentError
-from csi.options import Warm, read_options
-from fusefs import control, mounts
+from csi.volume.options import Warm, read_options
+from fusefs.launch import control, registry
 from tests.support.buckets import Bucket
 from tests.support.csi_node import Node, code_of, running_node, until_final
 from tests.support.faulty_s3 import FaultyS3
@@ -80,7 +80,7 @@ def record(node: Node) -> dict[str, Any]:
 def job(node: Node) -> dict[str, Any]:
     """What the daemon of the only mount says of its only job."""
     [root] = node.roots()
-    directory = node.state / "fusefs" / mounts.keeper_socket(root.mountpoint).stem
+    directory = node.state / "fusefs" / registry.keeper_socket(root.mountpoint).stem
     [told] = control.request(directory / "status.sock", "warming", 5)["jobs"]
     return dict(told)
 

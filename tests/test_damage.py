@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fusefs.posix import records
+from fusefs.posix.journal import records
 from tests.support.buckets import Bucket, stored
 from tests.support.mounting import Mount, Mounter
 from tests.support.semantics import states

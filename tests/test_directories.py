@@ -11,12 +11,12 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusefs.posix import directories as directories_module
-from fusefs.posix import walks
-from fusefs.posix.directories import Directories
-from fusefs.posix.names import is_expressible, position
-from fusefs.posix.segments import ABSENT, Entry
-from fusefs.store.base import ListPage, ObjectInfo
+from fusefs.posix.directory import listings as directories_module
+from fusefs.posix.directory import walk
+from fusefs.posix.directory.listings import Directories
+from fusefs.posix.directory.segment import ABSENT, Entry
+from fusefs.posix.nodes.names import is_expressible, position
+from fusefs.store.interface import ListPage, ObjectInfo
 from tests.support.local_cache import Bucket
 from tests.support.semantics import states
 
@@ -108,7 +108,7 @@ def test_lookups_and_streams_in_any_order_tell_what_is_there(
     trio.run(check)
 
 
-@given(WITH_MARKERS, st.integers(1, 12), st.sampled_from([0, 3, walks.MOST_BEGUN]))
+@given(WITH_MARKERS, st.integers(1, 12), st.sampled_from([0, 3, walk.MOST_BEGUN]))
 @settings(deadline=None)
 def test_a_walk_from_folder_to_folder_tells_what_is_there(
     keys: set[str], page_size: int, most_begun: int
@@ -122,7 +122,7 @@ def test_a_walk_from_folder_to_folder_tells_what_is_there(
                 folders += [prefix + name + "/" for name, entry in found if entry is None]
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(walks, "MOST_BEGUN", most_begun)
+        patched.setattr(walk, "MOST_BEGUN", most_begun)
         trio.run(check)
 
 

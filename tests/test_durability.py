@@ -19,7 +19,8 @@ from typing import Any
 
 import pytest
 
-from fusefs import control, mounts, syncing
+from fusefs.cli import sync
+from fusefs.launch import control, registry
 from tests.support.buckets import Bucket, keys, stored
 from tests.support.disks import small_disk
 from tests.support.faulty_s3 import FaultyS3
@@ -113,8 +114,8 @@ def test_sync_waits_for_what_was_just_written_however_late_answers_come(
         }  # fmt: skip
 
     monkeypatch.setattr(control, "exchange", exchange)
-    monkeypatch.setattr(mounts, "registration_of", lambda path: SimpleNamespace(socket=path))
-    assert syncing.wait(tmp_path, "", LIMIT_S, lambda *_: None) == []
+    monkeypatch.setattr(registry, "registration_of", lambda path: SimpleNamespace(socket=path))
+    assert sync.wait(tmp_path, "", LIMIT_S, lambda *_: None) == []
     assert to_come == []
 
 
@@ -127,7 +128,7 @@ def test_sync_waits_for_the_next_daemon_where_the_last_one_dies(
     (mount.path / "a").write_bytes(b"content")
     is_waiting = threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        synced = pool.submit(syncing.sync, mount.path, LIMIT_S, lambda *_: is_waiting.set())
+        synced = pool.submit(sync.sync, mount.path, LIMIT_S, lambda *_: is_waiting.set())
         assert is_waiting.wait(LIMIT_S)
         os.kill(serving_pid(mount), signal.SIGKILL)
         synced.result()

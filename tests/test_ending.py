@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fusefs.cache import files, ledger
+from fusefs.cache import catalog_writer, file_cache
 from fusefs.cache.disk import Disk
 from tests.support.local_cache import cache_in, version
 from tests.support.semantics import states
@@ -30,8 +30,8 @@ async def test_a_slow_disk_does_not_hold_up_the_end(
         synced.append(name)
         return True
 
-    monkeypatch.setattr(files, "SYNC_AFTER_S", 0.1)
-    monkeypatch.setattr(ledger, "SYNC_GO_S", 0.1)
+    monkeypatch.setattr(file_cache, "SYNC_AFTER_S", 0.1)
+    monkeypatch.setattr(catalog_writer, "SYNC_GO_S", 0.1)
     async with cache_in(tmp_path) as parts:
         for number in range(FILES):
             await parts.fetch(version(str(number), 100))

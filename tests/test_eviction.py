@@ -11,7 +11,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from fusefs.cache.fetch import NotKeptError
+from fusefs.cache.downloader import NotKeptError
 from tests.support.disks import small_disk
 from tests.support.local_cache import Parts, cache_in, until, version
 from tests.support.semantics import states
@@ -129,7 +129,7 @@ async def test_a_disk_that_counts_no_inodes_has_enough(
     told = os.statvfs(tmp_path)
     fields = list(told)
     fields[5:8] = [0, 0, 0]  # f_files, f_ffree and f_favail, as btrfs tells them
-    monkeypatch.setattr("fusefs.cache.eviction.os.statvfs", lambda _path: os.statvfs_result(fields))
+    monkeypatch.setattr("fusefs.cache.quota.os.statvfs", lambda _path: os.statvfs_result(fields))
     async with cache_in(tmp_path, inode_floor=0) as parts:
         await parts.fetch(version("a", MIB))
         assert kept(parts, "a") == ["a"]
@@ -144,7 +144,7 @@ async def test_a_disk_that_is_taken_away_ends_nothing(
         def statvfs(path: Path) -> os.statvfs_result:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
-        monkeypatch.setattr("fusefs.cache.eviction.os.statvfs", statvfs)
+        monkeypatch.setattr("fusefs.cache.quota.os.statvfs", statvfs)
         for _ in range(2):
             parts.space._free_known_until = 0.0
             await parts.space.tend()

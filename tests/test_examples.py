@@ -17,9 +17,9 @@ from unittest import mock
 
 import pytest
 
-from csi import stores, volumes
-from csi.options import check_attributes
 from csi.server import DRIVER_NAME
+from csi.volume import location, stores
+from csi.volume.options import check_attributes
 from tests.support.kinds import check_kind
 from tests.support.manifests import (
     MANIFESTS,
@@ -122,8 +122,8 @@ def test_the_driver_understands_what_a_volume_asks_for(path: Path) -> None:
 def understand(source: Object, flags: list[str], *, is_inline: bool) -> None:
     assert source["driver"] == DRIVER_NAME
     attributes = source["volumeAttributes"]
-    volumes.location_of(attributes, stores.read_stores(None))
-    own = {name: text for name, text in attributes.items() if name not in volumes.LOCATION_KEYS}
+    location.location_of(attributes, stores.read_stores(None))
+    own = {name: text for name, text in attributes.items() if name not in location.LOCATION_KEYS}
     check_attributes(own, flags, is_inline=is_inline)
 
 

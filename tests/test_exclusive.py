@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fusefs.posix.sending import CREATED_BY
+from fusefs.posix.write.upload_steps import CREATED_BY
 from tests.support.buckets import Bucket, keys, stored
 from tests.support.mounting import Mount, Mounter
 from tests.support.s3_server import S3Server

@@ -12,8 +12,8 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from fusefs.cache.fetch import BLOCK, FIRST_BYTES, PART, NotKeptError
-from fusefs.cache.file import CacheFile, OpenFile
+from fusefs.cache.cached_file import CacheFile, OpenFile
+from fusefs.cache.downloader import BLOCK, FIRST_BYTES, PART, NotKeptError
 from fusefs.store.errors import StaleVersionError, UnreachableError
 from tests.support.local_cache import CHUNK, LIMIT_S, Parts, cache_in, content, until, version
 

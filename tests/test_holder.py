@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 
-from fusefs import control
-from fusefs.kernel import holder
-from fusefs.kernel.holder import HolderError
-from fusefs.kernel.keeper_system import has_ended
+from fusefs.keeper import fd_store
+from fusefs.keeper.fd_store import HolderError
+from fusefs.keeper.system import has_ended
+from fusefs.launch import control
 from tests.support.keeping import LIMIT_S, PROJECT, Kept, needs_fuse, needs_root
 from tests.support.waiting import until
 
 pytestmark = [needs_root, needs_fuse]
 
-SERVICE = "import sys; from fusefs.kernel.holder import main; sys.exit(main(sys.argv[1]))"
+SERVICE = "import sys; from fusefs.keeper.fd_store import main; sys.exit(main(sys.argv[1]))"
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def names(path: str) -> list[str]:
 
 def is_held(path: str, kept: Kept) -> Callable[[], bool]:
     assert kept.connection is not None
-    name = holder.name_of(str(kept.mountpoint), kept.connection)
+    name = fd_store.name_of(str(kept.mountpoint), kept.connection)
     return lambda: names(path) == [name]
 
 
@@ -112,7 +112,7 @@ def test_a_mount_goes_on_after_keeper_clerk_and_daemon_were_killed(
     kept.wait()
     kept.hold.touch()
     reader = subprocess.Popen(["cat", kept.mountpoint / "held"], stdout=subprocess.PIPE)
-    fd = holder.fetch(service, holder.name_of(str(kept.mountpoint), kept.connection))
+    fd = fd_store.fetch(service, fd_store.name_of(str(kept.mountpoint), kept.connection))
     os.set_inheritable(fd, True)
     kept.resume(fuse_fd=fd, table=[], holder=service)
     os.close(fd)
@@ -132,19 +132,19 @@ def test_a_keeper_does_without_its_holder(kept: Kept) -> None:
 def test_a_copy_can_be_fetched_more_than_once_and_dropped(kept: Kept, service: str) -> None:
     kept.start()
     fd = hand(kept)
-    holder.hold(service, "one", fd)
-    holder.hold(service, "two", fd)
+    fd_store.hold(service, "one", fd)
+    fd_store.hold(service, "two", fd)
     os.close(fd)
     for _ in range(3):
-        copy = holder.fetch(service, "one")
+        copy = fd_store.fetch(service, "one")
         assert is_fuse(copy)
         os.close(copy)
     assert names(service) == ["one", "two"]
-    holder.drop(service, "one")
+    fd_store.drop(service, "one")
     until(lambda: names(service) == ["two"])
     with pytest.raises(HolderError, match="nothing is held as one"):
-        holder.fetch(service, "one")
-    assert is_fuse(holder.fetch(service, "two"))
+        fd_store.fetch(service, "one")
+    assert is_fuse(fd_store.fetch(service, "two"))
 
 
 def hand(kept: Kept) -> int:
@@ -163,10 +163,10 @@ def test_a_new_copy_takes_the_place_of_the_old(kept: Kept, service: str) -> None
     kept.start()
     fd = hand(kept)
     for _ in range(3):
-        holder.hold(service, "one", fd)
+        fd_store.hold(service, "one", fd)
     os.close(fd)
     assert names(service) == ["one"]
-    assert is_fuse(holder.fetch(service, "one"))
+    assert is_fuse(fd_store.fetch(service, "one"))
 
 
 def test_a_process_that_hangs_or_dies_affects_no_other(kept: Kept, service: str) -> None:
@@ -174,15 +174,15 @@ def test_a_process_that_hangs_or_dies_affects_no_other(kept: Kept, service: str)
     fd = hand(kept)
     pids = {}
     for name in ("one", "two", "three"):
-        holder.hold(service, name, fd)
+        fd_store.hold(service, name, fd)
         [pids[name]] = set(children_of(service)) - set(pids.values())
     os.close(fd)
     os.kill(pids["one"], signal.SIGSTOP)
     os.kill(pids["two"], signal.SIGKILL)
-    assert is_fuse(holder.fetch(service, "three"))
+    assert is_fuse(fd_store.fetch(service, "three"))
     until(lambda: names(service) == ["one", "three"])
     os.kill(pids["one"], signal.SIGCONT)
-    assert is_fuse(holder.fetch(service, "one"))
+    assert is_fuse(fd_store.fetch(service, "one"))
 
 
 def children_of(path: str) -> list[int]:
@@ -235,7 +235,7 @@ def test_what_a_service_held_goes_with_it_and_who_had_started_it(kept: Kept) -> 
 
 def test_nothing_but_fuse_is_held(service: str) -> None:
     with open("/dev/null", "rb") as file, pytest.raises(HolderError, match="/dev/fuse"):
-        holder.hold(service, "one", file.fileno())
+        fd_store.hold(service, "one", file.fileno())
     assert names(service) == []
 
 

@@ -132,7 +132,7 @@ def test_the_package_that_the_image_installs_runs(found: list[Stage], tmp_path: 
     zipfile.ZipFile(wheel).extractall(target)
     # -S: nothing of this checkout, which is installed here, too; only the dependencies.
     path = [str(target), sysconfig.get_path("purelib")]
-    code = f"import sys; sys.path[:0] = {path}; from csi.cli import main; main()"
+    code = f"import sys; sys.path[:0] = {path}; from csi.main import main; main()"
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", code, "--help"],
         capture_output=True,

@@ -11,12 +11,19 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from fusefs.cache.file import CacheFile
-from fusefs.posix.handles import HandleTable
-from fusefs.posix.inodes import FIRST_ID, ROOT_ID, Inode, InodeTable, Ownership, stable_ino
-from fusefs.posix.journal import Journal, NoJournal
-from fusefs.posix.replay import replay
-from fusefs.store.base import ObjectInfo
+from fusefs.cache.cached_file import CacheFile
+from fusefs.posix.journal.journal import Journal, NoJournal
+from fusefs.posix.journal.replay import replay
+from fusefs.posix.nodes.handles import HandleTable
+from fusefs.posix.nodes.inode_table import (
+    FIRST_ID,
+    ROOT_ID,
+    Inode,
+    InodeTable,
+    Ownership,
+    stable_ino,
+)
+from fusefs.store.interface import ObjectInfo
 
 OWNER = Ownership(1000, 100, 0o640, 0o750)
 

@@ -12,12 +12,13 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from fusefs.kernel import callers, keeper_wire
-from fusefs.kernel.callers import EXITS, IS_KILLED, LIVES, UNKNOWN, WAS_KILLED
-from fusefs.kernel.interrupts import GRACE_S, SAVING_GRACE_S, Callers, Interrupts
-from fusefs.kernel.keeping import Keeping
-from fusefs.kernel.wire import Opcode
-from fusefs.posix.answers import Caller
+from fusefs.fuse.interrupts import GRACE_S, SAVING_GRACE_S, Callers, Interrupts
+from fusefs.fuse.protocol import Opcode
+from fusefs.keeper import protocol
+from fusefs.keeper.client import Keeping
+from fusefs.linux import callers
+from fusefs.linux.callers import EXITS, IS_KILLED, LIVES, UNKNOWN, WAS_KILLED
+from fusefs.posix.types import Caller
 from tests.support.keeping import STANDIN, Kept, needs_fuse, needs_root
 from tests.support.ordinary_user import NOBODY, public_python
 from tests.support.semantics import states
@@ -189,9 +190,9 @@ async def test_a_keeper_that_does_not_say_that_it_looks_is_not_asked() -> None:
     keeping = Keeping(ours)
     with its:
         keeping.serving(has_resend=True)
-        reported = keeper_wire.receive(its, keeper_wire.FROM_DAEMON)
+        reported = protocol.receive(its, protocol.FROM_DAEMON)
         assert reported is not None
-        assert (reported.a, reported.b) == (1, keeper_wire.ABILITIES)
+        assert (reported.a, reported.b) == (1, protocol.ABILITIES)
         assert await keeping.look(PID) == UNKNOWN
         with pytest.raises(BlockingIOError):
             its.recv(1, socket.MSG_DONTWAIT)
@@ -204,17 +205,17 @@ async def test_what_the_keeper_says_is_believed_as_far_as_it_makes_sense(makes_s
     keeping = Keeping(ours)
 
     def answer() -> None:
-        while (message := keeper_wire.receive(its, keeper_wire.FROM_DAEMON)) is not None:
-            if message.kind == keeper_wire.LOOK and message.b == PID:
+        while (message := protocol.receive(its, protocol.FROM_DAEMON)) is not None:
+            if message.kind == protocol.LOOK and message.b == PID:
                 fate = IS_KILLED if makes_sense else 99
-                its.send(keeper_wire.pack(keeper_wire.LOOKED, message.a, fate))
+                its.send(protocol.pack(protocol.LOOKED, message.a, fate))
                 return
 
     with its:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(keeping.run, lambda: 0)
-            its.send(keeper_wire.pack(keeper_wire.ABLE, 0, 77))
-            its.send(keeper_wire.pack(keeper_wire.QUIESCE))
+            its.send(protocol.pack(protocol.ABLE, 0, 77))
+            its.send(protocol.pack(protocol.QUIESCE))
             await keeping.quiesced.wait()
             assert keeping.namespace == 77
             nursery.start_soon(trio.to_thread.run_sync, answer)

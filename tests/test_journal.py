@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusefs.posix import journal, records
-from fusefs.posix.inodes import Inode
-from fusefs.posix.journal import Journal
-from fusefs.posix.records import LoggedHandle, LoggedNode
-from fusefs.posix.replay import KernelState, UnusableJournalError, replay
-from fusefs.store.base import ObjectInfo
+from fusefs.posix.journal import journal, records
+from fusefs.posix.journal.journal import Journal
+from fusefs.posix.journal.records import LoggedHandle, LoggedNode
+from fusefs.posix.journal.replay import KernelState, UnusableJournalError, replay
+from fusefs.posix.nodes.inode_table import Inode
+from fusefs.store.interface import ObjectInfo
 from tests.support.disks import small_disk
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from fusefs.posix import records
-from fusefs.posix.journal import Journal
-from fusefs.posix.replay import UnusableJournalError, replay
+from fusefs.posix.journal import records
+from fusefs.posix.journal.journal import Journal
+from fusefs.posix.journal.replay import UnusableJournalError, replay
 from tests.test_journal import filled, tell
 
 # 200 bytes that a journal has behind its last record; the rest is like them.

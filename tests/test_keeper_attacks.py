@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from fusefs.kernel import libc
-from fusefs.kernel.keeper_wire import FRESH
+from fusefs.keeper.protocol import FRESH
+from fusefs.linux import libc
 from tests.support.keeping import (
     LIMIT_S,
     PROJECT,

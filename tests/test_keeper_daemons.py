@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 
-from fusefs.kernel.keeper_wire import FRESH
+from fusefs.keeper.protocol import FRESH
 from tests.support.keeping import (
     HELD,
     LIMIT_S,

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from fusefs.kernel import template
+from fusefs.keeper import template
 from tests.support.keeping import LIMIT_S, PROJECT, STANDIN, Kept, needs_fuse, needs_root
 from tests.support.ordinary_user import NOBODY, public_python
 from tests.support.waiting import until
@@ -190,7 +190,7 @@ def test_a_standby_without_its_keeper_ends(tmp_path: Path) -> None:
 PROGRAM = """
 import os, sys
 sys.path.insert(0, {project!r})
-from fusefs.kernel import template
+from fusefs.keeper import template
 print("begun", flush=True)
 if template.is_template():
     template.serve(lambda: os.path.exists("changed"))

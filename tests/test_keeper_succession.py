@@ -12,7 +12,7 @@ import threading
 import time
 from typing import Any
 
-from fusefs.kernel.keeper_system import CAP_SYS_ADMIN
+from fusefs.keeper.system import CAP_SYS_ADMIN
 from tests.support.keeping import (
     HELD,
     LIMIT_S,
@@ -154,13 +154,13 @@ def test_a_clerk_that_dies_takes_its_daemon_with_it(kept: Kept) -> None:
 FAILING = """
 import sys
 sys.path.insert(0, {project!r})
-from fusefs.kernel import keeper, keeper_master
+from fusefs.keeper import main, policy
 def fail(self, now):
     check(self, now)
     if self._ledger.has_served:
         raise RuntimeError("it fails")
-check, keeper_master.Keeper._check_clock = keeper_master.Keeper._check_clock, fail
-sys.exit(keeper.main())
+check, policy.Keeper._check_clock = policy.Keeper._check_clock, fail
+sys.exit(main.main())
 """
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fusefs.kernel.keeper_wire import PREPARE
+from fusefs.keeper.protocol import PREPARE
 from tests.support.keeping import (
     HELD,
     LIMIT_S,

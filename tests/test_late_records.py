@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from fusefs.posix import leftovers
-from fusefs.posix.late_requests import LateRequests, Uncertain
-from fusefs.posix.request_log import PUT, Change
-from fusefs.posix.segments import ABSENT
-from fusefs.store.base import ObjectInfo
+from fusefs.posix.directory.segment import ABSENT
+from fusefs.posix.late.request_log import PUT, Change
+from fusefs.posix.late.requests import LateRequests, Uncertain
+from fusefs.posix.write import recovery
+from fusefs.store.interface import ObjectInfo
 from tests.support.mortal_mount import MortalMount
 
 SOURCE = "aws/bucket"
@@ -125,6 +125,6 @@ async def test_a_damaged_source_of_staged_files_ends_no_mount(
     if is_mounted_anew:
         mount.reboot()
     async with mount.serving() as process:
-        leftovers.adopt(process.writer)
+        recovery.adopt(process.writer)
         assert await process.load("file") == b"content"
     assert mount.store.contents() == {"file": b"content"}

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from fusefs import process
-from fusefs.kernel import holder, keeper_wire, launching
-from fusefs.kernel.keeper_system import has_ended
+from fusefs.daemon import setup as process
+from fusefs.keeper import fd_store, protocol, supervisor_protocol
+from fusefs.keeper.system import has_ended
 from tests.support.keeping import LIMIT_S, PROJECT, needs_root
 from tests.support.ordinary_user import NOBODY, public_python
 from tests.support.waiting import until
@@ -32,15 +32,16 @@ STANDIN = (
     "import os, time; print(os.getuid(), os.environ['AWS_TOLD'], 'HOME' in os.environ,"
     " 'LEFT_OUT' in os.environ, flush=True); time.sleep(600)"
 )
-HOLD = "import sys; from fusefs.kernel.holder import main; sys.exit(main(sys.argv[1]))"
+HOLD = "import sys; from fusefs.keeper.fd_store import main; sys.exit(main(sys.argv[1]))"
 # One of the next version, as far as that is known now: it begins no conversation in this one.
 NEXT = (
-    "from fusefs.kernel import launching; launching.SPOKEN = {1, 2}; launching.VERSION = 2;"
-    " launching.pack.__kwdefaults__['version'] = 2; "
+    "from fusefs.keeper import supervisor_protocol as protocol;"
+    " protocol.SPOKEN = {1, 2}; protocol.VERSION = 2;"
+    " protocol.pack.__kwdefaults__['version'] = 2; "
 )
 RUN = (
-    "import sys; from pathlib import Path; from csi import daemons, supervisor;"
-    " path = Path(sys.argv[1]); old = daemons.running(path);"
+    "import sys; from pathlib import Path; from csi.daemons import main, supervisor;"
+    " path = Path(sys.argv[1]); old = main.running(path);"
     " supervisor.Supervisor(path, sys.argv[2:], old).run()"
 )
 
@@ -65,13 +66,13 @@ def supervising(directory: Path, python: str, before: str = "") -> Iterator[str]
     finally:
         process.terminate()
         with contextlib.suppress(OSError):  # then it has none, and has ended
-            launching.end(os.fspath(path), MOUNT)
+            supervisor_protocol.end(os.fspath(path), MOUNT)
         assert process.wait(LIMIT_S) == 0
 
 
 def listener_at(path: str | Path) -> int:
     """The pid of who listens there, or 0."""
-    with contextlib.suppress(OSError), launching.connect(os.fspath(path)) as sock:
+    with contextlib.suppress(OSError), supervisor_protocol.connect(os.fspath(path)) as sock:
         peer = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4)
         return int.from_bytes(peer, sys.byteorder)
     return 0
@@ -93,10 +94,10 @@ def output() -> Iterator[tuple[int, int]]:
 
 def launch(
     path: str, stdout: int, uid: int = NOBODY, *, is_beside: bool = False
-) -> launching.Process:
+) -> supervisor_protocol.Process:
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, its, open(os.devnull) as null:
-        return launching.launch(
+        return supervisor_protocol.launch(
             path, MOUNT, uid=uid, gid=NOBODY, channel=its.fileno(), stdin=null.fileno(),
             stdout=stdout, is_beside=is_beside,
         )  # fmt: skip
@@ -113,7 +114,7 @@ def test_a_daemon_is_started_as_its_user_with_its_keepers_part_of_the_environmen
     process.signal(signal.SIGTERM)
     until(lambda: has_ended(process.pidfd), "it has ended")
     assert os.WTERMSIG(until(process.hear_end, "its end is told")) == signal.SIGTERM
-    assert launching.count(supervisor) == 0
+    assert supervisor_protocol.count(supervisor) == 0
 
 
 def test_a_mount_has_one_daemon_unless_another_prepares_itself(
@@ -127,7 +128,7 @@ def test_a_mount_has_one_daemon_unless_another_prepares_itself(
     assert has_ended(first.pidfd)
     assert has_ended(second.pidfd)
     assert not has_ended(third.pidfd)
-    assert launching.count(supervisor, MOUNT) == 1
+    assert supervisor_protocol.count(supervisor, MOUNT) == 1
 
 
 def test_a_daemon_of_the_last_supervisor_is_ended_before_the_next_one_starts_its_own(
@@ -153,7 +154,7 @@ def test_one_that_ends_starts_no_more_and_waits_for_what_it_has(
     launch(supervisor, output[1])
     os.kill(listener_at(supervisor), signal.SIGTERM)
     until(lambda: refuses(supervisor, output[1]), "it is ending")
-    assert launching.count(supervisor, MOUNT) >= 1
+    assert supervisor_protocol.count(supervisor, MOUNT) >= 1
 
 
 def refuses(path: str, stdout: int) -> bool:
@@ -182,7 +183,7 @@ HELLO_V1 = bytes.fromhex("01000000000000000100000000000000" + 24 * "00")
 
 
 def test_a_request_of_the_first_version_is_answered_in_it(supervisor: str) -> None:
-    with launching.connect(supervisor) as sock:
+    with supervisor_protocol.connect(supervisor) as sock:
         sock.send(COUNT_V1)
         assert sock.recv(100) == COUNTED_NONE_V1
 
@@ -195,11 +196,11 @@ def test_a_keeper_of_the_first_version_is_spoken_to_in_it_by_the_next_ones_super
     os.write(environment, b'{"AWS_TOLD": "told"}')
     os.lseek(environment, 0, os.SEEK_SET)
     with ours, its, open(os.devnull) as null, supervising(tmp_path, python, NEXT) as path:
-        with launching.connect(path) as first:
+        with supervisor_protocol.connect(path) as first:
             given = [its.fileno(), null.fileno(), output[1], environment]
             socket.send_fds(first, [LAUNCH_V1], given)
             assert pidfd_after(first, STARTED_V1)
-        with launching.connect(path) as second:
+        with supervisor_protocol.connect(path) as second:
             until(lambda: is_adopted(second, its.fileno()), "the first one's end is known")
             second.send(KILL_V1)
             assert second.recv(100) == KILLED_V1
@@ -222,19 +223,19 @@ def is_adopted(sock: socket.socket, channel: int) -> bool:
 
 
 def test_a_request_of_an_unknown_version_is_refused_and_harms_nobody(supervisor: str) -> None:
-    with launching.connect(supervisor) as sock:
+    with supervisor_protocol.connect(supervisor) as sock:
         sock.send(b"\xff" + COUNT_V1[1:])
-        answer = launching.receive(sock)
+        answer = supervisor_protocol.receive(sock)
         assert answer is not None
-        assert (answer.kind, answer.a) == (launching.REFUSED, errno.EPROTONOSUPPORT)
-    with launching.connect(supervisor) as sock:
+        assert (answer.kind, answer.a) == (supervisor_protocol.REFUSED, errno.EPROTONOSUPPORT)
+    with supervisor_protocol.connect(supervisor) as sock:
         sock.send(b"nonsense")
-    assert launching.count(supervisor) == 0
+    assert supervisor_protocol.count(supervisor) == 0
 
 
 def test_a_daemons_first_words_are_those_of_the_first_version() -> None:
-    assert keeper_wire.pack(keeper_wire.HELLO, keeper_wire.VERSION) == HELLO_V1
-    assert keeper_wire.Message(HELLO_V1).a in keeper_wire.SPOKEN
+    assert protocol.pack(protocol.HELLO, protocol.VERSION) == HELLO_V1
+    assert protocol.Message(HELLO_V1).a in protocol.SPOKEN
 
 
 def test_a_daemon_leaves_out_the_settings_of_a_newer_driver() -> None:
@@ -283,9 +284,9 @@ def test_a_holder_of_the_first_version_is_understood(tmp_path: Path) -> None:
 
         service = threading.Thread(target=answer, daemon=True)
         service.start()
-        holder.hold(path, "name", null.fileno())
-        os.close(holder.fetch(path, "name"))
-        holder.drop(path, "name")
+        fd_store.hold(path, "name", null.fileno())
+        os.close(fd_store.fetch(path, "name"))
+        fd_store.drop(path, "name")
         service.join(LIMIT_S)
 
 
@@ -300,8 +301,8 @@ WIRE_V1 = {
 
 
 def test_what_daemons_and_keepers_say_is_what_the_first_version_says() -> None:
-    assert {name: getattr(keeper_wire, name) for name in WIRE_V1} == WIRE_V1
-    assert keeper_wire.pack(1, 2, 3, 4, 5, error=6) == bytes.fromhex(
+    assert {name: getattr(protocol, name) for name in WIRE_V1} == WIRE_V1
+    assert protocol.pack(1, 2, 3, 4, 5, error=6) == bytes.fromhex(
         "0100000006000000" + "".join(f"0{number}00000000000000" for number in (2, 3, 4, 5))
     )
 

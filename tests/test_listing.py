@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusefs.store import listing
-from fusefs.store.listing import ListingError, parse
+from fusefs.store.s3 import list_parser
+from fusefs.store.s3.list_parser import ListingError, parse
 
 AWS = ("Key", "LastModified", "ETag", "Size", "StorageClass")
 SEAWEEDFS = ("Key", "ETag", "Size", "StorageClass", "LastModified")
@@ -183,4 +183,4 @@ def test_both_ways_of_reading_agree(
     body = document(
         *(entry(order, Key=quote_plus(key), Size=str(size), ETag=etag) for key, size, etag in told)
     )
-    assert parse(body) == listing._page(ElementTree.fromstring(body), None)
+    assert parse(body) == list_parser._page(ElementTree.fromstring(body), None)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from fusefs.logs import LOOK_EVERY, BoundedHandler
+from fusefs.daemon.log_handlers import LOOK_EVERY, BoundedHandler
 from tests.support.disks import small_disk
 
 PART = 1 << 18
@@ -16,7 +16,7 @@ LINE = "{} {:06} " + "x" * 90
 # One process of several that log to the same file.
 WRITE = f"""
 import logging, sys
-from fusefs.logs import BoundedHandler
+from fusefs.daemon.log_handlers import BoundedHandler
 logger = logging.getLogger("test")
 logger.addHandler(BoundedHandler(2, {PART}))
 for number in range(20_000):

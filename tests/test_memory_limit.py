@@ -12,13 +12,13 @@ import pytest
 import trio
 import trio.testing
 
-from fusefs.cache.metadata import NoPages
+from fusefs.cache.listing_cache import NoPages
 from fusefs.cache.unkept import UnkeptBuffers
-from fusefs.memory import MemoryBudget
-from fusefs.posix.directories import Directories
-from fusefs.store.clients import S3Settings
-from fusefs.store.s3 import S3Store
-from fusefs.units import MIB
+from fusefs.posix.directory.listings import Directories
+from fusefs.settings.memory import MemoryBudget
+from fusefs.settings.units import MIB
+from fusefs.store.s3.clients import S3Settings
+from fusefs.store.s3.store import S3Store
 from tests.support.buckets import Bucket
 from tests.support.listing_server import SIZE as SERVED_SIZE
 from tests.support.listing_server import ListingServer

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusefs.posix import meta
-from fusefs.posix.meta import PERMISSIONS, Meta
+from fusefs.posix.metadata import object_metadata
+from fusefs.posix.metadata.object_metadata import PERMISSIONS, Meta
 from fusefs.store.fencing import CHANGE_SIZE, METADATA_LIMIT
 
 FILE = Meta(stat.S_IFREG | 0o640, 1, 2)
@@ -36,7 +36,7 @@ METAS = st.builds(
 
 @given(METAS)
 def test_what_is_written_is_read_again(said: Meta) -> None:
-    assert meta.read(said.as_metadata(), FILE) == said
+    assert object_metadata.read(said.as_metadata(), FILE) == said
 
 
 @given(METAS)
@@ -49,17 +49,17 @@ def test_what_is_written_can_be_a_header(said: Meta) -> None:
 
 @given(st.dictionaries(st.sampled_from(["mode", "uid", "gid", "mtime", "xattr"]), ANYTHING))
 def test_whatever_stands_there_is_read_as_something(told: dict[str, str]) -> None:
-    found = meta.read(told, FILE)
+    found = object_metadata.read(told, FILE)
     assert stat.S_IFMT(found.mode) in (stat.S_IFREG, stat.S_IFLNK)
     assert not found.mode & 0o6000
-    assert meta.read(found.as_metadata(), FILE).mode == found.mode
+    assert object_metadata.read(found.as_metadata(), FILE).mode == found.mode
 
 
 @given(st.integers(0, 0o7777))
 def test_decimal_and_octal_modes_are_told_apart(bits: int) -> None:
     for default, kind in ((FILE, stat.S_IFREG), (FILE, stat.S_IFLNK), (DIRECTORY, stat.S_IFDIR)):
         for text in (str(kind | bits), f"{kind | bits:o}", f"{kind | bits:07o}"):
-            assert meta.read({"mode": text}, default).mode == kind | bits & PERMISSIONS
+            assert object_metadata.read({"mode": text}, default).mode == kind | bits & PERMISSIONS
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_decimal_and_octal_modes_are_told_apart(bits: int) -> None:
     ],
 )
 def test_a_file_is_a_file_or_a_link_whatever_its_mode_says(told: dict[str, str], mode: int) -> None:
-    assert meta.read(told, FILE).mode == mode
+    assert object_metadata.read(told, FILE).mode == mode
 
 
 @pytest.mark.parametrize(
@@ -94,17 +94,17 @@ def test_a_file_is_a_file_or_a_link_whatever_its_mode_says(told: dict[str, str],
     ],
 )
 def test_a_time_is_seconds_with_or_without_a_fraction(text: str, mtime_ns: int | None) -> None:
-    assert meta.read({"mtime": text}, FILE).mtime_ns == mtime_ns
+    assert object_metadata.read({"mtime": text}, FILE).mtime_ns == mtime_ns
 
 
 def test_times_that_will_be_wrong_are_not_kept() -> None:
     told = {"mode": "33188", "atime": "1", "ctime": "2", "fusefs-change": "0-1", "btime": "3"}
-    assert meta.read(told, FILE).other == (("btime", "3"),)
+    assert object_metadata.read(told, FILE).other == (("btime", "3"),)
 
 
 def test_what_cannot_be_sent_again_is_left_out() -> None:
     told = {"a": "größe", "b": " x", "c": "", "d": "x\ny", "e": "fine"}
-    assert meta.read(told, FILE).other == (("e", "fine"),)
+    assert object_metadata.read(told, FILE).other == (("e", "fine"),)
 
 
 def test_what_fits_is_counted_with_its_headers() -> None:

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from fusefs import mounts, users
+from fusefs.launch import registry, users
 from tests.support.commands import MOUNTINFO
 from tests.support.commands import runtime as runtime
 from tests.support.commands import sleeper as sleeper
 
 
 def test_mountinfo_is_read_with_its_escapes() -> None:
-    blank = mounts.parse_mountinfo(MOUNTINFO)[1]
+    blank = registry.parse_mountinfo(MOUNTINFO)[1]
     assert blank.mountpoint == Path("/mnt/with blank")
     assert blank.source == "s3://bucket/a b/"
     assert blank.is_fusefs
@@ -25,11 +25,11 @@ def test_mountinfo_is_read_with_its_escapes() -> None:
 
 
 def test_the_topmost_of_several_mounts_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mounts, "kernel_mounts", lambda: mounts.parse_mountinfo(MOUNTINFO))
-    found = mounts.find_mount(Path("/mnt/a"))
+    monkeypatch.setattr(registry, "kernel_mounts", lambda: registry.parse_mountinfo(MOUNTINFO))
+    found = registry.find_mount(Path("/mnt/a"))
     assert found is not None
     assert found.device == "0:32"
-    assert not mounts.is_mountpoint(Path("/mnt"))
+    assert not registry.is_mountpoint(Path("/mnt"))
 
 
 def test_a_mountpoint_is_resolved_like_the_kernel_does(
@@ -39,16 +39,16 @@ def test_a_mountpoint_is_resolved_like_the_kernel_does(
     (tmp_path / "link").symlink_to("real/inner")
     (tmp_path / "real" / "inner" / "up").symlink_to("../..")
     monkeypatch.chdir(tmp_path)
-    assert mounts.resolve(Path("link")) == tmp_path / "real" / "inner"
-    assert mounts.resolve(Path("link/../inner")) == tmp_path / "real" / "inner"
-    assert mounts.resolve(Path("link/up/none")) == tmp_path / "none"
+    assert registry.resolve(Path("link")) == tmp_path / "real" / "inner"
+    assert registry.resolve(Path("link/../inner")) == tmp_path / "real" / "inner"
+    assert registry.resolve(Path("link/up/none")) == tmp_path / "none"
 
 
 def test_links_that_go_in_circles_end(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to("b")
     (tmp_path / "b").symlink_to("a")
     with pytest.raises(OSError, match="Too many levels"):
-        mounts.resolve(tmp_path / "a")
+        registry.resolve(tmp_path / "a")
 
 
 # The record of mounts
@@ -57,44 +57,44 @@ def test_links_that_go_in_circles_end(tmp_path: Path) -> None:
 def test_a_mount_is_found_while_its_daemon_lives(
     runtime: Path, sleeper: subprocess.Popen[bytes]
 ) -> None:
-    registration = mounts.register(Path("/mnt/data"), "s3://bucket/", sleeper.pid)
-    assert mounts.all_mounts() == [registration]
-    assert mounts.registration_of(Path("/mnt/data")) == registration
+    registration = registry.register(Path("/mnt/data"), "s3://bucket/", sleeper.pid)
+    assert registry.all_mounts() == [registration]
+    assert registry.registration_of(Path("/mnt/data")) == registration
 
 
 def test_the_record_of_a_dead_daemon_is_removed(
     runtime: Path, sleeper: subprocess.Popen[bytes]
 ) -> None:
-    mounts.register(Path("/mnt/data"), "s3://bucket/", sleeper.pid)
+    registry.register(Path("/mnt/data"), "s3://bucket/", sleeper.pid)
     sleeper.kill()
     sleeper.wait()
-    assert mounts.all_mounts() == []
+    assert registry.all_mounts() == []
     assert list(runtime.iterdir()) == []
 
 
 def test_a_pid_that_was_given_to_somebody_else_is_not_the_daemon(
     runtime: Path, sleeper: subprocess.Popen[bytes]
 ) -> None:
-    registration = mounts.register(Path("/mnt/data"), "s3://bucket/", sleeper.pid)
+    registration = registry.register(Path("/mnt/data"), "s3://bucket/", sleeper.pid)
     record = registration.directory / "mount.json"
     content = json.loads(record.read_text())
     record.write_text(json.dumps(content | {"started": content["started"] - 1}))
-    assert mounts.registration_of(Path("/mnt/data")) is None
+    assert registry.registration_of(Path("/mnt/data")) is None
 
 
 def test_whom_a_daemon_runs_as_is_told_by_its_directory(runtime: Path) -> None:
     assert users.serving(Path("/mnt/data")) is None
     if os.geteuid() == 0:
-        mounts.hand_over(Path("/mnt/data"), 54321, 54321)
+        registry.hand_over(Path("/mnt/data"), 54321, 54321)
     else:
-        mounts.mount_directory(Path("/mnt/data"))
+        registry.mount_directory(Path("/mnt/data"))
     found = users.serving(Path("/mnt/data"))
     assert found is not None
     assert found.uid == (54321 if os.geteuid() == 0 else os.geteuid())
 
 
 def test_the_runtime_directory_is_the_user_s_alone(runtime: Path) -> None:
-    directory = mounts.mount_directory(Path("/mnt/data"))
+    directory = registry.mount_directory(Path("/mnt/data"))
     assert directory.parent == runtime
     # Root's is passed through by the daemons of other users.
     assert runtime.stat().st_mode & 0o777 == (0o711 if os.geteuid() == 0 else 0o700)
@@ -104,5 +104,5 @@ def test_the_runtime_directory_is_the_user_s_alone(runtime: Path) -> None:
 def test_a_runtime_directory_that_is_a_link_is_refused(runtime: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     runtime.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(mounts.MountsError, match="is not a directory of this user"):
-        mounts.mount_directory(Path("/mnt/data"))
+    with pytest.raises(registry.MountsError, match="is not a directory of this user"):
+        registry.mount_directory(Path("/mnt/data"))

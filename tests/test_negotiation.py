@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import trio
 
-from fusefs.kernel import wire
-from fusefs.kernel.session import Session, UnsupportedKernelError
-from fusefs.kernel.wire import Init, Opcode
+from fusefs.fuse import protocol
+from fusefs.fuse.protocol import Init, Opcode
+from fusefs.fuse.session import Session, UnsupportedKernelError
 from tests.support.semantics import states
 
 EVERYTHING = (1 << 64) - 1
@@ -43,24 +43,24 @@ class Kernel:
         self.end.close()
         self._its.close()
 
-    def offer(self, flags: int, minor: int = wire.MINOR) -> None:
+    def offer(self, flags: int, minor: int = protocol.MINOR) -> None:
         """Send INIT, as long as an interface of that age has it."""
         low, high = flags & 0xFFFFFFFF, flags >> 32
-        body = wire.INIT_IN.pack(wire.MAJOR, minor, READ_AHEAD, low, high, bytes(44))
-        self.ask(Opcode.INIT, body if minor >= 36 else body[: wire.INIT_IN_SHORT.size])
+        body = protocol.INIT_IN.pack(protocol.MAJOR, minor, READ_AHEAD, low, high, bytes(44))
+        self.ask(Opcode.INIT, body if minor >= 36 else body[: protocol.INIT_IN_SHORT.size])
 
     def ask(self, opcode: Opcode, body: bytes, unique: int = UNIQUE) -> None:
-        size = wire.IN_HEADER.size + len(body)
-        self.end.send(wire.IN_HEADER.pack(size, opcode, unique, 0, 0, 0, 0, 0, 0) + body)
+        size = protocol.IN_HEADER.size + len(body)
+        self.end.send(protocol.IN_HEADER.pack(size, opcode, unique, 0, 0, 0, 0, 0, 0) + body)
 
     def told(self) -> tuple[int, bytes]:
         """What the session wrote next, behind a request's number or a notification's code."""
         message = self.end.recv(1 << 16)
-        size, error, unique = wire.OUT_HEADER.unpack_from(message)
+        size, error, unique = protocol.OUT_HEADER.unpack_from(message)
         assert size == len(message)
         if unique:
             assert error == 0
-        return unique or error, message[wire.OUT_HEADER.size :]
+        return unique or error, message[protocol.OUT_HEADER.size :]
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def kernel() -> Iterator[Kernel]:
 
 
 async def negotiated(
-    kernel: Kernel, flags: int, minor: int = wire.MINOR
+    kernel: Kernel, flags: int, minor: int = protocol.MINOR
 ) -> tuple[Init, dict[str, int]]:
     """What becomes of an offer: the flags, and the other fields of the answer."""
     kernel.offer(flags, minor)
@@ -79,8 +79,8 @@ async def negotiated(
     unique, answer = kernel.told()
     assert unique == UNIQUE
     assert kernel.log == [answer]
-    names = [name for name, _ in wire.INIT_OUT.fields]
-    fields = dict(zip(names, wire.INIT_OUT.unpack_from(answer), strict=True))
+    names = [name for name, _ in protocol.INIT_OUT.fields]
+    fields = dict(zip(names, protocol.INIT_OUT.unpack_from(answer), strict=True))
     return Init(fields["flags"] | fields["flags2"] << 32), fields
 
 
@@ -119,10 +119,10 @@ async def test_an_offer_of_the_first_32_flags_alone_is_understood(kernel: Kernel
 @pytest.mark.parametrize(
     ("flags", "minor"),
     [
-        (EVERYTHING, wire.OLDEST_MINOR - 1),
-        (EVERYTHING & ~Init.MAX_PAGES, wire.MINOR),
-        (EVERYTHING & ~Init.PARALLEL_DIROPS, wire.MINOR),
-        (EVERYTHING & ~Init.DO_READDIRPLUS, wire.MINOR),
+        (EVERYTHING, protocol.OLDEST_MINOR - 1),
+        (EVERYTHING & ~Init.MAX_PAGES, protocol.MINOR),
+        (EVERYTHING & ~Init.PARALLEL_DIROPS, protocol.MINOR),
+        (EVERYTHING & ~Init.DO_READDIRPLUS, protocol.MINOR),
     ],
 )
 async def test_a_kernel_that_is_too_old_is_named_with_what_to_do(
@@ -137,14 +137,14 @@ async def test_no_notification_makes_the_kernel_wait(kernel: Kernel) -> None:
     await negotiated(kernel, EVERYTHING)
     kernel.session.invalidate_attributes(5)
     code, body = kernel.told()
-    assert code == wire.NOTIFY_INVAL_INODE_CODE
-    node, offset, _ = wire.NOTIFY_INVAL_INODE.unpack_from(body)
+    assert code == protocol.NOTIFY_INVAL_INODE_CODE
+    node, offset, _ = protocol.NOTIFY_INVAL_INODE.unpack_from(body)
     assert node == 5
     assert offset < 0, "with its pages, it would wait for whoever reads them"
     kernel.session.invalidate_names()
-    assert kernel.told() == (wire.NOTIFY_INC_EPOCH_CODE, b"")
+    assert kernel.told() == (protocol.NOTIFY_INC_EPOCH_CODE, b"")
     kernel.session.adopt(kernel.log[0], is_all_answered=False)
-    assert kernel.told() == (wire.NOTIFY_RESEND_CODE, b"")
+    assert kernel.told() == (protocol.NOTIFY_RESEND_CODE, b"")
 
 
 @pytest.mark.parametrize("is_masked", [True, False])
@@ -194,12 +194,12 @@ async def test_a_request_that_meets_a_fault_ends_the_daemon_once_and_is_eio_then
         await kernel.session.run()
     assert ended.group_contains(ValueError, match="so it goes")
     kernel.start()
-    again = UNIQUE | wire.UNIQUE_RESEND
+    again = UNIQUE | protocol.UNIQUE_RESEND
     kernel.ask(Opcode.LOOKUP, b"name\0", again)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(kernel.session.run)
         await trio.lowlevel.wait_readable(kernel.end)
         nursery.cancel_scope.cancel()
-    size = wire.OUT_HEADER.size
-    assert kernel.end.recv(1 << 16) == wire.OUT_HEADER.pack(size, -errno.EIO, again)
+    size = protocol.OUT_HEADER.size
+    assert kernel.end.recv(1 << 16) == protocol.OUT_HEADER.pack(size, -errno.EIO, again)
     assert "so it goes" in caplog.text

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from fusefs.store import patience
-from fusefs.store.patience import LAST_PAUSE_S, Patience
+from fusefs.store.s3 import patience
+from fusefs.store.s3.patience import LAST_PAUSE_S, Patience
 
 
 @pytest.fixture

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trio.testing import wait_all_tasks_blocked
 
-from fusefs.cache.fetch import PART, Download
-from fusefs.cache.file import CacheFile
-from fusefs.cache.prefetch import (
+from fusefs.cache.cached_file import CacheFile
+from fusefs.cache.downloader import PART, Download
+from fusefs.cache.ranges import RangeMap
+from fusefs.cache.readahead import (
     FIRST_WINDOW,
     LAST_WINDOW,
     SIBLINGS_AFTER,
@@ -22,8 +23,7 @@ from fusefs.cache.prefetch import (
     Siblings,
     Window,
 )
-from fusefs.cache.ranges import RangeMap
-from fusefs.store.base import ObjectInfo, ObjectVersion
+from fusefs.store.interface import ObjectInfo, ObjectVersion
 from tests.support.local_cache import Parts, cache_in, content, until, version
 
 MIB = 1 << 20

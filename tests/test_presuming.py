@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 import trio
 
-from fusefs.cache.metadata import NoPages
-from fusefs.kinds import ObjectAttributes
-from fusefs.posix.directories import Directories
-from fusefs.posix.inodes import Inode, InodeTable, Ownership
-from fusefs.posix.journal import NoJournal
-from fusefs.posix.learning import Learner
-from fusefs.posix.presuming import EXPERIENCE, SAME_TIME_NS, SAMPLE, Presumption
-from fusefs.posix.segments import Segment
-from fusefs.posix.walks import WALK_AFTER
+from fusefs.cache.listing_cache import NoPages
+from fusefs.posix.directory.listings import Directories
+from fusefs.posix.directory.segment import Segment
+from fusefs.posix.directory.walk import WALK_AFTER
+from fusefs.posix.journal.journal import NoJournal
+from fusefs.posix.metadata.head_cache import Learner
+from fusefs.posix.metadata.head_policy import EXPERIENCE, SAME_TIME_NS, SAMPLE, Presumption
+from fusefs.posix.nodes.inode_table import Inode, InodeTable, Ownership
+from fusefs.settings.types import ObjectAttributes
 from tests.support.buckets import Bucket, stored
 from tests.support.local_cache import Bucket as InMemory
 from tests.support.mounting import Mount

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import trio
 
-from fusefs import control
+from fusefs.launch import control
 from tests.support.keeping import LIMIT_S, PROJECT, Kept, needs_fuse, needs_root
 from tests.support.waiting import until
 
-HOLD = "import sys; from fusefs.kernel.holder import main; sys.exit(main(sys.argv[1]))"
+HOLD = "import sys; from fusefs.keeper.fd_store import main; sys.exit(main(sys.argv[1]))"
 # As the first version asked, and as this one does; what they are answered.
 ASKED = [
     ({"command": "status"}, {"status": "good"}),

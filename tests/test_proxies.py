@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from csi.bucket import Bucket as CsiBucket
-from csi.keys import Keys
-from csi.stores import Store as CsiStore
+from csi.controller.bucket_client import Bucket as CsiBucket
+from csi.identities.keys import Keys
+from csi.volume.stores import Store as CsiStore
 from fusefs.store.errors import StoreError
-from fusefs.store.proxies import Proxies, ProxyError, shown
-from fusefs.store.stream import SMALL, Stream
+from fusefs.store.http.proxies import Proxies, ProxyError, shown
+from fusefs.store.s3.get import SMALL, Stream
 from tests.support import surroundings
 from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3

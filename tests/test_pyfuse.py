@@ -10,7 +10,7 @@ from typing import Any
 import pyfuse3
 import pytest
 
-from fusefs.kernel.pyfuse import Handlers
+from fusefs.fuse.pyfuse3_session import Handlers
 
 
 async def test_a_request_that_meets_a_fault_of_ours_is_eio_and_the_mount_goes_on(

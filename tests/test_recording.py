@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from fusefs.posix import recording
-from fusefs.posix.inodes import Inode, InodeTable
-from fusefs.posix.journal import NoJournal
-from fusefs.posix.meta import Meta
-from fusefs.posix.staging import Staged, Staging
-from fusefs.store.base import ObjectInfo
+from fusefs.posix.journal.journal import NoJournal
+from fusefs.posix.metadata.object_metadata import Meta
+from fusefs.posix.nodes.inode_table import Inode, InodeTable
+from fusefs.posix.write import staging_record
+from fusefs.posix.write.staging import Staged, Staging
+from fusefs.store.interface import ObjectInfo
 from tests.support.disks import fill, small_disk
 
 META = Meta(stat.S_IFREG | 0o640, 1000, 1001)
@@ -77,7 +77,7 @@ async def test_what_is_safe_has_a_whole_record_until_the_bucket_has_it(
     inode, staged = staged_in(tmp_path, meta)
     staging = Staging(tmp_path, "bucket")
     await staging.make_safe(staged)
-    found = recording.load(Path(staged.path))
+    found = staging_record.load(Path(staged.path))
     assert found is not None
     assert (found[1]["key"], found[1]["is_closed"]) == ("file", True)
     staged.is_closed = False
@@ -90,7 +90,7 @@ async def test_what_is_safe_has_a_whole_record_until_the_bucket_has_it(
 async def test_a_file_system_without_attributes_has_record_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recording, "write_attribute", lambda _fd, _record: False)
+    monkeypatch.setattr(staging_record, "write_attribute", lambda _fd, _record: False)
     inode, staged = staged_in(tmp_path)
     await Staging(tmp_path, "bucket").make_safe(staged)
     found = taken_up(tmp_path, inode)
@@ -108,11 +108,11 @@ async def test_a_file_that_nobody_was_told_of_goes(tmp_path: Path) -> None:
 def test_a_record_that_a_full_disk_cuts_off_leaves_the_earlier_one(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 1) as disk:
         path = disk / "5"
-        recording.write(str(path), b"earlier")
+        staging_record.write(str(path), b"earlier")
         filler = fill(disk)
         os.truncate(filler, filler.stat().st_size - 8192)
         with pytest.raises(OSError, match="No space"):
-            recording.write(str(path), bytes(100_000))
+            staging_record.write(str(path), bytes(100_000))
         assert path.with_suffix(".json").read_bytes() == b"earlier"
 
 

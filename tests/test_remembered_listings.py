@@ -6,8 +6,8 @@ from pathlib import Path
 
 import trio
 
-from fusefs.cache.metadata import RememberedPages
-from fusefs.store.base import ListPage, ObjectInfo
+from fusefs.cache.listing_cache import RememberedPages
+from fusefs.store.interface import ListPage, ObjectInfo
 from tests.support.local_cache import until
 
 

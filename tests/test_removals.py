@@ -17,12 +17,13 @@ from pathlib import Path
 import pytest
 import trio
 
-from fusefs.posix import leftovers, removals
-from fusefs.posix.answers import Found
-from fusefs.posix.meta import LONGEST_TARGET
-from fusefs.posix.removals import MANY
-from fusefs.store.base import DeleteFailure
+from fusefs.posix.metadata.object_metadata import LONGEST_TARGET
+from fusefs.posix.namespace import removals
+from fusefs.posix.namespace.removals import MANY
+from fusefs.posix.types import Found
+from fusefs.posix.write import recovery
 from fusefs.store.errors import AccessDeniedError, StoreError, UnsupportedError
+from fusefs.store.interface import DeleteFailure
 from tests.support.buckets import Bucket, keys
 from tests.support.mortal_mount import DiedError, MortalMount, Process
 from tests.support.mounting import Mount, Mounter, fusefs
@@ -264,7 +265,7 @@ async def test_a_process_that_was_killed_loses_no_removal(
             mount.reboot()
         async with mount.serving() as process:
             if is_mounted_anew:
-                leftovers.adopt(process.writer)
+                recovery.adopt(process.writer)
             assert await process.listing("a") == []
             await process.writer.removals.flush_below("")
             assert await process.listing("a") == []
@@ -276,11 +277,11 @@ async def test_a_mount_that_removes_nothing_leaves_them_on_record(mount: MortalM
     async with killed_after_removing(mount) as left:
         mount.reboot()
         async with mount.serving(may_delete=False) as process:
-            leftovers.adopt(process.writer)
+            recovery.adopt(process.writer)
             assert await process.listing("a") == [key[2:] for key in left]
         mount.reboot()
         async with mount.serving() as process:
-            leftovers.adopt(process.writer)
+            recovery.adopt(process.writer)
             await process.writer.removals.flush_below("")
     assert mount.store.contents() == {}
 

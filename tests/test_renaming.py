@@ -10,7 +10,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from fusefs import status
+from fusefs.daemon import status
 from fusefs.store.errors import AccessDeniedError, ExistsError, UnreachableError
 from tests.support.mortal_mount import DiedError, MemoryStore, MortalMount
 from tests.support.semantics import states

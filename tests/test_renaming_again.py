@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fusefs.posix.journal import Journal
+from fusefs.posix.journal.journal import Journal
 from tests.support.fate import Fate, fate_of_records
 from tests.support.mortal_mount import DiedError, MemoryStore, MortalMount, Process
 

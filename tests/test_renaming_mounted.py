@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fusefs import control, mounts
+from fusefs.launch import control, registry
 from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.mounting import Mount, Mounter, fusefs
@@ -43,7 +43,7 @@ def writable(
 
 
 def requests(mount: Mount) -> dict[str, int]:
-    socket = mounts.mount_directory(mount.path) / "status.sock"
+    socket = registry.mount_directory(mount.path) / "status.sock"
     told: dict[str, int] = control.request(socket, "status", 10)["s3"]
     return told
 

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fusefs.posix.request_log import COPY, DELETE, PUT, SLOT, SLOTS, Change, RequestLog, left_in
+from fusefs.posix.late.request_log import (
+    COPY,
+    DELETE,
+    PUT,
+    SLOT,
+    SLOTS,
+    Change,
+    RequestLog,
+    left_in,
+)
 
 CHANGES = [
     Change(PUT, "a", ("0123456789abcdef-1",)),

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from fusefs import mounts
+from fusefs.launch import registry
 from tests.support.buckets import Bucket
 from tests.support.disks import fill, small_disk
 from tests.support.mounting import LIMIT_S, Mount, Mounter
@@ -255,7 +255,7 @@ def test_a_disk_that_turns_read_only_degrades_to_reading_without_a_cache(
     with turned_read_only(one):
         check_all(one, objects)
         check_all(one, objects)
-        assert mounts.start_time(pid) is not None
+        assert registry.start_time(pid) is not None
 
 
 @contextlib.contextmanager
@@ -279,7 +279,7 @@ def test_a_cache_of_another_user_is_refused(
     os.chown(tmp_path / "cache", 12345, 12345)
     with pytest.raises(AssertionError, match="belongs to another user"):
         mounter()
-    assert not mounts.is_mountpoint(tmp_path / "mnt0")
+    assert not registry.is_mountpoint(tmp_path / "mnt0")
 
 
 def test_a_signal_while_reading_ends_without_a_traceback(bucket: Bucket, mounter: Mounter) -> None:
@@ -291,5 +291,5 @@ def test_a_signal_while_reading_ends_without_a_traceback(bucket: Bucket, mounter
         os.kill(pid, signal.SIGTERM)
         with contextlib.suppress(OSError):  # not yet open when the mount was detached
             reading.result(LIMIT_S)
-    until(lambda: mounts.start_time(pid) is None, "the daemon is gone")
+    until(lambda: registry.start_time(pid) is None, "the daemon is gone")
     assert "Traceback" not in one.log.read_text()

@@ -15,7 +15,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from fusefs.revocation import Revocation
+from fusefs.daemon.access_guard import Revocation
 from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.mounting import Mount, fusefs
@@ -119,7 +119,7 @@ async def test_while_others_are_answered_nothing_is_asked(
 async def test_the_next_daemon_does_not_start_with_trust(
     watched: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    monkeypatch.setattr("fusefs.revocation.time.monotonic", trio.current_time)
+    monkeypatch.setattr("fusefs.daemon.access_guard.time.monotonic", trio.current_time)
     watched.door.is_closed = True
     await trio.sleep(3 * AFTER_S)
     following = Watched(tmp_path / "refused")

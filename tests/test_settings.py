@@ -11,17 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusefs import cli, process
-from fusefs.kinds import Addressing, MinFree, SessionKind, Setting, Source, parse_source
-from fusefs.layers import from_config, from_environment
-from fusefs.settings import (
+from fusefs.cli import main
+from fusefs.daemon import setup
+from fusefs.settings.mount import (
     SETTINGS,
     Given,
     MountSettings,
     SettingsError,
     build,
 )
-from fusefs.units import (
+from fusefs.settings.sources import from_config, from_environment
+from fusefs.settings.types import Addressing, MinFree, SessionKind, Setting, Source, parse_source
+from fusefs.settings.units import (
     GIB,
     MIB,
     format_duration,
@@ -192,7 +193,7 @@ def test_as_much_is_downloaded_at_a_time_as_the_memory_allows(
     limit: str, most: str, connections: int
 ) -> None:
     settings = settings_with(memory_limit=limit, max_connections=most)
-    assert process.s3_settings(settings).max_connections == connections
+    assert setup.s3_settings(settings).max_connections == connections
 
 
 def test_a_mount_that_an_older_version_gave_less_memory_goes_on() -> None:
@@ -278,12 +279,12 @@ def test_every_setting_is_a_flag_a_variable_and_a_key_of_the_file(
     assert getattr(wanted, setting.name) != getattr(without, setting.name)
     for arguments, environment in ways:
         command = ["mount", "s3://bucket/some/prefix", "/mnt/data", *arguments]
-        assert cli._settings(cli._parser().parse_args(command), environment) == wanted
+        assert main._settings(main._parser().parse_args(command), environment) == wanted
 
 
 def test_help_shows_every_option_in_its_group(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.main(["mount", "--help"])
+        main.main(["mount", "--help"])
     assert ended.value.code == 0
     _, *sections = re.split(r"^(\S.*):$", capsys.readouterr().out, flags=re.MULTILINE)
     shown = dict(zip(sections[::2], sections[1::2], strict=True))

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import trio
 
-from fusefs.cache.metadata import NoPages
-from fusefs.posix.directories import Directories
-from fusefs.posix.late_requests import SETTLE_S, LateRequests, boottime
-from fusefs.posix.request_log import PUT, Change, RequestLog
-from fusefs.posix.watched_store import WatchedStore
-from fusefs.store.base import ObjectVersion
+from fusefs.cache.listing_cache import NoPages
+from fusefs.posix.directory.listings import Directories
+from fusefs.posix.late.request_log import PUT, Change, RequestLog
+from fusefs.posix.late.requests import SETTLE_S, LateRequests, boottime
+from fusefs.posix.late.watched_store import WatchedStore
+from fusefs.store.interface import ObjectVersion
 from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.local_cache import Bucket as MemoryBucket

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from fusefs import mounts, report
+from fusefs.cli import status_report
+from fusefs.launch import registry
 from tests.support.commands import MOUNTINFO, run
 from tests.support.commands import runtime as runtime
 from tests.support.commands import sleeper as sleeper
@@ -44,13 +45,13 @@ STATUS: dict[str, Any] = {
 
 
 STATUS_COMMAND = [
-    sys.executable, "-c", "from fusefs import cli; raise SystemExit(cli.main(['status']))",
+    sys.executable, "-c", "from fusefs.cli.main import main; raise SystemExit(main(['status']))",
 ]  # fmt: skip
 
 
 @pytest.fixture
 def no_mounts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mounts, "kernel_mounts", list)
+    monkeypatch.setattr(registry, "kernel_mounts", list)
 
 
 def test_umount_of_something_else_is_refused(
@@ -79,7 +80,7 @@ def test_status_without_mounts_says_so(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_mount_that_does_not_answer_is_shown_with_its_pid(
     sleeper: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    mounts.register(Path("/mnt/data"), "s3://bucket/", sleeper.pid)
+    registry.register(Path("/mnt/data"), "s3://bucket/", sleeper.pid)
     assert run("status") == 0
     assert f"not answering, pid {sleeper.pid}" in capsys.readouterr().out
 
@@ -88,7 +89,7 @@ def test_a_mount_that_does_not_answer_is_shown_with_its_pid(
 def test_a_mount_of_somebody_else_is_shown_as_such(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mounts, "kernel_mounts", lambda: mounts.parse_mountinfo(MOUNTINFO)[1:2])
+    monkeypatch.setattr(registry, "kernel_mounts", lambda: registry.parse_mountinfo(MOUNTINFO)[1:2])
     assert run("status") == 0
     assert "it belongs to user 1000" in capsys.readouterr().out
 
@@ -97,7 +98,7 @@ def test_a_mount_of_somebody_else_is_shown_as_such(
 def test_a_mount_that_is_not_on_record_is_not_said_to_have_ended(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mounts, "kernel_mounts", lambda: mounts.parse_mountinfo(MOUNTINFO)[3:])
+    monkeypatch.setattr(registry, "kernel_mounts", lambda: registry.parse_mountinfo(MOUNTINFO)[3:])
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert run("status") == 0
     said = capsys.readouterr().out
@@ -111,10 +112,10 @@ def test_a_mount_is_shown_once_however_often_it_is_bound_elsewhere(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    mounted = mounts.parse_mountinfo(MOUNTINFO)[3]
+    mounted = registry.parse_mountinfo(MOUNTINFO)[3]
     bound = dataclasses.replace(mounted, mountpoint=Path("/mnt/bound"))
-    monkeypatch.setattr(mounts, "kernel_mounts", lambda: [mounted, bound])
-    mounts.register(mounted.mountpoint, mounted.source, sleeper.pid)
+    monkeypatch.setattr(registry, "kernel_mounts", lambda: [mounted, bound])
+    registry.register(mounted.mountpoint, mounted.source, sleeper.pid)
     assert run("status", "--json") == 0
     assert [one["mountpoint"] for one in json.loads(capsys.readouterr().out)] == ["/mnt/a"]
 
@@ -128,7 +129,7 @@ def test_a_reader_of_a_status_may_stop_reading() -> None:
 
 
 def test_a_mountpoint_whose_name_is_no_text_is_shown_as_it_is() -> None:
-    script = "from fusefs import surroundings; surroundings.prepare_streams(); print('m\\udcff')"
+    script = "from fusefs.cli.surroundings import *; prepare_streams(); print('m\\udcff')"
     done = subprocess.run(
         [sys.executable, "-c", script],
         env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"}, capture_output=True, check=False,
@@ -147,7 +148,7 @@ def test_a_status_may_have_nowhere_to_go(closed: str) -> None:
 
 
 def test_a_status_is_shown_for_people() -> None:
-    text = report.render(STATUS)
+    text = status_report.render(STATUS)
     assert text.startswith("/mnt/data\n")
     for part in (
         "kernel, read-only, passthrough off (the kernel is older than 6.9)",
@@ -171,18 +172,18 @@ def test_what_is_written_and_renamed_is_shown_with_its_age() -> None:
     writing = {
         "pending": [one], "pending_files": 1, "pending_bytes": 1 << 20, "renames": [renaming],
     }  # fmt: skip
-    text = report.render({**STATUS, "writing": writing})
+    text = status_report.render({**STATUS, "writing": writing})
     assert "1 file, 1.0 MiB, not in the bucket yet" in text
     assert "pending     a: failed, 1.0 MiB, for 1 min 5 s (no answer)" in text
     assert "old/ to new/: copying, 1,200 of 10,000 copied, 0 deleted, for 7" in text
 
 
 def test_a_status_without_some_parts_is_shown_all_the_same() -> None:
-    assert "/mnt/data" in report.render({"mountpoint": "/mnt/data", "source": "s3://b/"})
+    assert "/mnt/data" in status_report.render({"mountpoint": "/mnt/data", "source": "s3://b/"})
 
 
 def test_status_and_umount_start_without_trio_and_boto3() -> None:
-    script = "import sys, fusefs.cli; sys.exit(bool({'trio', 'boto3'} & sys.modules.keys()))"
+    script = "import sys, fusefs.cli.main; sys.exit(bool({'trio', 'boto3'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
@@ -191,13 +192,13 @@ def test_what_a_writable_mount_sent_is_shown_too() -> None:
         "gets": 1, "heads": 2, "lists": 3, "puts": 4, "copies": 5, "deletes": 6,
         "bytes_fetched": 1 << 20, "bytes_sent": 2 << 20, "errors": 0, "retries": 7, "throttled": 8,
     }  # fmt: skip
-    text = report.render({**STATUS, "read_only": False, "s3": s3})
+    text = status_report.render({**STATUS, "read_only": False, "s3": s3})
     assert "1 GET, 2 HEAD, 3 LIST, 4 PUT, 5 COPY, 6 DELETE; 1.0 MiB fetched, 2.0 MiB sent" in text
     assert "7 retried, 8 throttled" in text
 
 
 def test_a_limit_that_the_disk_has_shrunk_says_why() -> None:
     cache = {**STATUS["cache"], "limit_why": "less than --cache-size 1TiB: the disk"}
-    assert "50.0 GiB (less than --cache-size 1TiB: the disk)" in report.render(
+    assert "50.0 GiB (less than --cache-size 1TiB: the disk)" in status_report.render(
         {**STATUS, "cache": cache}
     )

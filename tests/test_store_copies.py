@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from fusefs.store import copying, multipart
-from fusefs.store.base import IF_ABSENT, ObjectInfo, ObjectVersion
 from fusefs.store.errors import ExistsError, NotFoundError, StaleVersionError
 from fusefs.store.fencing import without_token
+from fusefs.store.interface import IF_ABSENT, ObjectInfo, ObjectVersion
+from fusefs.store.s3 import copy, parts
 from tests.support.buckets import Bucket, keys, stored
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.local_file import MakeFile
@@ -19,8 +19,8 @@ pytestmark = pytest.mark.usefixtures("as_owner")
 @pytest.fixture(params=[False, True], ids=["whole", "in parts"])
 def copied_in_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     if request.param:
-        monkeypatch.setattr(copying, "COPY_LIMIT", PART)
-        monkeypatch.setattr(multipart, "COPY_PART", PART)
+        monkeypatch.setattr(copy, "COPY_LIMIT", PART)
+        monkeypatch.setattr(parts, "COPY_PART", PART)
     return bool(request.param)
 
 

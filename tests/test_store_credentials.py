@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fusefs.store.base import ObjectVersion
 from fusefs.store.errors import CredentialsError, StoreError
+from fusefs.store.interface import ObjectVersion
 from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.s3_server import ACCESS_KEY, SECRET_KEY
@@ -78,7 +78,7 @@ async def test_a_head_with_credentials_that_have_just_expired_waits_for_new_ones
 async def test_a_key_that_is_rejected_is_looked_up_again_before_a_read_fails(
     shared: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("fusefs.store.access.RECONNECT_EVERY_S", 0.0)
+    monkeypatch.setattr("fusefs.store.s3.access.RECONNECT_EVERY_S", 0.0)
     credentials = tmp_path / "credentials"
     credentials.write_text(PROFILE.format("retired", SECRET_KEY))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))

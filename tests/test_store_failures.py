@@ -146,7 +146,7 @@ async def test_being_throttled_lowers_the_concurrency_for_a_while(
 async def test_expired_credentials_are_asked_for_again(
     shared: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:
-    monkeypatch.setattr("fusefs.store.access.RECONNECT_EVERY_S", 0.0)
+    monkeypatch.setattr("fusefs.store.s3.access.RECONNECT_EVERY_S", 0.0)
     async with opened(shared, faulty) as store:
         info = await store.head("body")
         before = store._access.clients

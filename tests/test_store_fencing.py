@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from fusefs.store import copying
-from fusefs.store.base import IF_ABSENT, Expect, IfMatch, ObjectInfo
-from fusefs.store.direct import Direct
 from fusefs.store.errors import ConflictError, ExistsError, StaleVersionError
 from fusefs.store.fencing import CHANGE, ChangeToken, TokenSource, without_token
+from fusefs.store.http.client import Direct
+from fusefs.store.interface import IF_ABSENT, Expect, IfMatch, ObjectInfo
+from fusefs.store.s3 import copy
 from tests.support.buckets import Bucket, keys, stored
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.local_file import LocalFile
@@ -147,7 +147,7 @@ async def test_a_copy_goes_over_what_is_there_by_then(
     bucket: Bucket, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch, in_parts: bool
 ) -> None:
     if in_parts:
-        monkeypatch.setattr(copying, "COPY_LIMIT", 100)
+        monkeypatch.setattr(copy, "COPY_LIMIT", 100)
     file = make_file(2 * PART if in_parts else 1000)
     async with opened(bucket, bucket.server.endpoint_url) as store:
         source = await put(store, "source", file)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from fusefs.store.base import IF_ABSENT
 from fusefs.store.errors import NotFoundError, StoreError
+from fusefs.store.interface import IF_ABSENT
 from tests.support import ceph_server
 from tests.support.buckets import Bucket, keys, new_bucket, stored
 from tests.support.ceph_server import CephServer

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from fusefs.store.base import ObjectVersion
 from fusefs.store.errors import StoreError
+from fusefs.store.interface import ObjectVersion
 from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import REQUEST_ID, FaultyS3
 from tests.support.store_reading import ODD_KEY, download, opened

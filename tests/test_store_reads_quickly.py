@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from fusefs.store.errors import StaleVersionError, StoreError
-from fusefs.store.s3 import S3Store
-from fusefs.store.stream import SMALL, Stream
+from fusefs.store.s3.get import SMALL, Stream
+from fusefs.store.s3.store import S3Store
 from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import REQUEST_ID, FaultyS3
 from tests.support.store_reading import BODY, ODD_KEY, download, opened

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from fusefs.store import wire
 from fusefs.store.errors import StoreError
-from fusefs.store.stream import Stream
+from fusefs.store.http import exchange
+from fusefs.store.s3.get import Stream
 from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.store_reading import BODY, ODD_KEY, download, opened
@@ -77,13 +77,13 @@ async def test_what_has_come_before_a_break_is_not_asked_for_again(
 async def test_a_server_that_does_not_say_how_much_it_sends_is_read_by_a_library(
     shared: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    body_size = wire.Head.body_size
+    body_size = exchange.Head.body_size
 
-    def untold(head: wire.Head, *, is_head: bool) -> int | None:
+    def untold(head: exchange.Head, *, is_head: bool) -> int | None:
         told = body_size(head, is_head=is_head)
         return None if told == len(BODY) else told
 
-    monkeypatch.setattr(wire.Head, "body_size", untold)
+    monkeypatch.setattr(exchange.Head, "body_size", untold)
     async with opened(shared, faulty) as store:
         await store.check("")
         assert await download(store, await store.head("body")) == BODY

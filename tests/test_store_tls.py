@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from csi.bucket import Bucket as CsiBucket
-from csi.keys import Keys
-from csi.stores import Store as CsiStore
-from fusefs.store import trust
+from csi.controller.bucket_client import Bucket as CsiBucket
+from csi.identities.keys import Keys
+from csi.volume.stores import Store as CsiStore
 from fusefs.store.errors import StoreError
-from fusefs.store.stream import SMALL, Stream
+from fusefs.store.http import trust
+from fusefs.store.s3.get import SMALL, Stream
 from tests.support import surroundings
 from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3

@@ -15,8 +15,8 @@ from botocore import auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import ReadOnlyCredentials
 
-from fusefs.store.signing import Signer
-from fusefs.store.wire import Answer, WireError, exchange
+from fusefs.store.http.exchange import Answer, WireError, exchange
+from fusefs.store.http.sigv4 import Signer
 
 HOST = "store.example:8333"
 HEAD = b"GET /bucket HTTP/1.1\r\n\r\n"

@@ -14,14 +14,15 @@ import pytest
 import trio
 import trio.testing
 
-from fusefs.store import deleting, writing
-from fusefs.store.base import IF_ABSENT, IfMatch, ObjectVersion
-from fusefs.store.body import Body
-from fusefs.store.clients import Clients, S3Settings
-from fusefs.store.connections import Connections
 from fusefs.store.errors import ConflictError, ExistsError, StoreError
 from fusefs.store.fencing import without_token
+from fusefs.store.interface import IF_ABSENT, IfMatch, ObjectVersion
 from fusefs.store.priority import Priority
+from fusefs.store.s3 import delete
+from fusefs.store.s3 import put as writing
+from fusefs.store.s3.body import Body
+from fusefs.store.s3.clients import Clients, S3Settings
+from fusefs.store.s3.connection_budget import Connections
 from tests.support.buckets import Bucket, keys, stored
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.local_file import MakeFile
@@ -274,7 +275,7 @@ async def test_an_object_is_deleted_and_a_missing_one_is_no_error(bucket: Bucket
 async def test_many_objects_are_deleted_and_missing_ones_are_no_errors(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deleting, "DELETES_AT_ONCE", 5)
+    monkeypatch.setattr(delete, "DELETES_AT_ONCE", 5)
     odd = ["a&b<c>", "quote\"'", "tab\there", "new\nline", "return\rhere", "odd\x01key", "ü 😀"]
     there = [f"dir/{number}" for number in range(10)] + odd
     for key in [*there, "stays"]:

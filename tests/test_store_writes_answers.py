@@ -7,10 +7,10 @@ from functools import partial
 import pytest
 import trio
 
-from fusefs.store import copying
-from fusefs.store.base import IF_ABSENT, IfMatch
 from fusefs.store.errors import ExistsError, StoreError, UnreachableError
 from fusefs.store.fencing import without_token
+from fusefs.store.interface import IF_ABSENT, IfMatch
+from fusefs.store.s3 import copy
 from tests.support.buckets import Bucket, keys, stored
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.local_file import MakeFile
@@ -118,7 +118,7 @@ async def test_an_error_with_status_200_is_an_error(
     operation: str, body: bytes | None, metadata: dict[str, str] | None,
 ) -> None:  # fmt: skip
     if operation == "PART COPY":
-        monkeypatch.setattr(copying, "COPY_LIMIT", PART)
+        monkeypatch.setattr(copy, "COPY_LIMIT", PART)
     file = make_file(2 * PART)
     rule = faulty.add(operation, times=2, status=200, code="InternalError", body=body)
     async with opened(bucket, faulty.endpoint_url) as store:

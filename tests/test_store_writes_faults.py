@@ -7,7 +7,6 @@ import errno
 import pytest
 import trio
 
-from fusefs.store.base import IF_ABSENT, IfMatch, ObjectVersion
 from fusefs.store.errors import (
     AccessDeniedError,
     ConflictError,
@@ -15,6 +14,7 @@ from fusefs.store.errors import (
     ThrottledError,
     UnsupportedError,
 )
+from fusefs.store.interface import IF_ABSENT, IfMatch, ObjectVersion
 from tests.support.buckets import Bucket, keys, stored
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.local_file import MakeFile
@@ -187,7 +187,7 @@ async def test_an_upload_waits_for_credentials(
     bucket: Bucket, faulty: FaultyS3, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch,
     size: int, operation: str, code: str,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("fusefs.store.access.RECONNECT_EVERY_S", 0.0)
+    monkeypatch.setattr("fusefs.store.s3.access.RECONNECT_EVERY_S", 0.0)
     file = make_file(size)
     rule = faulty.add(operation, code=code)
     async with opened(bucket, faulty.endpoint_url) as store, trio.open_nursery() as nursery:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import trio
 
-from fusefs.store.base import Upload
 from fusefs.store.errors import NotFoundError, StoreError
-from fusefs.store.s3 import S3Store
+from fusefs.store.interface import Upload
+from fusefs.store.s3.store import S3Store
 from tests.support.buckets import Bucket, keys, stored
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.local_file import LocalFile, MakeFile

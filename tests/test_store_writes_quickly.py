@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import trio
 
-from fusefs.store import writing
-from fusefs.store.direct import Direct
 from fusefs.store.fencing import without_token
+from fusefs.store.http.client import Direct
+from fusefs.store.s3 import put as writing
 from tests.support.buckets import Bucket
 from tests.support.local_file import MakeFile
 from tests.support.store_writing import METADATA, opened, put

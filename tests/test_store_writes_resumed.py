@@ -7,10 +7,10 @@ import json
 import pytest
 import trio
 
-from fusefs.store.base import IF_ABSENT, Condition, IfMatch, ObjectInfo, Upload, UploadState
-from fusefs.store.body import Body
 from fusefs.store.errors import NotFoundError, StaleVersionError
 from fusefs.store.fencing import without_token
+from fusefs.store.interface import IF_ABSENT, Condition, IfMatch, ObjectInfo, Upload, UploadState
+from fusefs.store.s3.body import Body
 from tests.support.buckets import Bucket, keys, stored
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.local_file import LocalFile, MakeFile

@@ -10,8 +10,8 @@ import signal
 import socket
 import struct
 
-from fusefs import mounts
-from fusefs.kernel import wire
+from fusefs.fuse import protocol
+from fusefs.launch import registry
 from tests.support.mounting import Mount
 from tests.support.semantics import states
 from tests.support.surviving import (
@@ -48,14 +48,14 @@ def expect_no_lost_backing_ids(mount: Mount) -> None:
     """The kernel has the registered files that the keeper knows of, and no other."""
     known = keeper_status(mount)["backing_ids"]
     with socket.socket(socket.AF_UNIX) as sock:
-        sock.connect(str(mounts.keeper_socket(mount.path)))
+        sock.connect(str(registry.keeper_socket(mount.path)))
         sock.sendall(b'{"do": "hand"}\n')
         _, (device,), _, _ = socket.recv_fds(sock, 4096, 1)
     found = 0
     try:
         for backing_id in range(1, 20_000):
             with contextlib.suppress(FileNotFoundError):
-                fcntl.ioctl(device, wire.DEV_IOC_BACKING_CLOSE, struct.pack("=I", backing_id))
+                fcntl.ioctl(device, protocol.DEV_IOC_BACKING_CLOSE, struct.pack("=I", backing_id))
                 found += 1
     finally:
         os.close(device)

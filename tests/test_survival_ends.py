@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from fusefs import control
+from fusefs.launch import control
 from tests.support import survival_data as data
 from tests.support.buckets import Bucket
 from tests.support.mounting import FUSEFS, Mount, Mounter, fusefs

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from botocore import exceptions
 
-from fusefs.store import lister, unreachable
+from fusefs.store import unreachable
 from fusefs.store.errors import StoreError
+from fusefs.store.s3 import list as lister
 from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.mounting import Mounter

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import trio
 
-from fusefs.cache import scrub
-from fusefs.cache.scrub import Scrub, UseMark
+from fusefs.cache.integrity import scrub
+from fusefs.cache.integrity.scrub import Scrub, UseMark
 from tests.support.buckets import Bucket
 from tests.support.damage import cached, flip
 from tests.support.faulty_s3 import FaultyS3

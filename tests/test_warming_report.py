@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from fusefs import report
-from fusefs.store.base import ObjectInfo
+from fusefs.cli import status_report
+from fusefs.cli.warm import together
+from fusefs.daemon.warming_job import MOST_NAMED, Job
 from fusefs.store.errors import AccessDeniedError
-from fusefs.warming_command import together
-from fusefs.warming_job import MOST_NAMED, Job
+from fusefs.store.interface import ObjectInfo
 
 GIB = 1 << 30
 LIMIT = 100 * GIB
@@ -34,22 +34,22 @@ def job(**told: Any) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_progress_is_a_share_sizes_and_the_time_left(told: dict[str, Any], text: str) -> None:
-    assert report.progress(job(**told)) == text
+    assert status_report.progress(job(**told)) == text
 
 
 def test_several_paths_are_shown_as_one() -> None:
     first = job(bytes=GIB, done_bytes=GIB, state="ended")
     second = job(bytes=3 * GIB, done_bytes=GIB, eta_s=60.0)
-    assert report.progress(together([first, second])) == "50%, 2.0 of 4.0 GiB, ETA 1 min"
+    assert status_report.progress(together([first, second])) == "50%, 2.0 of 4.0 GiB, ETA 1 min"
     listing = job(bytes=GIB, is_listed=False)
-    assert report.progress(together([second, listing])) == "1.0 of at least 4.0 GiB"
+    assert status_report.progress(together([second, listing])) == "1.0 of at least 4.0 GiB"
 
 
 def test_files_that_cannot_be_read_are_named_up_to_a_number() -> None:
     one = Job("a", 0.0)
     for number in range(MOST_NAMED + 3):
         one.fail(f"a/{number}", AccessDeniedError("access denied"))
-    said = report.warmth({**one.describe(LIMIT), "state": "ended"})
+    said = status_report.warmth({**one.describe(LIMIT), "state": "ended"})
     assert "13 files can't be read: a/0 (access denied), a/1 " in said
     assert said.endswith("a/9 (access denied) and 3 more")
 

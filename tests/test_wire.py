@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fusefs.kernel import wire
+from fusefs.fuse import protocol
 
 ABI = json.loads((Path(__file__).parent / "data" / "fuse-abi-7.45.json").read_text())
 SIZES = {"uint64_t": 8, "int64_t": 8, "uint32_t": 4, "int32_t": 4, "uint16_t": 2, "uint8_t": 1}
@@ -28,13 +28,13 @@ def kernel_offsets(name: str) -> tuple[dict[str, int], int]:
     return offsets, at
 
 
-@pytest.mark.parametrize("layout", wire.LAYOUTS, ids=lambda layout: layout.name)
-def test_a_struct_has_the_kernels_offsets_and_size(layout: wire.Layout) -> None:
+@pytest.mark.parametrize("layout", protocol.LAYOUTS, ids=lambda layout: layout.name)
+def test_a_struct_has_the_kernels_offsets_and_size(layout: protocol.Layout) -> None:
     expected, size = kernel_offsets(layout.name)
     ours = layout.offsets()
     assert ours == {name: at for name, at in expected.items() if name in ours}
     if layout.name in ("fuse_entry_out", "fuse_attr_out"):
-        size -= wire.ATTR.size
+        size -= protocol.ATTR.size
     if layout.name == "fuse_dirent":
         assert ours.keys() | {"name"} == expected.keys()
     else:
@@ -42,26 +42,26 @@ def test_a_struct_has_the_kernels_offsets_and_size(layout: wire.Layout) -> None:
     assert layout.size == size
 
 
-@pytest.mark.parametrize("opcode", wire.Opcode)
-def test_an_opcode_has_the_kernels_number(opcode: wire.Opcode) -> None:
+@pytest.mark.parametrize("opcode", protocol.Opcode)
+def test_an_opcode_has_the_kernels_number(opcode: protocol.Opcode) -> None:
     assert ABI["enums"]["fuse_opcode"][f"FUSE_{opcode.name}"] == opcode
 
 
 @pytest.mark.parametrize(
     ("flag", "prefix"),
-    [(flag, "FUSE") for flag in wire.Init] + [(flag, "FOPEN") for flag in wire.Fopen],
+    [(flag, "FUSE") for flag in protocol.Init] + [(flag, "FOPEN") for flag in protocol.Fopen],
 )
 def test_a_flag_has_the_kernels_value(flag: int, prefix: str) -> None:
     assert ABI["constants"][f"{prefix}_{flag.name}"] == flag
 
 
 def test_the_resend_mark_is_the_kernels() -> None:
-    assert ABI["constants"]["FUSE_UNIQUE_RESEND"] == wire.UNIQUE_RESEND
+    assert ABI["constants"]["FUSE_UNIQUE_RESEND"] == protocol.UNIQUE_RESEND
 
 
 def test_the_backing_ioctls_have_the_kernels_numbers() -> None:
     def iow(number: int, size: int) -> int:
         return (1 << 30) | (size << 16) | (ABI["constants"]["FUSE_DEV_IOC_MAGIC"] << 8) | number
 
-    assert iow(1, wire.BACKING_MAP.size) == wire.DEV_IOC_BACKING_OPEN
-    assert iow(2, struct.calcsize("=I")) == wire.DEV_IOC_BACKING_CLOSE
+    assert iow(1, protocol.BACKING_MAP.size) == protocol.DEV_IOC_BACKING_OPEN
+    assert iow(2, struct.calcsize("=I")) == protocol.DEV_IOC_BACKING_CLOSE

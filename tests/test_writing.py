@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from fusefs import control, mounts, report
+from fusefs.cli import status_report
+from fusefs.launch import control, registry
 from tests.support.buckets import Bucket, keys, new_bucket, stored
 from tests.support.mounting import Mount, Mounter
 from tests.support.s3_server import S3Server
@@ -240,14 +241,14 @@ def test_symbolic_links_are_followed_and_listed(writable: Mount, bucket: Bucket)
 
 def test_the_status_tells_what_is_not_in_the_bucket(writable: Mount) -> None:
     # Asked without a child, whose copy of the descriptor would be closed, and the file uploaded.
-    socket = mounts.mount_directory(writable.path) / "status.sock"
+    socket = registry.mount_directory(writable.path) / "status.sock"
     assert control.request(socket, "status", 10)["writing"]["pending"] == []
     with open(writable.path / "late", "wb", buffering=0) as file:
         file.write(b"12345")
         status = control.request(socket, "status", 10)
         (pending,) = status["writing"]["pending"]
         assert (pending["key"], pending["bytes"]) == ("late", 5)
-        assert "late" in report.render(status)
+        assert "late" in status_report.render(status)
     assert control.request(socket, "status", 10)["writing"]["pending_files"] == 0
 
 

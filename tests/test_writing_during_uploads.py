@@ -11,10 +11,10 @@ import pytest
 import trio
 import trio.testing
 
-from fusefs.posix import uploads
-from fusefs.posix.answers import NewAttributes
-from fusefs.store.base import ObjectInfo
+from fusefs.posix.types import NewAttributes
+from fusefs.posix.write import uploader
 from fusefs.store.errors import CredentialsError
+from fusefs.store.interface import ObjectInfo
 from tests.support.mortal_mount import MemoryStore, MortalMount
 
 LIMIT_S = 20.0
@@ -82,7 +82,7 @@ async def test_what_is_written_meanwhile_waits_and_is_no_part_of_the_object(
 async def test_who_writes_does_not_wait_for_credentials(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(uploads, "CREDENTIALS_S", 0.05)
+    monkeypatch.setattr(uploader, "CREDENTIALS_S", 0.05)
     mount = MortalMount(tmp_path)
     is_refused = True
 

@@ -10,8 +10,8 @@ import pytest
 import trio
 import trio.testing
 
-from fusefs.posix import writeback
-from fusefs.posix.answers import NewAttributes
+from fusefs.posix.types import NewAttributes
+from fusefs.posix.write import flush
 from fusefs.store.errors import StoreError
 from tests.support.mortal_mount import MortalMount
 
@@ -38,7 +38,7 @@ async def until(event: trio.Event) -> None:
 async def test_what_could_not_be_uploaded_is_tried_again_while_a_reader_has_it_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writeback, "RETRY_S", 0.05)
+    monkeypatch.setattr(flush, "RETRY_S", 0.05)
     mount = MortalMount(tmp_path)
 
     def refuse(what: str, key: str) -> None:

@@ -16,8 +16,8 @@ import pytest
 import trio
 import trio.testing
 
-from fusefs.posix import writeback
-from fusefs.posix.renaming import Renames
+from fusefs.posix.namespace.rename_job import Renames
+from fusefs.posix.write import flush
 from tests.support.fate import Fate, fate_of_records
 from tests.support.mortal_mount import DiedError, MortalMount, Process
 
@@ -100,8 +100,8 @@ def fate(monkeypatch: pytest.MonkeyPatch) -> Fate:
 async def test_a_program_finds_what_it_has_left_wherever_the_process_dies(
     tmp_path: Path, fate: Fate, monkeypatch: pytest.MonkeyPatch, name: str, *, is_local: bool
 ) -> None:
-    monkeypatch.setattr(writeback, "RETRY_S", 0.001)
-    monkeypatch.setattr(writeback, "LATER_S", 0.0)
+    monkeypatch.setattr(flush, "RETRY_S", 0.001)
+    monkeypatch.setattr(flush, "LATER_S", 0.0)
     calls, expected = PROGRAMS[name]
     for point in range(MOST_POINTS):
         mount = MortalMount(tmp_path / str(point), cache=tmp_path / "cache")

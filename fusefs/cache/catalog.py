@@ -12,7 +12,7 @@ fetched it again), ranges are merged with what the row holds, and the sum of
 all sizes is a row of its own that changes in the same transaction.
 
 Each row carries a checksum. A database that is damaged, by SQLite's own
-checks or by these, is set aside (damage.py), and the rows of it that check out
+checks or by these, is set aside (cache/integrity/damage.py), and the rows of it that check out
 are known to the next. While a mount is served, and when one is taken over,
 its catalog goes on in memory instead: other mounts may use the same file.
 
@@ -39,9 +39,9 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
-from fusefs.cache import checksums
-from fusefs.cache.checksums import Sum
-from fusefs.cache.damage import alone_in, is_damage, readable_errors, set_aside
+from fusefs.cache.integrity import checksums
+from fusefs.cache.integrity.checksums import Sum
+from fusefs.cache.integrity.damage import alone_in, is_damage, readable_errors, set_aside
 from fusefs.cache.ranges import RangeMap
 
 logger = logging.getLogger("fusefs.cache")

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from fusefs.cache.probes import DirectReader
+from fusefs.cache.integrity.probes import DirectReader
 
 logger = logging.getLogger("fusefs.cache")
 

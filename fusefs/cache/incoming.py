@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from fusefs.cache.checksums import RunningSums
-from fusefs.cache.eviction import Space
-from fusefs.cache.file import OpenFile
-from fusefs.cache.files import FileCache
-from fusefs.cache.pace import Pace
+from fusefs.cache.cached_file import OpenFile
+from fusefs.cache.disk_latency import Pace
+from fusefs.cache.file_cache import FileCache
+from fusefs.cache.integrity.checksums import RunningSums
+from fusefs.cache.quota import Space
 
 if TYPE_CHECKING:
-    from fusefs.cache.fetch import Download
+    from fusefs.cache.downloader import Download
 
 
 class Incoming:

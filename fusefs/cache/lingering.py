@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from itertools import islice
 
-from fusefs.cache.file import CacheFile
+from fusefs.cache.cached_file import CacheFile
 
 LINGER_S = 10.0
 MOST_LINGERING = 512

@@ -5,11 +5,11 @@ Both functions block, and run in threads.
 
 from __future__ import annotations
 
+from fusefs.cache.cached_file import CHECKED_AT_OPEN, CacheFile, OpenFile
 from fusefs.cache.catalog import Catalog
-from fusefs.cache.checksums import reader
 from fusefs.cache.disk import Disk
-from fusefs.cache.file import CHECKED_AT_OPEN, CacheFile, OpenFile
-from fusefs.cache.integrity import examine, sums_in
+from fusefs.cache.integrity.checksums import reader
+from fusefs.cache.integrity.verify import examine, sums_in
 from fusefs.cache.ranges import RangeMap
 
 

@@ -1,13 +1,13 @@
 """The file system: one method per request, in the order in which programs make them.
 
 A method answers at once, or returns a coroutine when it has to wait; the
-session (kernel/session.py, kernel/pyfuse.py) tells the two apart and packs the
+session (fuse/session.py, fuse/pyfuse3_session.py) tells the two apart and packs the
 answers. What is in memory or in the page cache is answered at once, so most
 requests cost no task and no switch. Errors are OSErrors whose errno is the
 answer.
 
-How an open is decided is told in opening.py, how a read is answered in
-reading.py, and how a directory is in streams.py.
+How an open is decided is told in posix/read/open.py, how a read is answered in
+posix/read/read.py, and how a directory is in posix/directory/readdir.py.
 
 The object belongs to the event loop.
 """
@@ -23,11 +23,25 @@ from collections.abc import Callable, Sequence
 
 import trio
 
-from fusefs.cache.fetch import Fetcher
-from fusefs.cache.file import CacheFile
-from fusefs.cache.files import FileCache
-from fusefs.posix import names
-from fusefs.posix.answers import (
+from fusefs.cache.cached_file import CacheFile
+from fusefs.cache.downloader import Fetcher
+from fusefs.cache.file_cache import FileCache
+from fusefs.posix.directory.listings import Absent, Directories, Directory, Entry
+from fusefs.posix.directory.readdir import Streams, resolved
+from fusefs.posix.journal.journal import NodeLog
+from fusefs.posix.metadata.head_cache import Learner
+from fusefs.posix.metadata.object_metadata import LONGEST_TARGET
+from fusefs.posix.metadata.xattrs import Xattrs
+from fusefs.posix.namespace.mutations import Mutations
+from fusefs.posix.namespace.removals import Removals
+from fusefs.posix.namespace.rename import Changes
+from fusefs.posix.namespace.settled_store import SettledStore
+from fusefs.posix.nodes import names
+from fusefs.posix.nodes.handles import DirectoryHandle, HandleTable
+from fusefs.posix.nodes.inode_table import Attributes, Inode, InodeTable, Ownership
+from fusefs.posix.read.open import Opener
+from fusefs.posix.read.read import Reader
+from fusefs.posix.types import (
     Answer,
     BackingFiles,
     Caller,
@@ -37,23 +51,9 @@ from fusefs.posix.answers import (
     ReadCounters,
     waiting,
 )
-from fusefs.posix.changes import Changes
-from fusefs.posix.directories import Absent, Directories, Directory, Entry
-from fusefs.posix.handles import DirectoryHandle, HandleTable
-from fusefs.posix.inodes import Attributes, Inode, InodeTable, Ownership
-from fusefs.posix.journal import NodeLog
-from fusefs.posix.learning import Learner
-from fusefs.posix.meta import LONGEST_TARGET
-from fusefs.posix.mutations import Mutations
-from fusefs.posix.opening import Opener
-from fusefs.posix.reading import Reader
-from fusefs.posix.removals import Removals
-from fusefs.posix.settled_store import SettledStore
-from fusefs.posix.streams import Streams, resolved
-from fusefs.posix.writeback import Writing
-from fusefs.posix.writing import Writer
-from fusefs.posix.xattrs import Xattrs
-from fusefs.store.base import ObjectInfo, Store
+from fusefs.posix.write.flush import Writing
+from fusefs.posix.write.writer import Writer
+from fusefs.store.interface import ObjectInfo, Store
 
 # Who asks for listings younger than this also wants rewinddir to ask again.
 CACHED_DIRECTORY_TTL_S = 10.0
@@ -86,7 +86,7 @@ class Operations:
         self.inodes = InodeTable(prefix, log, ids_are_inos=ids_are_inos)
         self.handles = HandleTable(log)
         self.counters = ReadCounters()
-        # Whether names and bytes are refused, because S3 refuses them; see revocation.py.
+        # Whether names and bytes are refused, because S3 refuses them; see daemon/access_guard.py.
         self.is_shut = False
         nursery = writing.nursery if writing is not None else None
         self.learner = Learner(store, directories, self.inodes, owner, nursery)

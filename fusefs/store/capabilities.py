@@ -23,7 +23,7 @@ from typing import Any
 
 logger = logging.getLogger("fusefs.store")
 
-# In whose directory the probes are: no mount lists it (posix/names.py).
+# In whose directory the probes are: no mount lists it (posix/nodes/names.py).
 PROBE_NAME = ".fusefs-probe"
 # A store may be upgraded or configured anew; a day later that is found.
 KEPT_NS = 24 * 3600 * 1_000_000_000

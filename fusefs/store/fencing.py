@@ -3,7 +3,7 @@
 A request whose sender has timed out or died may still be executed, seconds
 later. Two things fence it off:
 
-- A condition (`Expect`, store/base.py): the change holds only over the object
+- A condition (`Expect`, store/interface.py): the change holds only over the object
   that the mount knew when it sent the request. Where another object is there,
   the server answers 412, and a HEAD tells which.
 - A token in the object's metadata (`fusefs-change`): the mount that made the

@@ -24,10 +24,8 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from fusefs.kinds import ConditionalWrites
-from fusefs.store import capabilities, requests
-from fusefs.store.base import IF_ABSENT, Condition, IfMatch, ObjectInfo, Upload
-from fusefs.store.body import encoded
+from fusefs.settings.types import ConditionalWrites
+from fusefs.store import capabilities
 from fusefs.store.capabilities import PROBE_NAME, Capabilities
 from fusefs.store.errors import (
     AccessDeniedError,
@@ -37,10 +35,13 @@ from fusefs.store.errors import (
     StoreError,
     UnsupportedError,
 )
+from fusefs.store.interface import IF_ABSENT, Condition, IfMatch, ObjectInfo, Upload
+from fusefs.store.s3 import head
+from fusefs.store.s3.body import encoded
 
 if TYPE_CHECKING:
-    from fusefs.store.clients import Clients
-    from fusefs.store.s3 import S3Store
+    from fusefs.store.s3.clients import Clients
+    from fusefs.store.s3.store import S3Store
 
 logger = logging.getLogger("fusefs.store")
 
@@ -268,7 +269,7 @@ class _Probe:
                     **clients.request, Key=key, Body=_BODY, ChecksumCRC32=_OTHER_CRC32
                 )
             except Exception as error:  # anything may come from botocore and what it uses
-                return requests.judged(error, None)
+                return head.judged(error, None)
             return None
 
         failure = await self._store.retried("PUT", key, work)

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from csi.controller import ControllerService
-from csi.stores import Store, Stores
-from fusefs.kinds import Addressing
+from csi.controller.service import ControllerService
+from csi.volume.stores import Store, Stores
+from fusefs.settings.types import Addressing
 from tests.support.buckets import Bucket, keys
 from tests.support.csi import Driver, serving
 from tests.support.csi_volumes import CLUSTER

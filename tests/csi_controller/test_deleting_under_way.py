@@ -8,9 +8,9 @@ from typing import Any
 import grpc
 import pytest
 
-from csi.controller import ControllerService
+from csi.controller.service import ControllerService
 from csi.generated import csi_pb2
-from csi.stores import Stores
+from csi.volume.stores import Stores
 from tests.support.buckets import Bucket, keys
 from tests.support.csi import Driver, refusal, serving
 from tests.support.csi_volumes import (
@@ -79,7 +79,7 @@ def test_a_volume_made_within_another_stops_its_deletion(
 def test_a_volume_made_within_another_keeps_what_is_left_of_it(
     driver: Driver, bucket: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("csi.bucket.PAGE", 3)
+    monkeypatch.setattr("csi.controller.bucket_client.PAGE", 3)
     volume = create(driver, bucket.name, store="faulty", onDelete="delete")
     for number in range(7):
         bucket.put(f"{NAME}/{number}", b"precious")
@@ -97,7 +97,7 @@ def test_a_volume_made_within_another_keeps_what_is_left_of_it(
 def test_many_objects_are_deleted_page_by_page(
     driver: Driver, bucket: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("csi.bucket.PAGE", 3)
+    monkeypatch.setattr("csi.controller.bucket_client.PAGE", 3)
     volume = create(driver, bucket.name, store="faulty", onDelete="delete")
     for number in range(7):
         bucket.put(f"{NAME}/{number}", b"")

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from csi.bucket import make_client
-from csi.controller import ControllerService
+from csi.controller.bucket_client import make_client
+from csi.controller.service import ControllerService
 from csi.generated import csi_pb2
-from csi.stores import Stores
+from csi.volume.stores import Stores
 from tests.support.buckets import Bucket, keys
 from tests.support.csi import Driver, Mode, block_capability, mount_capability, refusal, serving
 from tests.support.csi_volumes import NAME, Code, changed, record_key, request

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from csi import caretaker
+from csi.node import reconciler
 from tests.support.manifests import (
     MANIFESTS,
     VERSIONS,
@@ -313,4 +313,4 @@ def test_the_pod_that_serves_mounts_is_replaced_before_it_goes(base: list[Object
     spec = find(base, "DaemonSet", "fusefs-csi-daemons")["spec"]
     assert spec["updateStrategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
     # The driver has looked round twice meanwhile, and brought it what it is to hold.
-    assert spec["minReadySeconds"] >= 2 * caretaker.EVERY_S
+    assert spec["minReadySeconds"] >= 2 * reconciler.EVERY_S

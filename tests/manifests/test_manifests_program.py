@@ -12,10 +12,14 @@ from urllib.parse import urlsplit
 import grpc
 import pytest
 
-from csi import cli, controller, node, server, stores, volumes
+from csi import main, server
+from csi.controller import service
 from csi.generated import csi_pb2
 from csi.identity import IdentityService
-from csi.options import check_attributes
+from csi.node import service as node
+from csi.volume import location as volumes
+from csi.volume import stores
+from csi.volume.options import check_attributes
 from tests.support.manifests import (
     MANIFESTS,
     Object,
@@ -38,7 +42,7 @@ from tests.support.manifests import (
 
 @pytest.fixture
 def parser() -> argparse.ArgumentParser:
-    return cli.make_parser()
+    return main.make_parser()
 
 
 @each_kustomization
@@ -167,7 +171,7 @@ def test_readiness_looks_at_the_file_that_the_program_writes(daemons_pod: Object
 def test_the_driver_object_says_what_the_services_can(base: list[Object]) -> None:
     spec = find(base, "CSIDriver")["spec"]
     capabilities = rpc_types(
-        controller.ControllerService(stores.read_stores(None), "").ControllerGetCapabilities(
+        service.ControllerService(stores.read_stores(None), "").ControllerGetCapabilities(
             csi_pb2.ControllerGetCapabilitiesRequest(), no_context()
         )
     )

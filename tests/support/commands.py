@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fusefs import cli, mounts
+from fusefs.cli import main
+from fusefs.launch import registry
 
 MOUNTINFO = r"""
 25 1 254:0 / / rw,relatime - ext4 /dev/vda rw
@@ -23,7 +24,7 @@ MOUNTINFO = r"""
 def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A runtime directory of this test's own."""
     directory = tmp_path / "run"
-    monkeypatch.setattr(mounts, "runtime_directory", lambda: directory)
+    monkeypatch.setattr(registry, "runtime_directory", lambda: directory)
     return directory
 
 
@@ -37,4 +38,4 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 def run(*arguments: object) -> int:
     """The command's exit status."""
-    return cli.main([str(argument) for argument in arguments])
+    return main.main([str(argument) for argument in arguments])

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fusefs import launch
-from fusefs.kernel import launching
+from fusefs.keeper import supervisor_protocol
+from fusefs.launch import launcher
 from tests.support.csi_node import Node
 from tests.support.sharing import PATIENCE_S
 from tests.support.waiting import until
@@ -64,7 +64,7 @@ class DaemonsProcess:
 
 
 def has_ended(pidfd: int) -> bool:
-    from fusefs.kernel.keeper_system import has_ended
+    from fusefs.keeper.system import has_ended
 
     return has_ended(pidfd)
 
@@ -86,4 +86,7 @@ def daemons_of(node: Node, name: str, before: tuple[str, ...] = ()) -> Iterator[
 def daemons_there(node: Node) -> int:
     """How many daemons whoever listens has for the node's mounts."""
     path = os.fspath(node.state / "daemons.sock")
-    return sum(launching.count(path, launch.mount_number(one.mountpoint)) for one in node.roots())
+    return sum(
+        supervisor_protocol.count(path, launcher.mount_number(one.mountpoint))
+        for one in node.roots()
+    )

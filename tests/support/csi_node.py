@@ -18,13 +18,13 @@ import grpc
 import pytest
 
 from csi.generated import csi_pb2, csi_pb2_grpc
-from fusefs import mounts
-from fusefs.kernel import libc, unmount
+from fusefs.launch import registry
+from fusefs.linux import libc, unmount
 from tests.support.ordinary_user import runnable_by_all
 from tests.support.s3_server import ACCESS_KEY, SECRET_KEY
 from tests.support.sharing import PATIENCE_S, skip_without_fuse
 
-START = "import sys; from csi.cli import main; sys.exit(main())"
+START = "import sys; from csi.main import main; sys.exit(main())"
 SECRETS = {"accessKeyId": ACCESS_KEY, "secretAccessKey": SECRET_KEY}
 Mode = csi_pb2.VolumeCapability.AccessMode
 MULTI = Mode.MULTI_NODE_MULTI_WRITER
@@ -163,15 +163,15 @@ class Node:
 
     # --- what is there ---
 
-    def mounted(self) -> list[mounts.KernelMount]:
+    def mounted(self) -> list[registry.KernelMount]:
         """The mounts below kubelet's directory."""
         return [
             mount
-            for mount in mounts.kernel_mounts()
+            for mount in registry.kernel_mounts()
             if mount.mountpoint.is_relative_to(self.kubelet)
         ]
 
-    def roots(self) -> list[mounts.KernelMount]:
+    def roots(self) -> list[registry.KernelMount]:
         return [mount for mount in self.mounted() if mount.mountpoint.parent == self.mounts]
 
     def processes(self) -> dict[int, str]:
@@ -183,7 +183,7 @@ class Node:
                     (entry / "environ").read_bytes()
                 ):
                     command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                    if command and "csi.cli" not in command:
+                    if command and "csi.main" not in command:
                         found[int(entry.name)] = command
         return found
 
@@ -265,7 +265,7 @@ def running_node(*options: str, serves: str = "node", **stores: str) -> Iterator
             finally:
                 node.clean_up()
     finally:
-        if not any(one.mountpoint.is_relative_to(directory) for one in mounts.kernel_mounts()):
+        if not any(one.mountpoint.is_relative_to(directory) for one in registry.kernel_mounts()):
             shutil.rmtree(directory, ignore_errors=True)
 
 

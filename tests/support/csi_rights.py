@@ -6,7 +6,7 @@ import json
 import shutil
 import signal
 
-from fusefs.kernel import libc
+from fusefs.linux import libc
 from tests.support.csi_node import Node
 from tests.support.s3_server import S3Server
 from tests.support.waiting import until

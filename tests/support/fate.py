@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fusefs.posix.journal import Journal
-from fusefs.posix.staging import Staging
+from fusefs.posix.journal.journal import Journal
+from fusefs.posix.write.staging import Staging
 from tests.support.mortal_mount import DiedError
 
 

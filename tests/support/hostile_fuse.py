@@ -16,29 +16,30 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from fusefs.kernel import libc, wire
-from fusefs.kernel.wire import Opcode
+from fusefs.fuse import protocol
+from fusefs.fuse.protocol import Opcode
+from fusefs.linux import libc
 
 FILE = 2
 
 
 def attributes(nodeid: int, uid: int) -> bytes:
-    mode = stat.S_IFDIR | 0o777 if nodeid == wire.ROOT_ID else stat.S_IFREG | 0o666
-    return wire.ATTR.pack(nodeid, 0, 0, 0, 0, 0, 0, 0, 0, mode, 1, uid, uid, 0, 4096, 0)
+    mode = stat.S_IFDIR | 0o777 if nodeid == protocol.ROOT_ID else stat.S_IFREG | 0o666
+    return protocol.ATTR.pack(nodeid, 0, 0, 0, 0, 0, 0, 0, 0, mode, 1, uid, uid, 0, 4096, 0)
 
 
 def answer(opcode: int, nodeid: int, body: bytes, uid: int, valid_s: int) -> bytes | None:
     if opcode == Opcode.INIT:
-        _, _, readahead, *_ = wire.INIT_IN.unpack_from(body)
-        return wire.INIT_OUT.pack(
-            wire.MAJOR, wire.MINOR, readahead, 0, 16, 12, 1 << 17, 1, 0, 0, 0, 0, 0, b""
+        _, _, readahead, *_ = protocol.INIT_IN.unpack_from(body)
+        return protocol.INIT_OUT.pack(
+            protocol.MAJOR, protocol.MINOR, readahead, 0, 16, 12, 1 << 17, 1, 0, 0, 0, 0, 0, b""
         )
     if opcode == Opcode.LOOKUP:
-        return wire.ENTRY_OUT_HEAD.pack(FILE, 0, 3600, valid_s, 0, 0) + attributes(FILE, uid)
-    if opcode == Opcode.GETATTR and nodeid == wire.ROOT_ID:
-        return wire.ATTR_OUT_HEAD.pack(3600, 0, 0) + attributes(nodeid, uid)
+        return protocol.ENTRY_OUT_HEAD.pack(FILE, 0, 3600, valid_s, 0, 0) + attributes(FILE, uid)
+    if opcode == Opcode.GETATTR and nodeid == protocol.ROOT_ID:
+        return protocol.ATTR_OUT_HEAD.pack(3600, 0, 0) + attributes(nodeid, uid)
     if opcode == Opcode.OPEN:
-        return wire.OPEN_OUT.pack(1, 0, 0)
+        return protocol.OPEN_OUT.pack(1, 0, 0)
     return None
 
 
@@ -59,10 +60,12 @@ def main() -> None:
             if error.errno == errno.ENODEV:
                 return
             continue
-        _, opcode, unique, nodeid, *_ = wire.IN_HEADER.unpack_from(request)
-        data = answer(opcode, nodeid, request[wire.IN_HEADER.size :], uid, valid_s)
+        _, opcode, unique, nodeid, *_ = protocol.IN_HEADER.unpack_from(request)
+        data = answer(opcode, nodeid, request[protocol.IN_HEADER.size :], uid, valid_s)
         if data is not None:
-            os.write(fd, wire.OUT_HEADER.pack(wire.OUT_HEADER.size + len(data), 0, unique) + data)
+            os.write(
+                fd, protocol.OUT_HEADER.pack(protocol.OUT_HEADER.size + len(data), 0, unique) + data
+            )
 
 
 if __name__ == "__main__":

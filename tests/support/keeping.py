@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
-from fusefs.kernel import keeper_wire, unmount
-from fusefs.kernel.keeper_system import connection_at
-from fusefs.kernel.mount import stack_depth
+from fusefs.keeper import protocol
+from fusefs.keeper.system import connection_at
+from fusefs.linux import unmount
+from fusefs.linux.mount import stack_depth
 from tests.support.ordinary_user import public_directory
 from tests.support.waiting import until
 
@@ -39,7 +40,7 @@ def keeper_command(python: str = sys.executable, project: Path = PROJECT) -> lis
     return [
         python, "-I", "-S", "-c",
         f"import sys; sys.path.insert(0, {str(project)!r}); "
-        "from fusefs.kernel.keeper import main; sys.exit(main())",
+        "from fusefs.keeper.main import main; sys.exit(main())",
     ]  # fmt: skip
 
 
@@ -169,7 +170,7 @@ class Kept:
 
     def attack_facts(self) -> dict[str, Any]:
         """The facts of the first daemon, once its attack is over."""
-        pid = self.process_of(keeper_wire.FRESH)
+        pid = self.process_of(protocol.FRESH)
         until(lambda: "attack" in self.facts(pid))
         return self.facts(pid)
 

@@ -20,12 +20,12 @@ from pathlib import Path
 import trio
 import trio.testing
 
-from fusefs.cache.eviction import Space
-from fusefs.cache.fetch import Fetcher
-from fusefs.cache.file import CacheFile
-from fusefs.cache.files import FileCache
-from fusefs.store.base import ChunkWriter, ListPage, ObjectInfo, ObjectVersion
+from fusefs.cache.cached_file import CacheFile
+from fusefs.cache.downloader import Fetcher
+from fusefs.cache.file_cache import FileCache
+from fusefs.cache.quota import Space
 from fusefs.store.errors import NotFoundError
+from fusefs.store.interface import ChunkWriter, ListPage, ObjectInfo, ObjectVersion
 
 CHUNK = 64 << 10
 LIMIT_S = 60

@@ -20,21 +20,23 @@ from typing import Any
 
 import trio
 
-from fusefs.cache.eviction import Space
-from fusefs.cache.fetch import Fetcher
-from fusefs.cache.files import FileCache
-from fusefs.cache.metadata import NoPages
-from fusefs.kernel.passthrough import NoPassthrough
-from fusefs.posix.answers import Caller
-from fusefs.posix.directories import Directories
-from fusefs.posix.inodes import Inode, Ownership
-from fusefs.posix.journal import Journal
+from fusefs.cache.downloader import Fetcher
+from fusefs.cache.file_cache import FileCache
+from fusefs.cache.listing_cache import NoPages
+from fusefs.cache.quota import Space
+from fusefs.fuse.passthrough import NoPassthrough
+from fusefs.posix.directory.listings import Directories
+from fusefs.posix.journal.journal import Journal
+from fusefs.posix.journal.replay import KernelState
+from fusefs.posix.journal.restore import restore
+from fusefs.posix.nodes.inode_table import Inode, Ownership
 from fusefs.posix.operations import Operations
-from fusefs.posix.replay import KernelState
-from fusefs.posix.restoring import restore
-from fusefs.posix.staging import Staging
-from fusefs.posix.writeback import Rules, Writing
-from fusefs.store.base import (
+from fusefs.posix.types import Caller
+from fusefs.posix.write.flush import Rules, Writing
+from fusefs.posix.write.staging import Staging
+from fusefs.store.errors import ExistsError, NotFoundError, StaleVersionError, StoreError
+from fusefs.store.fencing import ChangeToken, TokenSource
+from fusefs.store.interface import (
     IF_ABSENT,
     ChunkWriter,
     Condition,
@@ -44,8 +46,6 @@ from fusefs.store.base import (
     ObjectVersion,
     PendingUpload,
 )
-from fusefs.store.errors import ExistsError, NotFoundError, StaleVersionError, StoreError
-from fusefs.store.fencing import ChangeToken, TokenSource
 
 SECOND_NS = 1_000_000_000
 

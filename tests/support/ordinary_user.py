@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import fusefs
-from fusefs.kernel import libc
+from fusefs.linux import libc
 
 NOBODY = 65534
 MS_BIND = 4096
@@ -62,6 +62,6 @@ def runnable_by_all() -> Iterator[tuple[list[str], dict[str, str]]]:
             "LD_LIBRARY_PATH": os.fspath(Path(python).parents[1] / "lib"),
         }
         yield (
-            [python, "-c", "import sys; from fusefs.cli import main; sys.exit(main())"],
+            [python, "-c", "import sys; from fusefs.cli.main import main; sys.exit(main())"],
             environment,
         )

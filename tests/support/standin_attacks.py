@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fusefs.kernel import keeper_wire
+from fusefs.keeper import protocol
 
 if TYPE_CHECKING:
     from tests.support.standin_daemon import Standin
@@ -107,7 +107,7 @@ def file_of_the_mount_itself(standin: Standin) -> int:
     pid = os.fork()
     if pid == 0:
         fd = os.open(os.path.join(standin.settings["mountpoint"], "plain"), os.O_RDWR)
-        keeper_wire.send(standin.channel, keeper_wire.pack(keeper_wire.BACKING_OPEN, 1), fd)
+        protocol.send(standin.channel, protocol.pack(protocol.BACKING_OPEN, 1), fd)
         os._exit(0)
     return 0
 
@@ -139,8 +139,8 @@ def ids_of_nobody(standin: Standin) -> list[int]:
     _, backing_id = standin.register(fd)
     errors = []
     for one in (0, backing_id + 1, 1 << 40, (1 << 64) - 1, backing_id, backing_id):
-        standin.say(keeper_wire.BACKING_CLOSE, 7, one)
-        answer = standin.hear(keeper_wire.BACKING_CLOSED)
+        standin.say(protocol.BACKING_CLOSE, 7, one)
+        answer = standin.hear(protocol.BACKING_CLOSED)
         assert answer.a == 7
         errors.append(answer.error)
     return errors
@@ -167,27 +167,27 @@ def _breach(data: bytes, count: int = 0) -> Callable[[Standin], None]:
     return attack
 
 
-_OPEN = keeper_wire.pack(keeper_wire.BACKING_OPEN)
-_TICK = keeper_wire.pack(keeper_wire.TICK)
+_OPEN = protocol.pack(protocol.BACKING_OPEN)
+_TICK = protocol.pack(protocol.TICK)
 
 two_descriptors = _breach(_OPEN, 2)
 many_descriptors = _breach(_OPEN, 200)
 no_descriptor = _breach(_OPEN)
-no_descriptor_with_an_error = _breach(keeper_wire.pack(keeper_wire.BACKING_OPEN, error=1))
+no_descriptor_with_an_error = _breach(protocol.pack(protocol.BACKING_OPEN, error=1))
 descriptor_with_a_tick = _breach(_TICK, 1)
 short_message = _breach(_TICK[:-1])
 long_message = _breach(_TICK + b"\0")
 huge_message = _breach(_TICK * 1000)
 empty_message = _breach(b"")
 empty_message_with_a_descriptor = _breach(b"", 1)
-message_of_kind_0 = _breach(keeper_wire.pack(0))
-message_of_kind_max = _breach(keeper_wire.pack(0xFFFFFFFF))
-message_of_the_keepers = _breach(keeper_wire.pack(keeper_wire.TAKE), 1)
-message_of_the_clerks = _breach(keeper_wire.pack(64, 0, 1, 1))
-second_hello = _breach(keeper_wire.pack(keeper_wire.HELLO, keeper_wire.VERSION))
-second_mount = _breach(keeper_wire.pack(keeper_wire.MOUNT))
-deposit_with_a_privileged_keeper = _breach(keeper_wire.pack(keeper_wire.DEPOSIT), 1)
-prepared_without_an_upgrade = _breach(keeper_wire.pack(keeper_wire.PREPARED))
+message_of_kind_0 = _breach(protocol.pack(0))
+message_of_kind_max = _breach(protocol.pack(0xFFFFFFFF))
+message_of_the_keepers = _breach(protocol.pack(protocol.TAKE), 1)
+message_of_the_clerks = _breach(protocol.pack(64, 0, 1, 1))
+second_hello = _breach(protocol.pack(protocol.HELLO, protocol.VERSION))
+second_mount = _breach(protocol.pack(protocol.MOUNT))
+deposit_with_a_privileged_keeper = _breach(protocol.pack(protocol.DEPOSIT), 1)
+prepared_without_an_upgrade = _breach(protocol.pack(protocol.PREPARED))
 
 
 def _flood(standin: Standin, *messages: bytes) -> int:
@@ -211,14 +211,14 @@ def flood_of_ticks(standin: Standin) -> int:
 def flood_of_everything(standin: Standin) -> int:
     return _flood(
         standin,
-        keeper_wire.pack(keeper_wire.SERVING, 1),
-        keeper_wire.pack(keeper_wire.ENDING),
-        keeper_wire.pack(keeper_wire.TICK, 1 << 63),
+        protocol.pack(protocol.SERVING, 1),
+        protocol.pack(protocol.ENDING),
+        protocol.pack(protocol.TICK, 1 << 63),
     )
 
 
 def flood_without_listening(standin: Standin) -> int:
-    return _flood(standin, keeper_wire.pack(keeper_wire.BACKING_CLOSE, 1, 1))
+    return _flood(standin, protocol.pack(protocol.BACKING_CLOSE, 1, 1))
 
 
 # --- what hangs -----------------------------------------------------------------
@@ -227,7 +227,7 @@ def flood_without_listening(standin: Standin) -> int:
 def hostile_file(standin: Standin) -> None:
     """Nobody who looks at the descriptor, or closes it, gets away."""
     path = os.path.join(standin.settings["hostile"], "file")
-    standin.say(keeper_wire.BACKING_OPEN, 1, fd=os.open(path, os.O_RDWR))
+    standin.say(protocol.BACKING_OPEN, 1, fd=os.open(path, os.O_RDWR))
 
 
 def hostile_files_in_one_message(standin: Standin) -> None:
@@ -242,7 +242,7 @@ def child_that_keeps_the_socket(standin: Standin) -> None:
         os.setsid()
         while True:
             try:
-                standin.say(keeper_wire.SERVING, 1)
+                standin.say(protocol.SERVING, 1)
             except OSError:
                 time.sleep(0.01)
 
@@ -320,13 +320,13 @@ _ATTEMPTS: dict[str, Callable[[int], None]] = {
 
 def look(standin: Standin) -> dict[str, Any]:
     """Not an attack: what this process sees of others, and what the keeper says of them."""
-    from fusefs.kernel import callers
+    from fusefs.linux import callers
 
     pids = standin.settings["looked_at"]
-    standin.say(keeper_wire.SERVING, 1, keeper_wire.ABILITIES)
-    namespace = standin.hear(keeper_wire.ABLE).b
+    standin.say(protocol.SERVING, 1, protocol.ABILITIES)
+    namespace = standin.hear(protocol.ABLE).b
     fates = []
     for pid in pids:
-        standin.say(keeper_wire.LOOK, 5, pid)
-        fates.append(standin.hear(keeper_wire.LOOKED).b)
+        standin.say(protocol.LOOK, 5, pid)
+        fates.append(standin.hear(protocol.LOOKED).b)
     return {"namespace": namespace, "fates": fates, "own": [callers.fate(pid) for pid in pids]}

@@ -25,8 +25,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from fusefs.kernel import keeper_wire, libc, template, wire
-from fusefs.kernel.wire import Fopen, Init, Opcode
+from fusefs.fuse import protocol as wire
+from fusefs.fuse.protocol import Fopen, Init, Opcode
+from fusefs.keeper import protocol, template
+from fusefs.linux import libc
 
 NAMES = {b"plain": 2, b"held": 3, b"through": 4}
 CONTENT = {2: b"plain content", 3: b"held content"}
@@ -38,7 +40,7 @@ class Standin:
     def __init__(self, settings: dict) -> None:
         self.settings = settings
         self.behaviour = settings.get("behaviour", {})
-        self.channel = socket.socket(fileno=int(os.environ[keeper_wire.ENVIRONMENT]))
+        self.channel = socket.socket(fileno=int(os.environ[protocol.ENVIRONMENT]))
         self.facts: dict = {"pid": os.getpid(), "uid": os.getuid(), "registered": []}
         self.fuse = -1
         self.table: dict[int, tuple[int, int]] = {}
@@ -48,10 +50,10 @@ class Standin:
     # --- with the keeper ---
 
     def say(self, kind: int, *numbers: int, fd: int = -1) -> None:
-        keeper_wire.send(self.channel, keeper_wire.pack(kind, *numbers), fd)
+        protocol.send(self.channel, protocol.pack(kind, *numbers), fd)
 
-    def hear(self, *kinds: int) -> keeper_wire.Message:
-        message = keeper_wire.receive(self.channel, keeper_wire.FROM_KEEPER)
+    def hear(self, *kinds: int) -> protocol.Message:
+        message = protocol.receive(self.channel, protocol.FROM_KEEPER)
         if message is None:
             sys.exit(0)
         if message.kind not in kinds:
@@ -64,8 +66,8 @@ class Standin:
         path.with_suffix(".new").rename(path)
 
     def begin(self) -> None:
-        self.say(keeper_wire.HELLO, keeper_wire.VERSION)
-        welcome = self.hear(keeper_wire.WELCOME)
+        self.say(protocol.HELLO, protocol.VERSION)
+        welcome = self.hear(protocol.WELCOME)
         state = welcome.a
         self.facts |= {
             "state": state, "restarts": welcome.b, "last_death_ns": welcome.c,
@@ -73,21 +75,21 @@ class Standin:
         }  # fmt: skip
         self.tell_facts()
         self.misbehave({0: "fresh", 1: "take_over", 2: "prepare"}[state])
-        if state == keeper_wire.FRESH:
+        if state == protocol.FRESH:
             self.mount(bool(welcome.d))
             self.misbehave("mounted")
         else:
-            if state == keeper_wire.PREPARE:
-                self.say(keeper_wire.PREPARED)
+            if state == protocol.PREPARE:
+                self.say(protocol.PREPARED)
                 self.misbehave("prepared")
             self.take()
             self.misbehave("taken")
             if self.has_resend:
                 self.write(0, 7)  # FUSE_NOTIFY_RESEND
-        self.say(keeper_wire.SERVING, int(self.has_resend))
+        self.say(protocol.SERVING, int(self.has_resend))
         os.write(1, b'{"ready": true}\n')
         os.close(1)
-        if state == keeper_wire.FRESH:
+        if state == protocol.FRESH:
             self.tell_facts()
             self.misbehave("after_serving")
             self.attack()
@@ -109,7 +111,7 @@ class Standin:
         if what == "exit":
             sys.exit(5)
         if what == "cannot":
-            sys.exit(keeper_wire.CANNOT_TAKE_OVER)
+            sys.exit(protocol.CANNOT_TAKE_OVER)
         if what == "close":
             self.channel.close()
         if what in ("hang", "close"):
@@ -118,14 +120,14 @@ class Standin:
 
     def mount(self, is_privileged: bool) -> None:
         if is_privileged:
-            self.say(keeper_wire.MOUNT)
-            self.fuse = self.hear(keeper_wire.MOUNTED).fd
+            self.say(protocol.MOUNT)
+            self.fuse = self.hear(protocol.MOUNTED).fd
             if self.fuse < 0:
                 os.write(1, b'{"error": "not mounted"}\n')
                 sys.exit(4)
         else:
             self.fuse = self.mount_alone()
-            self.say(keeper_wire.DEPOSIT, fd=self.fuse)
+            self.say(protocol.DEPOSIT, fd=self.fuse)
         poll = select.poll()
         poll.register(self.fuse, select.POLLIN)
         poll.poll()
@@ -134,7 +136,7 @@ class Standin:
     def mount_alone(self) -> int:
         path = self.settings["mountpoint"]
         if os.geteuid() != 0:
-            from fusefs.kernel.mount import MountRequest, mount_by_helper
+            from fusefs.linux.mount import MountRequest, mount_by_helper
 
             fd = mount_by_helper(MountRequest("standin", Path(path), allow_other=False))
         else:
@@ -145,19 +147,19 @@ class Standin:
         return fd
 
     def take(self) -> None:
-        message = self.hear(keeper_wire.TAKE)
+        message = self.hear(protocol.TAKE)
         self.fuse = message.fd
         self.facts["is_lingering"] = bool(message.b)
         self.facts["is_all_answered"] = bool(message.c)
         for _ in range(message.a):
-            entry = self.hear(keeper_wire.ENTRY)
+            entry = self.hear(protocol.ENTRY)
             self.table[entry.a] = (entry.b, entry.c)
         self.facts["table"] = list(self.table.items())
 
     def register(self, fd: int) -> tuple[int, int]:
         """Returns the error and the id."""
-        self.say(keeper_wire.BACKING_OPEN, 77, fd=fd)
-        answer = keeper_wire.receive(self.channel, keeper_wire.FROM_KEEPER)
+        self.say(protocol.BACKING_OPEN, 77, fd=fd)
+        answer = protocol.receive(self.channel, protocol.FROM_KEEPER)
         return (errno.ECONNRESET, 0) if answer is None else (answer.error, answer.b)
 
     def adopt_a_keeper(self) -> None:
@@ -182,7 +184,7 @@ class Standin:
         theirs.close()
         self.channel.close()
         self.channel = ours
-        self.say(keeper_wire.SERVING, 1)
+        self.say(protocol.SERVING, 1)
 
     # --- with the kernel ---
 
@@ -205,14 +207,14 @@ class Standin:
             if now >= next_tick:
                 next_tick = now + TICK_S
                 with contextlib.suppress(OSError):
-                    self.say(keeper_wire.TICK, len(self.held))
+                    self.say(protocol.TICK, len(self.held))
             if self.held and not os.path.exists(self.settings["hold"]):
                 self.answer_held()
             if self.is_told_to_end and self.behaviour.get("on_sigterm") == "exit":
                 self.end()
             if self.is_told_to_end:
                 self.is_told_to_end = False
-                self.say(keeper_wire.UNMOUNT)
+                self.say(protocol.UNMOUNT)
             if self.channel.fileno() in ready:
                 self.hear_keeper(poll)
             if self.fuse in ready:
@@ -220,17 +222,17 @@ class Standin:
 
     def hear_keeper(self, poll: select.poll) -> None:
         old = self.channel.fileno()
-        message = keeper_wire.receive(self.channel, keeper_wire.FROM_KEEPER)
+        message = protocol.receive(self.channel, protocol.FROM_KEEPER)
         if message is None:
             poll.unregister(old)
             self.adopt_a_keeper()
-        elif message.kind == keeper_wire.QUIESCE:
+        elif message.kind == protocol.QUIESCE:
             self.misbehave("quiesced")
             self.answer_held()
             self.end()
 
     def end(self) -> None:
-        self.say(keeper_wire.ENDING)
+        self.say(protocol.ENDING)
         sys.exit(0)
 
     def answer_held(self) -> None:

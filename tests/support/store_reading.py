@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import trio
 
-from fusefs.store import s3 as s3_module
-from fusefs.store.base import ObjectInfo, ObjectVersion
-from fusefs.store.clients import S3Settings
-from fusefs.store.s3 import S3Store
+from fusefs.store.interface import ObjectInfo, ObjectVersion
+from fusefs.store.s3 import store as s3_module
+from fusefs.store.s3.clients import S3Settings
+from fusefs.store.s3.store import S3Store
 from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
 

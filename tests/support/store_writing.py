@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import trio
 
-from fusefs.store.base import Condition, ObjectInfo
-from fusefs.store.clients import S3Settings
-from fusefs.store.s3 import S3Store
-from fusefs.store.writing import SMALL
+from fusefs.store.interface import Condition, ObjectInfo
+from fusefs.store.s3.clients import S3Settings
+from fusefs.store.s3.put import SMALL
+from fusefs.store.s3.store import S3Store
 from tests.support.buckets import Bucket
 from tests.support.local_file import LocalFile
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from fusefs import control, mounts
+from fusefs.launch import control, registry
 from tests.support import survival_data as data
 from tests.support.buckets import Bucket
 from tests.support.mounting import Mount
@@ -31,7 +31,7 @@ ROUNDS = int(os.environ.get("SURVIVAL_ROUNDS", "12"))
 
 
 def keeper_status(mount: Mount) -> dict[str, Any]:
-    return control.exchange(mounts.keeper_socket(mount.path), {"do": "status"}, 10)
+    return control.exchange(registry.keeper_socket(mount.path), {"do": "status"}, 10)
 
 
 def serving_pid(mount: Mount) -> int:
@@ -86,7 +86,7 @@ def survival(filled: Bucket, tmp_path: Path, request: pytest.FixtureRequest) -> 
         keeper = keeper_status(mount)["pid"]
         mount.end()
         until(lambda: not Path(f"/proc/{keeper}").exists(), "the keeper has not ended")
-        assert mounts.find_mount(mount.path) is None
+        assert registry.find_mount(mount.path) is None
     finally:
         mount.clean_up()
     assert not processes_with(str(mount.path))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fusefs import control, mounts
+from fusefs.launch import control, registry
 from tests.support.buckets import Bucket
 from tests.support.mounting import Mount
 from tests.support.waiting import until
@@ -32,7 +32,7 @@ def metadata(bucket: Bucket, key: str) -> dict[str, str]:
 
 def status(mount: Mount) -> dict[str, Any]:
     """As `mount.status`, without a process; one would close copies of open files."""
-    return control.request(mounts.mount_directory(mount.path) / "status.sock", "status", 30)
+    return control.request(registry.mount_directory(mount.path) / "status.sock", "status", 30)
 
 
 def all_sent(mount: Mount) -> None:

@@ -1,0 +1,230 @@
+"""What the controller does in a bucket: boto3, and every failure as a `StoreError`.
+
+Requests are signed with the keys of a Secret, or else as the driver itself.
+They go to the store's own host only, if need be through the environment's
+proxy: neither an answer nor the configuration of AWS sends them elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from csi.identities.keys import Keys
+from csi.volume.stores import Store
+from fusefs.settings.types import Addressing
+from fusefs.store.errors import (
+    NO_CREDENTIALS,
+    AccessDeniedError,
+    CredentialsError,
+    ExistsError,
+    NotFoundError,
+    StaleVersionError,
+    StoreError,
+    UnsupportedError,
+    from_code,
+    translate,
+)
+from fusefs.store.http import proxies, redirects, trust
+
+DEFAULT_REGION = "us-east-1"
+# The most that one LIST tells and one DeleteObjects takes.
+PAGE = 1000
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One object of a listing; `etag` is quoted, as S3 gives it."""
+
+    key: str
+    etag: str
+
+
+class Bucket:
+    """One bucket of a store. Any thread may use it. Every method blocks."""
+
+    def __init__(self, store: Store, name: str, region: str | None, keys: Keys | None) -> None:
+        """Raises:
+        InvalidArgumentError, UnavailableError: as `Store.check_address` does.
+        StoreError: certificates or proxies that were named can't be used.
+        """
+        store.check_address()
+        self.name = name
+        self.url = f"{store.name}://{name}"  # unlike those of other stores
+        self._whose = "the Secret's keys" if keys else "the driver"
+        self._client, self._trust = make_client(store, region or store.region, keys)
+
+    def put_new(self, key: str, body: bytes) -> None:
+        """Write an object that is not there.
+
+        Raises:
+            ExistsError: it is.
+        """
+        with self._told(key):
+            try:
+                self._client.put_object(
+                    Bucket=self.name,
+                    Key=key,
+                    Body=body,
+                    IfNoneMatch="*",
+                    ContentType="application/json",
+                )
+            except Exception as error:
+                if translate(error).kind is StaleVersionError:
+                    raise ExistsError(f"s3://{self.name}/{key} exists") from error
+                raise
+
+    def get(self, key: str) -> bytes:
+        """An object's content; it should be small.
+
+        Raises:
+            NotFoundError: there is none.
+        """
+        with self._told(key):
+            return bytes(self._client.get_object(Bucket=self.name, Key=key)["Body"].read())
+
+    def pages(self, prefix: str) -> Iterator[list[Listed]]:
+        """The objects below `prefix`, up to `PAGE` at a time. No page is empty."""
+        token: dict[str, Any] = {}
+        while True:
+            with self._told(prefix):
+                answer = self._client.list_objects_v2(
+                    Bucket=self.name, Prefix=prefix, MaxKeys=PAGE, **token
+                )
+            found = [Listed(item["Key"], item["ETag"]) for item in answer.get("Contents", [])]
+            # What is listed here may be deleted next.
+            if not all(item.key.startswith(prefix) for item in found):
+                raise StoreError(f"s3://{self.name}/{prefix}: the store lists other keys")
+            if found:
+                yield found
+            if not answer.get("IsTruncated"):
+                return
+            token = {"ContinuationToken": answer["NextContinuationToken"]}
+
+    def delete(self, key: str) -> None:
+        """Delete one object, if it is there."""
+        with self._told(key):
+            self._client.delete_object(Bucket=self.name, Key=key)
+
+    def delete_all(self, keys: Sequence[str]) -> None:
+        """Delete up to `PAGE` objects. After a failure some may be gone."""
+        # XML cannot say a control character, a URL can.
+        speakable = [key for key in keys if key.isprintable()]
+        for key in keys:
+            if not key.isprintable():
+                self.delete(key)
+        if not speakable:
+            return
+        with self._told(speakable[0]):
+            answer = self._client.delete_objects(
+                Bucket=self.name,
+                Delete={"Objects": [{"Key": key} for key in speakable], "Quiet": True},
+            )
+        for refused in answer.get("Errors", []):
+            failure = from_code(refused.get("Code", ""))
+            if failure.status != 404:
+                whom = f"s3://{self.name}/{refused.get('Key', '')}"
+                raise failure.kind(f"{failure.sentence} on {whom} as {self._whose}")
+
+    def abort_uploads(self, prefix: str) -> None:
+        """Abort the multipart uploads below `prefix` that nobody has completed.
+
+        They are no objects, and a store that does not let one list them or
+        cannot is left alone.
+        """
+        try:
+            with self._told(prefix):
+                for key, upload_id in self._uploads(prefix):
+                    self._client.abort_multipart_upload(
+                        Bucket=self.name, Key=key, UploadId=upload_id
+                    )
+        except (AccessDeniedError, UnsupportedError) as error:
+            log.warning("unfinished uploads are left: %s", error)
+
+    def _uploads(self, prefix: str) -> list[tuple[str, str]]:
+        pages = self._client.get_paginator("list_multipart_uploads").paginate(
+            Bucket=self.name, Prefix=prefix
+        )
+        found = [upload for page in pages for upload in page.get("Uploads", [])]
+        return [(one["Key"], one["UploadId"]) for one in found if one["Key"].startswith(prefix)]
+
+    @contextlib.contextmanager
+    def _told(self, key: str) -> Iterator[None]:
+        """Raise what goes wrong as a StoreError that says where, as whom and in which request."""
+        try:
+            yield
+        except StoreError:
+            raise
+        except Exception as error:
+            failure = translate(error)
+            if failure is NO_CREDENTIALS:
+                raise CredentialsError(
+                    "neither the class names a provisioner Secret nor has the driver credentials"
+                    " of its own"
+                ) from error
+            sentence = f"{failure.sentence} on s3://{self.name}/{key} as {self._whose}"
+            if failure.request_id:
+                sentence += f", request {failure.request_id}"
+            if failure.code == "NoSuchBucket":
+                raise NoSuchBucketError(sentence) from error
+            raise failure.kind(sentence) from error
+
+
+class NoSuchBucketError(NotFoundError):
+    """There is no such bucket in the store."""
+
+
+@functools.lru_cache(maxsize=64)
+def make_client(
+    store: Store, region: str | None, keys: Keys | None
+) -> tuple[Any, trust.Trust | None]:
+    """boto3's client of a store, the same for the same arguments, and what it trusts.
+
+    Raises:
+        StoreError: certificates or proxies that were named can't be used.
+    """
+    import boto3
+    from botocore.config import Config
+
+    session = boto3.Session(
+        aws_access_key_id=keys.access_key_id if keys else None,
+        aws_secret_access_key=keys.secret_access_key if keys else None,
+        aws_session_token=keys.session_token if keys else None,
+        region_name=region,
+    )
+    addressing = store.addressing
+    if addressing is Addressing.AUTO and store.endpoint_url is not None:
+        addressing = Addressing.PATH
+    options: dict[str, Any] = {
+        "connect_timeout": 5,
+        "read_timeout": 20,
+        # The caller tries again; it is told why in the meantime.
+        "retries": {"total_max_attempts": 3, "mode": "standard"},
+        "s3": {"addressing_style": addressing.value},
+        "ignore_configured_endpoint_urls": True,
+        "request_checksum_calculation": "when_required",
+        "response_checksum_validation": "when_required",
+        "max_pool_connections": 16,
+        "user_agent_extra": "fusefs-csi",
+    }
+    ca_bundle = str(store.ca_bundle) if store.ca_bundle else None
+    configured = session._session.get_config_variable("ca_bundle")
+    trusted = trust.find_for(store.endpoint_url, ca_bundle, configured)
+    client = session.client(
+        "s3",
+        endpoint_url=store.endpoint_url,
+        region_name=session.region_name or DEFAULT_REGION,
+        verify=trusted.path if trusted else None,
+        config=Config(**options),
+    )
+    # As mounts do, so that a bucket that the controller reaches is one that they reach.
+    proxies.install(client, proxies.Proxies.of(os.environ), trusted.path if trusted else None)
+    redirects.install(client)
+    return client, trusted

@@ -1,0 +1,190 @@
+"""Deleting a volume's data, which may take longer than any call.
+
+The work is a thread's; a call waits for it until shortly before its deadline,
+is then answered ABORTED with how far it is, and the next one waits on. If the
+driver ends, the next call begins anew with what is left.
+
+A volume's data go only if all of it is certain: the record asks for it, this
+cluster made the volume, a segment of the prefix is the volume's own name, and
+no other volume's prefix has anything in common with it. The last is asked
+again before every batch, for volumes are made meanwhile. Everything else is
+retained, which is one line in the log and no error.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from csi.controller.bucket_client import Bucket
+from csi.controller.volume_record import Record, RecordError, Records, key_of, read
+from csi.errors import AbortedError
+from csi.volume.location import VolumeId, new_volume_id, overlap
+
+# How long before a call's deadline it is answered.
+MARGIN_S = 2.0
+# How long a call without a deadline waits.
+PATIENCE_S = 30.0
+
+log = logging.getLogger(__name__)
+
+
+class Progress:
+    """How many objects a deletion has deleted."""
+
+    def __init__(self) -> None:
+        self.deleted = 0
+
+    def __str__(self) -> str:
+        return f"{self.deleted:,} objects deleted so far"
+
+
+class Deletions:
+    """The deletions that are under way. Any thread may ask."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: dict[str, tuple[Future[None], Progress]] = {}
+
+    def is_running(self, volume: VolumeId) -> bool:
+        with self._lock:
+            return str(volume) in self._running
+
+    def run(
+        self, volume: VolumeId, work: Callable[[Progress], None], time_left_s: float | None
+    ) -> None:
+        """Do `work` for `volume`, or join who does it already, and return when it is done.
+
+        Raises:
+            AbortedError: it goes on, and the time is up.
+            Exception: what `work` raised.
+        """
+        future, progress = self._start_or_join(volume, work)
+        left = PATIENCE_S if time_left_s is None else time_left_s
+        try:
+            future.result(timeout=max(left - MARGIN_S, left / 2))
+        except TimeoutError:
+            if future.done():
+                raise
+            raise AbortedError(f"deleting volume {volume}: {progress}") from None
+
+    def _start_or_join(
+        self, volume: VolumeId, work: Callable[[Progress], None]
+    ) -> tuple[Future[None], Progress]:
+        with self._lock:
+            if str(volume) in self._running:
+                return self._running[str(volume)]
+            future: Future[None] = Future()
+            progress = Progress()
+            self._running[str(volume)] = future, progress
+        threading.Thread(
+            target=self._do, args=(volume, work, future, progress), name="deletion", daemon=True
+        ).start()
+        return future, progress
+
+    def _do(
+        self,
+        volume: VolumeId,
+        work: Callable[[Progress], None],
+        future: Future[None],
+        progress: Progress,
+    ) -> None:
+        error: BaseException | None = None
+        try:
+            work(progress)
+        except BaseException as raised:
+            error = raised
+        # Before the result is told: whoever calls again then begins anew.
+        with self._lock:
+            del self._running[str(volume)]
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)
+
+
+def delete(
+    bucket: Bucket, volume: VolumeId, cluster: str, records: Records, progress: Progress
+) -> None:
+    """End a volume: its data, if they are to go, and then its record.
+
+    Raises:
+        StoreError: S3 could not do it; what is left can be deleted by another call.
+    """
+    try:
+        record = read(bucket, volume)
+    except RecordError as error:
+        log.warning("volume %s: retained: its record %s", volume, error)
+        return
+    if record is None:
+        log.info("volume %s: there is no such volume", volume)
+        return
+    if record.cluster != cluster:
+        log.warning("volume %s: retained with its record: another cluster made it", volume)
+        return
+    why = _why_retained(record, volume, cluster)
+    if not why:
+        why = _delete_data(bucket, volume, record, records, progress)
+    bucket.delete(key_of(volume))
+    where = f"s3://{volume.bucket}/{record.prefix}"
+    if why:
+        log.warning("volume %s: %s is retained: %s", volume, where, why)
+    else:
+        log.info("volume %s: %s is deleted, %d objects", volume, where, progress.deleted)
+
+
+def _why_retained(record: Record, volume: VolumeId, cluster: str) -> str:
+    """What of the record itself speaks against deleting the data; "" if nothing does."""
+    if not record.deletes:
+        return "its class says onDelete: retain"
+    if not cluster:
+        return "this driver was not told a cluster id"
+    if new_volume_id(volume.store, volume.bucket, record.name) != volume:
+        return "its record is that of another volume"
+    if not record.has_own_prefix:
+        return "no segment of the prefix is the volume's name"
+    return ""
+
+
+def _delete_data(
+    bucket: Bucket, volume: VolumeId, record: Record, records: Records, progress: Progress
+) -> str:
+    """Delete all below the prefix; or stop, and say which other volume may have a part of it."""
+    # Once more after the last object: a node may have been uploading still.
+    is_empty = False
+    while not is_empty:
+        is_empty = True
+        for page in bucket.pages(record.prefix):
+            is_empty = False
+            why = _why_shared(bucket, volume, record, records)
+            if why:
+                return why
+            bucket.delete_all([item.key for item in page])
+            progress.deleted += len(page)
+    why = _why_shared(bucket, volume, record, records)
+    if not why:
+        bucket.abort_uploads(record.prefix)
+    return why
+
+
+def _why_shared(bucket: Bucket, volume: VolumeId, record: Record, records: Records) -> str:
+    """Which other volume may have a part of the data; "" if none may.
+
+    Raises:
+        AbortedError: this volume's record is not there any more, or is another one:
+            another driver has ended the volume, and what is here now is not its data.
+    """
+    own = None
+    try:
+        for key, other in records.now(bucket):
+            if key == key_of(volume):
+                own = other
+            elif overlap(record.prefix, other.prefix):
+                return f"the volume of {key} has {other.prefix!r}"
+    except RecordError as error:
+        return f"another volume may have a part of it: {error}"
+    if own != record:
+        raise AbortedError(f"volume {volume}: another driver has deleted it")
+    return ""

@@ -1,0 +1,305 @@
+"""The Controller service: volumes come to be and end.
+
+Nothing is made but the volume's record (see `volume_records`): a prefix is there as
+soon as a pod writes below it. Deleting is in `deleting`. There is no quota: a
+size is accepted, remembered and told, and nothing holds a volume to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+
+import grpc
+
+from csi.controller import volume_record
+from csi.controller.bucket_client import Bucket, NoSuchBucketError
+from csi.controller.deletion import Deletions, Progress, delete
+from csi.controller.volume_record import Record, RecordError, Records
+from csi.errors import (
+    AbortedError,
+    AlreadyExistsError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    OutOfRangeError,
+)
+from csi.generated import csi_pb2, csi_pb2_grpc
+from csi.identities.keys import keys_from
+from csi.in_flight import Claims
+from csi.server import time_left
+from csi.volume.capabilities import check_capabilities, check_capability
+from csi.volume.location import (
+    LOCATION_KEYS,
+    VolumeId,
+    fill_in,
+    has_segment,
+    location_of,
+    new_volume_id,
+)
+from csi.volume.options import check_attributes
+from csi.volume.stores import Stores
+from fusefs.store.errors import ExistsError
+
+DEFAULT_PREFIX = "${pv.name}"
+ON_DELETE = "onDelete"
+# What the sidecars add to a class's parameters and a volume's attributes.
+RESERVED = ("csi.storage.k8s.io/", "storage.kubernetes.io/")
+# What a mount tells `df`, too.
+MAX_BYTES = 1 << 60
+
+_RPC = csi_pb2.ControllerServiceCapability.RPC
+_CAPABILITIES = (_RPC.CREATE_DELETE_VOLUME, _RPC.EXPAND_VOLUME, _RPC.SINGLE_NODE_MULTI_WRITER)
+
+log = logging.getLogger(__name__)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--cluster-id",
+        default="",
+        metavar="TEXT",
+        help="tells this cluster from others with volumes in the same buckets; without it"
+        " no data are ever deleted",
+    )
+
+
+def make_service(options: argparse.Namespace, stores: Stores) -> ControllerService:
+    return ControllerService(stores, options.cluster_id.strip())
+
+
+class ControllerService(csi_pb2_grpc.ControllerServicer):
+    """Serves the provisioner and the resizer. `cluster` is this cluster's id, or ""."""
+
+    def __init__(self, stores: Stores, cluster: str) -> None:
+        self._stores = stores
+        self._cluster = cluster
+        # By volume id, for creating knows only a name before it has begun.
+        self._claims = Claims()
+        self._deletions = Deletions()
+        self._records = Records()
+
+    def ControllerGetCapabilities(
+        self, request: csi_pb2.ControllerGetCapabilitiesRequest, context: grpc.ServicerContext
+    ) -> csi_pb2.ControllerGetCapabilitiesResponse:
+        return csi_pb2.ControllerGetCapabilitiesResponse(
+            capabilities=[
+                csi_pb2.ControllerServiceCapability(rpc=_RPC(type=kind)) for kind in _CAPABILITIES
+            ]
+        )
+
+    def CreateVolume(
+        self, request: csi_pb2.CreateVolumeRequest, context: grpc.ServicerContext
+    ) -> csi_pb2.CreateVolumeResponse:
+        record, volume = self._planned(request)
+        bucket = self._bucket(volume, request.secrets, record.attributes.get("region"))
+        with self._claims.claim(str(volume)):
+            if self._deletions.is_running(volume):
+                raise AbortedError(f"volume {volume} is being deleted")
+            record = _create(bucket, volume, record, request.capacity_range)
+        return csi_pb2.CreateVolumeResponse(
+            volume=csi_pb2.Volume(
+                volume_id=str(volume),
+                capacity_bytes=record.capacity_bytes,
+                volume_context=record.attributes,
+            )
+        )
+
+    def _planned(self, request: csi_pb2.CreateVolumeRequest) -> tuple[Record, VolumeId]:
+        """What the request asks for, if it may."""
+        if not request.name:
+            raise InvalidArgumentError("name: missing")
+        check_capabilities(request.volume_capabilities)
+        if request.HasField("volume_content_source"):
+            raise InvalidArgumentError("volume_content_source: volumes are no copies of others")
+        if request.mutable_parameters:
+            raise InvalidArgumentError(
+                f"mutable_parameters: {min(request.mutable_parameters)}: nothing can be modified"
+            )
+        size = _size(request.capacity_range)
+        parameters = _own(request.parameters)
+        deletes = _deletes(parameters.pop(ON_DELETE, "retain"))
+        template = parameters.get("prefix", DEFAULT_PREFIX)
+        if deletes and not has_segment(template, "${pv.name}"):
+            raise InvalidArgumentError(
+                f"prefix: {template!r} has no segment ${{pv.name}}, without which {ON_DELETE} can"
+                " only be retain"
+            )
+        if deletes and not self._cluster:
+            raise InvalidArgumentError(
+                f"{ON_DELETE}: the driver was not told a --cluster-id, without which it can only be"
+                " retain"
+            )
+        prefix = fill_in(template, _variables(request))
+        attributes = {**parameters, "prefix": prefix}
+        location = location_of(attributes, self._stores)
+        attributes["store"] = location.store.name
+        _check_settings(attributes, request.volume_capabilities)
+        now = datetime.now(UTC).isoformat()
+        record = Record(request.name, prefix, deletes, self._cluster, size, attributes, now)
+        return record, new_volume_id(location.store.name, location.bucket, request.name)
+
+    def DeleteVolume(
+        self, request: csi_pb2.DeleteVolumeRequest, context: grpc.ServicerContext
+    ) -> csi_pb2.DeleteVolumeResponse:
+        if not request.volume_id:
+            raise InvalidArgumentError("volume_id: missing")
+        volume = VolumeId.parse(request.volume_id)
+        if volume is None or self._stores.named(volume.store) is None:
+            log.warning("volume %r: retained: it is in no configured store", request.volume_id)
+            return csi_pb2.DeleteVolumeResponse()
+        bucket = self._bucket(volume, request.secrets)
+
+        def work(progress: Progress) -> None:
+            delete(bucket, volume, self._cluster, self._records, progress)
+
+        try:
+            with self._claims.claim(str(volume)):
+                self._deletions.run(volume, work, time_left(context))
+        except NoSuchBucketError:
+            log.info("volume %s: there is no such bucket any more", volume)
+        return csi_pb2.DeleteVolumeResponse()
+
+    def ValidateVolumeCapabilities(
+        self,
+        request: csi_pb2.ValidateVolumeCapabilitiesRequest,
+        context: grpc.ServicerContext,
+    ) -> csi_pb2.ValidateVolumeCapabilitiesResponse:
+        if not request.volume_capabilities:
+            raise InvalidArgumentError("volume_capabilities: missing")
+        record = self._existing(request.volume_id, request.secrets)
+        try:
+            check_capabilities(request.volume_capabilities)
+            told = _own(request.volume_context)
+            if told and told != record.attributes:
+                raise InvalidArgumentError("volume_context: is not this volume's")
+            _check_settings(record.attributes, request.volume_capabilities)
+        except InvalidArgumentError as error:
+            return csi_pb2.ValidateVolumeCapabilitiesResponse(message=str(error))
+        return csi_pb2.ValidateVolumeCapabilitiesResponse(
+            confirmed=csi_pb2.ValidateVolumeCapabilitiesResponse.Confirmed(
+                volume_context=request.volume_context,
+                volume_capabilities=request.volume_capabilities,
+                parameters=request.parameters,
+                mutable_parameters=request.mutable_parameters,
+            )
+        )
+
+    def ControllerExpandVolume(
+        self, request: csi_pb2.ControllerExpandVolumeRequest, context: grpc.ServicerContext
+    ) -> csi_pb2.ControllerExpandVolumeResponse:
+        if not request.volume_id:
+            raise InvalidArgumentError("volume_id: missing")
+        if not request.HasField("capacity_range"):
+            raise InvalidArgumentError("capacity_range: missing")
+        size = _size(request.capacity_range)
+        if request.HasField("volume_capability"):
+            check_capability(request.volume_capability)
+        record = self._existing(request.volume_id, request.secrets)
+        return csi_pb2.ControllerExpandVolumeResponse(
+            capacity_bytes=max(size, record.capacity_bytes), node_expansion_required=False
+        )
+
+    def _existing(self, volume_id: str, secrets: Mapping[str, str]) -> Record:
+        """The record of the volume with this id.
+
+        Raises:
+            InvalidArgumentError: there is no id.
+            NotFoundError: there is no such volume.
+        """
+        if not volume_id:
+            raise InvalidArgumentError("volume_id: missing")
+        volume = VolumeId.parse(volume_id)
+        record = None
+        if volume is not None and self._stores.named(volume.store) is not None:
+            try:
+                record = volume_record.read(self._bucket(volume, secrets), volume)
+            except RecordError as error:
+                raise FailedPreconditionError(f"volume {volume}: its record {error}") from error
+        if record is None:
+            raise NotFoundError(f"there is no volume {volume_id!r}")
+        return record
+
+    def _bucket(
+        self, volume: VolumeId, secrets: Mapping[str, str], region: str | None = None
+    ) -> Bucket:
+        store = self._stores.by_name[volume.store]
+        return Bucket(store, volume.bucket, region, keys_from(secrets))
+
+
+def _create(
+    bucket: Bucket, volume: VolumeId, record: Record, asked: csi_pb2.CapacityRange
+) -> Record:
+    """Put the record of a new volume; or find that it is there, and the same."""
+    try:
+        bucket.put_new(volume_record.key_of(volume), record.to_json())
+        return record
+    except NoSuchBucketError as error:
+        raise InvalidArgumentError(f"bucket: {error}") from error
+    except ExistsError:
+        pass
+    try:
+        found = volume_record.read(bucket, volume)
+    except RecordError as error:
+        raise AlreadyExistsError(f"volume {volume}: the record that is there {error}") from error
+    if found is None:
+        raise AbortedError(f"volume {volume} is being deleted")
+    differences = [
+        name
+        for name in ("name", "prefix", "deletes", "cluster", "attributes")
+        if getattr(found, name) != getattr(record, name)
+    ]
+    if not _has_size(found.capacity_bytes, asked):
+        differences.append("size")
+    if differences:
+        raise AlreadyExistsError(f"volume {volume} is there with another {', '.join(differences)}")
+    return found
+
+
+def _own(given: Mapping[str, str]) -> dict[str, str]:
+    """Parameters or attributes without what the sidecars add."""
+    return {name: value for name, value in given.items() if not name.startswith(RESERVED)}
+
+
+def _variables(request: csi_pb2.CreateVolumeRequest) -> dict[str, str]:
+    """What a template may have in it; "" is what nobody told."""
+    told = request.parameters
+    return {
+        "pvc.namespace": told.get("csi.storage.k8s.io/pvc/namespace", ""),
+        "pvc.name": told.get("csi.storage.k8s.io/pvc/name", ""),
+        "pv.name": request.name,
+    }
+
+
+def _deletes(text: str) -> bool:
+    if text not in ("retain", "delete"):
+        raise InvalidArgumentError(f"{ON_DELETE}: {text!r} is neither retain nor delete")
+    return text == "delete"
+
+
+def _check_settings(
+    attributes: Mapping[str, str], capabilities: Iterable[csi_pb2.VolumeCapability]
+) -> None:
+    """Refuse what no node could mount, before anything waits for it."""
+    settings = {name: value for name, value in attributes.items() if name not in LOCATION_KEYS}
+    for capability in capabilities:
+        check_attributes(settings, list(capability.mount.mount_flags), is_inline=False)
+
+
+def _size(asked: csi_pb2.CapacityRange) -> int:
+    """The size that a volume is said to have, in bytes; 0 is none."""
+    required, limit = asked.required_bytes, asked.limit_bytes
+    if required < 0 or limit < 0:
+        raise InvalidArgumentError("capacity_range: a size is negative")
+    if limit and required > limit:
+        raise OutOfRangeError(f"capacity_range: {required} bytes at least and {limit} at most")
+    if required > MAX_BYTES:
+        raise OutOfRangeError(f"capacity_range: {required} bytes are over {MAX_BYTES}")
+    return required
+
+
+def _has_size(capacity_bytes: int, asked: csi_pb2.CapacityRange) -> bool:
+    limit = asked.limit_bytes
+    return asked.required_bytes <= capacity_bytes and (not limit or capacity_bytes <= limit)

@@ -1,0 +1,144 @@
+"""What the controller remembers of a volume: an object in the volume's bucket.
+
+`.fusefs/volumes/<name>.json` is written before CreateVolume does anything else
+and removed when DeleteVolume has done all the rest, so there is never a volume
+without a record, and whoever lost the answer of a call finds out by the record
+how far it came. It is written once and only where there is none, and never
+changed. Mounts don't show it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+
+from csi.controller.bucket_client import Bucket, Listed
+from csi.errors import InvalidArgumentError
+from csi.volume.location import VolumeId, has_segment, normal_prefix
+from fusefs.posix.nodes.names import PRIVATE
+from fusefs.store.errors import NotFoundError
+
+FORMAT = 1
+FOLDER = f"{PRIVATE}/volumes/"
+READERS = 8
+
+
+class RecordError(ValueError):
+    """An object in the records' place is no record."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One volume. `name` is the caller's, `attributes` are the volume's context.
+
+    `cluster` is the id of the cluster that made it, "" if it was not told.
+    `made_at` tells a volume from an earlier one of the same name.
+    """
+
+    name: str
+    prefix: str
+    deletes: bool
+    cluster: str
+    capacity_bytes: int
+    attributes: Mapping[str, str]
+    made_at: str
+    format: int = FORMAT
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self), ensure_ascii=False, sort_keys=True).encode()
+
+    @classmethod
+    def from_json(cls, body: bytes) -> Record:
+        """What `to_json` wrote.
+
+        Raises:
+            RecordError: it is something else.
+        """
+        try:
+            told = json.loads(body)
+            if told["format"] != FORMAT:
+                raise RecordError(f"is of format {told['format']}")
+            record = cls(**told)
+            attributes = record.attributes
+            is_sound = (
+                isinstance(record.name, str)
+                and isinstance(record.prefix, str)
+                and normal_prefix(record.prefix) == record.prefix
+                and isinstance(record.deletes, bool)
+                and isinstance(record.cluster, str)
+                and isinstance(record.made_at, str)
+                and isinstance(record.capacity_bytes, int)
+                and isinstance(attributes, dict)
+                and all(isinstance(value, str) for value in attributes.values())
+            )
+        except (ValueError, TypeError, KeyError, RecursionError, InvalidArgumentError) as error:
+            raise RecordError(f"is no volume's record: {error}") from error
+        if not is_sound:
+            raise RecordError("is no volume's record")
+        return record
+
+    @property
+    def has_own_prefix(self) -> bool:
+        """Whether a segment of the prefix is the volume's name, so that nobody else has it."""
+        return has_segment(self.prefix, self.name)
+
+
+def key_of(volume: VolumeId) -> str:
+    """The key of a volume's record, in the volume's bucket."""
+    return f"{FOLDER}{volume.name}.json"
+
+
+def read(bucket: Bucket, volume: VolumeId) -> Record | None:
+    """A volume's record; None if there is no such volume.
+
+    Raises:
+        RecordError: what is there is no record.
+    """
+    try:
+        return Record.from_json(bucket.get(key_of(volume)))
+    except NotFoundError:
+        return None
+
+
+class Records:
+    """The records of whole buckets. Any thread may ask.
+
+    A record never changes, so one that was read under an ETag is known for good.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, Listed], Record] = {}
+
+    def now(self, bucket: Bucket) -> Iterator[tuple[str, Record]]:
+        """The records that are in the bucket now, with their keys.
+
+        Raises:
+            RecordError: one cannot be read; the sentence has its key.
+            StoreError: S3 could not tell.
+        """
+        for page in bucket.pages(FOLDER):
+            self._learn(bucket, [item for item in page if (bucket.url, item) not in self._known])
+            for item in page:
+                record = self._known.get((bucket.url, item))
+                if record is not None:
+                    yield item.key, record
+
+    def _learn(self, bucket: Bucket, items: list[Listed]) -> None:
+        def read_one(item: Listed) -> bytes | None:
+            try:
+                return bucket.get(item.key)
+            except NotFoundError:  # removed meanwhile
+                return None
+
+        if not items:
+            return
+        with ThreadPoolExecutor(READERS) as readers:
+            for item, body in zip(items, readers.map(read_one, items), strict=True):
+                if body is None:
+                    continue
+                try:
+                    self._known[bucket.url, item] = Record.from_json(body)
+                except RecordError as error:
+                    raise RecordError(f"{item.key} {error}") from error

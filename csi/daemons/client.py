@@ -1,0 +1,98 @@
+"""What `fusefs-csi daemons` has of the mounts: their daemons, and their connections.
+
+It holds copies of their /dev/fuse descriptors, each under the name of mount
+point and connection, and loses them when it dies. So what it has not is
+brought to it, now and then, with the keeper's copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from pathlib import Path
+
+from fusefs.keeper import control as keeper_control
+from fusefs.keeper import fd_store, supervisor_protocol
+from fusefs.launch import control, launcher, registry
+from fusefs.launch.registry import KernelMount
+
+ANSWER_TIMEOUT_S = 2.0
+
+
+class Holding:
+    """What the process that listens on `path` has."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def names(self) -> frozenset[str]:
+        """What it holds; nothing if it does not answer."""
+        try:
+            told = control.exchange(self._path, {"do": "list"}, ANSWER_TIMEOUT_S)
+        except control.ControlError:
+            return frozenset()
+        return frozenset(told["names"])
+
+    def has(self, root: KernelMount) -> bool:
+        return _name(root) in self.names()
+
+    def bring(self, root: KernelMount) -> None:
+        """Have it hold the connection of a mount whose keeper answers.
+
+        Raises:
+            OSError: the keeper does not.
+            holder.HolderError: it does not.
+        """
+        fd = _hand(registry.keeper_socket(root.mountpoint))
+        try:
+            fd_store.hold(os.fspath(self._path), _name(root), fd)
+        finally:
+            os.close(fd)
+
+    @property
+    def is_there(self) -> bool:
+        return control.peer(self._path) is not None
+
+
+def _name(root: KernelMount) -> str:
+    return fd_store.name_of(os.fspath(root.mountpoint), root.connection)
+
+
+def _hand(keeper: Path) -> int:
+    """A copy of a keeper's descriptor."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(ANSWER_TIMEOUT_S)
+        with keeper_control.short_name(os.fspath(keeper)) as name:
+            sock.connect(name)
+        sock.sendall(json.dumps({"do": "hand"}).encode() + b"\n")
+        _, descriptors, _, _ = socket.recv_fds(sock, 1 << 16, 1)
+    if not descriptors:
+        raise ConnectionError("the keeper has no connection to hand out")
+    return descriptors[0]
+
+
+class Daemons:
+    """The daemons that are started for mounts by a supervisor, if there is to be one."""
+
+    def __init__(self, supervisor: launcher.Supervisor | None) -> None:
+        self.supervisor = supervisor
+
+    def serve(self, root: Path) -> bool:
+        """Whether there is one for the mount at `root`; not if nobody answers."""
+        if self.supervisor is None:
+            return False
+        number = launcher.mount_number(root)
+        try:
+            return supervisor_protocol.count(os.fspath(self.supervisor.socket), number) > 0
+        except OSError:
+            return False
+
+    def end(self, root: Path) -> None:
+        """Kill those of the mount at `root`."""
+        if self.supervisor is not None:
+            with contextlib.suppress(OSError):  # then there is none
+                supervisor_protocol.end(
+                    os.fspath(self.supervisor.socket), launcher.mount_number(root)
+                )

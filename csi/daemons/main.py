@@ -1,0 +1,175 @@
+"""`fusefs-csi daemons`: where the daemons of the node's mounts run, without privilege.
+
+`fusefs-csi node` mounts and keeps; the daemons are in a container, and a pod,
+of their own, so that each side may die or be replaced without the other. They
+are started here (`supervisor`), as the users of their identities. Beside them
+copies of the mounts' /dev/fuse descriptors are held (`fusefs.keeper.fd_store`):
+each keeper has one as well, and each daemon, so a mount lives while any of the
+three does.
+
+One that starts beside another takes over: first what that holds, then its
+place, then its daemons (`moving`), and is ready when all of them have moved.
+The old one, told to end, ends when its last daemon has; it knows no limit for
+that, as kubelet has one. If the new one ends instead, the old one comes back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from csi.daemons.client import Holding
+from csi.daemons.migration import Moving
+from csi.daemons.supervisor import Supervisor
+from csi.node.config import HOLDER, SUPERVISOR
+from fusefs.keeper import fd_store, supervisor_protocol
+from fusefs.keeper.system import close_all_but, die_with_parent
+
+# From the fork to a service that answers: it has only to bind its socket.
+START_S = 30.0
+POLL_S = 0.05
+
+log = logging.getLogger(__name__)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `fusefs-csi daemons`."""
+    parser.add_argument(
+        "--ready-file",
+        type=Path,
+        metavar="PATH",
+        help="a file that is there while the node's mounts are served here",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Look after daemons until SIGTERM, and until they have ended; return the exit status.
+
+    Raises:
+        OSError: the directory of the sockets cannot be used.
+    """
+    state: Path = arguments.state_dir
+    ready: Path | None = arguments.ready_file
+    state.mkdir(mode=0o711, parents=True, exist_ok=True)
+    if ready is not None:
+        ready.unlink(missing_ok=True)  # a killed container's, before this one in the same pod
+    service = HolderService(state / HOLDER)
+    service.take_over()
+    old = running(state / SUPERVISOR)
+    supervisor = Supervisor(
+        state / SUPERVISOR, old=running(state / SUPERVISOR),
+        on_look=service.look, on_return=service.start,
+    )  # fmt: skip
+    mover = _fork(lambda: _move(old, state, supervisor.number, ready), old)
+    service.helpers.append(mover)
+    if old is not None:
+        old.close()
+    try:
+        supervisor.run()
+    finally:
+        if ready is not None:
+            ready.unlink(missing_ok=True)
+    return 0
+
+
+def running(path: Path) -> socket.socket | None:
+    """The supervisor that is there already."""
+    try:
+        return supervisor_protocol.connect(os.fspath(path))
+    except OSError:
+        return None
+
+
+def _move(old: socket.socket | None, state: Path, number: int, ready: Path | None) -> None:
+    if old is not None:
+        Moving(old, state / "fusefs", number).run()
+    log.info("ready")
+    if ready is not None:
+        ready.write_text("")
+
+
+class HolderService:
+    """The process that holds descriptors, which is a child of this one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._pid = 0
+        self.helpers: list[int] = []  # to be buried
+
+    def take_over(self) -> None:
+        """Start it with what the one before it holds.
+
+        Raises:
+            OSError: it does not come up.
+        """
+        held = {}
+        for name in Holding(self._path).names():
+            try:
+                held[name] = fd_store.fetch(os.fspath(self._path), name)
+            except fd_store.HolderError as error:
+                log.warning("%s: %s", name, error)  # its mount has just ended
+        self.start()
+        for name, descriptor in held.items():
+            try:
+                fd_store.hold(os.fspath(self._path), name, descriptor)
+            except fd_store.HolderError as error:
+                log.warning("%s: %s", name, error)
+            os.close(descriptor)
+        log.info("%d descriptors are held, as before", len(held))
+
+    def start(self) -> None:
+        """Start one that holds nothing; the keepers bring what they have.
+
+        Raises:
+            OSError: it does not come up.
+        """
+        if self._pid:
+            os.kill(self._pid, signal.SIGKILL)
+            self.helpers.append(self._pid)
+        before = _identity(self._path)
+        self._pid = _fork(lambda: fd_store.main(self._path))
+        deadline = time.monotonic() + START_S
+        while _identity(self._path) in (None, before):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self._path}: nobody listens")
+            time.sleep(POLL_S)
+
+    def look(self) -> None:
+        """Start another where it has died, and bury who is dead."""
+        self.helpers = [pid for pid in self.helpers if not os.waitpid(pid, os.WNOHANG)[0]]
+        if os.waitpid(self._pid, os.WNOHANG)[0]:
+            log.warning("what held the descriptors is gone: starting another")
+            self._pid = 0
+            self.start()
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _fork(work: Callable[[], object], kept: socket.socket | None = None) -> int:
+    """Do something in a child, which ends with this process; return its pid."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            die_with_parent()
+            close_all_but(*([kept.fileno()] if kept is not None else []))
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            work()
+            status = 0
+        except Exception:
+            log.exception("a part of it failed")
+        finally:
+            os._exit(status)
+    return pid

@@ -1,0 +1,91 @@
+"""Moves a node's mounts from one `fusefs-csi daemons` to the next, as `fusefs upgrade` does.
+
+The keepers do it, one mount at a time each: they start the new daemon, which
+from now on is with the new supervisor, let the old one finish what it has
+begun, and have the new one take over. What fails before that leaves the old one
+serving, and is tried again.
+
+A mount whose new daemon can't begin for long, while its old one is there, moves
+without being asked for that: its daemon is replaced as after a death. So a
+volume whose bucket refuses it does not hold a node's roll-out up. Only where
+the new daemon can't read what the old one knows, as after a roll-back over too
+many versions, or where the kernel could not send requests again, nothing moves.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from fusefs.keeper import supervisor_protocol
+from fusefs.keeper.protocol import CANNOT_TAKE_OVER
+from fusefs.launch import control
+
+log = logging.getLogger(__name__)
+
+# Each has two daemons for a moment.
+AT_ONCE = 4
+EVERY_S = 0.5
+STATUS_S = 2.0
+# A new daemon checks the bucket, for as long as requests are retried.
+UPGRADE_S = 600.0
+PATIENCE_S = 120.0
+# In what a keeper tells of a new daemon that can't read what the old one knows.
+_HOPELESS = f"exited with {CANNOT_TAKE_OVER}"
+
+
+class Moving:
+    """From the supervisor behind `old` to the one of this number. `keepers` has their sockets."""
+
+    def __init__(self, old: socket.socket, keepers: Path, number: int) -> None:
+        self._old = old
+        self._keepers = keepers
+        self._number = number
+        self._since: dict[Path, float] = {}
+
+    def run(self) -> None:
+        """Return when nothing is left to move."""
+        with ThreadPoolExecutor(AT_ONCE) as threads:
+            while self._left():
+                sockets = sorted(self._keepers.glob("*.keeper"))
+                list(threads.map(self._move, sockets))
+                time.sleep(EVERY_S)
+
+    def _left(self) -> int:
+        """How many daemons the old supervisor has."""
+        try:
+            return supervisor_protocol.ask(
+                self._old, supervisor_protocol.pack(supervisor_protocol.COUNT)
+            ).a
+        except OSError:
+            return 0  # it has ended, and they with it
+
+    def _move(self, keeper: Path) -> None:
+        try:
+            status = control.exchange(keeper, {"do": "status"}, STATUS_S)
+            if status.get("supervisor") == self._number or not status["is_serving"]:
+                return
+            mountpoint = status["mountpoint"]
+            told = control.exchange(keeper, {"do": "settings"}, STATUS_S)
+            control.exchange(keeper, {"do": "upgrade", **told}, UPGRADE_S)
+            log.info("%s has moved", mountpoint)
+        except control.NotAnsweringError as error:
+            log.info("%s: %s", keeper.name, error)  # its end, or its keeper's
+        except control.ControlError as error:
+            self._insist(keeper, str(error))
+
+    def _insist(self, keeper: Path, why: str) -> None:
+        now = time.monotonic()
+        since = self._since.setdefault(keeper, now)
+        if since == now:
+            log.warning("%s has not moved yet: %s", keeper.name, why)
+        if now - since >= PATIENCE_S and _HOPELESS not in why:
+            log.warning("%s moves by force, after %.0f s: %s", keeper.name, now - since, why)
+            try:
+                control.exchange(keeper, {"do": "replace"}, STATUS_S)
+            except control.ControlError as error:
+                # Before Linux 6.9 the mount would end, so it stays where it is.
+                log.warning("%s is not moved by force: %s", keeper.name, error)

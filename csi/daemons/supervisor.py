@@ -1,0 +1,331 @@
+"""Starts the daemons of a node's mounts for their keepers, and watches them.
+
+The keepers are in another container, which is privileged; this process is not,
+but for setting its children's users. They ask over a named socket
+(`fusefs.keeper.supervisor_protocol` has the messages). What a daemon works with reaches
+it through the socket to its keeper, /dev/fuse above all. A daemon whose keeper
+is gone goes on, and is given to the next that asks for it.
+
+Daemons end themselves when this process is gone, and are ended before it where
+memory is short. None of them is listened to: what they hold may be hostile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+
+from fusefs.keeper import protocol, supervisor_protocol
+from fusefs.keeper.control import Listener, Loop, is_trusted
+from fusefs.keeper.supervisor_protocol import Message
+from fusefs.keeper.system import Credentials, spawn
+from fusefs.launch import launcher
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+# For a killed process to go; one that takes longer than the second hangs in the kernel.
+GOING_S = 1.0
+HANGING_S = 5.0
+
+
+class Child:
+    """A daemon, and the connection of its keeper while that lives."""
+
+    def __init__(self, pid: int, mount: int, uid: int, channel: socket.socket) -> None:
+        self.pid = pid
+        self.pidfd = os.pidfd_open(pid)
+        self.mount = mount
+        self.uid = uid
+        self.channel = channel  # on which it hears of another keeper
+        self.keeper: socket.socket | None = None
+        self.version = supervisor_protocol.VERSION  # in which that is spoken to
+        self.doomed: float | None = None  # since when it is to be gone, of the monotonic clock
+
+    def signal(self, number: int) -> None:
+        """Signal it, as the user that it is if root may not."""
+        try:
+            signal.pidfd_send_signal(self.pidfd, number)
+        except PermissionError:
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    os.setresuid(self.uid, self.uid, self.uid)
+                    signal.pidfd_send_signal(self.pidfd, number)
+                finally:
+                    os._exit(0)
+            os.waitpid(pid, 0)
+
+
+class Supervisor:
+    """Listens at `path`; `command` is what it starts. One process may have one of them.
+
+    `old` is a connection to the one before it, which may still have daemons.
+    `on_look` is called each second, and `on_return` when it listens again, after
+    another took its place and has gone.
+
+    Raises:
+        OSError: it cannot listen.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        command: Sequence[str] = launcher.DAEMON,
+        old: socket.socket | None = None,
+        on_look: Callable[[], None] = lambda: None,
+        on_return: Callable[[], None] = lambda: None,
+    ) -> None:
+        # What tells it from others, for keepers' answers.
+        self.number = time.time_ns()
+        self._path = path
+        self._command = command
+        self._old = old
+        self._on_look = on_look
+        self._on_return = on_return
+        self._loop = Loop()
+        self._children: dict[int, Child] = {}
+        self._is_ending = False
+        self._listen()
+
+    def run(self) -> None:
+        """Serve until SIGTERM has come and all daemons have ended."""
+        signal.signal(signal.SIGTERM, self._end)
+        signal.signal(signal.SIGINT, self._end)
+        while not self._is_ending or self._children:
+            self._loop.run_once(LOOK_S)
+            if not self._is_ending:
+                self._keep_listening()
+                self._on_look()
+        self._listener.remove()
+
+    def _end(self, _number: int, _frame: FrameType | None) -> None:
+        # Whoever comes meanwhile may still ask for what there is, and take it over.
+        if not self._is_ending:
+            log.info("ending when %d daemons have", len(self._children))
+        self._is_ending = True
+
+    # --- connections ---
+
+    def _listen(self) -> None:
+        self._listener = Listener(os.fspath(self._path), socket.SOCK_SEQPACKET)
+        listening = self._listener.socket
+        self._loop.watch(listening.fileno(), select.POLLIN, self._accept)
+
+    def _keep_listening(self) -> None:
+        """Come back where another, which had taken this one's place, is gone."""
+        if self._listener.has_name:
+            return
+        try:
+            supervisor_protocol.connect(os.fspath(self._path)).close()
+        except OSError:
+            log.info("nobody listens in this one's place any more")
+            self._loop.forget(self._listener.socket.fileno())
+            self._listener.socket.close()
+            self._listen()
+            self._on_return()
+
+    def _accept(self) -> None:
+        try:
+            client, _ = self._listener.socket.accept()
+        except OSError:
+            return
+        if not is_trusted(client):
+            client.close()
+            return
+        client.setblocking(False)
+        self._loop.watch(client.fileno(), select.POLLIN, lambda: self._hear(client))
+
+    def _hear(self, client: socket.socket) -> None:
+        try:
+            message = supervisor_protocol.receive(client)
+        except BlockingIOError:
+            return
+        except supervisor_protocol.LaunchingError as error:
+            log.warning("a request that is none: %s", error)
+            _say(
+                client,
+                supervisor_protocol.pack(supervisor_protocol.REFUSED, a=errno.EPROTONOSUPPORT),
+            )
+            message = None
+        if message is None:
+            self._see_off(client)
+            return
+        try:
+            self._answer(client, message)
+        except OSError as error:
+            log.warning("no daemon for mount %016x: %s", message.mount, error)
+            number = error.errno or errno.EIO
+            _say(
+                client,
+                supervisor_protocol.pack(
+                    supervisor_protocol.REFUSED, a=number, version=message.version
+                ),
+            )
+        finally:
+            message.close()
+
+    def _see_off(self, client: socket.socket) -> None:
+        self._loop.forget(client.fileno())
+        client.close()
+        for child in self._children.values():
+            if child.keeper is client:
+                child.keeper = None
+
+    def _answer(self, client: socket.socket, message: Message) -> None:
+        match message.kind:
+            case supervisor_protocol.LAUNCH:
+                self._begin(client, message, self._launch(message))
+            case supervisor_protocol.ADOPT:
+                self._begin(client, message, self._give(message))
+            case supervisor_protocol.SIGNAL:
+                for child in self._children.values():
+                    if child.keeper is client:
+                        child.signal(message.a)
+            case supervisor_protocol.COUNT:
+                _say(client, _counted(message, len(self._of(message.mount))))
+            case supervisor_protocol.END:
+                _say(client, _counted(message, self._retire(message.mount)))
+            case _:
+                raise OSError(errno.EBADMSG, os.strerror(errno.EBADMSG))
+
+    def _of(self, mount: int) -> list[Child]:
+        return [child for child in self._children.values() if mount in (0, child.mount)]
+
+    # --- daemons ---
+
+    def _begin(self, client: socket.socket, message: Message, child: Child) -> None:
+        child.keeper, child.version = client, message.version
+        answer = supervisor_protocol.pack(
+            supervisor_protocol.STARTED, a=self.number, version=message.version
+        )
+        _say(client, answer, child.pidfd)
+
+    def _launch(self, message: Message) -> Child:
+        uid, gid = message.a, message.b
+        if self._is_ending:
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "no more daemons are started here")
+        if 0 in (uid, gid):
+            raise PermissionError(errno.EPERM, "no daemon is started as root")
+        if not message.c and self._retire(message.mount):
+            raise BlockingIOError(errno.EAGAIN, "its last daemon is still there")
+        channel, stdin, stdout, environment = message.fds
+        ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with its:
+            pid = spawn(
+                self._command,
+                stdin=stdin,
+                stdout=stdout,
+                kept=[channel, its.fileno()],
+                environment={
+                    **_own_environment(),
+                    **_given_environment(environment),
+                    protocol.ENVIRONMENT: str(channel),
+                    supervisor_protocol.ENVIRONMENT: str(its.fileno()),
+                },
+                credentials=Credentials(uid, gid, []),
+                yields_memory=True,
+            )
+        ours.setblocking(False)
+        child = self._children[pid] = Child(pid, message.mount, uid, ours)
+        self._loop.watch(child.pidfd, select.POLLIN, lambda: self._bury(child))
+        log.info("daemon %d is started for mount %016x as uid %d", pid, message.mount, uid)
+        return child
+
+    def _give(self, message: Message) -> Child:
+        """The mount's daemon that has no keeper, which is told of the new one."""
+        orphans = [child for child in self._of(message.mount) if child.keeper is None]
+        if not message.mount or not orphans:
+            raise ProcessLookupError(errno.ESRCH, "it has none without a keeper")
+        supervisor_protocol.send(
+            orphans[0].channel, supervisor_protocol.pack(supervisor_protocol.ADOPT), *message.fds
+        )
+        log.info("daemon %d has another keeper", orphans[0].pid)
+        return orphans[0]
+
+    def _retire(self, mount: int) -> int:
+        """Kill a mount's daemons, here and before here; tell how many could still do anything.
+
+        Two that serve one mount would both be wrong.
+        """
+        if not mount:
+            return 0
+        now = time.monotonic()
+        for child in self._of(mount):
+            child.doomed = child.doomed or now
+            child.signal(signal.SIGKILL)
+        for child in self._of(mount):
+            going = select.poll()
+            going.register(child.pidfd, select.POLLIN)
+            if going.poll(1000 * max(0.0, now + GOING_S - time.monotonic())):
+                self._bury(child)
+        left = sum(now - (child.doomed or now) < HANGING_S for child in self._of(mount))
+        if self._old is None:
+            return left
+        try:
+            answer = supervisor_protocol.ask(
+                self._old, supervisor_protocol.pack(supervisor_protocol.END, mount)
+            )
+            # One that came too late to the last question may be before it.
+            return left + (answer.a if answer.mount == mount else 1)
+        except TimeoutError:
+            return left + 1
+        except OSError:
+            self._old = None  # it has ended, and they with it
+            return left
+
+    def _bury(self, child: Child) -> None:
+        pid, status = os.waitpid(child.pid, os.WNOHANG)
+        if not pid:
+            return
+        log.info("daemon %d has ended: %d", child.pid, os.waitstatus_to_exitcode(status))
+        del self._children[child.pid]
+        self._loop.forget(child.pidfd)
+        os.close(child.pidfd)
+        child.channel.close()
+        if child.keeper is not None:
+            _say(
+                child.keeper,
+                supervisor_protocol.pack(
+                    supervisor_protocol.ENDED, a=status, version=child.version
+                ),
+            )
+
+
+def _say(client: socket.socket, packed: bytes, *fds: int) -> None:
+    with contextlib.suppress(OSError):  # it is gone, which receiving will show
+        supervisor_protocol.send(client, packed, *fds)
+
+
+def _counted(message: Message, count: int) -> bytes:
+    return supervisor_protocol.pack(
+        supervisor_protocol.COUNTED, message.mount, count, version=message.version
+    )
+
+
+def _own_environment() -> dict[str, str]:
+    return {
+        name: text
+        for name, text in os.environ.items()
+        if not name.startswith(supervisor_protocol.INHERITED)
+    }
+
+
+def _given_environment(fd: int) -> dict[str, str]:
+    with open(fd, "rb", closefd=False) as file:
+        told = dict(json.load(file))
+    return {
+        str(name): str(text)
+        for name, text in told.items()
+        if str(name).startswith(supervisor_protocol.INHERITED)
+    }

@@ -1,0 +1,265 @@
+"""Whose rights a volume is read with, and how the daemon of its mount gets them.
+
+Four identities, chosen in this order: the access keys of the volume's Secret,
+the role that `roleArn` names, which the pod's own service account assumes,
+nobody (`anonymous`), and the driver's own, which is for volumes that an
+administrator has made and never for an inline one, as any pod's author writes
+those.
+
+What is secret goes into one file per mount, on tmpfs, 0600 and the daemon's
+user's own, in a directory that is root's. Its environment names the file and
+no more. boto3, in the daemon, reads keys from it, and exchanges a token
+(AssumeRoleWithWebIdentity at the store's STS) again before what it got for it
+expires; requests wait meanwhile. Kubelet publishes each volume again every
+minute or so, and the file is replaced then: rotated keys and fresh tokens need
+nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from csi.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    UnauthenticatedError,
+)
+from csi.identities.keys import Keys, keys_from
+from csi.volume.options import Options
+from csi.volume.stores import Store
+
+log = logging.getLogger(__name__)
+
+TOKENS = "csi.storage.k8s.io/serviceAccount.tokens"
+NAMESPACE = "csi.storage.k8s.io/pod.namespace"
+ACCOUNT = "csi.storage.k8s.io/serviceAccount.name"
+
+# Who reads as the driver itself.
+DRIVER = "the driver"
+
+_NOT_FOR_SESSION = re.compile(r"[^\w+=,.@-]", re.ASCII)
+_MAX_SESSION = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who reads. Two with the same `proof` are the same, whatever their keys and tokens are now.
+
+    `who` is for people. Neither `repr` nor `str` shows a secret.
+    """
+
+    who: str
+    proof: tuple[str, ...] = field(repr=False)
+    keys: Keys | None = field(default=None, repr=False)
+    token: str | None = field(default=None, repr=False)
+    role_arn: str | None = None
+    session: str = ""
+
+
+def choose(
+    secrets: Mapping[str, str],
+    context: Mapping[str, str],
+    options: Options,
+    store: Store,
+    *,
+    is_inline: bool,
+) -> Identity:
+    """Who reads a volume that is published so. May ask where the driver's own keys come from.
+
+    Raises:
+        InvalidArgumentError: nobody is named, or two are.
+        FailedPreconditionError: the pod's token is missing.
+        UnauthenticatedError: the driver has no credentials of its own.
+    """
+    keys = keys_from(secrets)
+    named = [keys is not None, options.role_arn is not None, options.is_anonymous]
+    if sum(named) > 1:
+        raise InvalidArgumentError("a Secret with keys, roleArn and anonymous exclude each other")
+    if keys is not None:
+        _refuse_control_characters(keys)
+        proof = ("keys", keys.access_key_id, keys.secret_access_key)
+        return Identity(f"access key {keys.access_key_id}", proof, keys=keys)
+    if options.role_arn is not None:
+        return _of_role(options.role_arn, secrets, context, store)
+    if options.is_anonymous:
+        return Identity("nobody (anonymous)", ("anonymous",))
+    if is_inline:
+        raise InvalidArgumentError(
+            "an inline volume needs a nodePublishSecretRef, roleArn or anonymous: the driver's own"
+            " credentials are not for it"
+        )
+    return Identity(DRIVER, ("driver",), keys=_own.keys())
+
+
+def _refuse_control_characters(keys: Keys) -> None:
+    for value in (keys.access_key_id, keys.secret_access_key, keys.session_token or ""):
+        if not value.isprintable():
+            raise InvalidArgumentError("a key in the Secret has a character that none has")
+
+
+def _of_role(
+    role_arn: str, secrets: Mapping[str, str], context: Mapping[str, str], store: Store
+) -> Identity:
+    if store.sts_url is None and store.endpoint_url is not None:
+        raise InvalidArgumentError(f"roleArn: store {store.name} has no sts-url")
+    # Kubelet merges these over what the volume's author wrote.
+    namespace, account = context.get(NAMESPACE, ""), context.get(ACCOUNT, "")
+    if not namespace or not account:
+        raise FailedPreconditionError("roleArn: the CSIDriver object has to set podInfoOnMount")
+    session = _NOT_FOR_SESSION.sub("-", f"{namespace}-{account}")[:_MAX_SESSION]
+    return Identity(
+        f"role {role_arn}",
+        ("role", role_arn, namespace, account),
+        token=_token(secrets, context, store.audience),
+        role_arn=role_arn,
+        session=session,
+    )
+
+
+def _token(secrets: Mapping[str, str], context: Mapping[str, str], audience: str) -> str:
+    text = secrets.get(TOKENS) or context.get(TOKENS)
+    try:
+        token = json.loads(text or "{}")[audience]["token"]
+    except (ValueError, KeyError, TypeError):
+        token = None
+    if not isinstance(token, str) or not token.isascii() or not token.isprintable():
+        raise FailedPreconditionError(
+            "roleArn: kubelet sent no token; the CSIDriver object has to list the audience"
+            f" {audience} in tokenRequests"
+        )
+    return token
+
+
+class _OwnKeys:
+    """The driver's own credentials, from wherever boto3 finds them; they may be temporary.
+
+    boto3 renews those a quarter of an hour before they expire. That may take
+    as long as whoever gives them out does not answer, so only the first call waits.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._credentials: Any = None
+        self._last: Keys | None = None
+
+    def keys(self) -> Keys:
+        """What is valid now.
+
+        Raises:
+            UnauthenticatedError: there is nothing.
+        """
+        if self._last is None:
+            return self._ask()
+        if not self._lock.locked():
+            threading.Thread(target=self._renew, name="own keys", daemon=True).start()
+        return self._last
+
+    def _renew(self) -> None:
+        try:
+            self._ask()
+        except UnauthenticatedError as error:
+            log.warning("%s", error)
+
+    def _ask(self) -> Keys:
+        import boto3
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        with self._lock:
+            try:
+                self._credentials = self._credentials or boto3.Session().get_credentials()
+                if self._credentials is None:
+                    raise UnauthenticatedError("the driver has no credentials of its own")
+                now = self._credentials.get_frozen_credentials()
+            except (BotoCoreError, ClientError) as error:
+                raise UnauthenticatedError(f"the driver's own credentials: {error}") from error
+            self._last = Keys(now.access_key, now.secret_key, now.token)
+            return self._last
+
+
+_own = _OwnKeys()
+
+
+# --- for the daemon ---------------------------------------------------------------
+
+
+class CredentialFiles:
+    """The files below `directory`, one directory per mount."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        directory.mkdir(mode=0o711, parents=True, exist_ok=True)
+
+    def store(self, mount: str, identity: Identity, uid: int) -> None:
+        """Replace what the mount's daemon, which is user `uid`, signs with."""
+        directory = self._directory / mount
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir(mode=0o700)
+        # Root's, so that the daemon can plant nothing; it may pass through.
+        os.chown(directory, 0, uid)
+        directory.chmod(0o710)
+        if identity.keys is not None:
+            _replace(directory / "keys", _as_profile(identity.keys), uid)
+        elif identity.token is not None:
+            _replace(directory / "token", identity.token, uid)
+
+    def environment(self, mount: str, identity: Identity, store: Store) -> dict[str, str]:
+        """What boto3 in the daemon finds its credentials by. No secret is in it."""
+        directory = self._directory / mount
+        told = {
+            "AWS_CONFIG_FILE": os.devnull,
+            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+        if identity.keys is not None:
+            told["AWS_SHARED_CREDENTIALS_FILE"] = os.fspath(directory / "keys")
+        if identity.role_arn is not None:
+            told |= {
+                "AWS_ROLE_ARN": identity.role_arn,
+                "AWS_ROLE_SESSION_NAME": identity.session,
+                "AWS_WEB_IDENTITY_TOKEN_FILE": os.fspath(directory / "token"),
+                "AWS_STS_REGIONAL_ENDPOINTS": "regional",
+            }
+            if store.sts_url is not None:
+                told["AWS_ENDPOINT_URL_STS"] = store.sts_url
+            if store.ca_bundle is not None:
+                told["AWS_CA_BUNDLE"] = os.fspath(store.ca_bundle)
+        return told
+
+    def remove(self, mount: str) -> None:
+        """Remove a mount's file. It may be gone already."""
+        directory = self._directory / mount
+        for name in ("keys", "token", "keys.new", "token.new"):
+            (directory / name).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            directory.rmdir()
+
+
+def _as_profile(keys: Keys) -> str:
+    lines = [
+        "[default]",
+        f"aws_access_key_id = {keys.access_key_id}",
+        f"aws_secret_access_key = {keys.secret_access_key}",
+    ]
+    if keys.session_token:
+        lines.append(f"aws_session_token = {keys.session_token}")
+    return "\n".join([*lines, ""])
+
+
+def _replace(path: Path, text: str, uid: int) -> None:
+    """Have a file with `text` under this name, whole at every moment, for `uid` alone."""
+    unfinished = path.with_name(path.name + ".new")
+    unfinished.unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(unfinished, flags, 0o600), "w") as file:
+        os.fchown(file.fileno(), uid, uid)
+        file.write(text)
+    unfinished.replace(path)

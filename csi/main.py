@@ -1,0 +1,145 @@
+"""The command `fusefs-csi`: node, controller, all, daemons.
+
+`node` serves what kubelet asks on each node, `controller` what the provisioner
+and the resizer ask once per cluster, and `all` both on one socket, for tests
+and machines of one's own. `daemons` looks after the mounts' daemons.
+
+Every failure is one line on standard error that begins with `fusefs-csi: `.
+Exit status: 0 ended by SIGTERM, 1 it failed, 2 the command line or the stores'
+file cannot be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from fusefs import __version__
+from fusefs.settings.arguments import Parser
+
+try:
+    from csi.controller import service as controller
+    from csi.daemons import main as daemons
+    from csi.errors import CsiError
+    from csi.identity import IdentityService
+    from csi.node import service as node
+    from csi.server import Server, Service
+    from csi.volume.stores import Stores, StoresError, read_stores
+except ModuleNotFoundError as error:
+    # An installation without the driver's packages has this command, too.
+    if (error.name or "").partition(".")[0] not in ("grpc", "google"):
+        raise
+    sys.exit(
+        f"fusefs-csi: the Python package {error.name} is missing:"
+        " install the driver with its packages, pip install 'fusefs[csi]'"
+    )
+
+Maker = Callable[[argparse.Namespace, Stores], Service]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command until it is told to end, and return its exit status."""
+    options = make_parser().parse_args(arguments)
+    _set_up_log(options.log_level.upper())
+    try:
+        return int(options.run(options))
+    except StoresError as error:
+        _complain(error)
+        return 2
+    except (OSError, CsiError) as error:
+        _complain(error)
+        return 1
+
+
+def _set_up_log(level: str) -> None:
+    # Libraries log the headers of requests, and thereby tokens.
+    logging.basicConfig(
+        level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    for package in ("csi", "fusefs"):
+        logging.getLogger(package).setLevel(level)
+
+
+def _complain(what: object) -> None:
+    print(f"fusefs-csi: {' '.join(str(what).split())}", file=sys.stderr)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The whole command line, which manifests and tests can ask as well."""
+    parser = Parser(prog="fusefs-csi", description="the fusefs CSI driver")
+    parser.add_argument("--version", action="version", version=f"fusefs-csi {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    each_node = commands.add_parser("node", help="serve kubelet on a node")
+    _add_server_flags(each_node, [node.make_service])
+    node.add_flags(each_node)
+
+    once = commands.add_parser("controller", help="serve the provisioner and the resizer")
+    _add_server_flags(once, [controller.make_service])
+    controller.add_flags(once)
+
+    both = commands.add_parser("all", help="serve all of them on one socket")
+    _add_server_flags(both, [controller.make_service, node.make_service])
+    controller.add_flags(both)
+    node.add_flags(both)
+
+    supervisor = commands.add_parser("daemons", help="look after the mounts' daemons")
+    _add_common_flags(supervisor)
+    daemons.add_flags(supervisor)
+    supervisor.set_defaults(run=daemons.run)
+    return parser
+
+
+def _add_server_flags(parser: argparse.ArgumentParser, makers: list[Maker]) -> None:
+    parser.add_argument(
+        "--endpoint", required=True, metavar="unix:///PATH", help="the socket to serve on"
+    )
+    parser.add_argument(
+        "--node-id", required=node.make_service in makers, metavar="NAME", help="this node's name"
+    )
+    _add_common_flags(parser)
+    parser.set_defaults(run=lambda options: _serve(options, makers))
+
+
+def _add_common_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--state-dir",
+        type=Path,
+        default=Path("/run/fusefs-csi"),
+        metavar="DIR",
+        help="what a reboot may take (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--stores", type=Path, metavar="FILE", help="the S3 stores beside aws (TOML)"
+    )
+    parser.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="the least severe line to log (default: %(default)s)",
+    )
+
+
+def _serve(options: argparse.Namespace, makers: list[Maker]) -> int:
+    stores = read_stores(options.stores)
+    services: list[Service] = [IdentityService(), *(make(options, stores) for make in makers)]
+    server = Server(options.endpoint, services)
+    ending = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ending.set())
+    server.start()
+    logging.getLogger(__name__).info("serving %s at %s", options.command, server.path)
+    # A signal that another thread took is seen when this one wakes.
+    while not ending.wait(1.0):
+        pass
+    server.stop()
+    for service in services:
+        close = getattr(service, "close", None)
+        if close is not None:
+            close()
+    return 0

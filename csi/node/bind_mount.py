@@ -1,0 +1,159 @@
+"""Mounts and mount points at the system's level: what is where, bind, and unmount.
+
+What is mounted is read from /proc/self/mountinfo, and no path is opened or
+stat'ed that may be a mount: its daemon may be dead, or never answer. A bind is
+made detached, given its flags and only then put in its place (open_tree,
+mount_setattr, move_mount; Linux 5.12), so nobody ever finds a read-only one
+that can be written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import stat
+from pathlib import Path
+
+from fusefs.launch import registry
+from fusefs.launch.registry import KernelMount
+from fusefs.linux import libc
+
+# The new mount interface has the same numbers on every architecture but alpha.
+_SYS_OPEN_TREE = 428
+_SYS_MOVE_MOUNT = 429
+_SYS_MOUNT_SETATTR = 442
+_AT_FDCWD = -100
+_AT_EMPTY_PATH = 0x1000
+_AT_SYMLINK_NOFOLLOW = 0x100
+_OPEN_TREE_CLONE = 1
+_MOVE_MOUNT_F_EMPTY_PATH = 4
+_MOUNT_ATTR_RDONLY = 1
+_MOUNT_ATTR_NOSUID = 2
+_MOUNT_ATTR_NODEV = 4
+
+# A path has a mount for each time that its daemon was lost, and no more.
+MOST_STACKED = 1000
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _MountAttributes(ctypes.Structure):
+    """struct mount_attr of mount_setattr(2)."""
+
+    _fields_ = (
+        ("attr_set", ctypes.c_uint64),
+        ("attr_clr", ctypes.c_uint64),
+        ("propagation", ctypes.c_uint64),
+        ("userns_fd", ctypes.c_uint64),
+    )
+
+
+class Table:
+    """What was mounted in this process' namespace at one moment."""
+
+    def __init__(self) -> None:
+        self._mounts = registry.kernel_mounts()
+
+    def stack(self, path: Path) -> list[KernelMount]:
+        """What is mounted at exactly `path`, the topmost last."""
+        return [mount for mount in self._mounts if mount.mountpoint == path]
+
+    def top(self, path: Path) -> KernelMount | None:
+        stack = self.stack(path)
+        return stack[-1] if stack else None
+
+    def of_device(self, device: str) -> list[KernelMount]:
+        """All mounts of one file system."""
+        return [mount for mount in self._mounts if mount.device == device]
+
+    def fusefs_above(self, path: Path) -> KernelMount | None:
+        """A mount of ours that `path` lies below, if there is one."""
+        for mount in self._mounts:
+            if mount.is_fusefs and mount.mountpoint in path.parents:
+                return mount
+        return None
+
+
+def bind(source: Path, target: Path, *, is_read_only: bool) -> None:
+    """Mount the root of the mount at `source` on top of `target`.
+
+    Raises:
+        OSError: it cannot be; nothing was mounted.
+    """
+    tree = _syscall(
+        _SYS_OPEN_TREE,
+        _AT_FDCWD,
+        os.fsencode(source),
+        _OPEN_TREE_CLONE | os.O_CLOEXEC | _AT_SYMLINK_NOFOLLOW,
+    )
+    try:
+        flags = _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV
+        attributes = _MountAttributes(flags | (_MOUNT_ATTR_RDONLY if is_read_only else 0), 0, 0, 0)
+        _syscall(
+            _SYS_MOUNT_SETATTR,
+            tree,
+            b"",
+            _AT_EMPTY_PATH,
+            ctypes.byref(attributes),
+            ctypes.sizeof(attributes),
+        )
+        _syscall(
+            _SYS_MOVE_MOUNT, tree, b"", _AT_FDCWD, os.fsencode(target), _MOVE_MOUNT_F_EMPTY_PATH
+        )
+    finally:
+        os.close(tree)
+
+
+def pop_all(path: Path) -> None:
+    """Unmount whatever is mounted at `path`, however often.
+
+    Raises:
+        OSError: one of them cannot be.
+    """
+    for _ in range(MOST_STACKED):
+        if Table().top(path) is None:
+            return
+        try:
+            libc.umount(os.fspath(path), libc.UMOUNT_NOFOLLOW)
+        except OSError as error:
+            if error.errno == errno.EINVAL and Table().top(path) is None:
+                return  # somebody else was faster
+            if error.errno != errno.EBUSY:
+                raise
+            libc.umount(os.fspath(path), libc.UMOUNT_NOFOLLOW | libc.MNT_DETACH)
+
+
+def make_directory(path: Path, mode: int) -> None:
+    """Have a directory at `path`, where nothing is mounted; its parent is there.
+
+    Raises:
+        OSError: it cannot be made, or something else is there.
+    """
+    try:
+        path.mkdir(mode=mode)
+    except FileExistsError:
+        if not stat.S_ISDIR(path.lstat().st_mode):
+            raise NotADirectoryError(
+                errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.fspath(path)
+            ) from None
+
+
+def remove_directory(path: Path) -> None:
+    """Remove an empty directory, if it is there.
+
+    Raises:
+        OSError: it is not empty, or something is mounted there.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        path.rmdir()
+
+
+def _syscall(number: int, *arguments: object) -> int:
+    # Without a prototype ctypes passes an int as 32 bits, so each is widened.
+    widened = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
+    result = int(_libc.syscall(ctypes.c_long(number), *widened))
+    if result < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return result

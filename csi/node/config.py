@@ -1,0 +1,175 @@
+"""What an administrator decides about a node: directories, users, and each mount's share.
+
+The node's budget of memory and connections is the share of a mount times the
+most mounts that there may be; that of the disk is what caches have to leave free.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from csi.errors import FailedPreconditionError
+from csi.volume.options import Shares
+from fusefs.launch import launcher, registry
+from fusefs.settings.memory import LEAST
+from fusefs.settings.types import MIN_FREE, SHARE, SIZE, Kind, MinFree, at_least
+from fusefs.settings.units import MIB
+
+# The sockets of `fusefs-csi daemons`, below the state directory.
+SUPERVISOR = "daemons.sock"
+HOLDER = "holder.sock"
+
+_MEMORY_SYSTEMS = ("tmpfs", "ramfs")
+# Nobody's on a usual machine: systemd's documentation of uids leaves them free.
+FIRST_UID, LAST_UID = 1_900_000_000, 1_900_009_999
+_MOST_UIDS = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class NodeConfiguration:
+    """`uids` are the first and the last of the identity domains' users."""
+
+    node_id: str
+    kubelet_directory: Path
+    state_directory: Path
+    mounts_directory: Path
+    cache_directory: Path
+    uids: tuple[int, int]
+    shares: Shares
+    most_volumes: int
+    daemons: str = "either"
+
+    @property
+    def holder(self) -> Path:
+        """Where `fusefs-csi daemons` holds descriptors."""
+        return self.state_directory / HOLDER
+
+    @property
+    def supervisor(self) -> launcher.Supervisor | None:
+        """Where `fusefs-csi daemons` starts daemons."""
+        if self.daemons == "here":
+            return None
+        return launcher.Supervisor(self.state_directory / SUPERVISOR, self.daemons == "there")
+
+    def prepare(self) -> None:
+        """Make the directories, which the mounts' users may pass through.
+
+        Raises:
+            FailedPreconditionError: secrets would get onto a disk.
+            OSError: a directory cannot be made.
+        """
+        self.state_directory.mkdir(parents=True, exist_ok=True)
+        self.state_directory.chmod(0o711)
+        if _file_system(self.state_directory) not in _MEMORY_SYSTEMS:
+            raise FailedPreconditionError(
+                f"--state-dir {self.state_directory}: credentials are kept there, so it has to be"
+                " on a tmpfs, like /run"
+            )
+        self.mounts_directory.mkdir(parents=True, exist_ok=True)
+
+
+def _file_system(directory: Path) -> str:
+    real = registry.resolve(directory)
+    above = [one for one in registry.kernel_mounts() if real.is_relative_to(one.mountpoint)]
+    # Of several at one path, the last one is on top.
+    return max(above, key=lambda one: len(one.mountpoint.parts)).filesystem if above else ""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `fusefs-csi node`."""
+    kubelet = Path("/var/lib/kubelet")
+    group = parser.add_argument_group("node")
+
+    def add(
+        flag: str, kind: Callable[[str], object], default: object, metavar: str, text: str
+    ) -> None:
+        group.add_argument(
+            flag, type=kind, default=default, metavar=metavar,
+            help=f"{text} (default: %(default)s)",
+        )  # fmt: skip
+
+    add("--kubelet-dir", Path, kubelet, "DIR", "kubelet's directory, which has all target paths")
+    add(
+        "--mounts-dir", Path, kubelet / "plugins/s3.csi.fusefs.dev/mounts", "DIR",
+        "where the mounts are that are bound to target paths",
+    )  # fmt: skip
+    add("--cache-dir", Path, Path("/var/cache/fusefs"), "DIR", "where objects are kept")
+    add(
+        "--uid-range", _uids, f"{FIRST_UID}-{LAST_UID}", "FIRST-LAST",
+        "the users that mounts run as, one for each identity and bucket",
+    )  # fmt: skip
+    group.add_argument(
+        "--daemons",
+        choices=("there", "here", "either"),
+        default="either",
+        help="where the mounts' daemons run: there, in `fusefs-csi daemons`, for which mounts wait;"
+        " here; or there if it is there, else here (default: %(default)s)",
+    )
+    add(
+        "--max-volumes", _positive, 100, "N",
+        "the most mounts at a time; times what each may have, that is the node's budget",
+    )  # fmt: skip
+    add(
+        "--memory-limit",
+        at_least(LEAST, SIZE).read,
+        256 * MIB,
+        "SIZE",
+        "memory for each mount's data on its way",
+    )
+    add("--max-connections", int, 32, "N", "the most requests to S3 at a time, for each mount")
+    add("--cache-size", SIZE.read, None, "SIZE", "the most that one identity's cache keeps")
+    add("--min-free", _text_of(MIN_FREE), "20%", "SIZE|N%", "disk space that caches leave free")
+    add("--min-free-inodes", _text_of(SHARE), "10%", "N%", "inodes that caches leave free")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return int(text)
+
+
+def _uids(text: str) -> tuple[int, int]:
+    first, separator, last = text.partition("-")
+    if not separator or not first.isdecimal() or not last.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not like 1900000000-1900009999")
+    if not 0 < int(first) <= int(last) < 2**32 - 1 or int(last) - int(first) >= _MOST_UIDS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no range of at most {_MOST_UIDS} users")
+    return int(first), int(last)
+
+
+def _text_of(kind: Kind[MinFree]) -> Callable[[str], str]:
+    """Reads a text of this kind, and leaves it as it is."""
+
+    def read(text: str) -> str:
+        try:
+            kind.read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return text
+
+    return read
+
+
+def configuration_of(arguments: argparse.Namespace) -> NodeConfiguration:
+    """What the command line says."""
+    return NodeConfiguration(
+        arguments.node_id,
+        Path(os.path.abspath(arguments.kubelet_dir)),
+        registry.resolve(arguments.state_dir),
+        registry.resolve(arguments.mounts_dir),
+        registry.resolve(arguments.cache_dir),
+        arguments.uid_range,
+        Shares(
+            arguments.memory_limit,
+            arguments.max_connections,
+            arguments.cache_size,
+            arguments.min_free,
+            arguments.min_free_inodes,
+        ),
+        arguments.max_volumes,
+        arguments.daemons,
+    )

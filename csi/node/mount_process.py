@@ -1,0 +1,61 @@
+"""The process that starts one mount: `python -m csi.node.mount_process`.
+
+It is to the driver what `fusefs mount` is to a user: one process per mount,
+so that the driver, which has many threads, never forks by itself, and the
+mount's environment is nobody else's. It reads JSON from standard input: the
+mount's `settings`, and where its daemon is started (`supervisor`, a path, and
+whether it `is_needed`). It starts the mount, or goes on with one that has lost
+its keeper, and writes `{}` or `{"error": "..."}` when that is decided.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from fusefs.launch import launcher, preflight, registry
+from fusefs.linux import unmount
+from fusefs.settings.mount import MountSettings, SettingsError
+
+
+def main() -> int:
+    """Start the mount that standard input describes; return the exit status."""
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        told = json.load(sys.stdin)
+        settings = MountSettings.from_json(told["settings"])
+        supervisor = None
+        if told["supervisor"] is not None:
+            supervisor = launcher.Supervisor(Path(told["supervisor"]), told["is_needed"])
+        if not launcher.resume(settings, supervisor):
+            preflight.check(settings)
+            launcher.start(settings, supervisor)
+    except (
+        preflight.LaunchError,
+        registry.MountsError,
+        unmount.UnmountError,
+        SettingsError,
+    ) as error:
+        return _fail(str(error))
+    except OSError as error:
+        return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    print("{}", flush=True)
+    return 0
+
+
+def _fail(why: str) -> int:
+    print(json.dumps({"error": " ".join(why.split())}), flush=True)
+    return 1
+
+
+def _stop(_number: int, _frame: FrameType | None) -> NoReturn:
+    """Clean up, as for Ctrl-C, when the driver has waited for long enough."""
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""What one NodePublishVolume asks for, read and checked, without asking anybody.
+
+Kubelet puts what it knows of the pod into the volume's context, under names of
+its own; the rest is what the volume's author wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from csi.errors import InvalidArgumentError
+from csi.generated import csi_pb2
+from csi.node.bind_mount import Table
+from csi.volume.capabilities import Mode, check_capability, is_read_only
+from csi.volume.location import LOCATION_KEYS
+from fusefs.launch import registry
+
+EPHEMERAL = "csi.storage.k8s.io/ephemeral"
+_FOREIGN = ("csi.storage.k8s.io/", "storage.kubernetes.io/")
+# Modes under which a node may have a volume at one path alone.
+_ONE_TARGET = frozenset((
+    Mode.SINGLE_NODE_WRITER, Mode.SINGLE_NODE_READER_ONLY, Mode.SINGLE_NODE_SINGLE_WRITER,
+))  # fmt: skip
+# What kubelet calls an inline volume: a digest of the pod's uid and the volume's name.
+_INLINE_ID = re.compile("csi-[0-9a-f]{64}")
+_MAX_GROUP = 2**32 - 2
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """One volume at one target path.
+
+    `location` are the attributes that say where the volume is, `attributes` all
+    others of its author; `context` is what kubelet sent, and may hold a token.
+    """
+
+    volume_id: str
+    target: Path
+    is_read_only: bool
+    is_reader_mode: bool
+    has_one_target: bool
+    is_inline: bool
+    fs_group: int | None
+    mode: str
+    location: dict[str, str]
+    attributes: dict[str, str]
+    mount_flags: tuple[str, ...]
+
+    @property
+    def arguments(self) -> str:
+        """What has to be the same when it is published there again.
+
+        Kubelet does that every minute, and takes a refusal for the end of the
+        pod's volume. So what an administrator may change meanwhile, the mount
+        options, is not among it.
+        """
+        return json.dumps(
+            [self.volume_id, self.fs_group, self.mode, self.location, self.attributes],
+            sort_keys=True,
+        )
+
+
+def read_request(
+    request: csi_pb2.NodePublishVolumeRequest, kubelet_directory: Path, own_directory: Path
+) -> Publication:
+    """What `request` asks for.
+
+    Raises:
+        InvalidArgumentError: a field is missing or cannot be used.
+    """
+    if not request.volume_id:
+        raise InvalidArgumentError("volume_id: missing")
+    if not request.HasField("volume_capability"):
+        raise InvalidArgumentError("volume_capability: missing")
+    capability = request.volume_capability
+    check_capability(capability)
+    target = target_of(request.target_path, kubelet_directory, own_directory)
+    context = dict(request.volume_context)
+    own = {name: value for name, value in context.items() if not name.startswith(_FOREIGN)}
+    is_inline = _is_inline(request.volume_id, context)
+    location = {name: value for name, value in own.items() if name in LOCATION_KEYS}
+    attributes = {name: value for name, value in own.items() if name not in LOCATION_KEYS}
+    if is_inline and "endpoint" in location:
+        raise InvalidArgumentError("endpoint: not for an inline volume, which names a store")
+    return Publication(
+        request.volume_id,
+        target,
+        request.readonly,
+        is_read_only(capability),
+        capability.access_mode.mode in _ONE_TARGET,
+        is_inline,
+        _group(capability.mount.volume_mount_group),
+        Mode.Mode.Name(capability.access_mode.mode),
+        location,
+        attributes,
+        tuple(capability.mount.mount_flags),
+    )
+
+
+def _is_inline(volume_id: str, context: Mapping[str, str]) -> bool:
+    """Whether a pod's author wrote the volume.
+
+    Kubelet says so while the CSIDriver object has podInfoOnMount; it always shows in the id.
+    """
+    return context.get(EPHEMERAL) == "true" or bool(_INLINE_ID.fullmatch(volume_id))
+
+
+def target_of(text: str, kubelet_directory: Path, own_directory: Path, *, name: str = "") -> Path:
+    """The target path that a request names, as mountinfo shows it.
+
+    Raises:
+        InvalidArgumentError: no volume can be there.
+    """
+    name = name or "target_path"
+    if not text:
+        raise InvalidArgumentError(f"{name}: missing")
+    path = Path(text)
+    if not path.is_absolute() or "\0" in text or os.path.normpath(text) != text.rstrip("/"):
+        raise InvalidArgumentError(f"{name}: {text!r} is not an absolute path in its normal form")
+    if len(os.fsencode(text)) >= os.pathconf("/", "PC_PATH_MAX"):
+        raise InvalidArgumentError(f"{name}: longer than a path can be")
+    above = Table().fusefs_above(path)
+    if above is not None:
+        raise InvalidArgumentError(f"{name}: {text!r} is inside of a volume")
+    path = registry.resolve(path)
+    kubelet, own = registry.resolve(kubelet_directory), registry.resolve(own_directory)
+    if kubelet not in path.parents:
+        raise InvalidArgumentError(f"{name}: {text!r} is not below {kubelet_directory}")
+    if path == own or own in path.parents or path in own.parents:
+        raise InvalidArgumentError(f"{name}: {text!r} is the driver's own")
+    return path
+
+
+def _group(text: str) -> int | None:
+    if not text:
+        return None
+    if not (text.isascii() and text.isdecimal()) or int(text) > _MAX_GROUP:
+        raise InvalidArgumentError(f"volume_mount_group: {text!r} is no number of a group")
+    return int(text)

@@ -1,0 +1,171 @@
+"""What a volume is: where its data are, and what its id says.
+
+A volume is a bucket or a prefix of one, in a configured store. The id of a
+volume that the driver made is `<store>/<bucket>/<name>`; that of one that an
+administrator made is whatever he wrote, and its location is in its attributes
+alone. The attributes say it for both: CreateVolume puts it there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import unicodedata
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from csi.errors import InvalidArgumentError
+from csi.volume.stores import Store, Stores, is_region
+from fusefs.posix.nodes.names import PRIVATE
+
+# The attributes that say where a volume is; all others are settings of its mounts.
+LOCATION_KEYS = frozenset(("store", "endpoint", "bucket", "prefix", "region"))
+# An S3 key has at most 1024 bytes; the rest is for the names of files.
+MAX_PREFIX = 900
+# The most that the CSI specification lets a field have.
+MAX_ID = 128
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+_ADDRESS = re.compile(r"\d+\.\d+\.\d+\.\d+")
+_VARIABLE = re.compile(r"\$\{([^}]*)\}")
+
+
+@dataclass(frozen=True, slots=True)
+class VolumeId:
+    """The id of a volume that CreateVolume made."""
+
+    store: str
+    bucket: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.store}/{self.bucket}/{self.name}"
+
+    @classmethod
+    def parse(cls, text: str) -> VolumeId | None:
+        """What `text` names; None if no volume of CreateVolume can have that id."""
+        parts = text.split("/")
+        if len(parts) != 3 or len(text.encode()) > MAX_ID:
+            return None
+        store, bucket, name = parts
+        if not store or not is_bucket(bucket) or not _NAME.fullmatch(name):
+            return None
+        return cls(store, bucket, name)
+
+
+def new_volume_id(store: str, bucket: str, name: str) -> VolumeId:
+    """The id for a name that the caller chose, which may be any text.
+
+    A name that doesn't fit into an id gets a digest in its place.
+    """
+    if VolumeId.parse(f"{store}/{bucket}/{name}") is None:
+        name = "volume-" + hashlib.sha256(name.encode()).hexdigest()[:32]
+    return VolumeId(store, bucket, name)
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a volume's data are. `prefix` is "" or ends with its only trailing slash."""
+
+    store: Store
+    bucket: str
+    prefix: str
+    region: str | None = None
+
+    def __str__(self) -> str:
+        return f"s3://{self.bucket}/{self.prefix}"
+
+
+def location_of(attributes: Mapping[str, str], stores: Stores) -> Location:
+    """Where the volume with these attributes is.
+
+    Raises:
+        InvalidArgumentError: they don't say it, or say what is refused; the
+            sentence names the attribute.
+    """
+    store = stores.choose(attributes)
+    bucket = attributes.get("bucket", "")
+    if not bucket:
+        raise InvalidArgumentError("bucket: missing")
+    if not is_bucket(bucket):
+        raise InvalidArgumentError(f"bucket: {bucket!r} is no name of a bucket")
+    region = attributes.get("region")
+    if region is not None and not is_region(region):
+        raise InvalidArgumentError(f"region: {region!r} is no region")
+    prefix = normal_prefix(attributes.get("prefix", ""))
+    return Location(store, bucket, prefix, region or store.region)
+
+
+def is_bucket(text: str) -> bool:
+    """Whether a bucket may be called so. What may not could be another host, or an ARN."""
+    return bool(_BUCKET.fullmatch(text)) and ".." not in text and not _ADDRESS.fullmatch(text)
+
+
+def normal_prefix(text: str) -> str:
+    """The prefix as keys have it: "" for a whole bucket, else without leading and with one
+    trailing slash, so that `team-a` is nothing of `team-ab`.
+
+    Raises:
+        InvalidArgumentError: a segment of it is none that a path can have.
+    """
+    if text in ("", "/"):
+        return ""
+    inner = text.removeprefix("/").removesuffix("/")
+    for segment in inner.split("/"):
+        _check_segment(text, segment)
+    prefix = inner + "/"
+    if len(prefix.encode()) > MAX_PREFIX:
+        raise InvalidArgumentError(f"prefix: over {MAX_PREFIX} bytes")
+    return prefix
+
+
+def _check_segment(prefix: str, segment: str) -> None:
+    why = ""
+    if segment == "":
+        why = "has an empty segment"
+    elif segment in (".", ".."):
+        why = f"has a segment {segment!r}"
+    elif segment == PRIVATE:
+        why = f"has a segment {PRIVATE!r}, which is the driver's own"
+    elif any(unicodedata.category(character) == "Cc" for character in segment):
+        why = "has a control character"
+    if why:
+        raise InvalidArgumentError(f"prefix: {prefix!r} {why}")
+
+
+def fill_in(template: str, values: Mapping[str, str]) -> str:
+    """The prefix that a template with `${variables}` stands for, in its normal form.
+
+    Raises:
+        InvalidArgumentError: a variable is unknown, its value is missing or has
+            a slash in it, or the prefix is refused.
+    """
+
+    def value_of(match: re.Match[str]) -> str:
+        name = match[1]
+        if name not in values:
+            known = ", ".join("${" + known + "}" for known in values)
+            raise InvalidArgumentError(f"prefix: ${{{name}}} is none of {known}")
+        if not values[name]:
+            raise InvalidArgumentError(
+                f"prefix: nobody told ${{{name}}}; run the provisioner with --extra-create-metadata"
+            )
+        if "/" in values[name]:
+            raise InvalidArgumentError(f"prefix: ${{{name}}} is {values[name]!r}, with a slash")
+        return values[name]
+
+    normal_prefix(template)
+    if "${" in _VARIABLE.sub("", template):
+        raise InvalidArgumentError(f"prefix: {template!r} has a variable without an end")
+    return normal_prefix(_VARIABLE.sub(value_of, template))
+
+
+def has_segment(template: str, segment: str) -> bool:
+    """Whether one whole segment of a prefix or template is `segment`."""
+    return segment in template.split("/")
+
+
+def overlap(one: str, other: str) -> bool:
+    """Whether two normal prefixes are equal, or one lies within the other."""
+    return one.startswith(other) or other.startswith(one)

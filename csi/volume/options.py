@@ -1,0 +1,310 @@
+"""What a volume's attributes and mount options say about its mounts.
+
+Both take the settings of `fusefs mount` that a user of a node may choose, under
+the setting's own name (`cache-size`) or, as Kubernetes spells, `cacheSize`.
+Attributes also say who reads (`roleArn`, `anonymous`, `cacheDomain`), how its end
+is dealt with (`drainTimeout`), and what is fetched before it is read (`warm`,
+`warmBeforePublish`, `warmTimeout`). Everything else is refused by name: what
+names a path of the node, reaches another host, or is the node's to decide.
+
+An attribute of a PersistentVolume is its administrator's, one of an inline
+volume any pod author's; the latter may say less.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from csi.errors import InvalidArgumentError
+from fusefs.settings.mount import Given, Layer, MountSettings, SettingsError, build
+from fusefs.settings.types import DURATION, SIZE, SWITCH, Source
+
+# Settings that are taken as they are given.
+_FREE = frozenset((
+    "read_only", "uid", "gid", "file_mode", "dir_mode", "metadata_ttl", "requester_pays",
+    "durability", "conflict", "no_delete", "flush_interval", "retry_time", "log_level",
+    "passthrough", "object_attributes", "exclusive_create", "conditional_writes",
+))  # fmt: skip
+# Settings of which the node gives each mount a share: less may be asked for, more is not given.
+_SHARED = frozenset(("cache_size", "memory_limit", "max_connections"))
+_TAKEN = _FREE | _SHARED
+_OWN = frozenset((
+    "roleArn", "anonymous", "cacheDomain", "allowLocalDurability", "drainTimeout",
+    "warm", "warmBeforePublish", "warmTimeout",
+))  # fmt: skip
+# What an administrator answers for.
+_NOT_INLINE = frozenset(("cacheDomain", "allowLocalDurability", "endpoint"))
+_KNOWN_FLAGS = {"ro": ("read_only", "true"), "rw": ("read_only", "false")}
+
+_ROLE = re.compile(r"arn:[a-z0-9-]+:[a-z0-9-]*:[a-z0-9-]*:[0-9]*:role/[\w+=,.@/-]{1,600}")
+_DOMAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+DRAIN_TIMEOUT_S = 600.0
+WARM_TIMEOUT_S = 600.0
+# The most bytes that a key can have.
+_LONGEST_KEY = 1024
+# A call that is tried again for longer would outlast its caller.
+LONGEST_RETRY_S = 300.0
+# A change of policies may take effect here and there at first; a minute of refusals may pass.
+REVOKE_AFTER = "120s"
+
+
+@dataclass(frozen=True, slots=True)
+class Warm:
+    """What of a volume is fetched before it is read, relative to it; "" is all.
+
+    With `is_first` a pod starts when that is done, or after `timeout_s`.
+    """
+
+    paths: tuple[str, ...] = ()
+    is_first: bool = False
+    timeout_s: float = WARM_TIMEOUT_S
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a volume's attributes and mount options ask for.
+
+    `settings` are texts of `fusefs mount`'s settings, by field. Times are in seconds.
+    """
+
+    settings: Layer
+    role_arn: str | None = None
+    is_anonymous: bool = False
+    cache_domain: str | None = None
+    drain_timeout_s: float = DRAIN_TIMEOUT_S
+    warm: Warm = Warm()
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What one mount may have of its node. Sizes are in bytes; None is no limit."""
+
+    memory_limit: int
+    max_connections: int
+    cache_size: int | None
+    min_free: str
+    min_free_inodes: str
+
+
+def check_attributes(
+    attributes: Mapping[str, str], mount_flags: Sequence[str], *, is_inline: bool
+) -> None:
+    """Refuse what no mount could be made with. `attributes` has none that say where it is.
+
+    Raises:
+        InvalidArgumentError: the sentence names the attribute or option.
+    """
+    read_options(attributes, mount_flags, is_inline=is_inline)
+
+
+def read_options(
+    attributes: Mapping[str, str], mount_flags: Sequence[str], *, is_inline: bool
+) -> Options:
+    """What is asked for; see `check_attributes`.
+
+    Raises:
+        InvalidArgumentError: the sentence names the attribute or option.
+    """
+    if is_inline:
+        for name in sorted(_NOT_INLINE & attributes.keys()):
+            raise InvalidArgumentError(f"{name}: not for an inline volume, which is its pod's own")
+    settings = dict(_from_flags(mount_flags))
+    for name, value in attributes.items():
+        if name not in _OWN:
+            settings[_field(name, name)] = Given(value, name)
+    _check_readable(settings)
+    _check_durability(settings, attributes)
+    return Options(
+        settings,
+        _role(attributes.get("roleArn")),
+        _switch(attributes, "anonymous"),
+        _cache_domain(attributes.get("cacheDomain")),
+        _duration(attributes, "drainTimeout", DRAIN_TIMEOUT_S),
+        _warm(attributes),
+    )
+
+
+def _from_flags(mount_flags: Sequence[str]) -> list[tuple[str, Given]]:
+    found = []
+    for flag in mount_flags:
+        for option in filter(None, flag.split(",")):
+            name, separator, value = option.partition("=")
+            if option in _KNOWN_FLAGS:
+                field, value = _KNOWN_FLAGS[option]
+            else:
+                field = _field(name, f"mountOptions: {name}")
+                value = value if separator else "true"
+            found.append((field, Given(value, f"mountOptions: {name}")))
+    return found
+
+
+def _field(name: str, origin: str) -> str:
+    field = re.sub(r"[A-Z]", lambda match: "_" + match[0].lower(), name).replace("-", "_")
+    if field not in _TAKEN or "_" in name:
+        raise InvalidArgumentError(f"{origin}: not a setting that a volume can have")
+    return field
+
+
+def _check_readable(settings: Layer) -> None:
+    try:
+        build(settings, _anywhere())
+    except SettingsError as error:
+        raise InvalidArgumentError(str(error)) from None
+
+
+def _anywhere() -> Layer:
+    """A place for settings that are only looked at."""
+    return {
+        "source": Given("s3://bucket", "source"),
+        "mountpoint": Given("/mnt", "mountpoint"),
+        "cache_dir": Given("/cache", "cache_dir"),
+    }
+
+
+def _check_durability(settings: Layer, attributes: Mapping[str, str]) -> None:
+    is_allowed = _switch(attributes, "allowLocalDurability")
+    is_local = "durability" in settings and settings["durability"].text.strip() == "local"
+    if is_local and not is_allowed:
+        raise InvalidArgumentError(
+            f"{settings['durability'].origin}: local loses files with the node; it needs"
+            ' allowLocalDurability: "true" in the StorageClass'
+        )
+
+
+def _role(text: str | None) -> str | None:
+    if text is not None and not _ROLE.fullmatch(text):
+        raise InvalidArgumentError(
+            f"roleArn: {text!r} is not like arn:aws:iam::123456789012:role/x"
+        )
+    return text
+
+
+def _cache_domain(text: str | None) -> str | None:
+    if text is not None and not _DOMAIN.fullmatch(text):
+        raise InvalidArgumentError(f"cacheDomain: {text!r} is no name")
+    return text
+
+
+def _switch(attributes: Mapping[str, str], name: str) -> bool:
+    try:
+        return bool(SWITCH.read(attributes.get(name, "false")))
+    except ValueError as error:
+        raise InvalidArgumentError(f"{name}: {error}") from None
+
+
+def _duration(attributes: Mapping[str, str], name: str, default_s: float) -> float:
+    if name not in attributes:
+        return default_s
+    try:
+        return float(DURATION.read(attributes[name]))
+    except ValueError as error:
+        raise InvalidArgumentError(f"{name}: {error}") from None
+
+
+def _warm(attributes: Mapping[str, str]) -> Warm:
+    is_first = _switch(attributes, "warmBeforePublish")
+    timeout_s = _duration(attributes, "warmTimeout", WARM_TIMEOUT_S)
+    if "warm" not in attributes:
+        for name in ("warmBeforePublish", "warmTimeout"):
+            if name in attributes:
+                raise InvalidArgumentError(f"{name}: there is no warm, which says what")
+        return Warm()
+    paths = [_warm_path(text.strip()) for text in attributes["warm"].split(",")]
+    return Warm(tuple(dict.fromkeys(paths)), is_first, timeout_s)
+
+
+def _warm_path(text: str) -> str:
+    if text in (".", "/"):
+        return ""
+    path = text.removesuffix("/")
+    if path.startswith("/"):
+        raise InvalidArgumentError(f"warm: {text!r} is not relative to the volume")
+    if any(segment in ("", ".", "..") for segment in path.split("/")) or not path.isprintable():
+        raise InvalidArgumentError(f"warm: {text!r} is no path in its normal form")
+    if len(path.encode()) > _LONGEST_KEY:
+        raise InvalidArgumentError(f"warm: a path of over {_LONGEST_KEY} bytes")
+    return path
+
+
+# --- the settings of a mount ----------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What the driver decides about a mount, whatever the volume says."""
+
+    source: Source
+    endpoint_url: str | None
+    region: str | None
+    addressing: str
+    ca_bundle: Path | None
+
+
+def mount_layer(
+    options: Options, place: Place, shares: Shares, *, is_read_only: bool, fs_group: int | None
+) -> dict[str, Given]:
+    """The settings of a volume's mount but for the paths and the user, as texts.
+
+    Raises:
+        InvalidArgumentError: a setting contradicts another.
+    """
+    layer = {"read_only": Given("false", "the driver's default"), **options.settings}
+    if is_read_only:
+        layer["read_only"] = Given("true", "the access mode")
+    if fs_group is not None:
+        layer["gid"] = Given(str(fs_group), "fsGroup")
+        layer.setdefault("file_mode", Given("664", "fsGroup"))
+        layer.setdefault("dir_mode", Given("775", "fsGroup"))
+    layer |= _limited(options.settings, shares)
+    fixed = {
+        "source": str(place.source),
+        "endpoint_url": place.endpoint_url,
+        "region": place.region,
+        "addressing": place.addressing,
+        "ca_bundle": str(place.ca_bundle) if place.ca_bundle else None,
+        "anonymous": "true" if options.is_anonymous else None,
+        "min_free": shares.min_free,
+        "min_free_inodes": shares.min_free_inodes,
+        # Whoever has no rights any more reads on from the cache for no longer.
+        "revoke_after": REVOKE_AFTER,
+        "allow_other": "true",
+        # Its directory is one identity's, whose keys may change.
+        "shared_cache": "true",
+        # Standard error, which is the container's log.
+        "foreground": "true",
+        "session": "kernel",
+    }
+    return layer | {
+        name: Given(text, "the driver") for name, text in fixed.items() if text is not None
+    }
+
+
+def _limited(settings: Layer, shares: Shares) -> dict[str, Given]:
+    asked = build(settings, _anywhere())
+    memory_limit = min(asked.memory_limit, shares.memory_limit)
+    connections = min(asked.max_connections, shares.max_connections)
+    retry_s = min(asked.retry_time, LONGEST_RETRY_S)
+    limits = {
+        "memory_limit": SIZE.show(memory_limit),
+        "max_connections": str(connections),
+        "retry_time": DURATION.show(retry_s),
+    }
+    sizes = [size for size in (asked.cache_size, shares.cache_size) if size is not None]
+    if sizes:
+        limits["cache_size"] = SIZE.show(min(sizes))
+    return {name: Given(text, "the node's share") for name, text in limits.items()}
+
+
+def finished(layer: Layer, **more: str) -> MountSettings:
+    """The settings of a layer and the texts that were missing.
+
+    Raises:
+        InvalidArgumentError: a setting contradicts another.
+    """
+    try:
+        return build({name: Given(text, name) for name, text in more.items()}, layer)
+    except SettingsError as error:
+        raise InvalidArgumentError(str(error)) from None

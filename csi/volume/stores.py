@@ -1,0 +1,245 @@
+"""The S3 stores that volumes may be in: those that the driver's configuration names.
+
+Whoever can write a PersistentVolume or a pod says where the driver sends
+requests signed with its own or the pod's credentials. So they choose a store
+by its name and never write an address: `endpoint` is accepted only where it is
+that of a configured store. `aws` is always there.
+
+The file is TOML:
+
+    [stores.minio]
+    endpoint-url = "https://minio.storage.svc:9000"
+    region = "us-east-1"            # optional, as all that follow
+    addressing = "path"             # or virtual, auto
+    ca-bundle = "/etc/fusefs-csi/minio-ca.pem"
+    sts-url = "https://minio.storage.svc:9000"
+    audience = "sts.amazonaws.com"  # of the tokens that the STS takes
+
+Addresses from which a cloud hands credentials to a machine are refused, when
+the file is read and again when a name of it is looked up.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from csi.errors import InvalidArgumentError, UnavailableError
+from fusefs.settings.types import URL, WORD, Addressing, choice
+
+AWS = "aws"
+# A volume id holds it, a bucket's name and a volume's, and has 128 bytes.
+_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,19}")
+# It becomes part of a host's name, and is no number.
+_REGION = re.compile(r"(?!\d+$)[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?")
+_METADATA_HOSTS = {"metadata", "metadata.google.internal", "instance-data"}
+# Beside the link-local ones: AWS (IPv6), Alibaba Cloud, Azure, Oracle.
+_METADATA_ADDRESSES = {
+    ipaddress.ip_address(text)
+    for text in ("fd00:ec2::254", "fd00:ec2::23", "100.100.100.200", "168.63.129.16", "192.0.0.192")
+}
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+
+
+class StoresError(ValueError):
+    """The stores' file cannot be used; the message is one line for its author."""
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Where a store is. `endpoint_url` is None for AWS, and the URLs have no path.
+
+    `sts_url` is where tokens are exchanged; None is AWS' own for the region if
+    there is no `endpoint_url` either, else that the store takes no tokens.
+    """
+
+    name: str
+    endpoint_url: str | None = None
+    region: str | None = None
+    addressing: Addressing = Addressing.AUTO
+    ca_bundle: Path | None = None
+    sts_url: str | None = None
+    audience: str = "sts.amazonaws.com"
+
+    def check_address(self) -> None:
+        """Look up the names of the store's hosts. Blocks.
+
+        Raises:
+            InvalidArgumentError: one is an address that is never asked.
+            UnavailableError: a name is not known now.
+        """
+        for url in filter(None, (self.endpoint_url, self.sts_url)):
+            for address in _addresses(url):
+                if is_forbidden(address):
+                    raise InvalidArgumentError(
+                        f"store {self.name}: {url} is at {address}, a link-local or metadata"
+                        " address"
+                    )
+
+
+@dataclass(frozen=True, slots=True)
+class Stores:
+    """The configured stores, `aws` among them."""
+
+    by_name: Mapping[str, Store]
+
+    def named(self, name: str) -> Store | None:
+        return self.by_name.get(name)
+
+    def choose(self, attributes: Mapping[str, str]) -> Store:
+        """The store that a volume's `store` and `endpoint` say; without both, `aws`.
+
+        Raises:
+            InvalidArgumentError: there is none, or the two are not of one store.
+        """
+        name, endpoint = attributes.get("store"), attributes.get("endpoint")
+        store = None
+        if name is not None:
+            store = self.named(name)
+            if store is None:
+                raise InvalidArgumentError(f"store: no store {name!r} is configured")
+        if endpoint is None:
+            return store or self.by_name[AWS]
+        for candidate in [store] if store else self.by_name.values():
+            if candidate.endpoint_url and _origin(candidate.endpoint_url) == _origin(endpoint):
+                return candidate
+        whose = f"that of store {name!r}" if store else "that of a configured store"
+        raise InvalidArgumentError(f"endpoint: {endpoint!r} is not {whose}")
+
+
+def read_stores(path: Path | None) -> Stores:
+    """The stores of the file at `path`; None is no file.
+
+    Raises:
+        StoresError: the file cannot be read or used.
+    """
+    if path is None:
+        return _stores([])
+    try:
+        told = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise StoresError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise StoresError(f"{path}: {error}") from error
+    if told.keys() - {"stores"}:
+        raise StoresError(f"{path}: {min(told.keys() - {'stores'})}: only [stores.NAME] is known")
+    tables = told.get("stores", {})
+    if not isinstance(tables, dict):
+        raise StoresError(f"{path}: stores: is no table")
+    try:
+        return _stores(_store(name, table) for name, table in tables.items())
+    except ValueError as error:
+        raise StoresError(f"{path}: {error}") from error
+
+
+def is_region(text: str) -> bool:
+    """Whether `text` may stand for a region."""
+    return _REGION.fullmatch(text) is not None
+
+
+def is_forbidden(address: str) -> bool:
+    """Whether nothing is ever sent to this IP address."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped:
+        found = found.ipv4_mapped
+    return (
+        found.is_link_local
+        or found.is_multicast
+        or found.is_unspecified
+        or found in _METADATA_ADDRESSES
+    )
+
+
+def _stores(made: Iterable[Store]) -> Stores:
+    return Stores({AWS: Store(AWS), **{store.name: store for store in made}})
+
+
+def _store(name: str, table: Any) -> Store:
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f"stores.{name}: a name has at most 20 characters, which are a-z, 0-9 and -"
+        )
+    if not isinstance(table, dict):
+        raise ValueError(f"stores.{name}: is no table")
+    known: dict[str, Any] = {
+        "endpoint-url": _read_url,
+        "region": _read_region,
+        "addressing": choice(Addressing).read,
+        "ca-bundle": _read_file,
+        "sts-url": _read_url,
+        "audience": WORD.read,
+    }
+    read: dict[str, Any] = {}
+    for key, text in table.items():
+        if key not in known or not isinstance(text, str):
+            raise ValueError(f"stores.{name}.{key}: there is no such setting, or it is no string")
+        try:
+            read[key.replace("-", "_")] = known[key](text)
+        except ValueError as error:
+            raise ValueError(f"stores.{name}.{key}: {error}") from None
+    if name != AWS and "endpoint_url" not in read:
+        raise ValueError(f"stores.{name}: has no endpoint-url")
+    return Store(name, **read)
+
+
+def _read_url(text: str) -> str:
+    url = URL.read(text)
+    parts = urlsplit(url)
+    if parts.username or parts.password or parts.query or parts.fragment or parts.path.strip("/"):
+        raise ValueError(f"{text}: has to be only a scheme, a host and a port")
+    if parts.netloc.endswith(":") or (parts.port is not None and parts.port == 0):
+        raise ValueError(f"{text}: has no port that can be connected to")
+    host = (parts.hostname or "").rstrip(".")
+    if host in _METADATA_HOSTS or (_is_address(host) and is_forbidden(host)):
+        raise ValueError(f"{text}: a link-local or metadata address")
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+def _read_region(text: str) -> str:
+    if not is_region(text):
+        raise ValueError(f"{text}: is no region")
+    return text
+
+
+def _read_file(text: str) -> Path:
+    path = Path(text)
+    if not path.is_file():
+        raise ValueError(f"{text}: is no file")
+    return path
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def _addresses(url: str) -> set[str]:
+    host = urlsplit(url).hostname or ""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise UnavailableError(f"{url}: the name is not known: {error}") from error
+    return {str(address[0]) for *_, address in found}
+
+
+def _origin(url: str) -> tuple[str, str, int | None]:
+    """What two URLs of one endpoint have in common; equal only to itself if there is none."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        return ("", url, None)
+    if parts.path.strip("/") or parts.query or parts.fragment or parts.username is not None:
+        return ("", url, None)
+    host = (parts.hostname or "").rstrip(".")
+    return (parts.scheme, host, port or _DEFAULT_PORTS.get(parts.scheme))

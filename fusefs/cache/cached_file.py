@@ -1,0 +1,166 @@
+"""One file of the cache as the event loop sees it: what it holds and who uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import trio
+
+from fusefs.cache.catalog import Row
+from fusefs.cache.integrity.checksums import Sum
+from fusefs.cache.ranges import RangeMap
+from fusefs.store.interface import ObjectVersion
+
+if TYPE_CHECKING:
+    from fusefs.cache.downloader import Download
+
+
+# Files up to this size are compared with their checksums when they are first opened.
+CHECKED_AT_OPEN = 16 << 20
+
+
+class OpenFile(NamedTuple):
+    """A file as a thread has opened it; `ranges` is None if it is the one that was known.
+
+    `fault` is what is wrong with its bytes, where they were compared, and `sums`
+    are checksums of those that had none.
+    """
+
+    fd: int
+    generation: str
+    st_ino: int
+    ranges: bytes | None
+    fault: OSError | Sum | None = None
+    sums: Sequence[Sum] = ()
+
+
+class CacheFile:
+    """One file of the cache, there or about to be. Belongs to the event loop.
+
+    `fd` is -1 while nobody needs it open; `pins` counts users. `is_kept` turns
+    False when the disk refuses the file: its version is then read uncached.
+    `is_ours` turns False when another mount keeps the same version: this file
+    then goes with its last user. `sums` are the checksums that the catalog does
+    not have yet; `is_checked` says that this process has written the file or
+    compared it with its checksums.
+    """
+
+    __slots__ = (
+        "_opening",
+        "downloads",
+        "fd",
+        "generation",
+        "is_checked",
+        "is_kept",
+        "is_ours",
+        "name",
+        "pins",
+        "present",
+        "recorded",
+        "size",
+        "st_ino",
+        "sums",
+        "used_at",
+        "version",
+        "written_at",
+    )
+
+    def __init__(self, name: str, size: int) -> None:
+        self.name = name
+        self.size = size
+        self.version: ObjectVersion | None = None
+        self.generation = ""
+        self.st_ino = 0
+        self.fd = -1
+        self.pins = 0
+        self.present = RangeMap()
+        self.recorded = 0  # bytes of `present` that the catalog knows
+        self.is_kept = True
+        self.is_ours = True
+        self.is_checked = True
+        self.sums: list[Sum] | None = None
+        self.used_at = 0.0
+        self.written_at = 0.0
+        self._opening: trio.Lock | None = None
+        self.downloads: list[Download] = []
+
+    @classmethod
+    def from_row(cls, row: Row) -> CacheFile:
+        file = cls(row.name, row.size)
+        file.become(row.generation, row.st_ino, row.ranges)
+        file.used_at = row.used_at
+        return file
+
+    @classmethod
+    def unkept(cls) -> CacheFile:
+        """A pinned file that nothing is cached in: of what the bucket does not have yet."""
+        file = cls("", 0)
+        file.pins = 1
+        return file
+
+    @classmethod
+    def dropped(cls, name: str, size: int, st_ino: int) -> CacheFile:
+        """A file that is in the cache no more, and that the kernel reads for a program."""
+        file = cls(name, size)
+        file.st_ino = st_ino
+        file.is_kept = file.is_ours = False
+        return file
+
+    def row(self) -> Row:
+        ranges, sums = self.present.pack(), tuple(self.sums or ())
+        return Row(
+            self.name, self.generation, self.st_ino, self.size, ranges, self.used_at, sums=sums
+        )
+
+    @property
+    def is_complete(self) -> bool:
+        return self.present.total == self.size
+
+    @property
+    def needs_check(self) -> bool:
+        """Whether it is to be compared with its checksums when it is opened."""
+        return not self.is_checked and self.size <= CHECKED_AT_OPEN
+
+    @property
+    def unrecorded(self) -> int:
+        """How many bytes are there that the catalog does not know."""
+        return self.present.total - self.recorded
+
+    @property
+    def opening(self) -> trio.Lock:
+        """Held by whoever opens or creates the file."""
+        if self._opening is None:
+            self._opening = trio.Lock()
+        return self._opening
+
+    def become(self, generation: str, st_ino: int, ranges: bytes) -> None:
+        """Be another file on the disk, which holds the ranges that its row tells."""
+        self.generation, self.st_ino = generation, st_ino
+        self.present = RangeMap.unpack(ranges)
+        self.recorded = self.present.total
+        self.sums = None
+        # What nothing is known of will be written by this process.
+        self.is_checked = not ranges
+
+    def summed(self, sums: list[Sum]) -> None:
+        """Know the checksums of some of its bytes."""
+        if self.sums is None:
+            self.sums = sums
+        else:
+            self.sums += sums
+
+    def recorded_sums(self, count: int) -> None:
+        """The catalog has the first `count` of the checksums that it did not have."""
+        if self.sums is not None:
+            self.sums = self.sums[count:] or None
+
+    def lose(self) -> None:
+        """None of its bytes are to be used; which file it is stays known."""
+        self.present = RangeMap()
+        self.recorded = 0
+        self.sums = None
+
+    def forget(self) -> None:
+        """Nothing of it is on the disk any more."""
+        self.become("", 0, b"")

@@ -1,0 +1,105 @@
+"""Reads cache files past the page cache: what is really on the disk, and whether it can be read."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from fusefs.cache.integrity.checksums import BLOCK
+
+# Direct reads begin and end at multiples of this, the largest that disks want.
+ALIGNMENT = 4096
+
+# What a disk or its file system answers for bytes that it has lost. Other errors (no
+# memory, too many open files) say nothing about a file.
+_LOST = frozenset(
+    (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA, errno.EREMOTEIO, errno.EILSEQ,
+     errno.ENXIO, errno.ENODEV, errno.ETIMEDOUT)
+)  # fmt: skip
+
+# ioprio_set(2), which the C library does not have: include/uapi/linux/ioprio.h.
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
+_THIS_THREAD = (1, 0)  # IOPRIO_WHO_PROCESS, the caller
+_IDLE = 3 << 13
+_DEFAULT = 0
+
+
+class DirectReader:
+    """One file of the disk, read without the page cache where its file system can. Blocks."""
+
+    def __init__(self, path: str, *, is_direct: bool = True) -> None:
+        """Open a file; it is read through the page cache if not `is_direct`.
+
+        Raises:
+            OSError: it can't be opened.
+        """
+        # Anonymous memory is aligned to pages.
+        self._buffer = memoryview(mmap.mmap(-1, BLOCK + 2 * ALIGNMENT))
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            self._fd = os.open(path, flags | (os.O_DIRECT if is_direct else 0))
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._fd = os.open(path, flags)  # tmpfs, before Linux 6.6
+
+    def read(self, size: int, offset: int) -> memoryview:
+        """Up to a block of bytes, fewer only at the file's end; valid until the next call.
+
+        Raises:
+            OSError: the disk can't read them.
+        """
+        first = offset - offset % ALIGNMENT
+        last = -(-(offset + size) // ALIGNMENT) * ALIGNMENT
+        have = 0
+        while have < last - first:
+            count = self._read_into(self._buffer[have : last - first], first + have)
+            have += count
+            if not count or count % ALIGNMENT:
+                break
+        return self._buffer[offset - first : max(offset - first, min(have, offset - first + size))]
+
+    def _read_into(self, buffer: memoryview, offset: int) -> int:
+        try:
+            return os.preadv(self._fd, [buffer], offset)
+        except OSError as error:
+            flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+            if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
+                raise
+            # A disk that wants another alignment.
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+            return os.preadv(self._fd, [buffer], offset)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def is_lost(error: OSError) -> bool:
+    """Whether an error says that a disk can't read what was written to it."""
+    return error.errno in _LOST
+
+
+@contextmanager
+def idle_priority() -> Iterator[None]:
+    """Have the disk serve this thread when no other has requests for it."""
+    _set_priority(_IDLE)
+    try:
+        yield
+    finally:
+        _set_priority(_DEFAULT)
+
+
+def _set_priority(priority: int) -> None:
+    number = _IOPRIO_SET.get(platform.machine())
+    if number is not None:
+        # It is a wish: a kernel that refuses it serves the thread like others.
+        ctypes.CDLL(None).syscall(number, *_THIS_THREAD, priority)

@@ -1,0 +1,152 @@
+"""Compares the large files of a cache with their checksums in the background.
+
+A small file is compared when it is first opened; to read a large one whole
+would keep its reader waiting. So the large ones are read once after each start,
+and once a week, past the page cache and when no other process reads from the disk.
+After an unclean end (a killed daemon, a power cut) the small ones are as well.
+
+Beside reading there is the processor: after each part the scrub rests for
+several times as long as that took.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from fusefs.cache.cached_file import CHECKED_AT_OPEN, CacheFile
+from fusefs.cache.integrity.verify import Integrity
+
+logger = logging.getLogger("fusefs.cache")
+
+# What is read first after a start should have the machine for itself.
+START_AFTER_S = 30.0
+EVERY_S = 7 * 86400.0
+# How long it rests, in the time that it worked.
+REST = 3.0
+
+
+class Scrub:
+    """The scrub of one cache. Belongs to the event loop.
+
+    `files` gives the files of the cache; with `is_on` they are scrubbed, else
+    only if the last end was not a clean one.
+    """
+
+    def __init__(
+        self,
+        files: Callable[[], Iterable[CacheFile]],
+        integrity: Integrity,
+        *,
+        is_on: bool,
+        was_unclean: bool,
+    ) -> None:
+        self._files = files
+        self._integrity = integrity
+        self._is_on = is_on
+        self._was_unclean = was_unclean
+        self._state = "waiting" if is_on or was_unclean else "off"
+        self._of_files = self._of_bytes = 0
+        self._done_files = self._done_bytes = 0
+        self._ended: float | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """How far it is; `state` is off, waiting, under way or done, `ended` in epoch seconds."""
+        return {
+            "state": self._state,
+            "was_unclean": self._was_unclean,
+            "files": self._of_files,
+            "bytes": self._of_bytes,
+            "done_files": self._done_files,
+            "done_bytes": self._done_bytes,
+            "ended": self._ended,
+        }
+
+    async def run(self) -> None:
+        """Scrub until cancelled, or once, or not at all."""
+        if self._state == "off":
+            return
+        await trio.sleep(START_AFTER_S)
+        await self.scrub([file for file in self._files() if self._is_due(file)])
+        while self._is_on:
+            await trio.sleep(EVERY_S)
+            await self.scrub([file for file in self._files() if file.present.total])
+
+    def _is_due(self, file: CacheFile) -> bool:
+        """Whether a file has not been compared since the start, and will not be at its open."""
+        is_large = file.size > CHECKED_AT_OPEN or self._was_unclean
+        return is_large and not file.is_checked and bool(file.present.total)
+
+    async def scrub(self, files: list[CacheFile]) -> None:
+        """Compare these files, resting in between."""
+        self._of_files, self._of_bytes = len(files), sum(file.present.total for file in files)
+        self._done_files = self._done_bytes = 0
+        self._state = "under way"
+        for file in files:
+            examined = await self._integrity.examine(file, is_direct=True, rest=REST)
+            self._done_files += 1
+            self._done_bytes += examined.size
+            if examined.is_whole:
+                file.is_checked = True
+        self._state, self._ended = "done", time.time()
+        if files:
+            logger.info("compared %d cached files, %d bytes", len(files), self._done_bytes)
+
+
+class UseMark:
+    """Says whether the last user of a cache directory ended as it should have.
+
+    The file has a byte while the directory is used; each user holds a lock on
+    it, and the last one takes the byte away. Where the disk takes no file the
+    last end counts as unclean. Blocks shortly.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Use the directory."""
+        self.was_unclean = False
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._fd = -1
+        try:
+            self._fd = os.open(path, flags, 0o600)
+            is_marked = os.fstat(self._fd).st_size > 0
+            self.was_unclean = is_marked and self._is_alone()
+            fcntl.flock(self._fd, fcntl.LOCK_SH)
+        except OSError as error:  # also where the file system has no locks
+            logger.info("%s can't be used: %s", path, error.strerror)
+            self.was_unclean = True
+            self._close()
+            return
+        self._write(b"1")
+
+    def _is_alone(self) -> bool:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _write(self, content: bytes) -> None:
+        try:
+            os.ftruncate(self._fd, len(content))
+            os.pwrite(self._fd, content, 0)
+        except OSError as error:
+            logger.info("the use of the cache can't be noted: %s", error.strerror)
+
+    def end(self) -> None:
+        """Use it no more, after a clean end."""
+        if self._fd >= 0:
+            if self._is_alone():
+                self._write(b"")
+            self._close()
+
+    def _close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

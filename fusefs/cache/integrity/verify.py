@@ -1,0 +1,265 @@
+"""Compares cache files with the checksums of what was written to them.
+
+What differs, or what the disk cannot read, is dropped: the version has no
+cached copy any more, and the next reader downloads it. The dropped file keeps
+its bytes for programs that the kernel reads it for, and goes with the last of
+them; it is never rewritten.
+
+Ranges without a checksum (an earlier version of fusefs kept none, and a killed
+process may not have recorded the last ones) count as right. The scrub computes
+a checksum for them, so that later damage is noticed.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import sqlite3
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import trio
+
+from fusefs.cache.cached_file import CacheFile
+from fusefs.cache.catalog import SUMS_PART, Catalog
+from fusefs.cache.disk import Disk
+from fusefs.cache.integrity import checksums
+from fusefs.cache.integrity.checksums import BLOCK, Read, Sum
+from fusefs.cache.integrity.probes import idle_priority, is_lost
+from fusefs.cache.ranges import RangeMap
+
+logger = logging.getLogger("fusefs.cache")
+
+# What the event loop sums by itself when a file that was written is closed: it
+# takes 15 µs, and handing it to a thread would take longer.
+SUMMED_AT_ONCE = 128 << 10
+# The latest faults that `fusefs status` names.
+MOST_NAMED = 10
+
+
+class Examined(NamedTuple):
+    """How many bytes of a file were compared, what is wrong, and whether that was all of it."""
+
+    size: int
+    fault: OSError | Sum | None
+    is_whole: bool
+
+
+class Integrity:
+    """The comparisons of one cache's files. Belongs to the event loop.
+
+    `discard` drops a file from the cache, and `summed` is given checksums of
+    bytes that had none. `differed` and `unreadable` count the files that were
+    dropped, and `latest` names the last of them.
+    """
+
+    def __init__(
+        self,
+        disk: Disk,
+        catalog: Catalog,
+        discard: Callable[[CacheFile], None],
+        summed: Callable[[CacheFile, list[Sum]], None],
+        threads: trio.CapacityLimiter,
+    ) -> None:
+        self._disk = disk
+        self._catalog = catalog
+        self._discard = discard
+        self._summed = summed
+        self._threads = threads
+        # Files that were written here, and have no checksums yet.
+        self._written: list[CacheFile] = []
+        self._has_written = trio.Event()
+        # One reads enough: the disk is for who reads files.
+        self._examiners = trio.CapacityLimiter(1)
+        self.differed = 0
+        self.unreadable = 0
+        self.latest: deque[str] = deque(maxlen=MOST_NAMED)
+
+    def drop(self, file: CacheFile, fault: OSError | Sum) -> None:
+        """Drop a file in which a fault was found, and log it."""
+        name = file.version.key if file.version is not None else file.name
+        if isinstance(fault, Sum):
+            self.differed += 1
+            why = f"differs from what was stored, in the bytes {fault.start} to {fault.stop}"
+        else:
+            self.unreadable += 1
+            why = f"can't be read from the cache disk ({fault.strerror})"
+        self.latest.append(f"{name} {why}")
+        logger.error(
+            "%s: the cached copy %s; it is dropped, and fetched again from the bucket", name, why
+        )
+        self._discard(file)
+
+    def sum_written(self, file: CacheFile, fd: int) -> None:
+        """Have checksums of a file that was written here, and is in the page cache."""
+        if file.size <= SUMMED_AT_ONCE and file.is_complete:
+            self._summed(file, checksums.sums_of(checksums.reader(fd), 0, file.size))
+            return
+        self._written.append(file)
+        self._has_written.set()
+
+    async def run(self) -> None:
+        """Sum what was written here, until cancelled."""
+        while True:
+            await self._has_written.wait()
+            self._has_written = trio.Event()
+            while self._written:
+                await self.examine(self._written.pop())
+
+    async def examine(
+        self, file: CacheFile, *, is_direct: bool = False, rest: float = 0.0
+    ) -> Examined:
+        """Compare all of a file; what differs is dropped.
+
+        Bytes without a checksum get one. With `is_direct` they come from the
+        disk, not from the page cache, when no other process wants to read from it.
+        After each part it rests for `rest` times as long as that took. What is
+        downloaded meanwhile is left out, and so is the rest of a file that is
+        evicted or renamed.
+        """
+        generation, examined = file.generation, 0
+        for start in range(0, file.size, SUMS_PART):
+            present = file.present.part(start, start + SUMS_PART)
+            if not present.total:
+                continue
+            pending = [
+                one for one in file.sums or () if one.start // SUMS_PART == start // SUMS_PART
+            ]
+            began = time.monotonic()
+            outcome = await trio.to_thread.run_sync(
+                self._examine_part, file.name, generation, file.st_ino, start, present, pending,
+                is_direct, limiter=self._examiners,
+            )  # fmt: skip
+            if outcome is None or file.generation != generation or not file.is_kept:
+                return Examined(examined, None, is_whole=False)
+            fault, new = outcome
+            examined += present.total
+            if fault is not None:
+                self.drop(file, fault)
+                return Examined(examined, fault, is_whole=False)
+            if new:
+                self._summed(file, new)
+            if rest:
+                await trio.sleep(rest * (time.monotonic() - began))
+        return Examined(examined, None, is_whole=True)
+
+    def _examine_part(
+        self, name: str, generation: str, st_ino: int, start: int, present: RangeMap,
+        pending: list[Sum], is_direct: bool,
+    ) -> tuple[OSError | Sum | None, list[Sum]] | None:  # fmt: skip
+        sums = sums_in(self._catalog, st_ino, generation, pending, start, start + SUMS_PART)
+        try:
+            file = self._disk.open_to_examine(name, generation, is_direct=is_direct)
+        except OSError as error:
+            # It may have been evicted or renamed.
+            return (error, []) if is_lost(error) else None
+        try:
+            with idle_priority() if is_direct else nullcontext():
+                return examine(file.read, sums, present)
+        finally:
+            file.close()
+
+    async def copy(self, file: CacheFile, target: int, start: int, stop: int) -> bool:
+        """Copy the bytes [start, stop), which are in a file, if they are right.
+
+        The file is pinned and open. If they are not, it is dropped and the
+        answer is False; `target` may then have some bytes of the copy.
+
+        Raises:
+            OSError: `target` can't be written.
+        """
+        run = file.present.run_at(start)
+        if run is None or run[1] < stop:
+            return False
+        pending = [one for one in file.sums or () if checksums.is_within(one, start, stop)]
+        place = (file.st_ino, file.generation)
+
+        def work() -> OSError | Sum | None:
+            sums = sums_in(self._catalog, *place, pending, start, stop)
+            return _copy(file.fd, target, sums, run, start, stop)
+
+        fault = await trio.to_thread.run_sync(work, limiter=self._threads)
+        if isinstance(fault, Sum) or (fault is not None and is_lost(fault)):
+            self.drop(file, fault)
+        return fault is None
+
+
+def sums_in(
+    catalog: Catalog, st_ino: int, generation: str, pending: list[Sum], start: int, stop: int
+) -> list[Sum]:
+    """The checksums of a file's bytes [start, stop), on record and `pending`. Blocks.
+
+    None where the catalog can't be read.
+    """
+    try:
+        recorded = catalog.sums(st_ino, generation, start, stop)
+    except sqlite3.Error as error:
+        logger.warning("checksums can't be read: %s", error)
+        recorded = []
+    return checksums.merged([*recorded, *pending])
+
+
+def examine(
+    read: Read, sums: list[Sum], present: RangeMap
+) -> tuple[OSError | Sum | None, list[Sum]]:
+    """What is wrong with a file, and checksums of those of its bytes that had none. Blocks.
+
+    What is wrong is a checksum that its bytes do not have, or the disk's error.
+    """
+    try:
+        fault = checksums.first_wrong(read, sums, present)
+        if fault is not None:
+            return fault, []
+        ranges = list(checksums.unsummed(present, sums))
+        return None, [one for start, stop in ranges for one in checksums.sums_of(read, start, stop)]
+    except OSError as error:
+        return (error if is_lost(error) else None), []
+
+
+def _copy(
+    source: int, target: int, sums: list[Sum], run: tuple[int, int], start: int, stop: int
+) -> OSError | Sum | None:
+    """Copy [start, stop) of a file that has the bytes of `run`; return what is wrong with them.
+
+    What is compared is what is written: the file is read once.
+    """
+    for one in _pieces(sums, run, start, stop):
+        first, last = one.start, one.stop
+        try:
+            data = os.pread(source, last - first, first)
+        except OSError as error:
+            return error
+        if len(data) < last - first:
+            return OSError(errno.EIO, "the cache file is too short")
+        view = memoryview(data)
+        if one.crc is not None and checksums.crc32(view) != one.crc:
+            return Sum(first, last, one.crc)
+        view = view[max(0, start - first) : stop - first]
+        at = max(start, first)
+        while view:
+            count = os.pwrite(target, view, at)
+            view, at = view[count:], at + count
+    return None
+
+
+class _Piece(NamedTuple):
+    """A range to be read, and its checksum if there is one."""
+
+    start: int
+    stop: int
+    crc: int | None
+
+
+def _pieces(sums: list[Sum], run: tuple[int, int], start: int, stop: int) -> Iterator[_Piece]:
+    """The ranges to be read for the bytes [start, stop): those of sums, and what is between."""
+    present = RangeMap(iter([run]))
+    usable = [one for one in sums if present.covers(one.start, one.stop)]
+    for one in usable:
+        yield _Piece(one.start, one.stop, one.crc)
+    for first, last in checksums.unsummed(RangeMap(iter([(start, stop)])), usable):
+        for at in range(first, last, BLOCK):
+            yield _Piece(at, min(at + BLOCK, last), None)

@@ -1,0 +1,134 @@
+"""Listings that a restart may reuse, and may forget: diskcache, JSON values.
+
+Each LIST page is remembered under its prefix and the key that it starts
+behind, for as long as listings are believed. A new daemon finds there what
+the old one knew and spares the requests. Nothing depends on it: pages are
+written when there is time, dropped when there is none, and diskcache removes
+the oldest when there are too many.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+import sqlite3
+import time
+from pathlib import Path
+from typing import Any
+
+import diskcache
+import trio
+
+from fusefs.store.interface import ListPage, ObjectInfo
+
+logger = logging.getLogger("fusefs.cache")
+
+SIZE_LIMIT = 256 << 20
+# Pages on their way to the disk; more are not worth their memory.
+QUEUE = 64
+
+
+class NoPages:
+    """For a mount that changes its listings itself: what was listed before may not hold."""
+
+    async def load(self, prefix: str, start_after: str) -> tuple[ListPage, float] | None:
+        return None
+
+    def save(self, prefix: str, start_after: str, page: ListPage) -> None: ...
+
+    async def run(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class RememberedPages:
+    """The remembered pages of one store, in a directory that others may share.
+
+    `identity` tells the store; `ttl_s` is how long a page is believed.
+    """
+
+    def __init__(self, directory: Path, identity: str, ttl_s: float) -> None:
+        """Open the directory. Blocks."""
+        self._identity = identity
+        self._ttl_s = ttl_s
+        try:
+            self._cache, self._left = self._open(directory)
+        except (sqlite3.DatabaseError, ValueError) as error:
+            logger.info("the remembered listings are damaged, forgetting them: %s", error)
+            shutil.rmtree(directory)
+            self._cache, self._left = self._open(directory)
+        self._thread = trio.CapacityLimiter(1)
+        self._send, self._receive = trio.open_memory_channel[tuple[str, ListPage, float]](QUEUE)
+
+    def _open(self, directory: Path) -> tuple[diskcache.Cache, set[str]]:
+        """The cache, and the keys that an earlier daemon left: nothing else is ever read."""
+        cache = diskcache.Cache(
+            directory, disk=diskcache.JSONDisk, disk_compress_level=1, size_limit=SIZE_LIMIT
+        )
+        own = self._identity + "\0"
+        return cache, {key for key in cache.iterkeys() if key.startswith(own)}
+
+    async def load(self, prefix: str, start_after: str) -> tuple[ListPage, float] | None:
+        """A page that an earlier daemon left and its age in seconds; each page once."""
+        key = self._key(prefix, start_after)
+        if key not in self._left:
+            return None
+        self._left.discard(key)
+        try:
+            value = await trio.to_thread.run_sync(self._cache.get, key, limiter=self._thread)
+            return _parse(value, key) if value is not None else None
+        except Exception as error:  # a damaged row may hold a pickle of anything
+            logger.info("a remembered listing can't be read: %s", error)
+            return None
+
+    def save(self, prefix: str, start_after: str, page: ListPage) -> None:
+        """Remember a page some time soon, unless there is too much to remember."""
+        try:
+            self._send.send_nowait((self._key(prefix, start_after), page, time.time()))
+        except trio.WouldBlock:
+            logger.debug("too many listings at once, one is not remembered")
+
+    async def run(self) -> None:
+        """Write pages as they come, until cancelled."""
+        async for key, page, fetched_at in self._receive:
+            try:
+                await trio.to_thread.run_sync(
+                    self._write, key, page, fetched_at, limiter=self._thread
+                )
+            except (sqlite3.Error, OSError) as error:
+                logger.info("a listing can't be remembered: %s", error)
+
+    def close(self) -> None:
+        self._cache.close()
+
+    def _key(self, prefix: str, start_after: str) -> str:
+        return f"{self._identity}\0{prefix}\0{start_after}"
+
+    def _write(self, key: str, page: ListPage, fetched_at: float) -> None:
+        expire = None if math.isinf(self._ttl_s) else self._ttl_s
+        self._cache.set(key, {"key": key} | _plain(page, fetched_at), expire=expire)
+
+
+def _plain(page: ListPage, fetched_at: float) -> dict[str, Any]:
+    """A page as JSON can hold it; `fetched_at` is in seconds since the epoch."""
+    return {
+        "fetched_at": fetched_at,
+        "objects": [
+            [info.key, info.size, info.etag, info.mtime_ns, info.storage_class]
+            for info in page.objects
+        ],
+        "prefixes": page.prefixes,
+        "is_last": page.next_token is None,
+        "last": page.last,
+    }
+
+
+def _parse(value: dict[str, Any], key: str) -> tuple[ListPage, float]:
+    # The value has a checksum (zlib's), the key under which it was found has none.
+    if value["key"] != key:
+        raise ValueError("it belongs to another directory")
+    objects = [ObjectInfo(*fields) for fields in value["objects"]]
+    token = None if value["is_last"] else ""
+    page = ListPage(objects, value["prefixes"], token, value["last"])
+    return page, max(0.0, time.time() - value["fetched_at"])

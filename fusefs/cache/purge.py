@@ -1,0 +1,110 @@
+"""Removes a cache directory that nobody uses any more: what it is given, and nothing else.
+
+    python -m fusefs.cache.purge look DIRECTORY
+    python -m fusefs.cache.purge cache|all DIRECTORY
+
+`look` tells, as JSON, whether a mount is at work there (`is_used`), and how many
+files were written there and never uploaded (`leftovers`); those are not for us
+to remove. `cache` removes what can be fetched again, `all` everything.
+
+Whoever asks runs it as the directory's owner, so it gets at nothing of others.
+It goes by descriptors from one directory into the next, follows no link, and
+enters no other file system.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from fusefs.cache.directory import STATE
+from fusefs.posix.write.staging import is_locked
+
+# Of the deepest directory below a cache directory: mounts, a mount, staging, a time.
+_DEEPEST = 6
+_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def look(directory: Path) -> dict[str, object]:
+    """What there is that forbids to remove a cache directory. Blocks.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    is_used, leftovers = False, 0
+    for staging in _directories(directory / STATE, "staging"):
+        fd = os.open(staging, _FLAGS)
+        is_used = is_used or not is_locked(fd)
+        os.close(fd)
+        leftovers += sum(name.isdecimal() for name in os.listdir(staging))
+    for mount in _listed(directory / STATE):
+        leftovers += len(_listed(mount / "renames"))
+    return {"is_used": is_used, "leftovers": leftovers}
+
+
+def remove(directory: Path, *, keeps_state: bool) -> None:
+    """Remove what is in a cache directory, but not what mounts left if that is to be kept. Blocks.
+
+    Raises:
+        OSError: something can't be removed.
+    """
+    fd = os.open(directory, _FLAGS)
+    try:
+        _empty(fd, os.fstat(fd).st_dev, _DEEPEST, but={STATE, "format"} if keeps_state else set())
+    finally:
+        os.close(fd)
+
+
+def _empty(directory: int, device: int, depth: int, but: set[str]) -> None:
+    """Remove what is in an open directory. What is on another device makes its rmdir fail."""
+    with os.scandir(directory) as entries:
+        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for name, is_directory in found:
+        if name in but:
+            continue
+        if not is_directory:
+            os.unlink(name, dir_fd=directory)
+            continue
+        fd = os.open(name, _FLAGS, dir_fd=directory)
+        try:
+            if depth and os.fstat(fd).st_dev == device:
+                _empty(fd, device, depth - 1, but=set())
+        finally:
+            os.close(fd)
+        os.rmdir(name, dir_fd=directory)
+
+
+def _directories(state: Path, name: str) -> Iterator[Path]:
+    """The directories in the directory `name` of each mount."""
+    for mount in _listed(state):
+        for path in _listed(mount / name):
+            if path.is_dir() and not path.is_symlink():
+                yield path
+
+
+def _listed(directory: Path) -> list[Path]:
+    try:
+        return list(directory.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def main() -> int:
+    """Do what the command line says."""
+    what, directory = sys.argv[1], Path(sys.argv[2])
+    try:
+        if what == "look":
+            print(json.dumps(look(directory)))
+        else:
+            remove(directory, keeps_state=what == "cache")
+    except OSError as error:
+        print(f"{error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

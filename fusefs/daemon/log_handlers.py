@@ -1,0 +1,70 @@
+"""The daemon's log: lines on standard error, of a bounded size where nobody else looks after it.
+
+Keeper, clerk and daemons, one after the other, append to one file whose
+directory may be root's: they have its descriptor and no more, so nobody can
+rename it without the others writing on to where nobody looks. Instead the
+oldest part is taken out of the file, in one step of the file system, while all
+go on appending: no line but the oldest is lost.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+from typing import TextIO
+
+from fusefs.linux import libc
+from fusefs.settings.mount import MountSettings
+
+# What a full log is cut by, and twice that is the most that it has.
+PART = 10 << 20
+# How many lines may be written before the size is looked at.
+LOOK_EVERY = 256
+
+
+class BoundedHandler(logging.StreamHandler[TextIO]):
+    """Writes to a descriptor of a file, and keeps the file below twice `part` bytes."""
+
+    def __init__(self, fd: int, part: int = PART) -> None:
+        super().__init__(os.fdopen(fd, "w", closefd=False))
+        self._fd = fd
+        self._part = part
+        self._lines = 0
+        # From where on a file has data that can't be made shorter.
+        self._start = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        super().emit(record)
+        self._lines += 1
+        if self._lines % LOOK_EVERY == 0:
+            self._cut()
+
+    def _cut(self) -> None:
+        try:
+            size = os.fstat(self._fd).st_size
+            if size - self._start < 2 * self._part:
+                return
+            try:
+                libc.collapse(self._fd, self._part)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                    raise
+                # This file system can only give the blocks back.
+                self._start = size - self._part
+                libc.punch(self._fd, 0, self._start)
+        except OSError:
+            self.handleError(logging.makeLogRecord({}))
+
+
+def set_up(settings: MountSettings) -> None:
+    """Log to standard error, which the launcher opened."""
+    is_ours = settings.log_file is None and not settings.foreground
+    is_file = stat.S_ISREG(os.fstat(2).st_mode)
+    handler = BoundedHandler(2) if is_ours and is_file else logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    logging.getLogger("fusefs").setLevel(settings.log_level.upper())
+    root.setLevel(logging.WARNING)

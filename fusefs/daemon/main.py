@@ -1,0 +1,491 @@
+"""One mount's process: puts the parts together and owns the nursery they live in.
+
+`fusefs mount` starts `python -m fusefs.daemon.main`, writes the settings as JSON to
+its standard input and reads one line from its standard output:
+`{"ready": true, "pid": …}` once the mount answers, or `{"error": "a sentence"}`. With
+`--foreground` the command calls `run_foreground` instead.
+
+The order of starting: ask the bucket (most mistakes show there), open the
+cache, mount, serve. The order of ending is the reverse: when the file system
+has been unmounted, by whomever, everything else is cancelled, the catalog is
+brought up to date, and the process ends.
+
+Signals: SIGTERM and SIGINT unmount; a mount that is in use is detached, and
+ends with its last user or with a second signal. SIGUSR2 logs what waits for
+what, and for how long.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+
+import trio
+
+from fusefs.cache.directory import CacheDirectoryError, usable
+from fusefs.cache.downloader import Fetcher
+from fusefs.cache.integrity.scrub import Scrub
+from fusefs.daemon import preloading, setup, signals, status
+from fusefs.daemon.access_guard import Revocation
+from fusefs.daemon.cache_warmer import Warming
+from fusefs.daemon.takeover import (
+    Handover,
+    TakeOverError,
+    late_requests_directory,
+    renames_directory,
+    staging_directory,
+)
+from fusefs.daemon.verifier import Verifier
+from fusefs.fuse.passthrough import NoPassthrough, Passthrough
+from fusefs.fuse.running import RunningSession
+from fusefs.fuse.session import Session, UnsupportedKernelError
+from fusefs.keeper import template
+from fusefs.keeper.client import KeeperError, Keeping
+from fusefs.keeper.protocol import CANNOT_TAKE_OVER
+from fusefs.launch import control, registry
+from fusefs.linux import mount
+from fusefs.linux.libc import forbid_inspection
+from fusefs.linux.mount import MountError, MountRequest
+from fusefs.linux.unmount import UnmountError, umount_path
+from fusefs.posix.directory.listings import Directories
+from fusefs.posix.journal.journal import Journal, NoJournal
+from fusefs.posix.journal.restore import restore
+from fusefs.posix.late.repair import Repairer, show_repaired
+from fusefs.posix.late.requests import LateRequests
+from fusefs.posix.late.watched_store import WatchedStore
+from fusefs.posix.metadata.head_policy import Presumption
+from fusefs.posix.nodes.forgetting import Forgetting
+from fusefs.posix.nodes.inode_table import Ownership
+from fusefs.posix.operations import Operations
+from fusefs.posix.write import recovery
+from fusefs.posix.write.flush import Writing
+from fusefs.posix.write.staging import Staged, Staging
+from fusefs.settings.memory import MemoryBudget
+from fusefs.settings.mount import MountSettings, SettingsError
+from fusefs.settings.types import Conflict, Scrubbing, SessionKind
+from fusefs.store.errors import StoreError
+from fusefs.store.probing import Prober
+from fusefs.store.s3.store import S3Store
+
+logger = logging.getLogger("fusefs.daemon")
+
+USER_ERRORS = (
+    StoreError,
+    CacheDirectoryError,
+    KeeperError,
+    MountError,
+    TakeOverError,
+    UnsupportedKernelError,
+    registry.MountsError,
+    SettingsError,
+)
+INIT_TIMEOUT_S = 30
+# Called with warnings for the user when the mount answers.
+Ready = Callable[[list[str]], None]
+
+
+class Daemon:
+    """The parts of one mount. `run` is its whole life."""
+
+    def __init__(self, settings: MountSettings) -> None:
+        self.settings = settings
+        self._budget = MemoryBudget.of(settings.memory_limit)
+        self.started = time.monotonic()
+        self.session: RunningSession | None = None
+        self.backing: Passthrough | NoPassthrough = NoPassthrough("not mounted yet")
+        # None on a read-only mount.
+        self.watched: WatchedStore | None = None
+        self._handover: Handover | None = None
+        self._is_unmounted = False
+
+    async def run(self, ready: Ready) -> None:
+        """Mount or take over, call `ready`, and serve until unmounted or replaced.
+
+        Raises:
+            USER_ERRORS: it can't be started; nothing new stays mounted.
+        """
+        if self.settings.session != SessionKind.PYFUSE3:
+            self._handover = await Handover.begin(self.settings)
+        self.store = S3Store(setup.s3_settings(self.settings))
+        try:
+            if self._handover is None or self._handover.checks_first:
+                await self.store.check(self.settings.source.prefix)
+            if self._handover is not None and not self._handover.is_fresh:
+                await self._handover.take()
+            await self._open_cache()
+            self.prober = self._prober()
+            await self.prober.recall()
+            if self._is_strict and (self._handover is None or self._handover.is_fresh):
+                await self.prober.require_strict()
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                changed = self.cache.directory / "changed"
+                self.directories = Directories(
+                    self.store, self.settings.metadata_ttl, self.pages, nursery,
+                    Presumption(self.settings.object_attributes, changed),
+                )  # fmt: skip
+                self.directories.most_entries = self._budget.entries
+                self.fetcher = Fetcher(
+                    self.store, self.cache, self.space, nursery, unkept=self._budget.unkept
+                )
+                self.scrub = Scrub(
+                    self.cache.files, self.cache.integrity,
+                    is_on=self.settings.scrub == Scrubbing.ON, was_unclean=self.cache.was_unclean,
+                )  # fmt: skip
+                self.verifier = Verifier(
+                    self.store, self.cache, self.fetcher, self.settings.source.prefix, nursery,
+                    self._unsent,
+                )  # fmt: skip
+                self.warming = Warming(self.store, self.cache, self.fetcher, self.settings)
+                nursery.start_soon(signals.watch, self._unmount, partial(status.log_waiting, self))
+                try:
+                    await self._serve(nursery, ready)
+                finally:
+                    nursery.cancel_scope.cancel()
+            if self.watched is not None:
+                self.watched.close(remove=self._is_unmounted)
+            await self.cache.aclose(sync=self._is_unmounted)
+            self.pages.close()
+            if self._handover is not None:
+                self._handover.keeping.ending()
+        finally:
+            with trio.CancelScope(shield=True):
+                await self.store.aclose()
+
+    def _unsent(self, key: str) -> list[Staged]:
+        """What was written at or below a key and is not in the bucket."""
+        writer = self.operations.writer
+        return writer.pending(key) if writer is not None else []
+
+    async def _open_cache(self) -> None:
+        settings = self.settings
+        directory = settings.cache_dir / self._principal_directory()
+        is_fresh = self._handover is None or self._handover.is_fresh
+        opening = partial(setup.open_cache, in_any_case=not is_fresh)
+        self.space, self.cache, self.pages = await trio.to_thread.run_sync(
+            opening, settings, directory, self._identity
+        )
+        if self._handover is not None and is_fresh:
+            self._handover.remember(directory.name)
+
+    @property
+    def _identity(self) -> str:
+        """What tells the mount's bucket from others."""
+        return f"{self.settings.endpoint_url or 'aws'}/{self.settings.source.bucket}"
+
+    @property
+    def _is_strict(self) -> bool:
+        return self.settings.conflict == Conflict.FAIL and not self.settings.read_only
+
+    def _prober(self) -> Prober:
+        settings = self.settings
+        why_not = "--no-delete" if settings.no_delete else ""
+        if settings.read_only:
+            why_not = "a read-only mount"
+        return Prober(
+            self.store, settings.source.prefix, self.cache.directory, self._identity, why_not
+        )
+
+    def _principal_directory(self) -> str:
+        """The part of the cache that is read with these credentials."""
+        handover = self._handover
+        if handover is not None and not handover.is_fresh:
+            # Who the credentials belong to takes a second to find out; it stays as it was.
+            return handover.recall()
+        principal = "shared" if self.settings.shared_cache else self.store.principal
+        return hashlib.blake2b(principal.encode(), digest_size=8).hexdigest()
+
+    async def _serve(self, nursery: trio.Nursery, ready: Ready) -> None:
+        is_pyfuse = self.settings.session == SessionKind.PYFUSE3
+        opened = self._pyfuse_session() if is_pyfuse else self._kernel_session(nursery)
+        async with opened as session:
+            self.session = session
+            mountpoint = self.settings.mountpoint
+            registry.register(mountpoint, str(self.settings.source), os.getpid())
+            try:
+                self._watch_rights(nursery)
+                socket = registry.mount_directory(mountpoint) / "status.sock"
+                await nursery.start(control.serve, socket, partial(status.answer, self))
+                async with trio.open_nursery() as serving:
+                    serving.start_soon(self._until_ended, session, serving)
+                    await trio.to_thread.run_sync(mount.raise_read_ahead, mountpoint)
+                    if self._is_gone():
+                        raise MountError(f"the mount on {mountpoint} ended at once; see the log")
+                    logger.info("serving %s on %s", self.settings.source, mountpoint)
+                    gc.freeze()
+                    gc.enable()
+                    ready(self._warnings())
+                    nursery.start_soon(self.cache.run)
+                    nursery.start_soon(self.pages.run)
+                    nursery.start_soon(self.forgetting.run)
+                    nursery.start_soon(self.scrub.run)
+                    nursery.start_soon(self.warming.run, self._handover, self.operations.learner)
+                    if self.operations.mutations is not None:
+                        nursery.start_soon(self.operations.mutations.writer.run)
+                        nursery.start_soon(self.operations.mutations.changes.run)
+                        probing = partial(self.prober.run, fails_on_conflict=self._is_strict)
+                        nursery.start_soon(probing)
+                    if self.watched is not None:
+                        repaired = partial(show_repaired, self.operations, self.directories)
+                        nursery.start_soon(Repairer(self.watched, repaired).run)
+                    serving.start_soon(self._compact)
+            finally:
+                if self._is_unmounted or self._handover is None:
+                    registry.unregister(mountpoint, pid=os.getpid())
+
+    def _warnings(self) -> list[str]:
+        """What is to be said to whoever mounts, though it works."""
+        source = self.settings.source
+        if not source.prefix or not self.store.is_prefix_empty:
+            return []
+        warning = f"there is nothing below {source} (yet): is the prefix meant?"
+        logger.warning("%s", warning)
+        return [warning]
+
+    def _is_gone(self) -> bool:
+        """Whether the mount has ended. It may be out of this container's sight."""
+        if self._handover is not None:
+            return self._handover.is_disconnected
+        return registry.find_mount(self.settings.mountpoint) is None
+
+    def _watch_rights(self, nursery: trio.Nursery) -> None:
+        """See to it that nothing is served from the cache once S3 refuses everything."""
+        settings = self.settings
+        self.revocation = Revocation(
+            self.store, settings.source.prefix, settings.revoke_after,
+            registry.mount_directory(settings.mountpoint) / "refused", self._shut,
+        )  # fmt: skip
+        self.revocation.recall()
+        nursery.start_soon(self.revocation.run)
+
+    def _shut(self, is_shut: bool) -> None:
+        self.operations.is_shut = is_shut
+        self.backing.drop_unused()
+        # What the kernel knows of names it knows no more.
+        self.operations.invalidate_names()
+
+    async def _until_ended(self, session: RunningSession, serving: trio.Nursery) -> None:
+        self._is_unmounted = await session.run()
+        if self._is_unmounted and self.operations.writer is not None:
+            await self.operations.writer.drain(self.settings.retry_time)
+        how = "unmounted" if self._is_unmounted else "leaving to another daemon:"
+        logger.info("%s %s", how, self.settings.mountpoint)
+        serving.cancel_scope.cancel()
+
+    def _operations(
+        self, log: Journal | NoJournal, *, mounted_ns: int, ids_are_inos: bool = False
+    ) -> Operations:
+        settings = self.settings
+        owner = Ownership(
+            settings.uid if settings.uid is not None else os.geteuid(),
+            settings.gid if settings.gid is not None else os.getegid(),
+            settings.file_mode,
+            settings.dir_mode,
+        )
+        self._log = log
+        writing = None if settings.read_only else self._writing(mounted_ns)
+        self.operations = Operations(
+            self.watched or self.store, self.directories, self.cache, self.fetcher,
+            self.backing, log, owner, settings.source.prefix, ids_are_inos=ids_are_inos,
+            writing=writing, mounted_ns=mounted_ns,
+        )  # fmt: skip
+        operations = self.operations
+        self.forgetting = Forgetting(
+            operations.inodes, self._budget.names, lambda nodeids: operations.prune_names(nodeids)
+        )
+        return operations
+
+    def _writing(self, mounted_ns: int) -> Writing:
+        settings, identity = self.settings, self._identity
+        with usable(settings.cache_dir):
+            late = LateRequests(
+                late_requests_directory(settings, mounted_ns), identity,
+                settings.late_request_checks,
+            )  # fmt: skip
+            staged = staging_directory(settings, mounted_ns)
+            staging = Staging(staged, identity, settings.staging_size)
+            renames = renames_directory(settings)
+        self.watched = WatchedStore(self.store, late)
+        self.directories.settled_at = time.monotonic() + late.unsettled_s
+        return Writing(
+            staging, renames, self._nursery, setup.writing_rules(settings), self.space.tend, late
+        )
+
+    @asynccontextmanager
+    async def _kernel_session(self, nursery: trio.Nursery) -> AsyncIterator[Session]:
+        """Hand out the session that serves: of a new mount, or of one that is taken over."""
+        settings, handover = self.settings, self._handover
+        assert handover is not None
+        if handover.is_fresh:
+            await handover.mount()
+        log, state = await handover.open_journal()
+        passthrough = self._passthrough(handover)
+        depth = mount.stack_depth(settings.cache_dir) if passthrough is not None else 0
+        mounted_ns = time.time_ns() if state is None else state.mounted_ns
+        operations = self._operations(log, mounted_ns=mounted_ns)
+        session = Session(handover.fd, operations, log, max_stack_depth=depth)
+        session.callers.keeper = handover
+        if operations.writer is not None:
+            operations.writer.was_killed = session.callers.was_killed
+        nursery.start_soon(handover.keep, lambda: len(session.waiting))
+        try:
+            if state is None:
+                with trio.fail_after(INIT_TIMEOUT_S):
+                    await session.negotiate()
+                operations.tell_table(log)
+                if operations.writer is not None:
+                    recovery.adopt(operations.writer)
+            else:
+                assert handover.taken is not None
+                await restore(operations, state, handover.taken.backing)
+                if passthrough is not None:
+                    registered = handover.taken.backing
+                    inodes = {st_ino for _, st_ino in registered.values()}
+                    whole = await self.cache.whole_files(inodes)
+                    passthrough.take_over(registered, operations.handles, whole)
+                self._adopt(session, handover, state.init_out)
+            if passthrough is not None:
+                await passthrough.turn_on(session.has_passthrough, self.cache.directory)
+            nursery.start_soon(self._leave_when_told, handover, session)
+            handover.serving(has_resend=session.has_resend)
+            yield session
+        finally:
+            os.close(handover.fd)
+            log.close(remove=self._is_unmounted or (handover.is_fresh and self.session is None))
+
+    def _adopt(self, session: Session, handover: Handover, init_out: bytes) -> None:
+        """Go on with the kernel where the last daemon ended.
+
+        Raises:
+            TakeOverError: the kernel lacks what that takes.
+        """
+        try:
+            session.adopt(init_out, is_all_answered=handover.is_all_answered)
+        except UnsupportedKernelError as error:
+            raise TakeOverError(str(error)) from error
+
+    def _passthrough(self, handover: Handover) -> Passthrough | None:
+        if self.settings.passthrough == "off":
+            self.backing = NoPassthrough("turned off by --passthrough off")
+            return None
+        if handover.is_fresh and not handover.is_privileged:
+            self.backing = NoPassthrough("needs CAP_SYS_ADMIN: mount as root")
+            return None
+        passthrough = self.backing = Passthrough(handover.keeping)
+        self.cache.on_evict = passthrough.drop
+
+        def move(keeping: Keeping) -> None:
+            passthrough.registrar = keeping
+
+        handover.on_revival = move
+        handover.table = passthrough.table
+        return passthrough
+
+    async def _leave_when_told(self, handover: Handover, session: Session) -> None:
+        """Answer what has been read, and leave the rest to the daemon of an upgrade."""
+        await handover.keeping.quiesced.wait()
+        session.stop_reading()
+
+    @asynccontextmanager
+    async def _pyfuse_session(self) -> AsyncIterator[RunningSession]:
+        from fusefs.fuse.pyfuse3_session import PyfuseSession
+
+        settings = self.settings
+        self.backing = NoPassthrough("the pyfuse3 session has none")
+        operations = self._operations(NoJournal(), mounted_ns=time.time_ns(), ids_are_inos=True)
+        if operations.writer is not None:
+            recovery.adopt(operations.writer)
+        session = PyfuseSession(
+            MountRequest(
+                str(settings.source), settings.mountpoint, settings.allow_other, settings.read_only
+            ),
+            operations,
+        )
+        with session.mounted():
+            yield session
+
+    async def _compact(self) -> None:
+        """Rewrite the journal when it has grown, a few items at a time."""
+        log = self._log
+        while isinstance(log, Journal):
+            await trio.sleep(10)
+            if log.wants_compaction:
+                log.begin_compaction()
+                await self.operations.retell(log)
+                log.finish_compaction()
+
+    async def _unmount(self) -> None:
+        mountpoint = self.settings.mountpoint
+        if self._handover is not None and self._handover.is_privileged:
+            self._handover.keeping.unmount()
+            return
+        try:
+            await trio.to_thread.run_sync(lambda: umount_path(mountpoint, is_lazy=False))
+        except UnmountError as error:
+            logger.warning("can't unmount, detaching instead: %s", error)
+            await trio.to_thread.run_sync(lambda: umount_path(mountpoint, is_lazy=True))
+
+
+def run(settings: MountSettings, ready: Ready) -> None:
+    """Serve one mount until it is unmounted.
+
+    Raises:
+        USER_ERRORS: it can't be started.
+    """
+    setup.set_up(settings)
+    try:
+        trio.run(Daemon(settings).run, ready)
+    except* USER_ERRORS as group:
+        raise _innermost(group) from None
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """The first error that groups hold, which is why they were raised."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def main() -> int:
+    """`python -m fusefs.daemon.main`: see the module's text."""
+
+    def tell(message: dict[str, object]) -> None:
+        """Write the one line, and let go of the pipe."""
+        sys.stdout.write(json.dumps(message) + "\n")
+        sys.stdout.flush()
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, 1)
+        os.close(null)
+
+    forbid_inspection()  # before any secret is in memory
+    # What a start makes stays: modules, boto3's models, perhaps a million restored nodes. To look
+    # through them again and again takes a twentieth of a start, and more with many nodes.
+    gc.disable()
+    if template.is_template():
+        preloading.serve()
+    try:
+        run(
+            setup.read_input(sys.stdin.read()),
+            lambda warnings: tell({"ready": True, "pid": os.getpid(), "warnings": warnings}),
+        )
+    except USER_ERRORS as error:
+        logger.error("%s", error)
+        tell({"error": str(error)})
+        return CANNOT_TAKE_OVER if isinstance(error, TakeOverError) else 1
+    except Exception as error:
+        logger.exception("a fault in fusefs")
+        tell({"error": f"a fault in fusefs, see the log: {_innermost(error)!r}"})
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""What a daemon's process needs before it does anything: its input, its log, its limits."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import logging
+import os
+import resource
+import signal
+import sqlite3
+from pathlib import Path
+
+from fusefs.cache.directory import CacheDirectoryError, prepare_directory
+from fusefs.cache.file_cache import FileCache
+from fusefs.cache.listing_cache import NoPages, RememberedPages
+from fusefs.cache.quota import Space
+from fusefs.daemon import log_handlers
+from fusefs.posix.write.flush import Rules
+from fusefs.settings.memory import MemoryBudget
+from fusefs.settings.mount import MountSettings
+from fusefs.settings.types import Conflict, Durability, ExclusiveCreate
+from fusefs.store.s3.clients import S3Settings
+
+logger = logging.getLogger("fusefs.daemon")
+
+
+def set_up(settings: MountSettings) -> None:
+    """Log to standard error, which the launcher opened; allow many descriptors."""
+    log_handlers.set_up(settings)
+    # The keeper asks a daemon that is silent where it hangs; works in a busy loop, too.
+    faulthandler.register(signal.SIGUSR1)
+    _raise_descriptor_limit()
+    # Files are created for this user alone, whatever the shell's umask is.
+    os.umask(0o077)
+
+
+def read_input(text: str) -> MountSettings:
+    """The settings that the launcher wrote, and the AWS configuration as files of this process."""
+    told = json.loads(text)
+    # A standby has begun with next to none.
+    os.environ.update(told.get("environment", {}))
+    for variable, content in told["files"].items():
+        # In memory alone: it holds secrets.
+        fd = os.memfd_create(variable)
+        os.write(fd, content.encode())
+        os.environ[variable] = f"/proc/self/fd/{fd}"
+    return MountSettings.from_json(told["settings"], is_newer=True)
+
+
+def _raise_descriptor_limit() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def open_cache(
+    settings: MountSettings, directory: Path, identity: str, *, in_any_case: bool
+) -> tuple[Space, FileCache, RememberedPages | NoPages]:
+    """The part of the cache in `directory`, and the listings that are remembered there. Blocks.
+
+    A mount that is taken over goes on `in_any_case`, also with a disk that is full.
+
+    Raises:
+        CacheDirectoryError: it can't be used.
+    """
+    prepare_directory(settings.cache_dir, in_any_case=in_any_case)
+    space = Space(
+        directory, settings.cache_size,
+        settings.min_free.bytes_of, settings.min_free_inodes.bytes_of,
+    )  # fmt: skip
+    cache = FileCache(directory, identity, space, in_any_case=in_any_case)
+    if not settings.read_only:
+        return space, cache, NoPages()
+    try:
+        pages = RememberedPages(directory / "metadata", identity, settings.metadata_ttl)
+    except (OSError, sqlite3.Error) as error:
+        if not in_any_case:
+            why = f"can't use the cache directory {directory}: {error}"
+            raise CacheDirectoryError(why) from error
+        logger.info("listings are not remembered: %s", error)
+        return space, cache, NoPages()
+    return space, cache, pages
+
+
+def s3_settings(settings: MountSettings) -> S3Settings:
+    """What the store has to know; as many connections as the memory allows."""
+    fitting = MemoryBudget.of(settings.memory_limit).requests
+    return S3Settings(
+        bucket=settings.source.bucket,
+        endpoint_url=settings.endpoint_url,
+        region=settings.region,
+        profile=settings.profile,
+        anonymous=settings.anonymous,
+        addressing=settings.addressing,
+        max_connections=min(settings.max_connections, fitting),
+        retry_time_s=settings.retry_time,
+        ca_bundle=str(settings.ca_bundle) if settings.ca_bundle else None,
+        requester_pays=settings.requester_pays,
+        conditional_writes=settings.conditional_writes,
+    )
+
+
+def writing_rules(settings: MountSettings) -> Rules:
+    """How the mount writes."""
+    return Rules(
+        is_local=settings.durability == Durability.LOCAL,
+        fails_on_conflict=settings.conflict == Conflict.FAIL,
+        may_delete=not settings.no_delete,
+        flush_interval_s=settings.flush_interval,
+        reserves_always=settings.exclusive_create == ExclusiveCreate.RESERVE,
+    )

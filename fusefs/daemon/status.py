@@ -1,0 +1,223 @@
+"""What a daemon answers when the commands ask: what it tells about itself, and how uploads go."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import resource
+import time
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+import fusefs
+from fusefs.launch.control import ControlError
+from fusefs.posix.nodes import names
+from fusefs.posix.write.flush import UPLOADING
+
+logger = logging.getLogger("fusefs.daemon")
+
+# More would say no more.
+MOST_PENDING = 20
+MOST_JOBS = 10
+# Of what has been warmed.
+MOST_ENDED = 3
+
+if TYPE_CHECKING:
+    from fusefs.daemon.main import Daemon
+    from fusefs.posix.namespace.mutations import Mutations
+    from fusefs.posix.write.writer import Writer
+
+
+def answer(daemon: Daemon, request: dict[str, Any]) -> dict[str, Any] | Awaitable[dict[str, Any]]:
+    """Answer `fusefs status`, `fusefs sync`, `fusefs warm` or `fusefs verify`.
+
+    Raises:
+        ControlError: it is something else.
+    """
+    match request:
+        case {"command": "status"}:
+            return collect(daemon)
+        case {"command": "sync", "path": str(path), "start": bool(is_first)}:
+            mutations = daemon.operations.mutations
+            if mutations is None:
+                return {"pending": [], "under_way": 0}
+            return sync(mutations, daemon.settings.source.prefix + path, is_first=is_first)
+        case {"command": "warm", "path": str(path)}:
+            return _warm(daemon, path)
+        case {"command": "cancel warming", "path": str(path)}:
+            return {"was_under_way": daemon.warming.cancel(path)}
+        case {"command": "verify", "path": str(path), "start": bool(is_first)}:
+            job = daemon.verifier.start(path) if is_first else daemon.verifier.find(path)
+            return job.describe()
+        case {"command": "warming"}:
+            return {"jobs": daemon.warming.describe()}
+    raise ControlError("no such command")
+
+
+async def _warm(daemon: Daemon, path: str) -> dict[str, Any]:
+    if names.decode(os.fsencode(path)) is None:
+        raise ControlError("no object has such a name")
+    job = await daemon.warming.start(path)
+    return job.describe(daemon.space.limit)
+
+
+def collect(daemon: Daemon) -> dict[str, Any]:
+    """The daemon's facts: bytes, seconds and counts, by section."""
+    settings = daemon.settings
+    session, revocation = daemon.session, daemon.revocation
+    assert session is not None
+    return {
+        "version": fusefs.__version__,
+        "mountpoint": str(settings.mountpoint),
+        "source": str(settings.source),
+        "read_only": settings.read_only,
+        "session": session.name,
+        "passthrough": {"on": daemon.backing.is_on, "why": daemon.backing.why},
+        "survival": dict(zip(("on", "why"), session.survival, strict=True)),
+        "cache": _cache(daemon),
+        "integrity": _integrity(daemon),
+        "access": {"is_shut": revocation.is_shut, "refused_s": revocation.refused_s},
+        "s3": daemon.store.counters(),
+        "conditions": daemon.store.fence.describe(),
+        "metadata": {
+            "ttl_s": None if math.isinf(settings.metadata_ttl) else settings.metadata_ttl,
+            "directories": len(daemon.directories),
+            "nodes": len(daemon.operations.inodes),
+            "most_nodes": daemon.forgetting.most,
+            "pruned_nodes": daemon.forgetting.pruned,
+            "can_prune_nodes": daemon.forgetting.can_prune,
+            "hidden_keys": daemon.directories.hidden.count,
+        },
+        "requests": {
+            "total": session.requests,
+            "waiting": len(session.waiting),
+            "downloads": daemon.fetcher.under_way,
+        },
+        "writing": _writing(daemon),
+        "warming": _warming(daemon),
+        "daemon": _process(daemon),
+    }
+
+
+def _warming(daemon: Daemon) -> list[dict[str, Any]]:
+    """What is being warmed, and what has been at last."""
+    jobs = daemon.warming.describe()
+    under_way = [job for job in jobs if job["state"] in ("listing", "under way")]
+    ended = [job for job in jobs if job not in under_way]
+    return [*ended[-MOST_ENDED:], *under_way[:MOST_JOBS]]
+
+
+def _writing(daemon: Daemon) -> dict[str, Any] | None:
+    """What is written and not in the bucket yet; None on a read-only mount."""
+    writer = daemon.operations.writer
+    mutations = daemon.operations.mutations
+    if writer is None or mutations is None:
+        return None
+    return {
+        "durability": str(daemon.settings.durability),
+        "renames": mutations.changes.describe_renames() if mutations is not None else [],
+        "staged": len(writer.staging),
+        "staged_bytes": writer.staging.charged,
+        "late_requests": _late_requests(daemon),
+        **pending(writer, ""),
+    }
+
+
+def _late_requests(daemon: Daemon) -> dict[str, int]:
+    """Keys that a request without an answer may still change, and what was repaired."""
+    late = daemon.watched.late if daemon.watched is not None else None
+    return {"uncertain": len(late or ()), "repairs": late.repairs if late is not None else 0}
+
+
+def pending(writer: Writer, prefix: str) -> dict[str, Any]:
+    """What is staged at or below a key and not in the bucket, oldest first; the first of it."""
+    now = trio.current_time()
+    found = sorted(writer.unsent(prefix), key=lambda staged: staged.since)
+    return {
+        "pending": [
+            {
+                "key": one.key,
+                "bytes": one.size(),
+                "since_s": now - one.since,
+                "state": writer.state(one),
+                "error": str(one.error) if one.error is not None else None,
+            }
+            for one in found[:MOST_PENDING]
+        ],
+        "pending_files": len(found),
+        "pending_bytes": sum(one.size() for one in found),
+        "under_way": sum(writer.state(one) == UPLOADING for one in found),
+    }
+
+
+def sync(mutations: Mutations, key: str, *, is_first: bool) -> dict[str, Any]:
+    """As `pending`, with renames of directories; the first time they are all begun."""
+    if is_first:
+        mutations.writer.begin_sync(key)
+    renames = mutations.changes.pending_renames(key, hurry=is_first)
+    answer = pending(mutations.writer, key)
+    answer["pending"] = renames + answer["pending"]
+    answer["under_way"] += sum(one["error"] is None for one in renames)
+    return answer
+
+
+def _cache(daemon: Daemon) -> dict[str, Any]:
+    counters = daemon.operations.counters
+    return {
+        "directory": str(daemon.cache.directory),
+        "used_bytes": daemon.space.used,
+        "limit_bytes": daemon.space.limit,
+        "limit_why": daemon.space.limit_why,
+        "files": len(daemon.cache),
+        "hits": counters.hits,
+        "hit_bytes": counters.hit_bytes,
+        "misses": counters.misses,
+        "miss_bytes": counters.miss_bytes,
+        "evicted_files": daemon.cache.evicted,
+        "warning": daemon.cache.warning,
+    }
+
+
+def _integrity(daemon: Daemon) -> dict[str, Any]:
+    """What was found wrong with cached bytes."""
+    integrity = daemon.cache.integrity
+    return {
+        "differed_files": integrity.differed,
+        "unreadable_files": integrity.unreadable,
+        "latest": list(integrity.latest),
+        "scrub": daemon.scrub.describe(),
+    }
+
+
+def _process(daemon: Daemon) -> dict[str, Any]:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    resident = _resident_bytes()
+    return {
+        "pid": os.getpid(),
+        "uid": os.geteuid(),
+        "rss_bytes": resident,
+        # The kernel brings the peak up to date only now and then.
+        "peak_rss_bytes": max(resident, used.ru_maxrss << 10),
+        "cpu_s": used.ru_utime + used.ru_stime,
+        "uptime_s": time.monotonic() - daemon.started,
+    }
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def log_waiting(daemon: Daemon) -> None:
+    """Answer SIGUSR2."""
+    now = time.monotonic()
+    waiting = daemon.session.waiting if daemon.session is not None else []
+    logger.warning("%d requests wait", len(waiting))
+    for request in sorted(waiting, key=lambda one: one.since):
+        logger.warning("%s", request.describe(now, daemon.operations))
+    for line in daemon.fetcher.describe():
+        logger.warning("%s", line)

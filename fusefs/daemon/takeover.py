@@ -1,0 +1,300 @@
+"""How a daemon gets its mount, and what it leaves to the next one.
+
+A mount under the kernel session outlives its daemons. The keeper
+(keeper/main.py) starts each of them and says what there is to do:
+
+- *fresh*: nothing is mounted. Check everything, then have it mounted.
+- *take over*: the last daemon died. Take the descriptor, read its journal, go
+  on. Nothing asks the bucket before requests are answered.
+- *prepare*: an upgrade. The last daemon still serves; check everything, and
+  read its journal as a trial. What fails now fails without harm.
+
+When keeper and clerk are both gone, the daemon starts a keeper itself; as an
+ordinary user's process that one cannot register files, which `status` shows.
+A daemon that a supervisor has started (keeper/supervisor_protocol.py) waits for another
+keeper instead: it comes over the socket to the supervisor.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import trio
+
+from fusefs.cache.directory import STATE, usable
+from fusefs.fuse.session import TEST_VARIABLE
+from fusefs.keeper import supervisor_protocol
+from fusefs.keeper.client import KeeperError, Keeping, Taken
+from fusefs.keeper.protocol import FRESH, PREPARE
+from fusefs.keeper.system import is_disconnected
+from fusefs.launch import launcher, registry
+from fusefs.linux import mount
+from fusefs.linux.mount import MountError, MountRequest
+from fusefs.posix.journal.journal import Journal, NoJournal
+from fusefs.posix.journal.replay import KernelState, UnusableJournalError, replay
+from fusefs.settings.mount import MountSettings
+
+logger = logging.getLogger("fusefs.daemon.takeover")
+
+Result = TypeVar("Result")
+
+REVIVE_PAUSE_S = 1.0
+
+
+class TakeOverError(Exception):
+    """The mount cannot be taken over; the message is for the log."""
+
+
+def state_directory(settings: MountSettings) -> Path:
+    """What a mount leaves to the next daemon, or to the next mount, is below this."""
+    return settings.cache_dir / STATE / registry.mount_directory(settings.mountpoint).name
+
+
+def staging_directory(settings: MountSettings, mounted_ns: int) -> Path:
+    """Where a mount keeps what is written, by when it was mounted; made if need be."""
+    directory = state_directory(settings) / "staging" / str(mounted_ns)
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return directory
+
+
+def renames_directory(settings: MountSettings) -> Path:
+    """Where renames of directories are on record; made if need be."""
+    directory = state_directory(settings) / "renames"
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return directory
+
+
+def late_requests_directory(settings: MountSettings, mounted_ns: int) -> Path:
+    """Where requests that are under way, or got no answer, are on record."""
+    return state_directory(settings) / "late" / str(mounted_ns)
+
+
+class Handover:
+    """One daemon's dealings with its keeper. Use `begin`."""
+
+    def __init__(self, settings: MountSettings, keeping: Keeping, state: int) -> None:
+        self._settings = settings
+        self.keeping = keeping
+        self._state = state
+        self.is_privileged = False
+        self._supervisor: socket.socket | None = None
+        self._has_resend = False
+        self.fd = -1
+        self.taken: Taken | None = None
+        # What another keeper has to know, and what is to be done when it is there.
+        self.table: Callable[[], list[tuple[int, int]]] = list
+        self.on_revival: Callable[[Keeping], None] = lambda _keeping: None
+
+    @classmethod
+    async def begin(cls, settings: MountSettings) -> Handover:
+        """Say hello to the keeper that has started this process.
+
+        Raises:
+            KeeperError: there is none.
+        """
+        keeping = Keeping.from_environment()
+        if keeping is None:
+            raise KeeperError("the daemon is started by `fusefs mount`, through a keeper")
+        welcome = await keeping.hello()
+        handover = cls(settings, keeping, welcome.state)
+        handover.is_privileged = welcome.is_privileged
+        handover._supervisor = _from_supervisor()
+        return handover
+
+    @property
+    def is_fresh(self) -> bool:
+        return self._state == FRESH
+
+    @property
+    def is_all_answered(self) -> bool:
+        """Whether the last daemon has left no request unanswered.
+
+        A keeper of 0.1.0 does not say. One that is to prepare itself follows on a daemon
+        that has ended by itself, or was killed as it would not: the latter is not known.
+        """
+        return self.taken is None or self.taken.is_all_answered or self._state == PREPARE
+
+    @property
+    def checks_first(self) -> bool:
+        """Whether somebody waits to hear what is wrong, rather than for answers."""
+        return self._state in (FRESH, PREPARE)
+
+    @property
+    def _directory(self) -> Path:
+        return state_directory(self._settings)
+
+    def remember(self, cache: str) -> None:
+        """Put the name of the mount's part of the cache on record. Blocks shortly.
+
+        Raises:
+            CacheDirectoryError: the disk does not take it.
+        """
+        with usable(self._settings.cache_dir):
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            unfinished = self._directory / "cache.new"
+            unfinished.write_text(cache)
+            unfinished.replace(self._directory / "cache")
+
+    def recall(self) -> str:
+        """The name that was put on record.
+
+        Raises:
+            TakeOverError: there is none.
+        """
+        try:
+            return (self._directory / "cache").read_text()
+        except OSError as error:
+            raise TakeOverError(f"what the last daemon knew can't be read: {error}") from error
+
+    async def take(self) -> None:
+        """Get hold of a mount that exists; of an upgrade's, when its daemon has finished.
+
+        Raises:
+            TakeOverError: the journal can't be used.
+        """
+        if self._state == PREPARE:
+            await self._read(partial(replay, is_live=True))
+            self.keeping.prepared()
+        self.taken = await self.keeping.take()
+        self.fd = self.taken.fd
+        if self.taken.lingers:
+            logger.warning("the last daemon is still in the kernel, its disk may be stuck")
+
+    async def mount(self) -> None:
+        """Have the bucket mounted.
+
+        Raises:
+            MountError: with one sentence that says why.
+        """
+        settings = self._settings
+        if self.is_privileged:
+            try:
+                self.fd = await self.keeping.mount()
+            except OSError as error:
+                raise MountError(
+                    f"can't mount on {settings.mountpoint}: {error.strerror}"
+                ) from error
+            os.set_blocking(self.fd, False)
+            return
+        request = MountRequest(
+            str(settings.source), settings.mountpoint, settings.allow_other, settings.read_only
+        )
+        self.fd = await trio.to_thread.run_sync(mount.mount_by_helper, request)
+        self.keeping.deposit(self.fd)
+
+    async def open_journal(self) -> tuple[Journal | NoJournal, KernelState | None]:
+        """A new journal, or the last daemon's and what it tells.
+
+        Raises:
+            TakeOverError: the last daemon's can't be used.
+            CacheDirectoryError: the disk does not take a new one.
+        """
+        if "no-journal" in os.environ.get(TEST_VARIABLE, ""):
+            return NoJournal(), None
+        if self.taken is None:
+            with usable(self._settings.cache_dir):
+                return Journal(self._directory / "journal"), None
+        return await self._read(Journal.resume)
+
+    async def _read(self, function: Callable[[Path], Result]) -> Result:
+        try:
+            return await trio.to_thread.run_sync(function, self._directory / "journal")
+        except (OSError, UnusableJournalError) as error:
+            raise TakeOverError(f"what the last daemon knew can't be read: {error}") from error
+
+    @property
+    def namespace(self) -> int:
+        """The PID namespace of requests' processes, if the keeper looks at them; else 0."""
+        return self.keeping.namespace
+
+    async def look(self, pid: int) -> int:
+        """What becomes of a process, by its number there; see linux/callers.py."""
+        return await self.keeping.look(pid)
+
+    @property
+    def is_disconnected(self) -> bool:
+        """Whether the mount is gone."""
+        return is_disconnected(self.fd)
+
+    async def keep(self, in_flight: Callable[[], int]) -> None:
+        """Tick for the keeper, and have another one in its place when it is gone."""
+        if self._supervisor is not None:
+            await self._keep_with(self._supervisor, in_flight)
+        while True:
+            await self.keeping.run(in_flight)
+            logger.warning("the keeper is gone: starting another")
+            await trio.sleep(REVIVE_PAUSE_S)
+            await self._revive()
+
+    async def _keep_with(self, supervisor: socket.socket, in_flight: Callable[[], int]) -> None:
+        sender, keepers = trio.open_memory_channel[socket.socket](1)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_hear_supervisor, supervisor, sender)
+            while True:
+                await self.keeping.run(in_flight)
+                logger.warning("the keeper is gone: waiting for another")
+                keeping = Keeping(await keepers.receive())
+                for backing_id, inode in self.table():
+                    keeping.known(backing_id, inode)
+                self._go_on(keeping)
+                logger.info("another keeper is there")
+
+    async def _revive(self) -> None:
+        ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with its:
+            try:
+                await trio.to_thread.run_sync(
+                    launcher.revive_keeper, self._settings, self.fd, its.fileno(), self.table()
+                )
+            except OSError as error:
+                logger.warning("no keeper can be started: %s", error)
+        self._go_on(Keeping(ours))
+
+    def _go_on(self, keeping: Keeping) -> None:
+        keeping.quiesced = self.keeping.quiesced
+        self.keeping = keeping
+        self.serving(has_resend=self._has_resend)
+        self.on_revival(keeping)
+
+    def serving(self, *, has_resend: bool) -> None:
+        """Tell the keeper that requests are answered, and whether they can be sent again."""
+        self._has_resend = has_resend
+        self.keeping.serving(has_resend=has_resend)
+
+
+def _from_supervisor() -> socket.socket | None:
+    """The socket to whoever has started this process, if that is not its keeper."""
+    number = os.environ.pop(supervisor_protocol.ENVIRONMENT, None)
+    if number is None:
+        return None
+    os.set_inheritable(int(number), False)
+    supervisor = socket.socket(fileno=int(number))
+    supervisor.setblocking(False)
+    return supervisor
+
+
+async def _hear_supervisor(
+    supervisor: socket.socket, keepers: trio.MemorySendChannel[socket.socket]
+) -> None:
+    """Pass on the sockets to new keepers, for as long as there is a supervisor.
+
+    Nobody could give this process another keeper afterwards, nor end it. So it
+    goes as it would if its container did; the keeper has the next one started.
+    """
+    while True:
+        try:
+            message = supervisor_protocol.receive(supervisor)
+        except BlockingIOError:
+            await trio.lowlevel.wait_readable(supervisor)
+            continue
+        if message is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        else:
+            await keepers.send(socket.socket(fileno=message.fds[0]))

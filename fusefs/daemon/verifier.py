@@ -1,0 +1,178 @@
+"""Cached copies compared with their checksums by request: `fusefs verify`, the daemon's side.
+
+What is at or below a path is listed in the bucket, and the cached copies of the
+versions that the listing names are read from the disk. What differs is dropped
+and fetched again at once, so the answer says whether the bucket still has it.
+What is not in the bucket yet is compared as well, and kept whatever is found.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import trio
+
+from fusefs.cache.downloader import PART, Fetcher, NotKeptError
+from fusefs.cache.file_cache import FileCache
+from fusefs.posix.write import staged_sums
+from fusefs.posix.write.staging import Staged
+from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
+from fusefs.store.interface import ObjectInfo, Store
+
+logger = logging.getLogger("fusefs.verify")
+
+# Files that are named in an answer; the others are counted.
+MOST_NAMED = 1000
+# Requests of verification that are remembered after they have ended.
+MOST_ENDED = 100
+
+
+class Verification:
+    """One path that is verified. `differed` and `lost` name files, `why` says what prevented it."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.has_ended = False
+        self.files = 0
+        self.size = 0
+        self.differed_files = 0
+        self.differed: list[str] = []
+        self.lost_files = 0
+        self.lost: list[str] = []
+        self.why: str | None = None
+
+    def note_differing(self, name: str) -> None:
+        self.differed_files += 1
+        if len(self.differed) < MOST_NAMED:
+            self.differed.append(name)
+
+    def note_lost(self, name: str, why: str) -> None:
+        self.lost_files += 1
+        if len(self.lost) < MOST_NAMED:
+            self.lost.append(f"{name} ({why})")
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "path": self.path,
+            "has_ended": self.has_ended,
+            "files": self.files,
+            "bytes": self.size,
+            "differed_files": self.differed_files,
+            "differed": self.differed,
+            "lost_files": self.lost_files,
+            "lost": self.lost,
+            "why": self.why,
+        }
+
+
+class Verifier:
+    """The verifications of one mount. Belongs to the event loop.
+
+    `unsent` gives the files at or below a key that the bucket does not have yet.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        cache: FileCache,
+        fetcher: Fetcher,
+        prefix: str,
+        nursery: trio.Nursery,
+        unsent: Callable[[str], list[Staged]],
+    ) -> None:
+        self._store = store
+        self._cache = cache
+        self._fetcher = fetcher
+        self._prefix = prefix
+        self._nursery = nursery
+        self._unsent = unsent
+        self._jobs: dict[str, Verification] = {}
+
+    def start(self, path: str) -> Verification:
+        """The verification of a path ("" is the mount's root); one that is under way is joined."""
+        job = self._jobs.get(path)
+        if job is None or job.has_ended:
+            ended = [old for old, other in self._jobs.items() if other.has_ended]
+            for old in ended[:-MOST_ENDED]:
+                del self._jobs[old]
+            job = self._jobs[path] = Verification(path)
+            self._nursery.start_soon(self._run, job)
+        return job
+
+    def find(self, path: str) -> Verification:
+        """The verification of a path; begun if this process does not know it."""
+        return self._jobs.get(path) or self.start(path)
+
+    async def _run(self, job: Verification) -> None:
+        key = self._prefix + job.path
+        try:
+            for staged in self._unsent(key):
+                await self._verify_unsent(job, staged)
+            await self._verify_listed(job, key, key + "/" if job.path else key)
+        except NotFoundError:
+            if not job.files:
+                job.why = "there is no such file or directory in the bucket"
+        except StoreError as error:
+            job.why = str(error)
+        finally:
+            job.has_ended = True
+
+    async def _verify_unsent(self, job: Verification, staged: Staged) -> None:
+        key, size = staged.key, staged.size()
+        try:
+            await staged_sums.check(staged)
+        except OSError as error:
+            job.note_lost(key[len(self._prefix) :], error.strerror or str(error))
+        job.files += 1
+        job.size += size
+
+    async def _verify_listed(self, job: Verification, key: str, prefix: str) -> None:
+        """Verify what is below a prefix; the file `key`, if there is nothing."""
+        after, is_any = "", False
+        while True:
+            page = await self._store.list_page(prefix, delimiter="", start_after=after)
+            is_any = is_any or bool(page.objects)
+            for info in page.objects:
+                await self._verify(job, info)
+            if page.next_token is None:
+                break
+            after = page.last
+            await trio.lowlevel.checkpoint()
+        if not is_any and prefix != key:
+            await self._verify(job, await self._store.head(key))
+
+    async def _verify(self, job: Verification, info: ObjectInfo) -> None:
+        file = self._cache.find(info.version)
+        if file is None or not file.present.total:
+            return
+        present = list(file.present)
+        file.version = file.version or info.version
+        examined = await self._cache.integrity.examine(file, is_direct=True)
+        job.files += 1
+        job.size += examined.size
+        if examined.fault is None:
+            return
+        name = info.key[len(self._prefix) :]
+        try:
+            await self._fetch(info, present)
+        except NotKeptError:
+            pass  # there is no room: readers get it from the bucket
+        except (StaleVersionError, NotFoundError):
+            pass  # it was replaced or removed: this version is needed no more
+        except StoreError as error:
+            job.note_lost(name, str(error))
+            return
+        job.note_differing(name)
+
+    async def _fetch(self, info: ObjectInfo, ranges: list[tuple[int, int]]) -> None:
+        """Have what was dropped in the cache again."""
+        file = self._cache.pin(info.version)
+        try:
+            for start, stop in ranges:
+                for at in range(start, stop, PART):
+                    await self._fetcher.fill(file, at, min(at + PART, stop), time.time())
+        finally:
+            self._cache.unpin(file)

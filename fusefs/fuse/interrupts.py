@@ -1,0 +1,122 @@
+"""Ends requests of processes that are being killed.
+
+Any signal interrupts a request, also a profiler's timer; but no call on a local
+disk ever fails with EINTR, and programs do not expect it to. So a request is
+ended, with EINTR, if its process is being killed. The kernel says only once
+that a request was interrupted, whatever comes later. So one that was, and goes
+on, is looked at again and again.
+
+Where the process cannot be seen (the mount was made in a PID namespace in which
+it has no number, or the mount is served in another one and the keeper does not
+know either), the interruption has to do: a request that takes longer than
+`GRACE_S` after it is ended. A close and an fsync are given `SAVING_GRACE_S`,
+so that programs rarely miss that their data was kept.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import trio
+
+from fusefs.fuse.protocol import Opcode
+from fusefs.linux import callers
+from fusefs.linux.callers import EXITS, IS_KILLED, UNKNOWN, WAS_KILLED
+
+GRACE_S = 1.0
+SAVING_GRACE_S = 30.0
+# Between two looks at a process whose request was interrupted.
+LOOK_S = 0.25
+
+_SAVING = (Opcode.FLUSH, Opcode.FSYNC)
+
+
+class Interruptible(Protocol):
+    """A request that waits; `scope` ends it."""
+
+    opcode: int
+    pid: int
+    scope: trio.CancelScope
+
+
+class Onlooker(Protocol):
+    """The keeper, as far as it looks at processes."""
+
+    @property
+    def namespace(self) -> int:
+        """The PID namespace of requests' processes, which is its own; 0 if it does not look."""
+
+    async def look(self, pid: int) -> int:
+        """What `callers.fate` says there."""
+
+
+class Callers:
+    """Looks at processes, in this namespace or by the keeper."""
+
+    def __init__(self) -> None:
+        self._namespace = callers.namespace()
+        # None: there is no keeper that could look.
+        self.keeper: Onlooker | None = None
+
+    def fate(self, pid: int) -> int:
+        """What this process can see."""
+        keeper = self.keeper
+        is_elsewhere = keeper is not None and keeper.namespace not in (0, self._namespace)
+        if is_elsewhere or not self._namespace:
+            return UNKNOWN  # the number is another process's here
+        return callers.fate(pid)
+
+    async def find_fate(self, pid: int) -> int:
+        """What this process or the keeper can see."""
+        seen = self.fate(pid)
+        keeper = self.keeper
+        if not pid or keeper is None or not keeper.namespace or seen not in (UNKNOWN, EXITS):
+            return seen
+        reported = await keeper.look(pid)
+        return reported if reported != UNKNOWN else seen
+
+    async def was_killed(self, pid: int) -> bool:
+        """Whether a process closes its files because a signal ends it."""
+        return await self.find_fate(pid) == WAS_KILLED
+
+
+class Interrupts:
+    """The interrupted requests of one session. Belongs to the event loop."""
+
+    def __init__(self, seen_by: Callers) -> None:
+        self._callers = seen_by
+        # By their unique numbers: since when, in seconds of trio's clock.
+        self._interrupted: dict[int, tuple[Interruptible, float]] = {}
+        self._has_some = trio.Event()
+
+    def note(self, unique: int, request: Interruptible) -> None:
+        """The kernel says that a request was interrupted."""
+        if self._callers.fate(request.pid) in (IS_KILLED, WAS_KILLED):
+            request.scope.cancel()
+            return
+        self._interrupted.setdefault(unique, (request, trio.current_time()))
+        self._has_some.set()
+
+    def forget(self, unique: int) -> None:
+        """A request has been answered."""
+        self._interrupted.pop(unique, None)
+
+    async def run(self) -> None:
+        """Look at interrupted requests until cancelled."""
+        while True:
+            await self._has_some.wait()
+            for unique, (request, since) in list(self._interrupted.items()):
+                if await self._is_to_end(request, since):
+                    request.scope.cancel()
+                    self.forget(unique)
+            if not self._interrupted:
+                self._has_some = trio.Event()
+            else:
+                await trio.sleep(LOOK_S)
+
+    async def _is_to_end(self, request: Interruptible, since: float) -> bool:
+        found = await self._callers.find_fate(request.pid)
+        if found != UNKNOWN:
+            return found in (IS_KILLED, WAS_KILLED)
+        grace_s = SAVING_GRACE_S if request.opcode in _SAVING else GRACE_S
+        return trio.current_time() - since >= grace_s

@@ -1,0 +1,189 @@
+"""Backing files: what the kernel reads by itself.
+
+A cache file is registered with the kernel under an id, and an OPEN reply that
+names the id makes the kernel read that file directly: reads, mmaps and splices
+of the handle never come here, and run at the disk's speed. The kernel keeps
+the file; our descriptor may be closed. The call needs privilege, so the
+keeper makes it (keeper/protocol.py), which also remembers the ids for the daemon
+that comes after this one.
+
+An id belongs to a cache file, and all inodes and handles of that version share
+it. Registering costs an open and a message to the keeper, so ids are kept
+after the last close, the least recently used going first when there are too
+many. An id is only given back while nobody has the file open: the kernel would
+refuse every further open of such an inode.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import tempfile
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import trio
+
+from fusefs.cache.cached_file import CacheFile
+from fusefs.posix.nodes.handles import HandleTable
+
+logger = logging.getLogger("fusefs.passthrough")
+
+# Each keeps a file open in the kernel (about 1 KiB), outside of RLIMIT_NOFILE.
+MOST_IDS = 16384
+
+
+class Registrar(Protocol):
+    """Who may register files: the keeper (see keeper/client.py)."""
+
+    async def open_backing(self, fd: int) -> int: ...
+    def close_backing(self, backing_id: int) -> trio.Event: ...
+
+
+class NoPassthrough:
+    """For sessions and kernels without it; `why` is for `status`."""
+
+    is_on = False
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+
+    def find(self, file: CacheFile) -> int:
+        return 0
+
+    async def register(self, file: CacheFile) -> int:
+        return 0
+
+    def drop(self, file: CacheFile) -> None:
+        return None
+
+    def drop_unused(self) -> None:
+        pass
+
+    def table(self) -> list[tuple[int, int]]:
+        return []
+
+
+class Passthrough:
+    """The backing ids of one mount. Belongs to the event loop."""
+
+    def __init__(self, registrar: Registrar, most: int = MOST_IDS) -> None:
+        self.registrar = registrar
+        self._most = most
+        self.is_on = False
+        self.why = "not negotiated yet"
+        # Least recently used first.
+        self._ids: OrderedDict[CacheFile, int] = OrderedDict()
+        self._registering: dict[CacheFile, trio.Event] = {}
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    async def turn_on(self, is_negotiated: bool, cache: Path) -> None:
+        """Try whether the kernel takes files of the cache's directory."""
+        self.is_on = False
+        if not is_negotiated:
+            self.why = "this kernel has no FUSE passthrough (Linux 6.9 or later has)"
+            return
+        try:
+            with tempfile.TemporaryFile(dir=cache) as probe:
+                self.registrar.close_backing(await self.registrar.open_backing(probe.fileno()))
+        except OSError as error:
+            self.why = _explain(error)
+            return
+        self.is_on = True
+        self.why = "the kernel reads cached files itself"
+
+    def find(self, file: CacheFile) -> int:
+        """The id under which a file is registered, or 0."""
+        backing_id = self._ids.get(file, 0)
+        if backing_id:
+            self._ids.move_to_end(file)
+        return backing_id
+
+    async def register(self, file: CacheFile) -> int:
+        """Register a pinned file whose descriptor is open; 0 if the kernel refuses."""
+        while (event := self._registering.get(file)) is not None:
+            await event.wait()
+        known = self.find(file)
+        if known or not self.is_on:
+            return known
+        event = self._registering[file] = trio.Event()
+        try:
+            backing_id = await self.registrar.open_backing(file.fd)
+        except OSError as error:
+            logger.warning("the kernel refused a file for passthrough: %s", _explain(error))
+            return 0
+        finally:
+            del self._registering[file]
+            event.set()
+        self.adopt(file, backing_id)
+        self._shrink()
+        return backing_id
+
+    def adopt(self, file: CacheFile, backing_id: int) -> None:
+        """Take over an id that is registered already."""
+        self._ids[file] = backing_id
+
+    def table(self) -> list[tuple[int, int]]:
+        """What is registered, as (id, st_ino)."""
+        return [(backing_id, file.st_ino) for file, backing_id in self._ids.items()]
+
+    def take_over(
+        self,
+        registered: Mapping[int, tuple[int, int]],
+        handles: HandleTable,
+        whole: Mapping[int, CacheFile],
+    ) -> None:
+        """Know the ids again that an earlier process registered, as {id: (st_dev, st_ino)}.
+
+        `whole` are the complete files of the cache by inode number. An id that
+        belongs to neither an open handle nor one of them is given back.
+        """
+        used = {handle.backing_id for handle in handles.files.values()}
+        for handle in handles.files.values():
+            if handle.backing_id:
+                self.adopt(handle.file, handle.backing_id)
+        for backing_id, (_, st_ino) in registered.items():
+            file = whole.get(st_ino)
+            if backing_id in used:
+                continue
+            if file is not None and file not in self._ids:
+                self.adopt(file, backing_id)
+            else:
+                self.registrar.close_backing(backing_id)
+
+    def drop(self, file: CacheFile) -> trio.Event | None:
+        """Give a file's id back; nobody has the file open.
+
+        The event, if there was an id, is set when the kernel has let the file go.
+        """
+        backing_id = self._ids.pop(file, 0)
+        return self.registrar.close_backing(backing_id) if backing_id else None
+
+    def drop_unused(self) -> None:
+        """Give back the ids of all files that nobody has open."""
+        for file in [file for file in self._ids if not file.pins]:
+            self.drop(file)
+
+    def _shrink(self) -> None:
+        while len(self._ids) > self._most:
+            unused = next((file for file in self._ids if not file.pins), None)
+            if unused is None:
+                return
+            self.drop(unused)
+
+
+def _explain(error: OSError) -> str:
+    if error.errno == errno.EPERM:
+        return "registering files needs CAP_SYS_ADMIN in the initial user namespace"
+    if error.errno == errno.ELOOP:
+        return "the cache is on a file system that is itself stacked"
+    if error.errno == errno.EXDEV:
+        return "the cache is on an overlay of several file systems"
+    if error.errno in (errno.ENOTTY, errno.EINVAL):
+        return "this kernel has no FUSE passthrough (Linux 6.9 or later has)"
+    return os.strerror(error.errno or errno.EIO)

@@ -1,0 +1,320 @@
+"""The requests that are about files: each unpacked, handed to the operations, and packed.
+
+A handler gets the node id, the request's body and the caller. It returns the
+reply, None where none is due, or a coroutine that waits for the reply; errors
+are OSErrors. Packed attributes are kept with their inode.
+"""
+
+from __future__ import annotations
+
+import errno
+import struct
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fusefs.fuse import protocol
+from fusefs.fuse.protocol import Fopen, Opcode
+from fusefs.posix.metadata.object_metadata import LONGEST_TARGET
+from fusefs.posix.nodes.inode_table import Inode
+from fusefs.posix.operations import Operations
+from fusefs.posix.types import Caller, Found, Opened
+
+FOREVER_S = 1 << 40
+
+_CHANGING = (
+    Opcode.SETATTR, Opcode.SYMLINK, Opcode.MKNOD, Opcode.MKDIR, Opcode.UNLINK, Opcode.RMDIR,
+    Opcode.RENAME, Opcode.RENAME2, Opcode.LINK, Opcode.WRITE, Opcode.SETXATTR,
+    Opcode.REMOVEXATTR, Opcode.CREATE, Opcode.FALLOCATE, Opcode.COPY_FILE_RANGE, Opcode.TMPFILE,
+)  # fmt: skip
+
+Buffer = bytes | bytearray | memoryview
+Payload = Buffer | None  # None: no reply is due
+Result = Payload | Coroutine[Any, Any, Payload]
+
+
+Handler = Callable[[int, memoryview, Caller], Result]
+
+
+class Handlers:
+    """What a session answers with; `table` has the handlers by opcode."""
+
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
+        # On a writable mount a listed object may be a symbolic link.
+        self.unasked_kind = _DT_REG if operations.mutations is None else _DT_UNKNOWN
+        self.table: dict[int, Handler] = {
+            Opcode.LOOKUP: self._lookup,
+            Opcode.FORGET: self._forget,
+            Opcode.BATCH_FORGET: self._batch_forget,
+            Opcode.GETATTR: self._getattr,
+            Opcode.OPEN: self._open,
+            Opcode.READ: self._read,
+            Opcode.FLUSH: self._flush,
+            Opcode.RELEASE: self._release,
+            Opcode.OPENDIR: self._opendir,
+            Opcode.READDIR: self._readdir,
+            Opcode.READDIRPLUS: self._readdirplus,
+            Opcode.RELEASEDIR: self._releasedir,
+            Opcode.STATFS: self._statfs,
+            Opcode.GETXATTR: self._getxattr,
+            Opcode.LISTXATTR: self._listxattr,
+            Opcode.IOCTL: _refuse_ioctl,
+        }
+        self.table.update(dict.fromkeys(_CHANGING, _refuse_change))
+
+    # Names
+
+    def _lookup(self, nodeid: int, body: memoryview, caller: Caller) -> Result:
+        answer = self._operations.lookup(nodeid, bytes(body[:-1]), caller)
+        if isinstance(answer, Found):
+            return self._entry(answer)
+        return self._when_there(answer, self._entry)
+
+    def _entry(self, found: Found) -> bytes:
+        if found.inode is None:
+            if not found.valid_s:
+                raise OSError(errno.ENOENT, "no such name")
+            seconds, rest = _valid(found.valid_s)
+            return protocol.ENTRY_OUT_HEAD.pack(0, 0, seconds, 0, rest, 0) + bytes(
+                protocol.ATTR.size
+            )
+        return self.packed_entry(found.inode, found.valid_s, None if found.has_attributes else 0.0)
+
+    def packed_entry(
+        self, inode: Inode, valid_s: float, attributes_valid_s: float | None = None
+    ) -> bytes:
+        """An inode as LOOKUP and READDIRPLUS show it."""
+        seconds, rest = _valid(valid_s)
+        of_attributes, rest_of_attributes = seconds, rest
+        if attributes_valid_s is not None:
+            of_attributes, rest_of_attributes = _valid(attributes_valid_s)
+        head = protocol.ENTRY_OUT_HEAD.pack(
+            inode.nodeid, 0, seconds, of_attributes, rest, rest_of_attributes
+        )
+        return head + (inode.packed or self.pack(inode))
+
+    def pack(self, inode: Inode) -> bytes:
+        """Pack the attributes of an inode, and keep them with it while they stay."""
+        shown = self._operations.attributes(inode)
+        seconds, rest = divmod(shown.mtime_ns, 1_000_000_000)
+        packed = protocol.ATTR.pack(
+            shown.ino, shown.size, shown.blocks, seconds, seconds, seconds,
+            rest, rest, rest, shown.mode, shown.nlink, shown.uid, shown.gid, 0, 4096, 0,
+        )  # fmt: skip
+        if inode.staged is None and inode.lead is None:
+            inode.packed = packed
+        return packed
+
+    def _forget(self, nodeid: int, body: memoryview, _caller: Caller) -> Payload:
+        self._operations.forget(nodeid, protocol.FORGET_IN.unpack_from(body)[0])
+        return None
+
+    def _batch_forget(self, _nodeid: int, body: memoryview, _caller: Caller) -> Payload:
+        count, _ = protocol.BATCH_FORGET_IN.unpack_from(body)
+        for index in range(count):
+            at = protocol.BATCH_FORGET_IN.size + index * protocol.FORGET_ONE.size
+            self._operations.forget(*protocol.FORGET_ONE.unpack_from(body, at))
+        return None
+
+    def _getattr(self, nodeid: int, _body: memoryview, _caller: Caller) -> Result:
+        if self._operations.lacks_meta(nodeid):
+            return self._when_there(self._operations.getattr_later(nodeid), self.attr_out)
+        return self.attr_out(self._operations.getattr(nodeid))
+
+    def attr_out(self, answer: tuple[Inode, float]) -> bytes:
+        inode, valid_s = answer
+        seconds, rest = _valid(valid_s)
+        return protocol.ATTR_OUT_HEAD.pack(seconds, rest, 0) + (inode.packed or self.pack(inode))
+
+    # Files
+
+    def _open(self, nodeid: int, body: memoryview, caller: Caller) -> Result:
+        flags, _ = protocol.OPEN_IN.unpack_from(body)
+        answer = self._operations.open(nodeid, flags, caller)
+        if isinstance(answer, Opened):
+            return open_out(answer)
+        return self._when_there(answer, open_out)
+
+    def _read(self, _nodeid: int, body: memoryview, _caller: Caller) -> Result:
+        fh, offset, size, *_ = protocol.READ_IN.unpack_from(body)
+        return self._operations.read(fh, offset, size)
+
+    def _flush(self, _nodeid: int, _body: memoryview, _caller: Caller) -> Payload:
+        return b""  # nothing was written
+
+    def _release(self, _nodeid: int, body: memoryview, _caller: Caller) -> Payload:
+        self._operations.release(protocol.RELEASE_IN.unpack_from(body)[0])
+        return b""
+
+    # Directories
+
+    def _opendir(self, nodeid: int, _body: memoryview, caller: Caller) -> Payload:
+        handle, is_cached = self._operations.opendir(nodeid, caller)
+        flags = 0
+        if self._operations.may_cache_directories:
+            flags = Fopen.CACHE_DIR | (Fopen.KEEP_CACHE if is_cached else 0)
+        return protocol.OPEN_OUT.pack(handle.fh, flags, 0)
+
+    def _readdir(self, _nodeid: int, body: memoryview, _caller: Caller) -> Result:
+        return self._read_directory(body, is_plus=False)
+
+    def _readdirplus(self, _nodeid: int, body: memoryview, _caller: Caller) -> Result:
+        return self._read_directory(body, is_plus=True)
+
+    def _read_directory(self, body: memoryview, *, is_plus: bool) -> Result:
+        fh, offset, size, *_ = protocol.READ_IN.unpack_from(body)
+        buffer = _Entries(self, size, is_plus=is_plus)
+        answer = self._operations.readdir(fh, offset, buffer)
+        if answer is None:
+            return buffer.data
+        return self._when_there(answer, lambda _none: buffer.data)
+
+    def _releasedir(self, _nodeid: int, body: memoryview, _caller: Caller) -> Payload:
+        self._operations.releasedir(protocol.RELEASE_IN.unpack_from(body)[0])
+        return b""
+
+    def _statfs(self, _nodeid: int, _body: memoryview, _caller: Caller) -> Payload:
+        # A bucket has no end: 2^60 bytes, all of them free.
+        blocks = 1 << 48
+        return protocol.STATFS.pack(
+            blocks, blocks, blocks, 1 << 40, 1 << 40, 4096, 255, 4096, 0, bytes(24)
+        )
+
+    # Extended attributes
+
+    def _getxattr(self, nodeid: int, body: memoryview, _caller: Caller) -> Result:
+        size, _ = protocol.GETXATTR_IN.unpack_from(body)
+        name = bytes(body[protocol.GETXATTR_IN.size : -1]).decode(errors="replace")
+        answer = self._operations.getxattr(nodeid, name)
+        if isinstance(answer, bytes):
+            return _sized(answer, size)
+        return self._when_there(answer, lambda value: _sized(value, size))
+
+    def _listxattr(self, nodeid: int, body: memoryview, _caller: Caller) -> Result:
+        size, _ = protocol.GETXATTR_IN.unpack_from(body)
+        answer = self._operations.listxattr(nodeid)
+        if isinstance(answer, tuple):
+            return _sized(_joined(answer), size)
+        return self._when_there(answer, lambda names: _sized(_joined(names), size))
+
+    async def _when_there(
+        self, answer: Coroutine[Any, Any, Any], pack: Callable[[Any], Payload]
+    ) -> Payload:
+        return pack(await answer)
+
+
+class _Entries:
+    """The entries of one READDIR or READDIRPLUS reply, packed as they come."""
+
+    __slots__ = ("_handlers", "_held", "_size", "_valid", "data", "is_plus")
+
+    takes_names = True
+
+    def __init__(self, handlers: Handlers, size: int, *, is_plus: bool) -> None:
+        self._handlers = handlers
+        self._size = size
+        self.is_plus = is_plus
+        self.data = bytearray()
+        # For how long the last entry holds, in seconds and as it is packed: mostly the next does.
+        self._held, self._valid = 0.0, (0, 0)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.data
+
+    def add_dot(self, name: bytes, ino: int, offset: int) -> bool:
+        return self._add_name(name, ino, offset, _DT_DIR)
+
+    def add(self, name: bytes, inode: Inode, valid_s: float | None) -> bool:
+        if valid_s is None or not self.is_plus:
+            return self._add_name(name, inode.ino, inode.nodeid, self._kind_of(inode))
+        length = len(name)
+        padded = name + _PADDING[-length % 8]
+        if len(self.data) + _DIRENTPLUS.size + len(padded) > self._size:
+            return False
+        if valid_s != self._held:
+            self._held, self._valid = valid_s, _valid(valid_s)
+        seconds, rest = self._valid
+        packed = inode.packed or self._handlers.pack(inode)
+        # What readdir calls a type is the upper bits of what stat calls a mode.
+        kind = _MODE.unpack_from(packed, _MODE_AT)[0] >> 12
+        nodeid = inode.nodeid
+        self.data += _DIRENTPLUS.pack(
+            nodeid, 0, seconds, seconds, rest, rest, packed, inode.ino, nodeid, length, kind
+        )
+        self.data += padded
+        return True
+
+    def _kind_of(self, inode: Inode) -> int:
+        """The type of an entry of which nothing else is known; programs stat what has none."""
+        if inode.info is None:
+            return _DT_DIR
+        is_file = inode.staged is not None or inode.info.size > LONGEST_TARGET
+        return _DT_REG if is_file else self._handlers.unasked_kind
+
+    def _add_name(self, name: bytes, ino: int, offset: int, kind: int) -> bool:
+        """Add a name alone; in a reply with attributes its node id is 0, and there is no more."""
+        head = bytes(_DIRENTPLUS.size - protocol.DIRENT.size) if self.is_plus else b""
+        padded = name + _PADDING[-len(name) % 8]
+        if len(self.data) + len(head) + protocol.DIRENT.size + len(padded) > self._size:
+            return False
+        self.data += head + protocol.DIRENT.pack(ino, offset, len(name), kind) + padded
+        return True
+
+
+_DT_UNKNOWN, _DT_DIR, _DT_REG = 0, 4, 8
+# fuse_direntplus in one piece, with the attributes as they are packed already.
+_DIRENTPLUS = struct.Struct("=QQQQII88sQQII")
+_MODE, _MODE_AT = struct.Struct("=I"), protocol.ATTR.offsets()["mode"]
+_PADDING = [bytes(count) for count in range(8)]
+
+
+def _refuse_ioctl(_nodeid: int, _body: memoryview, _caller: Caller) -> Payload:
+    # Python's open() asks each file whether it is a terminal.
+    raise _NO_TERMINAL
+
+
+_NO_TERMINAL = OSError(errno.ENOTTY, "not a terminal")
+
+
+def _refuse_change(_nodeid: int, _body: memoryview, _caller: Caller) -> Payload:
+    raise OSError(errno.EROFS, "the mount is read-only")
+
+
+def open_out(opened: Opened) -> bytes:
+    """The reply to OPEN, and the end of that to CREATE."""
+    # Handles that cannot write have nothing to flush.
+    flags = 0 if opened.may_write else _NOFLUSH
+    if opened.backing_id:
+        flags |= _PASSTHROUGH
+    elif opened.is_direct:
+        flags |= _DIRECT_IO
+    elif opened.keep_cache:
+        flags |= _KEEP_CACHE
+    return protocol.OPEN_OUT.pack(opened.fh, flags, opened.backing_id)
+
+
+# Plain numbers: to join flags takes longer than the rest of an open's reply.
+_NOFLUSH, _PASSTHROUGH = int(Fopen.NOFLUSH), int(Fopen.PASSTHROUGH)
+_DIRECT_IO, _KEEP_CACHE = int(Fopen.DIRECT_IO), int(Fopen.KEEP_CACHE)
+
+
+def _joined(names: tuple[str, ...]) -> bytes:
+    return b"".join(name.encode() + b"\0" for name in names)
+
+
+def _sized(value: bytes, size: int) -> bytes:
+    """Answer an extended attribute call that has room for `size` bytes (0: asks for the size)."""
+    if not size:
+        return protocol.GETXATTR_OUT.pack(len(value), 0)
+    if len(value) > size:
+        raise OSError(errno.ERANGE, "too long for the buffer")
+    return value
+
+
+def _valid(seconds: float) -> tuple[int, int]:
+    """How long something holds, as whole seconds and nanoseconds."""
+    if seconds >= FOREVER_S:
+        return FOREVER_S, 0
+    whole = int(seconds)
+    return whole, int((seconds - whole) * 1_000_000_000)

@@ -1,0 +1,188 @@
+"""The requests of a writable mount: unpacked, handed to the mutations, and packed."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Awaitable
+
+from fusefs.fuse import protocol
+from fusefs.fuse.protocol import Opcode, Setattr
+from fusefs.fuse.read_handlers import Handler, Handlers, Payload, Result, open_out
+from fusefs.posix.namespace.mutations import Mutations
+from fusefs.posix.nodes.inode_table import Inode
+from fusefs.posix.types import Caller, NewAttributes, Opened
+
+SECOND_NS = 1_000_000_000
+
+# How long the kernel believes what a new file looks like, which it alone changes: Python's
+# open() asks twice.
+NEW_S = 1.0
+# Programs do without: copy_file_range and O_TMPFILE have their usual substitutes.
+# The kernel asks once, and says EOPNOTSUPP for ever after.
+_UNSUPPORTED = (Opcode.COPY_FILE_RANGE, Opcode.TMPFILE)
+
+
+class ChangingHandlers:
+    """`table` has the handlers by opcode."""
+
+    def __init__(self, handlers: Handlers, mutations: Mutations) -> None:
+        self._handlers = handlers
+        self._mutations = mutations
+        self.table: dict[int, Handler] = {
+            **dict.fromkeys(_UNSUPPORTED, _refuse_unsupported),
+            Opcode.CREATE: self._create,
+            Opcode.MKNOD: self._mknod,
+            Opcode.MKDIR: self._mkdir,
+            Opcode.SYMLINK: self._symlink,
+            Opcode.READLINK: self._readlink,
+            Opcode.UNLINK: self._unlink,
+            Opcode.RMDIR: self._rmdir,
+            Opcode.RENAME: self._rename,
+            Opcode.RENAME2: self._rename2,
+            Opcode.SETATTR: self._setattr,
+            Opcode.SETXATTR: self._setxattr,
+            Opcode.REMOVEXATTR: self._removexattr,
+            Opcode.WRITE: self._write,
+            Opcode.FLUSH: self._flush,
+            Opcode.FSYNC: self._fsync,
+            Opcode.FSYNCDIR: self._fsyncdir,
+            Opcode.FALLOCATE: self._fallocate,
+            Opcode.LINK: _refuse_link,
+        }
+
+    # Names: the body is the session's memory and is read before anything waits.
+
+    def _create(self, nodeid: int, body: memoryview, caller: Caller) -> Result:
+        flags, mode, *_ = protocol.CREATE_IN.unpack_from(body)
+        name = bytes(body[protocol.CREATE_IN.size : -1])
+        answer = self._mutations.create(nodeid, name, mode, flags, caller)
+        if isinstance(answer, tuple):
+            return self._created(*answer)
+        return self._created_later(answer)
+
+    async def _created_later(self, answer: Awaitable[tuple[Inode, Opened]]) -> Payload:
+        return self._created(*await answer)
+
+    def _created(self, inode: Inode, opened: Opened) -> Payload:
+        return self._handlers.packed_entry(inode, 0.0, NEW_S) + open_out(opened)
+
+    def _mknod(self, nodeid: int, body: memoryview, caller: Caller) -> Result:
+        mode, *_ = protocol.MKNOD_IN.unpack_from(body)
+        name = bytes(body[protocol.MKNOD_IN.size : -1])
+        return self._made(self._mutations.mknod(nodeid, name, mode, caller))
+
+    def _mkdir(self, nodeid: int, body: memoryview, caller: Caller) -> Result:
+        mode, _ = protocol.MKDIR_IN.unpack_from(body)
+        name = bytes(body[protocol.MKDIR_IN.size : -1])
+        return self._made(self._mutations.mkdir(nodeid, name, mode, caller))
+
+    def _symlink(self, nodeid: int, body: memoryview, caller: Caller) -> Result:
+        name, target, _ = bytes(body).split(b"\0")
+        return self._made(self._mutations.symlink(nodeid, name, target, caller))
+
+    async def _made(self, answer: Awaitable[Inode]) -> Payload:
+        return self._handlers.packed_entry(await answer, 0.0)
+
+    def _readlink(self, nodeid: int, _body: memoryview, _caller: Caller) -> Result:
+        return self._mutations.readlink(nodeid)
+
+    def _unlink(self, nodeid: int, body: memoryview, caller: Caller) -> Result:
+        answer = self._mutations.unlink(nodeid, bytes(body[:-1]), caller)
+        return b"" if answer is None else _done(answer)
+
+    def _rmdir(self, nodeid: int, body: memoryview, caller: Caller) -> Result:
+        return _done(self._mutations.rmdir(nodeid, bytes(body[:-1]), caller))
+
+    def _rename(self, nodeid: int, body: memoryview, caller: Caller) -> Result:
+        (to,) = protocol.RENAME_IN.unpack_from(body)
+        return self._renamed(nodeid, to, 0, body[protocol.RENAME_IN.size :], caller)
+
+    def _rename2(self, nodeid: int, body: memoryview, caller: Caller) -> Result:
+        to, flags, _ = protocol.RENAME2_IN.unpack_from(body)
+        return self._renamed(nodeid, to, flags, body[protocol.RENAME2_IN.size :], caller)
+
+    def _renamed(
+        self, nodeid: int, to: int, flags: int, both: memoryview, caller: Caller
+    ) -> Result:
+        name, new_name, _ = bytes(both).split(b"\0")
+        return _done(self._mutations.rename(nodeid, name, to, new_name, flags, caller))
+
+    # Attributes
+
+    def _setattr(self, nodeid: int, body: memoryview, _caller: Caller) -> Result:
+        (
+            valid, _, _, size, _, _, mtime, _, _, mtime_rest, _, mode, _, uid, gid, _,
+        ) = protocol.SETATTR_IN.unpack_from(body)  # fmt: skip
+        new = NewAttributes()
+        if valid & Setattr.MODE:
+            new.mode = mode
+        if valid & Setattr.UID:
+            new.uid = uid
+        if valid & Setattr.GID:
+            new.gid = gid
+        if valid & Setattr.SIZE:
+            new.size = size
+        if valid & Setattr.MTIME_NOW:
+            new.mtime_ns = time.time_ns()
+        elif valid & Setattr.MTIME:
+            new.mtime_ns = mtime * SECOND_NS + mtime_rest
+        found = self._mutations.setattr_now(nodeid, new)
+        if found is not None:
+            return self._handlers.attr_out(found)
+        return self._set(self._mutations.setattr(nodeid, new))
+
+    async def _set(self, answer: Awaitable[tuple[Inode, float]]) -> Payload:
+        return self._handlers.attr_out(await answer)
+
+    def _setxattr(self, nodeid: int, body: memoryview, caller: Caller) -> Result:
+        size, flags = protocol.SETXATTR_IN_SHORT.unpack_from(body)
+        name, _, rest = bytes(body[protocol.SETXATTR_IN_SHORT.size :]).partition(b"\0")
+        return _done(self._mutations.setxattr(nodeid, name, rest[:size], flags, caller))
+
+    def _removexattr(self, nodeid: int, body: memoryview, caller: Caller) -> Result:
+        return _done(self._mutations.removexattr(nodeid, bytes(body[:-1]), caller))
+
+    # Contents
+
+    def _write(self, _nodeid: int, body: memoryview, _caller: Caller) -> Result:
+        fh, offset, size, *_ = protocol.WRITE_IN.unpack_from(body)
+        start = protocol.WRITE_IN.size
+        answer = self._mutations.writer.write(fh, offset, body[start : start + size])
+        if isinstance(answer, int):
+            return protocol.WRITE_OUT.pack(answer, 0)
+        return _written(answer)
+
+    def _flush(self, _nodeid: int, body: memoryview, caller: Caller) -> Result:
+        answer = self._mutations.writer.flush(protocol.FLUSH_IN.unpack_from(body)[0], caller.pid)
+        return b"" if answer is None else _done(answer)
+
+    def _fsync(self, _nodeid: int, body: memoryview, _caller: Caller) -> Result:
+        answer = self._mutations.writer.fsync(protocol.FSYNC_IN.unpack_from(body)[0])
+        return b"" if answer is None else _done(answer)
+
+    def _fsyncdir(self, nodeid: int, _body: memoryview, _caller: Caller) -> Result:
+        # A new name is durable when its object is.
+        answer = self._mutations.fsync_directory(nodeid)
+        return b"" if answer is None else _done(answer)
+
+    def _fallocate(self, _nodeid: int, body: memoryview, _caller: Caller) -> Result:
+        fh, offset, length, mode, _ = protocol.FALLOCATE_IN.unpack_from(body)
+        return _done(self._mutations.writer.allocate(fh, offset, length, mode))
+
+
+def _refuse_link(_nodeid: int, _body: memoryview, _caller: Caller) -> Payload:
+    raise OSError(errno.EPERM, "an object has one key")
+
+
+def _refuse_unsupported(_nodeid: int, _body: memoryview, _caller: Caller) -> Payload:
+    raise OSError(errno.ENOSYS, "not supported")
+
+
+async def _done(answer: Awaitable[None]) -> Payload:
+    await answer
+    return b""
+
+
+async def _written(answer: Awaitable[int]) -> Payload:
+    return protocol.WRITE_OUT.pack(await answer, 0)

@@ -1,0 +1,364 @@
+"""The clerk: the process that deals with a daemon, so that the keeper need not.
+
+A daemon may have been taken over, and what it sends can hang whoever touches
+it: fstat or close of a descriptor waits for ever if the file is on a mount
+whose daemon does not answer. So a child of the keeper, a new one for each
+daemon, reads its messages, looks at its descriptors and asks the kernel to
+register them. The keeper only gets numbers, over a private socket, and
+replaces a clerk that hangs together with its daemon.
+
+While it is a clerk its file-system ids are the daemon's, and CAP_SYS_ADMIN is
+its only effective capability: the kernel reads a registered file later with
+the credentials of whoever registered it, as they were in effect. What it may
+do otherwise stays permitted, and so does its real uid, which keeps the daemon
+from signalling or tracing it; both are needed for the second task:
+
+When its keeper dies, the clerk becomes the keeper. It has all that this takes:
+the descriptor of the mount, the socket to the daemon, and its own ledger.
+
+To the keeper it says what the daemon said, in the daemon's own kinds, and the
+few below.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import select
+import signal
+import socket
+import stat
+import struct
+import time
+from collections import deque
+
+from fusefs.keeper import protocol as wire
+from fusefs.keeper.state import Configuration, Ledger, log
+from fusefs.keeper.supervisor_protocol import Process
+from fusefs.keeper.system import (
+    FUSE_DEVICE,
+    lower_privileges,
+    raise_privileges,
+)
+from fusefs.linux import callers
+
+# To the keeper: a file was registered (b: id, c: st_ino), or the daemon is cut
+# off (a: 1 if it broke the protocol, 0 if it closed its socket).
+REGISTERED = 64
+CUT_OFF = 65
+FROM_CLERK = wire.FROM_DAEMON | {REGISTERED, CUT_OFF}
+# From the keeper, besides QUIESCE: the mount is made (a: the connection's
+# number), or could not be (error); or the keeper ends by a fault of its own.
+MOUNT_MADE = 66
+FAILED = 67
+TO_CLERK = frozenset((MOUNT_MADE, FAILED, wire.QUIESCE))
+
+# A daemon that ticks all the time wakes the keeper no more often than this.
+TICK_INTERVAL_S = 0.2
+
+# ioctls on /dev/fuse: _IOW(229, 1, struct fuse_backing_map), _IOW(229, 2, uint32_t)
+_BACKING_OPEN = 0x4010E501
+_BACKING_CLOSE = 0x4004E502
+_BACKING_MAP = struct.Struct("=iIQ")
+
+# What the daemon may say when.
+_ALWAYS = frozenset((wire.TICK, wire.ENDING))
+NEW = frozenset((wire.HELLO,))
+UNMOUNTED = _ALWAYS | {wire.MOUNT, wire.DEPOSIT}
+PREPARING = _ALWAYS | {wire.PREPARED}
+ATTACHED = _ALWAYS | {
+    wire.SERVING, wire.BACKING_OPEN, wire.BACKING_CLOSE, wire.UNMOUNT, wire.LOOK,
+}  # fmt: skip
+
+
+class Clerk:
+    """One daemon's session, over the non-blocking socket `daemon`.
+
+    `state` is FRESH, TAKE_OVER or PREPARE, as in WELCOME. `is_lingering` tells
+    the daemon that the one before it is still in the kernel.
+    """
+
+    def __init__(
+        self,
+        configuration: Configuration,
+        ledger: Ledger,
+        daemon: socket.socket,
+        process: Process,
+        state: int,
+        is_lingering: bool = False,
+    ) -> None:
+        self.configuration = configuration
+        self.ledger = ledger
+        self.daemon = daemon
+        self.process = process
+        self.state = state
+        self.is_lingering = is_lingering
+        self.is_cut_off = False
+        self._keeper: socket.socket
+        self._allowed = NEW
+        self._outbox: deque[tuple[bytes, int]] = deque()
+        self._next_tick = 0.0
+        self._handlers = {
+            wire.HELLO: self._hello,
+            wire.PREPARED: self._prepared,
+            wire.MOUNT: self._mount,
+            wire.DEPOSIT: self._deposit,
+            wire.SERVING: self._serving,
+            wire.BACKING_OPEN: self._backing_open,
+            wire.BACKING_CLOSE: self._backing_close,
+            wire.TICK: self._tick,
+            wire.ENDING: self._report,
+            wire.UNMOUNT: self._report,
+            wire.KNOWN: self._known,
+            wire.LOOK: self._look,
+        }
+
+    def attach(self) -> None:
+        """Begin with a daemon that serves already, and says no HELLO."""
+        self._allowed = ATTACHED | {wire.KNOWN}
+
+    def take(self) -> None:
+        """Give the mount to a daemon that has said HELLO, and PREPARED if it had to."""
+        self.state = wire.TAKE_OVER
+        self._allowed = ATTACHED
+        self._sweep()
+        count = len(self.ledger.files)
+        take = wire.pack(wire.TAKE, count, int(self.is_lingering), int(self.ledger.is_all_answered))
+        self._post(take, self.ledger.fuse_fd)
+        device = self.configuration.cache_device
+        for backing_id, inode in self.ledger.files.items():
+            self._post(wire.pack(wire.ENTRY, backing_id, device, inode))
+
+    def serve(self, keeper: socket.socket) -> bool:
+        """Deal with the daemon until the keeper is dead; tell whether to succeed it."""
+        self._keeper = keeper
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)
+        if self.configuration.is_privileged:
+            self._lower_privileges()
+        while True:
+            poll = select.poll()
+            poll.register(keeper, select.POLLIN)
+            if not self.is_cut_off and self._allowed:
+                # Nothing is read before all is said, so a daemon that does not
+                # listen can't make us remember more and more.
+                poll.register(self.daemon, select.POLLOUT if self._outbox else select.POLLIN)
+            ready = [fd for fd, _ in poll.poll()]
+            if keeper.fileno() in ready and not self._hear_keeper():
+                break
+            if self.daemon.fileno() in ready:
+                self._hear_daemon()
+        keeper.close()
+        if self.configuration.is_privileged:
+            raise_privileges()
+        if self.state == wire.PREPARE:
+            # Whoever succeeds the keeper knows nothing of the upgrade.
+            self.process.kill()
+            return False
+        return True
+
+    # --- the keeper ---
+
+    def _hear_keeper(self) -> bool:
+        message = wire.receive(self._keeper, TO_CLERK)
+        if message is None:
+            return False
+        if message.kind == wire.QUIESCE:
+            self._post(wire.pack(wire.QUIESCE))
+            return True
+        if message.kind == FAILED:
+            self.ledger.keeper_failed(time.monotonic())
+            return True
+        if not message.error:
+            self.ledger.connection = message.a
+            self.ledger.is_ours = True
+            self._allowed = ATTACHED
+        if self.configuration.is_privileged:
+            answer = wire.pack(wire.MOUNTED, error=message.error)
+            self._post(answer, -1 if message.error else self.ledger.fuse_fd)
+        return True
+
+    def _report(self, message: wire.Message) -> None:
+        self._tell(wire.pack(message.kind, message.a, message.b))
+
+    def _tell(self, packed: bytes, fd: int = -1) -> None:
+        try:
+            wire.send(self._keeper, packed, fd)
+        except OSError:  # it is dead, as the next poll shows
+            return
+
+    # --- the daemon ---
+
+    def _hear_daemon(self) -> None:
+        try:
+            if self._outbox:
+                self._flush()
+                return
+            message = wire.receive(self.daemon, wire.FROM_DAEMON)
+            if message is None:
+                self._cut_off(is_breach=False)
+                return
+            if message.kind not in self._allowed:
+                raise wire.ProtocolError(f"a message of kind {message.kind} at the wrong time")
+            self._handlers[message.kind](message)
+        except BlockingIOError:
+            return
+        except wire.ProtocolError as error:
+            log(f"the daemon broke the protocol: {error}")
+            self._cut_off(is_breach=True)
+
+    def _cut_off(self, is_breach: bool) -> None:
+        self.is_cut_off = True
+        self._tell(wire.pack(CUT_OFF, int(is_breach)))
+        self.daemon.close()
+
+    def _post(self, packed: bytes, fd: int = -1) -> None:
+        self._outbox.append((packed, fd))
+        self._flush()
+
+    def _flush(self) -> None:
+        while self._outbox and not self.is_cut_off:
+            try:
+                wire.send(self.daemon, *self._outbox[0])
+            except BlockingIOError:
+                return
+            except OSError:
+                self._cut_off(is_breach=False)
+                return
+            self._outbox.popleft()
+
+    def _hello(self, message: wire.Message) -> None:
+        if message.a not in wire.SPOKEN:
+            raise wire.ProtocolError(f"version {message.a}")
+        self._report(message)
+        ledger = self.ledger
+        is_privileged = int(self.configuration.is_privileged)
+        packed = wire.pack(
+            wire.WELCOME, self.state, ledger.restarts, ledger.last_death_ns, is_privileged
+        )
+        self._allowed = UNMOUNTED if self.state == wire.FRESH else PREPARING
+        self._post(packed)
+        if self.state == wire.TAKE_OVER:
+            self.take()
+
+    def _prepared(self, message: wire.Message) -> None:
+        # Another clerk goes on from here, one that knows what is registered.
+        self._allowed = frozenset()
+        self._report(message)
+
+    def _mount(self, message: wire.Message) -> None:
+        if not self.configuration.is_privileged:
+            raise wire.ProtocolError("MOUNT, which this keeper may not")
+        self._allowed = _ALWAYS
+        self._report(message)
+
+    def _deposit(self, message: wire.Message) -> None:
+        if self.configuration.is_privileged:
+            raise wire.ProtocolError("DEPOSIT with a keeper that mounts itself")
+        status = os.fstat(message.fd)
+        if not stat.S_ISCHR(status.st_mode) or status.st_rdev != FUSE_DEVICE:
+            raise wire.ProtocolError("DEPOSIT of something else than /dev/fuse")
+        self._allowed = ATTACHED
+        self.ledger.fuse_fd = message.fd
+        self._tell(wire.pack(wire.DEPOSIT), message.fd)
+
+    def _known(self, message: wire.Message) -> None:
+        if len(self.ledger.files) >= self.configuration.most_backing_ids:
+            raise wire.ProtocolError("KNOWN, too often")
+        self.ledger.opened(message.b, message.c)
+        self._tell(wire.pack(REGISTERED, 0, message.b, message.c))
+
+    def _serving(self, message: wire.Message) -> None:
+        self._allowed = ATTACHED
+        self.ledger.serving(bool(message.a))
+        self._report(message)
+        if message.b & wire.ABILITIES:
+            namespace = callers.namespace() if self.ledger.is_ours else 0
+            self._post(wire.pack(wire.ABLE, 0, namespace))
+
+    def _look(self, message: wire.Message) -> None:
+        is_privileged = self.configuration.is_privileged
+        if is_privileged:
+            raise_privileges()  # /proc may hide other users' processes
+        try:
+            fate = callers.fate(message.b) if self.ledger.is_ours else callers.UNKNOWN
+        finally:
+            if is_privileged:
+                self._lower_privileges()
+        self._post(wire.pack(wire.LOOKED, message.a, fate))
+
+    def _lower_privileges(self) -> None:
+        credentials = self.configuration.credentials
+        lower_privileges(credentials.uid, credentials.gid)
+
+    def _tick(self, message: wire.Message) -> None:
+        now = time.monotonic()
+        if now >= self._next_tick:
+            self._next_tick = now + TICK_INTERVAL_S
+            self._report(message)
+
+    # --- backing files ---
+
+    def _backing_open(self, message: wire.Message) -> None:
+        backing_id, error = 0, 0
+        try:
+            inode = self._check(message.fd)
+            # A mutable buffer: with an immutable one Python loses the return value.
+            request = bytearray(_BACKING_MAP.pack(message.fd, 0, 0))
+            backing_id = fcntl.ioctl(self.ledger.fuse_fd, _BACKING_OPEN, request)
+        except OSError as refusal:
+            error = refusal.errno or errno.EIO
+        else:
+            self.ledger.opened(backing_id, inode)
+            self._tell(wire.pack(REGISTERED, 0, backing_id, inode))
+        self._post(wire.pack(wire.BACKING_OPENED, message.a, backing_id, error=error))
+        os.close(message.fd)  # may hang, so everybody knows before
+
+    def _check(self, fd: int) -> int:
+        """The inode's number, if the kernel may read and write this file for the daemon.
+
+        The kernel opens it again by itself and asks nobody's permission: a
+        descriptor that can only be read would be written to all the same.
+        """
+        configuration = self.configuration
+        if not configuration.is_privileged:
+            raise OSError(errno.EPERM, "the keeper is not privileged")
+        if len(self.ledger.files) >= configuration.most_backing_ids:
+            raise OSError(errno.ENOSPC, "too many files are registered")
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        is_readable = flags & os.O_ACCMODE == os.O_RDONLY and configuration.is_read_only
+        if flags & os.O_PATH or not (flags & os.O_ACCMODE == os.O_RDWR or is_readable):
+            raise OSError(errno.EBADF, "not open for reading and writing")
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        if status.st_uid != configuration.credentials.uid:
+            raise OSError(errno.EPERM, "somebody else's file")
+        if status.st_nlink > 1:
+            raise OSError(errno.EMLINK, "a file with further names")
+        if status.st_dev != configuration.cache_device:
+            raise OSError(errno.EXDEV, "not on the cache's device")
+        return status.st_ino
+
+    def _backing_close(self, message: wire.Message) -> None:
+        error = 0
+        if message.b in self.ledger.files:
+            self.ledger.closing(message.b)
+            self._report(message)
+            self._close_id(message.b)
+        else:
+            error = errno.ENOENT
+        self._post(wire.pack(wire.BACKING_CLOSED, message.a, error=error))
+
+    def _sweep(self) -> None:
+        if self.configuration.is_privileged:
+            for backing_id in self.ledger.unaccounted_ids():
+                self._close_id(backing_id)
+
+    def _close_id(self, backing_id: int) -> None:
+        try:
+            fcntl.ioctl(self.ledger.fuse_fd, _BACKING_CLOSE, struct.pack("=I", backing_id))
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENODEV):
+                log(f"backing id {backing_id} could not be closed: {error.strerror}")

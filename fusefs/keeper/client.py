@@ -1,0 +1,271 @@
+"""The daemon's end of the socket to its keeper; the protocol is in protocol.py.
+
+What the socket does not take at once goes through one task, so that messages
+keep their order and nobody waits for the keeper who does not need its answer. When the keeper's end
+is gone, everything that waits for it fails with ECONNRESET and `gone` is set:
+the mount goes on, and a new keeper can be given the same object's other end.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import trio
+
+from fusefs.keeper import protocol as wire
+from fusefs.keeper.protocol import Message
+from fusefs.linux.callers import FATES, UNKNOWN
+
+TICK_S = 1.0
+# A keeper that does not answer by then is busy with what hangs.
+LOOK_LIMIT_S = 2.0
+
+
+class KeeperError(Exception):
+    """The keeper said something unexpected, or is gone while it is needed."""
+
+
+@dataclass(slots=True)
+class Welcome:
+    """What the mount is like; `died_ns` is 0 unless a daemon has died before this one."""
+
+    state: int
+    restarts: int
+    died_ns: int
+    is_privileged: bool
+
+
+@dataclass(slots=True)
+class Taken:
+    """What the last daemon leaves: the /dev/fuse descriptor, and {id: (st_dev, st_ino)}.
+
+    `is_all_answered` tells that it has left no request unanswered; a keeper of 0.1.0
+    never says so.
+    """
+
+    fd: int
+    backing: dict[int, tuple[int, int]]
+    lingers: bool
+    is_all_answered: bool
+
+
+class Keeping:
+    """One connection to a keeper. Belongs to the event loop."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+        self._outbox, self._queue = trio.open_memory_channel[tuple[bytes, int]](math.inf)
+        # Whether nothing waits in the queue, so that what comes may be sent at once.
+        self._is_idle = True
+        self._last_number = 0
+        self._waiting: dict[int, _Reply] = {}
+        # The PID namespace of requests' processes, if the keeper looks at them; else 0.
+        self.namespace = 0
+        self.gone = trio.Event()
+        self.quiesced = trio.Event()
+
+    @classmethod
+    def from_environment(cls) -> Keeping | None:
+        """The connection that this process was started with, if there is one."""
+        number = os.environ.pop(wire.ENVIRONMENT, None)
+        if number is None:
+            return None
+        os.set_inheritable(int(number), False)
+        return cls(socket.socket(fileno=int(number)))
+
+    # Before serving: one question at a time.
+
+    async def hello(self) -> Welcome:
+        message = await self._ask(wire.pack(wire.HELLO, wire.VERSION), wire.WELCOME)
+        return Welcome(message.a, message.b, message.c, bool(message.d))
+
+    async def mount(self) -> int:
+        """Have the keeper mount; return the /dev/fuse descriptor.
+
+        Raises:
+            OSError: mount(2) failed.
+        """
+        message = await self._ask(wire.pack(wire.MOUNT), wire.MOUNTED)
+        if message.error:
+            raise OSError(message.error, os.strerror(message.error))
+        return message.fd
+
+    def deposit(self, fd: int) -> None:
+        """Give the keeper the descriptor of a mount that this process has made."""
+        wire.send(self._socket, wire.pack(wire.DEPOSIT), fd)
+
+    def prepared(self) -> None:
+        """Say that this process could take the mount over."""
+        wire.send(self._socket, wire.pack(wire.PREPARED))
+
+    async def take(self) -> Taken:
+        """Wait until the mount is this process's own."""
+        take = await self._receive(wire.TAKE)
+        backing = {}
+        for _ in range(take.a):
+            entry = await self._receive(wire.ENTRY)
+            backing[entry.a] = (entry.b, entry.c)
+        return Taken(take.fd, backing, bool(take.b), bool(take.c))
+
+    async def _ask(self, question: bytes, answer: int) -> Message:
+        wire.send(self._socket, question)
+        return await self._receive(answer)
+
+    async def _receive(self, kind: int) -> Message:
+        while True:
+            try:
+                message = wire.receive(self._socket, wire.FROM_KEEPER)
+            except BlockingIOError:
+                await trio.lowlevel.wait_readable(self._socket)
+                continue
+            if message is None:
+                raise KeeperError("the keeper has ended")
+            if message.kind != kind:
+                raise KeeperError(f"the keeper sent {message.kind} instead of {kind}")
+            return message
+
+    # While serving.
+
+    def serving(self, *, has_resend: bool) -> None:
+        self._send(wire.pack(wire.SERVING, has_resend, wire.ABILITIES))
+
+    def known(self, backing_id: int, inode: int) -> None:
+        """Tell a keeper that is new of a file that another has registered."""
+        self._send(wire.pack(wire.KNOWN, 0, backing_id, inode))
+
+    def unmount(self) -> None:
+        """Have the mount taken away, which this process may not; detached if it is in use."""
+        self._send(wire.pack(wire.UNMOUNT))
+
+    def ending(self) -> None:
+        """Say that this process ends on purpose; sent at once, since it ends."""
+        try:
+            wire.send(self._socket, wire.pack(wire.ENDING))
+        except OSError:
+            self.gone.set()
+
+    async def run(self, in_flight: Callable[[], int]) -> None:
+        """Tick, and answer what comes, until the keeper is gone or this is cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._tick, in_flight)
+            nursery.start_soon(self._send_all)
+            try:
+                await self._receive_all()
+            finally:
+                self.gone.set()
+                for reply in self._waiting.values():
+                    reply.come(0, errno.ECONNRESET)
+                self._waiting.clear()
+                nursery.cancel_scope.cancel()
+
+    async def open_backing(self, fd: int) -> int:
+        """Register a file, which stays open until this returns; return its id.
+
+        Raises:
+            OSError: the keeper or the kernel refuses it.
+        """
+        if self.gone.is_set():
+            raise OSError(errno.ECONNRESET, "there is no keeper")
+        number, reply = self._expect_reply()
+        self._send(wire.pack(wire.BACKING_OPEN, number), fd)
+        # Not cancelled: an id that comes must be known, and it comes soon.
+        with trio.CancelScope(shield=True):
+            await reply.event.wait()
+        if reply.error:
+            raise OSError(reply.error, os.strerror(reply.error))
+        return reply.value
+
+    async def look(self, pid: int) -> int:
+        """What becomes of a process, by its number in `namespace`; see linux/callers.py."""
+        if self.gone.is_set() or not self.namespace:
+            return UNKNOWN
+        number, reply = self._expect_reply()
+        self._send(wire.pack(wire.LOOK, number, pid))
+        try:
+            with trio.move_on_after(LOOK_LIMIT_S):
+                await reply.event.wait()
+        finally:
+            self._waiting.pop(number, None)
+        return reply.value if reply.value in FATES else UNKNOWN
+
+    def close_backing(self, backing_id: int) -> trio.Event:
+        """Give an id back; the event is set when it is done, or the keeper has gone."""
+        number, reply = self._expect_reply()
+        if self.gone.is_set():
+            self._waiting.pop(number).come(0, errno.ECONNRESET)
+        else:
+            self._send(wire.pack(wire.BACKING_CLOSE, number, backing_id))
+        return reply.event
+
+    def _expect_reply(self) -> tuple[int, _Reply]:
+        self._last_number += 1
+        reply = self._waiting[self._last_number] = _Reply()
+        return self._last_number, reply
+
+    def _send(self, message: bytes, fd: int = -1) -> None:
+        if self.gone.is_set():
+            return
+        if self._is_idle:
+            try:
+                wire.send(self._socket, message, fd)
+                return
+            except BlockingIOError:
+                self._is_idle = False
+            except OSError:
+                return  # gone, which receiving will show
+        self._outbox.send_nowait((message, fd))
+
+    async def _send_all(self) -> None:
+        async for message, fd in self._queue:
+            while True:
+                try:
+                    wire.send(self._socket, message, fd)
+                    break
+                except BlockingIOError:
+                    await trio.lowlevel.wait_writable(self._socket)
+                except OSError:
+                    return  # gone, which receiving will show
+            self._is_idle = not self._queue.statistics().current_buffer_used
+
+    async def _receive_all(self) -> None:
+        while True:
+            try:
+                message = wire.receive(self._socket, wire.FROM_KEEPER)
+            except BlockingIOError:
+                await trio.lowlevel.wait_readable(self._socket)
+                continue
+            if message is None:
+                return
+            if message.kind == wire.QUIESCE:
+                self.quiesced.set()
+            elif message.kind == wire.ABLE:
+                self.namespace = message.b
+            elif message.kind in _REPLIES and message.a in self._waiting:
+                self._waiting.pop(message.a).come(message.b, message.error)
+
+    async def _tick(self, in_flight: Callable[[], int]) -> None:
+        while True:
+            self._send(wire.pack(wire.TICK, in_flight()))
+            await trio.sleep(TICK_S)
+
+
+_REPLIES = (wire.BACKING_OPENED, wire.BACKING_CLOSED, wire.LOOKED)
+
+
+class _Reply:
+    """The answer to one BACKING_OPEN, BACKING_CLOSE or LOOK."""
+
+    def __init__(self) -> None:
+        self.event = trio.Event()
+        self.value = 0
+        self.error = 0
+
+    def come(self, value: int, error: int) -> None:
+        self.value, self.error = value, error
+        self.event.set()

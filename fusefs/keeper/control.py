@@ -1,0 +1,263 @@
+"""How a keeper is asked and told things: a Unix socket, one JSON line each way.
+
+The socket belongs to the keeper's user alone, and the peer's credentials are
+looked at as well. Nobody can hold the keeper up: sockets do not block, and a
+client that does not ask, or does not take its answer, within `CLIENT_S` is
+sent away.
+
+A request may say in which version of the protocol it is (`protocol`), and is
+answered in that; without one it is the first, whose answers had none either.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+
+from fusefs.keeper.state import log
+
+TYPE_CHECKING = False  # typing itself is not imported: it is large
+if TYPE_CHECKING:
+    from typing import Any
+
+PROTOCOL = 2
+SPOKEN = (1, 2)
+
+MAX_REQUEST = 1 << 20  # settings and a command are a few KiB
+MOST_CLIENTS = 16
+CLIENT_S = 5.0
+# poll(2) takes no more than 2^31 ms; to wake up now and then costs nothing.
+LONGEST_WAIT_S = 86_400.0
+
+_PEER_CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
+
+
+def version_of(request: dict[str, Any]) -> int:
+    """The version of the protocol in which a request is.
+
+    Raises:
+        ValueError: it is not spoken here.
+    """
+    version = request.get("protocol", 1)
+    if version not in SPOKEN:
+        raise ValueError(f"version {version} of the protocol is not spoken here")
+    return int(version)
+
+
+def in_version(version: int, answer: dict[str, Any]) -> dict[str, Any]:
+    """The answer as that version has it."""
+    return answer if version == 1 else {**answer, "protocol": version}
+
+
+class Loop:
+    """Descriptors and what to call when they are ready."""
+
+    def __init__(self) -> None:
+        self._poll = select.poll()
+        self._handlers: dict[int, Callable[[], None]] = {}
+
+    def watch(self, fd: int, events: int, handler: Callable[[], None]) -> None:
+        self._handlers[fd] = handler
+        self._poll.register(fd, events)
+
+    def forget(self, fd: int) -> None:
+        if self._handlers.pop(fd, None) is not None:
+            self._poll.unregister(fd)
+
+    def run_once(self, timeout_s: float | None) -> None:
+        timeout_ms = None
+        if timeout_s is not None:
+            timeout_ms = int(1000 * min(max(0.0, timeout_s), LONGEST_WAIT_S)) + 1
+        for fd, _ in self._poll.poll(timeout_ms):
+            handler = self._handlers.get(fd)  # one before it may have forgotten it
+            if handler is not None:
+                handler()
+
+
+@contextlib.contextmanager
+def short_name(path: str) -> Iterator[str]:
+    """A name of `path` that fits into sockaddr_un, which has room for 107 bytes."""
+    directory = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{directory}/{os.path.basename(path)}"
+    finally:
+        os.close(directory)
+
+
+class Listener:
+    """A listening socket for this user alone.
+
+    Raises:
+        OSError: it can't be made.
+    """
+
+    def __init__(self, path: str, kind: int = socket.SOCK_STREAM) -> None:
+        self._path = path
+        self.socket = socket.socket(socket.AF_UNIX, kind)
+        self.socket.setblocking(False)
+        with short_name(path) as name:
+            # By another name first: whoever finds the socket finds it listening.
+            unfinished = f"{os.path.dirname(name)}/.{os.getpid()}.new"
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(unfinished)
+            self.socket.bind(unfinished)
+            os.chmod(unfinished, 0o600)
+            self.socket.listen()
+            os.rename(unfinished, name)
+        self._identity = self._look()
+
+    def _look(self) -> tuple[int, int]:
+        status = os.stat(self._path)
+        return status.st_dev, status.st_ino
+
+    @property
+    def has_name(self) -> bool:
+        """Whether its name is still there, and nobody else's by now."""
+        try:
+            return self._look() == self._identity
+        except OSError:
+            return False
+
+    def remove(self) -> None:
+        """Remove the socket's name, unless somebody else listens there by now."""
+        if self.has_name:
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+
+
+def listen(path: str) -> Listener | None:
+    """A listener; None, and a line in the log, if it can't be."""
+    try:
+        return Listener(path)
+    except OSError as error:
+        log(f"the socket {path} can't be made: {error.strerror}")
+        return None
+
+
+def is_trusted(connection: socket.socket) -> bool:
+    """Whether the peer is root, or the user that this process runs as."""
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    _, uid, _ = _PEER_CREDENTIALS.unpack(packed)
+    return uid in (0, os.geteuid())
+
+
+class Client:
+    """One connection: a request, and at some time its answer."""
+
+    def __init__(self, control: Control, connection: socket.socket) -> None:
+        self._control = control
+        self.connection = connection
+        self.deadline = time.monotonic() + CLIENT_S
+        self.version = PROTOCOL
+        self._request = b""
+        self._answer = b""
+
+    def read(self) -> None:
+        """Read more of the request, and answer it when it is whole."""
+        try:
+            chunk = self.connection.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            chunk = b""
+        self._request += chunk
+        if not chunk or len(self._request) > MAX_REQUEST:
+            self._control.dismiss(self)
+        elif b"\n" in chunk:
+            self._control.loop.forget(self.connection.fileno())
+            self.deadline = float("inf")
+            self._control.ask(self, self._request)
+
+    def answer(self, answer: dict[str, Any], fd: int = -1) -> None:
+        """Send the answer, with a descriptor if there is one; then the connection ends."""
+        self._answer = json.dumps(in_version(self.version, answer)).encode() + b"\n"
+        self.deadline = time.monotonic() + CLIENT_S
+        if fd >= 0:
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))
+            try:
+                sent = self.connection.sendmsg([self._answer], [rights], socket.MSG_NOSIGNAL)
+            except OSError:
+                sent = len(self._answer)
+            self._answer = self._answer[sent:]
+        self._write()
+
+    def _write(self) -> None:
+        try:
+            sent = self.connection.send(self._answer, socket.MSG_NOSIGNAL) if self._answer else 0
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            sent = len(self._answer)
+        self._answer = self._answer[sent:]
+        if self._answer:
+            self._control.loop.watch(self.connection.fileno(), select.POLLOUT, self._write)
+        else:
+            self._control.dismiss(self)
+
+
+class Control:
+    """The keeper's named socket. `ask` gets each request, and answers it then or later."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        listener: Listener | None,
+        ask: Callable[[Client, dict[str, Any]], None],
+    ) -> None:
+        self.loop = loop
+        self._ask = ask
+        self._listener = listener
+        self._clients: list[Client] = []
+        if listener is not None:
+            loop.watch(listener.socket.fileno(), select.POLLIN, self._accept)
+
+    def deadline(self) -> float:
+        """When the next client has to be sent away; monotonic seconds."""
+        return min((client.deadline for client in self._clients), default=float("inf"))
+
+    def dismiss_late(self, now: float) -> None:
+        for client in list(self._clients):
+            if now >= client.deadline:
+                self.dismiss(client)
+
+    def dismiss(self, client: Client) -> None:
+        if client in self._clients:
+            self._clients.remove(client)
+            self.loop.forget(client.connection.fileno())
+            client.connection.close()
+
+    def close(self) -> None:
+        """Close all connections. The listening socket is left to who goes on with it."""
+        for client in list(self._clients):
+            self.dismiss(client)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        try:
+            connection, _ = self._listener.socket.accept()
+        except OSError:
+            return
+        connection.setblocking(False)
+        if len(self._clients) >= MOST_CLIENTS or not is_trusted(connection):
+            connection.close()
+            return
+        client = Client(self, connection)
+        self._clients.append(client)
+        self.loop.watch(connection.fileno(), select.POLLIN, client.read)
+
+    def ask(self, client: Client, line: bytes) -> None:
+        try:
+            request = json.loads(line)
+            if not isinstance(request, dict):
+                raise TypeError("not a JSON object")
+            client.version = version_of(request)
+            self._ask(client, request)
+        except (ValueError, TypeError, KeyError) as error:
+            client.answer({"error": f"not a request: {error}"})

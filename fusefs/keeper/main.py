@@ -1,0 +1,166 @@
+"""The keeper: a process that lets a mount outlive its daemon.
+
+It holds the /dev/fuse descriptor, starts the daemon (or has a supervisor in
+another container start it, see `launching`), and starts it again when it dies;
+requests wait meanwhile instead of failing. It is the only privileged part: it
+mounts, and has files registered for passthrough, so that the daemon can be an
+ordinary user's process. And it sees to it that a pause has an end: a daemon
+that says nothing for `hang_s` is replaced, and a mount that nobody serves for
+`max_pause_s`, or whose daemons die one after the other, is aborted, so that
+whoever waits for it gets an error and can die.
+
+The keeper is one loop over descriptors and deadlines, and touches nothing that
+could wait: what comes from a daemon goes through a clerk (`keeper_clerk`), a
+child that also takes the keeper's place if that is killed. If both are, the
+daemon starts a keeper that adopts it.
+
+It is started by `python -I -S -c`, calls `main`, and is configured by one JSON
+object on standard input (`Configuration` and `begin`). Standard output belongs
+to the first daemon; the keeper writes there only if it could not start one.
+Standard error is the log. Few modules are imported, so that it stays small.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+
+from fusefs.keeper import protocol as wire
+from fusefs.keeper import system
+from fusefs.keeper.broker import Clerk
+from fusefs.keeper.control import Listener, listen
+from fusefs.keeper.daemon_process import Daemon
+from fusefs.keeper.policy import Keeper
+from fusefs.keeper.processes import BecomeClerk, point_to_null
+from fusefs.keeper.state import Configuration, Ledger, Program, log
+from fusefs.keeper.supervisor_protocol import Process
+
+TYPE_CHECKING = False  # typing itself is not imported: it is large
+if TYPE_CHECKING:
+    from typing import Any
+
+
+MOST_FAILURES = 10
+
+
+def begin(given: dict[str, Any], configuration: Configuration, listener: Listener | None) -> Keeper:
+    """A keeper that has started its first daemon.
+
+    With `fuse_fd` the mount is there already, and `table` tells what is
+    registered with it, as [id, st_ino] pairs. With `daemon_fd` too, our end of a
+    daemon's socket, that daemon serves it: our parent, if `adopt_pid` is its pid,
+    or one whose `pidfd`, `supervisor_fd` and `supervisor` number are given.
+
+    Raises:
+        OSError: the daemon could not be started.
+        BecomeClerk: in the child.
+    """
+    ledger = Ledger(Program(given["command"], given["settings"]))
+    if "fuse_fd" in given:
+        ledger.fuse_fd = given["fuse_fd"]
+        os.set_inheritable(ledger.fuse_fd, False)
+        ledger.connection = system.connection_at(configuration.mountpoint) or 0
+        ledger.has_served = ledger.has_resend = True
+        for backing_id, inode in given["table"]:
+            ledger.opened(backing_id, inode)
+    elif configuration.is_privileged:
+        ledger.fuse_fd = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    keeper = Keeper(configuration, ledger, listener)
+    daemon = _find_adoptee(given, ledger.program) if "daemon_fd" in given else None
+    if daemon is None:
+        keeper.start()
+    else:
+        clerk = Clerk(configuration, ledger, daemon.socket, daemon.process, wire.TAKE_OVER)
+        clerk.attach()
+        log(f"the daemon {daemon.pid} is adopted")
+        keeper.adopt(daemon, clerk)
+    return keeper
+
+
+def _find_adoptee(given: dict[str, Any], program: Program) -> Daemon | None:
+    """The daemon that is to be gone on with, unless it has died meanwhile."""
+    channel = socket.socket(fileno=given["daemon_fd"])
+    channel.set_inheritable(False)
+    channel.setblocking(False)
+    if "supervisor_fd" in given:
+        return Daemon(_process_elsewhere(given), channel, program)
+    try:
+        pidfd = os.pidfd_open(given["adopt_pid"])
+    except ProcessLookupError:
+        return None
+    if os.getppid() != given["adopt_pid"]:  # the number may be somebody else's by now
+        os.close(pidfd)
+        return None
+    return Daemon(Process(given["adopt_pid"], pidfd), channel, program)
+
+
+def _process_elsewhere(given: dict[str, Any]) -> Process:
+    pidfd = given["pidfd"]
+    os.set_inheritable(pidfd, False)
+    supervisor = socket.socket(fileno=given["supervisor_fd"])
+    supervisor.set_inheritable(False)
+    supervisor.setblocking(False)
+    return Process(system.pid_behind(pidfd), pidfd, supervisor, given["supervisor"])
+
+
+def succeed(clerk: Clerk, listener: Listener | None) -> Keeper | int:
+    """What a clerk becomes whose keeper is dead: the keeper, or an exit status.
+
+    Raises:
+        BecomeClerk: in the child, with the same clerk.
+    """
+    if clerk.ledger.keeper_failures >= MOST_FAILURES:
+        log("the mount is given up: its keepers fail one after the other")
+        clerk.process.kill()
+        with contextlib.suppress(OSError):
+            system.abort_connection(clerk.ledger.connection)
+        return 1
+    log("the keeper is dead; its clerk goes on in its place")
+    keeper = Keeper(clerk.configuration, clerk.ledger, listener)
+    daemon = Daemon(clerk.process, clerk.daemon, clerk.ledger.program)
+    keeper.adopt(daemon, clerk)
+    return keeper
+
+
+Role = Keeper | BecomeClerk | int
+
+
+def main() -> int:
+    """Be the keeper, and in its children what they become; return the exit status."""
+    with open(0, "rb", closefd=False) as stdin:
+        text = stdin.read()
+    if not text:  # whoever started us did not come further
+        return 1
+    given = json.loads(text)
+    point_to_null(0)
+    os.chdir("/")
+    try:
+        configuration = Configuration(given)
+        listener = listen(configuration.control)
+        role: Role = begin(given, configuration, listener)
+    except OSError as error:
+        os.write(1, json.dumps({"error": f"no daemon can be started: {error}"}).encode() + b"\n")
+        return 1
+    except BecomeClerk as fork:
+        role = fork
+    while not isinstance(role, int):
+        role = _play(role, listener)
+    return role
+
+
+def _play(role: Role, listener: Listener | None) -> Role:
+    """Be a keeper or a clerk until there is something else to be, or an exit status."""
+    try:
+        if isinstance(role, Keeper):
+            return role.run()
+        if isinstance(role, BecomeClerk) and role.clerk.serve(role.channel):
+            return succeed(role.clerk, listener)
+    except BecomeClerk as fork:
+        return fork
+    except Exception:
+        if isinstance(role, Keeper):
+            role.tell_failure()
+        raise
+    return 0

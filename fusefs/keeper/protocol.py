@@ -1,0 +1,187 @@
+"""What the keeper and a daemon say to each other, over one inherited socket.
+
+The daemon finds its end of a connected AF_UNIX, SOCK_SEQPACKET pair under the
+number in the environment variable `FUSEFS_KEEPER_FD`. Every message is one
+`MESSAGE`: kind, error (0 or a positive errno) and four numbers. A descriptor
+travels only with the kinds that say so, exactly one with each. Anything else
+ends the session, and with it the daemon: the keeper does not argue with a
+process that may have been taken over.
+
+Daemon to keeper, in the order in which they come:
+
+    HELLO         a: VERSION. The first message.
+    PREPARED      ready to take over; only after WELCOME said PREPARE
+    MOUNT         once, only after FRESH; answered by MOUNTED
+    DEPOSIT       + the /dev/fuse descriptor of a mount that the daemon made;
+                  once, only after FRESH, and only where d of WELCOME is 0
+    SERVING       a: 1 if the kernel can resend requests; b: ABILITIES if it
+                  understands ABLE (0.1.0 leaves it 0). Requests are answered from
+                  now on.
+    BACKING_OPEN  a: a number of the daemon's; + the file. Answered by BACKING_OPENED.
+    BACKING_CLOSE a: a number of the daemon's, b: id. Answered by BACKING_CLOSED.
+    TICK          a: requests in flight. Each second, from the event loop.
+    UNMOUNT       have the mount taken away, or out of sight if it is in use. Not
+                  answered: the daemon serves until the kernel says that it is gone.
+    ENDING        the daemon ends on purpose: unmounted, told to, or quiesced
+    KNOWN         b: id, c: st_ino of a file that the last keeper had registered. From a
+                  daemon that has got another keeper, before SERVING.
+    LOOK          a: a number of the daemon's, b: the number of a thread, as requests
+                  have it; only after ABLE. Answered by LOOKED.
+
+Keeper to daemon:
+
+    WELCOME        a: FRESH, TAKE_OVER or PREPARE; b: restarts so far; c: when the
+                   last daemon died, in ns since the epoch, or 0; d: 1 if the
+                   keeper mounts and registers files. Answers HELLO.
+    MOUNTED        error, or + the /dev/fuse descriptor
+    TAKE           + the /dev/fuse descriptor; a: how many ENTRY follow; b: 1 if the
+                   process before this one lingers in the kernel; c: 1 if whatever
+                   was read from the descriptor has been answered, so that nothing
+                   has to be sent again (a keeper of 0.1.0 leaves it 0). Follows
+                   TAKE_OVER at once, and PREPARE when the old daemon is gone.
+    ENTRY          a: id, b: st_dev, c: st_ino of a registered file
+    BACKING_OPENED error; a: as asked, b: id
+    BACKING_CLOSED error; a: as asked
+    ABLE           b: the PID namespace in which requests' processes have their numbers,
+                   if the keeper is in it and looks at them, else 0. Answers a
+                   SERVING that has ABILITIES; a keeper of 0.1.0 never says it.
+    LOOKED         a: as asked, b: what becomes of the process, as in linux/callers.py
+    QUIESCE        read no more requests, answer those in flight, say ENDING, exit 0
+
+A daemon that exits with CANNOT_TAKE_OVER is not followed by another one.
+
+The socket's end before TAKE or MOUNTED means that nobody wants this daemon any
+more; afterwards, that keeper and clerk are dead and the mount needs a new
+keeper.
+"""
+
+from __future__ import annotations
+
+import array
+import socket
+import struct
+
+ENVIRONMENT = "FUSEFS_KEEPER_FD"
+VERSION = 1
+# What a keeper understands; it answers a daemon in the same version.
+SPOKEN = frozenset((1,))
+
+MESSAGE = struct.Struct("<IiQQQQ")
+
+HELLO = 1
+PREPARED = 2
+MOUNT = 3
+DEPOSIT = 4
+SERVING = 5
+BACKING_OPEN = 6
+BACKING_CLOSE = 7
+TICK = 8
+ENDING = 9
+UNMOUNT = 10
+KNOWN = 11
+LOOK = 12
+
+WELCOME = 32
+MOUNTED = 33
+TAKE = 34
+ENTRY = 35
+BACKING_OPENED = 36
+BACKING_CLOSED = 37
+QUIESCE = 38
+ABLE = 39
+LOOKED = 40
+
+# What a of WELCOME says about the mount.
+FRESH = 0
+TAKE_OVER = 1
+PREPARE = 2
+
+# What b of SERVING says about the daemon: it understands ABLE.
+ABILITIES = 1
+
+# The exit status of a daemon for which the mount's state cannot be used.
+CANNOT_TAKE_OVER = 3
+
+FROM_DAEMON = frozenset(range(HELLO, LOOK + 1))
+FROM_KEEPER = frozenset(range(WELCOME, LOOKED + 1))
+_WITH_DESCRIPTOR = frozenset((DEPOSIT, BACKING_OPEN, MOUNTED, TAKE))
+
+_INT_SIZE = array.array("i").itemsize
+# CMSG_SPACE pads to eight bytes, so a second descriptor would be received and
+# noticed; the kernel drops any more, and says so by MSG_CTRUNC.
+_ANCILLARY_SIZE = socket.CMSG_SPACE(_INT_SIZE)
+
+
+class ProtocolError(Exception):
+    """The peer sent what the protocol does not have; the message says what."""
+
+
+class Message:
+    """One message; `fd` is the descriptor that came with it, non-inheritable, or -1."""
+
+    __slots__ = ("a", "b", "c", "d", "error", "fd", "kind")
+
+    def __init__(self, packed: bytes, fd: int = -1) -> None:
+        self.kind: int
+        self.error: int
+        self.a: int
+        self.b: int
+        self.c: int
+        self.d: int
+        self.kind, self.error, self.a, self.b, self.c, self.d = MESSAGE.unpack(packed)
+        self.fd = fd
+
+
+def pack(kind: int, a: int = 0, b: int = 0, c: int = 0, d: int = 0, *, error: int = 0) -> bytes:
+    return MESSAGE.pack(kind, error, a, b, c, d)
+
+
+def send(sock: socket.socket, message: bytes, fd: int = -1) -> None:
+    """Send one packed message, with a descriptor if there is one.
+
+    Raises:
+        BlockingIOError: the socket is non-blocking and full; nothing was sent.
+        OSError: the peer is gone.
+    """
+    if fd < 0:
+        sock.send(message, socket.MSG_NOSIGNAL)
+        return
+    descriptors = array.array("i", [fd])
+    sock.sendmsg(
+        [message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)], socket.MSG_NOSIGNAL
+    )
+
+
+def receive(sock: socket.socket, kinds: frozenset[int]) -> Message | None:
+    """Receive one message of `kinds`; None when the peer has closed the session.
+
+    Descriptors of a message that is refused stay open: to close what a hostile
+    peer has sent may take for ever, and is left to the end of the process.
+
+    Raises:
+        BlockingIOError: the socket is non-blocking and empty.
+        ProtocolError: it was anything else.
+    """
+    try:
+        data, ancillary, flags, _ = sock.recvmsg(
+            MESSAGE.size + 1, _ANCILLARY_SIZE, socket.MSG_CMSG_CLOEXEC
+        )
+    except ConnectionResetError:
+        return None
+    descriptors = array.array("i")
+    for level, kind, content in ancillary:
+        if (level, kind) != (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            raise ProtocolError(f"ancillary data of kind {level}, {kind}")
+        descriptors.frombytes(content[: len(content) - len(content) % _INT_SIZE])
+    if not data and not descriptors:
+        return None
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(data) != MESSAGE.size:
+        raise ProtocolError(f"a message of {len(data)} bytes, flags {flags:#x}")
+    message = Message(data, descriptors[0] if descriptors else -1)
+    if message.kind not in kinds:
+        raise ProtocolError(f"a message of kind {message.kind}")
+    is_refusal = message.kind == MOUNTED and message.error != 0
+    due = 1 if message.kind in _WITH_DESCRIPTOR and not is_refusal else 0
+    if len(descriptors) != due:
+        raise ProtocolError(f"{len(descriptors)} descriptors with a message of kind {message.kind}")
+    return message

@@ -1,0 +1,273 @@
+"""What a keeper knows about its mount: the part that outlives daemons and keepers.
+
+The keeper has one ledger; each clerk is forked with a copy and keeps it up to
+date from what it sees, so that it can go on as the keeper. Both do it through
+the same few methods.
+"""
+
+from __future__ import annotations
+
+import array
+import bisect
+import contextlib
+import math
+import os
+import select
+import signal
+import time
+from collections.abc import Iterator
+
+from fusefs.keeper.protocol import CANNOT_TAKE_OVER
+from fusefs.keeper.system import Credentials
+from fusefs.linux.libc import MS_RDONLY
+
+TYPE_CHECKING = False  # typing itself is not imported: it is large
+if TYPE_CHECKING:
+    from typing import Any
+
+# Who fails so soon after another met what its successor will meet as well.
+QUICK_FAILURE_S = 5.0
+# A daemon that dies so soon after another one's death is not the last to do so.
+SOON_S = 10.0
+STANDBY_S = 180.0
+
+
+def log(sentence: str) -> None:
+    """Write one line to the log, which is standard error, if that takes it at once."""
+    line = f"{time.strftime('%Y-%m-%dT%H:%M:%S')} keeper: {sentence}\n"
+    poll = select.poll()
+    poll.register(2, select.POLLOUT)
+    # A full disk, or a pipe that nobody reads, must not end or hang a mount.
+    with contextlib.suppress(OSError):
+        if poll.poll(0):
+            os.write(2, line.encode(errors="surrogateescape"))
+
+
+class Configuration:
+    """What does not change, from the JSON object on the keeper's standard input."""
+
+    __slots__ = (
+        "cache_device",
+        "control",
+        "credentials",
+        "hang_s",
+        "holder",
+        "is_privileged",
+        "is_read_only",
+        "launcher",
+        "max_pause_s",
+        "most_backing_ids",
+        "mount_data",
+        "mount_flags",
+        "mountpoint",
+        "read_ahead_kib",
+        "source",
+        "standby_s",
+    )
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        self.mountpoint: str = given["mountpoint"]
+        self.source: str = given["source"]
+        # The options of mount(2) but fd=, and its MS_ flags.
+        self.mount_data: str = given["mount_data"]
+        self.mount_flags: int = given["mount_flags"]
+        self.is_read_only = bool(self.mount_flags & MS_RDONLY)
+        self.is_privileged: bool = given["privileged"]
+        self.credentials = Credentials(given["uid"], given["gid"], given["groups"])
+        self.cache_device = os.stat(given["cache_dir"]).st_dev
+        self.control: str = given["control"]
+        self.most_backing_ids: int = given["most_backing_ids"]
+        self.hang_s = float(given["hang_s"])
+        self.max_pause_s = float(given["max_pause_s"])
+        # For how long after a death a standby waits for the next one.
+        self.standby_s = float(given.get("standby_s", STANDBY_S))
+        # What the kernel reads ahead of a sequential reader; set after mounting.
+        self.read_ahead_kib: int | None = given.get("read_ahead_kib")
+        # The named socket of a second holder.
+        self.holder: str | None = given.get("holder")
+        # Who starts the daemons, where that is not the keeper itself.
+        self.launcher = Launcher(**given["launcher"]) if given.get("launcher") else None
+
+
+class Launcher:
+    """A supervisor's named socket, and the mount's number there.
+
+    Without `is_needed` the keeper starts a daemon itself where nobody listens.
+    """
+
+    __slots__ = ("is_needed", "mount", "socket")
+
+    def __init__(self, socket: str, mount: int, is_needed: bool) -> None:
+        self.socket = socket
+        self.mount = mount
+        self.is_needed = is_needed
+
+
+class Program:
+    """How a daemon is started; `settings` go to its standard input.
+
+    `is_unready` tells that it makes no standby.
+    """
+
+    __slots__ = ("command", "is_unready", "settings")
+
+    def __init__(self, command: list[str], settings: str) -> None:
+        self.command = command
+        self.settings = settings
+        self.is_unready = False
+
+
+class FileTable:
+    """Registered files: backing id to st_ino. They are all on one device.
+
+    In arrays, for 16 bytes a file where a dict takes 120: there may be ten
+    thousands, and the keeper is to stay small.
+    """
+
+    def __init__(self) -> None:
+        self._ids = array.array("Q")  # ascending, as the kernel gives them out
+        self._inodes = array.array("Q")
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __contains__(self, backing_id: int) -> bool:
+        at = bisect.bisect_left(self._ids, backing_id)
+        return at < len(self._ids) and self._ids[at] == backing_id
+
+    def items(self) -> Iterator[tuple[int, int]]:
+        return zip(self._ids, self._inodes, strict=True)
+
+    def add(self, backing_id: int, inode: int) -> None:
+        at = bisect.bisect_left(self._ids, backing_id)
+        self._ids.insert(at, backing_id)
+        self._inodes.insert(at, inode)
+
+    def remove(self, backing_id: int) -> None:
+        if backing_id in self:
+            at = bisect.bisect_left(self._ids, backing_id)
+            del self._ids[at], self._inodes[at]
+
+
+class Ledger:
+    """The mount, its registered files and its history. Times are monotonic seconds."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        # What to return to while the program of an upgrade has not served yet.
+        self.fallback: Program | None = None
+        self.fuse_fd = -1
+        self.connection = 0  # 0: not mounted yet
+        # Whether it was mounted from the keeper's PID namespace, so that requests have the
+        # numbers that processes have there. Of a mount that is adopted that is not known.
+        self.is_ours = False
+        self.has_served = False
+        self.has_resend = False
+        # Whether all requests that were read are answered: the last daemon has
+        # finished, and none has served since.
+        self.is_all_answered = False
+        self.files = FileTable()
+        self.last_id = 0
+        # An id that was about to be given back when its clerk was last heard.
+        self.doubtful_id = 0
+        self.in_flight = 0
+        self.restarts = 0
+        self.quick_deaths = 0
+        self.died_at = -math.inf
+        # Until when a standby is worth its memory.
+        self.expects_deaths_until = -math.inf
+        self.last_death_ns = 0
+        self.last_reason = ""
+        self.keeper_failures = 0
+        self.keeper_failed_at = 0.0
+        self.pause_since: float | None = None
+        self.longest_pause_s = 0.0
+
+    def opened(self, backing_id: int, inode: int) -> None:
+        self.files.add(backing_id, inode)
+        self.last_id = max(self.last_id, backing_id)
+
+    def closing(self, backing_id: int) -> None:
+        """Told before the kernel is: an id that is lost costs less than one that is wrong."""
+        self.files.remove(backing_id)
+        self.doubtful_id = backing_id
+
+    def unaccounted_ids(self) -> list[int]:
+        """What a clerk that was killed may have left open.
+
+        The kernel numbers them in order, so it is the next one, or the one
+        that was being closed.
+        """
+        following = [self.last_id + 1] if self.last_id else []
+        return following + ([self.doubtful_id] if self.doubtful_id else [])
+
+    def paused(self, since: float) -> None:
+        if self.pause_since is None:
+            self.pause_since = since
+
+    def serving(self, has_resend: bool) -> float:
+        """A daemon answers requests; returns how long none did, in seconds."""
+        self.has_served = True
+        self.has_resend = has_resend
+        self.is_all_answered = False
+        self.fallback = None
+        return self.resumed()
+
+    def resumed(self) -> float:
+        """The pause is over; returns how long it was, in seconds."""
+        if self.pause_since is None:
+            return 0.0
+        pause_s = time.monotonic() - self.pause_since
+        self.longest_pause_s = max(self.longest_pause_s, pause_s)
+        self.pause_since = None
+        return pause_s
+
+    def keeper_failed(self, now: float) -> None:
+        """A keeper has ended by itself, soon after another or long after."""
+        is_quick = now - self.keeper_failed_at < QUICK_FAILURE_S
+        self.keeper_failures = self.keeper_failures + 1 if is_quick else 1
+        self.keeper_failed_at = now
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether another daemon could answer all that nobody has answered yet."""
+        return self.has_resend or self.is_all_answered
+
+    def note_death(self, now: float, standby_s: float) -> None:
+        """Expect further deaths for this long, if this one comes soon after another."""
+        if now - self.died_at < SOON_S or self.expects_deaths(now):
+            self.expects_deaths_until = now + standby_s
+        self.died_at = now
+
+    def expects_deaths(self, now: float) -> bool:
+        return now < self.expects_deaths_until
+
+    def died(self, reason: str) -> None:
+        self.restarts += 1
+        self.last_death_ns = time.time_ns()
+        self.last_reason = reason
+        self.in_flight = 0
+
+
+def describe_end(status: int | None) -> str:
+    """The end of a process, from what waitpid told; None where it was not our child."""
+    if status is None:
+        return "ended while somebody else watched it"
+    code = os.waitstatus_to_exitcode(status)
+    return f"killed by signal {-code}" if code < 0 else f"exited with {code}"
+
+
+def was_killed(status: int | None) -> bool:
+    """Whether it is not to blame for its end: SIGKILL, or nobody knows."""
+    return status is None or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL)
+
+
+def cannot_take_over(status: int | None) -> bool:
+    """Whether it said that another one would fare no better."""
+    return status is not None and os.waitstatus_to_exitcode(status) == CANNOT_TAKE_OVER
+
+
+def shell_status(status: int | None) -> int:
+    """An exit status for our own end."""
+    code = os.waitstatus_to_exitcode(status) if status is not None else 1
+    return 128 - code if code < 0 else code

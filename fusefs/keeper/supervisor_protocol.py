@@ -1,0 +1,287 @@
+"""How a keeper has its daemon started by another process: a supervisor in another container.
+
+The supervisor (`csi.daemons.supervisor`) listens on a named AF_UNIX, SOCK_SEQPACKET
+socket, for root alone. A keeper connects for each daemon that it wants, and the
+connection is that daemon's from then on: the keeper signals it there, as its
+PID namespace may not reach it, and hears of its end. The connection's end is
+the keeper's: the daemon goes on without one, until another adopts it.
+
+Every message is one `MESSAGE`: version, kind, the mount's number and three
+numbers; the size and the place of the version are the same for ever. Each is
+answered in the version in which it was asked.
+
+To the supervisor:
+
+    LAUNCH   a: uid, b: gid, c: 1 if the mount's daemon goes on beside it, else the
+             daemons that the mount may have are killed before; + the daemon's
+             end of the socket to its keeper, what its standard input and output
+             are to be, and a file with its part of the environment, a JSON
+             object. Answered by STARTED or REFUSED.
+    ADOPT    + the daemon's end of the socket to its new keeper. Answered likewise.
+    SIGNAL   a: its number. Only after STARTED; not answered.
+    COUNT    how many daemons there are for the mount, or 0 for all; by COUNTED
+    END      kill the mount's daemons; COUNTED tells how many are still there, but
+             for those that hang in the kernel
+
+From the supervisor:
+
+    STARTED  a: the supervisor's number; + a pidfd
+    REFUSED  a: errno
+    ENDED    a: what waitpid told of the daemon
+    COUNTED  the mount's number, a: how many
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import os
+import signal
+import socket
+import struct
+
+from fusefs.keeper.control import short_name
+from fusefs.keeper.system import pid_behind, send_signal
+
+VERSION = 1
+SPOKEN = frozenset((1,))
+
+MESSAGE = struct.Struct("<IIQQQQ")
+
+LAUNCH = 1
+ADOPT = 2
+SIGNAL = 3
+COUNT = 4
+END = 5
+
+STARTED = 32
+REFUSED = 33
+ENDED = 34
+COUNTED = 35
+
+_DESCRIPTORS = {LAUNCH: 4, ADOPT: 1, STARTED: 1}
+_MOST_DESCRIPTORS = 4
+_INT_SIZE = array.array("i").itemsize
+
+# Under this variable a daemon finds the socket on which it hears of another keeper.
+ENVIRONMENT = "FUSEFS_SUPERVISOR_FD"
+# What of a keeper's environment is a daemon's too. The rest is the container's own.
+INHERITED = ("AWS_", "FUSEFS_")
+
+# For the supervisor, which has nothing to wait for but the execution of a program.
+ANSWER_S = 5.0
+
+
+class LaunchingError(OSError):
+    """The other side does not speak as it should; the message says how."""
+
+
+class Message:
+    """One message, and the descriptors that came with it, non-inheritable."""
+
+    __slots__ = ("a", "b", "c", "fds", "kind", "mount", "version")
+
+    def __init__(self, packed: bytes, fds: list[int]) -> None:
+        self.version: int
+        self.kind: int
+        self.mount: int
+        self.a: int
+        self.b: int
+        self.c: int
+        self.version, self.kind, self.mount, self.a, self.b, self.c = MESSAGE.unpack(packed)
+        self.fds = fds
+
+    def close(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+        self.fds = []
+
+
+def pack(
+    kind: int, mount: int = 0, a: int = 0, b: int = 0, c: int = 0, *, version: int = VERSION
+) -> bytes:
+    return MESSAGE.pack(version, kind, mount, a, b, c)
+
+
+def send(sock: socket.socket, packed: bytes, *fds: int) -> None:
+    """Send one message.
+
+    Raises:
+        OSError: the other side is gone, or does not take it.
+    """
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    sock.sendmsg([packed], rights, socket.MSG_NOSIGNAL)
+
+
+def receive(sock: socket.socket) -> Message | None:
+    """One message of a version that is spoken here; None when the other side is gone.
+
+    Raises:
+        BlockingIOError, TimeoutError: there is none.
+        LaunchingError: it is something else.
+    """
+    room = socket.CMSG_SPACE(_MOST_DESCRIPTORS * _INT_SIZE)
+    try:
+        data, ancillary, flags, _ = sock.recvmsg(MESSAGE.size + 1, room, socket.MSG_CMSG_CLOEXEC)
+    except ConnectionResetError:
+        return None
+    fds = array.array("i")
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(content[: len(content) - len(content) % _INT_SIZE])
+    if not data and not fds:
+        return None
+    is_cut = flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(data) != MESSAGE.size
+    message = Message(bytes(MESSAGE.size) if is_cut else data, list(fds))
+    if message.version in SPOKEN and len(fds) == _DESCRIPTORS.get(message.kind, 0):
+        return message
+    message.close()
+    raise LaunchingError(f"{len(data)} bytes, version {message.version}, kind {message.kind}")
+
+
+# --- for keepers --------------------------------------------------------------
+
+
+class Process:
+    """A daemon's process: our own child, or a supervisor's, with the connection to that."""
+
+    __slots__ = ("pid", "pidfd", "supervisor", "supervisor_number")
+
+    def __init__(
+        self,
+        pid: int,
+        pidfd: int,
+        supervisor: socket.socket | None = None,
+        supervisor_number: int = 0,
+    ) -> None:
+        self.pid = pid  # 0 where it has none in this PID namespace
+        self.pidfd = pidfd
+        self.supervisor = supervisor
+        self.supervisor_number = supervisor_number
+
+    def signal(self, number: int) -> None:
+        """Signal it; it may have ended already."""
+        if self.supervisor is not None:
+            try:
+                send(self.supervisor, pack(SIGNAL, a=number))
+                return
+            except OSError:
+                pass  # it may be in reach even so
+        send_signal(self.pidfd, number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+
+    def hear_end(self) -> int | None:
+        """What waitpid has told its supervisor, once that socket is readable; else None."""
+        assert self.supervisor is not None
+        try:
+            message = receive(self.supervisor)
+        except OSError:
+            return None
+        return message.a if message is not None and message.kind == ENDED else None
+
+
+def launch(
+    path: str,
+    mount: int,
+    *,
+    uid: int,
+    gid: int,
+    channel: int,
+    stdin: int,
+    stdout: int,
+    is_beside: bool = False,
+) -> Process:
+    """Have the supervisor at `path` start a daemon for the mount of this number.
+
+    It is the mount's only one, unless it is to be beside another, in an upgrade.
+
+    Raises:
+        OSError: nobody listens there, or it could not be started.
+    """
+    told = {name: text for name, text in os.environ.items() if name.startswith(INHERITED)}
+    environment = os.memfd_create("environment")
+    try:
+        os.write(environment, json.dumps(told).encode())
+        os.lseek(environment, 0, os.SEEK_SET)
+        question = pack(LAUNCH, mount, uid, gid, is_beside)
+        return _begin(path, question, channel, stdin, stdout, environment)
+    finally:
+        os.close(environment)
+
+
+def adopt(path: str, mount: int, channel: int) -> Process:
+    """Be the keeper of the mount's daemon, whose own is gone.
+
+    Raises:
+        OSError: nobody listens there, or there is no such daemon.
+    """
+    return _begin(path, pack(ADOPT, mount), channel)
+
+
+def count(path: str, mount: int = 0) -> int:
+    """How many daemons of the mount, or of all mounts, the supervisor has.
+
+    Raises:
+        OSError: nobody listens there.
+    """
+    with connect(path) as sock:
+        return ask(sock, pack(COUNT, mount)).a
+
+
+def end(path: str, mount: int) -> int:
+    """Kill the mount's daemons; tell how many have not gone yet, though they could.
+
+    Raises:
+        OSError: nobody listens there.
+    """
+    with connect(path) as sock:
+        return ask(sock, pack(END, mount)).a
+
+
+def connect(path: str) -> socket.socket:
+    """A connection to the supervisor that listens on `path`.
+
+    Raises:
+        OSError: nobody does.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.settimeout(ANSWER_S)
+    try:
+        with short_name(path) as name:
+            sock.connect(name)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def ask(sock: socket.socket, question: bytes, *fds: int) -> Message:
+    """The answer to a question.
+
+    Raises:
+        OSError: it is a refusal, or there is none.
+    """
+    send(sock, question, *fds)
+    message = receive(sock)
+    if message is None:
+        raise ConnectionResetError("the supervisor has ended")
+    if message.kind == REFUSED:
+        raise OSError(message.a, f"the supervisor refused: {os.strerror(message.a)}")
+    return message
+
+
+def _begin(path: str, question: bytes, *fds: int) -> Process:
+    sock = connect(path)
+    try:
+        answer = ask(sock, question, *fds)
+        if answer.kind != STARTED:
+            answer.close()
+            raise LaunchingError(f"an answer of kind {answer.kind}")
+    except OSError:
+        sock.close()
+        raise
+    sock.setblocking(False)
+    [pidfd] = answer.fds
+    return Process(pid_behind(pidfd), pidfd, sock, answer.a)

@@ -1,0 +1,226 @@
+"""How the commands ask a running daemon: a Unix socket, one JSON line each way.
+
+The daemon serves `status.sock` in the mount's runtime directory (see
+`mounts`). A client sends `{"command": "status"}` and a newline, gets one line
+back and the connection ends. Answers never wait for the mount, so that a
+status can be asked of a mount on which everything hangs.
+
+The directory and the socket are the mount owner's only, and the peer's
+credentials are looked at as well: the owner and root are answered. Requests
+are bounded in size and time, so a client cannot hold the daemon up.
+
+Each request says in which version of the protocol it is (`protocol`; without
+one it is the first), and is answered in that: a driver and its mounts' daemons
+may be of different versions. Keepers' sockets are spoken to in the same way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import logging
+import os
+import socket
+import struct
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fusefs.keeper.control import PROTOCOL, in_version, version_of
+
+if TYPE_CHECKING:
+    import trio
+
+log = logging.getLogger(__name__)
+
+Message = dict[str, Any]
+Answer = Callable[[Message], Message | Awaitable[Message]]
+
+MAX_REQUEST = 4096
+MAX_ANSWER = 4 << 20
+CLIENT_TIMEOUT_S = 5.0
+
+_PEER_CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
+
+
+class ControlError(Exception):
+    """The daemon cannot be asked, or refused to answer."""
+
+
+class CommandError(Exception):
+    """A command failed; the message is one line for the user."""
+
+
+class NotAnsweringError(ControlError):
+    """No answer came in time, or nobody listens."""
+
+
+@contextlib.contextmanager
+def _short_name(path: Path) -> Iterator[str]:
+    """A name of `path` that fits into sockaddr_un, which ends at 107 bytes."""
+    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{directory}/{path.name}"
+    finally:
+        os.close(directory)
+
+
+# --- the daemon's side --------------------------------------------------------
+
+
+async def serve(
+    path: Path, answer: Answer, *, task_status: trio.TaskStatus[None] | None = None
+) -> None:
+    """Answer clients on `path` until cancelled; then the socket is removed.
+
+    `answer` gets the request and returns what is sent back, at once or as a
+    coroutine; it is called in the event loop. Started means listening.
+    """
+    # The commands import this module too, and must not pay for trio.
+    import trio
+
+    with _listening(path) as listening:
+        listener = trio.SocketListener(trio.socket.from_stdlib_socket(listening))
+        async with trio.open_nursery() as nursery:
+
+            async def one_client(stream: trio.SocketStream) -> None:
+                await _serve_client(stream, answer)
+
+            await nursery.start(trio.serve_listeners, one_client, [listener])
+            if task_status is not None:
+                task_status.started()
+
+
+@contextlib.contextmanager
+def _listening(path: Path) -> Iterator[socket.socket]:
+    path.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
+        with _short_name(path) as name:
+            listening.bind(name)
+        try:
+            path.chmod(0o600)  # nobody can connect before listen()
+            listening.listen()
+            yield listening
+        finally:
+            path.unlink(missing_ok=True)
+
+
+async def _serve_client(stream: trio.SocketStream, answer: Answer) -> None:
+    import trio
+
+    with trio.move_on_after(CLIENT_TIMEOUT_S):
+        try:
+            async with stream:
+                reply = await _reply(stream, answer)
+                await stream.send_all(json.dumps(reply).encode() + b"\n")
+        except trio.BrokenResourceError:
+            log.debug("a client of the status socket went away")
+
+
+async def _reply(stream: trio.SocketStream, answer: Answer) -> Message:
+    try:
+        message = await _receive(stream)  # first: who is still sending would miss a refusal
+        _check_peer(stream.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        version = _version_of(message)
+        result = answer(message)
+        return in_version(version, await result if inspect.isawaitable(result) else result)
+    except ControlError as error:
+        return {"error": str(error)}
+    except Exception as error:  # a fault in a report must not end the mount
+        log.exception("the status socket could not answer")
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _check_peer(credentials: bytes) -> None:
+    _, uid, _ = _PEER_CREDENTIALS.unpack(credentials)
+    if uid not in (0, os.geteuid()):
+        raise ControlError("only the mount's owner and root are answered")
+
+
+async def _receive(stream: trio.SocketStream) -> Message:
+    line = b""
+    while b"\n" not in line:
+        chunk = await stream.receive_some(MAX_REQUEST + 1 - len(line))
+        line += chunk
+        if not chunk or len(line) > MAX_REQUEST:
+            raise ControlError("a request is one JSON line of at most 4096 bytes")
+    return _message(line)
+
+
+def _version_of(message: Message) -> int:
+    try:
+        return version_of(message)
+    except ValueError as error:
+        raise ControlError(str(error)) from None
+
+
+def _message(line: bytes) -> Message:
+    try:
+        message = json.loads(line)
+    except ValueError:
+        message = None
+    if not isinstance(message, dict):
+        raise ControlError("not a JSON object")
+    return message
+
+
+# --- the commands' side -------------------------------------------------------
+
+
+def request(path: Path, command: str, timeout_s: float) -> Message:
+    """Ask the daemon behind `path`; see `exchange`."""
+    return exchange(path, {"command": command}, timeout_s)
+
+
+def peer(path: Path) -> int | None:
+    """The process that listens on `path`, whether it answers or not; None if nobody does."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.settimeout(CLIENT_TIMEOUT_S)
+            with _short_name(path) as name:
+                sock.connect(name)
+            credentials = sock.getsockopt(
+                socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size
+            )
+    except OSError:
+        return None
+    return int(_PEER_CREDENTIALS.unpack(credentials)[0])
+
+
+def exchange(path: Path, message: Message, timeout_s: float) -> Message:
+    """Send one message to whoever listens on `path`, and return the answer.
+
+    Raises:
+        NotAnsweringError: there was none within `timeout_s`.
+        ControlError: the daemon refused, or answered nonsense.
+    """
+    deadline = time.monotonic() + timeout_s
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.settimeout(timeout_s)
+            with _short_name(path) as name:
+                sock.connect(name)
+            sock.sendall(json.dumps({**message, "protocol": PROTOCOL}).encode() + b"\n")
+            answer = _message(_read_line(sock, deadline))
+    except OSError as error:
+        raise NotAnsweringError(error.strerror or str(error)) from error
+    if "error" in answer:
+        raise ControlError(str(answer["error"]))
+    answer.pop("protocol", None)
+    return answer
+
+
+def _read_line(sock: socket.socket, deadline: float) -> bytes:
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
+            raise TimeoutError("timed out")
+        sock.settimeout(remaining_s)
+        chunk = sock.recv(1 << 16)
+        line += chunk
+        if not chunk or len(line) > MAX_ANSWER:
+            raise NotAnsweringError("the answer is cut off or too long")
+    return bytes(line)

@@ -1,0 +1,388 @@
+"""Starting a mount, and the wait for it.
+
+When `checks` has found nothing, `start` runs the
+keeper (keeper/main.py), which starts `python -m fusefs.daemon.main`; under
+pyfuse3 there is no keeper. The settings go to the standard input as JSON; the
+daemon answers with one JSON line on the standard output, `{"ready": true}` or
+`{"error": "..."}`, and closes that. Its standard error is the log. A daemon
+that ends without that line has said why in the log, whose last line is then
+shown.
+
+Whatever goes wrong, nothing is left: the daemon is ended, and a mount that it
+had already made is taken away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+from fusefs.keeper import fd_store, supervisor_protocol
+from fusefs.launch import control, log_location, registry, users
+from fusefs.launch.preflight import LaunchError, refuse_mounted
+from fusefs.linux import unmount
+from fusefs.linux.mount import READ_AHEAD_KIB, MountRequest, may_mount, mount_arguments
+from fusefs.settings.mount import MountSettings
+from fusefs.settings.types import SessionKind
+
+# -P keeps the working directory, which is "/", out of the module path.
+DAEMON = [sys.executable, "-P", "-m", "fusefs.daemon.main"]
+# With nothing but the interpreter's own modules: it stays small.
+_START_KEEPER = (
+    f"import sys; sys.path.insert(0, {os.fspath(Path(__file__).parents[2])!r});"
+    " from fusefs.keeper.main import main; sys.exit(main())"
+)
+KEEPER = [sys.executable, "-I", "-S", "-c", _START_KEEPER]
+# Each keeps a file open in the kernel; the daemon closes the least used before.
+MOST_BACKING_IDS = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Supervisor:
+    """Who starts the daemons of mounts: whoever listens on `socket`.
+
+    See keeper/supervisor_protocol.py.
+
+    Where nobody does, the keeper waits if it `is_needed`, and else starts one itself.
+    """
+
+    socket: Path
+    is_needed: bool
+
+
+# What a start may take beyond the time in which S3 requests are retried.
+START_TIMEOUT_S = 30.0
+END_TIMEOUT_S = 10.0
+
+
+# --- starting -----------------------------------------------------------------
+
+
+def start(settings: MountSettings, supervisor: Supervisor | None = None) -> subprocess.Popen[bytes]:
+    """Start the mount and return its process once it answers: the keeper, or pyfuse3's daemon.
+
+    Raises:
+        LaunchError: it did not come up; nothing is left of it.
+    """
+    log_path = log_location.path_of(settings)
+    with _claim(settings.mountpoint), log_location.opened(log_path) as log:
+        log_start = log.seek(0, os.SEEK_END) if log_path is not None else 0
+        process = _spawn(settings, log, supervisor)
+        try:
+            _wait_until_ready(process, settings.retry_time + START_TIMEOUT_S)
+        except _DiedError:
+            _clean_up(process, settings.mountpoint)
+            last_line = log_location.last_line(log_path, log_start) if log_path is not None else ""
+            why = last_line or f"exit status {process.returncode}"
+            raise LaunchError(f"the daemon ended while starting: {why}") from None
+        except BaseException:  # Ctrl-C too leaves nothing behind
+            _clean_up(process, settings.mountpoint)
+            raise
+    return process
+
+
+def resume(settings: MountSettings, supervisor: Supervisor | None = None) -> bool:
+    """Go on with a mount whose keeper is gone, and perhaps its daemon; tell whether it is one.
+
+    Raises:
+        LaunchError: it is, and no daemon came up for it; the holder keeps it.
+    """
+    mountpoint = settings.mountpoint
+    mount = registry.find_mount(mountpoint)
+    if settings.holder is None or mount is None or not mount.is_fusefs:
+        return False
+    if control.peer(registry.keeper_socket(mountpoint)):
+        return False
+    name = fd_store.name_of(os.fspath(mountpoint), mount.connection)
+    try:
+        fuse_fd = fd_store.fetch(os.fspath(settings.holder), name)
+    except fd_store.HolderError:
+        return False
+    with os.fdopen(fuse_fd), log_location.opened(log_location.path_of(settings)) as log:
+        user = _choose_user(settings)
+        told = _keeper_configuration(_with_owner(settings), user, supervisor)
+        told |= {"fuse_fd": fuse_fd, "table": []}
+        if supervisor is not None and _adopt(told, supervisor, log):
+            return True
+        registration = registry.registration_of(mountpoint)
+        if registration is not None and registration.is_alive():
+            return False  # it starts another keeper itself
+        process = _popen(KEEPER, json.dumps(told), log, pass_fds=(fuse_fd,))
+        try:
+            _wait_until_ready(process, START_TIMEOUT_S)
+        except _DiedError:
+            raise LaunchError(f"no daemon came up for the held mount on {mountpoint}") from None
+    print(f"fusefs: {mountpoint} had lost its daemon and keeper; it goes on", file=sys.stderr)
+    return True
+
+
+def _adopt(told: dict[str, Any], supervisor: Supervisor, log: IO[bytes]) -> bool:
+    """Start a keeper for a mount whose daemon goes on without one; False if there is none.
+
+    Raises:
+        LaunchError: there may be one.
+    """
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, its:
+        number = told["launcher"]["mount"]
+        try:
+            process = supervisor_protocol.adopt(os.fspath(supervisor.socket), number, its.fileno())
+        except (ProcessLookupError, FileNotFoundError, ConnectionRefusedError):
+            return False
+        except OSError as error:
+            raise LaunchError(f"{supervisor.socket}: {error}") from error
+        connection = process.supervisor
+        assert connection is not None
+        with connection, os.fdopen(process.pidfd):
+            fds = {
+                "daemon_fd": ours.fileno(),
+                "supervisor_fd": connection.fileno(),
+                "pidfd": process.pidfd,
+            }
+            told = {**told, **fds, "supervisor": process.supervisor_number}
+            keeper = _popen(
+                KEEPER, json.dumps(told), log, pass_fds=(told["fuse_fd"], *fds.values())
+            )
+    _wait_until_listening(keeper, Path(told["control"]))
+    return True
+
+
+def _wait_until_listening(keeper: subprocess.Popen[bytes], path: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while control.peer(path) != keeper.pid and keeper.poll() is None:
+        if time.monotonic() > deadline:
+            raise LaunchError("no keeper came up for a mount that had lost its own")
+        time.sleep(0.01)
+    assert keeper.stdout is not None
+    keeper.stdout.close()
+
+
+def run_foreground(settings: MountSettings) -> int:
+    """Start the mount, and stay until it has ended; what ends this process ends the mount."""
+    process = start(settings)
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        process.terminate()
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, end)
+    return process.wait()
+
+
+@contextlib.contextmanager
+def _claim(mountpoint: Path) -> Iterator[None]:
+    """Keep other commands from mounting on the same directory meanwhile.
+
+    Whoever opens it after the mount was made locks the mount's root instead,
+    hence the second look.
+    """
+    directory = os.open(mountpoint, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        refuse_mounted(mountpoint)
+        yield
+    except BlockingIOError:
+        raise LaunchError(f"{mountpoint} is just being mounted by another command") from None
+    finally:
+        os.close(directory)
+
+
+class _DiedError(Exception):
+    """The daemon closed its answer without having given one."""
+
+
+def _spawn(
+    settings: MountSettings, log: IO[bytes], supervisor: Supervisor | None
+) -> subprocess.Popen[bytes]:
+    if settings.session == SessionKind.PYFUSE3:
+        return _popen(DAEMON, daemon_input(settings, users.own()), log)
+    user = _choose_user(settings)
+    settings = _with_owner(settings)
+    registry.hand_over(settings.mountpoint, user.uid, user.gid)
+    _prepare_cache(settings.cache_dir, user)
+    return _popen(KEEPER, json.dumps(_keeper_configuration(settings, user, supervisor)), log)
+
+
+def _popen(
+    command: Sequence[str], told: str, log: IO[bytes], pass_fds: tuple[int, ...] = ()
+) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        cwd="/",
+        start_new_session=True,
+        pass_fds=pass_fds,
+        env=os.environ | {registry.RUNTIME_VARIABLE: os.fspath(registry.runtime_directory())},
+    )
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin:
+        process.stdin.write(told.encode())
+    return process
+
+
+def _choose_user(settings: MountSettings) -> users.User:
+    try:
+        return users.choose(settings)
+    except users.UserError as error:
+        raise LaunchError(str(error)) from None
+
+
+def _with_owner(settings: MountSettings) -> MountSettings:
+    """The files belong to whoever mounts, and not to the daemon's user."""
+    return replace(
+        settings,
+        uid=os.geteuid() if settings.uid is None else settings.uid,
+        gid=os.getegid() if settings.gid is None else settings.gid,
+    )
+
+
+def _prepare_cache(directory: Path, user: users.User) -> None:
+    """Make the cache directory the daemon's, if it is new."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not user.is_own and not any(directory.iterdir()):
+            os.chown(directory, user.uid, user.gid)
+    except OSError as error:
+        raise LaunchError(f"can't use the cache directory {directory}: {error.strerror}") from error
+
+
+def daemon_input(settings: MountSettings, user: users.User | None) -> str:
+    """What a daemon that runs as `user` is told on its standard input.
+
+    With the contents of AWS's configuration, which another user can't read, nor
+    can any find a relative path. A file that is there for that user stays a
+    path: what changes in it arrives.
+    """
+    files = {
+        name: path.read_text(errors="replace")
+        for name, path in users.aws_files()
+        if user is None or not path.is_absolute() or not users.may_read(user, path)
+    }
+    return json.dumps({"settings": settings.to_json(), "files": files})
+
+
+def mount_number(mountpoint: Path) -> int:
+    """What a mount is called by its supervisor."""
+    return int(registry.keeper_socket(mountpoint).stem, 16)
+
+
+def _keeper_configuration(
+    settings: MountSettings, user: users.User, supervisor: Supervisor | None = None
+) -> dict[str, Any]:
+    """What a keeper is told; see keeper/main.py."""
+    flags, data = mount_arguments(
+        MountRequest(
+            str(settings.source), settings.mountpoint, settings.allow_other, settings.read_only
+        )
+    )
+    return {
+        "mountpoint": os.fspath(settings.mountpoint),
+        "source": str(settings.source),
+        "mount_flags": flags,
+        "mount_data": data,
+        "read_ahead_kib": READ_AHEAD_KIB,
+        "privileged": may_mount(),
+        "uid": user.uid,
+        "gid": user.gid,
+        "groups": list(user.groups),
+        "command": DAEMON,
+        "settings": daemon_input(settings, user),
+        "cache_dir": os.fspath(settings.cache_dir),
+        "control": os.fspath(registry.keeper_socket(settings.mountpoint)),
+        "holder": os.fspath(settings.holder) if settings.holder else None,
+        "launcher": supervisor
+        and {
+            "socket": os.fspath(supervisor.socket),
+            "mount": mount_number(settings.mountpoint),
+            "is_needed": supervisor.is_needed,
+        },
+        "most_backing_ids": MOST_BACKING_IDS,
+        "hang_s": settings.hang_timeout,
+        "max_pause_s": settings.max_pause,
+    }
+
+
+def revive_keeper(
+    settings: MountSettings, fuse_fd: int, daemon_fd: int, table: list[tuple[int, int]]
+) -> None:
+    """Start a keeper for this process, which serves a mount whose keeper is gone.
+
+    It has this process's privilege and no more. `table` are the registered
+    files, as (id, st_ino).
+    """
+    own = users.User("", os.geteuid(), os.getegid(), tuple(os.getgroups()))
+    told = _keeper_configuration(settings, own) | {
+        "adopt_pid": os.getpid(), "fuse_fd": fuse_fd, "daemon_fd": daemon_fd, "table": table,
+    }  # fmt: skip
+    process = subprocess.Popen(
+        KEEPER,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        cwd="/",
+        start_new_session=True,
+        pass_fds=(fuse_fd, daemon_fd),
+    )
+    assert process.stdin is not None
+    with process.stdin:
+        process.stdin.write(json.dumps(told).encode())
+
+
+def _wait_until_ready(daemon: subprocess.Popen[bytes], timeout_s: float) -> None:
+    line = _read_line(daemon, timeout_s)
+    try:
+        answer = json.loads(line)
+    except ValueError:
+        raise LaunchError(f"the daemon answered {line!r} instead of JSON") from None
+    if "error" in answer:
+        raise LaunchError(str(answer["error"]))
+    for warning in answer.get("warnings", ()):
+        print(f"fusefs: warning: {warning}", file=sys.stderr)
+
+
+def _read_line(daemon: subprocess.Popen[bytes], timeout_s: float) -> bytes:
+    """The daemon's one line. EOF before its end means that it died."""
+    assert daemon.stdout is not None
+    deadline = time.monotonic() + timeout_s
+    line = b""
+    with daemon.stdout as answer, selectors.DefaultSelector() as selector:
+        selector.register(answer, selectors.EVENT_READ)
+        while not line.endswith(b"\n"):
+            if not selector.select(max(0.0, deadline - time.monotonic())):
+                raise LaunchError(f"the mount did not come up within {timeout_s:.0f} s")
+            chunk = os.read(answer.fileno(), 1 << 16)
+            if not chunk:
+                raise _DiedError
+            line += chunk
+    return line
+
+
+def _clean_up(daemon: subprocess.Popen[bytes], mountpoint: Path) -> None:
+    """End the daemon and take away what it mounted."""
+    daemon.terminate()
+    try:
+        daemon.wait(END_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        daemon.kill()
+    mount = registry.find_mount(mountpoint)
+    if mount is not None and mount.is_fusefs:
+        with contextlib.suppress(unmount.UnmountError):
+            unmount.umount_path(mountpoint, is_lazy=True)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        daemon.wait(END_TIMEOUT_S)
+    registry.unregister(mountpoint)

@@ -1,0 +1,195 @@
+"""What can be told about a mount before anything is started, without asking S3.
+
+The usual mistakes get their sentence here. Nothing stats a mountpoint that may
+be a mount: it could wait for ever.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import stat
+import sys
+import time
+from pathlib import Path
+
+from fusefs.launch import registry
+from fusefs.linux import unmount
+from fusefs.linux.mount import may_mount
+from fusefs.settings.mount import MountSettings
+from fusefs.settings.types import SessionKind
+
+FUSE_DEVICE = Path("/dev/fuse")
+FUSE_NUMBER = os.makedev(10, 229)  # as Linux has it in Documentation/admin-guide/devices.txt
+FUSE_CONFIGURATION = Path("/etc/fuse.conf")
+FUSE_SETTINGS = Path("/proc/sys/fs/fuse")
+DEAD_TIMEOUT_S = 2.0
+
+
+class LaunchError(Exception):
+    """The mount cannot be made; the message is one line for the user."""
+
+
+# Longer than the pauses that a mount is to survive.
+SHORTEST_REQUEST_TIMEOUT_S = 600
+
+
+def warnings() -> list[str]:
+    """What will work, and not as well as it could."""
+    found = []
+    for name in ("default_request_timeout", "max_request_timeout"):
+        try:
+            seconds = int((FUSE_SETTINGS / name).read_text())
+        except (OSError, ValueError):
+            continue
+        if 0 < seconds < SHORTEST_REQUEST_TIMEOUT_S:
+            found.append(
+                f"fs.fuse.{name} is {seconds} s: the kernel ends a mount that is not answered for"
+                " that long, as during a longer pause"
+            )
+    return found
+
+
+def check(settings: MountSettings) -> None:
+    """Refuse what cannot work on this machine.
+
+    Raises:
+        LaunchError: with what is wrong and what to do.
+    """
+    _clear_dead_mount(settings.mountpoint)
+    _check_mountpoint(settings.mountpoint)
+    _check_directories(settings)
+    _check_device()
+    _check_privileges(settings)
+    _check_session(settings)
+
+
+def _check_mountpoint(mountpoint: Path) -> None:
+    refuse_mounted(mountpoint)  # first, since a mount there may not answer a stat
+    try:
+        if not stat.S_ISDIR(mountpoint.stat().st_mode):
+            raise LaunchError(f"{mountpoint} is not a directory")
+        is_empty = not any(mountpoint.iterdir())
+    except FileNotFoundError:
+        raise LaunchError(f"{mountpoint} does not exist; create it first") from None
+    except OSError as error:
+        raise LaunchError(f"{mountpoint} cannot be used: {error.strerror}") from error
+    if not is_empty:
+        raise LaunchError(f"{mountpoint} is not empty; choose an empty directory")
+
+
+def refuse_mounted(mountpoint: Path) -> None:
+    """Refuse a directory that something is mounted on."""
+    mount = registry.find_mount(mountpoint)
+    if mount is not None:
+        raise LaunchError(
+            f"{mountpoint} is already a mount ({mount.filesystem}, {mount.source}); "
+            "unmount it or choose another directory"
+        )
+
+
+def _check_directories(settings: MountSettings) -> None:
+    """Refuse a mount that would need another one to keep what is its own."""
+    named = {
+        "--cache-dir": settings.cache_dir,
+        registry.RUNTIME_VARIABLE: registry.runtime_directory(),
+    }
+    for name, given in named.items():
+        # As it is written first, so that no other mount is looked at where that is enough.
+        for directory in (Path(os.path.abspath(given)), registry.resolve(given)):
+            above = registry.mount_above(directory)
+            if above is not None and above.is_fusefs:
+                raise LaunchError(
+                    f"{name}: {given} is inside the fusefs mount on {above.mountpoint}; "
+                    "choose a directory on a local disk"
+                )
+
+
+def _check_device() -> None:
+    try:
+        status = FUSE_DEVICE.stat()
+    except OSError:
+        status = None
+    if status is None or not stat.S_ISCHR(status.st_mode) or status.st_rdev != FUSE_NUMBER:
+        raise LaunchError(
+            "there is no /dev/fuse; load the kernel module (modprobe fuse), "
+            "or give the container the device"
+        )
+    try:
+        os.close(os.open(FUSE_DEVICE, os.O_RDWR | os.O_CLOEXEC))
+    except OSError as error:
+        raise LaunchError(
+            f"/dev/fuse cannot be opened ({error.strerror}); it needs mode 0666, "
+            "and a container the right to use it"
+        ) from error
+
+
+def _check_privileges(settings: MountSettings) -> None:
+    if may_mount():
+        return
+    if os.geteuid() == 0:
+        raise LaunchError("mounting needs CAP_SYS_ADMIN, which this container does not have")
+    if not any(
+        os.access(Path(directory, "fusermount3"), os.X_OK) for directory in os.get_exec_path()
+    ):
+        raise LaunchError("an ordinary user mounts through fusermount3; install the package fuse3")
+    if not os.access(settings.mountpoint, os.W_OK):
+        raise LaunchError(f"{settings.mountpoint} must be writable for you to mount on it")
+    if settings.allow_other and not _has_user_allow_other():
+        raise LaunchError(
+            "--allow-other by an ordinary user needs the line user_allow_other in /etc/fuse.conf"
+        )
+
+
+def _check_session(settings: MountSettings) -> None:
+    if settings.session == SessionKind.PYFUSE3:
+        for flag, value in (("--user", settings.user), ("--holder", settings.holder)):
+            if value is not None:
+                raise LaunchError(
+                    f"{flag} needs the kernel session: under pyfuse3 the daemon runs as "
+                    "whoever mounts, and without a keeper"
+                )
+
+
+def _has_user_allow_other() -> bool:
+    try:
+        lines = FUSE_CONFIGURATION.read_text(errors="replace").splitlines()
+    except OSError:
+        return False
+    return any(line.strip() == "user_allow_other" for line in lines)
+
+
+def _clear_dead_mount(mountpoint: Path) -> None:
+    """Take away a mount of ours that nobody serves any more, and say so."""
+    mount = registry.find_mount(mountpoint)
+    if mount is None or not mount.is_fusefs or not _is_dead(mountpoint):
+        return
+    try:
+        unmount.umount_path(mountpoint, is_lazy=True)
+    except unmount.UnmountError as error:
+        raise LaunchError(f"the dead mount on {mountpoint} can't be taken away: {error}") from None
+    print(f"fusefs: {mountpoint} was a dead mount; mounting anew", file=sys.stderr)
+
+
+def _is_dead(mountpoint: Path) -> bool:
+    """Whether nobody holds the mount any more, so that every call on it fails.
+
+    Asked in a child, since the call waits for ever while somebody holds the
+    mount and does not answer.
+    """
+    child = os.fork()
+    if not child:
+        try:
+            os.statvfs(mountpoint)
+            os._exit(0)
+        except OSError as error:
+            os._exit(1 if error.errno == errno.ENOTCONN else 0)
+    deadline = time.monotonic() + DEAD_TIMEOUT_S
+    while time.monotonic() < deadline:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status) == 1
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    return False

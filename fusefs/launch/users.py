@@ -1,0 +1,184 @@
+"""Whom a daemon runs as: an ordinary user where that is possible, so that it has no privilege.
+
+What the daemon needs must be readable for that user: the program, the CA
+bundle, a web identity token. The AWS configuration need not be: those files of
+whoever mounts that the user can't read are handed over by content (see launcher.py).
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import stat
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import fusefs
+from fusefs.launch import registry
+from fusefs.settings.mount import MountSettings
+
+DEFAULT_USERS = ("fusefs", "nobody")
+NO_ID = 2**32 - 1  # what chown(2) takes for "leave it"
+# What these name is asked again and again while mounted, from the home directory.
+_HOME_BOUND = ("sso_", "credential_process", "web_identity_token_file")
+
+
+class UserError(Exception):
+    """The daemon cannot run as the user that was asked for; the message is for the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class User:
+    """Whom a daemon runs as; `why` says why it is not an ordinary user."""
+
+    name: str
+    uid: int
+    gid: int
+    groups: tuple[int, ...]
+    why: str = ""
+
+    @property
+    def is_own(self) -> bool:
+        return self.uid == os.geteuid()
+
+
+def choose(settings: MountSettings) -> User:
+    """The user that a mount's daemon is to run as.
+
+    Raises:
+        UserError: the one that was asked for cannot.
+    """
+    if os.geteuid() != 0:
+        if settings.user is not None:
+            raise UserError("--user is root's to choose; drop it")
+        return _own("")
+    if settings.user is not None:
+        user = _look_up(settings.user)
+        if user is None:
+            raise UserError(f"--user: there is no user {settings.user}")
+        if not user.is_own and (why := _obstacle(user, settings)):
+            raise UserError(f"--user {user.name}: {why}")
+        return user
+    why = "there is no user fusefs or nobody"
+    for name in DEFAULT_USERS:
+        user = _look_up(name)
+        if user is not None:
+            why = _obstacle(user, settings) or _default_obstacle(settings)
+            if not why:
+                return user
+    return _own(why)
+
+
+def own() -> User:
+    """Whoever runs this."""
+    return _own("")
+
+
+def serving(mountpoint: Path) -> User | None:
+    """Whom the daemon of a mount runs as, if that is on record."""
+    uid = registry.server_of(mountpoint)
+    return None if uid is None else _look_up(str(uid))
+
+
+def _own(why: str) -> User:
+    return User(str(os.geteuid()), os.geteuid(), os.getegid(), tuple(os.getgroups()), why)
+
+
+def _look_up(name: str) -> User | None:
+    try:
+        entry = pwd.getpwuid(int(name)) if name.isdecimal() else pwd.getpwnam(name)
+    except (KeyError, OverflowError):
+        return _nameless(name)
+    groups = tuple(os.getgrouplist(entry.pw_name, entry.pw_gid))
+    return User(entry.pw_name, entry.pw_uid, entry.pw_gid, groups)
+
+
+def _nameless(name: str) -> User | None:
+    """A user that only its number stands for, as containers have them."""
+    if not name.isdecimal() or not 0 < int(name) < NO_ID:
+        return None
+    return User(name, int(name), int(name), ())
+
+
+def _obstacle(user: User, settings: MountSettings) -> str:
+    """What keeps a user from serving this mount, or nothing."""
+    owner = _owner_of_content(settings.cache_dir)
+    if owner not in (None, user.uid):
+        return f"the cache directory {settings.cache_dir} belongs to user {owner}"
+    needed = [
+        (Path(sys.executable).resolve(), os.X_OK),
+        (Path(fusefs.__file__).parent, os.R_OK | os.X_OK),
+        (Path(os.__file__), os.R_OK),
+        (_existing(settings.cache_dir.parent), os.X_OK),
+    ]
+    token = os.environ.get("AWS_WEB_IDENTITY_TOKEN_FILE")
+    needed += [(Path(path), os.R_OK) for path in (settings.ca_bundle, token) if path]
+    for path, mode in needed:
+        if not _may(user, path, mode):
+            return f"{user.name} cannot use {path}"
+    return ""
+
+
+def _default_obstacle(settings: MountSettings) -> str:
+    for variable, path in aws_files():
+        text = path.read_text(errors="replace")
+        if any(word in text for word in _HOME_BOUND) and not settings.anonymous:
+            return f"{variable}'s {path} renews credentials in the home directory"
+    return ""
+
+
+def may_read(user: User, path: Path) -> bool:
+    """Whether a user may read a file; judged by its modes, as the kernel would."""
+    return _may(user, path, os.R_OK)
+
+
+def aws_files() -> list[tuple[str, Path]]:
+    """The AWS configuration files that are there, by the variables that name them."""
+    found = []
+    for variable, default in (
+        ("AWS_CONFIG_FILE", "~/.aws/config"),
+        ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"),
+    ):
+        path = Path(os.path.expanduser(os.environ.get(variable) or default))
+        if path.is_file():
+            found.append((variable, path))
+    return found
+
+
+def _owner_of_content(directory: Path) -> int | None:
+    """Who owns a directory that is in use."""
+    try:
+        return directory.stat().st_uid if any(directory.iterdir()) else None
+    except OSError:
+        return None
+
+
+def _existing(path: Path) -> Path:
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def _may(user: User, path: Path, mode: int) -> bool:
+    """Whether a user may get at a path; judged by its modes, as the kernel would."""
+    resolved = path.resolve()
+    for directory in resolved.parents:
+        if not _grants(user, directory, os.X_OK):
+            return False
+    return _grants(user, resolved, mode)
+
+
+def _grants(user: User, path: Path, mode: int) -> bool:
+    try:
+        found = path.stat()
+    except OSError:
+        return False
+    bits = stat.S_IMODE(found.st_mode)
+    if user.uid == 0:
+        return True
+    if found.st_uid == user.uid:
+        bits >>= 6
+    elif found.st_gid == user.gid or found.st_gid in user.groups:
+        bits >>= 3
+    return bits & mode == mode

@@ -1,0 +1,145 @@
+"""Where a /dev/fuse descriptor comes from, and what the mount behind it is like.
+
+For root, the keeper opens /dev/fuse and calls mount(2) (keeper/main.py). Anybody
+else asks fusermount3, the setuid helper of libfuse, which does the same and
+sends the descriptor back over a socket (the environment variable _FUSE_COMMFD
+names its number).
+
+Nothing here touches the mount itself: a stat of it would wait for an answer
+of this very process.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import shutil
+import socket
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from fusefs.launch.registry import FILESYSTEM_TYPE, find_mount, kernel_mounts
+from fusefs.linux import libc
+
+CAP_SYS_ADMIN = 21
+# What the kernel reads ahead of a sequential reader; a new mount has 128. With
+# 4096 and more, a first read was a fifth slower: requests wait for each other.
+READ_AHEAD_KIB = 1024
+MAX_READ = 1 << 20
+
+
+class MountError(Exception):
+    """The mount could not be made; the message is for the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class MountRequest:
+    """What to mount where: `source` is what `mount` shows as the device."""
+
+    source: str
+    mountpoint: Path
+    allow_other: bool
+    read_only: bool = True
+
+
+def may_mount() -> bool:
+    """Whether this process may call mount(2), and register files for passthrough."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("CapEff:"):
+            return bool(int(line.split()[1], 16) >> CAP_SYS_ADMIN & 1)
+    return False
+
+
+def mount_arguments(request: MountRequest) -> tuple[int, str]:
+    """The flags and the data of mount(2), but for "fd=N,"."""
+    options = [
+        "rootmode=40000",
+        f"user_id={os.geteuid()}",
+        f"group_id={os.getegid()}",
+        "default_permissions",
+        f"max_read={MAX_READ}",
+    ]
+    if request.allow_other:
+        options.append("allow_other")
+    flags = libc.MS_NOSUID | libc.MS_NODEV | (libc.MS_RDONLY if request.read_only else 0)
+    return flags, ",".join(options)
+
+
+def mount_by_helper(request: MountRequest) -> int:
+    """Mount as an ordinary user; return the non-blocking descriptor. Blocks shortly.
+
+    Nobody answers on it yet: whoever touches the mountpoint waits.
+
+    Raises:
+        MountError: with one sentence that says why.
+    """
+    helper = shutil.which("fusermount3")
+    if helper is None:
+        raise MountError("an ordinary user's mount needs fusermount3: install the package fuse3")
+    ours, its = socket.socketpair()
+    with ours, its:
+        result = subprocess.run(
+            [helper, "-o", _helper_options(request), "--", os.fspath(request.mountpoint)],
+            env={**os.environ, "_FUSE_COMMFD": str(its.fileno())},
+            pass_fds=[its.fileno()],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        its.close()
+        fd = _receive_descriptor(ours) if result.returncode == 0 else -1
+    if fd < 0:
+        why = result.stderr.strip().splitlines()
+        raise MountError(why[-1] if why else "fusermount3 failed without a message")
+    os.set_blocking(fd, False)
+    return fd
+
+
+def _helper_options(request: MountRequest) -> str:
+    source = request.source.replace("\\", "\\\\").replace(",", "\\,")
+    options = [
+        "nosuid",
+        "nodev",
+        "default_permissions",
+        f"max_read={MAX_READ}",
+        f"fsname={source}",
+        "subtype=" + FILESYSTEM_TYPE.removeprefix("fuse."),
+    ]
+    if request.read_only:
+        options.append("ro")
+    if request.allow_other:
+        options.append("allow_other")
+    return ",".join(options)
+
+
+def _receive_descriptor(sock: socket.socket) -> int:
+    descriptors = array.array("i")
+    _, ancillary, _, _ = sock.recvmsg(1, socket.CMSG_LEN(descriptors.itemsize))
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+    if not descriptors:
+        return -1
+    os.set_inheritable(descriptors[0], False)
+    return descriptors[0]
+
+
+def raise_read_ahead(mountpoint: Path) -> bool:
+    """Let the kernel read ahead further, where this process may; tell if it did."""
+    mount = find_mount(mountpoint)
+    if mount is None:
+        return False
+    try:
+        Path(f"/sys/class/bdi/{mount.device}/read_ahead_kb").write_text(str(READ_AHEAD_KIB))
+    except OSError:
+        return False
+    return True
+
+
+def stack_depth(cache: Path) -> int:
+    """The FUSE stack depth that backing files in a directory need: 2 on overlayfs, else 1."""
+    real = cache.resolve()
+    under = [mount for mount in kernel_mounts() if real.is_relative_to(mount.mountpoint)]
+    deepest = max(under, key=lambda mount: len(mount.mountpoint.parts), default=None)
+    return 2 if deepest is not None and deepest.filesystem == "overlay" else 1

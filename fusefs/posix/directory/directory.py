@@ -1,0 +1,101 @@
+"""What is known of one directory: segments (segment.py), in order and disjoint."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from typing import TYPE_CHECKING
+
+import trio
+
+from fusefs.posix.directory.segment import Carried, Segment
+from fusefs.posix.nodes import names
+
+if TYPE_CHECKING:
+    from fusefs.posix.directory.walk import Walk
+
+
+class Directory:
+    """The segments of one directory, in order and disjoint.
+
+    `generation` changes with everything that a stream might show differently.
+    """
+
+    __slots__ = ("additions", "generation", "loading", "prefix", "segments", "walk")
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        self.segments: list[Segment] = []
+        self.loading: dict[str, trio.Event] = {}  # by the position where a page under way starts
+        self.generation = 0
+        self.additions = 0  # how many segments it ever got
+        self.walk: Walk | None = None  # the walk that filled it and goes on from here
+
+    def behind(self, position: str) -> Segment | None:
+        """The segment that tells what comes next behind a position."""
+        index = bisect_right(self.segments, position, key=lambda segment: segment.start) - 1
+        if index < 0:
+            return None
+        segment = self.segments[index]
+        return segment if segment.stop is None or position < segment.stop else None
+
+    def holding(self, name: str) -> Segment | None:
+        """The segment that tells whether there is something under a name."""
+        position = names.position(name)
+        # A segment that starts exactly at the position does not hold it.
+        index = bisect_left(self.segments, position, key=lambda segment: segment.start) - 1
+        if index >= 0 and self.segments[index].holds(position):
+            return self.segments[index]
+        return None
+
+    def carried_to(self, position: str) -> Carried | None:
+        """What the segment in front of a position left over; None if there is none."""
+        for segment in self.segments:
+            if segment.stop == position:
+                return segment.pending
+        return None
+
+    def add(self, new: Segment) -> tuple[list[Segment], list[Segment]]:
+        """Put a segment in; return those that went for it, and those that came.
+
+        Of an older one that overlaps, the parts outside stay as segments of
+        their own.
+        """
+        gone = [old for old in self.segments if old.overlaps(new)]
+        if gone and (len(gone) > 1 or not gone[0].equals(new)):
+            self.generation += 1
+        come = []
+        for old in gone:
+            self.segments.remove(old)
+            if old.start < new.start:
+                come.append(old.part(old.start, new.start))
+            if new.stop is not None and (old.stop is None or new.stop < old.stop):
+                come.append(old.part(new.stop, old.stop))
+        come.append(new)
+        for segment in come:
+            insort(self.segments, segment)
+        self.additions += 1
+        return gone, come
+
+    def drop(self, segment: Segment) -> None:
+        self.segments.remove(segment)
+        self.generation += 1
+
+    def is_complete(self, now: float) -> bool:
+        """Whether every name of the directory is known and still believed."""
+        at: str | None = ""
+        for segment in self.segments:
+            if at is None or segment.start > at or segment.expires <= now or segment.doubtful:
+                return False
+            at = segment.stop
+        return at is None
+
+    def has_other(self, name: str, now: float) -> bool:
+        """Whether there is something beside one name, as far as is known and believed."""
+        return any(
+            segment.expires > now and len(segment.entries) > (name in segment.entries)
+            for segment in self.segments
+        )
+
+    def is_empty(self, now: float) -> bool:
+        """Whether it is known that nothing is in it."""
+        return self.is_complete(now) and not any(one.entries for one in self.segments)

@@ -1,0 +1,345 @@
+"""Listings: what is known of the names in a directory, and how long it is believed.
+
+A lookup in a directory of which nothing is known asks for the page that starts
+at that name, and thus learns of up to a thousand neighbours for the price of
+one; a directory stream reads page after page. Pages are kept as segments,
+which segment.py explains.
+
+Two things are fetched ahead: the page behind the one that a stream is reading,
+and whole folders when a program walks from one to the next (walk.py).
+
+Segments are kept until they are out of date, and dropped, oldest first, when
+all of them together hold too many entries. While a directory stream is open
+it goes on believing what was current when it was opened.
+
+Everything here belongs to the event loop.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Protocol
+
+import trio
+
+from fusefs.posix.directory.directory import Directory
+from fusefs.posix.directory.pending_changes import LocalNames, put
+from fusefs.posix.directory.segment import (
+    ABSENT,
+    Absent,
+    Entry,
+    HiddenKeys,
+    Segment,
+    just_before,
+    segment_from,
+    start_after,
+)
+from fusefs.posix.directory.walk import Walk, Walks, unasked
+from fusefs.posix.metadata.head_policy import Presumption
+from fusefs.store.errors import NotFoundError
+from fusefs.store.interface import ListPage, ObjectInfo, Store
+
+__all__ = ["ABSENT", "Absent", "Directories", "Directory", "Entry", "PageMemory", "Segment"]
+
+# About 560 bytes each: 110 MB when full, a hundred times a usual data set's folder. Less
+# memory holds fewer (settings/memory.py).
+MAX_ENTRIES = 200_000
+
+
+class PageMemory(Protocol):
+    """Pages that a restart may reuse; see cache/listing_cache.py."""
+
+    async def load(self, prefix: str, start_after: str) -> tuple[ListPage, float] | None:
+        """A remembered page and its age in seconds."""
+
+    def save(self, prefix: str, start_after: str, page: ListPage) -> None:
+        """Remember a page, some time soon."""
+
+
+class Directories:
+    """What is known of all directories; see the module's text.
+
+    `ttl_s` is how long a listing is believed (`math.inf`: for ever); what is
+    fetched ahead runs in `nursery`.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        ttl_s: float,
+        memory: PageMemory,
+        nursery: trio.Nursery,
+        presumption: Presumption | None = None,
+    ) -> None:
+        self.ttl_s = ttl_s
+        # Of all listings together, as far as the memory allows.
+        self.most_entries = MAX_ENTRIES
+        # Until then an earlier process' requests may take effect; in monotonic seconds.
+        self.settled_at = -math.inf
+        self.presumption = presumption or Presumption()
+        self.hidden = HiddenKeys()
+        self.local = LocalNames()
+        # Told of the directories that a program is about to walk through.
+        self.expect: Callable[[str, Segment], None] = lambda _prefix, _segment: None
+        self._store = store
+        self._memory = memory
+        self._nursery = nursery
+        self._walks = Walks(store, nursery, self._fill)
+        self._known: dict[str, Directory] = {}
+        # All segments by age, for dropping the oldest.
+        self._by_age: OrderedDict[int, tuple[Directory, Segment]] = OrderedDict()
+        self._entries = 0
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def get(self, prefix: str) -> Directory:
+        directory = self._known.get(prefix)
+        if directory is None:
+            directory = self._known[prefix] = Directory(prefix)
+        return directory
+
+    def lookup_now(self, directory: Directory, name: str) -> tuple[Entry | Absent, float] | None:
+        """What is known and believed of a name, and until when; None if it must be asked for."""
+        here = self.local.get(directory.prefix, name)
+        if here is not None:
+            return here, math.inf
+        segment = directory.holding(name)
+        if segment is None or segment.expires <= time.monotonic():
+            return None
+        return segment.answer(name)
+
+    async def lookup(self, directory: Directory, name: str) -> tuple[Entry | Absent, float]:
+        """What there is under a name, and until when that is believed.
+
+        Raises:
+            StoreError: the bucket could not tell.
+        """
+        asked = time.monotonic()
+        for _ in range(3):
+            known = self.lookup_now(directory, name)
+            if known is not None:
+                return known
+            await self._load_around(directory, name)
+            segment = directory.holding(name)
+            # With a TTL of 0 the answer is out of date at once, but newer than the question.
+            if segment is not None and segment.fetched >= asked:
+                known = segment.answer(name)
+                if known is not None:
+                    return known
+        return await self.ask_by_name(directory, name)
+
+    async def segment_behind(
+        self, directory: Directory, position: str, believed_since: float
+    ) -> Segment:
+        """The segment that tells what comes behind a position of a directory stream.
+
+        Segments that were still believed at `believed_since` will do.
+
+        Raises:
+            StoreError: the bucket could not tell.
+        """
+        while True:
+            segment = self.segment_now(directory, position, believed_since)
+            if segment is not None:
+                return segment
+            if not position and await self._walk_to(directory):
+                continue
+            event = directory.loading.get(position)
+            if event is not None:
+                await event.wait()
+                continue
+            known = directory.behind(position)
+            if known is not None and known.doubtful and known.expires > believed_since:
+                await self._settle_doubts(directory, known)
+                continue
+            return await self._load(directory, position, resolve_doubts=True)
+
+    def segment_now(
+        self, directory: Directory, position: str, believed_since: float
+    ) -> Segment | None:
+        """As `segment_behind`, if it is there already."""
+        segment = directory.behind(position)
+        if segment is None or segment.doubtful or segment.expires <= believed_since:
+            return None
+        if segment.stop is not None:
+            self._load_ahead(directory, segment.stop, believed_since)
+        elif directory.walk is not None:
+            walk, directory.walk = directory.walk, None
+            self._walks.go_on(walk)
+        return segment
+
+    def correct(self, directory: Directory, name: str, info: ObjectInfo | None) -> None:
+        """A newer answer than the listing's: what a HEAD told about one file."""
+        segment = directory.holding(name)
+        if segment is None:
+            return
+        directory.generation += 1
+        if info is not None and name in segment.entries:
+            segment.entries[name] = info
+        else:
+            # Whether something else is there now, only a listing can tell.
+            segment.expires = 0.0
+
+    def changed(
+        self, prefix: str, name: str, entry: Entry | Absent, *, lasting: bool = False
+    ) -> None:
+        """This mount has changed what there is under a name; `lasting` if the bucket lacks it."""
+        directory = self.get(prefix)
+        if not isinstance(entry, Absent):
+            self.presumption.changed(prefix)
+        self.local.set(prefix, name, entry, lasting=lasting)
+        directory.generation += 1
+        for segment in directory.segments:
+            before = len(segment.entries)
+            if put(segment, name, entry):
+                self._entries += len(segment.entries) - before
+                break
+
+    def settled(self, prefix: str, name: str) -> None:
+        """What was said to last under a name is in the bucket, and listings tell it."""
+        self.local.settle(prefix, name)
+
+    def has_other(self, prefix: str, name: str) -> bool:
+        """Whether a directory is known to hold something beside one name."""
+        directory = self._known.get(prefix)
+        if directory is not None and directory.has_other(name, time.monotonic()):
+            return True
+        return self.local.has_lasting(prefix, without=name)
+
+    def made(self, prefix: str) -> None:
+        """This mount has made a directory: nothing is in it."""
+        directory = self.get(prefix)
+        segment = Segment("", None, {})
+        segment.fetched = time.monotonic()
+        segment.expires = segment.fetched + self.ttl_s
+        self.local.apply(prefix, segment)
+        self._add(directory, segment)
+
+    def moved(self, old: str, new: str) -> None:
+        """This mount has renamed a directory: nothing that listings told of it holds."""
+        self.presumption.moved(old, new)
+        self.local.move(old, new)
+        for directory in self._known.values():
+            if directory.prefix.startswith((old, new)):
+                for segment in directory.segments:
+                    segment.expires = 0.0
+                directory.generation += 1
+
+    def _load_ahead(self, directory: Directory, stop: str, believed_since: float) -> None:
+        """Have the page behind the one that is being read under way."""
+        following = directory.behind(stop)
+        is_known = following is not None and following.expires > believed_since
+        if not is_known and stop not in directory.loading:
+            directory.loading[stop] = trio.Event()
+            self._nursery.start_soon(unasked, self._load, directory, stop)
+
+    async def _walk_to(self, directory: Directory) -> bool:
+        """Whether a walk that leads to a directory has told anything of it."""
+        known = directory.additions
+        await self._walks.step(directory.prefix)
+        return directory.additions != known
+
+    def _fill(self, walk: Walk, prefix: str, page: ListPage, fetched: float) -> None:
+        """Take a directory from a walk's flat page."""
+        directory = self.get(prefix)
+        segment = self._absorb(directory, "", page, fetched)
+        directory.walk = walk
+        self.expect(prefix, segment)
+
+    async def _load_around(self, directory: Directory, name: str) -> None:
+        """Load the page that starts at a name, or wait for one that may hold it.
+
+        Of a directory that nothing is known of, that is the first page, which
+        mostly is all; otherwise names that come in shuffled order would cost
+        a page for each that is before all earlier ones.
+        """
+        now = time.monotonic()
+        is_known = any(segment.expires > now for segment in directory.segments)
+        start = just_before(name) if is_known or directory.loading else ""
+        under_way = [other for other in directory.loading if other <= start]
+        if under_way:
+            await directory.loading[max(under_way)].wait()
+        else:
+            await self._load(directory, start)
+
+    async def _load(
+        self, directory: Directory, start: str, *, resolve_doubts: bool = False
+    ) -> Segment:
+        event = directory.loading.setdefault(start, trio.Event())
+        try:
+            page, fetched = await self._page(directory.prefix, start_after(directory.prefix, start))
+            segment = self._absorb(directory, start, page, fetched)
+            if resolve_doubts and segment.doubtful:
+                await self._settle_doubts(directory, segment)
+            return segment
+        finally:
+            if directory.loading.get(start) is event:
+                del directory.loading[start]
+            event.set()
+
+    async def _page(self, prefix: str, after: str) -> tuple[ListPage, float]:
+        """A page from memory or from the bucket, and when it was fetched."""
+        fetched = time.monotonic()
+        remembered = await self._memory.load(prefix, after)
+        if remembered is not None and remembered[1] < self.ttl_s:
+            page, age = remembered
+            return page, fetched - age
+        page = await self._store.list_page(prefix, start_after=after)
+        if page.next_token is not None and page.last == prefix:
+            # The folder's own marker and no more: a listing from there on would not get further.
+            page = await self._store.list_page(prefix, start_after=prefix)
+        self._memory.save(prefix, after, page)
+        return page, fetched
+
+    def _absorb(self, directory: Directory, start: str, page: ListPage, fetched: float) -> Segment:
+        """Make a segment of a page and put it in its place."""
+        carried = directory.carried_to(start)
+        segment = segment_from(page, directory.prefix, start, carried, self.hidden)
+        segment.fetched = fetched
+        segment.expires = self._believed_until(fetched)
+        self.local.apply(directory.prefix, segment)
+        self._add(directory, segment)
+        return segment
+
+    def _believed_until(self, fetched: float) -> float:
+        """How long what the bucket has told then is believed, in monotonic seconds."""
+        until = fetched + self.ttl_s
+        return min(until, self.settled_at) if fetched < self.settled_at else until
+
+    def _add(self, directory: Directory, segment: Segment) -> None:
+        gone, come = directory.add(segment)
+        for old in gone:
+            del self._by_age[id(old)]
+            self._entries -= len(old.entries)
+        for new in come:
+            self._by_age[id(new)] = (directory, new)
+            self._entries += len(new.entries)
+        while self._entries > min(self.most_entries, MAX_ENTRIES) and len(self._by_age) > 1:
+            _, (owner, oldest) = self._by_age.popitem(last=False)
+            owner.drop(oldest)
+            self._entries -= len(oldest.entries)
+
+    async def _settle_doubts(self, directory: Directory, segment: Segment) -> None:
+        """Ask for the names that a segment can't answer for."""
+        files = {}
+        for name in sorted(segment.doubtful):
+            found, _ = await self.ask_by_name(directory, name)
+            if isinstance(found, ObjectInfo):
+                files[name] = found
+        segment.settle(files)
+
+    async def ask_by_name(self, directory: Directory, name: str) -> tuple[Entry | Absent, float]:
+        """Ask for one name alone: as a directory and, if it is none, as a file."""
+        expires = self._believed_until(time.monotonic())
+        key = directory.prefix + name
+        inside = await self._store.list_page(key + "/", delimiter="", max_keys=1)
+        if inside.objects:
+            return None, expires
+        try:
+            return await self._store.head(key), expires
+        except NotFoundError:
+            return ABSENT, expires

@@ -1,0 +1,140 @@
+"""Names that this mount has changed, laid over what listings tell.
+
+A file that is being written is in no listing until it is uploaded: its name
+*lasts* until it is settled. And a LIST that was under way during a change does
+not know it yet, so every change is kept for as long as such a listing may come
+in; one that was under way while a directory was renamed is not believed.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+from fusefs.posix.directory.segment import Absent, Entry, Segment
+from fusefs.posix.nodes import names
+from fusefs.store.interface import ObjectInfo
+
+Kept = TypeVar("Kept")
+
+# No listing is under way for longer.
+KEPT_S = 300.0
+
+
+class LocalNames:
+    """The changes of all directories. Times are seconds of the monotonic clock."""
+
+    def __init__(self) -> None:
+        # By prefix and name; those that last, and those of late with their times.
+        self._lasting: dict[str, dict[str, Entry | Absent]] = {}
+        self._recent: dict[str, dict[str, tuple[Entry | Absent, float]]] = {}
+        self._order: deque[tuple[float, str, str, bool]] = deque()  # and whether the bucket has it
+        # Prefixes that were renamed, or renamed to.
+        self._moves: deque[tuple[float, str]] = deque()
+        # Whether a key was removed that the bucket has still; set by who removes.
+        self.is_leaving: Callable[[str], bool] = lambda _key: False
+
+    def set(self, prefix: str, name: str, entry: Entry | Absent, *, lasting: bool) -> None:
+        now = time.monotonic()
+        self._forget_before(now - KEPT_S)
+        if isinstance(entry, Absent) and self.is_leaving(prefix + name):
+            lasting = True
+        if lasting:
+            self._lasting.setdefault(prefix, {})[name] = entry
+        else:
+            _drop(self._lasting, prefix, name)
+        self._recent.setdefault(prefix, {})[name] = entry, now
+        is_only_begun = lasting and isinstance(entry, ObjectInfo) and not entry.etag
+        self._order.append((now, prefix, name, not is_only_begun))
+
+    def settle(self, prefix: str, name: str) -> None:
+        """What was last said of a name, which the bucket has by now, does not last any more."""
+        _drop(self._lasting, prefix, name)
+
+    def _forget_before(self, oldest: float) -> None:
+        while self._order and self._order[0][0] < oldest:
+            at, prefix, name, _ = self._order.popleft()
+            found = self._recent.get(prefix, {}).get(name)
+            if found is not None and found[1] == at:
+                _drop(self._recent, prefix, name)
+        while self._moves and self._moves[0][0] < oldest:
+            self._moves.popleft()
+
+    def get(self, prefix: str, name: str) -> Entry | Absent | None:
+        """What is only here under a name: ABSENT, or the entry, or None for nothing."""
+        return self._lasting.get(prefix, {}).get(name)
+
+    def has_lasting(self, prefix: str, *, without: str = "") -> bool:
+        """Whether something below a prefix is only here, beside one name in it."""
+        return any(
+            not isinstance(entry, Absent) and (known, name) != (prefix, without)
+            for known, entries in self._lasting.items()
+            if known.startswith(prefix)
+            for name, entry in entries.items()
+        )
+
+    def has_changed(self, prefix: str, since: float) -> bool:
+        """Whether the bucket got or lost something below a prefix at or after a time."""
+        for at, changed, _, is_in_bucket in reversed(self._order):
+            if at < since:
+                return False
+            if is_in_bucket and changed.startswith(prefix):
+                return True
+        return False
+
+    def apply(self, prefix: str, segment: Segment) -> None:
+        """Bring a segment that was just listed up to date."""
+        for at, moved in reversed(self._moves):
+            if at < segment.fetched:
+                break
+            if prefix.startswith(moved):
+                segment.expires = 0.0
+        for name, (entry, at) in self._recent.get(prefix, {}).items():
+            if at >= segment.fetched:
+                put(segment, name, entry)
+        for name, entry in self._lasting.get(prefix, {}).items():
+            put(segment, name, entry)
+
+    def move(self, old: str, new: str) -> None:
+        """A directory was renamed; what is only here below it goes along."""
+        now = time.monotonic()
+        for moved in (old, new):
+            self._moves.append((now, moved))
+            for prefix in [known for known in self._recent if known.startswith(moved)]:
+                del self._recent[prefix]
+        for prefix in [known for known in self._lasting if known.startswith(old)]:
+            self._lasting[new + prefix[len(old) :]] = {
+                name: replace(entry, key=new + entry.key[len(old) :])
+                if isinstance(entry, ObjectInfo)
+                else entry
+                for name, entry in self._lasting.pop(prefix).items()
+            }
+
+
+def _drop(changes: dict[str, dict[str, Kept]], prefix: str, name: str) -> None:
+    entries = changes.get(prefix, {})
+    if name in entries:
+        del entries[name]
+        if not entries:
+            del changes[prefix]
+
+
+def put(segment: Segment, name: str, entry: Entry | Absent) -> bool:
+    """Have a segment say what there is under a name; False if it does not hold it."""
+    position = names.position(name)
+    if not segment.holds(position):
+        return False
+    segment.doubtful.discard(name)
+    is_listed = name in segment.entries
+    if not isinstance(entry, Absent):
+        segment.entries[name] = entry
+        if not is_listed:
+            insort(segment.ordered, name, key=names.position)
+    elif is_listed:
+        del segment.entries[name]
+        del segment.ordered[bisect_left(segment.ordered, position, key=names.position)]
+    return True

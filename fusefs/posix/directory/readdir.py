@@ -1,0 +1,184 @@
+"""Streams of directory entries: READDIR and READDIRPLUS, from listings.
+
+The offset of an entry is its node id, and a stream goes on behind the name of
+that node, in whatever listing is there by then. Entries come
+with their attributes where these are known. On a writable mount that may take a
+question to the bucket for each: then names come alone, if the session can do that,
+behind a first few that show whether the others are worth asking
+(see posix/metadata/head_policy.py).
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from itertools import islice
+
+from fusefs.posix.directory.listings import Directories, Directory, Entry, Segment
+from fusefs.posix.metadata.head_cache import MOST_AHEAD, Learner
+from fusefs.posix.nodes import names
+from fusefs.posix.nodes.handles import DirectoryHandle, HandleTable
+from fusefs.posix.nodes.inode_table import Inode, InodeTable
+from fusefs.posix.types import Answer, Caller, DirectoryBuffer, waiting
+
+# The offsets of "." and ".." in a directory stream; all others are node ids.
+DOT, DOT_DOT = 2, 3
+
+
+class Streams:
+    """The open directories of one mount. Belongs to the event loop."""
+
+    def __init__(
+        self, directories: Directories, inodes: InodeTable, handles: HandleTable, learner: Learner
+    ) -> None:
+        self._directories = directories
+        self._inodes = inodes
+        self._handles = handles
+        self._learner = learner
+
+    def open(self, inode: Inode, caller: Caller) -> tuple[DirectoryHandle, bool]:
+        """Open a directory; also tell whether what the kernel has cached of it still holds."""
+        if known := self._handles.opened_by(caller.unique):
+            return self._handles.directories[known], False
+        directory = self._directories.get(self._inodes.key(inode))
+        is_cached = inode.streamed_generation == directory.generation and directory.is_complete(
+            time.monotonic()
+        )
+        return self._handles.open_directory(inode, directory.generation, caller.unique), is_cached
+
+    def read(self, fh: int, offset: int, buffer: DirectoryBuffer) -> Answer[None]:
+        """Add the entries behind `offset` to the buffer, as many as it holds; none at the end."""
+        handle = self._handles.directory(fh)
+        self._seek(handle, offset)
+        if not self._add_dots(handle, buffer):
+            return None
+        directory = self._directories.get(self._inodes.key(handle.inode))
+        while True:
+            segment = self._directories.segment_now(directory, handle.position, handle.opened)
+            if segment is None or self._asks(handle, buffer):
+                # What is there is not held back by a request to the bucket.
+                if buffer.is_empty:
+                    return waiting(self._read_later(handle, directory, buffer))
+                return None
+            if not self._add_entries(handle, directory, segment, buffer):
+                return None
+
+    async def _read_later(
+        self, handle: DirectoryHandle, directory: Directory, buffer: DirectoryBuffer
+    ) -> None:
+        """Wait for the next entries, and add those that come with them."""
+        while buffer.is_empty:
+            segment = await self._directories.segment_behind(
+                directory, handle.position, handle.opened
+            )
+            if self._asks(handle, buffer):
+                await self._learn_next(handle, directory, segment, buffer)
+            if not self._add_entries(handle, directory, segment, buffer):
+                return
+
+    def _shows_meta(self, buffer: DirectoryBuffer) -> bool:
+        """Whether entries come with attributes that a listing does not tell."""
+        return buffer.is_plus and self._learner.is_on
+
+    def _asks(self, handle: DirectoryHandle, buffer: DirectoryBuffer) -> bool:
+        """Whether the bucket may have to be asked for attributes before entries are added."""
+        if not self._shows_meta(buffer):
+            return False
+        return not buffer.takes_names or self._learner.wants_sample(handle.inode)
+
+    async def _learn_next(
+        self,
+        handle: DirectoryHandle,
+        directory: Directory,
+        segment: Segment,
+        buffer: DirectoryBuffer,
+    ) -> None:
+        at = segment.after(handle.position)
+        inodes = [
+            resolved(self._inodes, handle.inode, directory, name, segment.entries[name])
+            for name in segment.ordered[at : at + MOST_AHEAD]
+        ]
+        try:
+            if buffer.takes_names:
+                await self._learner.sample(handle.inode, inodes)
+            else:
+                await self._learner.show_all(handle.inode, inodes)
+        finally:
+            for inode in inodes:
+                self._inodes.drop_unknown(inode)
+
+    def _seek(self, handle: DirectoryHandle, offset: int) -> None:
+        if offset == handle.offset:
+            return
+        handle.offset = offset
+        if not offset:
+            handle.opened = time.monotonic()  # rewound: as if opened now
+        if offset in (0, DOT, DOT_DOT):
+            handle.position = ""
+            return
+        inode = self._inodes.find(offset)
+        if inode is None:
+            raise OSError(errno.EINVAL, f"unknown directory offset {offset}")
+        handle.position = names.position(inode.name)
+
+    def _add_dots(self, handle: DirectoryHandle, buffer: DirectoryBuffer) -> bool:
+        """Add "." and ".." where the stream is at its start; False if there is no room."""
+        inode = handle.inode
+        parent = inode.parent if inode.parent is not None else inode
+        for at, name, ino, own in ((0, b".", inode.ino, DOT), (DOT, b"..", parent.ino, DOT_DOT)):
+            if handle.offset == at:
+                if not buffer.add_dot(name, ino, own):
+                    return False
+                handle.offset = own
+        return True
+
+    def _add_entries(
+        self,
+        handle: DirectoryHandle,
+        directory: Directory,
+        segment: Segment,
+        buffer: DirectoryBuffer,
+    ) -> bool:
+        """Add a segment's entries and move on to the next; False if nothing more is to be added."""
+        if not handle.position:
+            handle.generation = directory.generation
+        expires = segment.expires
+        valid_s = max(0.0, expires - time.monotonic())
+        shows_meta = self._shows_meta(buffer)
+        silent_until = self._learner.silent_until(handle.inode) if shows_meta else 0.0
+        for name in islice(segment.ordered, segment.after(handle.position), None):
+            inode = resolved(self._inodes, handle.inode, directory, name, segment.entries[name])
+            is_bare = shows_meta and self._learner.must_ask_of(inode, silent_until)
+            if is_bare and not buffer.takes_names:
+                self._inodes.drop_unknown(inode)
+                return buffer.is_empty
+            # What is being written changes its size behind the attributes' back.
+            is_bare = is_bare or (inode.staged is not None and buffer.takes_names)
+            if not buffer.add(name.encode(), inode, None if is_bare else valid_s):
+                self._inodes.drop_unknown(inode)
+                return False
+            if buffer.is_plus and not is_bare:
+                self._inodes.count(inode, expires)
+            else:
+                self._inodes.mention(inode)
+            handle.offset = inode.nodeid
+            handle.position = name + "/"
+        if segment.stop is None:
+            if handle.generation == directory.generation:
+                handle.inode.streamed_generation = directory.generation
+            return False
+        handle.position = max(handle.position, segment.stop)
+        return True
+
+    def close(self, fh: int) -> None:
+        handle = self._handles.close_directory(fh)
+        if handle is not None and not handle.inode.served:
+            self._inodes.close_directory(handle.inode)
+
+
+def resolved(
+    inodes: InodeTable, parent: Inode, directory: Directory, name: str, entry: Entry
+) -> Inode:
+    """The current inode of an entry."""
+    key = entry.key if entry is not None else directory.prefix + name + "/"
+    return inodes.resolve(parent, name, entry, key)

@@ -1,0 +1,187 @@
+"""What one LIST page tells of a directory.
+
+A *segment* lies between two positions of a directory and names everything
+there is between them, so it answers for the names in it and, just as well, for
+the names that are not. Positions and the order are those of posix/nodes/names.py.
+
+A page starts and ends at keys, a segment at positions, and the two differ for
+files: the file `a` stands at position `a/`, after `a-b`, for it has to be
+hidden if the prefix `a/` turns up. Files whose position lies behind the end
+of a page are carried into the next segment (`pending`). A segment that was
+not reached from its neighbour can't know what it would have been carried:
+names that are prefixes of its start, at most a few, are `doubtful` and have to
+be asked for by name, or are handed on as such if they stand behind its end.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_right
+
+from fusefs.posix.nodes import names
+from fusefs.store.capabilities import PROBE_NAME
+from fusefs.store.interface import ListPage, ObjectInfo
+
+logger = logging.getLogger("fusefs.directories")
+
+# Beyond this many, hidden keys are not counted any more.
+MOST_HIDDEN = 100_000
+# Greater than any character that is likely in a key, and valid in XML.
+LAST_CHARACTER = "\U0010fffd"
+
+# An entry is a file's ObjectInfo, or None for a directory.
+Entry = ObjectInfo | None
+# Files that sort before the end of a page and stand behind it; None: there may be one.
+Carried = dict[str, ObjectInfo | None]
+
+
+class Absent:
+    """The answer for a name that does not exist."""
+
+
+ABSENT = Absent()
+
+
+class Segment:
+    """All names of a directory at positions in (start, stop].
+
+    `stop` None means up to the end. Times are seconds of the monotonic clock.
+    """
+
+    __slots__ = ("doubtful", "entries", "expires", "fetched", "ordered", "pending", "start", "stop")
+
+    def __init__(self, start: str, stop: str | None, entries: dict[str, Entry]) -> None:
+        self.start = start
+        self.stop = stop
+        self.entries = entries
+        self.ordered = sorted(entries, key=names.position)
+        self.pending: Carried | None = {}  # None if it is not known
+        self.doubtful: set[str] = set()
+        self.fetched = 0.0
+        self.expires = 0.0
+
+    def __lt__(self, other: Segment) -> bool:
+        return self.start < other.start
+
+    def holds(self, position: str) -> bool:
+        """Whether an entry at this position would be in the segment."""
+        return self.start < position and (self.stop is None or position <= self.stop)
+
+    def answer(self, name: str) -> tuple[Entry | Absent, float] | None:
+        """What there is under a name that it holds, and until when; None if in doubt."""
+        found = self.entries.get(name, ABSENT)
+        return None if found is ABSENT and name in self.doubtful else (found, self.expires)
+
+    def after(self, position: str) -> int:
+        """The index in `ordered` of the first entry behind a position."""
+        return bisect_right(self.ordered, position, key=names.position)
+
+    def settle(self, found: dict[str, ObjectInfo]) -> None:
+        """Take in those of the doubtful names that exist."""
+        # What is not in doubt any more has been changed meanwhile.
+        self.entries |= {name: info for name, info in found.items() if name in self.doubtful}
+        self.ordered = sorted(self.entries, key=names.position)
+        self.doubtful = set()
+
+    def overlaps(self, other: Segment) -> bool:
+        return (other.stop is None or self.start < other.stop) and (
+            self.stop is None or other.start < self.stop
+        )
+
+    def equals(self, other: Segment) -> bool:
+        return (self.start, self.stop, self.entries) == (other.start, other.stop, other.entries)
+
+    def part(self, start: str, stop: str | None) -> Segment:
+        """What this segment tells of a smaller stretch."""
+        low = self.after(start)
+        high = len(self.ordered) if stop is None else self.after(stop)
+        part = Segment(start, stop, {name: self.entries[name] for name in self.ordered[low:high]})
+        part.doubtful = {name for name in self.doubtful if part.holds(names.position(name))}
+        part.pending = self.pending if stop == self.stop else None
+        part.fetched, part.expires = self.fetched, self.expires
+        return part
+
+
+class HiddenKeys:
+    """Keys that no file name can express: each counted once, the first one told."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+
+    @property
+    def count(self) -> int:
+        return len(self._seen)
+
+    def note(self, key: str, why: str) -> None:
+        if not self._seen:
+            logger.warning("hiding the key %r: %s (further ones are only counted)", key, why)
+        if len(self._seen) < MOST_HIDDEN:
+            self._seen.add(hash(key))
+
+
+def segment_from(
+    page: ListPage, prefix: str, start: str, carried: Carried | None, hidden: HiddenKeys
+) -> Segment:
+    """What a page tells of the directory `prefix`, listed from the position `start` on.
+
+    `carried` is what the segment before left over, None if there is none.
+    Keys that no file name can express are noted in `hidden`.
+    """
+    cut = len(prefix)
+    stop = page.last[cut:] if page.next_token is not None else None
+    files = dict.fromkeys(_sorting_before(start)) if carried is None else dict(carried)
+    for info in page.objects:
+        name = info.key[cut:]
+        why = _why_hidden(prefix, name)
+        if not why:
+            files[name] = info
+        elif name:
+            hidden.note(info.key, why)
+    late = {*_sorting_before(stop), stop} & files.keys() if stop is not None else set()
+    pending = {name: files.pop(name) for name in late}
+    entries: dict[str, Entry] = {name: info for name, info in files.items() if info is not None}
+    doubtful = files.keys() - entries.keys()
+    for key in page.prefixes:
+        name = key[cut:-1]
+        why = _why_hidden(prefix, name)
+        if why:
+            if name != PROBE_NAME:
+                hidden.note(key, why)
+        elif names.position(name) > start:
+            file = entries.get(name)
+            if file is not None:
+                hidden.note(file.key, "it is also a directory")
+            entries[name] = None
+    segment = Segment(start, stop, entries)
+    segment.pending = pending
+    segment.doubtful = doubtful - entries.keys()
+    return segment
+
+
+def _why_hidden(prefix: str, name: str) -> str:
+    """Why a name in a directory is not shown, "" if it is."""
+    if names.is_private(prefix, name):
+        return "the CSI driver keeps its records there"
+    return "" if names.is_expressible(name) else "no file name can express it"
+
+
+def _sorting_before(key: str) -> set[str]:
+    """The names of files that sort before a key, and whose position lies behind it."""
+    return {key[:length] for length in range(1, len(key)) if key[length] < "/"}
+
+
+def just_before(name: str) -> str:
+    """A position that lies before a name and behind nearly all that sorts before it."""
+    last = ord(name[-1]) - 1
+    if 0xD800 <= last <= 0xDFFF:  # surrogates are not characters
+        last = 0xD7FF
+    # Control characters do not travel well in a request.
+    return name[:-1] + chr(last) + LAST_CHARACTER if last > 0x20 else name[:-1]
+
+
+def start_after(prefix: str, position: str) -> str:
+    """The key behind which to list for what comes behind a position."""
+    if not position:
+        return ""
+    # Behind a directory means behind everything in it.
+    return prefix + position + (LAST_CHARACTER if position.endswith("/") else "")

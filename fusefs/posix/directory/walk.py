@@ -1,0 +1,177 @@
+"""Walks: programs that go from folder to folder (`find`, a data loader's scan).
+
+Listed one by one, each folder costs a request. Once a few folders of one
+parent have been opened in a row, *flat* pages of that parent are listed
+instead: keys without grouping, of which one page of a thousand fills many
+small folders. The next page is fetched as soon as one of those is being read.
+It begins right behind the last key: what a page tells of the folders that it
+ends in is kept until the next one tells the rest, so no key is listed twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import trio
+
+from fusefs.store.errors import StoreError
+from fusefs.store.interface import ListPage, Store
+
+logger = logging.getLogger("fusefs.directories")
+
+# Folders opened in a row before a walk is believed to be one.
+WALK_AFTER = 3
+MOST_WALKS = 64
+# Names in folders that were begun: more than a page of them are not worth their memory.
+MOST_BEGUN = 1000
+
+
+def _parent_of(prefix: str) -> str:
+    return prefix[: prefix.rfind("/", 0, -1) + 1]
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a flat page is to begin: behind the key `after`.
+
+    `begun` are the folders that the page before ended in, with what it told of
+    them; `fetched` is when, in monotonic seconds.
+    """
+
+    after: str
+    begun: dict[str, ListPage] = field(default_factory=dict)
+    fetched: float = 0.0
+
+
+class Walk:
+    """A program going through the folders of one directory, one after the other.
+
+    `next` is where the next flat page begins, None at the end or while that
+    page is `loading`.
+    """
+
+    __slots__ = ("loading", "next", "pays", "prefix", "steps")
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        self.steps = 0
+        self.pays = True
+        self.next: Start | None = None
+        self.loading: trio.Event | None = None
+
+
+class Walks:
+    """The walks of late.
+
+    `fill(walk, prefix, page, fetched)` is told each directory that a flat page
+    tells all of, as a page of its own.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        nursery: trio.Nursery,
+        fill: Callable[[Walk, str, ListPage, float], None],
+    ) -> None:
+        self._store = store
+        self._nursery = nursery
+        self._fill = fill
+        self._walks: OrderedDict[str, Walk] = OrderedDict()
+
+    async def step(self, prefix: str) -> None:
+        """A directory of which nothing is known is to be read: fill it, if a walk leads there.
+
+        Raises:
+            StoreError: the bucket could not tell.
+        """
+        parent = _parent_of(prefix)
+        if parent == prefix:
+            return
+        walk = self._walks.setdefault(parent, Walk(parent))
+        self._walks.move_to_end(parent)
+        if len(self._walks) > MOST_WALKS:
+            self._walks.popitem(last=False)
+        walk.steps += 1
+        if walk.steps < WALK_AFTER or not walk.pays:
+            return
+        if walk.loading is not None:
+            await walk.loading.wait()
+        else:
+            # Behind its own key, which no name stands for, comes all that it holds.
+            await self._load(walk, Start(prefix))
+
+    def go_on(self, walk: Walk) -> None:
+        """Have a walk's next flat page under way."""
+        if walk.next is not None and walk.loading is None:
+            start, walk.next = walk.next, None
+            walk.loading = trio.Event()
+            self._nursery.start_soon(unasked, self._load, walk, start)
+
+    async def _load(self, walk: Walk, start: Start) -> None:
+        """Fill the directories that a page from there on tells the rest of."""
+        if walk.loading is None:
+            walk.loading = trio.Event()
+        event, walk.next = walk.loading, None
+        try:
+            fetched = time.monotonic()
+            page = await self._store.list_page(walk.prefix, delimiter="", start_after=start.after)
+            pages = _grouped(walk.prefix, page, start.begun)
+            begun = _cut_off(pages, page)
+            for prefix, part in pages.items():
+                if prefix not in begun:
+                    told = start.fetched if prefix in start.begun else fetched
+                    self._fill(walk, prefix, part, told)
+            # A folder that needs more than a page by itself is better listed alone.
+            walk.pays = len(begun) < len(pages)
+            if page.next_token is not None and walk.pays and _count(begun) <= MOST_BEGUN:
+                oldest = start.fetched if begun.keys() & start.begun.keys() else fetched
+                walk.next = Start(page.last, begun, oldest)
+        finally:
+            walk.loading = None
+            event.set()
+
+
+async def unasked(load: Callable[..., Awaitable[object]], *args: object) -> None:
+    """Fetch something that nobody waits for yet; if it fails, who wants it will ask again."""
+    try:
+        await load(*args)
+    except StoreError as error:
+        logger.info("a listing was not fetched ahead: %s", error)
+
+
+def _grouped(prefix: str, page: ListPage, begun: dict[str, ListPage]) -> dict[str, ListPage]:
+    """The directories below `prefix` of which a flat page tells, each as a page of its own.
+
+    `begun` are those that it goes on with, which are added to.
+    """
+    pages = dict(begun)
+
+    def page_of(folder: str) -> ListPage:
+        found = pages.get(folder)
+        if found is None:
+            found = pages[folder] = ListPage([], [], None, "")
+            above = _parent_of(folder)
+            if len(above) > len(prefix):
+                page_of(above).prefixes.append(folder)
+        return found
+
+    for info in page.objects:
+        folder = info.key[: info.key.rfind("/") + 1]
+        if len(folder) > len(prefix):
+            page_of(folder).objects.append(info)
+    return pages
+
+
+def _cut_off(pages: dict[str, ListPage], page: ListPage) -> dict[str, ListPage]:
+    """Those directories that a flat page may not tell all of."""
+    if page.next_token is None:
+        return {}
+    return {folder: found for folder, found in pages.items() if page.last.startswith(folder)}
+
+
+def _count(pages: dict[str, ListPage]) -> int:
+    return sum(len(page.objects) + len(page.prefixes) for page in pages.values())

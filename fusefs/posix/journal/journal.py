@@ -1,0 +1,308 @@
+"""What the kernel believes, on record: an append-only log of nodes and handles.
+
+A mount can outlive the process that serves it only if the next process knows
+what the kernel still holds: which node id stands for which name and version,
+how often each was handed out, which handles are open and in which mode. Each
+of these is appended here before the reply that makes the kernel believe it:
+log, then reply.
+
+The log is a file that is mapped shared: an append is a copy into memory
+(0.3 microseconds where a write would cost 3), which the kernel keeps when the
+process is killed. Its blocks are allocated before they are written, so a full
+disk shows up as an error of `posix_fallocate` and not as a SIGBUS. A kill in
+the middle of a copy costs nothing but that record, whose reply was not sent;
+anything else that is missing or changed is damage, which is noticed
+(records.py), and no daemon goes on with such a log: node ids would be given out
+twice, and the kernel would show one file's content for another's.
+
+Every record tells the whole state of one item, never a change of it. So a
+log may be compacted while it is written to: the new file receives each item
+once, a few at a time, and everything that happens meanwhile goes to both.
+Lookup counts are upper bounds: a FORGET that was read and not logged is lost.
+
+The first record carries the format and the boot id. A log of another boot is
+never used: the kernel that it talks about is gone.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+from pathlib import Path
+from typing import Protocol
+from zlib import crc32
+
+from fusefs.posix.journal.records import (
+    BEGUN_TYPE,
+    CLOSED_TYPE,
+    COUNT,
+    COUNT_TYPE,
+    CRC,
+    GONE_TYPE,
+    HEAD,
+    HEADER_SIZE,
+    ID,
+    INIT_TYPE,
+    NODE_TYPE,
+    OPEN,
+    OPEN_TYPE,
+    SLOT,
+    SLOTS,
+    STALE,
+    STALE_TYPE,
+    START_TYPE,
+    SUPERSEDED_TYPE,
+    TABLE,
+    TABLE_TYPE,
+    header,
+    node_payload,
+    start_payload,
+    unchained_record,
+)
+from fusefs.posix.journal.replay import KernelState, Replayed, replay
+from fusefs.posix.nodes.inode_table import Inode
+
+logger = logging.getLogger("fusefs.journal")
+
+# Grown by this much at a time: large enough to be rare, small enough for tmpfs.
+STEP = 4 << 20
+# A log is rewritten when it is this large and twice what its items need.
+COMPACT_FROM = 32 << 20
+
+
+class NodeLog(Protocol):
+    """What the node and handle tables tell before a reply."""
+
+    def node(self, inode: Inode) -> None: ...
+    def count(self, inode: Inode) -> None: ...
+    def gone(self, nodeid: int) -> None: ...
+    def superseded(self, nodeid: int) -> None: ...
+    def stale(self, nodeid: int, pid: int, *, is_told: bool) -> None: ...
+    def opened(
+        self, unique: int, fh: int, nodeid: int, flags: int, mode: int, backing_id: int
+    ) -> None: ...
+    def closed(self, fh: int) -> None: ...
+    def negotiated(self, init_out: bytes) -> None: ...
+    def table(self, next_id: int, next_fh: int, mounted_ns: int) -> None: ...
+    def begun(self, unique: int) -> None: ...
+
+
+class NoJournal:
+    """For a session that cannot be taken over."""
+
+    def node(self, inode: Inode) -> None: ...
+    def count(self, inode: Inode) -> None: ...
+    def gone(self, nodeid: int) -> None: ...
+    def superseded(self, nodeid: int) -> None: ...
+    def stale(self, nodeid: int, pid: int, *, is_told: bool) -> None: ...
+    def opened(
+        self, unique: int, fh: int, nodeid: int, flags: int, mode: int, backing_id: int
+    ) -> None: ...
+    def closed(self, fh: int) -> None: ...
+    def negotiated(self, init_out: bytes) -> None: ...
+    def table(self, next_id: int, next_fh: int, mounted_ns: int) -> None: ...
+    def begun(self, unique: int) -> None: ...
+    def close(self, *, remove: bool) -> None: ...
+
+
+class _Log:
+    """One mapped file that records are appended to: a new one, or the rest of an old one."""
+
+    __slots__ = ("_count", "_crc", "_fd", "_limit", "_map", "path", "size")
+
+    def __init__(self, path: Path, read: Replayed | None = None) -> None:
+        self.path = path
+        kept = os.O_TRUNC if read is None else 0
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | kept | os.O_CLOEXEC, 0o600)
+        self.size, self._count, self._crc = HEADER_SIZE, 0, 0
+        if read is not None:
+            self.size, self._count, self._crc = read.stop, read.count, read.crc
+        self._limit = -(-(self.size + 1) // STEP) * STEP
+        try:
+            # What a kill has torn is cut off, and reads as zeros from here on.
+            os.ftruncate(self._fd, self.size)
+            os.posix_fallocate(self._fd, 0, self._limit)
+            self._map = mmap.mmap(self._fd, self._limit)
+        except OSError:
+            os.close(self._fd)
+            raise
+        if read is None:
+            self._map[:HEADER_SIZE] = header()
+        else:
+            self._commit()  # what the last daemon may have been killed before
+
+    def append(self, kind: int, payload: bytes) -> None:
+        # Written out: each call would cost a tenth of it.
+        body = HEAD.pack(len(payload), kind) + payload
+        self._crc = crc = crc32(body, self._crc)
+        stop = self.size + len(body) + CRC.size
+        if stop > self._limit:
+            self._grow()
+        self._map[self.size : stop] = body + CRC.pack(crc)
+        self.size = stop
+        self._count += 1
+        SLOT.pack_into(self._map, SLOTS[self._count & 1], stop, crc)
+
+    def _grow(self) -> None:
+        os.posix_fallocate(self._fd, self._limit, STEP)
+        self._limit += STEP
+        self._map.resize(self._limit)
+
+    def _commit(self) -> None:
+        SLOT.pack_into(self._map, SLOTS[self._count & 1], self.size, self._crc)
+
+    def close(self) -> None:
+        self._map.close()
+        os.close(self._fd)
+
+
+class _UnchainedLog(_Log):
+    """A log that a daemon of an earlier version has begun; it is soon rewritten."""
+
+    __slots__ = ()
+
+    def append(self, kind: int, payload: bytes) -> None:
+        whole = unchained_record(kind, payload)
+        stop = self.size + len(whole)
+        if stop > self._limit:
+            self._grow()
+        self._map[self.size : stop] = whole
+        self.size = stop
+
+    def _commit(self) -> None:
+        """It has no header."""
+
+
+class Journal:
+    """The log of one mount. Belongs to the event loop.
+
+    If the disk cannot take it, the journal turns itself off with one warning:
+    the mount goes on, but cannot be taken over.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._log: _Log | None = None
+        self._next: _Log | None = None
+        self._compacted_size = 0
+        self._init_record = b""
+        try:
+            self._log = _Log(path)
+        except OSError as error:
+            self._give_up(error)
+        self._append(START_TYPE, start_payload())
+
+    @classmethod
+    def resume(cls, path: Path) -> tuple[Journal, KernelState]:
+        """Read the log of a daemon that is gone, and go on with it. Blocks.
+
+        Raises:
+            UnusableJournalError, OSError: as for `replay`.
+        """
+        path.with_suffix(".next").unlink(missing_ok=True)
+        read = replay(path)
+        journal = cls.__new__(cls)
+        journal._path = path
+        journal._next = None
+        journal._compacted_size = read.current_bytes
+        journal._init_record = read.state.init_out
+        journal._log = (_Log if read.count else _UnchainedLog)(path, read)
+        return journal, read.state
+
+    def node(self, inode: Inode) -> None:
+        self._append(NODE_TYPE, node_payload(inode))
+
+    def count(self, inode: Inode) -> None:
+        self._append(COUNT_TYPE, COUNT.pack(inode.nodeid, inode.nlookup))
+
+    def gone(self, nodeid: int) -> None:
+        self._append(GONE_TYPE, ID.pack(nodeid))
+
+    def superseded(self, nodeid: int) -> None:
+        self._append(SUPERSEDED_TYPE, ID.pack(nodeid))
+
+    def stale(self, nodeid: int, pid: int, *, is_told: bool) -> None:
+        self._append(STALE_TYPE, STALE.pack(nodeid, pid, is_told))
+
+    def opened(
+        self, unique: int, fh: int, nodeid: int, flags: int, mode: int, backing_id: int
+    ) -> None:
+        self._append(OPEN_TYPE, OPEN.pack(unique, fh, nodeid, flags, mode, backing_id))
+
+    def closed(self, fh: int) -> None:
+        self._append(CLOSED_TYPE, ID.pack(fh))
+
+    def negotiated(self, init_out: bytes) -> None:
+        self._init_record = init_out
+        self._append(INIT_TYPE, init_out)
+
+    def table(self, next_id: int, next_fh: int, mounted_ns: int) -> None:
+        """Numbers below these may have been used, also by what is not on record any more."""
+        self._append(TABLE_TYPE, TABLE.pack(next_id, next_fh, mounted_ns))
+
+    def begun(self, unique: int) -> None:
+        """A change is about to be made: asked for again, it may have been made."""
+        self._append(BEGUN_TYPE, ID.pack(unique))
+
+    @property
+    def wants_compaction(self) -> bool:
+        log = self._log
+        if log is None or self._next is not None:
+            return False
+        is_grown = log.size > max(COMPACT_FROM, 2 * self._compacted_size)
+        return is_grown or isinstance(log, _UnchainedLog)
+
+    def begin_compaction(self) -> None:
+        """From here until `finish_compaction` everything is also written to a new log.
+
+        The caller writes each open handle and each inode once, in any order
+        and with pauses, by `opened` and `node`.
+        """
+        try:
+            self._next = _Log(self._path.with_suffix(".next"))
+        except OSError as error:
+            self._give_up(error)
+            return
+        self._append(START_TYPE, start_payload())
+        self._append(INIT_TYPE, self._init_record)
+
+    def finish_compaction(self) -> None:
+        if self._log is None or self._next is None:
+            return
+        try:
+            os.replace(self._next.path, self._path)
+        except OSError as error:
+            self._give_up(error)
+            return
+        self._log.close()
+        self._log, self._next = self._next, None
+        self._compacted_size = self._log.size
+
+    def close(self, *, remove: bool) -> None:
+        for log in (self._log, self._next):
+            if log is not None:
+                log.close()
+        self._log = self._next = None
+        if remove:
+            self._path.unlink(missing_ok=True)
+            self._path.with_suffix(".next").unlink(missing_ok=True)
+
+    def _append(self, kind: int, payload: bytes) -> None:
+        if self._log is None:
+            return
+        try:
+            self._log.append(kind, payload)
+            if self._next is not None:
+                self._next.append(kind, payload)
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        logger.warning(
+            "the journal %s is off, this mount cannot be taken over: %s",
+            self._path,
+            os.strerror(error.errno or errno.EIO),
+        )
+        self.close(remove=True)

@@ -1,0 +1,173 @@
+"""The records of the journal, as bytes: one for each thing that the kernel is told.
+
+Each tells the whole state of one item, never a change of it. The first one of
+a log carries the format and the boot id.
+
+A log of format 3 is a header and records: length, type, payload and a CRC-32
+that goes on from the record before. So a record that is changed, lost or in
+another's place ends what checks out. The header has two slots for how far the
+log was written, a size and the CRC there; the n-th record is committed to
+slot n % 2 after it is written. A kill leaves at most one record that is not
+committed, or one slot that is half written. So after n records that check
+out, slot (n - 1) % 2 tells of n - 1 records, or the log is damaged: of a
+record that is missing the commit would be there.
+
+Formats 1 and 2 had no header, and a CRC for each record alone; they can't tell
+a torn end from damage. They are read until a mount that was taken over has
+rewritten its log; format 1 had no table and no stale records.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from fusefs.posix.nodes.inode_table import Inode
+from fusefs.store.interface import ObjectInfo
+
+FORMAT = 3
+UNCHAINED_FORMATS = (1, 2)
+
+MAGIC = b"fusefs journal3\n"
+# Native, so that a number is stored by one instruction: a kill does not tear it.
+SLOT = struct.Struct("@QI")  # how far the log is written, the CRC there
+SLOTS = (32, 48)  # offsets
+HEADER_SIZE = 64
+HEAD = struct.Struct("<HH")  # length of the payload, type
+CRC = struct.Struct("<I")
+UNCHAINED = struct.Struct("<HHI")  # length of the payload, type, CRC of type and payload
+
+NODE = struct.Struct("<QQQQQqHHH")  # node id, parent, ino, lookups, size, mtime, 3 lengths
+COUNT = struct.Struct("<QQ")
+ID = struct.Struct("<Q")
+OPEN = struct.Struct("<QQQIii")  # unique, fh, node id, flags, mode, backing id
+TABLE = struct.Struct("<QQq")  # next node id, next fh, when mounted in ns since the epoch
+STALE = struct.Struct("<QII")  # node id, pid, 1 if told and 0 if that is settled
+
+(
+    START_TYPE, NODE_TYPE, COUNT_TYPE, GONE_TYPE, OPEN_TYPE, CLOSED_TYPE, INIT_TYPE,
+    TABLE_TYPE, SUPERSEDED_TYPE, STALE_TYPE, BEGUN_TYPE,
+) = range(1, 12)  # fmt: skip
+_DIRECTORY = 0xFFFF  # stands for the length of the ETag of a directory
+
+SERVED, PASSTHROUGH, DIRECTORY = range(3)  # the modes of an open handle
+
+
+@dataclass(slots=True)
+class LoggedNode:
+    """A node as the log tells it; `info` is None for a directory.
+
+    `entries_changed_ns` is as in `Inode`.
+    """
+
+    nodeid: int
+    parent: int
+    ino: int
+    name: str
+    nlookup: int
+    info: ObjectInfo | None
+    entries_changed_ns: int = 0
+
+
+@dataclass(slots=True)
+class LoggedHandle:
+    """An open file or directory; `unique` is the request that opened it."""
+
+    unique: int
+    fh: int
+    nodeid: int
+    flags: int
+    mode: int
+    backing_id: int
+
+
+class Parsed(NamedTuple):
+    """A record, where it ends, and the CRC there."""
+
+    kind: int
+    payload: bytes
+    stop: int
+    crc: int
+
+
+def unchained_record(kind: int, payload: bytes) -> bytes:
+    return UNCHAINED.pack(len(payload), kind, zlib.crc32(payload, kind)) + payload
+
+
+def header() -> bytes:
+    """The header of a log that has no records: slot 0 tells so."""
+    data = bytearray(HEADER_SIZE)
+    data[: len(MAGIC)] = MAGIC
+    SLOT.pack_into(data, SLOTS[0], HEADER_SIZE, 0)
+    return bytes(data)
+
+
+def parse(data: bytes) -> Iterator[Parsed]:
+    """The records of a log up to the first that does not check out."""
+    at, crc = HEADER_SIZE, 0
+    while at + HEAD.size <= len(data):
+        length, kind = HEAD.unpack_from(data, at)
+        begin, end = at + HEAD.size, at + HEAD.size + length
+        if kind == 0 or end + CRC.size > len(data):
+            return
+        crc = zlib.crc32(data[at:end], crc)
+        if CRC.unpack_from(data, end)[0] != crc:
+            return
+        at = end + CRC.size
+        yield Parsed(kind, data[begin:end], at, crc)
+
+
+def parse_unchained(data: bytes) -> Iterator[Parsed]:
+    """As `parse`, of a log of an earlier format."""
+    at = 0
+    while at + UNCHAINED.size <= len(data):
+        length, kind, crc = UNCHAINED.unpack_from(data, at)
+        at += UNCHAINED.size
+        payload = data[at : at + length]
+        at += length
+        if kind == 0 or len(payload) < length or zlib.crc32(payload, kind) != crc:
+            return
+        yield Parsed(kind, payload, at, 0)
+
+
+def start_payload(format: int = FORMAT) -> bytes:
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"fusefs journal {format} {boot_id}".encode()
+
+
+def node_payload(inode: Inode) -> bytes:
+    parent = inode.parent.nodeid if inode.parent is not None else 0
+    name = inode.name.encode()
+    info = inode.info
+    if info is None:
+        head = NODE.pack(
+            inode.nodeid, parent, inode.ino, inode.nlookup, 0, inode.entries_changed_ns,
+            len(name), _DIRECTORY, 0,
+        )  # fmt: skip
+        return head + name
+    etag, storage_class = info.etag.encode(), info.storage_class.encode()
+    head = NODE.pack(
+        inode.nodeid, parent, inode.ino, inode.nlookup, info.size, info.mtime_ns,
+        len(name), len(etag), len(storage_class),
+    )  # fmt: skip
+    return b"".join((head, name, etag, storage_class, info.key.encode()))
+
+
+def parse_node(payload: bytes) -> LoggedNode:
+    nodeid, parent, ino, nlookup, size, mtime_ns, name_len, etag_len, class_len = NODE.unpack_from(
+        payload
+    )
+    at = NODE.size
+    name = payload[at : at + name_len].decode()
+    if etag_len == _DIRECTORY:
+        return LoggedNode(nodeid, parent, ino, name, nlookup, None, mtime_ns)
+    at += name_len
+    etag = payload[at : at + etag_len].decode()
+    storage_class = payload[at + etag_len : at + etag_len + class_len].decode()
+    key = payload[at + etag_len + class_len :].decode()
+    info = ObjectInfo(key, size, etag, mtime_ns, storage_class)
+    return LoggedNode(nodeid, parent, ino, name, nlookup, info)

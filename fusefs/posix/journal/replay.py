@@ -1,0 +1,174 @@
+"""Reading the journal back: what the kernel held when the last record was written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fusefs.posix.journal.records import (
+    BEGUN_TYPE,
+    CLOSED_TYPE,
+    COUNT,
+    COUNT_TYPE,
+    FORMAT,
+    GONE_TYPE,
+    HEADER_SIZE,
+    ID,
+    INIT_TYPE,
+    MAGIC,
+    NODE_TYPE,
+    OPEN,
+    OPEN_TYPE,
+    SLOT,
+    SLOTS,
+    STALE,
+    STALE_TYPE,
+    START_TYPE,
+    SUPERSEDED_TYPE,
+    TABLE,
+    TABLE_TYPE,
+    UNCHAINED_FORMATS,
+    LoggedHandle,
+    LoggedNode,
+    Parsed,
+    parse,
+    parse_node,
+    parse_unchained,
+    start_payload,
+)
+from fusefs.posix.nodes.inode_table import FIRST_ID
+
+
+@dataclass(slots=True)
+class KernelState:
+    """All that a log tells.
+
+    `next_id` and `next_fh` have never been used; `mounted_ns` is 0 if unknown.
+    `superseded` are nodes that their names no longer stand for; `stale` are
+    (node id, pid) of openers that were told ESTALE and have not looked up since;
+    `begun` are the requests of changes that may have been made.
+    """
+
+    init_out: bytes = b""
+    nodes: dict[int, LoggedNode] = field(default_factory=dict)
+    handles: dict[int, LoggedHandle] = field(default_factory=dict)
+    superseded: set[int] = field(default_factory=set)
+    stale: set[tuple[int, int]] = field(default_factory=set)
+    begun: set[int] = field(default_factory=set)
+    next_id: int = FIRST_ID
+    next_fh: int = 1
+    mounted_ns: int = 0
+
+    def apply(self, kind: int, payload: bytes) -> None:
+        """Take up one record."""
+        if kind == NODE_TYPE:
+            node = parse_node(payload)
+            self.nodes[node.nodeid] = node
+            self.next_id = max(self.next_id, node.nodeid + 1)
+        elif kind == COUNT_TYPE:
+            nodeid, nlookup = COUNT.unpack(payload)
+            if nodeid in self.nodes:
+                self.nodes[nodeid].nlookup = nlookup
+        elif kind == GONE_TYPE:
+            (nodeid,) = ID.unpack(payload)
+            self.nodes.pop(nodeid, None)
+            self.superseded.discard(nodeid)
+        elif kind == OPEN_TYPE:
+            handle = LoggedHandle(*OPEN.unpack(payload))
+            self.handles[handle.fh] = handle
+            self.next_fh = max(self.next_fh, handle.fh + 1)
+        elif kind == CLOSED_TYPE:
+            self.handles.pop(ID.unpack(payload)[0], None)
+        elif kind == INIT_TYPE:
+            self.init_out = payload
+        elif kind == TABLE_TYPE:
+            next_id, next_fh, self.mounted_ns = TABLE.unpack(payload)
+            self.next_id, self.next_fh = max(self.next_id, next_id), max(self.next_fh, next_fh)
+        elif kind == SUPERSEDED_TYPE:
+            self.superseded.add(ID.unpack(payload)[0])
+        elif kind == BEGUN_TYPE:
+            self.begun.add(ID.unpack(payload)[0])
+        elif kind == STALE_TYPE:
+            nodeid, pid, is_told = STALE.unpack(payload)
+            (self.stale.add if is_told else self.stale.discard)((nodeid, pid))
+
+
+@dataclass(slots=True)
+class Replayed:
+    """A log that was read: its state, and how it goes on.
+
+    Its last good record is the `count`-th, ends at `stop` and has this `crc`;
+    `count` is 0 for a log of an earlier format. `current_bytes` estimates what
+    a compacted log would take.
+    """
+
+    state: KernelState
+    stop: int
+    count: int
+    crc: int
+    current_bytes: int
+
+
+class UnusableJournalError(Exception):
+    """The log is damaged, of another boot or another format, or not a log at all."""
+
+
+# How often the end of a log that is written to is looked for.
+_ATTEMPTS = 5
+
+
+def replay(path: Path, *, is_live: bool = False) -> Replayed:
+    """Read a log back. Blocks: five seconds for a million nodes.
+
+    `is_live` if its daemon may be writing to it meanwhile.
+
+    Raises:
+        UnusableJournalError: it must not be used; the message says why.
+        OSError: it can't be read.
+    """
+    for _ in range(_ATTEMPTS if is_live else 0):
+        try:
+            return _replay(path, is_live=True)
+        except UnusableJournalError:
+            continue  # both slots of the header may have changed while they were read
+    return _replay(path, is_live=is_live)
+
+
+def _replay(path: Path, *, is_live: bool) -> Replayed:
+    with path.open("rb", buffering=0) as file:
+        # First, so that no record is missing that the header has.
+        slots = _slots(file.read(HEADER_SIZE))
+        file.seek(0)
+        data = file.read()
+    is_chained = data.startswith(MAGIC)
+    records = parse(data) if is_chained else parse_unchained(data)
+    last = first = next(records, Parsed(0, b"", HEADER_SIZE, 0))
+    formats = (FORMAT,) if is_chained else UNCHAINED_FORMATS
+    if first.kind != START_TYPE or not first.payload.startswith(b"fusefs journal "):
+        raise UnusableJournalError(f"{path} is damaged at its beginning, or no journal at all")
+    if first.payload not in [start_payload(format) for format in formats]:
+        raise UnusableJournalError(f"{path} is of another boot or another format")
+    state = KernelState()
+    count, before = 1, (HEADER_SIZE, 0)
+    has_all = (first.stop, first.crc) in slots  # that a slot tells of
+    for record in records:
+        state.apply(record.kind, record.payload)
+        before, last = (last.stop, last.crc), record
+        count += 1
+        has_all = has_all or (is_live and (record.stop, record.crc) in slots)
+    if not is_live:
+        has_all = slots[(count - 1) % 2] == before
+    if is_chained and not has_all:
+        raise UnusableJournalError(
+            f"{path} is damaged: {count} records check out, up to byte {last.stop},"
+            f" and it was written up to byte {max(size for size, _ in slots)}"
+        )
+    items = len(state.nodes) + len(state.handles)
+    current = last.stop * items // max(1, count)
+    return Replayed(state, last.stop, count if is_chained else 0, last.crc, current)
+
+
+def _slots(header: bytes) -> list[tuple[int, int]]:
+    if len(header) < HEADER_SIZE:
+        return [(0, 0), (0, 0)]
+    return [SLOT.unpack_from(header, offset) for offset in SLOTS]

@@ -1,0 +1,82 @@
+"""Going on where another process ended: its nodes and open handles, from the journal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import trio
+
+from fusefs.cache.cached_file import CacheFile
+from fusefs.cache.readahead import Window
+from fusefs.posix.journal import records
+from fusefs.posix.journal.records import LoggedHandle
+from fusefs.posix.journal.replay import KernelState
+from fusefs.posix.operations import Operations
+from fusefs.posix.write import recovery
+
+Backing = Mapping[int, tuple[int, int]]
+
+
+async def restore(operations: Operations, state: KernelState, backing: Backing) -> None:
+    """Take up what the kernel holds.
+
+    `backing` are the files that the kernel reads by itself, as {id: (st_dev,
+    st_ino)}: such a file was whole, also where the catalog had not heard of it.
+    """
+    operations.inodes.restore(state)
+    if operations.mutations is not None:
+        operations.mutations.changes.begun = state.begun
+        writer = operations.mutations.writer
+        for nodeid in writer.staging.on_disk():
+            inode = operations.inodes.find(nodeid)
+            if inode is not None:
+                writer.restore(inode)
+            else:
+                path = writer.staging.directory / str(nodeid)
+                recovery.adopt_file(writer, path, may_be_open=False)
+        recovery.adopt_attributes(writer, writer.staging.directory)
+        recovery.adopt_removals(writer, writer.staging.directory)
+    read = {
+        backing[one.backing_id][1] for one in state.handles.values() if one.backing_id in backing
+    }
+    whole = await operations.cache.whole_files(read) if read else {}
+    dropped: dict[int, CacheFile] = {}
+    for index, logged in enumerate(state.handles.values()):
+        await _restore_handle(operations, logged, backing, whole, dropped)
+        if index % 200 == 0:
+            await trio.lowlevel.checkpoint()
+    if operations.writer is not None:
+        operations.writer.let_go_unlinked()
+    for nodeid, pid in state.stale:
+        operations.recall_stale(nodeid, pid)
+    operations.inodes.prune()
+    operations.handles.go_on_from(state.next_fh)
+
+
+async def _restore_handle(
+    operations: Operations, logged: LoggedHandle, backing: Backing,
+    whole: Mapping[int, CacheFile], dropped: dict[int, CacheFile],
+) -> None:  # fmt: skip
+    inode = operations.inodes.find(logged.nodeid)
+    if inode is None:
+        return  # its RELEASE comes, and is answered
+    if inode.info is None:
+        operations.handles.restore_directory(logged, inode)
+        return
+    cache = operations.cache
+    file = cache.pin(inode.info.version)
+    if logged.mode == records.PASSTHROUGH:
+        _, st_ino = backing.get(logged.backing_id, (0, 0))
+        if whole.get(st_ino) is not file:
+            await cache.trust(file, st_ino)
+        if st_ino and file.st_ino != st_ino:
+            # It was dropped, because its bytes were wrong: no other handle is to read it.
+            if inode.is_current:
+                operations.inodes.supersede(inode)
+            cache.unpin(file)
+            unread = CacheFile.dropped(file.name, file.size, st_ino)
+            file = dropped.setdefault(logged.backing_id, unread)
+            file.pins += 1
+    handle = operations.handles.restore_file(logged, inode, file)
+    if logged.mode == records.SERVED and not file.is_complete:
+        handle.window = Window(operations.fetcher, file)

@@ -1,0 +1,215 @@
+"""Uncertain keys are looked at again, and what a late request has undone is put back.
+
+requests.py tells which keys, when, and what is expected of them. A repair
+is a change like any other: with a condition about what was found, where the
+store honours conditions, and on record while it is under way, so that a repair
+without an answer makes the key uncertain anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+
+import trio
+
+from fusefs.posix.directory.listings import Directories
+from fusefs.posix.directory.segment import ABSENT, Absent
+from fusefs.posix.late.request_log import COPY, DELETE, PUT, Change
+from fusefs.posix.late.requests import LateRequests, State, Uncertain, Verdict, boottime
+from fusefs.posix.late.watched_store import WatchedStore
+from fusefs.posix.metadata import object_metadata
+from fusefs.posix.nodes.inode_table import Inode
+from fusefs.posix.operations import Operations
+from fusefs.store.errors import ConflictError, NotFoundError, StaleVersionError, StoreError
+from fusefs.store.fencing import ChangeToken
+from fusefs.store.interface import ObjectInfo
+
+logger = logging.getLogger("fusefs.late")
+
+AT_ONCE = 8
+# A key whose HEAD failed is looked at again after this.
+RETRY_S = 5.0
+# How often a key is looked at anew where it changed while it was repaired.
+TRIES = 3
+
+
+def show_repaired(operations: Operations, directories: Directories, key: str, state: State) -> None:
+    """Have names and attributes show what a repair has made of a key."""
+    stem = key.removesuffix("/")
+    cut = stem.rfind("/") + 1
+    prefix, name = key[:cut], stem[cut:]
+    if not key.startswith(operations.inodes.prefix) or not name:
+        return
+    if directories.local.get(prefix, name) is not None:
+        return  # a newer content is on its way
+    is_directory = key.endswith("/") and not isinstance(state, Absent)
+    directories.changed(prefix, name, None if is_directory else state)
+    inode: Inode | None = operations.inodes.root
+    for part in stem[len(operations.inodes.prefix) :].split("/"):
+        inode = (inode.children or {}).get(part) if inode is not None else None
+    if inode is not None and inode.staged is None and isinstance(state, ObjectInfo):
+        inode.meta = object_metadata.read(
+            state.metadata or {}, inode.default_meta(operations.owner)
+        )
+        inode.packed = None
+
+
+class Repairer:
+    """Looks at one mount's uncertain keys. `changed` is called with what a repair made of a key."""
+
+    def __init__(self, store: WatchedStore, changed: Callable[[str, State], None]) -> None:
+        self._store = store
+        self._late: LateRequests = store.late
+        self._changed = changed
+
+    async def run(self) -> None:
+        """Look at each uncertain key when it is due, until cancelled."""
+        failed: dict[Uncertain, float] = {}
+        while True:
+            self._late.woken = trio.Event()
+            now = boottime()
+            failed = {one: at for one, at in failed.items() if not one.is_over}
+            times = {one: max(self._late.due_at(one), failed.get(one, 0.0)) for one in self._late}
+            due = [one for one, at in times.items() if at <= now]
+            if due:
+                await self._look_at_all(due, failed)
+                continue
+            wait_s = min(times.values(), default=float("inf")) - now
+            with trio.move_on_after(wait_s):
+                await self._late.woken.wait()
+
+    async def _look_at_all(self, due: list[Uncertain], failed: dict[Uncertain, float]) -> None:
+        todo = iter(due)
+
+        async def go_on() -> None:
+            for one in todo:
+                try:
+                    await self.look(one)
+                except StoreError as error:
+                    failed[one] = boottime() + RETRY_S
+                    logger.info("%s could not be looked at again: %s", one.key, error)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(min(AT_ONCE, len(due))):
+                nursery.start_soon(go_on)
+
+    async def look(self, entry: Uncertain) -> None:
+        """Look at a key again, and put back what is expected if a late request has undone it.
+
+        Raises:
+            StoreError: a request failed.
+        """
+        async with entry.lock:
+            for _ in range(TRIES):
+                if entry.is_over:
+                    return
+                if entry.is_harmless or await self._is_right(entry):
+                    break
+            if not entry.is_over:
+                self._late.looked(entry)
+        if not entry.is_over and not entry.is_harmless:
+            await self._store.fetch_content(entry)
+
+    async def _is_right(self, entry: Uncertain) -> bool:
+        """Whether nothing is left to be done about a key; False if it is to be judged anew."""
+        found = await self._found(entry.key)
+        verdict = entry.judge(found)
+        if verdict == Verdict.FOREIGN:
+            logger.info("%s is somebody else's by now", entry.key)
+            self._late.expect(entry, None, None)
+        if verdict != Verdict.UNDONE:
+            return True
+        if isinstance(entry.expected, Absent) and await self._has_more(entry.key):
+            return True
+        try:
+            made = await self._put_back(entry, found)
+        except (ConflictError, StaleVersionError, NotFoundError):
+            return False  # somebody was faster
+        except LookupError as error:
+            logger.error("%s was undone by a late request, for good: %s", entry.key, error)
+            self._late.expect(entry, None, None)
+            return True
+        self._late.repairs += 1
+        what = "is removed again" if isinstance(made, Absent) else "is put back"
+        logger.warning("%s was undone by a late request of this mount, and %s", entry.key, what)
+        self._changed(entry.key, made)
+        return True
+
+    async def _found(self, key: str) -> State:
+        try:
+            return await self._store.head(key)
+        except NotFoundError:
+            return ABSENT
+
+    async def _has_more(self, key: str) -> bool:
+        """Whether a directory's marker that should be gone has something below it by now."""
+        if not key.endswith("/"):
+            return False
+        page = await self._store.list_page(key, delimiter="", max_keys=2)
+        return any(info.key != key for info in page.objects)
+
+    async def _put_back(self, entry: Uncertain, found: State) -> State:
+        """Have an uncertain key, whose lock is held, be as expected; return what it is then.
+
+        Raises:
+            LookupError: the content is not here any more.
+            ConflictError, StaleVersionError, NotFoundError: it has changed since it was `found`,
+                or something else is expected by now.
+            StoreError: the bucket did not take it.
+        """
+        key, expected = entry.key, entry.expected
+        if isinstance(expected, Absent):
+            assert isinstance(found, ObjectInfo)
+            change = Change(DELETE, key)
+            with self._store.on_record(change):
+                await self._store.inner.delete(key, found.etag)
+            self._expect(entry, expected, ABSENT, None, change)
+            return ABSENT
+        assert expected is not None
+        token = self._store.tokens.next()
+        has_content = isinstance(found, ObjectInfo) and found.etag == expected.etag
+        change = Change(COPY if has_content else PUT, key, (str(token),))
+        with self._store.on_record(change):
+            if isinstance(found, ObjectInfo) and has_content:
+                made = await self._store.inner.copy(
+                    found, key, metadata=expected.metadata or {}, token=token
+                )
+            else:
+                made = await self._put_content(entry, expected, found, token)
+        self._expect(entry, expected, made, entry.content, change)
+        return made
+
+    def _expect(
+        self, entry: Uncertain, expected: State, made: State, content: str | None, change: Change
+    ) -> None:
+        """What was `expected` has been put back; a repeated request may have ended meanwhile.
+
+        Raises:
+            ConflictError: it has, and something else is expected.
+        """
+        if entry.expected is not expected:
+            self._late.undo(entry, change)
+            raise ConflictError(f"{entry.key} was changed while it was put back")
+        self._late.expect(entry, made, content)
+
+    async def _put_content(
+        self, entry: Uncertain, expected: ObjectInfo, found: State, token: ChangeToken
+    ) -> ObjectInfo:
+        if entry.content is None and expected.size:
+            raise LookupError("its content is not on the local disk")
+        path = os.devnull if entry.content is None else self._late.directory / entry.content
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise LookupError(f"its content can't be read: {error}") from error
+        try:
+            etag = found.etag if isinstance(found, ObjectInfo) else None
+            return await self._store.inner.put_file(
+                entry.key, fd, expected.size, metadata=expected.metadata or {},
+                content_type=expected.content_type, token=token,
+                condition=self._store.inner.fence.strict("put", entry.key, etag),
+            )  # fmt: skip
+        finally:
+            os.close(fd)

@@ -1,0 +1,174 @@
+"""The changes of the bucket that are under way, on record before they are sent.
+
+    DIRECTORY/requests    one slot for each change that is under way
+    DIRECTORY/batch-N     the keys of one DeleteObjects request
+
+A process that is killed leaves requests behind that the server may execute
+later. The next process reads here which keys they concern, and what they would
+make of them (requests.py).
+
+The slots are in a file that is mapped shared: to fill one is a copy into memory,
+which the kernel keeps when the process is killed; there is no fsync, for with
+the machine its requests end as well. A slot is a CRC, a length and the change;
+a length of 0 is a free slot, and a slot whose CRC is wrong was being filled when
+its process was killed, so that its request was never sent. The blocks are
+allocated before they are written, so that a full disk is an error of
+`posix_fallocate` and not a SIGBUS; a change that finds no slot is sent without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+logger = logging.getLogger("fusefs.late")
+
+PUT = "PUT"
+COPY = "COPY"
+DELETE = "DELETE"
+
+# The longest key is 1,024 bytes; an ETag is 34, or a few more with the count of parts.
+SLOT = 1536
+# As many requests are under way at most, on a mount with the default number of connections.
+SLOTS = 64
+# CRC of the rest of the slot, and its length in bytes.
+_HEAD = struct.Struct("<II")
+_LENGTH = struct.Struct("<I")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One change of one key.
+
+    `tokens` are those that the object may carry once the change is executed, and
+    `etag` is the source's if the change copies an object without replacing its
+    metadata, else "".
+    """
+
+    kind: str
+    key: str
+    tokens: tuple[str, ...] = ()
+    etag: str = ""
+
+    def text(self) -> bytes:
+        """The change as a slot holds it."""
+        return "\0".join((self.kind, self.etag, " ".join(self.tokens), self.key)).encode(
+            "utf-8", "surrogateescape"
+        )
+
+    @staticmethod
+    def from_text(text: bytes) -> Change:
+        kind, etag, tokens, key = text.decode("utf-8", "surrogateescape").split("\0", 3)
+        return Change(kind, key, tuple(tokens.split()), etag)
+
+
+class RequestLog:
+    """The changes of one mount that are under way. Belongs to the event loop."""
+
+    def __init__(self, directory: Path) -> None:
+        """Open the log, empty; what an earlier process has left is read with `left_in` before.
+
+        Raises:
+            OSError: the disk does not take it.
+        """
+        self._directory = directory
+        self._fd = os.open(directory / "requests", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            # What is allocated stays so: the disk may be full by now.
+            os.ftruncate(self._fd, min(os.fstat(self._fd).st_size, SLOTS * SLOT))
+            os.posix_fallocate(self._fd, 0, SLOTS * SLOT)
+            self._map = mmap.mmap(self._fd, SLOTS * SLOT)
+        except OSError:
+            os.close(self._fd)
+            raise
+        self._map[:] = bytes(SLOTS * SLOT)
+        self._count = SLOTS
+        self._free = list(range(SLOTS))
+        self._batches = 0
+        for path in directory.glob("batch-*"):
+            path.unlink()
+
+    def begin(self, change: Change) -> int:
+        """Put a change on record that is about to be sent; return its slot.
+
+        -1 if there is none: the disk is full, or the change is too long.
+        """
+        text = change.text()
+        if not self._free:
+            self._grow()
+        if not self._free or len(text) > SLOT - _HEAD.size:
+            return -1
+        slot = self._free.pop()
+        at = slot * SLOT
+        start = at + _HEAD.size
+        self._map[start : start + len(text)] = text
+        _HEAD.pack_into(self._map, at, zlib.crc32(text), len(text))
+        return slot
+
+    def end(self, slot: int) -> None:
+        """The change has been answered, or is on record elsewhere."""
+        if slot >= 0:
+            _LENGTH.pack_into(self._map, slot * SLOT + 4, 0)
+            self._free.append(slot)
+
+    def begin_batch(self, keys: Iterable[str]) -> Path | None:
+        """Put many deletes of one request on record; blocks for as long as creating a file does."""
+        self._batches += 1
+        path = self._directory / f"batch-{self._batches}"
+        try:
+            path.write_text(json.dumps(list(keys)))
+        except OSError as error:
+            logger.info("deletes are not on record while they are sent: %s", error)
+            return None
+        return path
+
+    def end_batch(self, batch: Path | None) -> None:
+        """All of its deletes have been answered, or are on record elsewhere."""
+        if batch is not None:
+            with contextlib.suppress(OSError):  # else the next process looks at its keys
+                batch.unlink()
+
+    def _grow(self) -> None:
+        count = 2 * self._count
+        try:
+            os.posix_fallocate(self._fd, 0, count * SLOT)
+            self._map.resize(count * SLOT)
+        except OSError as error:
+            logger.info("changes are not on record while they are sent: %s", error)
+            return
+        self._free = list(range(self._count, count))
+        self._count = count
+
+    def close(self, *, remove: bool) -> None:
+        """End; `remove` the log if nothing is under way any more."""
+        self._map.close()
+        os.close(self._fd)
+        if remove:
+            (self._directory / "requests").unlink(missing_ok=True)
+
+
+def left_in(directory: Path) -> list[Change]:
+    """The changes that were under way when the process whose log this is was killed. Blocks."""
+    left: list[Change] = []
+    try:
+        data = (directory / "requests").read_bytes()
+    except FileNotFoundError:
+        data = b""
+    for at in range(0, len(data) - SLOT + 1, SLOT):
+        checksum, length = _HEAD.unpack_from(data, at)
+        text = data[at + _HEAD.size : at + _HEAD.size + length]
+        if length and length <= SLOT - _HEAD.size and zlib.crc32(text) == checksum:
+            left.append(Change.from_text(text))
+    for path in directory.glob("batch-*"):
+        # A process that was killed while it wrote this had not sent the request.
+        with contextlib.suppress(ValueError):
+            left += [Change(DELETE, key) for key in json.loads(path.read_text())]
+    return left

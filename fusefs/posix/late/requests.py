@@ -1,0 +1,402 @@
+"""Keys that a late request may change, looked at again and repaired.
+
+A request that got no answer (a time-out, a connection that was lost, a process
+that was killed) may be executed at any later time. Its key is *uncertain* from
+then on. For uncertain keys alone it is on record what the last acknowledged
+change made of them, and, for content, a copy of it is kept on the local disk:
+
+    DIRECTORY/source     the bucket that all of it belongs to
+    DIRECTORY/N.json     an uncertain key: requests without an answer, what is expected
+    DIRECTORY/N.SEQUENCE its content, where it is expected to have one
+
+The key is looked at again after 5, 15, 60 and 300 s (a setting). What is found
+there is judged by the token in the object's metadata (store/fencing.py): where
+one of those requests has made it, or has deleted what is expected, the expected
+state is put back. What anybody else has made there is left alone, and ends the
+looking. A request that was sent after the last acknowledged change undoes
+nothing, nor does one that makes what is expected.
+
+A record of an expected state is written before the change is acknowledged, and
+no fsync is needed: with the machine its requests end as well. The next process
+and the next mount at the same place take the records over. Times are those of
+CLOCK_BOOTTIME, which no clock step changes and which counts a suspended machine.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from fusefs.posix.directory.segment import ABSENT, Absent
+from fusefs.posix.late import request_log
+from fusefs.posix.late.request_log import DELETE, PUT, Change
+from fusefs.posix.write.staging import is_locked
+from fusefs.store.interface import ObjectInfo
+
+logger = logging.getLogger("fusefs.late")
+
+# What is found under a key, or expected there.
+State = ObjectInfo | Absent
+
+# How long the changes of a key wait for a request that was under way when its process was
+# killed. Of 1,200 requests to a server on a machine that was busy tenfold none took longer
+# than half a second; what takes longer is repaired.
+SETTLE_S = 1.5
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def boottime() -> float:
+    """Seconds since the machine was started, without regard to its clock's steps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class Verdict(enum.Enum):
+    """What is under an uncertain key."""
+
+    AS_EXPECTED = enum.auto()
+    UNDONE = enum.auto()
+    FOREIGN = enum.auto()
+
+
+@dataclass(slots=True)
+class Unanswered:
+    """A request without an answer; `is_newer` than the last change that was acknowledged."""
+
+    change: Change
+    is_newer: bool = True
+
+    def has_made(self, found: ObjectInfo) -> bool:
+        """Whether an object may be this request's work."""
+        change = self.change
+        if change.kind == DELETE:
+            return False
+        if found.token is None and change.kind == PUT and found.key.endswith("/"):
+            # Not every store keeps metadata with the markers of directories.
+            return not found.size
+        is_named = found.token is not None and str(found.token) in change.tokens
+        return is_named or bool(change.etag and change.etag == found.etag)
+
+
+@dataclass(slots=True, eq=False)
+class Uncertain:
+    """One uncertain key. `lock` is held by who changes the key, or repairs it.
+
+    `since` is when the last request without an answer was given up, `settled_at`
+    when changes of the key need not wait any more, both in seconds of boottime();
+    `looks` is how often the key has been looked at since. `expected` is None where
+    no change was acknowledged, and `content` the name of its copy.
+    """
+
+    key: str
+    number: int
+    since: float
+    unanswered: list[Unanswered] = field(default_factory=list)
+    expected: State | None = None
+    content: str | None = None
+    looks: int = 0
+    settled_at: float = -math.inf
+    is_over: bool = False
+    lock: trio.Lock = field(default_factory=trio.Lock)
+
+    @property
+    def is_harmless(self) -> bool:
+        """Whether no request without an answer can undo anything."""
+        return self.expected is None or all(map(self._does_no_harm, self.unanswered))
+
+    def _does_no_harm(self, one: Unanswered) -> bool:
+        if one.is_newer:
+            return True
+        if isinstance(self.expected, Absent):
+            return one.change.kind == DELETE
+        assert self.expected is not None
+        return str(self.expected.token) in one.change.tokens
+
+    def judge(self, found: State) -> Verdict:
+        """What to make of what is under the key."""
+        expected = self.expected
+        if expected is None or is_same(found, expected):
+            return Verdict.AS_EXPECTED
+        if isinstance(found, Absent):
+            makers = [one for one in self.unanswered if one.change.kind == DELETE]
+        else:
+            makers = [one for one in self.unanswered if one.has_made(found)]
+        if not makers:
+            return Verdict.FOREIGN
+        is_undone = any(not one.is_newer for one in makers)
+        return Verdict.UNDONE if is_undone else Verdict.AS_EXPECTED
+
+    def expect(self, state: State | None) -> None:
+        """The last change of the key was acknowledged; None if it is not known what it made."""
+        self.expected = state
+        for one in self.unanswered:
+            one.is_newer = False
+
+    def plain(self) -> dict[str, Any]:
+        """The record as JSON can hold it."""
+        expected = self.expected
+        return {
+            "key": self.key,
+            "since": self.since,
+            "looks": self.looks,
+            "unanswered": [
+                [one.change.kind, one.change.tokens, one.change.etag, one.is_newer]
+                for one in self.unanswered
+            ],
+            "expected": "absent" if isinstance(expected, Absent) else _plain(expected),
+            "content": self.content,
+        }  # fmt: skip
+
+    @staticmethod
+    def from_plain(number: int, plain: Mapping[str, Any]) -> Uncertain:
+        """The record that `plain` gave."""
+        key, state = plain["key"], plain["expected"]
+        unanswered = [
+            Unanswered(Change(kind, key, tuple(tokens), etag), is_newer)
+            for kind, tokens, etag, is_newer in plain["unanswered"]
+        ]
+        expected = ABSENT if state == "absent" else None if state is None else ObjectInfo(**state)
+        return Uncertain(
+            key, number, plain["since"], unanswered, expected, plain["content"], plain["looks"]
+        )
+
+
+def _plain(expected: ObjectInfo | None) -> dict[str, Any] | None:
+    if expected is None:
+        return None
+    return asdict(expected) | {"metadata": dict(expected.metadata or {})}
+
+
+def _is_of(directory: Path, source: str) -> bool:
+    """Whether a directory of records belongs to this bucket."""
+    try:
+        return (directory / "source").read_bytes() == source.encode()
+    except OSError:  # a new one, or nothing of ours
+        return False
+
+
+def is_same(found: State, expected: State) -> bool:
+    """Whether an object, or none, is what is expected."""
+    if isinstance(found, Absent) or isinstance(expected, Absent):
+        return isinstance(found, Absent) and isinstance(expected, Absent)
+    if found.key.endswith("/") and found.token is None:
+        return True  # a marker on a store that keeps no metadata with it
+    return (found.etag, found.token) == (expected.etag, expected.token)
+
+
+class LateRequests:
+    """The uncertain keys of one mount, and their records. Belongs to the event loop.
+
+    `checks` are the times, in seconds, after which a key is looked at again.
+    """
+
+    def __init__(self, directory: Path, source: str, checks: tuple[float, ...]) -> None:
+        """Take over what earlier processes have left in `directory` and beside it. Blocks.
+
+        Raises:
+            OSError: the disk does not take it.
+        """
+        self.directory = directory
+        self.checks = checks
+        self.repairs = 0
+        self.woken = trio.Event()
+        self._entries: dict[str, Uncertain] = {}
+        self._numbers = 0
+        self._sequence = 0
+        self._boot_id = _BOOT_ID.read_text().strip()
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        is_locked(self._lock)
+        if not _is_of(directory, source):
+            (directory / "source").write_text(source)  # not again where the disk is full by now
+        self._load(directory)
+        for other in sorted(directory.parent.iterdir()):
+            if other != directory and other.is_dir():
+                self._adopt(other, source)
+        self.log = request_log.RequestLog(directory)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Uncertain]:
+        return iter(list(self._entries.values()))
+
+    def get(self, key: str) -> Uncertain | None:
+        """The record of a key, if it is uncertain."""
+        return self._entries.get(key)
+
+    @property
+    def unsettled_s(self) -> float:
+        """For how long requests of a killed process may be on their way still, in seconds."""
+        now = boottime()
+        return max((one.settled_at - now for one in self._entries.values()), default=0.0)
+
+    def note(self, change: Change) -> Uncertain:
+        """A request got no answer: its key is uncertain from now on.
+
+        Blocks for as long as creating a small file does.
+        """
+        entry = self._entries.get(change.key)
+        if entry is None:
+            self._numbers += 1
+            entry = self._entries[change.key] = Uncertain(change.key, self._numbers, 0.0)
+        entry.unanswered.append(Unanswered(change))
+        entry.since, entry.looks = boottime(), 0
+        self.record(entry)
+        self.woken.set()
+        return entry
+
+    def expect(self, entry: Uncertain, state: State | None, content: str | None) -> None:
+        """Put on record what the last acknowledged change made of a key."""
+        old = entry.content
+        entry.expect(state)
+        entry.content = content
+        self.record(entry)
+        if old is not None and old != content:
+            self.remove(old)
+
+    def found_done(self, key: str, state: State) -> None:
+        """A request that is repeated has found done what an earlier process had sent."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            self.expect(entry, state, None)
+
+    def renamed_below(self, prefix: str) -> None:
+        """A directory was renamed: what a late request makes of its old keys is not to stay."""
+        for entry in self:
+            if entry.key.startswith(prefix) and not isinstance(entry.expected, Absent):
+                self.expect(entry, ABSENT, None)
+
+    def undo(self, entry: Uncertain, change: Change) -> None:
+        """A change of this process is not to stay: something else was acknowledged meanwhile."""
+        entry.unanswered.append(Unanswered(change, is_newer=False))
+        self.record(entry)
+
+    def record(self, entry: Uncertain) -> None:
+        """Write a key's record, whole or not at all. Blocks.
+
+        A disk that does not take it costs what the next process would do about the key.
+        """
+        path = self._path(entry)
+        try:
+            unfinished = path.with_suffix(".new")
+            unfinished.write_text(json.dumps(entry.plain() | {"boot_id": self._boot_id}))
+            unfinished.replace(path)
+        except OSError as error:
+            logger.warning("%s: a request without an answer is not on record: %s", entry.key, error)
+
+    def content_path(self, entry: Uncertain) -> Path:
+        """A new file for the content of a key."""
+        self._sequence += 1
+        return self.directory / f"{entry.number}.{time.time_ns()}-{self._sequence}"
+
+    def forget(self, entry: Uncertain) -> None:
+        """Nothing can happen to a key any more, or it is somebody else's."""
+        entry.is_over = True
+        if self._entries.get(entry.key) is entry:
+            del self._entries[entry.key]
+        self.remove(self._path(entry).name)
+        if entry.content is not None:
+            self.remove(entry.content)
+
+    def remove(self, name: str) -> None:
+        """Remove a record or a content; what the disk keeps does no harm."""
+        try:
+            (self.directory / name).unlink(missing_ok=True)
+        except OSError as error:
+            logger.info("%s is kept: %s", self.directory / name, error.strerror)
+
+    def due_at(self, entry: Uncertain) -> float:
+        """When a key is to be looked at again, in seconds of boottime()."""
+        return entry.since + self.checks[min(entry.looks, len(self.checks) - 1)]
+
+    def looked(self, entry: Uncertain) -> None:
+        """A key has been looked at: after the last time it is certain."""
+        now = boottime()
+        while entry.looks < len(self.checks) and self.due_at(entry) <= now:
+            entry.looks += 1
+        if entry.looks >= len(self.checks):
+            self.forget(entry)
+        else:
+            self.record(entry)
+
+    def close(self, *, remove: bool) -> None:
+        """End; with `remove` for good, but what is still uncertain is the next mount's."""
+        self.log.close(remove=remove)
+        if remove and not self._entries:
+            (self.directory / "source").unlink(missing_ok=True)
+            try:
+                self.directory.rmdir()
+            except OSError as error:
+                logger.warning("%s is kept: %s", self.directory, error.strerror)
+        os.close(self._lock)
+
+    # What earlier processes have left
+
+    def _path(self, entry: Uncertain) -> Path:
+        return self.directory / f"{entry.number}.json"
+
+    def _adopt(self, other: Path, source: str) -> None:
+        """Take over what another mount of the same bucket has left."""
+        fd = os.open(other, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            # Else it belongs to a mount that is out of sight and still being ended.
+            is_ours = is_locked(fd) and _is_of(other, source)
+        finally:
+            os.close(fd)
+        if is_ours:
+            self._load(other)
+            for path in other.iterdir():
+                path.unlink()
+            other.rmdir()
+
+    def _load(self, directory: Path) -> None:
+        found = [path for path in directory.glob("*.json") if path.stem.isdecimal()]
+        self._numbers = max([self._numbers, *(int(path.stem) for path in found)])
+        for path in found:
+            try:
+                self._load_one(path)
+            except (ValueError, KeyError, TypeError) as error:
+                logger.error("%s is damaged: %s", path, error)
+                path.unlink()
+        for change in request_log.left_in(directory):
+            self.note(change).settled_at = boottime() + SETTLE_S
+        known = {entry.content for entry in self._entries.values()}
+        for path in self.directory.iterdir():
+            is_content = path.name.partition(".")[0].isdecimal() and path.suffix != ".json"
+            if is_content and path.name not in known:
+                path.unlink()
+
+    def _load_one(self, path: Path) -> None:
+        plain = json.loads(path.read_text())
+        number = int(path.stem)
+        if path.parent != self.directory:
+            self._numbers += 1
+            number = self._numbers
+        entry = Uncertain.from_plain(number, plain)
+        if plain["boot_id"] != self._boot_id:
+            entry.since, entry.looks = boottime(), 0
+        older = self._entries.get(entry.key)
+        if older is not None and older.content == entry.content:
+            older.content = None  # a process that was killed had brought it here already
+        elif path.parent != self.directory and entry.content is not None:
+            try:
+                os.rename(path.parent / entry.content, self.directory / entry.content)
+            except OSError as error:
+                logger.warning("%s has no content: %s", path, error.strerror)
+                entry.content = None
+        # Two mounts have left the same key: the one that is read later was mounted later.
+        if older is not None:
+            entry.unanswered = older.unanswered + entry.unanswered
+            self.forget(older)
+        self._entries[entry.key] = entry
+        self.record(entry)

@@ -1,0 +1,395 @@
+"""The store of a writable mount: each change is on record while it is under way.
+
+A change of a key that no request is out for costs two copies into memory beside
+the request itself (request_log.py). Where an attempt of it got no answer, the
+key is uncertain once the change has ended, well or badly (requests.py).
+
+A change of an uncertain key takes longer: it is made alone, its content is
+copied to the local disk before it is sent, and what it made of the key is on
+record before it counts as acknowledged. Where the store's conditions do not
+keep a request of a killed process from undoing it, it waits until such a
+request is unlikely.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from fusefs.posix.directory.segment import ABSENT
+from fusefs.posix.late.request_log import COPY, DELETE, PUT, Change
+from fusefs.posix.late.requests import LateRequests, State, Uncertain, boottime
+from fusefs.store.errors import StoreError
+from fusefs.store.fencing import ChangeToken
+from fusefs.store.interface import (
+    Condition,
+    DeleteFailure,
+    ObjectInfo,
+    ObjectVersion,
+    Upload,
+    UploadState,
+)
+from fusefs.store.s3.store import S3Store
+
+logger = logging.getLogger("fusefs.late")
+
+_PIECE = 8 << 20
+# A content that is in the bucket alone is fetched before its change is acknowledged, up to this
+# size; what is larger would hold up a close for too long, and is fetched at the next look.
+FETCHED_AT_ONCE = 64 << 20
+
+
+class _Open:
+    """A change that is under way, of one key or, in a DeleteObjects request, of more."""
+
+    __slots__ = ("is_doubtful", "keys")
+
+    def __init__(self, *keys: str) -> None:
+        self.keys = frozenset(keys)
+        self.is_doubtful = False
+
+
+class WatchedStore:
+    """As `Store`; belongs to the event loop."""
+
+    def __init__(self, store: S3Store, late: LateRequests) -> None:
+        self.inner = store
+        self.late = late
+        self.tokens = store.tokens
+        self._open: set[_Open] = set()
+        self._copying = trio.CapacityLimiter(4)
+        store.unanswered = self._unanswered
+        # What changes nothing is the store's.
+        self.list_page = store.list_page
+        self.head = store.head
+        self.download = store.download
+        self.abort_upload = store.abort_upload
+        self.list_uploads = store.list_uploads
+        self.hurry = store.hurry
+        self.counters = store.counters
+
+    def _unanswered(self, key: str) -> None:
+        """An attempt of a change got no answer."""
+        for one in self._open:
+            if key in one.keys:
+                one.is_doubtful = True
+
+    def close(self, *, remove: bool) -> None:
+        """Nothing is under way any more; with `remove` the mount has ended."""
+        self.late.close(remove=remove and not self._open)
+
+    def is_uncertain(self, key: str) -> bool:
+        """Whether a request without an answer may change a key still."""
+        return self.late.get(key) is not None
+
+    # Changes
+
+    async def put_file(
+        self, key: str, fd: int, size: int, *, metadata: Mapping[str, str],
+        content_type: str | None, condition: Condition = None, token: ChangeToken | None = None,
+    ) -> ObjectInfo:  # fmt: skip
+        """As `Store.put_file`."""
+        token = token or self.tokens.next()
+        change = Change(PUT, key, (str(token),))
+        send = partial(
+            self.inner.put_file, key, fd, size, metadata=metadata, content_type=content_type,
+            condition=condition, token=token,
+        )  # fmt: skip
+        if self.late.get(key) is None:
+            with self.on_record(change):
+                return await send()
+        async with (
+            self._alone(key, is_covered=self._covers(key, condition)) as held,
+            self._copied(held, fd, size) as content,
+        ):
+            with self.on_record(change):
+                info = await send()
+            self._acknowledged(held, info, content)
+            return info
+
+    async def copy(
+        self, source: ObjectInfo | ObjectVersion, key: str, *,
+        metadata: Mapping[str, str] | None = None, keeps_mtime: bool = False,
+        condition: Condition = None, token: ChangeToken | None = None, is_own: bool = False,
+    ) -> ObjectInfo:  # fmt: skip
+        """As `Store.copy`."""
+        token = token or self.tokens.next()
+        tokens, etag = [str(token)], ""
+        if metadata is None:
+            etag = source.etag
+            if isinstance(source, ObjectInfo) and source.token is not None:
+                tokens.append(str(source.token))
+        change = Change(COPY, key, tuple(tokens), etag)
+        send = partial(
+            self.inner.copy, source, key, metadata=metadata, keeps_mtime=keeps_mtime,
+            condition=condition, token=token, is_own=is_own,
+        )  # fmt: skip
+        if self.late.get(key) is None:
+            with self.on_record(change):
+                return await send()
+        is_covered = key != source.key and self._covers(key, condition)
+        async with self._alone(key, is_covered=is_covered) as held:
+            with self.on_record(change):
+                info = await send()
+            await self._acknowledge_anew(held, info)
+            return info
+
+    async def delete(self, key: str, etag: str | None = None, *, adopts: bool = False) -> None:
+        """As `Store.delete`."""
+        change = Change(DELETE, key)
+        if self.late.get(key) is None:
+            with self.on_record(change):
+                await self.inner.delete(key, etag, adopts=adopts)
+            return
+        async with self._alone(key, is_covered=False) as held:
+            with self.on_record(change):
+                await self.inner.delete(key, etag, adopts=adopts)
+            self._acknowledged(held, ABSENT, None)
+
+    async def delete_many(
+        self, keys: Iterable[str], etags: Mapping[str, str] | None = None
+    ) -> list[DeleteFailure]:
+        """As `Store.delete_many`."""
+        keys = list(keys)
+        async with AsyncExitStack() as stack:
+            held = [
+                await stack.enter_async_context(self._alone(key, is_covered=False))
+                for key in sorted(keys)
+                if self.late.get(key) is not None
+            ]
+            with self._all_on_record(keys):
+                failures = await self.inner.delete_many(keys, etags)
+            failed = {failure.key for failure in failures}
+            for entry in held:
+                if entry.key not in failed:
+                    self._acknowledged(entry, ABSENT, None)
+            return failures
+
+    async def begin_upload(
+        self, key: str, *, metadata: Mapping[str, str], content_type: str | None,
+        token: ChangeToken | None = None,
+    ) -> Upload:  # fmt: skip
+        """As `Store.begin_upload`."""
+        upload = await self.inner.begin_upload(
+            key, metadata=metadata, content_type=content_type, token=token
+        )
+        return _WatchedUpload(upload, self)
+
+    async def resume_upload(self, state: UploadState) -> Upload:
+        """As `Store.resume_upload`."""
+        return _WatchedUpload(await self.inner.resume_upload(state), self)
+
+    async def complete(self, upload: Upload, size: int, condition: Condition) -> ObjectInfo:
+        """As `Upload.complete`; executed late it fails, for the upload is gone by then."""
+        key = upload.state.key
+        if self.late.get(key) is None:
+            return await upload.complete(size, condition)
+        async with self._alone(key, is_covered=self._covers(key, condition)) as held:
+            info = await upload.complete(size, condition)
+            await self._acknowledge_anew(held, info)
+            return info
+
+    # What they have in common
+
+    @contextmanager
+    def on_record(self, change: Change) -> Iterator[None]:
+        """Have a change on record while it is under way: until it is answered, or given up."""
+        opened = _Open(change.key)
+        self._open.add(opened)
+        slot = self.late.log.begin(change)
+        try:
+            yield
+        finally:
+            self._open.remove(opened)
+            if opened.is_doubtful:
+                self.late.note(change)
+            self.late.log.end(slot)
+
+    @contextmanager
+    def _all_on_record(self, keys: list[str]) -> Iterator[None]:
+        """As `on_record`, for one request that deletes many keys."""
+        opened = _Open(*keys)
+        self._open.add(opened)
+        batch = self.late.log.begin_batch(keys)
+        try:
+            yield
+        finally:
+            self._open.remove(opened)
+            if opened.is_doubtful:
+                for key in keys:
+                    self.late.note(Change(DELETE, key))
+            self.late.log.end_batch(batch)
+
+    @asynccontextmanager
+    async def _alone(self, key: str, *, is_covered: bool) -> AsyncIterator[Uncertain]:
+        """Change an uncertain key while no other task does.
+
+        Its record stays until the end, also when its time is over meanwhile.
+        """
+        while True:
+            entry = self.late.get(key)
+            if entry is None:
+                # Its time was over while this waited: it may be kept for this change as well.
+                entry = Uncertain(key, 0, 0.0, is_over=True)
+            async with entry.lock:
+                if entry.is_over and self.late.get(key) is not None:
+                    continue
+                if not is_covered and (wait_s := entry.settled_at - boottime()) > 0:
+                    await trio.sleep(wait_s)
+                yield entry
+                return
+
+    def _covers(self, key: str, condition: Condition) -> bool:
+        """Whether a condition keeps a request of a killed process from undoing a change."""
+        is_relied_on = condition is not None and self.inner.fence.relies_on("put_if_match")
+        return is_relied_on and not key.endswith("/")
+
+    def _acknowledged(self, entry: Uncertain, state: State, content: str | None) -> None:
+        """A change of an uncertain key has been answered."""
+        if not entry.is_over:
+            self.late.expect(entry, state, content)
+        elif content is not None:
+            self.late.remove(content)
+
+    async def _acknowledge_anew(self, entry: Uncertain, info: ObjectInfo) -> None:
+        """As `_acknowledged`, of a content that is in the bucket alone, and is fetched."""
+        if entry.is_over:
+            return
+        if info.metadata is None:
+            with suppress(StoreError):
+                found = await self.inner.head(info.key)
+                if found.etag == info.etag:  # else something has replaced it already
+                    info = found
+        content = entry.content
+        expected = entry.expected
+        if content is None or not isinstance(expected, ObjectInfo) or expected.etag != info.etag:
+            is_small = info.size <= FETCHED_AT_ONCE
+            content = await self._fetched(entry, info) if is_small else None
+        self.late.expect(entry, info, content)
+
+    async def fetch_content(self, entry: Uncertain) -> None:
+        """Have a copy of the content that is expected under a key, if there is none yet.
+
+        The key may be changed meanwhile.
+        """
+        info = entry.expected
+        if not isinstance(info, ObjectInfo) or entry.content is not None:
+            return
+        content = await self._fetched(entry, info)
+        if content is None:
+            return
+        if entry.is_over or entry.expected is not info or entry.content is not None:
+            self.late.remove(content)
+            return
+        entry.content = content
+        self.late.record(entry)
+
+    # The copies of contents
+
+    @asynccontextmanager
+    async def _copied(self, entry: Uncertain, fd: int, size: int) -> AsyncIterator[str | None]:
+        """Have a copy of a content that is about to be sent; it is removed if that fails.
+
+        None if the content is empty, or the disk is full.
+        """
+        if entry.is_over or not size:
+            yield None
+            return
+        path = self.late.content_path(entry)
+        try:
+            await trio.to_thread.run_sync(_copy_file, fd, size, path, limiter=self._copying)
+        except OSError as error:
+            _warn_not_kept(entry, error)
+            yield None
+            return
+        with _removed_on_failure(path):
+            yield path.name
+
+    async def _fetched(self, entry: Uncertain, info: ObjectInfo) -> str | None:
+        if not info.size:
+            return None
+        path = self.late.content_path(entry)
+        try:
+            with _new_file(path) as fd:
+                await self.inner.download(info.version, 0, info.size, partial(_write, fd))
+        except (OSError, StoreError) as error:
+            _warn_not_kept(entry, error)
+            return None
+        return path.name
+
+
+class _WatchedUpload:
+    """A multipart upload, whose completion may concern an uncertain key."""
+
+    def __init__(self, upload: Upload, store: WatchedStore) -> None:
+        self._upload = upload
+        self._watched = store
+        self.part_at = upload.part_at
+        self.part_range = upload.part_range
+        self.part_count = upload.part_count
+        self.has = upload.has
+        self.missing = upload.missing
+        self.drop = upload.drop
+        self.send = upload.send
+        self.copy_part = upload.copy_part
+        self.verify = upload.verify
+
+    @property
+    def state(self) -> UploadState:
+        return self._upload.state
+
+    async def complete(self, size: int, condition: Condition = None) -> ObjectInfo:
+        """As `Upload.complete`."""
+        return await self._watched.complete(self._upload, size, condition)
+
+
+def _warn_not_kept(entry: Uncertain, error: Exception) -> None:
+    logger.warning(
+        "%s: a late request could undo it for good, it is not kept here: %s", entry.key, error
+    )
+
+
+@contextmanager
+def _removed_on_failure(path: Path) -> Iterator[None]:
+    with ExitStack() as undo:
+        undo.callback(path.unlink, missing_ok=True)
+        yield
+        undo.pop_all()
+
+
+@contextmanager
+def _new_file(path: Path) -> Iterator[int]:
+    """The descriptor of a new file; it is removed if what fills it fails."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with _removed_on_failure(path):
+            yield fd
+    finally:
+        os.close(fd)
+
+
+def _copy_file(fd: int, size: int, path: Path) -> None:
+    """Copy the first `size` bytes of a file. Blocks."""
+    with _new_file(path) as copy:
+        done = 0
+        while done < size:
+            piece = os.pread(fd, min(_PIECE, size - done), done)
+            if not piece:
+                raise OSError("the file is shorter than it was")
+            _write(copy, done, piece)
+            done += len(piece)
+
+
+def _write(fd: int, offset: int, chunk: Any) -> None:
+    """Write a chunk where it belongs. Blocks."""
+    view = memoryview(chunk)
+    while view:
+        count = os.pwrite(fd, view, offset)
+        view, offset = view[count:], offset + count

@@ -1,0 +1,64 @@
+"""Attributes that the bucket does not have yet, on record: a file that is appended to.
+
+    STAGING/attributes       one line for each change (posix/journal/line_log.py)
+
+It lies beside the staged files, and like them it is found by the next daemon,
+and by the next mount.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from fusefs.posix.journal.line_log import LineLog, line, load_lines
+from fusefs.store.interface import ObjectInfo
+
+logger = logging.getLogger("fusefs.attributes")
+
+NAME = "attributes"
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What an object is to say: `info` is its version, `metadata` all of its user metadata."""
+
+    info: ObjectInfo
+    metadata: dict[str, str]
+
+    def line(self) -> bytes:
+        info = self.info
+        return line([info.key, info.etag, info.size, info.mtime_ns, self.metadata])
+
+
+class AttributeLog(LineLog):
+    """The record of one mount."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory / NAME)
+
+    def put(self, one: Recorded) -> None:
+        """Put on record what an object is to say.
+
+        Raises:
+            OSError: the disk does not take it.
+        """
+        self.append(one.line())
+
+    def rewrite(self, left: Iterable[Recorded]) -> None:
+        """Have nothing on record but this."""
+        self.write_anew(one.line() for one in left)
+
+
+def load(directory: Path) -> list[Recorded]:
+    """What is on record in a staging directory. Blocks."""
+    found: list[Recorded] = []
+    for key, told in load_lines(directory / NAME).items():
+        try:
+            etag, size, mtime_ns, metadata = told
+            found.append(Recorded(ObjectInfo(key, size, etag, mtime_ns), dict(metadata)))
+        except (ValueError, TypeError):
+            logger.warning("%s: what is on record of %s can't be read", directory / NAME, key)
+    return found

@@ -1,0 +1,142 @@
+"""Extended attributes: what an object has beside its bytes, and what programs give it.
+
+`user.s3.*` tell of the object and are read-only. All other `user.*` are kept
+in the object's metadata, which is small (see object_metadata.py), and known on a writable
+mount alone. Attributes of other kinds would mean something to the kernel,
+and what stands in a bucket is not to give anybody rights here.
+"""
+
+from __future__ import annotations
+
+import errno
+
+from fusefs.posix.metadata.head_cache import Learner
+from fusefs.posix.nodes.inode_table import Inode, InodeTable
+from fusefs.posix.types import Answer, waiting
+from fusefs.store.interface import ObjectInfo, Store
+
+NAMES = ("user.s3.key", "user.s3.etag", "user.s3.storage_class", "user.s3.content_type")
+VERSION = "user.s3.version_id"
+OURS = "user.s3."
+USER = "user."
+# The flags of setxattr(2).
+CREATE, REPLACE = 1, 2
+
+Pairs = tuple[tuple[str, bytes], ...]
+
+
+class Xattrs:
+    """The attributes of all inodes of one mount. Belongs to the event loop."""
+
+    def __init__(self, store: Store, inodes: InodeTable, learner: Learner) -> None:
+        self._store = store
+        self._inodes = inodes
+        self._learner = learner
+
+    def get(self, inode: Inode, name: str) -> Answer[bytes]:
+        """The value of one attribute.
+
+        Raises:
+            OSError: ENODATA, there is none of this name.
+        """
+        if name.startswith(OURS):
+            return self._told(inode, name)
+        if self._learner.lacks(inode):
+            return waiting(self._kept_later(inode, name))
+        return self._kept(inode, name)
+
+    def names(self, inode: Inode) -> Answer[tuple[str, ...]]:
+        """The names that an object has; asks nothing that stat did not ask."""
+        if self._learner.lacks(inode):
+            return waiting(self._names_later(inode))
+        return self._names(inode)
+
+    # What programs gave it
+
+    def _kept(self, inode: Inode, name: str) -> bytes:
+        value = dict(self._learner.meta(inode).xattrs).get(name) if _is_settable(name) else None
+        if value is None:
+            raise OSError(errno.ENODATA, name)
+        return value
+
+    async def _kept_later(self, inode: Inode, name: str) -> bytes:
+        await self._learner.learn(inode)
+        return self._kept(inode, name)
+
+    def _names(self, inode: Inode) -> tuple[str, ...]:
+        info = inode.info
+        kept = [name for name, _ in self._learner.meta(inode).xattrs if _is_settable(name)]
+        if info is None or not info.etag:
+            return (*NAMES[:1], *kept)
+        return (*NAMES, *([VERSION] if info.version_id is not None else []), *kept)
+
+    async def _names_later(self, inode: Inode) -> tuple[str, ...]:
+        await self._learner.learn(inode)
+        return self._names(inode)
+
+    # What the bucket tells
+
+    def _told(self, inode: Inode, name: str) -> Answer[bytes]:
+        info = inode.info
+        if name == "user.s3.key":
+            return self._inodes.key(inode).encode()
+        # What is in no bucket yet has no more.
+        if info is None or not info.etag:
+            raise OSError(errno.ENODATA, name)
+        if name == "user.s3.etag":
+            return info.etag.encode()
+        if name == "user.s3.storage_class":
+            return info.storage_class.encode()
+        if name not in ("user.s3.content_type", VERSION):
+            raise OSError(errno.ENODATA, name)
+        if info.content_type is None:
+            return waiting(self._get_later(inode, name))
+        return _headed(info, name)
+
+    async def _get_later(self, inode: Inode, name: str) -> bytes:
+        """Ask for what no listing tells; remembered if it is about the same version."""
+        assert inode.info is not None
+        info = await self._store.head(inode.info.key)
+        if info.version != inode.info.version:
+            raise OSError(errno.ESTALE, "the object has been replaced")
+        inode.info = info
+        return _headed(info, name)
+
+
+def changed(
+    old: Pairs, name: str, value: bytes | None, flags: int = 0, *, is_repeated: bool = False
+) -> Pairs:
+    """The attributes after one has been set or, with the value None, removed.
+
+    `is_repeated`: it may have been done already.
+
+    Raises:
+        OSError: EPERM, EOPNOTSUPP or EINVAL for a name that nobody can set;
+            EEXIST or ENODATA as `flags` say, and for what cannot be removed.
+    """
+    if name.startswith(OURS):
+        raise OSError(errno.EPERM, "the bucket tells this attribute")
+    if not name.startswith(USER):
+        raise OSError(errno.EOPNOTSUPP, "only user attributes are kept")
+    if not _is_settable(name):
+        raise OSError(errno.EINVAL, "no name for an attribute")
+    is_there = any(known == name for known, _ in old)
+    if not is_repeated:
+        if is_there and flags & CREATE:
+            raise OSError(errno.EEXIST, name)
+        if not is_there and (value is None or flags & REPLACE):
+            raise OSError(errno.ENODATA, name)
+    if value is None:
+        return tuple(pair for pair in old if pair[0] != name)
+    return tuple({**dict(old), name: value}.items())
+
+
+def _is_settable(name: str) -> bool:
+    return name.startswith(USER) and name > USER and not name.startswith(OURS) and "\0" not in name
+
+
+def _headed(info: ObjectInfo, name: str) -> bytes:
+    value = info.version_id if name == VERSION else info.content_type
+    if value is None:
+        raise OSError(errno.ENODATA, name)
+    return value.encode()

@@ -1,0 +1,343 @@
+"""Changes of names: what makes and removes them. Renames build on it (rename.py).
+
+A directory is a marker object (its prefix, empty) or what lies below a prefix.
+What this mount is about to empty gets a marker of its own, and so stays a
+directory until rmdir.
+
+A request may come twice, if the process that did it died before it answered.
+When all is checked, and before anything is changed, it is put on record; what
+a repeated one of these finds done is success.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from fusefs.posix.directory.listings import Directories
+from fusefs.posix.directory.segment import ABSENT, Absent, Entry
+from fusefs.posix.journal.journal import NodeLog
+from fusefs.posix.late.requests import LateRequests, State
+from fusefs.posix.metadata.object_metadata import PERMISSIONS, Meta
+from fusefs.posix.namespace.prefix_lock import Gate
+from fusefs.posix.nodes.handles import HandleTable
+from fusefs.posix.nodes.inode_table import Inode, InodeTable
+from fusefs.posix.types import Caller
+from fusefs.posix.write.staging import Staged
+from fusefs.posix.write.writer import Writer
+from fusefs.store.interface import Expect, ObjectInfo, Store
+
+# What stores tell of an empty object, as most markers are: the MD5 of nothing. Where
+# one has another ETag, the first change over it learns that from a HEAD.
+MARKER_ETAG = '"d41d8cd98f00b204e9800998ecf8427e"'
+
+
+class Naming:
+    """What makes and removes the names of one mount. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        store: Store,
+        directories: Directories,
+        inodes: InodeTable,
+        handles: HandleTable,
+        writer: Writer,
+        log: NodeLog,
+        *,
+        may_delete: bool,
+        late: LateRequests | None = None,
+    ) -> None:
+        self._store = store
+        self._directories = directories
+        self._inodes = inodes
+        self._handles = handles
+        self._writer = writer
+        self._log = log
+        self._may_delete = may_delete
+        self._late = late
+        self._gate = Gate(inodes.key)
+        # Requests that an earlier process had begun, and those that this one has not ended.
+        self.begun: set[int] = set()
+        self._under_way: set[int] = set()
+        # The nodes of files that an earlier process had staged.
+        self._inherited: set[int] | None = None
+
+    def retell(self, log: NodeLog) -> None:
+        """Tell a new log what the old one knows and the kernel may ask for again."""
+        for unique in self._under_way:
+            log.begun(unique)
+
+    @asynccontextmanager
+    async def _changing(self, caller: Caller, *directories: Inode) -> AsyncIterator[None]:
+        """Do what a request asks for in these directories."""
+        self._note_inherited()
+        try:
+            async with self._gate.change(*directories):
+                yield
+        finally:
+            self._under_way.discard(caller.unique)
+
+    def _note_inherited(self) -> None:
+        """Before the first change of this process: whose uploads it did not see."""
+        if self._inherited is None:
+            self._inherited = {staged.inode.nodeid for staged in self._writer.staging}
+
+    def _may_be_there(self, staged: Staged) -> bool:
+        """Whether the bucket may have an object under a staged file's key.
+
+        The last upload of a process that was killed may have taken effect, and a
+        request without an answer may do so yet.
+        """
+        if self._late is not None and self._late.get(staged.key) is not None:
+            return True
+        return staged.etag is not None or staged.inode.nodeid in (self._inherited or ())
+
+    def _begin(self, caller: Caller) -> None:
+        """Put a request on record that is about to change something."""
+        self._log.begun(caller.unique)
+        self._under_way.add(caller.unique)
+
+    def _is_repeated(self, caller: Caller) -> bool:
+        """Whether a request may have been done before."""
+        return caller.unique in self.begun
+
+    def _found_done(self, key: str, state: State) -> None:
+        """A repeated request is answered without a change: what is there is what is expected."""
+        if self._late is not None:
+            self._late.found_done(key, state)
+
+    async def _find(self, parent: Inode, name: str) -> Entry | Absent:
+        directory = self._directories.get(self._inodes.key(parent))
+        return (await self._directories.lookup(directory, name))[0]
+
+    def _current(self, parent: Inode, name: str) -> Inode | None:
+        return (parent.children or {}).get(name)
+
+    async def file_now(self, inode: Inode) -> Inode:
+        """The node to change where a program changes a node's mode, owner, times or attributes.
+
+        A file that was written to while somebody reads an old version of it is
+        the same file under another node. One that was removed or replaced here
+        is not: what is changed through a handle of it concerns no name, and is
+        seen through all handles of that file.
+        """
+        if inode.lead is not None:
+            return inode.lead
+        if inode.is_current or inode.staged is not None or inode.info is None:
+            return inode
+        if inode.parent is None or inode.is_removed:
+            return inode
+        found = await self._find(inode.parent, inode.name)
+        if isinstance(found, Absent) or found is None:
+            return inode
+        return self._inodes.resolve(inode.parent, inode.name, found, found.key)
+
+    # Making
+
+    async def mkdir(self, parent: Inode, name: str, mode: int, caller: Caller) -> Inode:
+        async with self._changing(caller, parent):
+            if not self._is_repeated(caller):
+                await self._check_absent(parent, name)
+            prefix = self._inodes.key(parent)
+            meta = Meta(stat.S_IFDIR | mode & PERMISSIONS, caller.uid, caller.gid)
+            self._begin(caller)
+            await self._writer.put_marker(prefix + name + "/", meta, Expect(None))
+            self._directories.changed(prefix, name, None)
+            if not self._is_repeated(caller):
+                self._directories.made(prefix + name + "/")
+                self._writer.exclusive.made(prefix + name + "/")
+            inode = self._inodes.resolve(parent, name, None, prefix + name + "/")
+            inode.meta, inode.has_marker, inode.packed = meta, True, None
+            self._inodes.entries_changed(parent)
+            return inode
+
+    async def symlink(self, parent: Inode, name: str, target: bytes, caller: Caller) -> Inode:
+        async with self._changing(caller, parent):
+            if not self._is_repeated(caller):
+                await self._check_absent(parent, name)
+            prefix = self._inodes.key(parent)
+            meta = Meta(stat.S_IFLNK | 0o777, caller.uid, caller.gid, time.time_ns())
+            self._begin(caller)
+            with tempfile.TemporaryFile() as file:
+                file.write(target)
+                file.flush()
+                info = await self._store.put_file(
+                    prefix + name, file.fileno(), len(target), metadata=meta.as_metadata(),
+                    content_type=None, condition=Expect(None),
+                )  # fmt: skip
+            self._directories.changed(prefix, name, info)
+            inode = self._inodes.create(parent, name, info, prefix + name)
+            inode.meta = meta
+            self._inodes.entries_changed(parent)
+            return inode
+
+    async def _check_absent(self, parent: Inode, name: str) -> None:
+        if not isinstance(await self._find(parent, name), Absent):
+            raise OSError(errno.EEXIST, name)
+
+    async def change_directory(self, inode: Inode, meta: Meta) -> None:
+        """Give a directory another mode, owner or time."""
+        async with self._gate.change(inode):
+            condition = Expect(MARKER_ETAG) if inode.has_marker else None
+            await self._writer.put_marker(self._inodes.key(inode), meta, condition)
+            inode.meta, inode.has_marker = meta, True
+
+    # Removing
+
+    def unlink_now(self, parent: Inode, name: str, caller: Caller) -> bool:
+        """Remove a file if that only has to be put on record; False: `unlink` is to do it.
+
+        So it is for nearly all files of a program that removes many.
+        """
+        prefix = self._inodes.key(parent)
+        key = prefix + name
+        if not self._writer.removals.may_wait(key) or not self._gate.is_open(parent):
+            return False
+        found = self._directories.lookup_now(self._directories.get(prefix), name)
+        inode = self._current(parent, name)
+        if found is None or not isinstance(found[0], ObjectInfo) or not self._may_delete:
+            return False
+        if (inode is not None and inode.staged is not None) or self._writer.deferred.has(key):
+            return False
+        stays = parent.parent is None or parent.has_marker
+        if not stays and not self._directories.has_other(prefix, name):
+            return False
+        self._note_inherited()
+        self._log.begun(caller.unique)
+        if not self._writer.removals.takes(key, found[0].etag):
+            return False
+        self._gone(parent, name)
+        return True
+
+    async def unlink(self, parent: Inode, name: str, caller: Caller) -> None:
+        async with self._changing(caller, parent):
+            found = await self._find(parent, name)
+            if isinstance(found, Absent):
+                if self._is_repeated(caller):
+                    self._found_done(self._inodes.key(parent) + name, ABSENT)
+                    return
+                raise OSError(errno.ENOENT, name)
+            if found is None:
+                raise OSError(errno.EISDIR, name)
+            self._check_deleting(name)
+            self._begin(caller)
+            await self._keep_directory(parent, name)
+            await self._delete_file(parent, name, found)
+            self._gone(parent, name)
+
+    async def _delete_file(self, parent: Inode, name: str, found: ObjectInfo) -> None:
+        inode = self._current(parent, name)
+        key = self._inodes.key(parent) + name
+        async with self._writer.deferred.taken(key), AsyncExitStack() as stack:
+            staged = await self._held(stack, inode)
+            if staged is None or self._may_be_there(staged):
+                await self._delete(key, staged, found)
+            if staged is not None:
+                self._unlink_staged(staged)
+        self._let_go(staged)
+
+    async def _delete(self, key: str, staged: Staged | None, found: ObjectInfo) -> None:
+        """Delete a file's object, or put it on record that it is to be deleted."""
+        if staged is None:
+            # What was waited for meanwhile may have given it another ETag.
+            etag = found.etag
+            if self._writer.removals.takes(key, etag):
+                return
+        else:
+            etag = staged.etag or ""
+        await self._store.delete(key, etag or None, adopts=True)
+        self._writer.removals.allowed(key)
+
+    async def rmdir(self, parent: Inode, name: str, caller: Caller) -> None:
+        async with self._changing(caller, parent):
+            prefix = self._inodes.key(parent) + name + "/"
+            found = await self._find(parent, name)
+            if isinstance(found, Absent):
+                if self._is_repeated(caller):
+                    self._found_done(prefix, ABSENT)
+                    return
+                raise OSError(errno.ENOENT, name)
+            if found is not None:
+                raise OSError(errno.ENOTDIR, name)
+            if not await self._is_empty(prefix):
+                raise OSError(errno.ENOTEMPTY, name)
+            self._check_deleting(name)
+            self._begin(caller)
+            await self._keep_directory(parent, name)
+            inode = self._current(parent, name)
+            etag = MARKER_ETAG if inode is not None and inode.has_marker else None
+            await self._store.delete(prefix, etag, adopts=True)
+            self._writer.exclusive.removed(prefix)
+            self._gone(parent, name)
+
+    async def fsync(self, directory: Inode) -> None:
+        """Have the bucket be without what was removed below a directory.
+
+        Raises:
+            StoreError: something could not be deleted; it stays on record.
+        """
+        await self._writer.removals.flush_below(self._inodes.key(directory))
+
+    async def _is_empty(self, prefix: str) -> bool:
+        await self._writer.removals.flush_below(prefix)
+        if self._directories.local.has_lasting(prefix):
+            return False
+        if self._directories.get(prefix).is_empty(time.monotonic()):
+            return True
+        page = await self._store.list_page(prefix, delimiter="", max_keys=2)
+        return all(info.key == prefix for info in page.objects)
+
+    async def _keep_directory(self, directory: Inode, name: str) -> None:
+        """Give a directory a marker if nothing but `name`, which is to go, makes it one."""
+        prefix = self._inodes.key(directory)
+        if directory.parent is None or directory.has_marker:
+            return
+        if self._directories.has_other(prefix, name):
+            return
+        page = await self._store.list_page(prefix, max_keys=3)
+        there = {info.key for info in page.objects} | set(page.prefixes)
+        directory.has_marker = prefix in there
+        if not there - {prefix + name, prefix + name + "/"}:
+            meta = directory.meta or Meta(stat.S_IFDIR | 0o755, os.geteuid(), os.getegid())
+            await self._writer.put_marker(prefix, meta, Expect(None))
+            directory.has_marker = True
+
+    def _gone(self, parent: Inode, name: str) -> None:
+        inode = self._current(parent, name)
+        nodes = self._handles.former(parent, name)
+        self._inodes.detach(nodes | {inode} if inode is not None else nodes)
+        self._inodes.entries_changed(parent)
+        self._writer.deferred.drop(self._inodes.key(parent) + name)
+        self._directories.changed(self._inodes.key(parent), name, ABSENT)
+
+    def _check_deleting(self, name: str) -> None:
+        if not self._may_delete:
+            raise OSError(errno.EPERM, f"{name}: the mount removes nothing (--no-delete)")
+
+    async def _held(self, stack: AsyncExitStack, inode: Inode | None) -> Staged | None:
+        """Keep a node's staged file, if it has one, from being written or uploaded."""
+        while inode is not None and inode.staged is not None:
+            staged = inode.staged
+            held = self._writer.held(staged)
+            await held.__aenter__()
+            if inode.staged is staged:
+                stack.push_async_exit(held.__aexit__)
+                return staged
+            await held.__aexit__(None, None, None)  # it was settled meanwhile
+        return None
+
+    def _unlink_staged(self, staged: Staged) -> None:
+        staged.is_unlinked = True
+        self._writer.staging.record(staged)
+
+    def _let_go(self, staged: Staged | None) -> None:
+        """Forget an unlinked file's content, unless somebody has it open."""
+        if staged is not None and staged.inode.staged is staged and not staged.inode.served:
+            staged.inode.meta = staged.described()  # for older versions of it that are open
+            self._writer.staging.release(staged)
+            self._inodes.drop_unknown(staged.inode)

@@ -1,0 +1,169 @@
+"""What goes along on this mount when an object gets another key.
+
+The bucket has copies under the new keys by then. The cached copies become
+theirs, nodes and open handles go on with them, files that are being written
+will be uploaded there, and listings show the new names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import trio
+
+from fusefs.cache.file_cache import FileCache
+from fusefs.posix.directory.listings import Directories
+from fusefs.posix.directory.segment import ABSENT
+from fusefs.posix.namespace.prefix_copy import Copies
+from fusefs.posix.nodes.handles import HandleTable
+from fusefs.posix.nodes.inode import stable_ino
+from fusefs.posix.nodes.inode_table import Inode, InodeTable
+from fusefs.posix.write.staging import Staged, Staging
+from fusefs.store.interface import ObjectInfo, ObjectVersion
+
+# Copies by the versions that they are of.
+Moved = Mapping[ObjectVersion, ObjectInfo]
+# Cached files that are renamed between two looks at what else there is to do.
+CACHED_AT_ONCE = 64
+
+
+class Mover:
+    """Has one mount's state follow its renames. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        directories: Directories,
+        cache: FileCache,
+        staging: Staging,
+        inodes: InodeTable,
+        handles: HandleTable,
+    ) -> None:
+        self._directories = directories
+        self._cache = cache
+        self._staging = staging
+        self._inodes = inodes
+        self._handles = handles
+
+    def is_dated(self, info: ObjectInfo) -> bool:
+        """Whether an object is known to say in its metadata when it was modified."""
+        parent = self._inodes.at(_parent(info.key))
+        inode = (parent.children or {}).get(_name(info.key)) if parent is not None else None
+        if inode is None or inode.info is None or inode.info.version != info.version:
+            return False
+        # One of a large object that was sent while it was written is not in its metadata.
+        return inode.meta is not None and inode.meta.mtime_ns not in (None, inode.info.mtime_ns)
+
+    async def move_cached(self, moved: Moved) -> set[ObjectVersion]:
+        """Keep what is cached of the versions for their copies; return those it can't be for."""
+        left = set()
+        for index, (version, copy) in enumerate(moved.items()):
+            if self._cache.find(version) is not None:
+                if not await self._cache.move(version, copy.version):
+                    left.add(copy.version)
+                if index % CACHED_AT_ONCE == 0:
+                    await trio.lowlevel.checkpoint()
+        return left
+
+    def move_file(
+        self, inode: Inode | None, parent: Inode, name: str, to: Inode, new_name: str,
+        moved: Moved, left: set[ObjectVersion],
+    ) -> None:  # fmt: skip
+        """Let a name be another one; its copy, if there is one, is what `moved` tells."""
+        old, new = self._inodes.key(parent), self._inodes.key(to)
+        entry = next(iter(moved.values()), None)
+        replaced = self._handles.former(to, new_name)
+        current = (to.children or {}).get(new_name)
+        if current is not None and current is not inode:
+            replaced.add(current)
+        self._inodes.detach(replaced)
+        self._inodes.entries_changed(parent)
+        self._inodes.entries_changed(to)
+        for old_node in self._handles.former(parent, name):
+            self._take_along(old_node, to, new_name)
+        is_staged = inode is not None and inode.staged is not None
+        if inode is not None:
+            self._inodes.move(inode, to, new_name, moved)
+            if entry is None or is_staged:
+                entry = inode.info
+            elif inode.info != entry:
+                self._stand_for(inode, entry)
+        self._directories.changed(old, name, ABSENT)
+        assert entry is not None
+        self._directories.changed(new, new_name, entry, lasting=is_staged)
+        self._follow(moved, left)
+
+    def _take_along(self, inode: Inode, to: Inode, name: str) -> None:
+        """Have a node with an old content of a file know the name that the file has now."""
+        if inode.info is not None and not inode.is_removed:
+            inode.parent, inode.name = to, name
+            self._inodes.replace_version(inode, inode.info)
+
+    def _stand_for(self, inode: Inode, copy: ObjectInfo) -> None:
+        """What was copied is not the version that the node stands for."""
+        if inode.is_open:
+            self._inodes.supersede(inode)
+        else:
+            self._inodes.replace_version(inode, copy)
+
+    def move_directory(self, copies: Copies, left: set[ObjectVersion]) -> None:
+        """Let everything below a prefix be below another one."""
+        old, new = copies.old, copies.new
+        moved = copies.by_version()
+        inode, to = self._inodes.at(old), self._inodes.at(_parent(new))
+        staged = [one for one in self._staging if one.key.startswith(old)]
+        for one in staged:
+            _follow_copy(one, copies)
+        if inode is not None and to is not None:
+            self._inodes.move(inode, to, _name(new), moved)
+        elif inode is not None:
+            self._inodes.supersede(inode)
+        for one in staged:
+            self._staging.record(one)
+        for parent in (self._inodes.at(_parent(old)), to):
+            if parent is not None:
+                self._inodes.entries_changed(parent)
+        self._directories.moved(old, new)
+        self._directories.changed(_parent(old), _name(old), ABSENT)
+        self._directories.changed(_parent(new), _name(new), None)
+        self._follow(moved, left)
+
+    def distrust(self, old: str, new: str) -> None:
+        """Believe no listing that may have shown a directory's rename half done."""
+        self._directories.moved(old, new)
+        for prefix in (old, new):
+            above = self._directories.get(_parent(prefix))
+            self._directories.correct(above, _name(prefix), None)
+
+    def _follow(self, moved: Moved, left: set[ObjectVersion]) -> None:
+        """Have handles of nodes that their names no longer stand for go on with the copies.
+
+        Where the cached file could not go along, the kernel must not be told
+        of another for the same node.
+        """
+        for handle in self._handles.files.values():
+            inode = handle.inode
+            if inode.info is None:
+                continue
+            copy = moved.get(inode.info.version)
+            if copy is not None and not inode.is_current:
+                if not inode.is_removed:
+                    inode.ino = stable_ino(copy.key)
+                self._inodes.follow(inode, copy, copy.key)
+            elif inode.is_current and handle.backing_id and inode.info.version in left:
+                self._inodes.supersede(inode)
+
+
+def _follow_copy(staged: Staged, copies: Copies) -> None:
+    """Know what the bucket has under a staged file's new key."""
+    source = copies.sources.get(staged.key)
+    # What somebody else has put there meanwhile is for the upload to find.
+    if source is not None and source.etag == staged.etag:
+        staged.etag = copies.made[staged.key].etag
+
+
+def _parent(key: str) -> str:
+    return key[: key.rfind("/", 0, -1) + 1]
+
+
+def _name(key: str) -> str:
+    return key[len(_parent(key)) :].removesuffix("/")

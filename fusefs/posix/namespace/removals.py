@@ -1,0 +1,362 @@
+"""Removals that the bucket does not have yet: on record, and sent many in one request.
+
+    STAGING/removals         one line for each of them: key, ETag, when (posix/journal/line_log.py)
+
+A program that removes many files (rm -rf) waits for each call, and a DELETE for
+each would take a round trip. So only the first files of a directory are deleted
+while their program waits. Of those that follow the removal is put on record, and
+a task sends what has come meanwhile as one DeleteObjects request. What S3 refuses
+in one directory it refuses at its first file, which is told.
+
+The object is deleted over its ETag. What could not be deleted, and what an earlier
+process has left, is looked at first: another object that somebody has put there
+meanwhile stays. Changes of such a key wait until it is gone (settled_store.py);
+listings do not show it (directories.local).
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+
+import trio
+
+from fusefs.posix.journal.line_log import LineLog, line, load_lines
+from fusefs.posix.late.requests import LateRequests
+from fusefs.store.errors import NotFoundError, StoreError, UnsupportedError
+from fusefs.store.interface import Store
+
+logger = logging.getLogger("fusefs.removals")
+
+NAME = "removals"
+
+# A program that removes so many files one after the other, with no longer pauses, removes many.
+MANY = 8
+PAUSE_S = 1.0
+# How long a directory counts as one in which S3 deletes, and how many of them are known.
+ALLOWED_S = 10.0
+MOST_ALLOWED = 1000
+# Who removes more than S3 deletes waits for it.
+MOST = 10_000
+# What DeleteObjects takes.
+AT_ONCE = 1000
+# For how long removals are gathered where nothing waits for them. A request costs as
+# much processor time as the removal of some ten files, beside that of its keys.
+GATHER_S = 0.05
+RETRY_S = 5.0
+RETRIES_AT_ONCE = 16
+# By so much S3's clock may differ from this machine's.
+CLOCKS_NS = 60_000_000_000
+
+
+class Removal:
+    """One object that is to be deleted.
+
+    `since` is in trio's seconds, `removed_ns` is when a program removed it by this
+    machine's clock, and `error` what the last request failed with.
+    `attempted` is set after the next request, and `hurry` has that made now.
+    """
+
+    __slots__ = ("attempted", "error", "etag", "hurry", "key", "removed_ns", "since")
+
+    def __init__(self, key: str, etag: str, removed_ns: int) -> None:
+        self.key = key
+        self.etag = etag
+        self.removed_ns = removed_ns
+        self.since = trio.current_time()
+        self.error: Exception | None = None
+        self.attempted = trio.Event()
+        self.hurry = trio.Event()
+
+    def size(self) -> int:
+        """The bytes that wait to be sent, which are none."""
+        return 0
+
+    def line(self) -> bytes:
+        return line([self.key, self.etag, self.removed_ns])
+
+
+class Removals:
+    """The removals of one mount. Belongs to the event loop; its tasks live in `nursery`."""
+
+    def __init__(
+        self, store: Store, directory: Path, nursery: trio.Nursery, late: LateRequests | None
+    ) -> None:
+        self._store = store
+        self._log = LineLog(directory / NAME)
+        self._nursery = nursery
+        self._late = late
+        # Is told of the keys that are gone; set by who shows their names.
+        self.landed: Callable[[str], None] = lambda _key: None
+        self._by_key: dict[str, Removal] = {}
+        # Those of which no request was made yet.
+        self._new: dict[str, Removal] = {}
+        self._is_running = False
+        self._is_sooner = trio.Event()
+        # Whether S3 knows DeleteObjects, as far as is known.
+        self._has_batches = True
+        self._retrying = trio.CapacityLimiter(RETRIES_AT_ONCE)
+        # Until when S3 counts as deleting in a directory, and what was removed of late.
+        self._allowed: OrderedDict[str, float] = OrderedDict()
+        self._row = 0
+        self._last = -math.inf
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._by_key
+
+    def pending(self, key: str) -> list[Removal]:
+        """What waits to be deleted, at a key or below it ("": everything)."""
+        if not self._by_key:
+            return []
+        below = key if not key or key.endswith("/") else key + "/"
+        return [one for one in self._by_key.values() if one.key == key or one.key.startswith(below)]
+
+    def keys(self, prefix: str) -> set[str]:
+        """The keys with a prefix whose objects wait to be deleted."""
+        return {key for key in self._by_key if key.startswith(prefix)}
+
+    # Removing
+
+    def takes(self, key: str, etag: str | None) -> bool:
+        """Put a removal on record that is to be sent soon; False if it is to be made now.
+
+        That is so until a program removes many, in each directory for the first,
+        for keys that a late request may change, where the disk is full, and where S3
+        deletes no more than one with a request.
+        """
+        may_wait = self.may_wait(key)
+        now = trio.current_time()
+        self._row = self._row + 1 if now < self._last + PAUSE_S else 1
+        self._last = now
+        if not may_wait or not etag:
+            return False
+        one = Removal(key, etag, time.time_ns())
+        try:
+            self._log.append(one.line())
+        except OSError as error:
+            logger.info("%s is deleted at once: %s", key, error)
+            return False
+        self._by_key[key] = self._new[key] = one
+        if not self._is_running:
+            self._is_running = True
+            self._nursery.start_soon(self._run)
+        return True
+
+    def may_wait(self, key: str) -> bool:
+        """Whether `takes` would put a removal on record, if the object's ETag is known."""
+        return (
+            self.is_removing_from(_directory_of(key))
+            and self._has_batches
+            and key not in self._by_key
+            and len(self._by_key) < MOST
+            and (self._late is None or self._late.get(key) is None)
+        )
+
+    def is_removing_from(self, prefix: str) -> bool:
+        """Whether a program is removing many files, and has removed one in this directory."""
+        now = trio.current_time()
+        is_removing = self._row >= MANY and now < self._last + PAUSE_S
+        return is_removing and self._allowed.get(prefix, -math.inf) > now
+
+    def allowed(self, key: str) -> None:
+        """S3 has deleted an object."""
+        directory = _directory_of(key)
+        self._allowed[directory] = trio.current_time() + ALLOWED_S
+        self._allowed.move_to_end(directory)
+        if len(self._allowed) > MOST_ALLOWED:
+            self._allowed.popitem(last=False)
+
+    # Waiting
+
+    async def flush(self, key: str) -> None:
+        """Have an object deleted, if it is to be.
+
+        Raises:
+            StoreError, OSError: it could not be; it stays on record.
+        """
+        while (one := self._by_key.get(key)) is not None:
+            attempted = one.attempted
+            one.hurry.set()
+            self._is_sooner.set()
+            await attempted.wait()
+            if one.error is not None and self._by_key.get(key) is one:
+                raise one.error
+
+    async def flush_at(self, key: str) -> None:
+        """As `flush`, for a key that is to be changed: also where it is to be below a file.
+
+        A directory may be made where a file was removed, and some servers have no
+        object below a file.
+        """
+        if not self._by_key:
+            return
+        at = key.find("/")
+        while at >= 0:
+            await self.flush(key[:at])
+            at = key.find("/", at + 1)
+        await self.flush(key)
+
+    async def flush_below(self, prefix: str) -> None:
+        """As `flush`, for everything at or below a prefix."""
+        while waiting := self.pending(prefix):
+            self.hurry(prefix)
+            for one in waiting:
+                await self.flush(one.key)
+
+    def hurry(self, key: str) -> None:
+        """Have everything at or below a key deleted now."""
+        for one in self.pending(key):
+            one.hurry.set()
+            self._is_sooner.set()
+
+    async def drain(self) -> None:
+        """Send everything once. What fails stays on record."""
+        self.hurry("")
+        for one in self.pending(""):
+            if self._by_key.get(one.key) is one and one.error is None:
+                await one.attempted.wait()
+
+    # Sending
+
+    async def _run(self) -> None:
+        """Send what is new, until there is nothing more."""
+        try:
+            while self._new:
+                with trio.move_on_after(GATHER_S):
+                    await self._is_sooner.wait()
+                self._is_sooner = trio.Event()
+                batch = list(self._new.values())[:AT_ONCE]
+                for one in batch:
+                    del self._new[one.key]
+                await self._send(batch)
+        finally:
+            self._is_running = False
+
+    async def _send(self, batch: list[Removal]) -> None:
+        etags = {one.key: one.etag for one in batch}
+        failed: dict[str, Exception] = {}
+        try:
+            failures = await self._store.delete_many(list(etags), etags)
+            failed = {failure.key: failure.error for failure in failures}
+        except Exception as error:
+            failed = dict.fromkeys(etags, self._judged(error))
+        self._done([one for one in batch if one.key not in failed])
+        for one in batch:
+            why = failed.get(one.key)
+            if isinstance(why, UnsupportedError):
+                self._has_batches = False
+                self._nursery.start_soon(self._retry, one, 0.0)
+            elif why is not None:
+                self._note_failed(one, why)
+                self._nursery.start_soon(self._retry, one, RETRY_S)
+
+    async def _retry(self, one: Removal, delay_s: float) -> None:
+        """Delete an object by itself, as often as that takes."""
+        while self._by_key.get(one.key) is one:
+            with trio.move_on_after(delay_s):
+                await one.hurry.wait()
+            one.hurry = trio.Event()
+            try:
+                async with self._retrying:
+                    await self._delete(one)
+            except Exception as error:
+                self._note_failed(one, self._judged(error))
+                delay_s = RETRY_S
+            else:
+                self._done([one])
+                return
+
+    async def _delete(self, one: Removal) -> None:
+        """Delete an object that nobody has replaced meanwhile.
+
+        Raises:
+            StoreError: it could not be deleted.
+        """
+        try:
+            found = await self._store.head(one.key)
+        except NotFoundError:
+            return
+        is_newer = found.mtime_ns > one.removed_ns + CLOCKS_NS
+        if found.etag == one.etag and not is_newer:
+            await self._store.delete(one.key, one.etag)
+        else:
+            logger.warning("%s was removed, and replaced by somebody else: it stays", one.key)
+
+    def _judged(self, error: Exception) -> Exception:
+        """What a request failed with; the next process would meet a fault of ours as well."""
+        if not isinstance(error, StoreError | OSError):
+            logger.error("a fault in removing files", exc_info=error)
+            return OSError(errno.EIO, f"a fault of fusefs: {error!r}")
+        return error
+
+    def _note_failed(self, one: Removal, error: Exception) -> None:
+        if one.error is None:
+            logger.warning("%s is not deleted in the bucket yet: %s", one.key, error)
+        one.error = error
+        self._attempted(one)
+
+    def _attempted(self, one: Removal) -> None:
+        attempted, one.attempted = one.attempted, trio.Event()
+        attempted.set()
+
+    def _done(self, gone: list[Removal]) -> None:
+        """Some objects are gone.
+
+        That is on record before anything else is put there: the next process would take
+        an object with the same ETag, as all empty ones have, for what was removed.
+        """
+        try:
+            if len(gone) < len(self._by_key):
+                self._log.append(b"".join(line([one.key]) for one in gone))
+        except OSError as error:
+            for one in gone:
+                self._note_failed(one, error)
+                self._nursery.start_soon(self._retry, one, RETRY_S)
+            return
+        for one in gone:
+            del self._by_key[one.key]
+            self.allowed(one.key)
+            self.landed(one.key)
+            self._attempted(one)
+        if not self._by_key or self._log.is_large:
+            self._log.write_anew(one.line() for one in self._by_key.values())
+
+    # Another process's
+
+    def adopt(self, key: str, etag: str, removed_ns: int, *, is_on_record: bool) -> None:
+        """Take up what an earlier process was to delete.
+
+        Raises:
+            OSError: the disk does not take the record.
+        """
+        if key not in self._by_key:
+            one = Removal(key, etag, removed_ns)
+            if not is_on_record:
+                self._log.append(one.line())
+            self._by_key[key] = one
+            self._nursery.start_soon(self._retry, one, 0.0)
+
+    def close(self) -> None:
+        """The mount has ended."""
+        self._log.close(remove=not self._by_key)
+
+
+def load(directory: Path) -> list[tuple[str, str, int]]:
+    """What is to be deleted, from a staging directory: keys, ETags, when. Blocks."""
+    found: list[tuple[str, str, int]] = []
+    for key, told in load_lines(directory / NAME).items():
+        try:
+            etag, removed_ns = told
+            found.append((key, str(etag), int(removed_ns)))
+        except (ValueError, TypeError):
+            logger.warning("%s: what is on record of %s can't be read", directory / NAME, key)
+    return found
+
+
+def _directory_of(key: str) -> str:
+    return key[: key.rfind("/") + 1]

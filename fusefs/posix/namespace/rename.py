@@ -1,0 +1,374 @@
+"""Changes of names, with renames.
+
+A rename is a copy on the server and then a delete, so that at every moment an
+object is there under its old or its new name; of a directory, all copies come
+before the first delete (rename_job.py). A file that was never uploaded only
+changes its name.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from fusefs.cache.file_cache import FileCache
+from fusefs.posix.directory.listings import Directories
+from fusefs.posix.directory.segment import ABSENT, Absent, Entry
+from fusefs.posix.journal.journal import NodeLog
+from fusefs.posix.late.requests import LateRequests
+from fusefs.posix.metadata.deferred_attributes import Deferred
+from fusefs.posix.metadata.object_metadata import Meta
+from fusefs.posix.namespace.create_remove import Naming
+from fusefs.posix.namespace.prefix_copy import Copies, copy_current
+from fusefs.posix.namespace.relocate import Mover
+from fusefs.posix.namespace.rename_job import Renames
+from fusefs.posix.nodes import names
+from fusefs.posix.nodes.handles import HandleTable
+from fusefs.posix.nodes.inode_table import Inode, InodeTable
+from fusefs.posix.types import Caller
+from fusefs.posix.write.staging import Staged
+from fusefs.posix.write.writer import Writer
+from fusefs.store.errors import ExistsError, NotFoundError, StaleVersionError, StoreError
+from fusefs.store.interface import (
+    IF_ABSENT,
+    Condition,
+    Expect,
+    ObjectInfo,
+    ObjectVersion,
+    Store,
+)
+
+logger = logging.getLogger("fusefs.attributes")
+
+RENAME_NOREPLACE = 1
+
+
+class Changes(Naming):
+    """The changes of one mount's names. Belongs to the event loop.
+
+    `renames` is the directory of the records of renames; `run` takes care of
+    those that nobody waits for.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        directories: Directories,
+        cache: FileCache,
+        inodes: InodeTable,
+        handles: HandleTable,
+        writer: Writer,
+        log: NodeLog,
+        renames: Path,
+        *,
+        may_delete: bool = True,
+        late: LateRequests | None = None,
+    ) -> None:
+        super().__init__(
+            store, directories, inodes, handles, writer, log, may_delete=may_delete, late=late
+        )
+        self._mover = Mover(directories, cache, writer.staging, inodes, handles)
+        self._renames = Renames(
+            store, renames, writer.staging.source, inodes.prefix, writer.empty,
+            self._mover.is_dated, self._switch, self._mover.distrust,
+        )  # fmt: skip
+
+    async def run(self) -> None:
+        """Finish renames that nobody waits for, until cancelled."""
+        self._note_inherited()
+        await self._renames.run()
+
+    def describe_renames(self) -> list[dict[str, Any]]:
+        """The renames of directories that are not finished, for people to read."""
+        return self._renames.describe()
+
+    def pending_renames(self, key: str, *, hurry: bool = False) -> list[dict[str, Any]]:
+        """Those at, above or below a key; with `hurry` they are tried at once."""
+        below = key if not key or key.endswith("/") else key + "/"
+        if hurry:
+            self._renames.hurry(below)
+        return [one.pending() for one in self._renames.unfinished(below)]
+
+    async def rename(
+        self, parent: Inode, name: str, to: Inode, new_name: str, flags: int, caller: Caller
+    ) -> None:
+        if flags & ~RENAME_NOREPLACE:
+            raise OSError(errno.EINVAL, "an exchange cannot be done in one step")
+        if not names.is_expressible(new_name):
+            raise OSError(errno.EINVAL, new_name)
+        if (parent, name) == (to, new_name):
+            return
+        is_repeated = self._is_repeated(caller)
+        if await self._finish_others(parent, name, to, new_name) and is_repeated:
+            return
+        async with self._changing(caller, parent, to):
+            found, target = await self._find(parent, name), await self._find(to, new_name)
+            if isinstance(found, Absent) and (isinstance(target, Absent) or not is_repeated):
+                raise OSError(errno.ENOENT, name)
+            if not is_repeated:
+                await self._check_target(found, target, to, new_name, flags)
+            self._begin(caller)
+            await self._keep_directory(parent, name)
+            if found is None:
+                await self._rename_directory(parent, name, to, new_name, target)
+            elif target is not None:
+                is_new = bool(flags & RENAME_NOREPLACE) and not is_repeated
+                await self._rename_file(parent, name, to, new_name, found, target, is_strict=is_new)
+
+    async def _finish_others(self, parent: Inode, name: str, to: Inode, new_name: str) -> bool:
+        """Have no unfinished rename in the way of a directory's; tell if this was one of them."""
+        if self._renames.are_finished:
+            return False
+        old = self._inodes.key(parent) + name + "/"
+        new = self._inodes.key(to) + new_name + "/"
+        one = self._renames.find(old, new)
+        has_taken_place = one is not None and await self._renames.finish(one)
+        if await self._find(parent, name) is None:
+            await self._renames.finish_overlapping(old, new)
+        return has_taken_place
+
+    async def _check_target(
+        self, found: Entry | Absent, target: Entry | Absent, to: Inode, name: str, flags: int
+    ) -> None:
+        if isinstance(target, Absent):
+            if found is None and flags & RENAME_NOREPLACE:
+                await self._look_again(to, name)
+            return
+        if flags & RENAME_NOREPLACE:
+            raise OSError(errno.EEXIST, name)
+        if found is None and target is not None:
+            raise OSError(errno.ENOTDIR, name)
+        if found is not None and target is None:
+            raise OSError(errno.EISDIR, name)
+        if target is None and not await self._is_empty(self._inodes.key(to) + name + "/"):
+            raise OSError(errno.ENOTEMPTY, name)
+        if target is not None:
+            self._check_deleting(name)
+
+    async def _look_again(self, to: Inode, name: str) -> None:
+        """See whether another node has made what a directory must not replace.
+
+        For a file the copy has a condition; a prefix has none.
+        """
+        prefix = self._inodes.key(to)
+        below = await self._store.list_page(f"{prefix}{name}/", delimiter="", max_keys=1)
+        try:
+            if not below.objects:
+                await self._store.head(prefix + name)
+        except NotFoundError:
+            return
+        self._directories.correct(self._directories.get(prefix), name, None)
+        raise OSError(errno.EEXIST, name)
+
+    async def _rename_file(
+        self, parent: Inode, name: str, to: Inode, new_name: str,
+        found: ObjectInfo | Absent, target: ObjectInfo | Absent, *, is_strict: bool,
+    ) -> None:  # fmt: skip
+        """Rename a file; `found` is ABSENT if nothing is left to be done in the bucket.
+
+        With `is_strict` nothing is replaced, whoever may have made it.
+        """
+        old_key, new_key = self._inodes.key(parent) + name, self._inodes.key(to) + new_name
+        inode, replaced = self._current(parent, name), self._current(to, new_name)
+        async with AsyncExitStack() as stack:
+            described = await stack.enter_async_context(self._writer.deferred.taken(old_key))
+            await stack.enter_async_context(self._writer.deferred.taken(new_key))
+            staged = await self._held(stack, inode)
+            rival = await self._held(stack, replaced)
+            copied: tuple[ObjectInfo, ObjectInfo] | None = None
+            condition = IF_ABSENT if is_strict else Expect(_known_etag(rival, target))
+            if isinstance(found, Absent):
+                self._found_done(old_key, ABSENT)
+                if inode is None or inode.info is None:
+                    return
+                copied = inode.info, await self._store.head(new_key)
+                self._found_done(new_key, copied[1])
+            elif staged is None:
+                said = _said(found, described)
+                copied = await self._copy(found, to, new_name, condition, said)
+            elif inode is not None and inode.info is not None and staged.etag == inode.info.etag:
+                copied = await self._copy_staged(staged, inode.info, to, new_name, condition)
+            moved = {copied[0].version: copied[1]} if copied is not None else {}
+            left = await self._mover.move_cached(moved)
+            may_be_there = staged is None or self._may_be_there(staged)
+            if may_be_there and not isinstance(found, Absent):
+                known = staged.etag if staged is not None else found.etag
+                await self._delete_copied(old_key, known, copied, is_new=isinstance(target, Absent))
+            if rival is not None:
+                self._unlink_staged(rival)
+            if staged is not None:
+                staged.etag = _etag_under(staged, copied, rival, target)
+                staged.exclusive = None  # it replaces what is there
+                staged.described_at = trio.current_time()
+            self._mover.move_file(inode, parent, name, to, new_name, moved, left)
+            if staged is not None:
+                self._writer.staging.record(staged)
+            self._writer.deferred.renamed(old_key, copied[1] if copied is not None else None)
+        self._let_go(rival)
+        if inode is not None:
+            self._writer.released(inode)
+
+    async def _copy_staged(
+        self, staged: Staged, source: ObjectInfo, to: Inode, name: str, condition: Condition
+    ) -> tuple[ObjectInfo, ObjectInfo]:
+        """Copy what the bucket has of a staged file, which is held.
+
+        Attributes that have changed alone go along.
+        """
+        if staged.is_content_dirty or not staged.is_meta_dirty:
+            return await self._copy(source, to, name, condition, None)
+        changes = staged.meta_changes
+        copied = await self._copy(source, to, name, condition, staged.described())
+        if copied[0] is source and staged.meta_changes == changes:
+            staged.is_meta_dirty = False
+        return copied
+
+    async def _copy(
+        self, source: ObjectInfo, to: Inode, name: str, condition: Condition,
+        said: Meta | None,
+    ) -> tuple[ObjectInfo, ObjectInfo]:  # fmt: skip
+        """Copy an object; that it is gone may mean that it was copied and deleted before.
+
+        The copy has the attributes `said`, or where that is None those of the object.
+        Of another version than `source` it is a copy as it is.
+        """
+        prefix = self._inodes.key(to)
+        key = prefix + name
+        try:
+            if said is not None:
+                with suppress(StaleVersionError):
+                    return source, await self._copy_described(source, key, condition, said)
+            return await copy_current(self._store, source, key, self._mover.is_dated, condition)
+        except ExistsError:
+            self._directories.correct(self._directories.get(prefix), name, None)
+            raise
+        except NotFoundError:
+            made = await self._store.head(key)
+            if made.size != source.size:
+                raise
+            self._found_done(key, made)
+            return source, made
+
+    async def _copy_described(
+        self, source: ObjectInfo, key: str, condition: Condition, said: Meta
+    ) -> ObjectInfo:
+        own = self._writer.uploads.own.get(source)
+        copy = await self._store.copy(
+            own or source, key, metadata=said.as_metadata(), condition=condition,
+            is_own=own is not None,
+        )  # fmt: skip
+        if own is not None:
+            self._writer.uploads.own.note(copy)
+        return copy
+
+    async def _delete_copied(
+        self, key: str, known: str | None, copied: tuple[ObjectInfo, ObjectInfo] | None, *,
+        is_new: bool,
+    ) -> None:  # fmt: skip
+        """Delete what was renamed under its old key; if that can't be, there shall be no other.
+
+        What another client has put under the old key since it was copied stays.
+        """
+        try:
+            await self._store.delete(key, (copied[0].etag if copied is not None else known) or None)
+        except StoreError:
+            if copied is not None and is_new:
+                await self._store.delete(copied[1].key, copied[1].etag)
+            raise
+
+    async def _rename_directory(
+        self, parent: Inode, name: str, to: Inode, new_name: str, target: Entry | Absent
+    ) -> None:
+        old = self._inodes.key(parent) + name + "/"
+        new = self._inodes.key(to) + new_name + "/"
+        if new.startswith(old):
+            raise OSError(errno.EINVAL, "a directory cannot be moved below itself")
+        self._writer.exclusive.removed(old)
+        await self._writer.deferred.flush_below(old)
+        await self._writer.removals.flush_below(old)
+        await self._writer.removals.flush_below(new)
+        one = await self._renames.begin(old, new, has_replaced=target is None)
+        # Who waits for it, too, may have been faster, and has heard why it was undone.
+        if not await self._renames.finish(one):
+            raise OSError(errno.EIO, "the rename could not be done")
+
+    async def _switch(self, copies: Copies) -> None:
+        """Everything below a prefix has been copied: let it be below the other one from now on.
+
+        What was changed since it was listed is brought after.
+        """
+        left: set[ObjectVersion] = set()
+        cached: set[ObjectVersion] = set()
+        local = self._directories.local
+        async with self._gate.closed(copies.old, copies.new), AsyncExitStack() as stack:
+            held: set[Staged] = set()
+            may_delete = False
+            while True:
+                for staged in self._writer.staging:
+                    if staged not in held and staged.key.startswith(copies.old):
+                        one = await self._held(stack, staged.inode)
+                        held |= {one} if one is not None else set()
+                if self._writer.deferred.pending(copies.old):
+                    await self._writer.deferred.flush_below(copies.old)
+                    continue
+                if self._writer.removals.pending(copies.old):
+                    await self._writer.removals.flush_below(copies.old)
+                    continue
+                if local.has_changed(copies.old, copies.listed_at):
+                    await copies.bring()
+                    continue
+                moved = copies.by_version()
+                left |= await self._mover.move_cached(
+                    {version: moved[version] for version in moved.keys() - cached}
+                )
+                cached |= moved.keys()
+                if not may_delete:
+                    # Where deleting is not allowed at all, nothing has been done yet.
+                    marker = copies.sources.get(copies.old)
+                    await self._store.delete(copies.old, marker.etag if marker else None)
+                    may_delete = True
+                elif self._is_settled(copies, held):
+                    self._mover.move_directory(copies, left)
+                    if self._late is not None:
+                        self._late.renamed_below(copies.old)
+                    return
+
+    def _is_settled(self, copies: Copies, held: set[Staged]) -> bool:
+        """Whether nothing below a prefix has changed since it was copied."""
+        below = {one for one in self._writer.staging if one.key.startswith(copies.old)}
+        return below <= held and not self._directories.local.has_changed(
+            copies.old, copies.listed_at
+        )
+
+
+def _said(found: ObjectInfo, described: Deferred | None) -> Meta | None:
+    """What a copy of an object is to say where that was changed and not sent yet."""
+    if described is None:
+        return None
+    if described.info.etag == found.etag:
+        return described.meta
+    logger.warning("%s was replaced: its attributes are given up", found.key)
+    return None
+
+
+def _etag_under(
+    staged: Staged, copied: tuple[ObjectInfo, ObjectInfo] | None, rival: Staged | None,
+    target: ObjectInfo | Absent,
+) -> str | None:  # fmt: skip
+    """What the bucket has under the new key of a staged file."""
+    if copied is not None:
+        # What somebody else has put there meanwhile is for the upload to find.
+        return copied[1].etag if copied[0].etag == staged.etag else staged.etag
+    return _known_etag(rival, target)
+
+
+def _known_etag(rival: Staged | None, target: ObjectInfo | Absent) -> str | None:
+    """What the bucket has under a name that is to be replaced; None for nothing."""
+    if rival is not None:
+        return rival.etag
+    return None if isinstance(target, Absent) else target.etag or None

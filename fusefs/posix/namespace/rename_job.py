@@ -1,0 +1,339 @@
+"""Renames of directories: copies, then deletes, on record from the first to the last.
+
+    DIRECTORY/NUMBER.json    from where to where, of which bucket, and how far it is
+
+- *copying*: the new prefix gets everything. If that fails, the copies are
+  removed (*undoing*) and the rename has not taken place.
+- *deleting*: everything is there under the new prefix, and the old objects go.
+
+At every moment each file is there under its old or its new name. Whoever
+finds a record of which nobody takes care goes on with it: a daemon that is
+asked again for a rename that the last one died over, or, after a crash of the
+machine, the next mount. Then what is copied is not copied again (prefix_copy.py),
+and what came into being under the old name after all had been copied stays.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from fusefs.posix.namespace.prefix_copy import Copies, IsDated, delete_all
+from fusefs.store.errors import StoreError
+from fusefs.store.interface import Store
+
+logger = logging.getLogger("fusefs.renaming")
+
+# How often what could not be finished is tried again.
+RETRY_S = 5.0
+
+
+class Phase(enum.StrEnum):
+    COPYING = "copying"
+    UNDOING = "undoing"
+    DELETING = "deleting"
+
+
+class Renaming:
+    """One rename on record. `since_ns` is when it began; `lock` is held by who works on it.
+
+    `has_replaced` says that there was a directory of the new name, an empty
+    one; `is_ours` that this process began it.
+    """
+
+    def __init__(
+        self, path: Path, old: str, new: str, *, phase: Phase = Phase.COPYING,
+        has_replaced: bool, is_ours: bool,
+    ) -> None:  # fmt: skip
+        self.path = path
+        self.old = old
+        self.new = new
+        self.phase = phase
+        self.has_replaced = has_replaced
+        self.is_ours = is_ours
+        self.lock = trio.Lock()
+        self.copies: Copies | None = None
+        self.deleted = 0
+        # Some of the old objects could not be deleted yet.
+        self.has_left_some = False
+        # Why it could not be finished at the last try.
+        self.error: StoreError | None = None
+        self._began = time.monotonic()
+
+    @property
+    def since_ns(self) -> int:
+        return int(self.path.stem)
+
+    def overlaps(self, *prefixes: str) -> bool:
+        """Whether it moves something at, above or below one of the prefixes."""
+        return any(
+            own.startswith(prefix) or prefix.startswith(own)
+            for own in (self.old, self.new)
+            for prefix in prefixes
+        )
+
+    def pending(self) -> dict[str, Any]:
+        """What `fusefs sync` waits for, as for a file that is uploaded.
+
+        `since_s` counts from when this process knew of it.
+        """
+        return {
+            "key": self.old,
+            "bytes": 0,
+            "since_s": time.monotonic() - self._began,
+            "state": f"being renamed to {self.new}",
+            "error": str(self.error) if self.error is not None else None,
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """How far it is, as plain data."""
+        return {
+            "from": self.old,
+            "to": self.new,
+            "phase": str(self.phase),
+            "files": self.copies.total if self.copies is not None else 0,
+            "copied": len(self.copies.made) if self.copies is not None else 0,
+            "deleted": self.deleted,
+            "since_s": max(0.0, (time.time_ns() - self.since_ns) / 1e9),
+        }
+
+
+class Renames:
+    """The renames of one mount's directories. Belongs to the event loop.
+
+    `source` says which bucket the mount is of and `prefix` what of it; `empty`
+    and `is_dated` are for `Copies`. `switch` is called when everything is
+    copied: it has this mount's nodes go along. `ended` is told of what another
+    process had begun.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        directory: Path,
+        source: str,
+        prefix: str,
+        empty: int,
+        is_dated: IsDated,
+        switch: Callable[[Copies], Awaitable[None]],
+        ended: Callable[[str, str], None],
+    ) -> None:
+        self._store = store
+        self._directory = directory
+        self._source = source
+        self._empty = empty
+        self._is_dated = is_dated
+        self._switch = switch
+        self._ended = ended
+        self._unfinished = self._load(prefix)
+        self._is_wanted = trio.Event()
+
+    def _load(self, prefix: str) -> list[Renaming]:
+        """What earlier processes have left unfinished."""
+        self._directory.mkdir(mode=0o700, exist_ok=True)
+        found = []
+        for path in sorted(self._directory.glob("*.json")):
+            try:
+                record = json.loads(path.read_text())
+                source = record["source"]
+                one = Renaming(
+                    path, record["old"], record["new"], phase=Phase(record["phase"]),
+                    has_replaced=record["has_replaced"], is_ours=False,
+                )  # fmt: skip
+                is_here = one.old.startswith(prefix) and one.new.startswith(prefix)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                logger.error("%s is damaged, a rename may be half done: %r", path, error)
+                continue
+            if source == self._source and is_here:
+                found.append(one)
+            else:
+                logger.warning("%s: a rename of %s is not finished", path, source)
+        return found
+
+    def describe(self) -> list[dict[str, Any]]:
+        """All that are not finished, as plain data: names, counts and seconds."""
+        return [one.describe() for one in self._unfinished]
+
+    def unfinished(self, prefix: str) -> list[Renaming]:
+        """Those that move something at, above or below a prefix."""
+        return [one for one in self._unfinished if one.overlaps(prefix)]
+
+    def hurry(self, prefix: str) -> None:
+        """Have `run` try now what could not be finished."""
+        for one in self.unfinished(prefix):
+            one.error = None
+        self._is_wanted.set()
+
+    @property
+    def are_finished(self) -> bool:
+        return not self._unfinished
+
+    def find(self, old: str, new: str) -> Renaming | None:
+        """An unfinished rename."""
+        for one in self._unfinished:
+            if (one.old, one.new) == (old, new):
+                return one
+        return None
+
+    async def finish_overlapping(self, *prefixes: str) -> None:
+        """Have no unfinished rename at, above or below these prefixes.
+
+        Raises:
+            StoreError: one can't be finished now.
+        """
+        while (one := self._overlapping(*prefixes)) is not None:
+            await self.finish(one)
+
+    def _overlapping(self, *prefixes: str) -> Renaming | None:
+        return next((one for one in self._unfinished if one.overlaps(*prefixes)), None)
+
+    async def begin(self, old: str, new: str, *, has_replaced: bool) -> Renaming:
+        """Put a rename on record, safe against a power cut.
+
+        Raises:
+            OSError: the disk does not take it.
+        """
+        path = self._directory / f"{time.time_ns()}.json"
+        one = Renaming(path, old, new, has_replaced=has_replaced, is_ours=True)
+        self._unfinished.append(one)
+        # `run` would take it for one that nobody waits for.
+        async with one.lock:
+            try:
+                await self._record(one, Phase.COPYING)
+            except OSError:
+                self._end(one)
+                raise
+        return one
+
+    async def finish(self, one: Renaming) -> bool:
+        """Take a rename to its end; if another task does already, wait for that.
+
+        Tells whether it has taken place; else it was undone. It has when
+        everything is there under the new name and objects can be deleted at
+        all: those that could not be deleted yet are deleted later (`run`).
+
+        Raises:
+            StoreError: it has not taken place. If this process has begun
+                it, it is undone; else it stays on record.
+        """
+        async with one.lock:
+            if one in self._unfinished:
+                if one.phase == Phase.COPYING:
+                    await self._copy(one)
+                if one.phase == Phase.UNDOING:
+                    await self._undo(one)
+                else:
+                    await self._delete(one)
+            return one.phase == Phase.DELETING
+
+    def _copies(self, one: Renaming) -> Copies:
+        return Copies(self._store, one.old, one.new, self._empty, self._is_dated)
+
+    async def _copy(self, one: Renaming) -> None:
+        copies = one.copies = self._copies(one)
+        try:
+            await copies.bring(None if one.is_ours else await copies.recall())
+            await self._switch(copies)
+        except StoreError:
+            # What another process may have deleted from cannot be taken back.
+            if one.is_ours:
+                await self._record(one, Phase.UNDOING)
+                await self._undo(one)
+            raise
+        await self._record(one, Phase.DELETING)
+
+    async def _undo(self, one: Renaming) -> None:
+        copies = one.copies
+        if copies is None:
+            copies = one.copies = self._copies(one)
+            await copies.recall()
+        try:
+            with trio.CancelScope(shield=True):
+                await copies.undo(keep=one.new if one.has_replaced else "")
+        except StoreError as error:
+            logger.warning("copies are left below %s, and removed later: %s", one.new, error)
+            one.error = error
+            return
+        self._end(one)
+
+    async def _delete(self, one: Renaming) -> None:
+        copies = one.copies
+        kept: set[str] = set()
+        if copies is None or one.has_left_some:
+            copies = one.copies = self._copies(one)
+            # What has no copy came into being since.
+            kept = {info.key for info in await copies.recall()} - copies.sources.keys()
+            copies.total = len(copies.sources)
+
+        def note(count: int) -> None:
+            one.deleted += count
+
+        try:
+            known = {key: source.etag for key, source in copies.sources.items()}
+            await delete_all(self._store, known, note)
+            await delete_all(self._store, dict.fromkeys(copies.folders() - kept))
+        except StoreError as error:
+            logger.warning("objects are left below %s, and removed later: %s", one.old, error)
+            one.has_left_some, one.error = True, error
+            return
+        self._end(one)
+
+    async def run(self) -> None:
+        """Finish what nobody waits for, until cancelled."""
+        while True:
+            self._is_wanted = trio.Event()
+            for one in list(self._unfinished):
+                if not one.lock.locked():
+                    await self._finish_later(one)
+            with trio.move_on_after(RETRY_S):
+                await self._is_wanted.wait()
+
+    async def _finish_later(self, one: Renaming) -> None:
+        logger.info("going on with the rename of %s to %s (%s)", one.old, one.new, one.phase)
+        try:
+            await self.finish(one)
+        except StoreError as error:
+            logger.warning("the rename of %s to %s waits: %s", one.old, one.new, error)
+            one.error = error
+
+    # Records
+
+    async def _record(self, one: Renaming, phase: Phase) -> None:
+        """Put on record how far a rename is, safe against a power cut."""
+        one.phase = phase
+        with trio.CancelScope(shield=True):
+            await trio.to_thread.run_sync(self._write, one.path, self._told(one))
+
+    def _write(self, path: Path, told: str) -> None:
+        """Write a record, whole or not at all. Blocks."""
+        unfinished = path.with_suffix(".new")
+        with unfinished.open("w") as file:
+            file.write(told)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+        fd = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def _told(self, one: Renaming) -> str:
+        return json.dumps({
+            "source": self._source, "old": one.old, "new": one.new, "phase": str(one.phase),
+            "has_replaced": one.has_replaced,
+        })  # fmt: skip
+
+    def _end(self, one: Renaming) -> None:
+        self._unfinished.remove(one)
+        one.path.unlink(missing_ok=True)
+        if not one.is_ours:
+            self._ended(one.old, one.new)

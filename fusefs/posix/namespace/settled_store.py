@@ -1,0 +1,118 @@
+"""The store of a writable mount, with the removals that are on record taken for done.
+
+A change of a key waits until its removal (removals.py) is done, so that none comes
+too late and takes what was made since. Listings lack what is on its way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from fusefs.posix.namespace.removals import Removals
+from fusefs.store.errors import StoreError
+from fusefs.store.fencing import ChangeToken
+from fusefs.store.interface import (
+    Condition,
+    DeleteFailure,
+    ListPage,
+    ObjectInfo,
+    ObjectVersion,
+    Store,
+    Upload,
+    UploadState,
+)
+
+
+class SettledStore:
+    """As `Store`; belongs to the event loop.
+
+    Where a removal fails, so does what waits for it.
+    """
+
+    def __init__(self, store: Store, removals: Removals) -> None:
+        self._store = store
+        self._removals = removals
+        self.tokens = store.tokens
+        # What concerns versions and uploads is the store's.
+        self.download = store.download
+        self.abort_upload = store.abort_upload
+        self.list_uploads = store.list_uploads
+        self.hurry = store.hurry
+        self.counters = store.counters
+
+    async def list_page(
+        self, prefix: str, *, delimiter: str = "/", start_after: str = "", max_keys: int = 1000
+    ) -> ListPage:
+        """As `Store.list_page`; a page may have fewer keys, also none, before the last."""
+        leaving = self._removals.keys(prefix)
+        page = await self._store.list_page(
+            prefix, delimiter=delimiter, start_after=start_after, max_keys=max_keys
+        )
+        leaving |= self._removals.keys(prefix)
+        if not leaving:
+            return page
+        return replace(page, objects=[one for one in page.objects if one.key not in leaving])
+
+    async def head(self, key: str) -> ObjectInfo:
+        """As `Store.head`."""
+        await self._removals.flush_at(key)
+        return await self._store.head(key)
+
+    async def put_file(
+        self, key: str, fd: int, size: int, *, metadata: Mapping[str, str],
+        content_type: str | None, condition: Condition = None, token: ChangeToken | None = None,
+    ) -> ObjectInfo:  # fmt: skip
+        """As `Store.put_file`."""
+        await self._removals.flush_at(key)
+        return await self._store.put_file(
+            key, fd, size, metadata=metadata, content_type=content_type, condition=condition,
+            token=token,
+        )  # fmt: skip
+
+    async def begin_upload(
+        self, key: str, *, metadata: Mapping[str, str], content_type: str | None,
+        token: ChangeToken | None = None,
+    ) -> Upload:  # fmt: skip
+        """As `Store.begin_upload`; what is completed has been begun after the removal."""
+        await self._removals.flush_at(key)
+        return await self._store.begin_upload(
+            key, metadata=metadata, content_type=content_type, token=token
+        )
+
+    async def resume_upload(self, state: UploadState) -> Upload:
+        """As `Store.resume_upload`."""
+        await self._removals.flush_at(state.key)
+        return await self._store.resume_upload(state)
+
+    async def copy(
+        self, source: ObjectInfo | ObjectVersion, key: str, *,
+        metadata: Mapping[str, str] | None = None, keeps_mtime: bool = False,
+        condition: Condition = None, token: ChangeToken | None = None, is_own: bool = False,
+    ) -> ObjectInfo:  # fmt: skip
+        """As `Store.copy`."""
+        await self._removals.flush_at(key)
+        return await self._store.copy(
+            source, key, metadata=metadata, keeps_mtime=keeps_mtime, condition=condition,
+            token=token, is_own=is_own,
+        )  # fmt: skip
+
+    async def delete(self, key: str, etag: str | None = None, *, adopts: bool = False) -> None:
+        """As `Store.delete`."""
+        await self._removals.flush_at(key)
+        await self._store.delete(key, etag, adopts=adopts)
+
+    async def delete_many(
+        self, keys: Iterable[str], etags: Mapping[str, str] | None = None
+    ) -> list[DeleteFailure]:
+        """As `Store.delete_many`."""
+        wanted = list(keys)
+        failures: list[DeleteFailure] = []
+        for key in [key for key in wanted if key in self._removals]:
+            try:
+                await self._removals.flush_at(key)
+            except (StoreError, OSError) as error:
+                failures.append(DeleteFailure(key, error))
+        failed = {failure.key for failure in failures}
+        left = [key for key in wanted if key not in failed]
+        return failures + await self._store.delete_many(left, etags)

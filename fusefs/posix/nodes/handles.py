@@ -1,0 +1,196 @@
+"""Open files and open directories: what the kernel's file handles stand for.
+
+A file handle reads one version of one object until it is closed. It is either
+*served*, with reads answered here from the cache file, or *passthrough*, with
+reads that never come here. A directory handle is a position in a listing.
+
+Opening and closing is written to the journal before the reply, as with node
+ids (see inode_table.py). The table belongs to the event loop.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import time
+
+from fusefs.cache.cached_file import CacheFile
+from fusefs.cache.readahead import Window
+from fusefs.posix.journal import records
+from fusefs.posix.journal.journal import NodeLog
+from fusefs.posix.journal.records import LoggedHandle
+from fusefs.posix.nodes.inode_table import Inode
+from fusefs.store.interface import ObjectVersion
+
+
+class FileHandle:
+    """An open file. `unkept` is what was last read past the cache: (offset, bytes).
+
+    `flushed_at` is when a close of it had it uploaded, in seconds of trio's clock.
+    """
+
+    __slots__ = (
+        "backing_id",
+        "fh",
+        "file",
+        "flags",
+        "flushed_at",
+        "inode",
+        "unique",
+        "unkept",
+        "version",
+        "window",
+    )
+
+    def __init__(
+        self, fh: int, inode: Inode, version: ObjectVersion, file: CacheFile, backing_id: int,
+        flags: int, unique: int,
+    ) -> None:  # fmt: skip
+        self.fh = fh
+        self.flags = flags
+        self.unique = unique  # the request that opened it
+        self.inode = inode
+        self.version = version
+        self.file = file
+        self.backing_id = backing_id
+        self.window: Window | None = None
+        self.unkept: tuple[int, bytearray] = (0, bytearray())
+        self.flushed_at = -math.inf
+
+
+class DirectoryHandle:
+    """An open directory: `position` is that of the entry with the offset `offset`.
+
+    `opened` is in seconds of the monotonic clock: listings that were believed
+    then are believed by this handle.
+    """
+
+    __slots__ = ("fh", "generation", "inode", "offset", "opened", "position", "unique")
+
+    def __init__(self, fh: int, inode: Inode, generation: int, unique: int) -> None:
+        self.fh = fh
+        self.unique = unique
+        self.inode = inode
+        self.generation = generation
+        self.offset = 0
+        self.position = ""
+        self.opened = time.monotonic()
+
+
+class HandleTable:
+    """All open handles by number; numbers are never used twice."""
+
+    def __init__(self, log: NodeLog) -> None:
+        self._log = log
+        self._next = 1
+        # Handles of an earlier process by the request that opened them.
+        self._restored: dict[int, int] = {}
+        self.files: dict[int, FileHandle] = {}
+        self.directories: dict[int, DirectoryHandle] = {}
+
+    @property
+    def next_fh(self) -> int:
+        """No handle number from here on has been used."""
+        return self._next
+
+    def restore_file(self, logged: LoggedHandle, inode: Inode, file: CacheFile) -> FileHandle:
+        """Take up a handle that an earlier process opened."""
+        assert inode.info is not None
+        handle = FileHandle(
+            logged.fh, inode, inode.info.version, file, logged.backing_id, logged.flags,
+            logged.unique,
+        )  # fmt: skip
+        self._add_file(handle)
+        self._restored[logged.unique] = logged.fh
+        return handle
+
+    def restore_directory(self, logged: LoggedHandle, inode: Inode) -> None:
+        """Take up an open directory; the next read says by its offset where the stream stands."""
+        handle = DirectoryHandle(logged.fh, inode, -1, logged.unique)
+        handle.offset = -1
+        self.directories[handle.fh] = handle
+        inode.served += 1
+        self._restored[logged.unique] = logged.fh
+
+    def go_on_from(self, next_fh: int) -> None:
+        """Number the next handles from `next_fh` on."""
+        self._next = next_fh
+
+    def opened_by(self, unique: int) -> int:
+        """The handle that an earlier process opened for this very request, else 0.
+
+        Its reply was lost, so the kernel asks again.
+        """
+        return self._restored.pop(unique, 0) if self._restored else 0
+
+    def open_file(
+        self, inode: Inode, version: ObjectVersion, file: CacheFile, backing_id: int,
+        flags: int, unique: int,
+    ) -> FileHandle:  # fmt: skip
+        """Add a handle; a backing id of 0 means that it is served."""
+        handle = FileHandle(self._next, inode, version, file, backing_id, flags, unique)
+        self._next += 1
+        self._add_file(handle)
+        self.tell_file(handle)
+        return handle
+
+    def _add_file(self, handle: FileHandle) -> None:
+        self.files[handle.fh] = handle
+        if handle.backing_id:
+            handle.inode.passthrough += 1
+        else:
+            handle.inode.served += 1
+
+    def tell_file(self, handle: FileHandle) -> None:
+        mode = records.PASSTHROUGH if handle.backing_id else records.SERVED
+        self._log.opened(
+            handle.unique, handle.fh, handle.inode.nodeid, handle.flags, mode, handle.backing_id
+        )
+
+    def close_file(self, fh: int) -> FileHandle | None:
+        """Remove a handle; None if it is not known (a RELEASE may come twice)."""
+        handle = self.files.pop(fh, None)
+        if handle is not None:
+            if handle.backing_id:
+                handle.inode.passthrough -= 1
+            else:
+                handle.inode.served -= 1
+            self._log.closed(fh)
+        return handle
+
+    def former(self, parent: Inode, name: str) -> set[Inode]:
+        """The nodes that are open, and that a name stood for before it had another one."""
+        return {
+            one.inode
+            for one in self.files.values()
+            if not one.inode.is_current and (one.inode.parent, one.inode.name) == (parent, name)
+        }
+
+    def open_directory(self, inode: Inode, generation: int, unique: int) -> DirectoryHandle:
+        handle = DirectoryHandle(self._next, inode, generation, unique)
+        self._next += 1
+        self.directories[handle.fh] = handle
+        inode.served += 1
+        self.tell_directory(handle)
+        return handle
+
+    def tell_directory(self, handle: DirectoryHandle) -> None:
+        self._log.opened(handle.unique, handle.fh, handle.inode.nodeid, 0, records.DIRECTORY, 0)
+
+    def close_directory(self, fh: int) -> DirectoryHandle | None:
+        handle = self.directories.pop(fh, None)
+        if handle is not None:
+            handle.inode.served -= 1
+            self._log.closed(fh)
+        return handle
+
+    def directory(self, fh: int) -> DirectoryHandle:
+        """Return an open directory.
+
+        Raises:
+            OSError: EBADF, there is no such handle.
+        """
+        try:
+            return self.directories[fh]
+        except KeyError:
+            raise OSError(errno.EBADF, f"unknown directory handle {fh}") from None

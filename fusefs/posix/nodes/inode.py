@@ -1,0 +1,171 @@
+"""One node of the tree, and what stat shows of it."""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from fusefs.posix.metadata.object_metadata import Meta
+from fusefs.store.interface import ObjectInfo
+
+if TYPE_CHECKING:
+    from fusefs.posix.write.staging import Staged
+
+# Below are the root and the offsets of "." and ".." in directory streams.
+FIRST_ID = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Ownership:
+    """Who owns what has no owner of its own, and with which permissions.
+
+    `file` and `directory` are what each has of which nothing else is told.
+    """
+
+    uid: int
+    gid: int
+    file_mode: int
+    dir_mode: int
+    file: Meta = field(init=False)
+    directory: Meta = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Made once, for a listing shows a thousand at a time.
+        for name, mode in (
+            ("file", stat.S_IFREG | self.file_mode),
+            ("directory", stat.S_IFDIR | self.dir_mode),
+        ):
+            object.__setattr__(self, name, Meta(mode, self.uid, self.gid))
+
+
+@dataclass(slots=True)
+class Attributes:
+    """What stat shows. `size` is in bytes, `blocks` are of 512, `mtime_ns` since the epoch."""
+
+    ino: int
+    size: int
+    mtime_ns: int
+    mode: int
+    nlink: int
+    uid: int
+    gid: int
+    blocks: int
+
+
+class Inode:
+    """One node id. Plain slots: there are as many as names that the kernel knows.
+
+    `info` is the object version (None for a directory); `children` holds the
+    current inode of each name (None for a file). `served` and `passthrough`
+    count the open handles in each mode: one of them is always zero, because
+    the kernel refuses to mix them in one inode. A directory's are all served,
+    and `offsets` are the children that only its open streams may still name,
+    by their node ids as offsets. `believed_until` is in seconds
+    of the monotonic clock; `looked_up` says that the kernel asked for the name
+    since the last open. `packed` is the session's own form of the attributes.
+
+    `is_removed` says that a file's name was taken from it here. Of the nodes
+    that were one file by then, and may be open in different versions, one
+    stands for the file: the others have it as `lead`, and show its mode,
+    owner and time. `entries_changed_ns` is when this mount last changed a
+    directory's entries, 0 if it has not since the time was set.
+    """
+
+    __slots__ = (
+        "believed_until",
+        "children",
+        "entries_changed_ns",
+        "has_marker",
+        "info",
+        "ino",
+        "is_current",
+        "is_removed",
+        "lead",
+        "looked_up",
+        "meta",
+        "name",
+        "nlookup",
+        "nodeid",
+        "offsets",
+        "packed",
+        "parent",
+        "passthrough",
+        "served",
+        "staged",
+        "streamed_generation",
+    )
+
+    def __init__(
+        self, nodeid: int, ino: int, parent: Inode | None, name: str, info: ObjectInfo | None
+    ) -> None:
+        self.nodeid = nodeid
+        self.ino = ino
+        self.parent = parent
+        self.name = name
+        self.info = info
+        self.children: dict[str, Inode] | None = {} if info is None else None
+        self.offsets: set[Inode] | None = set() if info is None else None
+        self.nlookup = 0
+        self.served = 0
+        self.passthrough = 0
+        self.believed_until = 0.0
+        self.looked_up = False
+        self.is_current = True
+        self.is_removed = False
+        self.lead: Inode | None = None
+        self.entries_changed_ns = 0
+        # What the object's metadata says, on a writable mount; None until it was asked for.
+        self.meta: Meta | None = None
+        self.staged: Staged | None = None
+        self.packed: bytes | None = None
+        # Of a directory: there is known to be a marker.
+        self.has_marker = False
+        # The state of the listing that the kernel has read to its end
+        # (see posix/directory/listings.py).
+        self.streamed_generation = -1
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self.served or self.passthrough)
+
+    def default_meta(self, owner: Ownership) -> Meta:
+        """What it has where the object says nothing."""
+        return owner.directory if self.info is None else owner.file
+
+    def attributes(self, owner: Ownership, mounted_ns: int) -> Attributes:
+        """What stat shows; a directory is as old as the mount, for S3 keeps no time of it."""
+        if self.lead is not None and self.info is not None:
+            size = self.info.size
+            shown = self.lead.attributes(owner, mounted_ns)
+            return replace(shown, ino=self.ino, size=size, nlink=0, blocks=-(-size // 512))
+        info, staged = self.info, self.staged
+        meta = staged.meta if staged is not None else self.meta or self.default_meta(owner)
+        if staged is not None:
+            # The kernel may have written by itself: what the file says is the truth.
+            found = os.fstat(staged.fd)
+            # Holes of a file that is edited are the object's bytes, and not to be skipped.
+            blocks = found.st_blocks if staged.base is None else -(-found.st_size // 512)
+            return Attributes(
+                self.ino, found.st_size, found.st_mtime_ns, meta.mode, int(not staged.is_unlinked),
+                meta.uid, meta.gid, blocks,
+            )  # fmt: skip
+        if info is None:
+            size, mtime_ns, nlink = 4096, mounted_ns, 2
+        else:
+            size, mtime_ns, nlink = info.size, info.mtime_ns, int(not self.is_removed)
+        if self.entries_changed_ns:
+            mtime_ns = self.entries_changed_ns
+        elif meta.mtime_ns is not None:
+            mtime_ns = meta.mtime_ns
+        return Attributes(
+            self.ino, size, mtime_ns, meta.mode, nlink, meta.uid, meta.gid, -(-size // 512)
+        )
+
+
+def stable_ino(key: str) -> int:
+    """An inode number that depends on the key alone (63 bits, never a small one)."""
+    number = int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
+    return number if number >= FIRST_ID else number + FIRST_ID

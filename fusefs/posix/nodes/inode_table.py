@@ -1,0 +1,345 @@
+"""The node table: what the kernel's node ids stand for.
+
+A node id stands for one content. A file's is one version of one object, so
+when somebody else has replaced the object, its name gets a new node id and
+the old one lives on for the handles that hold it; `ino`, which programs see
+as st_ino, is a stable hash of the key and stays the same. Node ids are never
+used twice while mounted.
+
+Each inode counts how often the kernel was told its id (`nlookup`) and goes
+when the kernel has forgotten it as often. What the table holds is written to
+the journal before the reply that tells the kernel about it, so that another
+process can go on with the same ids.
+
+The table belongs to the event loop; nothing here waits.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from fusefs.posix.nodes.inode import FIRST_ID, Attributes, Inode, Ownership, stable_ino
+from fusefs.store.interface import ObjectInfo, ObjectVersion
+
+if TYPE_CHECKING:
+    from fusefs.posix.journal.journal import NodeLog
+    from fusefs.posix.journal.replay import KernelState
+
+__all__ = ["FIRST_ID", "Attributes", "Inode", "InodeTable", "Ownership", "stable_ino"]
+
+# What the bucket has of versions that were copied.
+Copies = Mapping[ObjectVersion, ObjectInfo]
+
+ROOT_ID = 1
+# How much later a listing may date a change of ours.
+CLOCKS_DIFFER_NS = 1_000_000_000
+
+
+class InodeTable:
+    """All inodes by node id, and the current one of each name.
+
+    `prefix` is the mount's own prefix in the bucket ("" or ending in `/`).
+    `ids_are_inos`: a session whose protocol shows the node id as st_ino gets
+    the stable number as node id wherever it is free.
+    """
+
+    def __init__(self, prefix: str, log: NodeLog, *, ids_are_inos: bool = False) -> None:
+        self.prefix = prefix
+        self._log = log
+        self._ids_are_inos = ids_are_inos
+        self._next_id = FIRST_ID
+        self.root = Inode(ROOT_ID, ROOT_ID, None, "", None)
+        self.root.nlookup = 1
+        self._by_id: dict[int, Inode] = {ROOT_ID: self.root}
+        # Called with nodes whose attributes have changed without the kernel's knowing it.
+        self.on_removal: Callable[[int], None] = lambda _nodeid: None
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def all(self) -> list[Inode]:
+        return list(self._by_id.values())
+
+    @property
+    def next_id(self) -> int:
+        """No node id from here on has been used."""
+        return self._next_id
+
+    def restore(self, state: KernelState) -> None:
+        """Take up the nodes that an earlier process told the kernel of.
+
+        Of the nodes of one name the youngest is current, unless it is on
+        record as superseded. Nothing is believed yet: an open asks the bucket.
+        """
+        self._next_id = state.next_id
+        for node in state.nodes.values():
+            if node.nodeid != ROOT_ID:
+                self._by_id[node.nodeid] = Inode(node.nodeid, node.ino, None, node.name, node.info)
+            self._by_id[node.nodeid].entries_changed_ns = node.entries_changed_ns
+        removed: dict[int, list[Inode]] = {}
+        for node in state.nodes.values():
+            if node.nodeid == ROOT_ID:
+                continue  # on record for its time alone
+            inode = self._by_id[node.nodeid]
+            inode.parent = self._by_id.get(node.parent, self.root)
+            inode.nlookup = node.nlookup
+            self._enlist(inode, is_current=node.nodeid not in state.superseded)
+            if inode.info is not None and inode.ino != stable_ino(inode.info.key):
+                inode.is_removed = True
+                removed.setdefault(inode.ino, []).append(inode)
+        for nodes in removed.values():
+            _lead(nodes)
+
+    def _enlist(self, inode: Inode, *, is_current: bool) -> None:
+        assert inode.parent is not None
+        assert inode.parent.children is not None
+        rival = inode.parent.children.get(inode.name)
+        inode.is_current = is_current and (rival is None or rival.nodeid < inode.nodeid)
+        if inode.is_current:
+            inode.parent.children[inode.name] = inode
+            if rival is not None:
+                rival.is_current = False
+
+    def prune(self) -> None:
+        """Remove what was restored and serves neither the kernel nor an open stream."""
+        for inode in self.all():
+            self.drop_unknown(inode)
+
+    def get(self, nodeid: int) -> Inode:
+        """Return the inode of a node id.
+
+        Raises:
+            OSError: ESTALE, the id is not (or no longer) known.
+        """
+        try:
+            return self._by_id[nodeid]
+        except KeyError:
+            raise OSError(errno.ESTALE, f"unknown node id {nodeid}") from None
+
+    def find(self, nodeid: int) -> Inode | None:
+        return self._by_id.get(nodeid)
+
+    def key(self, inode: Inode) -> str:
+        """The full key of a file, or the prefix (ending in `/`, or empty) of a directory."""
+        if inode.info is not None:
+            return inode.info.key
+        path = ""
+        while inode.parent is not None:
+            path = f"{inode.name}/{path}"
+            inode = inode.parent
+        return self.prefix + path
+
+    def resolve(self, parent: Inode, name: str, info: ObjectInfo | None, key: str) -> Inode:
+        """Return the current inode of a name; a new one if it stands for something else now.
+
+        `info` None means a directory; `key` is the object's key or the
+        directory's prefix.
+        """
+        assert parent.children is not None
+        inode = parent.children.get(name)
+        if inode is not None:
+            known = inode.info
+            # What is being written here is not replaced by what a listing says.
+            if known is info or inode.staged is not None:
+                return inode
+            # Another listing of the same version: only what stat shows may differ.
+            if known is not None and info is not None and _same_version(known, info):
+                if info.mtime_ns > known.mtime_ns + CLOCKS_DIFFER_NS:
+                    inode.meta = None  # somebody else has given it another mode, say
+                inode.info = info
+                inode.packed = None
+                self._log.node(inode)
+                return inode
+            self.supersede(inode)
+        ino = stable_ino(key)
+        inode = Inode(self._new_id(ino), ino, parent, name, info)
+        self._by_id[inode.nodeid] = inode
+        parent.children[name] = inode
+        return inode
+
+    def count(self, inode: Inode, believed_until: float) -> None:
+        """Log that the kernel is about to be told this node id once more."""
+        inode.nlookup += 1
+        inode.believed_until = believed_until
+        inode.looked_up = True
+        if inode.nlookup == 1:
+            self._log.node(inode)
+        else:
+            self._log.count(inode)
+
+    def mention(self, inode: Inode) -> None:
+        """Log that a directory stream is about to use this node id as an offset."""
+        self._log.node(inode)
+        if not inode.nlookup:
+            self._keep_as_offset(inode)
+
+    def close_directory(self, inode: Inode) -> None:
+        """The last stream of a directory has been closed: its offsets mean nothing any more."""
+        assert inode.offsets is not None
+        offsets, inode.offsets = inode.offsets, set()
+        for child in offsets:
+            self.drop_unknown(child)
+        self.drop_unknown(inode)
+
+    def supersede(self, inode: Inode) -> None:
+        """Let the next lookup of its name make a new inode."""
+        self._log.superseded(inode.nodeid)
+        self._unlist(inode)
+
+    def _unlist(self, inode: Inode) -> None:
+        inode.is_current = False
+        siblings = inode.parent.children if inode.parent is not None else None
+        if siblings is not None and siblings.get(inode.name) is inode:
+            del siblings[inode.name]
+
+    def replace_version(self, inode: Inode, info: ObjectInfo) -> None:
+        """Let an inode that nobody has open stand for another version from now on."""
+        inode.info = info
+        inode.packed = None
+        self._log.node(inode)
+
+    def create(self, parent: Inode, name: str, info: ObjectInfo | None, key: str) -> Inode:
+        """A new inode for a name that had none."""
+        assert parent.children is not None
+        old = parent.children.get(name)
+        if old is not None:
+            self.supersede(old)
+        return self.resolve(parent, name, info, key)
+
+    def at(self, prefix: str) -> Inode | None:
+        """The directory of a prefix, if it has an inode."""
+        inode: Inode | None = self.root
+        for name in prefix[len(self.prefix) :].split("/")[:-1]:
+            inode = (inode.children or {}).get(name) if inode is not None else None
+        return inode
+
+    def detach(self, nodes: Iterable[Inode]) -> None:
+        """A file's name is gone, or another's: whoever has it open goes on with it.
+
+        `nodes` are all that the name has stood for as long as it was this
+        file's. From now on one of them stands for it. Their number is that of
+        the name, hence they get another one.
+        """
+        nodes = [inode for inode in nodes if not inode.is_removed]
+        files = [inode for inode in nodes if inode.info is not None]
+        lead = _lead(files) if files else None
+        for inode in nodes:
+            self.supersede(inode)
+            inode.packed = None
+            if lead is None or lead.info is None or inode.info is None:
+                continue
+            inode.is_removed = True
+            if inode.is_open and not self._ids_are_inos:
+                inode.ino = stable_ino(f"{lead.info.key}\0{lead.nodeid}")
+                self._log.node(inode)
+            if inode is not lead:
+                self.on_removal(inode.nodeid)
+
+    def entries_changed(self, directory: Inode) -> None:
+        """This mount has changed which names a directory has: that is its time from now on."""
+        self.set_entries_changed(directory, time.time_ns())
+
+    def set_entries_changed(self, directory: Inode, changed_ns: int) -> None:
+        if directory.entries_changed_ns != changed_ns:
+            directory.entries_changed_ns = changed_ns
+            directory.packed = None
+            self._log.node(directory)
+
+    def move(
+        self, inode: Inode, parent: Inode, name: str, copies: Copies = MappingProxyType({})
+    ) -> None:
+        """Give an inode, and everything below it, another name.
+
+        `copies` tells what the bucket has of the versions under their new keys.
+        """
+        assert parent.children is not None
+        replaced = parent.children.get(name)
+        if replaced is not None and replaced is not inode:
+            self.detach([replaced])
+        self._unlist(inode)
+        inode.parent, inode.name, inode.is_current = parent, name, True
+        parent.children[name] = inode
+        self._rename(inode, self.key(parent) + name, copies)
+
+    def _rename(self, inode: Inode, key: str, copies: Copies) -> None:
+        if inode.info is None:
+            key += "/"
+            inode.streamed_generation = -1  # of another directory's listing
+            for child in (inode.children or {}).values():
+                self._rename(child, key + child.name, copies)
+        else:
+            self.follow(inode, copies.get(inode.info.version), key)
+        if not self._ids_are_inos:
+            inode.ino = stable_ino(key)
+        inode.packed = None
+        self._log.node(inode)
+
+    def follow(self, inode: Inode, copy: ObjectInfo | None, key: str) -> None:
+        """Let an inode be of another key, and of the copy that the bucket has there."""
+        assert inode.info is not None
+        if inode.meta is not None and inode.meta.mtime_ns is None:
+            # A copy is younger, and says in its metadata how old the content is.
+            inode.meta = inode.meta.changed(mtime_ns=inode.info.mtime_ns)
+        if copy is None:
+            inode.believed_until, inode.looked_up = 0.0, False
+            copy = replace(inode.info, key=key)
+        self.replace_version(inode, copy)
+
+    def forget(self, nodeid: int, nlookup: int) -> None:
+        """The kernel has dropped `nlookup` of its references; unknown ids are ignored."""
+        inode = self._by_id.get(nodeid)
+        if inode is None or nodeid == ROOT_ID:
+            return
+        inode.nlookup = max(0, inode.nlookup - nlookup)
+        self._log.count(inode)
+        self.drop_unknown(inode)
+
+    def drop_unknown(self, inode: Inode) -> None:
+        """Remove an inode that the kernel has no reference to, or keep it as an offset."""
+        parent = inode.parent
+        if inode.nlookup or inode.is_open or inode.children or parent is None:
+            return
+        if inode.staged is not None:
+            return
+        if parent.served:
+            self._keep_as_offset(inode)
+            return
+        self._unlist(inode)
+        if self._by_id.pop(inode.nodeid, None) is not None:
+            self._log.gone(inode.nodeid)
+        # A directory whose last child goes may itself have been forgotten before.
+        if not parent.nlookup:
+            self.drop_unknown(parent)
+
+    def _keep_as_offset(self, inode: Inode) -> None:
+        assert inode.parent is not None
+        assert inode.parent.offsets is not None
+        inode.parent.offsets.add(inode)
+
+    def _new_id(self, ino: int) -> int:
+        if self._ids_are_inos and ino not in self._by_id:
+            return ino
+        while self._next_id in self._by_id:
+            self._next_id += 1
+        self._next_id += 1
+        return self._next_id - 1
+
+
+def _lead(nodes: list[Inode]) -> Inode:
+    """Have the one of these nodes of one file stand for it that has the latest content."""
+    lead = max(nodes, key=lambda inode: (inode.is_current, inode.staged is not None, inode.nodeid))
+    for inode in nodes:
+        if inode is not lead:
+            inode.lead = lead
+            if lead.meta is None:
+                lead.meta = inode.meta
+    return lead
+
+
+def _same_version(one: ObjectInfo, other: ObjectInfo) -> bool:
+    return one.etag == other.etag and one.size == other.size and one.key == other.key

@@ -1,0 +1,351 @@
+"""How an open is decided.
+
+1. Is the node id still what its name stands for? If not: ESTALE, upon which
+   the kernel looks the name up again by itself and opens the new node. A
+   program that reopens without a name (/proc/self/fd/N, a bind-mounted single
+   file) can't be sent anywhere else; it is recognised by its asking twice
+   (`Redirects`), and gets what the old node can still give (`_open_anyway`).
+2. Is the version whole in the cache? A small one is fetched first.
+3. Whole, and no handle of the node is served: passthrough. Whole, but an
+   older handle of the node is served: the name gets a new node (ESTALE as in
+   1), so that a handle from before the fetch keeps nobody else from
+   passthrough. Not whole: served.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+
+from fusefs.cache.cached_file import CacheFile
+from fusefs.cache.downloader import BLOCK, Fetcher, NotKeptError
+from fusefs.cache.file_cache import FileCache
+from fusefs.cache.readahead import SMALL, Siblings, Window
+from fusefs.posix.directory.listings import Directories, Directory
+from fusefs.posix.journal.journal import NodeLog
+from fusefs.posix.nodes.handles import HandleTable
+from fusefs.posix.nodes.inode_table import Inode, InodeTable
+from fusefs.posix.types import Answer, BackingFiles, Caller, Opened, ReadCounters, waiting
+from fusefs.store.errors import NotFoundError, StaleVersionError
+from fusefs.store.interface import ObjectInfo, Store
+
+# Openers who were told ESTALE; more are not needed than opens are under way.
+MOST_STALE = 4096
+# Directories whose small files are fetched ahead.
+MOST_FOLDERS = 64
+
+_WRITING = os.O_WRONLY | os.O_RDWR
+
+
+class Opener:
+    """The opens of one mount. Belongs to the event loop.
+
+    `invalidate_attributes` asks the kernel to forget a node's attributes.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        directories: Directories,
+        cache: FileCache,
+        fetcher: Fetcher,
+        backing: BackingFiles,
+        log: NodeLog,
+        inodes: InodeTable,
+        handles: HandleTable,
+        counters: ReadCounters,
+        invalidate_attributes: Callable[[int], None],
+    ) -> None:
+        self._store = store
+        self._directories = directories
+        self._cache = cache
+        self._fetcher = fetcher
+        self._backing = backing
+        self._inodes = inodes
+        self._handles = handles
+        self._counters = counters
+        self._invalidate_attributes = invalidate_attributes
+        # Opens a file that is being written; set by who writes.
+        self.open_staged: Callable[[Inode, int, Caller], Opened]
+        self.redirects = Redirects(log)
+        self._siblings: OrderedDict[str, Siblings] = OrderedDict()
+
+    def open(self, inode: Inode, flags: int, caller: Caller) -> Answer[Opened]:
+        """Open a file for reading; see the module's text."""
+        if flags & _WRITING or flags & os.O_TRUNC:
+            raise OSError(errno.EROFS, "the mount is read-only")
+        if inode.info is None:
+            raise OSError(errno.EISDIR, "a directory")
+        is_believed = self._is_believed(inode)
+        if known := self._handles.opened_by(caller.unique):
+            return self._opened_before(known)
+        if inode.is_current and is_believed:
+            file = self._cache.find(inode.info.version)
+            if file is not None and file.is_complete and not inode.served:
+                backing_id = self._backing.find(file)
+                if backing_id and not (file.needs_check or self._cache.probing.is_due(file)):
+                    self._counters.hit(file.size)
+                    return self._opened_passthrough(inode, file, backing_id, flags, caller)
+        return waiting(self._open_later(inode, flags, caller, is_believed))
+
+    def outdate(self, inode: Inode, info: ObjectInfo | None = None) -> None:
+        """The bucket has another version than the inode's: `info`, or one to be asked for."""
+        if inode.parent is not None:
+            directory = self._directories.get(self._inodes.key(inode.parent))
+            self._directories.correct(directory, inode.name, info)
+        self._inodes.supersede(inode)
+
+    def _opened_before(self, fh: int) -> Opened:
+        """An open that the last process had logged, but not answered."""
+        backing_id = self._handles.files[fh].backing_id
+        return Opened(fh, keep_cache=bool(backing_id), backing_id=backing_id)
+
+    def _is_believed(self, inode: Inode) -> bool:
+        """Whether the node may be opened without asking the bucket what its name stands for."""
+        if inode.looked_up:
+            inode.looked_up = False
+            return True
+        return inode.believed_until > time.monotonic()
+
+    async def _open_later(
+        self, inode: Inode, flags: int, caller: Caller, is_believed: bool
+    ) -> Opened:
+        if inode.is_current and not is_believed:
+            await self._ask_again(inode)
+        if not inode.is_current:
+            return await self._open_elsewhere(inode, flags, caller)
+        assert inode.info is not None
+        file = self._cache.pin(inode.info.version)
+        try:
+            is_whole = await self._prepare(inode, inode.info, file)
+            # A file that is not whole is registered for its lock, which the
+            # kernel keeps when this process dies: nobody evicts it then.
+            is_usable = file.fd >= 0 and file.is_kept
+            if is_usable and is_whole and self._cache.probing.is_due(file):
+                is_usable = await self._cache.probing.passes(file)
+            backing_id = await self._backing.register(file) if is_usable else 0
+            if inode.staged is not None:
+                # Somebody has begun to write to it meanwhile.
+                return self.open_staged(inode, flags, caller)
+            if not inode.is_current:
+                return await self._open_elsewhere(inode, flags, caller)
+            if self._cache.find(inode.info.version) is not file:
+                # It was written to, and is in the bucket already; or its file was dropped.
+                return await self._open_later(inode, flags, caller, is_believed)
+            if is_whole and backing_id:
+                if not inode.served:
+                    return self._opened_passthrough(inode, file, backing_id, flags, caller)
+                if not self.redirects.was_told(inode, caller.program):
+                    self._inodes.supersede(inode)
+                    return await self._open_elsewhere(inode, flags, caller)
+            keep_cache = file.name not in self._cache.discarded
+            return self._opened_served(inode, file, flags, caller, keep_cache=keep_cache)
+        finally:
+            self._cache.unpin(file)
+
+    async def _ask_again(self, inode: Inode) -> None:
+        """Ask what the name stands for now; if for something else, the inode is current no more."""
+        assert inode.info is not None
+        info = await self._current_info(inode)
+        if info is not None and info.version == inode.info.version:
+            inode.believed_until = time.monotonic() + self._directories.ttl_s
+        else:
+            self.outdate(inode, info)
+
+    async def _open_elsewhere(self, inode: Inode, flags: int, caller: Caller) -> Opened:
+        """Send the opener to the name's new node, or give it what the old one has.
+
+        Raises:
+            OSError: ESTALE, for the kernel to look the name up again.
+        """
+        self.redirect(inode, caller)
+        return await self._open_anyway(inode, flags, caller)
+
+    def redirect(self, inode: Inode, caller: Caller) -> None:
+        """Send the opener to the name's new node, unless it has no name to look up.
+
+        Raises:
+            OSError: ESTALE, for the kernel to look the name up again.
+        """
+        if not self.redirects.was_told(inode, caller.program):
+            self.redirects.tell(inode, caller.program)
+            raise OSError(errno.ESTALE, "the name stands for something else now")
+
+    async def _open_anyway(self, inode: Inode, flags: int, caller: Caller) -> Opened:
+        """Open an old node for a program that has no name to look up.
+
+        It gets the old version if that is whole in the cache, else the
+        current one under the old node if nobody has that open.
+
+        Raises:
+            OSError: ESTALE, neither is possible.
+        """
+        assert inode.info is not None
+        file = self._cache.pin(inode.info.version)
+        try:
+            if file.is_complete and await self._cache.ensure_open(file) and file.is_complete:
+                return await self._opened_either_way(inode, file, flags, caller, keep_cache=True)
+        finally:
+            self._cache.unpin(file)
+        info = await self._current_info(inode)
+        if inode.is_open or info is None:
+            raise OSError(errno.ESTALE, "the object has been replaced while it was open")
+        is_new = info.version != inode.info.version
+        if is_new:
+            self._inodes.replace_version(inode, info)
+            self._invalidate_attributes(inode.nodeid)
+        file = self._cache.pin(info.version)
+        try:
+            await self._prepare(inode, info, file)
+            return await self._opened_either_way(inode, file, flags, caller, keep_cache=not is_new)
+        finally:
+            self._cache.unpin(file)
+
+    async def _current_info(self, inode: Inode) -> ObjectInfo | None:
+        """What the bucket has under the inode's key, None if nothing."""
+        assert inode.info is not None
+        try:
+            return await self._store.head(inode.info.key)
+        except NotFoundError:
+            return None
+
+    async def _prepare(self, inode: Inode, info: ObjectInfo, file: CacheFile) -> bool:
+        """Have a version's first bytes in its file, all of them if it is small.
+
+        Tells whether the file is whole. If the bucket has another version by
+        now, the inode is not the current one any more.
+        """
+        if not info.size:
+            return False
+        if not self._cache.is_new(file) and not await self._cache.ensure_open(file):
+            await self._ask_again(inode)
+            return False
+        if info.size <= SMALL:
+            self._note_small(inode, info, was_there=file.is_complete)
+        if file.is_complete:
+            self._counters.hit(info.size)
+            return True
+        # The first bytes of a large file also show that the version is the current one.
+        needed = info.size if info.size <= SMALL else 1
+        if needed == 1 and file.present.covers(0, BLOCK):
+            await self._ask_again(inode)
+            return False
+        self._counters.miss(needed)
+        try:
+            await self._fetcher.wait_for(file, 0, needed)
+        except NotKeptError:
+            await self._ask_again(inode)
+        except (StaleVersionError, NotFoundError):
+            self.outdate(inode)  # it changed since it was listed
+        return file.is_complete
+
+    async def _opened_either_way(
+        self, inode: Inode, file: CacheFile, flags: int, caller: Caller, *, keep_cache: bool
+    ) -> Opened:
+        """Open in the mode that the node is in, or in the better one if it is in none."""
+        if file.is_complete and file.size and not inode.served:
+            backing_id = await self._backing.register(file)
+            if inode.passthrough and not self._is_read(inode, file):
+                # The kernel refuses to read two files for one node.
+                raise OSError(errno.ESTALE, "the cached copy that is open was dropped")
+            if backing_id and not inode.served:
+                return self._opened_passthrough(inode, file, backing_id, flags, caller)
+        return self._opened_served(inode, file, flags, caller, keep_cache=keep_cache)
+
+    def _is_read(self, inode: Inode, file: CacheFile) -> bool:
+        """Whether the kernel reads this file for an old node, and not one that was dropped."""
+        handles = self._handles.files.values()
+        return all(one.file is file for one in handles if one.inode is inode)
+
+    def _opened_passthrough(
+        self, inode: Inode, file: CacheFile, backing_id: int, flags: int, caller: Caller
+    ) -> Opened:
+        assert inode.info is not None
+        self._cache.pin_again(file)
+        handle = self._handles.open_file(
+            inode, inode.info.version, file, backing_id, flags, caller.unique
+        )
+        return Opened(handle.fh, keep_cache=True, backing_id=backing_id)
+
+    def _opened_served(
+        self, inode: Inode, file: CacheFile, flags: int, caller: Caller, *, keep_cache: bool
+    ) -> Opened:
+        assert inode.info is not None
+        if inode.passthrough:
+            # The kernel reads a file for this node; another mode would be an EIO.
+            backing_id = self._backing.find(file)
+            if not backing_id:
+                raise OSError(errno.ESTALE, "the node is open for passthrough")
+            return self._opened_passthrough(inode, file, backing_id, flags, caller)
+        self._cache.pin_again(file)
+        handle = self._handles.open_file(inode, inode.info.version, file, 0, flags, caller.unique)
+        if not file.is_complete:
+            handle.window = Window(self._fetcher, file)
+        return Opened(handle.fh, keep_cache=keep_cache)
+
+    def _note_small(self, inode: Inode, info: ObjectInfo, *, was_there: bool) -> None:
+        """Let the directory's prefetch know that one of its small files is being opened."""
+        assert inode.parent is not None
+        prefix = self._inodes.key(inode.parent)
+        siblings = self._siblings.get(prefix)
+        if siblings is None:
+            if was_there:
+                return
+            order = _known_files(self._directories.get(prefix))
+            siblings = self._siblings[prefix] = Siblings(self._fetcher, self._cache, order)
+            while len(self._siblings) > MOST_FOLDERS:
+                self._siblings.popitem(last=False)[1].close()
+        siblings.opened(info, was_there=was_there)
+
+
+class Redirects:
+    """Opens that were told ESTALE and have not been followed by a lookup yet."""
+
+    def __init__(self, log: NodeLog) -> None:
+        self._log = log
+        # The node that was to be opened, by (directory, name, process).
+        self._told: OrderedDict[tuple[int, str, int], int] = OrderedDict()
+
+    def was_told(self, inode: Inode, program: int) -> bool:
+        return _opener(inode, program) in self._told
+
+    def tell(self, inode: Inode, program: int) -> None:
+        """Note that a process is sent to look the inode's name up."""
+        self.recall(inode, program)
+        self._log.stale(inode.nodeid, program, is_told=True)
+        while len(self._told) > MOST_STALE:
+            self._told.popitem(last=False)
+
+    def recall(self, inode: Inode, program: int) -> None:
+        """Know what an earlier process of this mount has told."""
+        self._told[_opener(inode, program)] = inode.nodeid
+
+    def looked_up(self, parent_id: int, name: str, program: int) -> None:
+        """Note a lookup: this process has a name to go by."""
+        if self._told:
+            nodeid = self._told.pop((parent_id, name, program), None)
+            if nodeid is not None:
+                self._log.stale(nodeid, program, is_told=False)
+
+
+def _opener(inode: Inode, program: int) -> tuple[int, str, int]:
+    return (inode.parent.nodeid if inode.parent is not None else 0, inode.name, program)
+
+
+def _known_files(directory: Directory) -> Iterator[ObjectInfo]:
+    """The files that listings have told of so far, in order."""
+    at = ""
+    while True:
+        segment = next((one for one in directory.segments if one.start >= at), None)
+        if segment is None:
+            return
+        for name in segment.ordered:
+            entry = segment.entries.get(name)
+            if entry is not None:
+                yield entry
+        if segment.stop is None:
+            return
+        at = segment.stop

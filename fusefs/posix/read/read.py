@@ -1,0 +1,204 @@
+"""READ of a served handle: from the page cache, the disk, the bucket, in this order.
+
+What is in the page cache is answered at once, what is on the disk by a thread;
+what is missing waits for its download. Where the cache can't keep a version,
+it is read past it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+
+import trio
+
+from fusefs.cache.cached_file import CacheFile
+from fusefs.cache.downloader import Fetcher, NotKeptError
+from fusefs.cache.file_cache import FileCache
+from fusefs.cache.integrity.probes import is_lost
+from fusefs.posix.nodes.handles import FileHandle, HandleTable
+from fusefs.posix.nodes.inode_table import Inode
+from fusefs.posix.types import Answer, ReadCounters, waiting
+from fusefs.posix.write.sparse_edit import Base, Editor
+from fusefs.posix.write.staging import Staged
+from fusefs.store.errors import NotFoundError, StaleVersionError
+
+# One request is answered from a buffer of this size (max_pages of 4 KiB).
+MAX_READ = 1 << 20
+
+
+class Reader:
+    """The reads of one mount. Belongs to the event loop.
+
+    `outdate` is told of an inode whose version the bucket has no more.
+    """
+
+    def __init__(
+        self,
+        cache: FileCache,
+        fetcher: Fetcher,
+        handles: HandleTable,
+        counters: ReadCounters,
+        outdate: Callable[[Inode], None],
+    ) -> None:
+        self._cache = cache
+        self._fetcher = fetcher
+        self._handles = handles
+        self._counters = counters
+        self._outdate = outdate
+        self._buffer = memoryview(bytearray(MAX_READ))
+        self._nowait = os.RWF_NOWAIT
+        self._disk = trio.CapacityLimiter(16)
+        # Brings what an edited file lacks, on a writable mount.
+        self.editor: Editor | None = None
+
+    def read(self, fh: int, offset: int, size: int) -> Answer[memoryview | bytes | bytearray]:
+        """The bytes of a handle's version at [offset, offset + size); see `Operations.read`."""
+        try:
+            handle = self._handles.files[fh]
+        except KeyError:
+            raise OSError(errno.EBADF, f"unknown file handle {fh}") from None
+        if handle.inode.staged is not None:
+            return self._read_staged(handle.inode.staged, offset, size)
+        file = handle.file
+        stop = min(offset + size, file.size)
+        if offset >= stop:
+            return b""
+        if file.is_complete or file.present.covers(offset, stop):
+            if handle.window is not None and not file.is_complete:
+                handle.window.reads(offset, stop)
+            self._counters.hit(stop - offset)
+            data = self._read_now(file, offset, stop - offset)
+            if data is not None:
+                return data
+        return waiting(self._read_later(handle, offset, stop))
+
+    def _read_staged(
+        self, staged: Staged, offset: int, size: int
+    ) -> Answer[memoryview | bytes | bytearray]:
+        """The bytes of a file that is being written, fewer at its end."""
+        if staged.base is not None and staged.base.lacks(offset, offset + size):
+            return waiting(self._read_edited(staged, staged.base, offset, size))
+        data = self._buffer[: min(size, MAX_READ)]
+        try:
+            count = os.preadv(staged.fd, (data,), offset, self._nowait)
+            # It is short at the file's end, but also where the page cache ends.
+            if count == len(data) or offset + count >= staged.size():
+                return data[:count]
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EOPNOTSUPP):
+                raise
+        return self._pread_later(staged, offset, size)
+
+    async def _read_edited(self, staged: Staged, base: Base, offset: int, size: int) -> bytes:
+        assert self.editor is not None
+        async with staged.lock:
+            await self.editor.fill(base, staged.fd, offset, offset + size)
+        return await self._pread_later(staged, offset, size)
+
+    async def _pread_later(self, staged: Staged, offset: int, size: int) -> bytes:
+        return await trio.to_thread.run_sync(
+            _read_what_is_there, staged.fd, offset, size, limiter=self._disk
+        )
+
+    def _read_now(self, file: CacheFile, offset: int, size: int) -> memoryview | None:
+        """Read what the page cache has, all of it or None."""
+        if file.fd < 0 or size > MAX_READ:
+            return None
+        data = self._buffer[:size]
+        try:
+            count = os.preadv(file.fd, (data,), offset, self._nowait)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            if error.errno != errno.EOPNOTSUPP or not self._nowait:
+                return None
+            # tmpfs: it knows no RWF_NOWAIT, and never waits for a disk either.
+            self._nowait = 0
+            return self._read_now(file, offset, size)
+        return data if count == size else None
+
+    async def _read_later(self, handle: FileHandle, offset: int, stop: int) -> memoryview | bytes:
+        file = handle.file
+        self._cache.pin_again(file)  # the handle may be released before the answer is there
+        try:
+            if file.is_kept:
+                try:
+                    return await self._read_kept(handle, offset, stop)
+                except NotKeptError:
+                    pass
+            return await self._read_unkept(handle, offset, stop)
+        except NotFoundError:
+            self._outdate(handle.inode)
+            raise OSError(errno.ESTALE, "the object has been deleted") from None
+        except StaleVersionError:
+            self._outdate(handle.inode)
+            raise
+        finally:
+            self._cache.unpin(file)
+
+    async def _read_kept(self, handle: FileHandle, offset: int, stop: int) -> memoryview | bytes:
+        file = handle.file
+        if not file.present.covers(offset, stop):
+            self._counters.miss(stop - offset)
+            if handle.window is not None:
+                handle.window.reads(offset, stop)
+            await self._fetcher.wait_for(file, offset, stop)
+            # What has just been written is in the page cache.
+            data = self._read_now(file, offset, stop - offset)
+            if data is not None:
+                return data
+        elif not await self._cache.ensure_open(file):
+            raise NotKeptError
+        try:
+            return await trio.to_thread.run_sync(
+                read_fully, file.fd, offset, stop - offset, limiter=self._disk
+            )
+        except OSError as error:
+            if is_lost(error):
+                self._cache.integrity.drop(file, error)
+            else:
+                self._cache.refuse(file, error)
+            raise NotKeptError from error
+
+    async def _read_unkept(self, handle: FileHandle, offset: int, stop: int) -> memoryview:
+        """Read past the cache, somewhat more than asked for, which serves the next reads."""
+        buffers = self._fetcher.unkept
+        start, data = handle.unkept
+        if not (start <= offset and stop <= start + len(data)):
+            start = offset
+            end = min(handle.file.size, max(stop, offset + buffers.ahead(handle)))
+            # The object may have another key than when it was opened.
+            version = handle.file.version or handle.version
+            data = await self._fetcher.read_unkept(version, start, end)
+            if self._handles.files.get(handle.fh) is handle:
+                buffers.keep(handle, start, data)
+        return memoryview(data)[offset - start : stop - start]
+
+    def closed(self, handle: FileHandle) -> None:
+        """A handle is closed, and reads no more."""
+        self._fetcher.unkept.drop(handle)
+
+
+def _read_what_is_there(fd: int, offset: int, size: int) -> bytes:
+    """Read up to `size` bytes, fewer only at the file's end. Blocks."""
+    data = os.pread(fd, size, offset)
+    while len(data) < size and (more := os.pread(fd, size - len(data), offset + len(data))):
+        data += more
+    return data
+
+
+def read_fully(fd: int, offset: int, size: int) -> bytes:
+    """Read exactly `size` bytes, which are known to be there. Blocks.
+
+    Raises:
+        OSError: the disk failed, or the file is shorter than it was.
+    """
+    data = os.pread(fd, size, offset)
+    while len(data) < size:
+        more = os.pread(fd, size - len(data), offset + len(data))
+        if not more:
+            raise OSError(errno.EIO, "the cache file is too short")
+        data += more
+    return data

@@ -1,0 +1,138 @@
+"""What operations are asked with, and what they answer: the types that sessions share with them.
+
+An operation answers at once, or returns a coroutine when it has to wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+from fusefs.cache.cached_file import CacheFile
+from fusefs.posix.nodes.inode_table import Inode
+from fusefs.store.errors import StoreError
+
+Result = TypeVar("Result")
+# Above what threads are numbered with.
+_USERS = 1 << 31
+# An answer, or the coroutine that waits for it.
+Answer: TypeAlias = Result | Coroutine[Any, Any, Result]
+
+
+@dataclass(slots=True)
+class Caller:
+    """Who asks: the request's id, and the process as the mount's namespace sees it.
+
+    `pid` is a thread's, and 0 where that namespace has no number for it.
+    """
+
+    unique: int
+    uid: int
+    gid: int
+    pid: int
+
+    @property
+    def program(self) -> int:
+        """What tells programs apart, as far as that can be: the thread, else the user."""
+        return self.pid or _USERS | self.uid
+
+
+@dataclass(slots=True)
+class Found:
+    """A name's inode (None: there is none) and for how many seconds to believe it.
+
+    Without `has_attributes` only its type is known: whoever wants more asks again.
+    """
+
+    inode: Inode | None
+    valid_s: float
+    has_attributes: bool = True
+
+
+@dataclass(slots=True)
+class Opened:
+    """An open handle. `backing_id` is not 0 for passthrough.
+
+    What is written through an `is_direct` handle is not kept by the kernel, too.
+    """
+
+    fh: int
+    keep_cache: bool
+    backing_id: int = 0
+    may_write: bool = False
+    is_direct: bool = False
+
+
+@dataclass(slots=True)
+class NewAttributes:
+    """What a SETATTR changes; None for what stays. Times are in ns since the epoch."""
+
+    mode: int | None = None
+    uid: int | None = None
+    gid: int | None = None
+    size: int | None = None
+    mtime_ns: int | None = None
+
+
+class BackingFiles(Protocol):
+    """What the kernel reads by itself; see fuse/passthrough.py."""
+
+    @property
+    def is_on(self) -> bool: ...
+
+    def find(self, file: CacheFile) -> int:
+        """The id under which a file is registered, or 0."""
+
+    async def register(self, file: CacheFile) -> int:
+        """Register a pinned file whose descriptor is open; 0 if the kernel refuses."""
+
+
+class DirectoryBuffer(Protocol):
+    """Where a session collects the entries of one reply."""
+
+    @property
+    def is_plus(self) -> bool:
+        """Whether an entry also hands out a reference to its inode."""
+
+    @property
+    def takes_names(self) -> bool:
+        """Whether an entry may be a name alone, without attributes and reference."""
+
+    @property
+    def is_empty(self) -> bool: ...
+
+    def add_dot(self, name: bytes, ino: int, offset: int) -> bool:
+        """Add "." or ".."; False if there is no room."""
+
+    def add(self, name: bytes, inode: Inode, valid_s: float | None) -> bool:
+        """Add an entry whose offset is its node id; False if there is no room.
+
+        `valid_s` None makes it a name alone.
+        """
+
+
+@dataclass(slots=True)
+class ReadCounters:
+    """What was asked of the cache: requests and bytes that it had, and that it had not."""
+
+    hits: int = 0
+    hit_bytes: int = 0
+    misses: int = 0
+    miss_bytes: int = 0
+
+    def hit(self, size: int) -> None:
+        self.hits += 1
+        self.hit_bytes += size
+
+    def miss(self, size: int) -> None:
+        self.misses += 1
+        self.miss_bytes += size
+
+
+async def waiting(answer: Awaitable[Result]) -> Result:
+    """Turn the store's errors into those of system calls, in this one place."""
+    try:
+        return await answer
+    except StoreError as error:
+        raise OSError(error.errno, str(error)) from error

@@ -1,0 +1,101 @@
+"""Checksums of what programs closed and the bucket does not have yet.
+
+Such a content may lie on the local disk for long, and is nowhere else. Its
+checksum is taken when it was just written and its bytes are in memory: at a
+close with local durability, and when an upload fails. It is an attribute of the
+file, and compared before every upload. A content that differs is kept and not
+uploaded, until a program writes to the file again or removes it.
+
+The attribute goes before the content changes, so no file has the checksum of
+another content. An edit of a large object has none: what it lacks of the object
+comes into its file at any time. A file system without attributes keeps none
+for the next process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from typing import TYPE_CHECKING
+
+import trio
+
+from fusefs.cache.integrity.checksums import BLOCK, crc32
+
+if TYPE_CHECKING:
+    from fusefs.posix.write.staging import Staged
+
+ATTRIBUTE = "user.fusefs.sum"
+# A content of so many bytes takes less time to read than to give to a thread.
+SMALL = 128 << 10
+
+
+async def note(staged: Staged) -> None:
+    """Take the checksum of a content, unless it has one or is being changed.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    if staged.sum is not None or staged.base is not None or staged.lock.locked():
+        return
+    changes = staged.changes
+    found = await _sum_of(staged)
+    # A write that a thread is at holds the lock.
+    if staged.changes == changes and staged.base is None and not staged.lock.locked():
+        staged.sum = found
+        with contextlib.suppress(OSError):
+            os.setxattr(staged.fd, ATTRIBUTE, found.to_bytes(4, "big"))
+
+
+def recall(fd: int) -> int | None:
+    """The checksum that an earlier process took of a content."""
+    try:
+        return int.from_bytes(os.getxattr(fd, ATTRIBUTE), "big")
+    except OSError:
+        return None
+
+
+def forget(staged: Staged) -> None:
+    """Have no checksum of a content that is about to change."""
+    staged.sum = None
+    with contextlib.suppress(OSError):
+        os.removexattr(staged.fd, ATTRIBUTE)
+
+
+async def check(staged: Staged) -> None:
+    """Compare a content with its checksum, if it has one.
+
+    Raises:
+        OSError: it differs, or it can't be read.
+    """
+    expected, changes = staged.sum, staged.changes
+    if expected is None or await _sum_of(staged) == expected or staged.changes != changes:
+        return
+    raise OSError(
+        errno.EIO,
+        f"its content on the local disk differs from what was written; it is kept in {staged.path}"
+        " and not uploaded: write the file again, or remove it",
+    )
+
+
+async def _sum_of(staged: Staged) -> int:
+    size = staged.size()
+    if size <= SMALL:
+        return crc32(memoryview(os.pread(staged.fd, size, 0)))
+    # The file may be uploaded, and released, while this waits for the disk.
+    fd = os.dup(staged.fd)
+    try:
+        return await trio.to_thread.run_sync(_content_sum, fd)
+    finally:
+        os.close(fd)
+
+
+def _content_sum(fd: int) -> int:
+    """The CRC32 of a file's content. Blocks."""
+    crc = offset = 0
+    buffer = memoryview(bytearray(BLOCK))
+    while count := os.preadv(fd, [buffer], offset):
+        crc = crc32(buffer[:count], crc)
+        offset += count
+    return crc

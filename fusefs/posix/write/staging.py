@@ -1,0 +1,481 @@
+"""Files that are being written: each has its content in a local file until the bucket has it.
+
+    DIRECTORY/source         the bucket that all of it belongs to
+    DIRECTORY/NODEID         a content
+    DIRECTORY/NODEID.json    its record: key, what the bucket has, mode, owner, its upload;
+                             mostly it is an attribute of the content (staging_record.py)
+
+A record is written before anything relies on it, and whole or not at all, so
+that another process, also after a crash, finds what has to be uploaded and
+under which key. Times are not in it: the file's own are those of the content.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import logging
+import os
+import stat
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from fusefs.cache.file_cache import FileCache
+from fusefs.cache.ranges import RangeMap
+from fusefs.posix.metadata import object_metadata as meta
+from fusefs.posix.metadata.object_metadata import Meta
+from fusefs.posix.nodes.inode_table import Inode
+from fusefs.posix.write import staged_sums, staging_record
+from fusefs.posix.write.sparse_edit import Base
+from fusefs.store.interface import ObjectVersion, Upload, UploadState
+
+logger = logging.getLogger("fusefs.staging")
+
+
+# What S3 takes as one object.
+LARGEST = 5 << 40
+
+
+class Staged:
+    """One file that is written. Belongs to the event loop.
+
+    `etag` is that of the object that the bucket has under the key, None if it
+    has none. `changes` counts what was done to the content, and `uploaded` is
+    what it was when the bucket got it; `meta_changes` counts what was done to
+    mode, owner, times and attributes, also during an upload. `lock` is held while the file is
+    uploaded, renamed or removed; writes wait for it, so that no object is a mix.
+
+    `exclusive` is set while the bucket has not decided yet that a file created
+    with O_EXCL is new: it marks this file's reservation (exclusive.py).
+    `creator` is the process that created it so, 0 if that is not known.
+    `is_leftover`: an earlier mount had staged it, so others may have been faster.
+    `is_closed` says that a program was told, or waited to be told, that its
+    content is kept: it is uploaded whatever happens to the mount. `is_rewrite`
+    says that its node stood for an object before it was written to, and
+    `is_abandoned` that the last program that stopped writing was killed. `before` is what
+    the object said, or was to say, when it was opened to be rewritten. `begun_ns` is
+    when an upload in parts was begun whose id is not known yet. `sum` is the
+    content's CRC32, None if it is not known (staged_sums.py). `is_named`: a power cut
+    leaves the file its name in the staging directory.
+    """
+
+    __slots__ = (
+        "base",
+        "before",
+        "begun_ns",
+        "changes",
+        "charged",
+        "creator",
+        "described_at",
+        "error",
+        "etag",
+        "exclusive",
+        "fd",
+        "free",
+        "has_record_file",
+        "inode",
+        "is_abandoned",
+        "is_closed",
+        "is_leftover",
+        "is_meta_dirty",
+        "is_named",
+        "is_rewrite",
+        "is_unlinked",
+        "lock",
+        "meta",
+        "meta_changes",
+        "path",
+        "recorded",
+        "since",
+        "sum",
+        "to_disk",
+        "upload",
+        "upload_state",
+        "uploaded",
+        "written_to",
+    )
+
+    def __init__(self, inode: Inode, path: str, fd: int, meta: Meta, etag: str | None) -> None:
+        self.inode = inode
+        self.path = path
+        self.fd = fd
+        self.meta = meta
+        self.etag = etag
+        self.exclusive: str | None = None
+        self.creator = 0
+        self.before: Meta | None = None
+        # When its attributes or its name changed last, in trio's seconds.
+        self.described_at = 0.0
+        self.changes = 1
+        self.uploaded = 0
+        self.is_meta_dirty = False
+        self.meta_changes = 0
+        self.is_unlinked = False
+        self.is_closed = False
+        self.is_leftover = False
+        self.is_rewrite = False
+        self.is_abandoned = False
+        # What the last upload failed with.
+        self.error: Exception | None = None
+        self.upload: Upload | None = None
+        # An upload that is on record, and perhaps an earlier process's.
+        self.upload_state: UploadState | None = None
+        self.begun_ns: int | None = None
+        # How far the content was written from its start on without a gap.
+        self.written_to = 0
+        # How far of that the disk was told to write.
+        self.to_disk = 0
+        # The bytes that count as held, and those of them that are the object's.
+        self.charged = 0
+        self.free = 0
+        self.base: Base | None = None
+        self.recorded = b""
+        self.sum: int | None = None
+        self.has_record_file = False
+        self.is_named = False
+        self.since = trio.current_time()
+        self.lock = trio.Lock()
+
+    @property
+    def is_content_dirty(self) -> bool:
+        return self.changes != self.uploaded
+
+    @property
+    def is_dirty(self) -> bool:
+        return (self.changes != self.uploaded or self.is_meta_dirty) and not self.is_unlinked
+
+    @property
+    def key(self) -> str:
+        assert self.inode.info is not None
+        return self.inode.info.key
+
+    def size(self) -> int:
+        return os.fstat(self.fd).st_size
+
+    def stamp(self) -> tuple[int, int]:
+        """What tells this content from later ones: its size, and its time in ns."""
+        found = os.fstat(self.fd)
+        return found.st_size, found.st_mtime_ns
+
+    def metadata(self) -> dict[str, str]:
+        """What the object's metadata is to say, with the content's time."""
+        return self.described().as_metadata()
+
+    def described(self) -> Meta:
+        """What belongs to the content as it is now, with its time."""
+        said = self.meta
+        # What others have noted there, a digest say, is about another content.
+        other = () if self.is_content_dirty else said.other
+        mtime_ns = os.fstat(self.fd).st_mtime_ns
+        return Meta(said.mode, said.uid, said.gid, mtime_ns, said.xattrs, other)
+
+    def touch(self) -> None:
+        """The content has changed."""
+        if not self.is_dirty:
+            self.since = trio.current_time()
+        self.changes += 1
+        self.sum = None
+
+    def touch_meta(self) -> None:
+        """What belongs to the content has changed."""
+        self.described_at = trio.current_time()
+        if not self.is_dirty:
+            self.since = self.described_at
+        self.is_meta_dirty = True
+        self.meta_changes += 1
+
+
+class NamesOnDisk:
+    """fsync of a directory: threads that want it at the same time share one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._wanted = itertools.count(1)
+        self._begun = self._done = 0
+
+    def sync(self, fd: int) -> None:
+        """Have the names that are in an open directory now on the disk. Blocks.
+
+        Raises:
+            OSError: the disk does not take them.
+        """
+        mine = self._begun = next(self._wanted)
+        with self._lock:
+            if self._done >= mine:
+                return
+            begun = self._begun
+            os.fsync(fd)
+            self._done = begun
+
+
+class Staging:
+    """All staged files of one mount, by node id.
+
+    `source` says which bucket they are for; `limit` is the most bytes to hold,
+    and `charged` how many are held.
+    """
+
+    def __init__(self, directory: Path, source: str, limit: int | None = None) -> None:
+        self.directory = directory
+        self.source = source
+        # Has the objects that are edited; set by who writes.
+        self.cache: FileCache | None = None
+        self._limit = limit
+        self._files: dict[int, Staged] = {}
+        self.charged = 0
+        told = directory / "source"
+        if not told.exists() or told.read_bytes() != source.encode():
+            told.write_text(source)  # else it is there, also when the disk is full
+        # Held as long as a process looks after the directory.
+        self._lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        is_locked(self._lock)
+        self._names = NamesOnDisk()
+
+    def __iter__(self) -> Iterator[Staged]:
+        return iter(list(self._files.values()))
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    @property
+    def pending(self) -> list[Staged]:
+        """Those of which the bucket does not have the last content."""
+        return [staged for staged in self._files.values() if staged.is_dirty]
+
+    @property
+    def is_filling(self) -> bool:
+        """Whether more than half of what may be held is."""
+        return self._limit is not None and 2 * self.charged > self._limit
+
+    def prepare(self, inode: Inode) -> int:
+        """Make an empty file for a node, of no meaning until `begin`; return its descriptor.
+
+        Raises:
+            OSError: the disk does not take it.
+        """
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        return os.open(self._path(inode), flags, 0o600)
+
+    def begin(
+        self, inode: Inode, fd: int, meta: Meta, etag: str | None, base: Base | None = None,
+        *, is_exclusive: bool = False,
+    ) -> Staged:  # fmt: skip
+        """Let a node's content be what was prepared; takes the descriptor and the base's pin.
+
+        With `is_exclusive` the bucket is to decide that it is new.
+
+        Raises:
+            OSError: the disk does not take it.
+        """
+        staged = Staged(inode, self._path(inode), fd, meta, etag)
+        staged.base = base
+        staged.exclusive = self._mark(inode) if is_exclusive else None
+        staged.charged = staged.free = staged.size()
+        try:
+            self.record(staged)
+        except OSError:
+            os.close(fd)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(staged.path)
+            raise
+        self._add(staged)
+        return staged
+
+    def _add(self, staged: Staged) -> None:
+        self._files[staged.inode.nodeid] = staged
+        staged.inode.staged = staged
+        staged.inode.packed = None
+
+    def rebase(self, staged: Staged, version: ObjectVersion) -> None:
+        """The bucket has the file's content now, in place of the object that was edited."""
+        if staged.base is not None and self.cache is not None:
+            old, staged.base.file = staged.base.file, self.cache.pin(version)
+            self.cache.unpin(old)
+            staged.base.size = version.size
+            staged.base.changed = RangeMap()
+
+    def charge(self, staged: Staged, size: int) -> None:
+        """Count a file as `size` bytes long, before it is.
+
+        Raises:
+            OSError: ENOSPC, it would be more than may be held; EFBIG, than S3 holds.
+        """
+        if size > LARGEST:
+            raise OSError(errno.EFBIG, "no object is larger than 5 TiB")
+        more = size - staged.charged
+        if more > 0 and self._limit is not None and self.charged + more > self._limit:
+            raise OSError(errno.ENOSPC, "more than --staging-size waits for upload")
+        self.charged += more
+        staged.charged = size
+
+    def record(self, staged: Staged) -> None:
+        """Put on the disk whose content it is; blocks for as long as creating a file does."""
+        if self._record_in_attribute(staged):
+            return
+        told = staging_record.told(staged)
+        if told != staged.recorded or not staged.has_record_file:
+            staging_record.write(staged.path, told)
+            staged.has_record_file = True
+            staged.recorded = told
+
+    def _record_in_attribute(self, staged: Staged) -> bool:
+        """Have a file's record in its attribute; False if it is to be in a file of its own."""
+        record = None if staged.has_record_file else staging_record.in_attribute(staged)
+        if record is None:
+            return False
+        if record != staged.recorded and not staging_record.write_attribute(staged.fd, record):
+            return False
+        staged.recorded = record
+        return True
+
+    def close(self, staged: Staged) -> None:
+        """Put on record that a program relies on the file."""
+        staged.is_closed = True
+        self.record(staged)
+
+    async def make_safe(self, staged: Staged) -> None:
+        """Have a file survive a power cut, as fsync on a local disk does; also records `close`.
+
+        Raises:
+            OSError: the disk does not take it.
+        """
+        staged.is_closed = True
+        # The file may be uploaded, and released, while this waits for the disk.
+        fd = os.dup(staged.fd)
+        try:
+            while True:
+                has_file = not self._record_in_attribute(staged)
+                record = staging_record.told(staged) if has_file else staged.recorded
+                await trio.to_thread.run_sync(self._sync, staged, fd, record if has_file else None)
+                now = staged.inode.staged
+                if now is not staged:
+                    break
+                if has_file:
+                    staged.has_record_file = True
+                    staged.recorded = record
+                    if staging_record.told(staged) == record:
+                        return
+                elif staged.recorded == record:
+                    return
+        finally:
+            os.close(fd)
+        if not has_file:
+            return
+        # What was just written is the record of nothing any more.
+        if now is None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f"{staged.path}.json")
+        else:
+            now.recorded = b""
+            now.has_record_file = True
+            self.record(now)
+
+    def _mark(self, inode: Inode) -> str:
+        """What tells the reservation of a file from another node's."""
+        return f"{self.directory.name}-{inode.nodeid}"
+
+    def _path(self, inode: Inode) -> str:
+        return f"{self.directory}/{inode.nodeid}"
+
+    def _sync(self, staged: Staged, fd: int, record: bytes | None) -> None:
+        """Have a content on the disk, with its name and its record, which may be a file. Blocks."""
+        os.fsync(fd)
+        if record is not None:
+            staging_record.write(staged.path, record, is_safe=True)
+        elif staged.is_named:
+            return
+        self._names.sync(self._lock)
+        staged.is_named = True
+
+    def restore(self, inode: Inode) -> Staged | None:
+        """Take up what an earlier process had staged under this node, if anything."""
+        path = self.directory / str(inode.nodeid)
+        found = staging_record.load(path)
+        if found is None:
+            # Its content had become the cached copy of what was uploaded, or
+            # nobody had been told of it.
+            path.with_suffix(".json").unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+            return None
+        return self.take_up(inode, *found)
+
+    def take_up(self, inode: Inode, fd: int, told: Mapping[str, Any]) -> Staged:
+        """Have a node's content be a file with a record."""
+        default = Meta(stat.S_IFREG | 0o644, os.geteuid(), os.getegid())
+        known = meta.read(told["metadata"], default).changed(mtime_ns=None)
+        staged = Staged(inode, self._path(inode), fd, known, told["etag"])
+        staged.is_unlinked = told["is_unlinked"]
+        staged.is_meta_dirty = told["is_meta_dirty"]
+        staged.is_closed = told["is_closed"]
+        staged.is_leftover = told["is_leftover"]
+        staged.sum = staged_sums.recall(fd)
+        staged.is_rewrite = told["etag"] is not None
+        staged.begun_ns = told["begun_ns"]
+        mark = told.get("exclusive")
+        staged.exclusive = self._mark(inode) if mark == staging_record.UNDECIDED else mark
+        if told["uploaded"] and tuple(told["uploaded"]) == staged.stamp():
+            staged.uploaded = staged.changes
+        if told["upload"] is not None:
+            staged.upload_state = UploadState.from_plain(told["upload"])
+        staged.has_record_file = os.path.exists(f"{staged.path}.json")
+        # As old as it was before: the record is not changed in between.
+        staged.since -= max(0.0, time.time() - os.fstat(fd).st_ctime)
+        staged.charged = staged.free = staged.size()
+        if told["base"] is not None and self.cache is not None:
+            key, etag, size, kept = told["base"]
+            staged.base = Base(self.cache.pin(ObjectVersion(key, etag, size)), kept)
+            staged.base.recover(fd)
+        self._add(staged)
+        return staged
+
+    def on_disk(self) -> list[int]:
+        """The nodes that an earlier process of this mount had staged."""
+        return [int(path.name) for path in staging_record.on_record(self.directory)]
+
+    def set_aside(self, staged: Staged) -> Path:
+        """Forget a file, but leave what was written to it where no mount takes it up."""
+        kept = self.directory / f"edited-{staged.inode.nodeid}"
+        os.rename(staged.path, kept)
+        self.release(staged)
+        return kept
+
+    def release(self, staged: Staged, *, is_taken: bool = False) -> None:
+        """Forget a file; what is left of it is removed, but for what the cache has taken."""
+        del self._files[staged.inode.nodeid]
+        self.charged -= staged.charged - staged.free
+        if staged.base is not None and self.cache is not None:
+            self.cache.unpin(staged.base.file)
+        staged.inode.staged = None
+        staged.inode.packed = None
+        os.close(staged.fd)
+        if not is_taken:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(staged.path)
+        if staged.has_record_file:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f"{staged.path}.json")
+
+    def remove_if_empty(self) -> None:
+        """The mount has ended: remove the directory unless something is left in it."""
+        if not self._files:
+            (self.directory / "source").unlink(missing_ok=True)
+            try:
+                self.directory.rmdir()
+            except OSError as error:
+                logger.warning("%s is kept: %s", self.directory, error.strerror)
+
+
+def is_locked(directory: int) -> bool:
+    """Whether an open staging directory is this process's to look after now."""
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,190 @@
+"""What is on record of a staged file: in an attribute of its content, or in a file beside it.
+
+Most files are small, new, and soon closed. What there is to say of them fits
+into an attribute: to make a file for it, and to remove it, would take longer
+than all else that is done for them. Whatever such a record does not tell, the
+key above all, the journal does.
+
+Of a file that is closed, or that has more to say, the attribute holds the whole
+record, so that with local durability one fsync of the content writes both. A
+record that is too long for an attribute, or that has an upload in parts, is a
+file. Where there is one, it counts.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import struct
+import time
+from dataclasses import astuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fusefs.posix.metadata.object_metadata import Meta
+
+if TYPE_CHECKING:
+    from fusefs.posix.write.staging import Staged
+
+logger = logging.getLogger("fusefs.staging")
+
+# A change is told by a file's size and time from an earlier one only if the
+# clock that the file system reads has moved on; it ticks every 10 ms at least.
+TICK_NS = 20_000_000
+# Short as the name is, it fits with its value into the inode of ext4.
+ATTRIBUTE = "user.fusefs"
+# What a file system with blocks of 4 KiB takes beside other attributes, in bytes.
+LONGEST = 2048
+# In place of an ETag: the bucket is to decide that the file is new, as `If-None-Match: *` does.
+UNDECIDED = "*"
+# Mode, owner, group; size and time of what the bucket has (time 0: of nothing); its ETag follows.
+_BRIEF = struct.Struct("<HIIQQ")
+# In the mode, where set-id bits would be: mode, owner or times are not in the bucket yet.
+_META_DIRTY = 0o2000
+
+
+def in_attribute(staged: Staged) -> bytes | None:
+    """The record of a file as its attribute holds it; None for one that is to be in a file.
+
+    That of an upload in parts becomes long, and changes with each of them.
+    """
+    if staged.upload is not None or staged.upload_state is not None:
+        return None
+    record = brief(staged) or told(staged)
+    return record if len(record) <= LONGEST else None
+
+
+def brief(staged: Staged) -> bytes | None:
+    """The record of a file of which there is not much to say; None for others."""
+    said = staged.meta
+    if (
+        staged.is_closed or staged.is_unlinked or staged.is_leftover
+        or staged.base is not None or staged.begun_ns is not None
+        or staged.upload is not None or staged.upload_state is not None
+        or said.xattrs or said.other or said.mtime_ns is not None
+    ):  # fmt: skip
+        return None
+    size, mtime_ns = _clean_stamp(staged) or (0, 0)
+    if mtime_ns < 0:
+        return None
+    etag = (staged.etag or (UNDECIDED if staged.exclusive is not None else "")).encode()
+    mode = said.mode & ~_META_DIRTY | (_META_DIRTY if staged.is_meta_dirty else 0)
+    return _BRIEF.pack(mode, said.uid, said.gid, size, mtime_ns) + etag
+
+
+def _attribute_of(fd: int) -> dict[str, Any] | None:
+    """What the attribute of an open file tells, as a record does; None if it has none.
+
+    The key is None where it tells only the rest.
+    """
+    try:
+        brief = os.getxattr(fd, ATTRIBUTE)
+    except OSError:
+        return None
+    # The second byte of a brief record has the type of a regular file: it is 0x80 or more.
+    if brief.startswith(b'{"'):
+        return dict(json.loads(brief))
+    mode, uid, gid, size, mtime_ns = _BRIEF.unpack_from(brief)
+    etag = brief[_BRIEF.size :].decode() or None
+    return {
+        "key": None,
+        "etag": etag if etag != UNDECIDED else None,
+        "exclusive": UNDECIDED if etag == UNDECIDED else None,
+        "metadata": Meta(mode & ~_META_DIRTY, uid, gid).as_metadata(),
+        "is_meta_dirty": bool(mode & _META_DIRTY),
+        "uploaded": (size, mtime_ns) if mtime_ns else None,
+        **dict.fromkeys(("is_unlinked", "is_closed", "is_leftover"), False),
+        **dict.fromkeys(("begun_ns", "base", "upload")),
+    }
+
+
+def _clean_stamp(staged: Staged) -> tuple[int, int] | None:
+    """What tells the content from later ones, if the bucket has it."""
+    if staged.is_content_dirty:
+        return None
+    stamp = staged.stamp()
+    return stamp if _is_past(stamp) else None
+
+
+def told(staged: Staged) -> bytes:
+    """A file's record."""
+    base = staged.base
+    state = staged.upload.state if staged.upload is not None else staged.upload_state
+    return json.dumps({
+        "key": staged.key,
+        "etag": staged.etag,
+        "exclusive": staged.exclusive,
+        "metadata": staged.meta.as_metadata(),
+        "is_unlinked": staged.is_unlinked,
+        "is_meta_dirty": staged.is_meta_dirty,
+        "is_closed": staged.is_closed,
+        "is_leftover": staged.is_leftover,
+        "uploaded": _clean_stamp(staged),
+        "begun_ns": staged.begun_ns,
+        "base": (*astuple(base.version), base.size) if base is not None else None,
+        "upload": state.plain() if state is not None else None,
+    }).encode()  # fmt: skip
+
+
+def write_attribute(fd: int, record: bytes) -> bool:
+    """Have a record, brief or whole, in the attribute of a content; False if it is not there."""
+    try:
+        os.setxattr(fd, ATTRIBUTE, record)
+    except OSError:
+        return False  # a file system without attributes, or without room for them
+    return True
+
+
+def write(path: str, told: bytes, *, is_safe: bool = False) -> None:
+    """Write a file's record, whole or not at all. Blocks.
+
+    Raises:
+        OSError: the disk does not take it; an earlier record stays.
+    """
+    unfinished = path + (".safe" if is_safe else ".new")
+    fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        if os.write(fd, told) < len(told):  # a full disk may take the first blocks
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if is_safe:
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+    os.rename(unfinished, path + ".json")
+
+
+def on_record(directory: Path) -> set[Path]:
+    """The contents in a staging directory that may be on record, or whose records are there."""
+    return {path.with_suffix("") for path in directory.iterdir() if path.stem.isdecimal()}
+
+
+def load(path: Path) -> tuple[int, dict[str, Any]] | None:
+    """Open a staged file, and read what its record tells; None if either is not there.
+
+    The key is None where the record does not tell it. The content of a damaged
+    record is kept under another name, which the log has.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    try:
+        told = json.loads(path.with_suffix(".json").read_text())
+    except FileNotFoundError:
+        told = _attribute_of(fd)
+    except ValueError as error:
+        kept = path.with_name(f"damaged-{path.name}")
+        path.rename(kept)
+        logger.error("the record of a file is damaged (%s), its content is in %s", error, kept)
+        told = None
+    if told is None:
+        os.close(fd)
+        return None
+    return fd, told
+
+
+def _is_past(stamp: tuple[int, int]) -> bool:
+    """Whether a change from now on will show in a file's time."""
+    return time.time_ns() - stamp[1] > TICK_NS

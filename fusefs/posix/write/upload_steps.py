@@ -1,0 +1,325 @@
+"""How a staged file gets into the bucket: in one request, in parts, or as a copy on the server.
+
+Attributes that changed alone are a copy of the object onto itself. A large
+file goes up in parts; its upload is on record before its first part, and
+another process goes on with it: what the bucket has, and the file still has,
+is not sent again. Of an object that is edited the parts that nobody wrote to
+are copied on the server.
+"""
+
+from __future__ import annotations
+
+import logging
+import mimetypes
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import trio
+
+from fusefs.posix.metadata.deferred_attributes import OwnObjects
+from fusefs.posix.write.sparse_edit import Base, Editor
+from fusefs.posix.write.staging import Staged, Staging
+from fusefs.store.errors import (
+    ConflictError,
+    NotFoundError,
+    StaleVersionError,
+    StoreError,
+    UnsupportedError,
+)
+from fusefs.store.fencing import without_token
+from fusefs.store.interface import (
+    IF_ABSENT,
+    Condition,
+    Expect,
+    IfMatch,
+    ObjectInfo,
+    Store,
+    Upload,
+    UploadState,
+)
+
+logger = logging.getLogger("fusefs.uploads")
+
+# From this size on a file goes up in parts.
+IN_PARTS = 8 << 20
+COPIES_AT_ONCE = 8
+# The metadata that marks the empty object by which a name was reserved (exclusive.py).
+CREATED_BY = "created-by"
+# S3 tells when an upload was begun in whole seconds, and by its own clock.
+CLOCKS_NS = 5_000_000_000
+
+
+class Sender:
+    """The sending of one mount's files. Belongs to the event loop."""
+
+    def __init__(
+        self, store: Store, staging: Staging, editor: Editor, *, fails_on_conflict: bool
+    ) -> None:
+        self._store = store
+        self._staging = staging
+        self._editor = editor
+        self._fails_on_conflict = fails_on_conflict
+        self.own = OwnObjects()
+
+    async def send(self, staged: Staged, commit: Callable[[], None]) -> ObjectInfo:
+        """Have the bucket have a file, which is locked, as it is; return what it has.
+
+        `commit` is called before what may come to pass even if it is cancelled.
+
+        Raises:
+            StoreError: it could not be sent.
+            ConflictError, StaleVersionError: somebody else has changed the object.
+        """
+        size = staged.size()
+        if not staged.is_content_dirty and staged.etag is not None:
+            commit()
+            return await self._describe(staged)
+        if staged.upload_state is None and staged.upload is None and size <= IN_PARTS:
+            # A request that was cancelled may come to pass all the same.
+            if staged.base is not None:
+                await self._editor.fill(staged.base, staged.fd, 0, size)
+            commit()
+            info = await self._store.put_file(
+                staged.key, staged.fd, size, metadata=staged.metadata(),
+                content_type=content_type(staged.key), condition=self._condition(staged),
+            )  # fmt: skip
+            self.own.note(info)
+            return info
+        return await self._send_parts(staged, commit, size)
+
+    async def reserve(self, staged: Staged) -> ObjectInfo:
+        """Put an empty object under the key of a file that is to be new.
+
+        Raises:
+            ConflictError: there is another one.
+            StoreError: it could not be sent.
+        """
+        assert staged.exclusive is not None
+        return await self._store.put_file(
+            staged.key, staged.fd, 0, metadata=staged.metadata() | {CREATED_BY: staged.exclusive},
+            content_type=content_type(staged.key), condition=IF_ABSENT,
+        )  # fmt: skip
+
+    async def reserved(self, staged: Staged) -> ObjectInfo | None:
+        """The reservation of this very file, if that is what the bucket has under its key."""
+        try:
+            found = await self._store.head(staged.key)
+        except NotFoundError:
+            return None
+        mark = (found.metadata or {}).get(CREATED_BY)
+        return found if not found.size and mark == staged.exclusive else None
+
+    def _condition(self, staged: Staged) -> Condition:
+        if not self.is_careful(staged):
+            return Expect(staged.etag)
+        return IF_ABSENT if staged.etag is None else IfMatch(staged.etag)
+
+    def is_careful(self, staged: Staged) -> bool:
+        """Whether somebody else's object is not to be replaced."""
+        return self._fails_on_conflict or staged.is_leftover or staged.exclusive is not None
+
+    async def _describe(self, staged: Staged) -> ObjectInfo:
+        """Have the object say what the file's attributes are now."""
+        version = staged.inode.info
+        assert version is not None
+        own = self.own.get(version)
+        try:
+            info = await self._store.copy(
+                own or version.version, staged.key, metadata=staged.metadata(),
+                is_own=own is not None,
+            )  # fmt: skip
+            if own is not None:
+                self.own.note(info)
+            return info
+        except (NotFoundError, StaleVersionError):
+            if self.is_careful(staged):
+                raise
+            # Somebody else has removed or replaced it: the last one to change it is here.
+            staged.changes += 1
+            return await self._store.put_file(
+                staged.key, staged.fd, staged.size(), metadata=staged.metadata(),
+                content_type=content_type(staged.key), condition=Expect(staged.etag),
+            )  # fmt: skip
+
+    async def _send_parts(
+        self, staged: Staged, commit: Callable[[], None], size: int
+    ) -> ObjectInfo:
+        upload = await self._resumed(staged, size)
+        if upload is None and size:
+            upload = await self.begin(staged, staged.metadata())
+        if upload is None:
+            commit()
+            return await self._store.put_file(
+                staged.key, staged.fd, 0, metadata=staged.metadata(),
+                content_type=content_type(staged.key), condition=self._condition(staged),
+            )  # fmt: skip
+        for is_last in (False, True):
+            try:
+                if staged.base is not None:
+                    await self._copy_parts(staged, staged.base, upload, size)
+                await upload.send(staged.fd, upload.missing(size), size)
+                commit()
+                info = await upload.complete(size, self._condition(staged))
+                break
+            except NotFoundError:
+                await self._lost(staged)
+                if is_last:
+                    raise
+            upload = await self.begin(staged, staged.metadata())
+        staged.upload = staged.upload_state = None
+        return await self._corrected(staged, upload, info)
+
+    async def _lost(self, staged: Staged) -> None:
+        """There is no such upload any more: somebody, or the bucket's own rules, have aborted it.
+
+        Or it was completed without anybody's hearing of it, and the object replaced since.
+
+        Raises:
+            ConflictError: another object is there, which is not to be replaced.
+        """
+        staged.upload = staged.upload_state = None
+        self._staging.record(staged)
+        if self.is_careful(staged):
+            try:
+                etag = (await self._store.head(staged.key)).etag
+            except NotFoundError:
+                etag = None
+            if etag != staged.etag:
+                raise ConflictError("the object has been replaced")
+
+    async def _copy_parts(self, staged: Staged, base: Base, upload: Upload, size: int) -> None:
+        """Have S3 copy the parts that nobody wrote to, and bring what the others lack."""
+        errors: list[Exception] = []
+        todo = iter(upload.missing(size))
+
+        async def settle(number: int) -> None:
+            start, stop = upload.part_range(number, size)
+            if base.keeps(start, stop):
+                with suppress(NotFoundError, StaleVersionError, UnsupportedError):
+                    await upload.copy_part(number, base.version, start, stop)
+                    return
+            await self._editor.fill(base, staged.fd, start, stop)
+
+        async def go_on() -> None:
+            for number in todo:
+                try:
+                    await settle(number)
+                except (StoreError, OSError) as error:
+                    errors.append(error)
+                    nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(COPIES_AT_ONCE):
+                nursery.start_soon(go_on)
+        if errors:
+            raise errors[0]
+
+    async def _corrected(self, staged: Staged, upload: Upload, info: ObjectInfo) -> ObjectInfo:
+        """Have a new object say what was not known when its upload was begun."""
+        said, wanted = without_token(upload.state.metadata), staged.metadata()
+        if "mtime" not in said:
+            wanted.pop("mtime", None)
+        if said != wanted:
+            info = await self._store.copy(info.version, staged.key, metadata=staged.metadata())
+        elif "mtime" not in said:
+            # The time that everybody else sees.
+            os.utime(staged.fd, ns=(info.mtime_ns, info.mtime_ns))
+        return info
+
+    async def begin(self, staged: Staged, metadata: dict[str, str]) -> Upload:
+        """Begin an upload, which is on record before and after."""
+        staged.begun_ns = time.time_ns()
+        self._staging.record(staged)
+        staged.upload = await self._store.begin_upload(
+            staged.key, metadata=metadata, content_type=content_type(staged.key)
+        )
+        staged.begun_ns = None
+        self._staging.record(staged)
+        return staged.upload
+
+    async def _resumed(self, staged: Staged, size: int) -> Upload | None:
+        """The upload that is under way, if there is one and it can be gone on with."""
+        if staged.begun_ns is not None:
+            await self._abort_lost(staged.key, staged.begun_ns)
+            staged.begun_ns = None
+        state = staged.upload_state
+        if staged.upload is None and state is not None:
+            try:
+                if state.key == staged.key:
+                    upload = await self._store.resume_upload(state)
+                    await upload.verify(staged.fd, size)
+                    staged.upload = upload
+                else:
+                    await self._store.abort_upload(state.key, state.upload_id)
+            except NotFoundError:
+                pass  # begun anew
+            staged.upload_state = None
+        if staged.upload is not None and not size:
+            await self.abandon(staged)
+        return staged.upload
+
+    async def _abort_lost(self, key: str, begun_ns: int) -> None:
+        """Abort what was begun for a key when its process died before it knew the id."""
+        for lost in await self._store.list_uploads(key):
+            if lost.key == key and lost.begun_ns >= begun_ns - CLOCKS_NS:
+                await self._store.abort_upload(lost.key, lost.upload_id)
+
+    async def abandon(self, staged: Staged) -> None:
+        """Give up the upload that is under way, if there is one; the record goes last."""
+        upload = staged.upload.state if staged.upload is not None else staged.upload_state
+        if upload is None and staged.begun_ns is None:
+            return
+        await self.abort(staged.key, upload, staged.begun_ns)
+        staged.upload = staged.upload_state = staged.begun_ns = None
+        self._staging.record(staged)
+
+    async def abort(self, key: str, upload: UploadState | None, begun_ns: int | None) -> None:
+        try:
+            if begun_ns is not None:
+                await self._abort_lost(key, begun_ns)
+            if upload is not None:
+                await self._store.abort_upload(upload.key, upload.upload_id)
+        except StoreError as error:
+            logger.warning("%s: its upload could not be aborted: %s", key, error)
+
+    async def give_up(self, staged: Staged) -> ObjectInfo | None:
+        """Send a file no more; return what the bucket has under its key."""
+        await self.abandon(staged)
+        try:
+            return await self._store.head(staged.key)
+        except NotFoundError:
+            return None
+
+    async def keep_apart(self, staged: Staged) -> tuple[ObjectInfo | None, ObjectInfo]:
+        """Keep the content under a key of its own, beside the object that somebody else made.
+
+        Returns that object and the new one. They are the same if it is this
+        very content, uploaded by a process that died before it could say so.
+        """
+        theirs = await self.give_up(staged)
+        if theirs is not None and _is_content_of(theirs, staged):
+            return theirs, theirs
+        stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+        key = f"{staged.key}.conflict-{os.uname().nodename}-{stamp}"
+        if staged.base is not None:
+            await self._editor.fill(staged.base, staged.fd, 0, staged.size())
+        info = await self._store.put_file(
+            key, staged.fd, staged.size(), metadata=staged.metadata(),
+            content_type=content_type(staged.key), condition=Expect(None),
+        )  # fmt: skip
+        logger.error("%s was replaced by somebody else: this content is in %s", staged.key, key)
+        return theirs, info
+
+
+def _is_content_of(info: ObjectInfo, staged: Staged) -> bool:
+    """Whether an object says of itself what this file says, to the nanosecond."""
+    told = (info.metadata or {}).get("mtime")
+    return info.size == staged.size() and told == staged.metadata()["mtime"]
+
+
+def content_type(key: str) -> str | None:
+    """What a browser would take an object for, by its name."""
+    name = key.rpartition("/")[2]
+    return mimetypes.guess_type(name)[0] if "." in name else None

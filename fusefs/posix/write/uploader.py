@@ -1,0 +1,392 @@
+"""Staged files on their way into the bucket: when, and in whose task.
+
+An upload is a task of its own: who waits for it may be cancelled (a program
+that is killed in its close), and it goes on. It holds the file's lock, so
+that writes wait and no object is a mix of two contents. What is sent, and how,
+is told in upload_steps.py.
+
+A file that grows from its start on is sent while it is being written: each
+part as soon as it is full, so that close has to wait for the last ones only.
+
+What failed stays staged and dirty, and whoever waits is told. Rejected
+credentials are no failure: the upload waits until they are renewed.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import trio
+
+from fusefs.posix.write import exclusive, staged_sums
+from fusefs.posix.write.closes import Closes
+from fusefs.posix.write.sparse_edit import BaseLostError, Editor
+from fusefs.posix.write.staging import Staged, Staging
+from fusefs.posix.write.upload_steps import IN_PARTS, Sender
+from fusefs.store.errors import ConflictError, CredentialsError, StaleVersionError, StoreError
+from fusefs.store.interface import ObjectInfo, Store, Upload, UploadState
+
+logger = logging.getLogger("fusefs.uploads")
+
+# A file is sent while it is written once it has this much, which is two parts.
+AHEAD = 16 << 20
+# How often it is tried again with credentials that were rejected.
+CREDENTIALS_S = 5.0
+# An upload that waits until a file is left alone waits for so many times as long at most.
+LONGEST_DELAYS = 5
+
+
+class Attempt:
+    """One upload of one file. `scope` may be cancelled while `is_cancellable`."""
+
+    def __init__(self) -> None:
+        self.done = trio.Event()
+        self.hurry = trio.Event()
+        self.error: Exception | None = None
+        self.scope = trio.CancelScope()
+        self.is_cancellable = True
+
+    def commit(self) -> None:
+        """What is done from now on may come to pass even if it is cancelled."""
+        self.is_cancellable = False
+
+
+class Ahead:
+    """The sending of a file while it is being written."""
+
+    def __init__(self) -> None:
+        self.done = trio.Event()
+        self.scope = trio.CancelScope()
+        self.is_last = False
+
+
+class Uploads:
+    """The uploads of one mount. Belongs to the event loop.
+
+    `landed` is told what the bucket has of a file, and `kept_apart` what it was
+    kept as because somebody else's object (or nothing) is under its key.
+    `set_aside` is told of an edited file whose rest nobody has any more.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        staging: Staging,
+        editor: Editor,
+        nursery: trio.Nursery,
+        landed: Callable[[Staged, ObjectInfo], None],
+        kept_apart: Callable[[Staged, ObjectInfo, ObjectInfo | None], None],
+        set_aside: Callable[[Staged, ObjectInfo | None], None],
+        *,
+        fails_on_conflict: bool,
+        sends_ahead: bool,
+    ) -> None:
+        self._sender = Sender(store, staging, editor, fails_on_conflict=fails_on_conflict)
+        self.own = self._sender.own
+        self._staging = staging
+        self._editor = editor
+        self._nursery = nursery
+        self._landed = landed
+        self._kept_apart = kept_apart
+        self._set_aside = set_aside
+        self._sends_ahead = sends_ahead
+        self._attempts: dict[Staged, Attempt] = {}
+        self._aheads: dict[Staged, Ahead] = {}
+        # Of files that are safe on the local disk, and uploaded later.
+        self.closes = Closes(nursery)
+
+    # Asking for it
+
+    async def wait(self, staged: Staged) -> None:
+        """Have the content and what belongs to it as of now in the bucket.
+
+        Cancelling leaves the upload going on.
+
+        Raises:
+            StoreError, OSError: it is not there; it stays staged.
+        """
+        wanted = staged.changes
+        while staged.is_dirty and (staged.uploaded < wanted or staged.is_meta_dirty):
+            attempt = self._attempts.get(staged) or self.start(staged)
+            attempt.hurry.set()
+            await attempt.done.wait()
+            if attempt.error is not None:
+                raise attempt.error
+
+    def start(self, staged: Staged, delay_s: float = 0.0) -> Attempt:
+        """Have a file uploaded, after a while; whoever waits for it cuts that short."""
+        attempt = self._attempts.get(staged)
+        if attempt is None:
+            attempt = self._attempts[staged] = Attempt()
+            self._nursery.start_soon(self._run, staged, attempt, delay_s)
+        return attempt
+
+    async def ended(self, staged: Staged) -> None:
+        """Wait until a file's upload, if there is one, has come to its end, good or bad."""
+        attempt = self._attempts.get(staged)
+        if attempt is not None:
+            await attempt.done.wait()
+
+    def is_under_way(self, staged: Staged) -> bool:
+        return staged in self._attempts
+
+    @asynccontextmanager
+    async def held(self, staged: Staged) -> AsyncIterator[None]:
+        """Keep a file from being written or uploaded, to give it another key or none.
+
+        An upload under way is cancelled where that leaves nothing in the
+        bucket, else waited for. Who waits for it will have it under the new key.
+        """
+        attempt = self._attempts.get(staged)
+        if attempt is not None and attempt.is_cancellable:
+            attempt.scope.cancel()
+        await self._stop_ahead(staged)
+        async with staged.lock:
+            key = staged.key
+            yield
+            if staged.key != key or staged.is_unlinked:
+                await self._sender.abandon(staged)
+
+    async def _run(self, staged: Staged, attempt: Attempt, delay_s: float) -> None:
+        try:
+            if delay_s:
+                await self._until_left_alone(staged, attempt, delay_s)
+            while staged.is_dirty:
+                with attempt.scope:
+                    try:
+                        await self._upload_locked(staged, attempt)
+                        break
+                    except CredentialsError as error:
+                        staged.error = error
+                        logger.warning("%s waits for other credentials: %s", staged.key, error)
+                    # Without the lock: whoever writes to the file need not wait as well.
+                    await trio.sleep(CREDENTIALS_S)
+                attempt.scope = trio.CancelScope()
+            staged.error = None
+        except (StoreError, OSError) as error:
+            staged.error = attempt.error = error
+            logger.warning("%s is not in the bucket yet: %s", staged.key, error)
+            await self._keep_sum(staged)
+        except Exception as error:
+            # The next process would meet this fault as well: the content stays, and all goes on.
+            staged.error = attempt.error = OSError(errno.EIO, f"a fault of fusefs: {error!r}")
+            logger.exception("%s is not in the bucket yet", staged.key)
+        finally:
+            del self._attempts[staged]
+            attempt.done.set()
+
+    async def _keep_sum(self, staged: Staged) -> None:
+        """Take the checksum of a content that stays on the local disk for a while."""
+        try:
+            if staged.is_content_dirty and staged.inode.staged is staged:
+                await staged_sums.note(staged)
+        except OSError as error:
+            logger.warning("%s has no checksum: %s", staged.key, error)
+
+    async def _until_left_alone(self, staged: Staged, attempt: Attempt, delay_s: float) -> None:
+        """Wait until nothing was changed of a file's name and attributes for a while.
+
+        With local durability also until no program closes one file after the other:
+        uploads take the processor from it. Whoever waits for the upload cuts that
+        short, and so does LONGEST_DELAYS.
+        """
+        begun = trio.current_time()
+        while not attempt.hurry.is_set():
+            last = begun + LONGEST_DELAYS * delay_s
+            due = min(max(begun, staged.described_at) + delay_s, last)
+            if due > trio.current_time():
+                with trio.move_on_at(due):
+                    await attempt.hurry.wait()
+                continue
+            is_due = last <= trio.current_time() or self._staging.is_filling
+            if is_due or not self.closes.is_busy:
+                return
+            await self.closes.wait_for_pause(attempt.hurry, last)
+
+    async def _upload_locked(self, staged: Staged, attempt: Attempt) -> None:
+        # A free lock is taken without giving way, which would be two turns of the loop.
+        if staged.lock.locked():
+            await staged.lock.acquire()
+        else:
+            staged.lock.acquire_nowait()
+        try:
+            await self._upload(staged, attempt)
+        finally:
+            staged.lock.release()
+
+    async def _upload(self, staged: Staged, attempt: Attempt) -> None:
+        """Upload a file that is locked, or set it aside if that can't be any more.
+
+        Raises:
+            CredentialsError: it is to be tried again with other ones.
+            StoreError, OSError: the bucket does not have it.
+        """
+        try:
+            await self._upload_whole(staged, attempt)
+        except BaseLostError as error:
+            theirs = await self._sender.give_up(staged)
+            self._set_aside(staged, theirs)
+            raise OSError(errno.ESTALE, "the object was replaced while it was edited") from error
+
+    async def _upload_whole(self, staged: Staged, attempt: Attempt) -> None:
+        if not staged.is_dirty:
+            return  # it was removed while this waited for it
+        try:
+            await self._last_ahead(staged)
+            if staged.is_content_dirty:
+                await staged_sums.check(staged)
+            described = staged.meta_changes
+            info = await self._sender.send(staged, attempt.commit)
+            base = staged.base
+            if base is not None and base.file.is_complete:
+                # So that the new version is as whole in the cache as the old one was.
+                await self._editor.fill(base, staged.fd, 0, base.size)
+            self._note_uploaded(staged, info, described)
+            self._landed(staged, info)
+        except (ConflictError, StaleVersionError) as error:
+            if not self._sender.is_careful(staged):
+                raise
+            is_exclusive = staged.exclusive is not None
+            if is_exclusive and await self._is_reserved(staged):
+                await self._upload_whole(staged, attempt)
+                return
+            described = staged.meta_changes
+            theirs, info = await self._sender.keep_apart(staged)
+            self._note_uploaded(staged, info, described)
+            if theirs is info:
+                self._landed(staged, info)
+                return
+            self._kept_apart(staged, info, theirs)
+            if is_exclusive:
+                raise exclusive.taken() from error
+            raise OSError(errno.ESTALE, "somebody else has replaced the object") from error
+        finally:
+            attempt.is_cancellable = True
+
+    def _note_uploaded(self, staged: Staged, info: ObjectInfo, described: int) -> None:
+        """The bucket has what the file, which is locked, has now.
+
+        Of what belongs to it, as much as had changed when `meta_changes` was `described`.
+        """
+        if staged.is_content_dirty and staged.meta.other:
+            staged.meta = replace(staged.meta, other=())
+        staged.uploaded = staged.changes
+        staged.is_meta_dirty = staged.meta_changes != described
+        staged.is_closed = staged.is_leftover = False
+        staged.etag = info.etag
+        staged.exclusive = None
+        self._staging.rebase(staged, info.version)
+
+    async def _is_reserved(self, staged: Staged) -> bool:
+        """Whether the object in the way of a new file is its own reservation, by a process
+        that died before it could note that."""
+        found = await self._sender.reserved(staged)
+        if found is None:
+            return False
+        staged.etag, staged.exclusive = found.etag, None
+        return True
+
+    async def reserve(self, staged: Staged) -> None:
+        """Have other nodes see that a file is there which is open and was to be new.
+
+        What fails here fails again when the file is closed.
+        """
+        async with staged.lock:
+            if not exclusive.is_undecided(staged):
+                return
+            try:
+                info = await self._sender.reserve(staged)
+            except ConflictError:
+                logger.warning("%s was made by another node as well: its close fails", staged.key)
+            except (StoreError, OSError) as error:
+                logger.info("%s could not be reserved: %s", staged.key, error)
+            else:
+                staged.etag, staged.exclusive = info.etag, None
+                self._landed(staged, info)
+
+    def abort_later(self, key: str, upload: Mapping[str, Any] | None, begun_ns: int | None) -> None:
+        """Abort what an earlier process has left of a file that is not to be uploaded."""
+        state = UploadState.from_plain(upload) if upload is not None else None
+        if state is not None or begun_ns is not None:
+            self._nursery.start_soon(self._sender.abort, key, state, begun_ns)
+
+    # While it is written
+
+    def wrote(self, staged: Staged, start: int, stop: int) -> None:
+        """Note that the bytes [start, stop) have been written."""
+        staged.touch()
+        if staged.base is not None:
+            staged.base.wrote(start, stop)
+        self._drop(staged, start, stop)
+        if start <= staged.written_to < stop:
+            # A part is full with every few writes; looking each time would cost more.
+            is_full = staged.written_to // IN_PARTS < stop // IN_PARTS
+            staged.written_to = stop
+            if is_full and stop >= AHEAD and self._sends_ahead:
+                self._send_ahead(staged)
+
+    def truncated(self, staged: Staged, size: int) -> None:
+        """Note that the file is `size` bytes long now."""
+        staged.touch()
+        if staged.base is not None:
+            staged.base.size = min(staged.base.size, size)
+            self._staging.record(staged)
+        self._drop(staged, size, max(size, staged.written_to) + 1)
+        staged.written_to = min(staged.written_to, size)
+
+    def _drop(self, staged: Staged, start: int, stop: int) -> None:
+        """Forget the parts of which the file has other bytes now."""
+        upload = staged.upload
+        if upload is not None:
+            for number in range(upload.part_at(start), upload.part_at(stop - 1) + 1):
+                upload.drop(number)
+
+    def _send_ahead(self, staged: Staged) -> None:
+        """Have the full parts sent, if nobody does that already."""
+        if staged in self._aheads or staged.upload_state is not None or staged.is_unlinked:
+            return
+        if staged.upload is None or _full_parts(staged, staged.upload):
+            ahead = self._aheads[staged] = Ahead()
+            self._nursery.start_soon(self._run_ahead, staged, ahead)
+
+    async def _run_ahead(self, staged: Staged, ahead: Ahead) -> None:
+        try:
+            with ahead.scope:
+                upload = staged.upload
+                if upload is None:
+                    # The time of the content is known at the end only.
+                    metadata = replace(staged.described(), mtime_ns=None).as_metadata()
+                    upload = await self._sender.begin(staged, metadata)
+                while not ahead.is_last and (parts := _full_parts(staged, upload)):
+                    await upload.send(staged.fd, parts, staged.written_to)
+                    # Not every store tells of parts as much as it takes to know them again.
+                    self._staging.record(staged)
+        except (StoreError, OSError) as error:
+            logger.info("%s could not be sent while it is written: %s", staged.key, error)
+        finally:
+            del self._aheads[staged]
+            ahead.done.set()
+
+    async def _last_ahead(self, staged: Staged) -> None:
+        """Leave the rest of a file to its upload, which takes over what is on its way."""
+        ahead = self._aheads.get(staged)
+        if ahead is not None:
+            ahead.is_last = True
+            if staged.upload is None:
+                await ahead.done.wait()  # it is just beginning
+
+    async def _stop_ahead(self, staged: Staged) -> None:
+        ahead = self._aheads.get(staged)
+        if ahead is not None:
+            ahead.scope.cancel()
+            await ahead.done.wait()
+
+
+def _full_parts(staged: Staged, upload: Upload) -> list[int]:
+    """The parts that are written to their end and that the bucket does not have."""
+    return [n for n in range(1, upload.part_at(staged.written_to)) if not upload.has(n)]

@@ -1,0 +1,447 @@
+"""Writing: a file's content is staged on the local disk, and goes into the bucket whole.
+
+While a file is staged every handle of its node reads the staged content, so
+readers on this mount see writes at once. A handle that the kernel reads by
+passthrough goes on with the version that it opened: to write, the name gets a
+new node. How a content is kept is told in flush.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+import time
+from collections.abc import Callable
+from weakref import WeakValueDictionary
+
+import trio
+
+from fusefs.cache.cached_file import CacheFile
+from fusefs.cache.downloader import Fetcher
+from fusefs.cache.file_cache import FileCache
+from fusefs.linux.allocating import KEEP_SIZE, MODES, allocate
+from fusefs.posix.directory.listings import Directories
+from fusefs.posix.directory.segment import Absent
+from fusefs.posix.metadata.object_metadata import PERMISSIONS, Meta
+from fusefs.posix.namespace.removals import Removals
+from fusefs.posix.nodes.handles import FileHandle, HandleTable
+from fusefs.posix.nodes.inode_table import Inode, InodeTable
+from fusefs.posix.types import Answer, Caller, Opened, waiting
+from fusefs.posix.write import staged_sums
+from fusefs.posix.write.diskahead import DiskAhead
+from fusefs.posix.write.exclusive import is_undecided
+from fusefs.posix.write.flush import WRITING, Writeback, Writing
+from fusefs.posix.write.sparse_edit import Base, Editor
+from fusefs.posix.write.staging import Staged
+from fusefs.posix.write.upload_steps import CREATED_BY, IN_PARTS, content_type
+from fusefs.store.errors import ConflictError, NotFoundError, StaleVersionError
+from fusefs.store.interface import IF_ABSENT, Condition, ObjectInfo, Store
+
+logger = logging.getLogger("fusefs.writing")
+
+# How much of a range is zeroed at a time.
+ZEROS = 1 << 20
+
+
+class Writer(Writeback):
+    """The files of one mount that are written. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        store: Store,
+        removals: Removals,
+        directories: Directories,
+        cache: FileCache,
+        fetcher: Fetcher,
+        writing: Writing,
+        inodes: InodeTable,
+        handles: HandleTable,
+        default_meta: Callable[[Inode], Meta],
+        outdate: Callable[[Inode], None],
+    ) -> None:
+        editor = Editor(cache, fetcher)
+        super().__init__(
+            store, removals, directories, cache, writing, inodes, handles, editor, outdate
+        )
+        self._store = store
+        self._default_meta = default_meta
+        self._outdate = outdate
+        self._make_room = writing.make_room
+        self._pace = fetcher.pace
+        self._disk_ahead = DiskAhead(writing.nursery)
+        self._disk = trio.CapacityLimiter(16)
+        # Nodes whose content is on its way into staging.
+        self._preparing: WeakValueDictionary[int, trio.Lock] = WeakValueDictionary()
+        self.empty = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    # Opening
+
+    def create(
+        self, parent: Inode, name: str, mode: int, flags: int, caller: Caller,
+        *, is_reserved: bool = False,
+    ) -> Answer[tuple[Inode, Opened]]:  # fmt: skip
+        """Make a new file and open it.
+
+        With `is_reserved`, or where exclusive.py says so, the bucket decides
+        now whether one that is created with O_EXCL is new, else when it is closed.
+
+        Raises:
+            OSError: EEXIST, with O_EXCL, and there is one by now.
+        """
+        meta = Meta(stat.S_IFREG | mode & PERMISSIONS, caller.uid, caller.gid)
+        made = (parent.children or {}).get(name)
+        is_asked = flags & os.O_EXCL and (is_reserved or self._is_reserved(parent, name, caller))
+        if is_asked or (made is not None and made.staged is not None):
+            return waiting(self._create_later(parent, name, meta, flags, caller))
+        info = ObjectInfo(self.inodes.key(parent) + name, 0, "", time.time_ns())
+        return self._created(parent, name, info, meta, flags, caller)
+
+    def _is_reserved(self, parent: Inode, name: str, caller: Caller) -> bool:
+        """Whether the bucket is to decide now whether a file is new."""
+        prefix = self.inodes.key(parent)
+        known = self.directories.lookup_now(self.directories.get(prefix), name)
+        if known is None or not isinstance(known[0], Absent):
+            return True
+        return self.exclusive.is_reserved(prefix, name, caller.pid)
+
+    async def _create_later(
+        self, parent: Inode, name: str, meta: Meta, flags: int, caller: Caller
+    ) -> tuple[Inode, Opened]:
+        now = time.time_ns()
+        info = ObjectInfo(self.inodes.key(parent) + name, 0, "", now)
+        made = (parent.children or {}).get(name)
+        is_made = made is not None and made.staged is not None and is_undecided(made.staged)
+        if flags & os.O_EXCL and not is_made:
+            # The bucket decides between two nodes that create one lock file.
+            info = await self._put_empty(info.key, meta.changed(mtime_ns=now), caller)
+        made = (parent.children or {}).get(name)
+        if made is not None and made.staged is not None and not made.staged.is_unlinked:
+            # By this very request, before somebody died over it, or by one that nobody heard of.
+            if flags & os.O_TRUNC:
+                await self.stage(made, keep=0)
+            self.inodes.count(made, time.monotonic())
+            return made, self.open_staged(made, flags, caller)
+        return self._created(parent, name, info, meta, flags, caller)
+
+    def _created(
+        self, parent: Inode, name: str, info: ObjectInfo, meta: Meta, flags: int, caller: Caller
+    ) -> tuple[Inode, Opened]:
+        self.deferred.drop(info.key)
+        inode = self.inodes.create(parent, name, info, info.key)
+        fd = self.staging.prepare(inode)
+        os.utime(fd, ns=(info.mtime_ns, info.mtime_ns))
+        is_exclusive = bool(flags & os.O_EXCL) and not info.etag
+        staged = self.staging.begin(inode, fd, meta, info.etag or None, is_exclusive=is_exclusive)
+        if flags & os.O_EXCL:
+            staged.creator = caller.pid
+        if is_exclusive:
+            self.exclusive.watch(staged)
+        if staged.etag is not None:
+            staged.uploaded = staged.changes
+        self.list_staged(inode)
+        self.inodes.entries_changed(parent)
+        self.inodes.count(inode, time.monotonic())
+        return inode, self.open_staged(inode, flags, caller)
+
+    async def _put_empty(self, key: str, meta: Meta, caller: Caller) -> ObjectInfo:
+        """Make an object where there is none.
+
+        Raises:
+            OSError: EEXIST, there is one that this request has not made.
+        """
+        # Where the answer is lost, to this process or with the last one, this
+        # tells our object from another node's.
+        token = f"{self.staging.directory.name}-{caller.unique}"
+        try:
+            return await self._store.put_file(
+                key, self.empty, 0, metadata=meta.as_metadata() | {CREATED_BY: token},
+                content_type=content_type(key), condition=IF_ABSENT,
+            )  # fmt: skip
+        except ConflictError as error:
+            found = await self._store.head(key)
+            if found.size or (found.metadata or {}).get(CREATED_BY) != token:
+                raise OSError(errno.EEXIST, str(error)) from error
+            return found
+
+    async def put_marker(self, prefix: str, meta: Meta, condition: Condition = None) -> None:
+        """Make a prefix a directory, as S3 consoles do."""
+        await self._store.put_file(
+            prefix, self.empty, 0, metadata=meta.as_metadata(),
+            content_type="application/x-directory", condition=condition,
+        )  # fmt: skip
+
+    def open(self, inode: Inode, flags: int, caller: Caller) -> Answer[Opened]:
+        """Open a file for writing, or one that is staged."""
+        if inode.info is None:
+            raise OSError(errno.EISDIR, "a directory")
+        if flags & (WRITING | os.O_TRUNC):
+            self._check_overwriting(inode)
+        if inode.staged is not None and not flags & os.O_TRUNC:
+            return self.open_staged(inode, flags, caller)
+        return waiting(self._open_later(inode, flags, caller))
+
+    def _check_overwriting(self, inode: Inode) -> None:
+        """Refuse to change what the bucket has, where the mount may not."""
+        is_new = inode.staged is not None and inode.staged.etag is None
+        if not self._rules.may_delete and not is_new:
+            raise OSError(errno.EPERM, "the mount removes and overwrites nothing (--no-delete)")
+
+    async def _open_later(self, inode: Inode, flags: int, caller: Caller) -> Opened:
+        await self.stage(inode, keep=0 if flags & os.O_TRUNC else None)
+        return self.open_staged(inode, flags, caller)
+
+    def open_staged(self, inode: Inode, flags: int, caller: Caller) -> Opened:
+        """Open a file that is staged."""
+        assert inode.info is not None
+        version = inode.info.version
+        file = self._cache.pin(version) if version.etag else CacheFile.unkept()
+        handle = self._handles.open_file(inode, version, file, 0, flags, caller.unique)
+        # A handle that only writes needs no second copy in the kernel's pages.
+        is_direct = flags & os.O_ACCMODE == os.O_WRONLY
+        may_write = bool(flags & WRITING)
+        return Opened(handle.fh, keep_cache=True, may_write=may_write, is_direct=is_direct)
+
+    async def stage(self, inode: Inode, *, keep: int | None) -> Staged:
+        """Have a file staged, with the first `keep` bytes of its content (None: all).
+
+        Raises:
+            OSError: ESTALE, the kernel reads the node by passthrough: a new one is to be opened.
+        """
+        if not self._may_be_written(inode):
+            self._check_overwriting(inode)
+        while True:
+            if inode.staged is None:
+                await self._begin(inode, keep)
+            staged = inode.staged
+            assert staged is not None
+            if keep is None:
+                return staged
+            async with staged.lock:
+                if inode.staged is not staged:
+                    continue  # it settled while this was waiting
+                self.staging.charge(staged, keep)
+                staged_sums.forget(staged)
+                os.ftruncate(staged.fd, keep)
+                self.uploads.truncated(staged, keep)
+                return staged
+
+    async def _begin(self, inode: Inode, keep: int | None) -> None:
+        self._check_mode(inode)
+        # Held, and so kept in the table, by whoever is in here.
+        lock = self._preparing.setdefault(inode.nodeid, trio.Lock())
+        async with lock:
+            if inode.staged is None:
+                await self._stage_content(inode, keep)
+
+    def _check_mode(self, inode: Inode) -> None:
+        """Have a node that the kernel reads by itself be followed by a new one."""
+        if inode.passthrough:
+            self.inodes.supersede(inode)
+            raise OSError(errno.ESTALE, "the node is open for passthrough")
+
+    async def _stage_content(self, inode: Inode, keep: int | None) -> None:
+        assert inode.info is not None
+        async with self.deferred.taken(inode.info.key) as described:
+            staged = await self._staged_content(inode, keep)
+            staged.before = described.meta if described is not None else inode.meta
+            if described is not None:
+                staged.meta = described.meta.changed(mtime_ns=None)
+                staged.touch_meta()
+                self.staging.record(staged)
+
+    async def _staged_content(self, inode: Inode, keep: int | None) -> Staged:
+        assert inode.info is not None
+        info = inode.info
+        wanted = info.size if keep is None else min(keep, info.size)
+        base = Base(self._cache.pin(info.version), wanted)
+        staged: Staged | None = None
+        try:
+            fd = self.staging.prepare(inode)
+            try:
+                os.ftruncate(fd, wanted)
+                # Of a large object the first bytes, which show that it is still there.
+                await self.editor.fill(base, fd, 0, wanted if wanted <= IN_PARTS else 1)
+                self._check_mode(inode)
+            except BaseException:
+                os.close(fd)
+                raise
+            meta = inode.meta or self._default_meta(inode)
+            if keep is None:
+                mtime_ns = info.mtime_ns if meta.mtime_ns is None else meta.mtime_ns
+                os.utime(fd, ns=(mtime_ns, mtime_ns))
+            staged = self.staging.begin(
+                inode, fd, meta.changed(mtime_ns=None), inode.info.etag,
+                base if base.lacks(0, wanted) else None,
+            )  # fmt: skip
+        except (StaleVersionError, NotFoundError):
+            self._outdate(inode)
+            raise OSError(errno.ESTALE, "the object has been replaced") from None
+        finally:
+            if staged is None or staged.base is None:
+                self._cache.unpin(base.file)
+        if keep is None:
+            staged.uploaded = staged.changes
+        staged.is_rewrite = bool(staged.etag)
+        self.list_staged(inode)
+        return staged
+
+    # Changing
+
+    def write(self, fh: int, offset: int, data: memoryview) -> Answer[int]:
+        """Write to an open file; return how many bytes were."""
+        handle = self._handle(fh)
+        staged = handle.inode.staged
+        if staged is None:
+            raise OSError(errno.EBADF, "not open for writing")
+        stop = offset + len(data)
+        is_whole = staged.base is None or not staged.base.lacks_edges(offset, stop)
+        if is_whole and not staged.lock.locked():
+            if stop > staged.charged:
+                self.staging.charge(staged, stop)
+            if staged.sum is not None:
+                staged_sums.forget(staged)
+            count = self._write_now(staged.fd, data, offset)
+            if count == len(data):
+                self._wrote(staged, offset, stop)
+                return count
+        # The memory is the session's and is used again for the next request.
+        return waiting(self._write_later(staged, offset, bytes(data)))
+
+    def _write_now(self, fd: int, data: memoryview, offset: int) -> int:
+        """Write to the page cache; return how many bytes, 0 where a thread has to do it.
+
+        RWF_NOWAIT is no help: ext4 refuses it.
+        """
+        if not self._pace.is_quick:
+            return 0
+        began = self._pace.begin()
+        try:
+            return os.pwrite(fd, data, offset)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            return 0
+        finally:
+            self._pace.end(began)
+
+    async def _write_later(self, staged: Staged, offset: int, data: bytes) -> int:
+        stop = offset + len(data)
+        async with staged.lock:
+            if stop > staged.charged:
+                self.staging.charge(staged, stop)
+            if staged.sum is not None:
+                staged_sums.forget(staged)
+            if staged.base is not None:
+                await self.editor.fill_edges(staged.base, staged.fd, offset, stop)
+            try:
+                return await self._write_to_disk(staged, offset, data)
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                await self._make_room()
+                return await self._write_to_disk(staged, offset, data)
+            finally:
+                self._wrote(staged, offset, stop)
+
+    def _wrote(self, staged: Staged, start: int, stop: int) -> None:
+        self.uploads.wrote(staged, start, stop)
+        if self._rules.is_local:
+            self._disk_ahead.wrote(staged)
+
+    async def _write_to_disk(self, staged: Staged, offset: int, data: bytes) -> int:
+        # A cancelled write is finished by its thread all the same.
+        return await trio.to_thread.run_sync(
+            _write_fully, staged.fd, data, offset, limiter=self._disk
+        )
+
+    async def allocate(self, fh: int, offset: int, length: int, mode: int) -> None:
+        """fallocate(2), with the modes that concern no more than its range."""
+        staged = self._handle(fh).inode.staged
+        if staged is None:
+            raise OSError(errno.EBADF, "not open for writing")
+        if mode & ~MODES:
+            raise OSError(errno.EOPNOTSUPP, "not supported")
+        async with staged.lock:
+            if offset + length > staged.charged and not mode & KEEP_SIZE:
+                self.staging.charge(staged, offset + length)
+            staged_sums.forget(staged)
+            if staged.base is not None:
+                await self._allocate_edited(staged, staged.base, offset, length, mode)
+            else:
+                await trio.to_thread.run_sync(
+                    allocate, staged.fd, mode, offset, length, limiter=self._disk
+                )
+            if mode & ~KEEP_SIZE:
+                self.uploads.wrote(staged, offset, offset + length)  # zeros
+            else:
+                staged.touch()
+
+    async def _allocate_edited(
+        self, staged: Staged, base: Base, offset: int, length: int, mode: int
+    ) -> None:
+        """As `allocate`, where what is not in the file is the object's.
+
+        So neither space nor holes can be made in it: zeros are written.
+        """
+        size, stop = staged.size(), offset + length
+        if mode & ~KEEP_SIZE:
+            end = min(stop, size)
+            if offset < end:
+                await self.editor.fill_edges(base, staged.fd, offset, end)
+            for start in range(offset, end, ZEROS):
+                await self._write_to_disk(staged, start, bytes(min(ZEROS, end - start)))
+                # Else an error in the next write would leave these the object's.
+                self.uploads.wrote(staged, start, min(start + ZEROS, end))
+        if not mode & KEEP_SIZE and stop > size:
+            os.ftruncate(staged.fd, stop)
+
+    async def truncate(self, inode: Inode, size: int) -> None:
+        """Make a file as long as `size`; one that nobody has open is uploaded at once."""
+        await self.stage(inode, keep=size)
+        await self.finish(inode)
+
+    def change_meta(self, inode: Inode, meta: Meta) -> None:
+        """Give a file another mode, owner or time."""
+        staged = inode.staged
+        if staged is not None:
+            if meta.mtime_ns is not None:
+                os.utime(staged.fd, ns=(meta.mtime_ns, meta.mtime_ns))
+            staged.meta = meta.changed(mtime_ns=None)
+            staged.touch_meta()
+            self.staging.record(staged)
+            self.described(inode)
+            return
+        assert inode.info is not None
+        now = self._named_now(inode)
+        if now is not inode:
+            inode.meta = meta
+            self.change_meta(now, meta)
+            return
+        if meta.mtime_ns is None:
+            # A copy has a time of its own.
+            meta = meta.changed(mtime_ns=inode.info.mtime_ns)
+        self.deferred.put(inode.info, meta)
+        inode.meta = meta
+
+    def _named_now(self, inode: Inode) -> Inode:
+        """The node that has the file's name now, where an edit has given it another one."""
+        siblings = inode.parent.children if inode.parent is not None else None
+        now = (siblings or {}).get(inode.name, inode)
+        return now if now.info is not None else inode
+
+    def _handle(self, fh: int) -> FileHandle:
+        try:
+            return self._handles.files[fh]
+        except KeyError:
+            raise OSError(errno.EBADF, f"unknown file handle {fh}") from None
+
+
+def _write_fully(fd: int, data: bytes, offset: int) -> int:
+    """Write all of it. Blocks."""
+    done = 0
+    view = memoryview(data)
+    while done < len(data):
+        done += os.pwrite(fd, view[done:], offset + done)
+    return done

@@ -1,0 +1,63 @@
+"""Where settings are given besides flags: the environment and a TOML file, each a layer of texts.
+
+Which settings there are, and how their texts are read, is told in mount.py.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+from fusefs.settings.arguments import did_you_mean
+from fusefs.settings.mount import SETTINGS, Given, Layer, SettingsError
+from fusefs.settings.types import SWITCH, Setting
+from fusefs.settings.units import plain_number
+
+
+def from_environment(environment: Mapping[str, str]) -> Layer:
+    """The settings among the environment's variables; an empty one is unset."""
+    return {
+        setting.name: Given(environment[setting.variable], setting.variable)
+        for setting in SETTINGS
+        if environment.get(setting.variable)
+    }
+
+
+def from_config(path: Path) -> Layer:
+    """The settings of a TOML file.
+
+    Raises:
+        SettingsError: the file cannot be read or holds something unknown.
+    """
+    try:
+        content = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: is not TOML: {error}") from error
+    by_key = {setting.key: setting for setting in SETTINGS}
+    layer = {}
+    for key, value in content.items():
+        if key not in by_key:
+            raise SettingsError(f"{path}: {key}: {_unknown(key, list(by_key))}")
+        origin = f"{path}: {key}"
+        layer[by_key[key].name] = Given(_toml_text(by_key[key], value, origin), origin)
+    return layer
+
+
+def _unknown(key: str, known: list[str]) -> str:
+    hint = did_you_mean(key.replace("_", "-"), known) or "; fusefs mount --help lists them all"
+    return f"there is no such setting{hint}"
+
+
+def _toml_text(setting: Setting, value: object, origin: str) -> str:
+    match value:
+        case str():
+            return value
+        case bool() if setting.is_switch:
+            return SWITCH.show(value)
+        case int() | float() if setting.kind.takes_numbers and not isinstance(value, bool):
+            return plain_number(value)
+    wanted = "true or false" if setting.is_switch else "text in quotes"
+    raise SettingsError(f"{origin}: {value!r} has the wrong type; write {wanted}")

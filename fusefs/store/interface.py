@@ -1,0 +1,440 @@
+"""The bucket as the rest of fusefs sees it: a few types and one interface.
+
+Everything above this package speaks of keys, versions and byte ranges. A key
+is the object's full key in the bucket, decoded. An `ObjectVersion` names one
+immutable content; a download asks for exactly that version and nothing else.
+
+The interface is asynchronous (trio): the implementation owns its threads,
+its connection budget, retries and time-outs, so that a caller has one wait
+and one error to look at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from fusefs.store.fencing import ChangeToken, TokenSource
+from fusefs.store.priority import Urgency, demanded
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectVersion:
+    """One immutable content of one key: what a cache file holds.
+
+    `etag` is the quoted value as S3 gives it; `size` is in bytes.
+    """
+
+    key: str
+    etag: str
+    size: int
+
+
+# Not frozen, though nobody changes one: to make it would take four times as long (0.9 us),
+# and a page of a listing has a thousand.
+@dataclass(slots=True, unsafe_hash=True)
+class ObjectInfo:
+    """What a listing or a HEAD tells about an object; never changed once it is made.
+
+    `mtime_ns` is nanoseconds since the epoch. `content_type`, `version_id` and
+    `metadata` (the user's, with keys in lower case) are None where the source
+    (a listing) does not tell them.
+    """
+
+    key: str
+    size: int
+    etag: str
+    mtime_ns: int
+    storage_class: str = "STANDARD"
+    content_type: str | None = None
+    version_id: str | None = None
+    metadata: Mapping[str, str] | None = field(default=None, hash=False)
+
+    @property
+    def version(self) -> ObjectVersion:
+        return ObjectVersion(self.key, self.etag, self.size)
+
+    @property
+    def token(self) -> ChangeToken | None:
+        """The change that made it, if a mount did and the metadata is known (fencing.py)."""
+        return ChangeToken.parse(self.metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class ListPage:
+    """One page of a listing, in the bucket's order.
+
+    `prefixes` are the common prefixes with their trailing delimiter.
+    `next_token` is None on the last page. `last` is the last key or prefix on
+    the page ("" on an empty one), after which the listing continues.
+    """
+
+    objects: list[ObjectInfo]
+    prefixes: list[str]
+    next_token: str | None
+    last: str
+
+
+@dataclass(frozen=True, slots=True)
+class IfAbsent:
+    """Write only where there is no object (`If-None-Match: *`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class IfMatch:
+    """Write only over the object with this (quoted) ETag."""
+
+    etag: str
+
+
+@dataclass(frozen=True, slots=True)
+class Expect:
+    """Write over what the mount knows under the key: this (quoted) ETag, or nothing (None).
+
+    It never fails because of what is there. Where the store honours conditions
+    the request carries this one, so that it has no effect if it is executed
+    late, after another change. Where another object is there already, the
+    change is repeated over that one: the last to close wins (store/fencing.py).
+    """
+
+    etag: str | None
+
+
+IF_ABSENT = IfAbsent()
+# A condition that must hold. None writes whatever is there.
+Strict = IfAbsent | IfMatch | None
+Condition = Strict | Expect
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of an upload that the bucket has.
+
+    `number` counts from 1, `size` is in bytes; `checksum` is the CRC32 in
+    base64, which S3 has compared ("" if S3 does not tell that of a copied part).
+    """
+
+    number: int
+    size: int
+    etag: str
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True)
+class UploadState:
+    """All that another process needs to go on with an upload.
+
+    The first parts have `part_size` bytes, later ones more (store/s3/schedule.py).
+    """
+
+    key: str
+    upload_id: str
+    part_size: int
+    metadata: Mapping[str, str]
+    parts: tuple[Part, ...] = ()
+
+    def plain(self) -> dict[str, Any]:
+        """The state as JSON can hold it."""
+        parts = [[part.number, part.size, part.etag, part.checksum] for part in self.parts]
+        return {
+            "key": self.key, "upload_id": self.upload_id, "part_size": self.part_size,
+            "metadata": dict(self.metadata), "parts": parts,
+        }  # fmt: skip
+
+    @staticmethod
+    def from_plain(plain: Mapping[str, Any]) -> UploadState:
+        parts = tuple(Part(*fields) for fields in plain["parts"])
+        return UploadState(**{**plain, "parts": parts})
+
+
+@dataclass(frozen=True, slots=True)
+class PendingUpload:
+    """A multipart upload, anybody's, that is neither complete nor aborted."""
+
+    key: str
+    upload_id: str
+    begun_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteFailure:
+    """A key that could not be deleted, and why (a `StoreError`)."""
+
+    key: str
+    error: Exception
+
+
+# Called in a worker thread with (offset in the object, chunk), in order.
+ChunkWriter = Callable[[int, memoryview], None]
+
+
+class Upload(Protocol):
+    """A multipart upload under way, of a file that may still grow. Belongs to the event loop.
+
+    Parts are counted from 1; where they begin does not depend on the file's
+    size. Nothing is to be seen under the key before `complete`. An upload stays
+    in the bucket, and is paid for, until it is completed or aborted. Methods
+    that wait raise `StoreError`.
+    """
+
+    @property
+    def state(self) -> UploadState:
+        """What to put on record; it changes with each part."""
+
+    def part_at(self, offset: int) -> int:
+        """The number of the part that has this byte; a ValueError if no object is as large."""
+
+    def part_range(self, number: int, size: int) -> tuple[int, int]:
+        """The bytes [start, stop) of a part of a file; a ValueError if it has no such part."""
+
+    def part_count(self, size: int) -> int:
+        """How many parts a file of `size` bytes has."""
+
+    def has(self, number: int) -> bool:
+        """Whether the part has been sent or copied, and not been dropped since."""
+
+    def missing(self, size: int) -> list[int]:
+        """The parts to be sent or copied before a file of `size` bytes is complete.
+
+        The last part of a file that has grown since is among them.
+        """
+
+    def drop(self, number: int) -> None:
+        """The file has other bytes in this part now.
+
+        If the part is being sent at this moment, what arrives does not count.
+        """
+
+    async def send(self, fd: int, numbers: Iterable[int], size: int) -> None:
+        """Send these parts of a file of `size` bytes, in parallel.
+
+        A part that somebody else sends is waited for; one that has been sent
+        and not been dropped is not sent again. Reads with pread; after the
+        return, also by cancellation, `fd` is not used any more, and the parts
+        that were done stay done.
+
+        Raises:
+            StoreError: a part could not be sent in the retry time, or the file
+                is shorter than `size`.
+            ValueError: a file of `size` bytes has no such part.
+        """
+
+    async def copy_part(self, number: int, source: ObjectVersion, start: int, stop: int) -> None:
+        """Have S3 copy the bytes [start, stop) of exactly `source` into a part.
+
+        Only the last part may be shorter than it should be.
+
+        Raises:
+            StaleVersionError: the source is no longer this version.
+            ValueError: the range is larger than the part.
+        """
+
+    async def verify(self, fd: int, size: int) -> None:
+        """Drop what another process sent and the file, of `size` bytes, does not have.
+
+        Reads those parts of the file; after the return, also by cancellation,
+        `fd` is not used any more. A part that this process sends or copies
+        needs no verifying.
+
+        Raises:
+            NotFoundError: the upload has been completed, but not with what the
+                file has: another one is to be begun.
+            StoreError: the file is shorter than `size`.
+        """
+
+    async def complete(self, size: int, condition: Condition = None) -> ObjectInfo:
+        """Make an object of the first `size` bytes' parts, and forget the others.
+
+        Cancelled, it may come into being all the same. Where no answer comes, a
+        HEAD tells whether the object is there.
+
+        Raises:
+            ConflictError: the condition does not hold.
+            NotFoundError: the upload was aborted.
+            ValueError: parts are missing or not verified, or `size` is 0.
+        """
+
+
+class Store(Protocol):
+    """One bucket. All methods raise `StoreError` (see store/errors.py).
+
+    `tokens` are those of the changes; see store/fencing.py.
+    """
+
+    tokens: TokenSource
+
+    async def list_page(
+        self, prefix: str, *, delimiter: str = "/", start_after: str = "", max_keys: int = 1000
+    ) -> ListPage:
+        """Return one page of the keys that start with `prefix`.
+
+        `start_after` is a full key and exclusive; a page's `last` continues the
+        listing. Cancelling abandons the request.
+        """
+
+    async def head(self, key: str) -> ObjectInfo:
+        """Return what HEAD tells about `key`.
+
+        Raises:
+            NotFoundError: there is no such object.
+        """
+
+    async def download(
+        self,
+        version: ObjectVersion,
+        start: int,
+        stop: int,
+        write: ChunkWriter,
+        *,
+        priority: Urgency = demanded,
+        in_loop: bool = False,
+    ) -> None:
+        """Stream the bytes [start, stop) of exactly `version` into `write`.
+
+        `write` runs in a worker thread, with `in_loop` and little to bring also
+        in the event loop: once a chunk, in order, without gaps. An
+        exception from it ends the download and is raised here. A broken
+        stream is resumed where it stopped. After the return, also by
+        cancellation, `write` is not running and will not be called again.
+
+        Raises:
+            StaleVersionError: the object is no longer this version.
+            StoreError: S3 could not serve the range in the retry time.
+        """
+
+    async def put_file(
+        self,
+        key: str,
+        fd: int,
+        size: int,
+        *,
+        metadata: Mapping[str, str],
+        content_type: str | None,
+        condition: Condition = None,
+        token: ChangeToken | None = None,
+    ) -> ObjectInfo:
+        """Make the first `size` bytes of a file the object `key`.
+
+        One PUT up to `part_size` bytes, beyond it a multipart upload, which is
+        aborted if it fails or is cancelled. S3 compares a checksum of all that
+        is sent. Reads with pread; after the return, also by cancellation, `fd`
+        is not used any more. A single PUT that is cancelled may come to pass.
+
+        The keys of `metadata` are HTTP tokens in lower case, its values
+        printable ASCII, not empty, without spaces at the ends; S3 takes 2 KiB.
+        The `mtime_ns` of the answer is the bucket's, but after a single PUT
+        this machine's, to the second: S3 tells it only to a HEAD, which would
+        take half as long again as the PUT of a small file.
+
+        The metadata of the object, and of the answer, have the change's `token`
+        as well, which is the next one where none is given. Where an answer was
+        lost and the next says that the condition does not hold, the write has
+        succeeded if that token is there.
+
+        A store that knows no conditions answers a strict one with status 501
+        (`UnsupportedError`), or ignores them, which the probes find (probing.py).
+
+        Raises:
+            ConflictError: the condition does not hold; `.errno` is EEXIST for
+                IF_ABSENT and ESTALE for IfMatch.
+            CredentialsError: they are expired or rejected, and were not
+                renewed in the retry time.
+            ValueError: the metadata can't be sent.
+        """
+
+    async def begin_upload(
+        self, key: str, *, metadata: Mapping[str, str], content_type: str | None,
+        token: ChangeToken | None = None,
+    ) -> Upload:  # fmt: skip
+        """Begin a multipart upload, of whatever size; its state is to be put on record.
+
+        Key, metadata, content type and `token` (as of `put_file`) are what the
+        object will have.
+
+        Raises:
+            ValueError: the metadata can't be sent.
+        """
+
+    async def resume_upload(self, state: UploadState) -> Upload:
+        """Go on with an upload that perhaps another process began.
+
+        The bucket tells which parts it has; `verify` compares them with the file.
+        If the upload has been completed meanwhile, `complete` returns the object.
+
+        Raises:
+            NotFoundError: the upload was aborted, or the object replaced.
+        """
+
+    async def abort_upload(self, key: str, upload_id: str) -> None:
+        """Give an upload up and have its parts deleted; no error if there is none."""
+
+    async def list_uploads(self, prefix: str) -> list[PendingUpload]:
+        """All multipart uploads below `prefix`, whoever began them.
+
+        Only those whose ids are on one's own record may be aborted.
+        """
+
+    async def copy(
+        self,
+        source: ObjectInfo | ObjectVersion,
+        key: str,
+        *,
+        metadata: Mapping[str, str] | None = None,
+        keeps_mtime: bool = False,
+        condition: Condition = None,
+        token: ChangeToken | None = None,
+        is_own: bool = False,
+    ) -> ObjectInfo:
+        """Have S3 copy exactly `source` to `key`, however large it is.
+
+        Content type, storage class, tags and the like are kept, and so is the
+        user metadata, unless another is given. `key` may be the source's if
+        `metadata` is given. The copy may have another ETag than the source.
+        With `keeps_mtime` it says in its metadata when the source was modified,
+        if that does not say so itself.
+
+        An `ObjectInfo` as source spares a HEAD, if the metadata is kept; what
+        it does not tell, as a listed one does not, the answer does not either.
+
+        With `is_own` the source, an `ObjectInfo` with its content type, has
+        nothing beside that and its metadata, which spares a HEAD as well.
+
+        `condition` is about what `key` has before. A store that answers that it
+        knows no conditions of copies copies without. A copy with other metadata
+        has `token` in it, as `put_file` says; one that keeps the metadata keeps
+        the token of its source.
+
+        Raises:
+            ConflictError: the strict `condition` does not hold; `ExistsError` of IF_ABSENT.
+            NotFoundError: there is no such source.
+            StaleVersionError: the source is no longer this version.
+        """
+
+    async def delete(self, key: str, etag: str | None = None, *, adopts: bool = False) -> None:
+        """Delete an object; no error if there is none.
+
+        With a (quoted) `etag`, and where the store honours it, the object with
+        that ETag: another one stays, without an error. With `adopts` another
+        one is deleted in its place, but never once an answer was lost: the
+        first attempt may have deleted what was meant.
+        """
+
+    async def delete_many(
+        self, keys: Iterable[str], etags: Mapping[str, str] | None = None
+    ) -> list[DeleteFailure]:
+        """Delete objects, a thousand with each request; return what failed.
+
+        `etags` are those of keys that are to be deleted as `delete` does with an ETag.
+        """
+
+    def hurry(self) -> None:
+        """Look again at who waits for a connection: a priority has risen."""
+
+    def counters(self) -> dict[str, int]:
+        """Requests and bytes since the start, by the names that `status` shows.
+
+        `awaiting_credentials` and `connections` are of the moment: how many
+        requests try again because their credentials were refused, and how many
+        may run at once.
+        """

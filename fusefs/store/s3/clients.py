@@ -1,0 +1,351 @@
+"""The two S3 clients of a store, made from one set of settings and credentials.
+
+Making them imports boto3 and may ask an identity service for credentials: it
+blocks, for half a second and more.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import urlsplit
+
+from fusefs.settings.types import ConditionalWrites
+from fusefs.store.errors import NO_CREDENTIALS, UnreachableError, translate
+from fusefs.store.http import proxies, redirects, trust
+from fusefs.store.http.client import Direct, unsigned_body
+from fusefs.store.s3.get import AttemptError
+from fusefs.store.s3.list import Lister
+
+if TYPE_CHECKING:
+    import boto3
+    from botocore.credentials import Credentials
+    from botocore.loaders import Loader
+    from botocore.session import Session as BotocoreSession
+    from obstore.store import S3Store as ObjectStore
+
+logger = logging.getLogger("fusefs.store")
+
+DEFAULT_REGION = "us-east-1"
+# How long obstore may keep credentials. It asks again five minutes before the
+# end (at each request, if that is nearer); boto3 renews temporary ones at least
+# ten minutes before they expire.
+ASK_AGAIN = timedelta(minutes=10)
+# Credentials that stay the same until somebody changes them.
+_STATIC = ("env", "shared-credentials-file", "config-file", "explicit")
+
+
+@dataclass(frozen=True, slots=True)
+class S3Settings:
+    """Which bucket, where, as whom, and how patiently. No secret is a setting."""
+
+    bucket: str
+    endpoint_url: str | None = None
+    region: str | None = None
+    profile: str | None = None
+    anonymous: bool = False
+    addressing: str = "auto"
+    max_connections: int = 32
+    retry_time_s: float = 60.0
+    connect_timeout_s: float = 10.0
+    read_timeout_s: float = 20.0
+    ca_bundle: str | None = None
+    requester_pays: bool = False
+    part_size: int = 8 << 20
+    conditional_writes: ConditionalWrites = ConditionalWrites.AUTO
+
+
+@dataclass(slots=True)
+class Refusals:
+    """Why obstore can't be used, as far as was seen; outlives clients with old credentials."""
+
+    known: set[str] = field(default_factory=set)
+
+
+class Clients:
+    """`s3` is boto3's client, `objects` obstore's, `lister` does the LISTs.
+
+    `direct` sends what there is much of through the connections of `s3`.
+
+    `request` goes with every call of `s3`. `is_confined` says that `objects` is not to be used.
+    """
+
+    def __init__(self, settings: S3Settings, refusals: Refusals | None = None) -> None:
+        """Find the credentials and make the clients. Blocks.
+
+        Raises:
+            AttemptError: there are no credentials, or they can't be used.
+            StoreError: certificates or proxies that were named can't be used.
+        """
+        self._settings = settings
+        self._refusals = refusals or Refusals()
+        self._proxies = proxies.Proxies.of(os.environ)
+        session = self._session()
+        configured = session._session.get_config_variable("ca_bundle")
+        self._trust = trust.find_for(settings.endpoint_url, settings.ca_bundle, configured)
+        if settings.ca_bundle is None and self._trust is not None:
+            # For those that give out credentials, too.
+            session._session.set_config_variable("ca_bundle", self._trust.path)
+        self._credentials: Credentials | None = None
+        if not settings.anonymous:
+            self._credentials = session.get_credentials()
+            if self._credentials is None:
+                raise AttemptError(NO_CREDENTIALS)
+        self.request: dict[str, Any] = {"Bucket": settings.bucket}
+        if settings.requester_pays:
+            self.request["RequestPayer"] = "requester"
+        self.s3 = self._make_s3(session)
+        self.direct = Direct(self.s3, self._credentials)
+        self.lister = Lister(self.s3, self.direct, self.request)
+        self.principal = self._name_principal(session)
+        self.is_confined = bool(self._refusals.known) or self._is_confined()
+        self.objects = None if self.is_confined else self._make_objects(session)
+
+    def _session(self) -> boto3.Session:
+        import boto3
+
+        # boto3 knows AWS_DEFAULT_REGION alone, other programs for AWS know this name too.
+        region = self._settings.region or os.environ.get("AWS_REGION")
+        return boto3.Session(
+            profile_name=self._settings.profile, region_name=region, botocore_session=_prepared()
+        )
+
+    def has_other_credentials(self) -> bool:
+        """Whether boto3 would find other credentials now. Blocks, and may ask for them far away."""
+        found, known = self._session().get_credentials(), self._credentials
+        if found is None or known is None:
+            return False
+        return bool(found.get_frozen_credentials() != known.get_frozen_credentials())
+
+    def _make_s3(self, session: boto3.Session) -> Any:
+        from botocore import UNSIGNED
+        from botocore.config import Config
+
+        settings = self._settings
+        # Without these, botocore checksums what need not be checksummed.
+        quiet: dict[str, Any] = {
+            "request_checksum_calculation": "when_required",
+            "response_checksum_validation": "when_required",
+            "parameter_validation": False,
+        }
+        if settings.anonymous:
+            quiet["signature_version"] = UNSIGNED
+        addressing = settings.addressing
+        if addressing == "auto" and settings.endpoint_url is not None:
+            addressing = "path"
+        config = Config(
+            max_pool_connections=settings.max_connections,
+            connect_timeout=settings.connect_timeout_s,
+            read_timeout=settings.read_timeout_s,
+            retries={"total_max_attempts": 1, "mode": "standard"},
+            s3=cast(Any, {"addressing_style": addressing}),
+            user_agent_extra="fusefs",
+            **quiet,
+        )
+        client = session.client(
+            "s3",
+            endpoint_url=settings.endpoint_url,
+            region_name=session.region_name or DEFAULT_REGION,
+            verify=self._trust.path if self._trust else None,
+            config=config,
+        )
+        proxies.install(client, self._proxies, self._trust.path if self._trust else None)
+        redirects.install(client)
+        for operation in ("PutObject", "UploadPart"):
+            client.meta.events.register(f"before-sign.s3.{operation}", _leave_body_unsigned)
+        return client
+
+    def _make_objects(self, session: boto3.Session) -> ObjectStore | None:
+        """obstore's client; None, and `is_confined`, if it can't use the certificates."""
+        from obstore.exceptions import BaseError
+        from obstore.store import S3Store as ObjectStore
+
+        settings = self._settings
+        endpoint = self._custom_endpoint()
+        is_path = settings.addressing == "path" or (
+            settings.addressing == "auto" and (endpoint is not None or "." in settings.bucket)
+        )
+        options: dict[str, Any] = {
+            "connect_timeout": timedelta(seconds=settings.connect_timeout_s),
+            "read_timeout": timedelta(seconds=settings.read_timeout_s),
+            # An object may take hours; what must not take long is each read of it.
+            "timeout": timedelta(days=1),
+            "allow_http": endpoint is not None and endpoint.startswith("http://"),
+        }
+        config: dict[str, Any] = {
+            "region": self._bucket_region() or session.region_name or DEFAULT_REGION,
+            "virtual_hosted_style_request": not is_path,
+            # Costs nothing: the signature needs this hash as well.
+            "checksum_algorithm": "SHA256",
+        }
+        if settings.requester_pays:
+            config["request_payer"] = True
+        url = endpoint or f"https://s3.{config['region']}.amazonaws.com"
+        if not is_path:
+            parts = urlsplit(url)
+            url = f"{parts.scheme}://{settings.bucket}.{parts.netloc}"
+        if endpoint is not None:
+            config["endpoint"] = url
+        options |= self._connecting(url)
+        if settings.anonymous:
+            config["skip_signature"] = True
+        else:
+            config["credential_provider"] = self._provide_credentials
+        try:
+            return ObjectStore(
+                settings.bucket,
+                client_options=cast(Any, options),
+                retry_config={"max_retries": 0},
+                **config,
+            )
+        except BaseError as error:
+            self.confine(translate(error).sentence)
+            return None
+
+    def _connecting(self, url: str) -> dict[str, Any]:
+        """obstore's options for the certificates and the proxy of its URL."""
+        options: dict[str, Any] = {}
+        certificates = self._trust.pem() if self._trust is not None else b""
+        if url.startswith("https:") and certificates:
+            options["root_certificate"] = certificates
+        proxy = self._proxies.choose(url)
+        if proxy is not None:
+            options["proxy_url"] = proxy
+            if proxy.startswith("https:") and certificates:
+                options["proxy_ca_certificate"] = certificates.decode("latin-1")
+        elif self._proxies.http or self._proxies.https:
+            # By itself it would choose one of the environment's, by rules of its own.
+            host = urlsplit(url).hostname
+            options |= {"proxy_url": "http://127.0.0.1:9", "proxy_excludes": host}
+        return options
+
+    def confine(self, why: str) -> None:
+        """Have long reads go through boto3's connections from now on; obstore can't do them."""
+        self.is_confined = True
+        if why not in self._refusals.known:
+            self._refusals.known.add(why)
+            logger.warning(
+                "s3://%s: large reads go over Python's connections, since obstore's fail: %s",
+                self._settings.bucket, why,
+            )  # fmt: skip
+
+    def try_objects(self, key: str) -> bool:
+        """See whether obstore's connections reach S3, if it is to be used. Blocks.
+
+        `key` is that of the request, be it there or not. False if there was nothing to see.
+        """
+        url = self.s3.meta.endpoint_url
+        is_used = url.startswith("https:") or self._proxies.choose(url) is not None
+        if self.is_confined or not is_used:
+            return False
+        import obstore
+
+        assert self.objects is not None
+        try:
+            obstore.head(self.objects, key)
+        except Exception as error:  # anything may come from its library
+            self.confine_for(error)
+        return True
+
+    def confine_for(self, error: Exception) -> bool:
+        """Do without obstore from now on if an error of its says that it can never connect."""
+        failure = translate(error)
+        never = failure.kind is UnreachableError and not failure.is_retryable
+        if never and not failure.status:
+            self.confine(failure.sentence)
+        return self.is_confined
+
+    def _provide_credentials(self) -> dict[str, Any]:
+        """What obstore signs with; it asks again when they expire."""
+        assert self._credentials is not None
+        current = self._credentials.get_frozen_credentials()
+        return {
+            "access_key_id": current.access_key,
+            "secret_access_key": current.secret_key,
+            "token": current.token,
+            "expires_at": datetime.now(UTC) + ASK_AGAIN,
+        }
+
+    def _custom_endpoint(self) -> str | None:
+        """The endpoint if it is not AWS's own; boto3 also takes it from its configuration."""
+        endpoint = self.s3.meta.endpoint_url
+        return None if redirects.is_aws(endpoint) else endpoint
+
+    def _is_confined(self) -> bool:
+        """Whether a redirect could take a session token to another host.
+
+        obstore follows redirects, and takes off the signature but not the
+        token; it has no setting for that. AWS sends nobody elsewhere; any
+        other server might. boto3's connections follow none.
+        """
+        credentials = self._credentials
+        has_token = credentials is not None and credentials.get_frozen_credentials().token
+        return bool(has_token) and self._custom_endpoint() is not None
+
+    def _bucket_region(self) -> str | None:
+        """Where the bucket is, as S3 tells in the headers of any answer."""
+        if self._settings.region is not None or self._custom_endpoint() is not None:
+            return None
+        answer = self.s3.list_objects_v2(**self.request, MaxKeys=1)
+        region = answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region")
+        return str(region) if region else None
+
+    def _name_principal(self, session: boto3.Session) -> str:
+        if self._credentials is None:
+            return "anonymous"
+        method = self._credentials.method
+        current = self._credentials.get_frozen_credentials()
+        if method in _STATIC and not current.token:
+            return f"key {current.access_key}"
+        # Temporary keys change; what they are derived from does not.
+        role = os.environ.get("AWS_ROLE_ARN", "")
+        return f"{method} {session.profile_name} {role} uid {os.geteuid()}"
+
+
+# botocore's loader with what it has read of S3, while no session has it; see `prepare`.
+_loaders: list[Loader] = []
+
+
+def prepare() -> None:
+    """Import what a client of S3 needs, and read botocore's description of S3. Blocks.
+
+    The next `Clients` of this process are made in half the time. No credentials
+    are looked for.
+    """
+    import boto3
+    from botocore import UNSIGNED
+    from botocore.config import Config
+
+    for name in ("botocore.awsrequest", "botocore.httpsession", "obstore.store"):
+        importlib.import_module(name)
+    # With these boto3 reads no file of keys.
+    no_keys = dict.fromkeys(("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"), os.devnull)
+    os.environ.update(no_keys)
+    try:
+        session = boto3.Session(region_name=DEFAULT_REGION)
+        session.client("s3", config=Config(signature_version=UNSIGNED)).close()
+    finally:
+        for name in no_keys:
+            del os.environ[name]
+    _loaders.append(session._session.get_component("data_loader"))
+
+
+def _prepared() -> BotocoreSession | None:
+    """A session with the loader that was prepared, once; None if there is none."""
+    from botocore.session import get_session
+
+    # With a directory of descriptions of their own, users get a loader for that.
+    if not _loaders or "AWS_DATA_PATH" in os.environ:
+        return None
+    session = get_session()
+    session.register_component("data_loader", _loaders.pop())
+    return session
+
+
+def _leave_body_unsigned(request: Any, **_: Any) -> None:
+    """S3 compares the checksum that goes with each body, and the signature covers that."""
+    request.context.update(unsigned_body())

@@ -1,0 +1,133 @@
+"""Changes over what the mount expects under a key, and over what is there instead.
+
+`Fence.over` sends a change with a strict condition and judges what comes of it.
+The server refuses it (412) where another object is there. A HEAD then tells by
+the token whether that is this very change, whose first answer was lost; else
+the ETag of what is there is adopted, and the change is sent again over that.
+
+Which conditions are sent is a setting: all (`on`), none (`off`), or those that
+the store is not known to ignore (`auto`; csi/volume/capabilities.py). Until the probes have
+ended all are sent, and nothing relies on them. A condition that the store
+answers it does not implement is left out from then on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from fusefs.settings.types import ConditionalWrites
+from fusefs.store.capabilities import ASSUMED, Capabilities
+from fusefs.store.errors import ConflictError, NotFoundError, UnsupportedError
+from fusefs.store.fencing import ChangeToken
+from fusefs.store.interface import IF_ABSENT, Expect, IfMatch, ObjectInfo, Strict
+
+if TYPE_CHECKING:
+    from fusefs.store.s3.store import S3Store
+
+logger = logging.getLogger("fusefs.store")
+
+# How often a change is repeated over what others put under its key meanwhile.
+# After that it is sent without a condition, so that it comes to an end.
+ADOPTIONS = 5
+
+
+class Fence:
+    """The conditions of one store's changes. Belongs to the event loop."""
+
+    def __init__(self, store: S3Store, mode: ConditionalWrites) -> None:
+        self._store = store
+        self.mode = mode
+        # What is known of the store; with `on` the user answers for all of it.
+        self.capabilities = ASSUMED if mode == ConditionalWrites.ON else Capabilities()
+        # Why nothing is known of it, for people to read.
+        self.why_unknown = "not tried yet"
+
+    def strict(self, operation: str, key: str, etag: str | None) -> Strict:
+        """The condition of an operation over this ETag (None: nothing); None to send none.
+
+        `operation` is "put", "complete" or "copy".
+        """
+        if not self.honours(_name(operation, key, etag)):
+            return None
+        return IF_ABSENT if etag is None else IfMatch(etag)
+
+    def honours(self, name: str) -> bool:
+        """Whether to send a condition by its name in `Capabilities`."""
+        if self.mode == ConditionalWrites.OFF:
+            return False
+        return getattr(self.capabilities, name) is not False
+
+    def relies_on(self, name: str) -> bool:
+        """Whether a condition is sent and the store is known to honour it."""
+        return self.honours(name) and getattr(self.capabilities, name) is True
+
+    def note_unsupported(self, name: str) -> None:
+        """The store has answered that it does not implement this condition."""
+        logger.info("this store does not implement the condition %s: it is left out", name)
+        self.capabilities = replace(self.capabilities, **{name: False})
+
+    def describe(self) -> dict[str, Any]:
+        """What is sent and why, as plain data."""
+        return {
+            "mode": str(self.mode),
+            "known": self.capabilities.is_known,
+            "missing": self.capabilities.missing,
+            "why": self.why_unknown,
+        }
+
+    async def over(
+        self,
+        key: str,
+        expected: Expect,
+        token: ChangeToken | None,
+        operation: str,
+        send: Callable[[Strict], Awaitable[ObjectInfo]],
+    ) -> ObjectInfo:
+        """Have `send` make a change over what is expected, or over what is there instead.
+
+        `token` is the change's own, None if the object will not have it.
+
+        Raises:
+            StoreError: of `send`, but for a condition that does not hold.
+        """
+        etag = expected.etag
+        for _ in range(ADOPTIONS):
+            condition = self.strict(operation, key, etag)
+            try:
+                return await send(condition)
+            except UnsupportedError:
+                if condition is None:
+                    raise
+                self.note_unsupported(_name(operation, key, etag))
+                continue
+            except ConflictError:
+                if condition is None:  # two writes at the same time, for the whole retry time
+                    raise
+            there = await self.look(key)
+            if there is not None and token is not None and there.token == token:
+                return there
+            found = there.etag if there is not None else None
+            if found == etag:
+                break  # the server refuses what it says itself
+            logger.info("%s: another object is there by now; this change goes over it", key)
+            etag = found
+        else:
+            logger.info("%s is replaced again and again: it is written without a condition", key)
+        return await send(None)
+
+    async def look(self, key: str) -> ObjectInfo | None:
+        """What is under a key; None if nothing is."""
+        try:
+            return await self._store.head(key)
+        except NotFoundError:
+            return None
+
+
+def _name(operation: str, key: str, etag: str | None) -> str:
+    """What a condition is called in `Capabilities`."""
+    if operation == "put" and key.endswith("/"):
+        operation = "marker"
+    return f"{operation}_if_none_match" if etag is None else f"{operation}_if_match"

@@ -1,0 +1,74 @@
+"""LIST requests: the first through botocore, the rest without it (store/http/client.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fusefs.store.errors import Failure, UnreachableError
+from fusefs.store.http.client import Direct
+from fusefs.store.interface import ListPage
+from fusefs.store.s3 import list_parser
+from fusefs.store.s3.get import AttemptError
+
+# How long a request is repeated whose answer is no listing.
+GARBLED_TIME_S = 3.0
+# The names of list_objects_v2's parameters in the query.
+_QUERY = {
+    "Prefix": "prefix",
+    "Delimiter": "delimiter",
+    "StartAfter": "start-after",
+    "MaxKeys": "max-keys",
+    "EncodingType": "encoding-type",
+}
+
+
+def parameters(prefix: str, delimiter: str, start_after: str, max_keys: int) -> dict[str, Any]:
+    """list_objects_v2's parameters for a page of at most `max_keys` entries; "" is none."""
+    asked = {"Prefix": prefix, "MaxKeys": max_keys, "EncodingType": "url"}
+    if delimiter:
+        asked["Delimiter"] = delimiter
+    if start_after:
+        asked["StartAfter"] = start_after
+    return asked
+
+
+class Lister:
+    """Lists one bucket through one boto3 client, from any number of threads.
+
+    `request` goes with every call of the client.
+    """
+
+    def __init__(self, client: Any, direct: Direct, request: Mapping[str, Any]) -> None:
+        self._client = client
+        self._direct = direct
+        self._request = request
+        list_parser.install(client)
+
+    def page(self, parameters: Mapping[str, Any]) -> ListPage:
+        """Send one LIST, with list_objects_v2's parameters but the bucket. Blocks.
+
+        Raises:
+            AttemptError: S3 said no, or something else than a listing.
+            Exception: whatever botocore raises.
+        """
+        query = {"list-type": 2, **{_QUERY[name]: value for name, value in parameters.items()}}
+        try:
+            answer = self._direct.send("GET", query=query)
+            if answer is not None:
+                return list_parser.parse(answer.content)
+            return self._through_botocore(parameters)
+        except list_parser.ListingError as error:
+            # An answer that was cut is whole the next time; what the server itself writes
+            # (a key with characters that XML has not) stays as it is.
+            failure = Failure(
+                UnreachableError, str(error),
+                is_retryable=not error.is_final, longest_s=GARBLED_TIME_S,
+            )  # fmt: skip
+            raise AttemptError(failure) from error
+
+    def _through_botocore(self, parameters: Mapping[str, Any]) -> ListPage:
+        answer = self._client.list_objects_v2(**self._request, **parameters)
+        self._direct.learn()
+        page: ListPage = answer[list_parser.PAGE]
+        return page

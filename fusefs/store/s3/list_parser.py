@@ -1,0 +1,221 @@
+"""ListObjectsV2 answers, parsed fast.
+
+botocore's own parser takes 69 ms for a page of 1,000 keys, more than the
+server needs to make it; an XML parser in C takes 5 ms, most of it for telling
+elements apart in Python. A server writes all entries of a page alike, though:
+so the first entry tells the order of the elements, a regular expression is
+made of it (and kept), and what it finds is worked on column by column. That
+reads the page in 1 ms. A page whose entries differ is read by the XML parser.
+
+`install` gives the page to botocore's answers: its `before-parse` event lets a
+handler look at the answer first; ours hands the result over beside botocore's
+own, and leaves botocore an empty answer to parse.
+
+Keys travel URL-encoded, since XML 1.0 has no control characters. Ceph's
+gateway encodes keys and common prefixes, but not the prefix and the key to
+start after, which it repeats: those are not needed, and what XML has no way to
+write is taken out of them.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from functools import lru_cache
+from html import unescape
+from itertools import chain, repeat
+from typing import Any
+from urllib.parse import unquote_plus
+from xml.etree import ElementTree
+
+from fusefs.store.interface import ListPage, ObjectInfo
+
+# Under which name the page stands beside botocore's answer.
+PAGE = "FusefsPage"
+_EMPTY = b"<ListBucketResult/>"
+
+_FIRST_ENTRY = re.compile(r"<Contents>((?:<\w+>[^<]*</\w+>\s*)+)</Contents>")
+_ELEMENT = re.compile(r"<(\w+)>[^<]*</\w+>(\s*)")
+# Characters that XML 1.0 has no way to write, as they are and as references.
+_NOT_XML = re.compile(
+    "[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]"
+    "|&#0*(?:[0-8]|1[124-9]|2[0-9]|3[01]);|&#[xX]0*(?:[0-8bcefBCEF]|1[0-9a-fA-F]);"
+)
+_NEEDED = ("Key", "Size", "ETag", "LastModified")
+_FIELDS = (*_NEEDED, "StorageClass")
+
+
+class ListingError(ValueError):
+    """An answer that should be a listing is none; `is_final` if the next would not be either."""
+
+    def __init__(self, message: str, *, is_final: bool = False) -> None:
+        super().__init__(message)
+        self.is_final = is_final
+
+
+def install(client: Any) -> None:
+    """Let a boto3 S3 client put a `ListPage` under `PAGE` of each list_objects_v2 answer."""
+    client.meta.events.register("before-parse.s3.ListObjectsV2", _before_parse)
+
+
+def _before_parse(
+    response_dict: dict[str, Any], customized_response_dict: dict[str, Any], **_: Any
+) -> None:
+    if response_dict["status_code"] == 200:
+        customized_response_dict[PAGE] = parse(response_dict["body"])
+        response_dict["body"] = _EMPTY
+
+
+def parse(body: bytes) -> ListPage:
+    """Read a ListBucketResult.
+
+    Raises:
+        ListingError: it is not one.
+    """
+    try:
+        text = body.decode()
+        try:
+            return _read(text)
+        except ElementTree.ParseError:
+            legible = _NOT_XML.sub("", text)
+            if legible == text or not _is_encoded(text):
+                raise
+            return _read(legible)
+    except (ElementTree.ParseError, IndexError, ValueError) as error:
+        # A listing that is there from its beginning to its end stays what it is.
+        is_whole = b"<ListBucketResult" in body and body.rstrip().endswith(b"</ListBucketResult>")
+        sentence = f"the answer is not a listing: {error}"
+        raise ListingError(sentence, is_final=is_whole) from error
+
+
+def _read(text: str) -> ListPage:
+    found = _objects_alike(text)
+    if found is not None:
+        objects, text = found
+        return _page(ElementTree.fromstring(text), objects)
+    return _page(ElementTree.fromstring(text), None)
+
+
+def _is_encoded(text: str) -> bool:
+    return "<EncodingType>url</EncodingType>" in text
+
+
+def _page(root: ElementTree.Element, objects: list[ObjectInfo] | None) -> ListPage:
+    """The page of a document; its objects are read from it unless they are given."""
+    if root.tag.rpartition("}")[2] != "ListBucketResult":
+        raise ValueError(f"it is {root.tag!r}")
+    is_encoded = _text(root, "EncodingType") == "url"
+    if objects is None:
+        objects = [_object(element, is_encoded) for element in root.iterfind("{*}Contents")]
+    prefixes = [
+        _decode(element[0].text or "", is_encoded) for element in root.iterfind("{*}CommonPrefixes")
+    ]
+    last = max(objects[-1].key if objects else "", prefixes[-1] if prefixes else "")
+    token = None
+    if _text(root, "IsTruncated") == "true" and last:
+        # Without a token the listing still goes on, behind its last key.
+        token = _text(root, "NextContinuationToken") or last
+    return ListPage(objects, prefixes, token, last)
+
+
+# --- entries that are all alike -------------------------------------------------
+
+
+def _objects_alike(text: str) -> tuple[list[ObjectInfo], str] | None:
+    """The objects of a page and the document without them; None if the entries differ."""
+    start = text.find("<Contents>")
+    first = _FIRST_ENTRY.match(text, start) if start >= 0 else None
+    if first is None:
+        return None
+    shape = tuple(_ELEMENT.findall(first[1]))
+    names = [name for name, _ in shape]
+    if len(set(names)) < len(names) or not set(_NEEDED) <= set(names):
+        return None
+    pattern = _reader(shape)
+    rows = pattern.findall(text)
+    if len(rows) != text.count("<Contents>"):
+        return None
+    columns = dict(zip(names, zip(*rows, strict=True), strict=True))
+    is_encoded = _is_encoded(text)
+    stop = text.rindex("</Contents>") + len("</Contents>")
+    if text.count("</Contents><Contents>", start, stop) == len(rows) - 1:
+        rest = text[:start] + text[stop:]
+    else:
+        rest = pattern.sub("", text)
+    return _objects_of(columns, is_encoded), rest
+
+
+@lru_cache(maxsize=64)
+def _reader(shape: tuple[tuple[str, str], ...]) -> re.Pattern[str]:
+    """What reads entries of this shape."""
+    # The plus, for not to try less, halves the time.
+    elements = (f"<{name}>([^<]*+)</{name}>{space}" for name, space in shape)
+    return re.compile(f"<Contents>{''.join(elements)}</Contents>")
+
+
+def _objects_of(columns: dict[str, tuple[str, ...]], is_encoded: bool) -> list[ObjectInfo]:
+    """The objects whose elements have these texts."""
+    keys: Iterable[str] = columns["Key"]
+    together = "".join(keys)
+    if any(mark in together for mark in "&%+"):
+        keys = [_decode(unescape(key), is_encoded) for key in keys]
+    classes = (sys.intern(text) or "STANDARD" for text in columns.get("StorageClass", ()))
+    return list(
+        map(
+            ObjectInfo, keys, map(int, columns["Size"]), map(_etag, columns["ETag"]),
+            map(nanoseconds, columns["LastModified"]), chain(classes, repeat("STANDARD")),
+        )
+    )  # fmt: skip
+
+
+def _etag(text: str) -> str:
+    # The ways in which nearly all servers write it, spelled out for speed.
+    plain = text.replace("&#34;", '"').replace("&quot;", '"')
+    return plain if plain[:1] == '"' and "&" not in plain else quoted(unescape(text))
+
+
+# --- entries of any kind --------------------------------------------------------
+
+
+def _object(element: ElementTree.Element, is_encoded: bool) -> ObjectInfo:
+    fields = {child.tag.rpartition("}")[2]: child.text or "" for child in element}
+    return ObjectInfo(
+        _decode(fields.get("Key", ""), is_encoded),
+        int(fields.get("Size", "")),
+        quoted(fields.get("ETag", "")),
+        nanoseconds(fields.get("LastModified", "")),
+        fields.get("StorageClass") or "STANDARD",
+    )
+
+
+def quoted(etag: str) -> str:
+    """An ETag in the quotes that some servers leave out, and without what makes it weak.
+
+    S3's are strong; proxies weaken them on the way (`W/"…"`), in some answers and not in others.
+    """
+    etag = etag.removeprefix("W/")
+    return etag if etag.startswith('"') else f'"{etag}"'
+
+
+def _decode(text: str, is_encoded: bool) -> str:
+    # Encoded, a plus sign stands for a space; a plus itself is %2B.
+    return unquote_plus(text) if is_encoded and ("%" in text or "+" in text) else text
+
+
+@lru_cache(maxsize=1024)
+def nanoseconds(text: str) -> int:
+    """2026-11-21T04:15:07.000Z in nanoseconds since the epoch, in whole seconds.
+
+    Some stores (Ceph's gateway) tell fractions in listings. The answers to HEAD
+    and GET have none, so with them an object would have two times.
+    """
+    moment = datetime.fromisoformat(text)
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)
+    return int(moment.timestamp()) * 1_000_000_000
+
+
+def _text(element: ElementTree.Element, name: str) -> str:
+    return element.findtext(f"{{*}}{name}") or ""
