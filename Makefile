@@ -42,10 +42,7 @@ storm: $(STAMP)
 	DISK_EXAMPLES=100 CSI_EXAMPLES=20 CSI_STEPS=20 CSI_VOLUMES=20 CSI_ROUNDS=10 CSI_CUTS=all \
 	LATE_ROUNDS=500 LATE_HOLD_S=30 LATE_PROGRAMS=4 LATE_MOUNTS=16 \
 	CATALOG_FLIPS=all \
-	$(BIN)/python -m pytest tests/test_survival.py tests/test_survival_memory.py tests/test_quick_deaths.py \
-	tests/test_survival_ends.py tests/test_writing_survives.py tests/test_writing_like_a_disk.py \
-	tests/test_csi_node_model.py tests/test_csi_survival.py tests/test_csi_cut_off.py \
-	tests/test_catalog_damage.py tests/test_late_storm.py
+	$(BIN)/python -m pytest -m storm
 
 bench: $(STAMP)
 	$(BIN)/python -m bench

@@ -19,6 +19,8 @@ from tests.support.ordinary_user import public_directory
 from tests.support.s3_server import S3Server
 from tests.support.sharing import skip_without_fuse
 
+TESTS = Path(__file__).parent
+MOUNTING = [TESTS / name for name in ("mounted", "survival", "csi/node", "csi/identities")]
 STORES = {"seaweedfs": S3Server, "ceph": CephServer}
 
 
@@ -30,11 +32,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if any(folder in item.path.parents for folder in MOUNTING):
+            item.add_marker("fuse")
     if config.getoption("--store") == "seaweedfs":
         return
     used = [one for one in items if "s3" in getattr(one, "fixturenames", ())]
     config.hook.pytest_deselected(items=[one for one in items if one not in used])
     items[:] = used
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if os.geteuid() != 0 and item.get_closest_marker("root"):
+        pytest.skip("needs root")
 
 
 @pytest.fixture(scope="session")

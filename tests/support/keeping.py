@@ -28,7 +28,7 @@ LIMIT_S = 60.0
 # What the stand-in answers to who reads "held", once it may.
 HELD = b"held content"
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+needs_root = pytest.mark.root
 needs_passthrough = pytest.mark.skipif(
     tuple(int(part) for part in os.uname().release.split(".")[:2]) < (6, 9),
     reason="this kernel has no FUSE passthrough (Linux 6.9 or later has)",

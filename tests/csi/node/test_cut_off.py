@@ -1,0 +1,79 @@
+"""A driver that is killed in the middle of a call, at each of its steps: the next call goes on.
+
+CSI_CUTS=all takes every pair of steps, else a few.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from tests.support.buckets import Bucket, keys
+from tests.support.csi_node import START, Node, running_node, until_final
+from tests.support.s3_server import S3Server
+from tests.support.sharing import PATIENCE_S
+
+pytestmark = pytest.mark.storm
+
+# The driver, which kills itself when a call comes to the function that CUT_AT names.
+DYING = f"""
+import os, signal, threading
+def look(frame, event, _):
+    is_call = threading.current_thread().name.startswith("call")
+    if is_call and frame.f_code.co_qualname == os.environ["CUT_AT"]:
+        os.kill(os.getpid(), signal.SIGKILL)
+threading.settrace(look)
+{START}
+"""
+# In the order in which a call comes to them.
+PUBLISHING = (
+    "Domains.claim", "CredentialFiles.store", "MountRecords.write", "make_directory",
+    "_run_starter", "Warming.is_awaited", "bind", "Draining.is_used_again",
+)  # fmt: skip
+UNPUBLISHING = (
+    "pop_all", "remove_directory", "Draining.end", "Mounts._processes", "Mounts._see_daemons_out",
+    "unregister", "CredentialFiles.remove", "MountRecords.remove",
+)  # fmt: skip
+PAIRS = list(zip(PUBLISHING, UNPUBLISHING, strict=True))
+FEW = [pair for pair in PAIRS if pair[0] in ("MountRecords.write", "Warming.is_awaited")]
+
+
+@pytest.fixture(scope="module")
+def node(s3: S3Server) -> Iterator[Node]:
+    with running_node(main=s3.endpoint_url) as node:
+        yield node
+
+
+def cut_off(node: Node, step: str, call: Any, *arguments: Any, **options: Any) -> None:
+    """Make a call during which the driver dies at a step, and have the next driver started."""
+    node.kill()
+    node.command[-1], node.environment["CUT_AT"] = DYING, step
+    node.start()
+    with pytest.raises(grpc.RpcError):
+        call(*arguments, **options)
+    assert node.process is not None
+    assert node.process.wait(PATIENCE_S) == -9, "it came to that step"
+    node.command[-1] = START
+    node.start()
+
+
+@pytest.mark.parametrize(
+    ("publishing", "unpublishing"), PAIRS if os.environ.get("CSI_CUTS") == "all" else FEW
+)
+def test_a_call_that_is_cut_off_is_finished_by_the_next(
+    node: Node, shared: Bucket, publishing: str, unpublishing: str
+) -> None:
+    shared.put("hello", b"hello")
+    target = node.target("pod")
+    cut_off(node, publishing, node.publish, "volume", target, bucket=shared.name)
+    until_final(node.publish, "volume", target, bucket=shared.name)
+    assert (target / "hello").read_bytes() == b"hello"
+    assert len(node.mounted()) == 2
+    cut_off(node, unpublishing, node.unpublish, "volume", target)
+    until_final(node.unpublish, "volume", target)
+    assert node.leftovers() == []
+    assert keys(shared) == ["hello"]

@@ -1,0 +1,180 @@
+"""A node under any order of calls, kills, roll-outs, reboots and rotated keys, against a model.
+
+Three pods use the volumes of two identities. Whatever has happened, publishing
+(again) ends with the right bytes readable; no pod ever reads the other
+identity's; no object is lost; and when all have gone, nothing is left.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from hypothesis.strategies import sampled_from
+
+from tests.support.buckets import Bucket, keys, new_bucket
+from tests.support.csi_daemons import DaemonsProcess
+from tests.support.csi_node import Node, running_node, until_final
+from tests.support.csi_rights import allow, reboot, retire
+from tests.support.s3_server import S3Server
+from tests.support.sharing import PATIENCE_S
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.storm
+
+EXAMPLES = int(os.environ.get("CSI_EXAMPLES", "1"))
+STEPS = int(os.environ.get("CSI_STEPS", "6"))
+PODS = ("pod-0", "pod-1", "pod-2")
+IDENTITIES = ("x", "y")
+
+
+@pytest.fixture(scope="module")
+def node(s3: S3Server) -> Iterator[Node]:
+    with running_node("--daemons=there", main=s3.endpoint_url) as node:
+        yield node
+
+
+@pytest.fixture(scope="module")
+def data(s3: S3Server) -> Bucket:
+    bucket = new_bucket(s3)
+    for name in IDENTITIES:
+        bucket.put(f"{name}/hello", f"of {name}".encode())
+    return bucket
+
+
+class NodeModel(RuleBasedStateMachine):
+    """What each pod has, and each identity's present keys."""
+
+    def __init__(self, s3: S3Server, node: Node, data: Bucket) -> None:
+        super().__init__()
+        self.s3 = s3
+        self.node = node
+        self.data = data
+        self.used: dict[str, str] = {}
+        self.generations = dict.fromkeys(IDENTITIES, 0)
+        self.secrets = {name: self.new_keys(name) for name in IDENTITIES}
+        self.pods_of_daemons = 0
+        self.daemons = self.start_daemons()
+
+    def start_daemons(self) -> DaemonsProcess:
+        self.pods_of_daemons += 1
+        daemons = DaemonsProcess(self.node, f"daemons-{self.pods_of_daemons}")
+        until(lambda: daemons.is_ready, "daemons can be started")
+        return daemons
+
+    def new_keys(self, name: str) -> dict[str, str]:
+        return allow(self.s3, f"{name}{self.generations[name]}", self.data.name, f"{name}/")
+
+    @rule(pod=sampled_from(PODS), name=sampled_from(IDENTITIES))
+    def publish(self, pod: str, name: str) -> None:
+        name = self.used.setdefault(pod, name)
+        target = self.node.target(pod)
+        until_final(
+            self.node.publish, f"volume-{name}", target, secrets=self.secrets[name],
+            bucket=self.data.name, prefix=name, metadataTtl="0s",
+        )  # fmt: skip
+        wanted = f"of {name}"
+        assert read(target) in (wanted, "", "denied")  # never another's
+        until(lambda: read(target) == wanted, f"{pod} reads")
+
+    @precondition(lambda self: self.used)
+    @rule(pod=sampled_from(PODS))
+    def unpublish(self, pod: str) -> None:
+        name = self.used.pop(pod, IDENTITIES[0])
+        until_final(self.node.unpublish, f"volume-{name}", self.node.target(pod))
+
+    @rule(whom=sampled_from(("driver", "keeper", "fusefs.daemon", "", "daemons", "node")))
+    def kill(self, whom: str) -> None:
+        if whom in ("driver", "node"):
+            self.node.kill()
+            if whom == "node":
+                self.node.kill_all("keeper")
+            self.node.start("--daemons=there")
+        elif whom == "daemons":
+            self.daemons.kill()
+            self.daemons = self.start_daemons()
+        else:
+            self.node.kill_all(whom)
+
+    @rule()
+    def roll_out(self) -> None:
+        old, self.daemons = self.daemons, self.start_daemons()
+        old.process.terminate()
+        assert old.process.wait(PATIENCE_S) == 0
+
+    @precondition(lambda self: self.used)
+    @rule()
+    def reboot(self) -> None:
+        self.daemons.kill()
+        reboot(self.node)
+        self.used.clear()
+        self.daemons = self.start_daemons()
+        self.node.start("--daemons=there")
+
+    @rule(name=sampled_from(IDENTITIES))
+    def rotate(self, name: str) -> None:
+        old = f"{name}{self.generations[name]}"
+        self.generations[name] += 1
+        self.secrets[name] = self.new_keys(name)
+        for pod in [pod for pod, user in self.used.items() if user == name]:
+            self.publish(pod=pod, name=name)
+        retire(self.s3, old)
+
+    @invariant()
+    def no_pod_reads_what_is_not_its_own(self) -> None:
+        for pod, name in self.used.items():
+            assert read(self.node.target(pod)) in (f"of {name}", "", "denied")
+
+    @invariant()
+    def references_are_the_mounts(self) -> None:
+        """Pods have their volumes and nobody else has; each mount is bound by some pod."""
+        roots = {one.device for one in self.node.roots()}
+        bound = [one for one in self.node.mounted() if one.mountpoint.parent != self.node.mounts]
+        assert {one.mountpoint for one in bound} == {self.node.target(pod) for pod in self.used}
+        # Of those that died, what is bound lies below what was made anew.
+        assert roots <= {one.device for one in bound}
+
+    def teardown(self) -> None:
+        try:
+            self.unpublish_all()
+        finally:
+            self.daemons.clean_up()
+
+    def unpublish_all(self) -> None:
+        for pod in PODS:  # a reboot leaves paths behind, which kubelet takes back as well
+            name = self.used.get(pod, IDENTITIES[0])
+            until_final(self.node.unpublish, f"volume-{name}", self.node.target(pod))
+        until(lambda: self.node.leftovers() == [], "nothing is left")
+        assert keys(self.data) == ["x/hello", "y/hello"]
+
+
+def read(target: Path) -> str:
+    try:
+        return (target / "hello").read_text()
+    except PermissionError:
+        return "denied"
+    except OSError:
+        return ""
+
+
+def test_a_node_keeps_its_promises_in_any_order_of_events(
+    s3: S3Server, node: Node, data: Bucket
+) -> None:
+    run_state_machine_as_test(
+        lambda: NodeModel(s3, node, data),
+        settings=settings(
+            max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None, database=None,
+            phases=[Phase.generate, Phase.shrink], print_blob=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )  # fmt: skip

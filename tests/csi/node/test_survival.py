@@ -1,0 +1,240 @@
+"""What pods see, and what becomes of objects, when parts of a node die or lose their memory."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import grpc
+import pytest
+
+import csi
+from fusefs.launch import control
+from fusefs.linux import libc
+from fusefs.store.capabilities import PROBE_NAME
+from tests.support.buckets import Bucket
+from tests.support.csi_node import Node, running_node, until_final
+from tests.support.csi_pod import pod_reading
+from tests.support.csi_rights import reboot
+from tests.support.s3_server import S3Server
+from tests.support.sharing import PATIENCE_S
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.storm
+
+VOLUMES = int(os.environ.get("CSI_VOLUMES", "8"))
+ROUNDS = int(os.environ.get("CSI_ROUNDS", "1"))
+
+
+@pytest.fixture(scope="module")
+def running(s3: S3Server) -> Iterator[Node]:
+    with running_node(main=s3.endpoint_url) as node:
+        yield node
+
+
+@pytest.fixture
+def node(running: Node, data: Bucket) -> Iterator[Node]:
+    """The module's node; whatever a test repairs, nothing is left, and no object is lost."""
+    before = objects(data)
+    yield running
+    assert running.leftovers() == []
+    assert objects(data) == before
+
+
+@pytest.fixture(scope="module")
+def data(shared: Bucket) -> Bucket:
+    for key in ("a/hello", "a/deep/er/file", "b/other"):
+        shared.put(key, b"hello")
+    return shared
+
+
+def objects(bucket: Bucket) -> dict[str, str]:
+    told = bucket.client.list_objects_v2(Bucket=bucket.name).get("Contents", [])
+    # A daemon that was killed while it tried what the store honours has left objects.
+    return {one["Key"]: one["ETag"] for one in told if f"{PROBE_NAME}/" not in one["Key"]}
+
+
+@contextmanager
+def holding(node: Node) -> Iterator[subprocess.Popen[bytes]]:
+    """`fusefs-csi daemons`, in another pod than the driver."""
+    ready = node.directory / "ready"
+    ready.unlink(missing_ok=True)
+    process = subprocess.Popen(
+        [*node.command, "daemons", "--state-dir", node.state, "--ready-file", ready],
+        env={**os.environ, **node.environment}, start_new_session=True,
+    )  # fmt: skip
+    try:
+        until(lambda: ready.exists() and control.peer(node.state / "holder.sock"), "it listens")
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_many_volumes_come_and_go_at_once(node: Node, data: Bucket) -> None:
+    volumes = {f"volume-{number}": node.target(f"pod-{number}") for number in range(VOLUMES)}
+
+    def live(name: str) -> bytes:
+        node.publish(name, volumes[name], bucket=data.name, prefix="a")
+        content = (volumes[name] / "hello").read_bytes()
+        node.unpublish(name, volumes[name])
+        return content
+
+    for _ in range(ROUNDS):
+        with ThreadPoolExecutor(VOLUMES) as threads:
+            assert list(threads.map(live, volumes)) == [b"hello"] * VOLUMES
+        assert node.leftovers() == []
+
+
+def test_pods_of_one_volume_come_and_go_at_once(node: Node, data: Bucket) -> None:
+    targets = [node.target(f"pod-{number}") for number in range(6)]
+
+    def publish(target: Path) -> None:
+        until_final(node.publish, "volume", target, bucket=data.name, prefix="a")
+
+    def unpublish(target: Path) -> None:
+        until_final(node.unpublish, "volume", target)
+
+    with ThreadPoolExecutor(len(targets)) as threads:
+        list(threads.map(publish, targets))
+        assert len(node.roots()) == len(node.daemons()) == 1
+        assert [(target / "hello").read_bytes() for target in targets] == [b"hello"] * 6
+        # Some go while others come.
+        list(threads.map(lambda work: work(), [
+            *(partial(unpublish, target) for target in targets[:4]),
+            *(partial(publish, target) for target in targets[4:]),
+        ]))  # fmt: skip
+        assert len(node.roots()) == 1
+        list(threads.map(unpublish, targets))
+
+
+def test_nothing_of_the_driver_looks_into_a_mount(node: Node, data: Bucket) -> None:
+    """Its daemon stands still, so whoever does waits for ever."""
+    target, other = node.target("pod"), node.target("other-pod")
+    volume = {"bucket": data.name, "prefix": "a", "metadataTtl": "0s"}
+    node.publish("volume", target, **volume)
+    [daemon] = node.daemons()
+    os.kill(daemon, signal.SIGSTOP)
+    try:
+        with subprocess.Popen(["stat", target], stdout=subprocess.DEVNULL) as looking:
+            node.publish("volume", target, **volume)
+            node.publish("volume", other, **volume)
+            node.stats("volume", target)
+            node.kill()
+            node.start()
+            node.publish("volume", target, **volume)
+            node.unpublish("volume", other)
+            with pytest.raises(grpc.RpcError, match="does not tell"):
+                node.unpublish("volume", target, timeout_s=5)
+            assert looking.poll() is None
+            os.kill(daemon, signal.SIGCONT)
+            assert looking.wait(PATIENCE_S) == 0
+    finally:
+        os.kill(daemon, signal.SIGCONT)
+    node.unpublish("volume", target)
+
+
+def test_what_is_not_ours_below_a_volume_stays(node: Node, data: Bucket) -> None:
+    """Directories go by rmdir, whatever lies under a mount."""
+    target = node.target("pod")
+    target.mkdir()
+    (target / "somebody's").touch()
+    node.publish("volume", target, bucket=data.name)
+    assert (target / "a" / "hello").read_bytes() == b"hello"
+    with pytest.raises(grpc.RpcError) as error:
+        node.unpublish("volume", target)
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+    (target / "somebody's").unlink()
+    node.unpublish("volume", target)
+
+
+def test_the_driver_has_nothing_that_deletes_a_tree() -> None:
+    """A mount that was left in it would be emptied."""
+    deleting = re.compile(r"rmtree|removedirs|os\.walk|rglob|iterdir.*(unlink|rmdir)")
+    sources = sorted(Path(csi.__file__).parent.rglob("*.py"))
+    assert sources
+    assert [path.name for path in sources if deleting.search(path.read_text())] == []
+
+
+def test_a_pod_reads_on_when_daemons_die(node: Node, data: Bucket) -> None:
+    target = node.target("pod")
+    node.publish("volume", target, bucket=data.name, prefix="a")
+    with pod_reading(node, target / "hello") as pod:
+        for pid in node.daemons():
+            os.kill(pid, 9)
+        assert pod.read() == "hello hello"
+    node.unpublish("volume", target)
+
+
+def test_a_pod_reads_on_when_all_but_the_holder_die_and_when_that_is_replaced(
+    node: Node, data: Bucket
+) -> None:
+    target = node.target("pod")
+    with holding(node) as first:
+        node.publish("volume", target, bucket=data.name, prefix="a")
+        with pod_reading(node, target / "hello") as pod:
+            node.kill()
+            node.kill_all()
+            pod.ask()
+            node.start()
+            assert pod.answer() == "hello hello"
+            first.kill()
+            with holding(node):
+                until(lambda: held(node), "the new holder has it")
+                node.kill_all()
+                node.publish("volume", target, bucket=data.name, prefix="a")
+                assert pod.read() == "hello hello"
+    assert len(node.mounted()) == 2
+    node.unpublish("volume", target)
+
+
+def held(node: Node) -> list[str]:
+    told = control.exchange(node.state / "holder.sock", {"do": "list"}, PATIENCE_S)
+    return list(told["names"])
+
+
+def test_a_pod_sees_the_mount_that_is_stacked_on_a_dead_one(node: Node, data: Bucket) -> None:
+    target = node.target("pod")
+    node.publish("volume", target, bucket=data.name, prefix="a")
+    with pod_reading(node, target / "hello") as pod:
+        node.kill_all()
+        until(lambda: not node.processes(), "they are dead")
+        assert pod.read() != "hello hello"
+        node.publish("volume", target, bucket=data.name, prefix="a")
+    with pod_reading(node, target / "hello") as pod:
+        assert pod.read() == "hello hello"
+    node.unpublish("volume", target)
+
+
+def test_no_object_is_lost_with_the_drivers_memory(node: Node, data: Bucket) -> None:
+    target, other = node.target("pod"), node.target("other-pod")
+    node.publish("volume", target, bucket=data.name)
+    node.publish("unused", other, bucket=data.name)
+    node.kill()
+    for name in ("mounts", "credentials"):
+        shutil.rmtree(node.state / name)
+    libc.umount(str(other), libc.UMOUNT_NOFOLLOW)
+    node.start()
+    until(lambda: len(node.roots()) == 1, "what nobody uses has gone")
+    node.unpublish("volume", target)
+    node.unpublish("unused", other)
+    until(lambda: not node.roots(), "the other one, too")
+    until(lambda: not node.leftovers(), "nothing is left")
+
+
+def test_a_reboot_leaves_nothing_that_is_in_the_way(node: Node, data: Bucket) -> None:
+    target = node.target("pod")
+    node.publish("volume", target, bucket=data.name)
+    reboot(node)
+    node.start()
+    node.publish("volume", target, bucket=data.name)
+    assert (target / "a" / "hello").read_bytes() == b"hello"
+    node.unpublish("volume", target)

@@ -1,0 +1,362 @@
+"""What every CSI call goes through: codes, claims, the log, the socket, and the command."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from csi import errors
+from csi.errors import InvalidArgumentError
+from csi.generated import csi_pb2, csi_pb2_grpc
+from csi.identity import IdentityService
+from csi.node import config
+from csi.server import DRIVER_NAME, MAX_CALLS, Server
+from fusefs import __version__
+from fusefs.store import errors as store_errors
+from tests.support.csi import DEADLINE_S, Driver, mount_capability, refusal, serving
+from tests.support.s3_server import SECRET_KEY, S3Server
+
+Code = grpc.StatusCode
+TOKENS = "csi.storage.k8s.io/serviceAccount.tokens"
+PUBLISH = csi_pb2.NodePublishVolumeRequest
+
+
+class StandIn(csi_pb2_grpc.NodeServicer):
+    """A node whose NodePublishVolume does what the test says."""
+
+    def __init__(self) -> None:
+        self.act: Callable[[], None] = lambda: None
+
+    def NodePublishVolume(
+        self, request: csi_pb2.NodePublishVolumeRequest, context: grpc.ServicerContext
+    ) -> csi_pb2.NodePublishVolumeResponse:
+        self.act()
+        return csi_pb2.NodePublishVolumeResponse()
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[StandIn, Driver]]:
+    node = StandIn()
+    with serving([IdentityService(), node]) as driver:
+        yield node, driver
+
+
+def fail_with(error: Exception) -> Callable[[], None]:
+    def act() -> None:
+        raise error
+
+    return act
+
+
+# Identity
+
+
+def test_the_driver_says_who_it_is(served: tuple[StandIn, Driver]) -> None:
+    told = served[1].identity.GetPluginInfo(csi_pb2.GetPluginInfoRequest())
+    assert (told.name, told.vendor_version) == (DRIVER_NAME, __version__)
+    assert DRIVER_NAME == "s3.csi.fusefs.dev"
+
+
+def test_the_driver_says_what_it_has(served: tuple[StandIn, Driver]) -> None:
+    told = served[1].identity.GetPluginCapabilities(csi_pb2.GetPluginCapabilitiesRequest())
+    service, expansion = told.capabilities
+    assert service.service.type == csi_pb2.PluginCapability.Service.CONTROLLER_SERVICE
+    assert expansion.volume_expansion.type == csi_pb2.PluginCapability.VolumeExpansion.ONLINE
+
+
+def test_a_probe_finds_it_ready(served: tuple[StandIn, Driver]) -> None:
+    told = served[1].identity.Probe(csi_pb2.ProbeRequest())
+    assert not told.HasField("ready")
+
+
+# Codes
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.InvalidArgumentError("why"), Code.INVALID_ARGUMENT),
+        (errors.NotFoundError("why"), Code.NOT_FOUND),
+        (errors.AlreadyExistsError("why"), Code.ALREADY_EXISTS),
+        (errors.FailedPreconditionError("why"), Code.FAILED_PRECONDITION),
+        (errors.OutOfRangeError("why"), Code.OUT_OF_RANGE),
+        (errors.AbortedError("why"), Code.ABORTED),
+        (errors.UnavailableError("why"), Code.UNAVAILABLE),
+        (errors.PermissionDeniedError("why"), Code.PERMISSION_DENIED),
+        (errors.UnauthenticatedError("why"), Code.UNAUTHENTICATED),
+        (store_errors.AccessDeniedError("why"), Code.PERMISSION_DENIED),
+        (store_errors.CredentialsError("why"), Code.UNAUTHENTICATED),
+        (store_errors.UnsupportedError("why"), Code.FAILED_PRECONDITION),
+        (store_errors.ThrottledError("why"), Code.UNAVAILABLE),
+        (store_errors.UnreachableError("why"), Code.UNAVAILABLE),
+    ],
+)
+def test_an_error_becomes_its_code_and_sentence(
+    served: tuple[StandIn, Driver], error: Exception, code: grpc.StatusCode
+) -> None:
+    node, driver = served
+    node.act = fail_with(error)
+    assert refusal(driver.node.NodePublishVolume, PUBLISH(volume_id="v")) == (code, "why")
+
+
+def test_an_unforeseen_error_is_retried_and_not_quoted(
+    served: tuple[StandIn, Driver], caplog: pytest.LogCaptureFixture
+) -> None:
+    node, driver = served
+    node.act = fail_with(ValueError("Invalid header value b'the-token'"))
+    code, sentence = refusal(driver.node.NodePublishVolume, PUBLISH(volume_id="v"))
+    assert (code, "ValueError" in sentence) == (Code.UNAVAILABLE, True)
+    assert "the-token" not in sentence + caplog.text
+    assert "test_server.py" in caplog.text  # where it happened
+
+
+def test_what_no_service_has_is_unimplemented(served: tuple[StandIn, Driver]) -> None:
+    _, driver = served
+    for call, request in (
+        (driver.node.NodeStageVolume, csi_pb2.NodeStageVolumeRequest(volume_id="v")),
+        (driver.controller.CreateVolume, csi_pb2.CreateVolumeRequest(name="v")),
+    ):
+        assert refusal(call, request)[0] is Code.UNIMPLEMENTED
+
+
+# The log
+
+
+def test_a_log_shows_no_secret_and_no_token(
+    served: tuple[StandIn, Driver], caplog: pytest.LogCaptureFixture
+) -> None:
+    node, driver = served
+    node.act = lambda: None
+    caplog.set_level(logging.DEBUG)
+    driver.node.NodePublishVolume(
+        PUBLISH(
+            volume_id="v",
+            target_path="/pods/target",
+            volume_capability=mount_capability(),
+            secrets={"anything": "the-secret"},
+            volume_context={TOKENS: '{"a": {"token": "the-token"}}', "bucket": "data"},
+        )
+    )
+    assert "the-secret" not in caplog.text
+    assert "the-token" not in caplog.text
+    assert '"bucket": "data"' in caplog.text
+    assert "/pods/target" in caplog.text
+    assert "MULTI_NODE_MULTI_WRITER" in caplog.text
+
+
+def test_a_caller_cannot_write_lines_of_its_own(
+    served: tuple[StandIn, Driver], caplog: pytest.LogCaptureFixture
+) -> None:
+    node, driver = served
+    node.act = fail_with(InvalidArgumentError("no\nERROR forged"))
+    caplog.set_level(logging.INFO)
+    refusal(driver.node.NodePublishVolume, PUBLISH(volume_id="v\nERROR forged"))
+    assert not any(line.startswith("ERROR forged") for line in caplog.text.splitlines())
+    assert "NodePublishVolume v?ERROR forged INVALID_ARGUMENT" in caplog.text
+
+
+# One call for a volume, and room for a probe
+
+
+class Waiting:
+    """Calls that wait until the test lets them go on."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Semaphore(0)
+        self._going_on = threading.Event()
+
+    def __call__(self) -> None:
+        self.begun.release()
+        self._going_on.wait(DEADLINE_S)
+
+    def let_go(self) -> None:
+        self._going_on.set()
+
+
+def test_a_volume_has_one_call_at_a_time_and_others_are_not_kept_waiting(
+    served: tuple[StandIn, Driver],
+) -> None:
+    node, driver = served
+    node.act = waiting = Waiting()
+    publish = driver.node.NodePublishVolume
+    try:
+        first = publish.future(PUBLISH(volume_id="v"), timeout=DEADLINE_S)
+        assert waiting.begun.acquire(timeout=DEADLINE_S)
+        assert refusal(publish, PUBLISH(volume_id="v"))[0] is Code.ABORTED
+        other = publish.future(PUBLISH(volume_id="w"), timeout=DEADLINE_S)
+        assert waiting.begun.acquire(timeout=DEADLINE_S)
+    finally:
+        waiting.let_go()
+    first.result()
+    other.result()
+    publish(PUBLISH(volume_id="v"), timeout=DEADLINE_S)
+
+
+def test_a_probe_is_answered_while_all_calls_wait(served: tuple[StandIn, Driver]) -> None:
+    node, driver = served
+    node.act = waiting = Waiting()
+    publish = driver.node.NodePublishVolume
+    try:
+        calls = [
+            publish.future(PUBLISH(volume_id=f"v{number}"), timeout=DEADLINE_S)
+            for number in range(MAX_CALLS)
+        ]
+        for _ in calls:
+            assert waiting.begun.acquire(timeout=DEADLINE_S)
+        driver.identity.Probe(csi_pb2.ProbeRequest(), timeout=DEADLINE_S)
+        assert refusal(publish, PUBLISH(volume_id="one more"))[0] is Code.UNAVAILABLE
+    finally:
+        waiting.let_go()
+    for call in calls:
+        call.result()
+
+
+# The socket
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A directory with a short path."""
+    with tempfile.TemporaryDirectory(prefix="csi-") as directory:
+        yield Path(directory)
+
+
+def test_only_the_owner_and_the_group_may_call(served: tuple[StandIn, Driver]) -> None:
+    mode = served[1].path.stat().st_mode
+    assert stat.S_ISSOCK(mode)
+    assert stat.S_IMODE(mode) == 0o770
+
+
+def test_a_socket_that_was_left_behind_is_replaced(short: Path) -> None:
+    path = short / "csi.sock"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+    server = Server(f"unix://{path}", [IdentityService()])
+    server.start()
+    try:
+        Driver(path).identity.Probe(csi_pb2.ProbeRequest(), timeout=DEADLINE_S)
+    finally:
+        server.stop(0)
+
+
+def test_what_is_no_socket_is_never_removed(short: Path) -> None:
+    path = short / "csi.sock"
+    path.write_text("precious")
+    with pytest.raises(OSError, match="csi"):
+        Server(f"unix://{path}", [IdentityService()]).start()
+    assert path.read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["", "tcp://127.0.0.1:1", "unix://relative", "unix:///" + "x" * 107]
+)
+def test_an_endpoint_is_a_unix_socket(endpoint: str) -> None:
+    with pytest.raises(InvalidArgumentError):
+        Server(endpoint, [])
+
+
+# The command
+
+
+def command(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [str(Path(sys.prefix) / "bin" / "fusefs-csi"), *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def test_the_command_serves_until_it_is_told_to_end(short: Path, s3: S3Server) -> None:
+    stores = short / "stores.toml"
+    stores.write_text(f'[stores.minio]\nendpoint-url = "{s3.endpoint_url}"\n')
+    path = short / "csi.sock"
+    process = command(
+        "controller", "--endpoint", f"unix://{path}", "--stores", str(stores),
+        "--cluster-id", "c", "--log-level", "debug",
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + DEADLINE_S
+        while not path.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        driver = Driver(path)
+        request = csi_pb2.CreateVolumeRequest(
+            name="pvc-1",
+            volume_capabilities=[mount_capability()],
+            parameters={"store": "minio", "bucket": s3.new_bucket()},
+            secrets={
+                "accessKeyId": "fusefs-access", "secretAccessKey": SECRET_KEY,
+                "sessionToken": "the-session-token",
+            },
+        )  # fmt: skip
+        # What becomes of the token is the store's affair.
+        call = driver.controller.CreateVolume.future(
+            request, timeout=DEADLINE_S, wait_for_ready=True
+        )
+        call.exception()
+        driver.close()
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=DEADLINE_S)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0
+    assert not path.exists()
+    assert "CreateVolume pvc-1" in log
+    assert SECRET_KEY not in log
+    assert "the-session-token" not in log
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "what"),
+    [
+        (("controller", "--endpoint", "unix:///tmp/x", "--stores", "/no/such"), 2, "/no/such"),
+        (("controller", "--endpoint", "tcp://:1"), 1, "unix:///path"),
+        (("controller",), 2, "--endpoint"),
+        (("node", "--endpoint", "unix:///tmp/x"), 2, "--node-id"),
+    ],
+)
+def test_a_bad_command_line_is_told_in_a_line(
+    arguments: tuple[str, ...], status: int, what: str
+) -> None:
+    process = command(*arguments)
+    _, told = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, what in told.splitlines()[-1]) == (status, True), told
+
+
+def test_credentials_are_not_kept_on_a_disk() -> None:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:
+        if config._file_system(Path(directory)) == "tmpfs":
+            pytest.skip("/var/tmp is in memory")
+        endpoint = f"unix://{directory}/csi.sock"
+        process = command(
+            "node", "--endpoint", endpoint, "--node-id", "n", "--state-dir", directory
+        )
+        _, told = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, "tmpfs" in told.splitlines()[-1]) == (1, True), told
+
+
+@pytest.mark.parametrize("package", ["grpc", "google.protobuf"])
+def test_an_installation_without_the_drivers_packages_says_what_to_install(package: str) -> None:
+    program = f"import sys; sys.modules[{package!r}] = None; from csi.main import main; main()"
+    process = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S,
+        check=False,
+    )  # fmt: skip
+    assert process.returncode == 1
+    [line] = process.stderr.splitlines()
+    assert package in line
+    assert "pip install 'fusefs[csi]'" in line

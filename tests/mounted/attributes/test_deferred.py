@@ -1,0 +1,526 @@
+"""Attributes that change after a close: shown at once, sent together, and never lost."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import trio
+
+from fusefs.posix.metadata import attribute_log
+from fusefs.posix.metadata.attribute_log import AttributeLog, Recorded
+from fusefs.posix.metadata.deferred_attributes import DEFER_S
+from fusefs.posix.namespace.mutations import Mutations
+from fusefs.posix.types import NewAttributes
+from fusefs.posix.write import recovery
+from fusefs.store.errors import StoreError
+from fusefs.store.interface import ObjectInfo
+from tests.support.buckets import Bucket, keys, stored
+from tests.support.disks import fill, small_disk
+from tests.support.mortal_mount import DiedError, MortalMount, Process
+from tests.support.mounting import Mount, fusefs
+from tests.support.s3_server import S3Server
+from tests.support.semantics import states
+from tests.support.sharing import mounted
+from tests.support.surviving import serving_pid
+from tests.support.waiting import until
+from tests.support.writing import WRITABLE, all_sent, cost, metadata
+
+TIME_NS = 10**18 + 7
+MODE = str(stat.S_IFREG | 0o600)
+
+
+# --- a process that may die ----------------------------------------------------------
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> MortalMount:
+    made = MortalMount(tmp_path)
+    made.store.put("file", b"content", mode=str(stat.S_IFREG | 0o644), note="kept")
+    return made
+
+
+def mutations(process: Process) -> Mutations:
+    assert process.operations.mutations is not None
+    return process.operations.mutations
+
+
+async def set_on(process: Process, path: str, **new: int) -> None:
+    inode = await process.node(path)
+    await mutations(process).setattr(inode.nodeid, NewAttributes(**new))
+
+
+async def describe(process: Process, path: str) -> None:
+    """As tar and rsync do after a close."""
+    await set_on(process, path, mtime_ns=TIME_NS)
+    await set_on(process, path, uid=3, gid=4)
+    await set_on(process, path, mode=0o600)
+    assert await shown(process, path) == (0o600, 3, 4, TIME_NS)
+
+
+async def shown(process: Process, path: str) -> tuple[int, int, int, int]:
+    inode = await process.node(path)
+    found, _ = await process.operations.getattr_later(inode.nodeid)
+    attributes = process.operations.attributes(found)
+    return (
+        stat.S_IMODE(attributes.mode),
+        attributes.uid,
+        attributes.gid,
+        attributes.mtime_ns,
+    )
+
+
+def said(mount: MortalMount, key: str) -> dict[str, str]:
+    return dict(mount.store.objects[key].info.metadata or {})
+
+
+def check(mount: MortalMount, key: str) -> None:
+    kept = said(mount, key)
+    assert (kept["mode"], kept["uid"], kept["gid"]) == (MODE, "3", "4")
+    assert kept["mtime"] == "1000000000.000000007"
+
+
+async def test_what_is_changed_together_is_sent_together(mount: MortalMount) -> None:
+    async with mount.serving() as process:
+        await describe(process, "file")
+        assert mount.store.count("COPY") == 0
+        await process.writer.deferred.drain()
+        assert mount.store.count("COPY") == 1
+        assert await shown(process, "file") == (0o600, 3, 4, TIME_NS)
+    check(mount, "file")
+    assert said(mount, "file")["note"] == "kept"
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+async def test_a_rename_takes_them_along(mount: MortalMount, *, is_written: bool) -> None:
+    async with mount.serving() as process:
+        if is_written:
+            await process.save("file", b"content")
+        await describe(process, "file")
+        await process.rename("file", "new")
+        await process.writer.deferred.drain()
+        assert mount.store.count("COPY") == 1
+        assert await shown(process, "new") == (0o600, 3, 4, TIME_NS)
+    check(mount, "new")
+    assert mount.store.contents() == {"new": b"content"}
+
+
+async def test_a_renamed_directory_takes_them_along(mount: MortalMount) -> None:
+    mount.store.put("a/b/file", b"x")
+    async with mount.serving() as process:
+        await describe(process, "a/b/file")
+        await process.rename("a", "new")
+        await process.writer.deferred.drain()
+        assert await shown(process, "new/b/file") == (0o600, 3, 4, TIME_NS)
+    check(mount, "new/b/file")
+
+
+async def test_an_edit_takes_them_along(mount: MortalMount) -> None:
+    async with mount.serving() as process:
+        await describe(process, "file")
+        fh = await process.open("file", os.O_WRONLY)
+        await process.write(fh, 0, b"C")
+        await process.close(fh)
+        await process.writer.deferred.drain()
+        assert (await shown(process, "file"))[:3] == (0o600, 3, 4)
+    assert (said(mount, "file")["mode"], mount.store.count("COPY")) == (MODE, 0)
+    assert mount.store.contents() == {"file": b"Content"}
+
+
+async def test_an_open_for_writing_alone_loses_none(mount: MortalMount) -> None:
+    async with mount.serving() as process:
+        await describe(process, "file")
+        await process.close(await process.open("file", os.O_WRONLY))
+        await process.writer.deferred.drain()
+        assert await shown(process, "file") == (0o600, 3, 4, TIME_NS)
+    check(mount, "file")
+    assert mount.store.count("PUT") == 0
+
+
+async def test_what_is_made_anew_under_the_name_has_its_own(mount: MortalMount) -> None:
+    async with mount.serving() as process:
+        await describe(process, "file")
+        await process.unlink("file")
+        await process.save("file", b"content")
+        await process.writer.deferred.drain()
+        assert (await shown(process, "file"))[0] == 0o644
+    assert (said(mount, "file")["mode"], mount.store.count("COPY")) == (
+        str(stat.S_IFREG | 0o644), 0
+    )  # fmt: skip
+
+
+async def test_what_is_changed_while_it_is_sent_is_sent_as_well(mount: MortalMount) -> None:
+    async with mount.serving() as process:
+        await describe(process, "file")
+        inode = await process.node("file")
+
+        def change_again(what: str, _key: str) -> None:
+            if what == "COPY" and mount.store.count("COPY") == 1:
+                assert inode.info is not None
+                old = process.operations.learner.meta(inode)
+                process.writer.deferred.put(inode.info, old.changed(uid=5))
+
+        mount.store.before = change_again
+        await process.writer.deferred.flush("file")
+    assert (said(mount, "file")["uid"], mount.store.count("COPY")) == ("5", 2)
+
+
+async def test_a_name_that_the_kernel_has_forgotten_shows_them(mount: MortalMount) -> None:
+    async with mount.serving() as process:
+        await describe(process, "file")
+        inode = await process.node("file")
+        process.operations.forget(inode.nodeid, inode.nlookup)
+        assert process.operations.inodes.find(inode.nodeid) is None
+        assert await shown(process, "file") == (0o600, 3, 4, TIME_NS)
+        assert mount.store.count("COPY") == 0
+
+
+@states(
+    "It is on record before the call returns, and the next daemon, or the next mount with the "
+    "same cache directory, sends it."
+)
+@pytest.mark.parametrize("is_mounted_anew", [True, False])
+async def test_a_process_that_was_killed_loses_none(
+    mount: MortalMount, *, is_mounted_anew: bool
+) -> None:
+    async with mount.serving() as process:
+        await describe(process, "file")
+    assert mount.store.count("COPY") == 0
+    if is_mounted_anew:
+        mount.reboot()
+    async with mount.serving() as process:
+        if is_mounted_anew:
+            recovery.adopt(process.writer)
+        assert await shown(process, "file") == (0o600, 3, 4, TIME_NS)
+        await process.writer.deferred.drain()
+    check(mount, "file")
+    assert [path for path in mount.directory.rglob("attributes") if path.read_bytes()] == []
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+async def test_a_process_that_was_killed_while_sending_loses_none(
+    mount: MortalMount, *, is_done: bool
+) -> None:
+    def die(what: str, _key: str) -> None:
+        if what == "COPY":
+            raise DiedError
+
+    try:
+        async with mount.serving() as process:
+            await describe(process, "file")
+            setattr(mount.store, "after" if is_done else "before", die)
+            await process.writer.deferred.drain()
+    except* DiedError:
+        pass
+    mount.store.before = mount.store.after = lambda _what, _key: None
+    async with mount.serving() as process:
+        assert await shown(process, "file") == (0o600, 3, 4, TIME_NS)
+        await process.writer.deferred.drain()
+    check(mount, "file")
+
+
+@pytest.mark.parametrize("operation", ["COPY", "DELETE"])
+async def test_a_rename_that_fails_loses_none(mount: MortalMount, operation: str) -> None:
+    def fail(what: str, _key: str) -> None:
+        if what == operation:
+            raise StoreError("not now")
+
+    async with mount.serving() as process:
+        await describe(process, "file")
+        mount.store.before = fail
+        with pytest.raises(StoreError, match="not now"):
+            await process.rename("file", "new")
+        mount.store.before = lambda _what, _key: None
+        assert await shown(process, "file") == (0o600, 3, 4, TIME_NS)
+        await process.writer.deferred.drain()
+    check(mount, "file")
+
+
+async def test_a_process_that_was_killed_in_a_rename_loses_none(mount: MortalMount) -> None:
+    """Though nothing else was left to be sent meanwhile, and the record was written anew."""
+    mount.store.put("other", b"content", mode=str(stat.S_IFREG | 0o644), note="kept")
+    try:
+        async with mount.serving() as process:
+            await describe(process, "file")
+            await describe(process, "other")
+
+            def die(what: str, key: str) -> None:
+                if (what, key) == ("COPY", "new"):
+                    process.writer.deferred.drop("other")
+                    raise DiedError
+
+            mount.store.before = die
+            await process.rename("file", "new")
+    except* DiedError:
+        pass
+    mount.store.before = lambda _what, _key: None
+    async with mount.serving() as process:
+        assert await shown(process, "file") == (0o600, 3, 4, TIME_NS)
+        await process.rename("file", "new")
+        await process.writer.deferred.drain()
+    check(mount, "new")
+
+
+async def test_what_is_refused_stays_and_is_sent_again(mount: MortalMount) -> None:
+    def fail(what: str, _key: str) -> None:
+        if what == "COPY":
+            raise StoreError("not now")
+
+    async with mount.serving() as process:
+        mount.store.before = fail
+        await describe(process, "file")
+        with pytest.raises(StoreError, match="not now"):
+            await process.writer.deferred.flush("file")
+        (waiting,) = process.writer.unsent("")
+        assert process.writer.state(waiting) == "failed"
+        mount.store.before = lambda _what, _key: None
+        await process.writer.deferred.flush("file")
+        assert process.writer.unsent("") == []
+    check(mount, "file")
+
+
+async def test_what_a_killed_program_waited_for_is_sent_all_the_same(mount: MortalMount) -> None:
+    """Its `fsync` is cancelled while the copy is under way, at the time when it is due anyway."""
+    async with mount.serving() as process:
+        deferred = process.writer.deferred
+        await describe(process, "file")
+        with trio.CancelScope() as killed:
+            is_under_way = False
+
+            def kill_when_it_is_due(what: str, _key: str) -> None:
+                nonlocal is_under_way
+                if what == "COPY" and not is_under_way:
+                    is_under_way = True
+                    killed.deadline = trio.current_time() + 2 * DEFER_S
+
+            mount.store.before = kill_when_it_is_due
+            mount.store.pause = trio.sleep_forever
+            await deferred.flush("file")
+        assert killed.cancelled_caught
+        mount.store.pause = trio.lowlevel.checkpoint
+        while len(deferred):  # noqa: ASYNC110 - sending it by `drain` would hide the fault
+            await trio.sleep(0.1)
+    check(mount, "file")
+
+
+async def test_a_full_disk_ends_nothing_when_a_change_is_sent(
+    mount: MortalMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it when the next process takes up what is on record."""
+    async with mount.serving() as process:
+        await describe(process, "file")
+        inode = await process.node("file")
+
+        def fill_and_change_again(what: str, _key: str) -> None:
+            if what == "COPY" and mount.store.count("COPY") == 1:
+                assert inode.info is not None
+                old = process.operations.learner.meta(inode)
+                process.writer.deferred.put(inode.info, old.changed(mtime_ns=TIME_NS))
+                monkeypatch.setattr(AttributeLog, "append", is_full)
+
+        mount.store.before = fill_and_change_again
+        await process.writer.deferred.flush("file")
+    check(mount, "file")
+
+
+async def test_a_full_disk_ends_no_take_over(
+    mount: MortalMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with mount.serving() as process:
+        await describe(process, "file")
+    monkeypatch.setattr(AttributeLog, "append", is_full)
+    async with mount.serving() as process:
+        assert await shown(process, "file") == (0o600, 3, 4, TIME_NS)
+        await process.writer.deferred.drain()
+    check(mount, "file")
+
+
+def is_full(_log: AttributeLog, _line: bytes) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+# --- the record ----------------------------------------------------------------------
+
+
+def recorded(key: str, uid: int) -> Recorded:
+    return Recorded(ObjectInfo(key, 3, '"etag"', 5), {"uid": str(uid)})
+
+
+def test_the_last_line_of_a_key_holds(tmp_path: Path) -> None:
+    log = AttributeLog(tmp_path)
+    for uid in range(3):
+        log.put(recorded("a", uid))
+        log.put(recorded("b", uid))
+    log.done(["b"])
+    assert attribute_log.load(tmp_path) == [recorded("a", 2)]
+    log.rewrite([recorded("c", 1)])
+    log.put(recorded("d", 1))
+    assert attribute_log.load(tmp_path) == [recorded("c", 1), recorded("d", 1)]
+    log.rewrite([])
+    assert (tmp_path / attribute_log.NAME).read_bytes() == b""
+    log.put(recorded("e", 1))
+    assert attribute_log.load(tmp_path) == [recorded("e", 1)]
+
+
+@pytest.mark.parametrize("torn", [b'["a", "e", 1', b"\0\0\0", b"7", b'["b", 1]', b"\xff"])
+def test_a_line_that_was_torn_is_passed_over(tmp_path: Path, torn: bytes) -> None:
+    log = AttributeLog(tmp_path)
+    log.put(recorded("a", 1))
+    with (tmp_path / attribute_log.NAME).open("ab") as file:
+        file.write(torn + b"\n")
+    log.put(recorded("c", 2))
+    assert attribute_log.load(tmp_path) == [recorded("a", 1), recorded("c", 2)]
+
+
+def test_a_line_that_a_full_disk_cuts_off_is_refused_and_spoils_no_other(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 1) as disk:
+        log = AttributeLog(disk)
+        log.put(recorded("a", 1))
+        fill(disk)
+
+        def put_many() -> None:
+            for number in range(10_000):
+                log.put(recorded(f"b{number:06}", number))
+
+        with pytest.raises(OSError, match="No space") as refused:
+            put_many()
+        assert refused.value.errno == errno.ENOSPC
+        whole = attribute_log.load(disk)
+        assert (disk / attribute_log.NAME).read_bytes().endswith(b"\n")
+        (disk / "filler").unlink()
+        log.put(recorded("c", 2))
+        assert attribute_log.load(disk) == [*whole, recorded("c", 2)]
+        log.close(remove=True)
+
+
+# --- mounted -------------------------------------------------------------------------
+
+root = pytest.mark.root
+
+
+@pytest.fixture(scope="module")
+def mounts(
+    s3: S3Server, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str, Bucket], Mount]]:
+    opened = []
+
+    def make(durability: str, bucket: Bucket) -> Mount:
+        directory = tmp_path_factory.mktemp(durability)
+        options = ("--session", "kernel", WRITABLE, "--durability", durability)
+        opened.append(mounted(s3, f"s3://{bucket.name}", directory, *options))
+        return opened[-1].__enter__()
+
+    yield make
+    for one in opened:
+        one.__exit__(None, None, None)
+
+
+@pytest.fixture(scope="module")
+def writable(mounts: Callable[[str, Bucket], Mount], shared: Bucket) -> Mount:
+    return mounts("bucket", shared)
+
+
+@pytest.fixture(scope="module")
+def local(mounts: Callable[[str, Bucket], Mount], shared: Bucket) -> Mount:
+    return mounts("local", shared)
+
+
+def synchronise(directory: Path, count: int) -> None:
+    """New files, as `rsync -a` makes them."""
+    for number in range(count):
+        temporary = directory / f".{number}.AbCdEf"
+        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        os.write(fd, bytes(10_000))
+        os.close(fd)
+        os.chown(temporary, 3, 4, follow_symlinks=False)
+        os.utime(temporary, ns=(TIME_NS, TIME_NS), follow_symlinks=False)
+        os.chmod(temporary, 0o640)
+        os.rename(temporary, directory / str(number))
+
+
+@root
+@states(
+    "What is changed of a closed file's mode, owner, times and extended attributes is shown on "
+    "this mount at once, and in the bucket about a second later, with what else was changed "
+    "meanwhile; a rename takes it along in its copy."
+)
+def test_a_file_that_rsync_makes_takes_a_put_and_a_copy(writable: Mount, shared: Bucket) -> None:
+    directory = writable.path / "rsync"
+    directory.mkdir()
+
+    def make() -> None:
+        synchronise(directory, 10)
+        all_sent(writable)
+
+    assert cost(writable, make) == {"puts": 10, "copies": 10, "deletes": 10}
+    for number in range(10):
+        kept = metadata(shared, f"rsync/{number}")
+        assert kept["mode"] == str(stat.S_IFREG | 0o640)
+        assert (kept["uid"], kept["mtime"]) == ("3", "1000000000.000000007")
+        assert (directory / str(number)).stat().st_mtime_ns == TIME_NS
+
+
+@root
+def test_a_file_that_rsync_makes_is_one_put_with_local_durability(
+    local: Mount, shared: Bucket
+) -> None:
+    directory = local.path / "rsync-local"
+    directory.mkdir()
+
+    def make() -> None:
+        synchronise(directory, 5)
+        all_sent(local)
+
+    assert cost(local, make) == {"puts": 5}
+    assert metadata(shared, "rsync-local/0")["mode"] == str(stat.S_IFREG | 0o640)
+    assert len([key for key in keys(shared) if key.startswith("rsync-local/")]) == 6
+
+
+def fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
+
+
+@root
+@states("`fsync` of the file, `fusefs sync` and `fusefs umount` wait until the bucket has it.")
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda _mount, path: fsync(path),
+        lambda _mount, path: fusefs("sync", path),
+        lambda mount, _path: (mount.end(), mount.start()),
+    ],
+    ids=["fsync", "sync", "umount"],
+)
+def test_who_wants_them_in_the_bucket_can_wait(
+    writable: Mount, shared: Bucket, wait: Callable[[Mount, Path], object]
+) -> None:
+    path = writable.path / "waited"
+    path.write_bytes(b"content")
+    for mode in (0o600, 0o640, 0o604):
+        os.chmod(path, mode)
+        wait(writable, path)
+        assert metadata(shared, "waited")["mode"] == str(stat.S_IFREG | mode)
+    assert stored(shared, "waited") == path.read_bytes() == b"content"
+
+
+@root
+def test_a_killed_daemon_loses_none(writable: Mount, shared: Bucket) -> None:
+    directory = writable.path / "killed"
+    directory.mkdir()
+    for number in range(5):
+        (directory / str(number)).write_bytes(b"content")
+    all_sent(writable)
+    for number in range(5):
+        os.chmod(directory / str(number), 0o600)
+    os.kill(serving_pid(writable), signal.SIGKILL)
+    modes = {stat.S_IMODE((directory / str(number)).stat().st_mode) for number in range(5)}
+    assert modes == {0o600}
+    for number in range(5):
+        until(lambda key=f"killed/{number}": metadata(shared, key)["mode"] == MODE, "it is sent")

@@ -1,0 +1,355 @@
+"""A damaged catalog: set aside, or left for memory; what it still tells is right, or it is gone.
+
+CATALOG_FLIPS=all flips each byte of a small catalog, CATALOG_FLIPS=bits each
+bit; a run without it takes some that differ from run to run.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import shutil
+import signal
+import sqlite3
+from collections.abc import Iterable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fusefs.cache.catalog import Catalog, Row
+from fusefs.cache.integrity.damage import KEPT
+from fusefs.cache.ranges import RangeMap
+from tests.support.buckets import Bucket, stored
+from tests.support.mounting import Mount, Mounter
+from tests.support.semantics import states
+from tests.support.surviving import serving_pid
+from tests.support.waiting import until
+from tests.support.writing import WRITABLE
+
+pytestmark = pytest.mark.storm
+
+BOOT = "boot-1"
+FLIPS = os.environ.get("CATALOG_FLIPS", "")
+SAMPLE = 250
+
+
+def catalog(directory: Path, boot_id: str = BOOT, *, in_any_case: bool = False) -> Catalog:
+    return Catalog(directory / "catalog.sqlite3", boot_id, in_any_case=in_any_case)
+
+
+def row(name: str, *ranges: tuple[int, int]) -> Row:
+    return Row(name, "g1", 7, 1000, RangeMap(iter(ranges)).pack(), 1.0)
+
+
+ROWS = [row(f"{number:032x}", (0, 10), (20, 20 + number)) for number in range(1, 30)]
+SYNCED = ROWS[:10]
+
+
+def filled(directory: Path) -> bytes:
+    """The bytes of a catalog with rows, closed as at the end of a mount."""
+    table = catalog(directory)
+    table.record(ROWS)
+    table.mark_synced(SYNCED)
+    table.close()
+    return (directory / "catalog.sqlite3").read_bytes()
+
+
+def known(rows: Iterable[Row]) -> dict[str, Row]:
+    """The rows by name; the time of the last use has no checksum and does no harm."""
+    return {one.name: replace(one, used_at=1.0, is_synced=False) for one in rows}
+
+
+def aside(directory: Path) -> list[Path]:
+    return sorted(
+        path for path in directory.rglob("damaged-*") if not path.name.endswith(("-wal", "-shm"))
+    )
+
+
+def positions(size: int) -> list[tuple[int, int]]:
+    """Which bytes are changed, and what is added to each by exclusive or."""
+    if FLIPS == "bits":
+        return [(at, 1 << bit) for at in range(size) for bit in range(8)]
+    dice = random.Random()
+    if FLIPS == "all":
+        return [(at, dice.randrange(1, 256)) for at in range(size)]
+    # The header and the schema matter most.
+    places = dice.sample(range(1024), SAMPLE // 4) + dice.sample(range(size), SAMPLE)
+    return [(at, dice.randrange(1, 256)) for at in places]
+
+
+def works(table: Catalog) -> None:
+    """Rows can be written, found and removed; damage that shows only now is got over."""
+    try:
+        _use(table)
+    except sqlite3.Error as error:
+        if not table.go_on_in_memory(error, []):
+            raise
+        _use(table)
+
+
+def _use(table: Catalog) -> None:
+    new = row("new", (0, 5))
+    assert table.record([new])[0] == [True]
+    assert known([table.find("new") or ROWS[0]]) == known([new])
+    table.mark_synced([new])
+    table.rename("new", "g1", 7, "newer")
+    table.remove("newer", "g1", 7)
+    assert known(table.rows()).items() <= known(ROWS).items()
+
+
+@pytest.mark.parametrize("in_any_case", [False, True])
+def test_a_changed_byte_never_tells_a_wrong_row(tmp_path: Path, in_any_case: bool) -> None:
+    whole = filled(tmp_path)
+    for number, (at, change) in enumerate(positions(len(whole))):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        damaged = bytearray(whole)
+        damaged[at] ^= change
+        (directory / "catalog.sqlite3").write_bytes(damaged)
+        table = catalog(directory, in_any_case=in_any_case)
+        found = known(table.at_start)
+        assert found.items() <= known(ROWS).items(), (at, change)
+        assert table.total_bytes() == sum(
+            RangeMap.unpack(one.ranges).total for one in table.at_start
+        )
+        works(table)
+        table.close()
+        shutil.rmtree(directory)
+
+
+def test_a_row_of_another_boot_is_never_made_safe_by_a_changed_byte(tmp_path: Path) -> None:
+    whole = filled(tmp_path)
+    for number, (at, change) in enumerate(positions(len(whole))[::3]):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        damaged = bytearray(whole)
+        damaged[at] ^= change
+        (directory / "catalog.sqlite3").write_bytes(damaged)
+        table = catalog(directory, "boot-2")
+        assert known(table.at_start).items() <= known(SYNCED).items(), (at, change)
+        table.close()
+        shutil.rmtree(directory)
+
+
+def test_a_catalog_cut_anywhere_is_a_beginning_or_set_aside(tmp_path: Path) -> None:
+    whole = filled(tmp_path)
+    cuts = range(len(whole)) if FLIPS else [*range(0, len(whole), 97), 1, 99, 100, 4095, 4096, 8192]
+    for cut in cuts:
+        directory = tmp_path / f"cut{cut}"
+        directory.mkdir()
+        (directory / "catalog.sqlite3").write_bytes(whole[:cut])
+        table = catalog(directory)
+        assert known(table.at_start).items() <= known(ROWS).items(), cut
+        works(table)
+        table.close()
+        shutil.rmtree(directory)
+
+
+def test_a_damaged_write_ahead_log_only_forgets(tmp_path: Path) -> None:
+    """It has checksums of its own (https://sqlite.org/walformat.html)."""
+    directory = tmp_path / "killed"
+    directory.mkdir()
+    first = catalog(directory)
+    first.record(ROWS)
+    files = {path.name: path.read_bytes() for path in directory.iterdir()}
+    log = files["catalog.sqlite3-wal"]
+    assert len(log) > 4096
+    for number, (at, change) in enumerate(positions(len(log))[::2]):
+        again = tmp_path / str(number)
+        again.mkdir()
+        for name, data in files.items():
+            if not name.endswith("-shm"):
+                (again / name).write_bytes(data)
+        damaged = bytearray(log)
+        damaged[at] ^= change
+        (again / "catalog.sqlite3-wal").write_bytes(damaged)
+        table = catalog(again)
+        assert known(table.at_start).items() <= known(ROWS).items(), (at, change)
+        works(table)
+        table.close()
+        shutil.rmtree(again)
+
+
+def test_what_is_no_database_is_set_aside_with_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "catalog.sqlite3").write_bytes(b"not a database" * 1000)
+    with caplog.at_level(logging.WARNING, logger="fusefs.cache"):
+        table = catalog(tmp_path)
+    [line] = caplog.messages
+    [path] = aside(tmp_path)
+    assert "damaged" in line
+    assert path.name in line
+    assert path.read_bytes() == b"not a database" * 1000
+    assert table.record(ROWS)[0] == [True] * len(ROWS)
+    table.close()
+    assert known(catalog(tmp_path).at_start) == known(ROWS)
+
+
+def test_another_format_is_set_aside(tmp_path: Path) -> None:
+    catalog(tmp_path).close()
+    with closing(sqlite3.connect(tmp_path / "catalog.sqlite3")) as db:
+        db.execute("PRAGMA user_version=99")
+    assert catalog(tmp_path).at_start == []
+    assert len(aside(tmp_path)) == 1
+
+
+def test_one_damaged_row_costs_no_other(tmp_path: Path) -> None:
+    whole = filled(tmp_path)
+    assert whole.count(ROWS[3].ranges) == 1
+    changed = row("x", (0, 10), (20, 900)).ranges
+    (tmp_path / "catalog.sqlite3").write_bytes(whole.replace(ROWS[3].ranges, changed))
+    table = catalog(tmp_path)
+    assert known(table.at_start) == known(one for one in ROWS if one is not ROWS[3])
+    assert len(aside(tmp_path)) == 1
+
+
+def test_two_damaged_catalogs_are_kept_and_no_more(tmp_path: Path) -> None:
+    for number in range(KEPT + 3):
+        (tmp_path / "catalog.sqlite3").write_bytes(b"%d" % number * 1000)
+        (tmp_path / "catalog.sqlite3-wal").write_bytes(b"log")
+        catalog(tmp_path).close()
+    kept = [path.read_bytes()[:1] for path in aside(tmp_path)]
+    assert kept == [b"%d" % number for number in range(3, KEPT + 3)]
+    assert len(list(tmp_path.glob("damaged-*-wal"))) == KEPT
+
+
+def test_a_catalog_without_checksums_gets_them(tmp_path: Path) -> None:
+    """As the format before had it."""
+    filled(tmp_path)
+    with closing(sqlite3.connect(tmp_path / "catalog.sqlite3")) as db:
+        db.execute("ALTER TABLE files DROP COLUMN crc")
+        db.execute("PRAGMA user_version=1")
+        db.commit()
+    table = catalog(tmp_path)
+    assert known(table.at_start) == known(ROWS)
+    table.close()
+    assert known(catalog(tmp_path, "boot-2").at_start) == known(SYNCED)
+    assert aside(tmp_path) == []
+
+
+def test_a_take_over_leaves_a_damaged_catalog_where_it_is(tmp_path: Path) -> None:
+    (tmp_path / "catalog.sqlite3").write_bytes(b"garbage" * 1000)
+    table = catalog(tmp_path, in_any_case=True)
+    assert table.at_start == []
+    works(table)
+    table.close()
+    assert (tmp_path / "catalog.sqlite3").read_bytes() == b"garbage" * 1000
+    assert aside(tmp_path) == []
+
+
+# --- with mounts -----------------------------------------------------------------------------
+
+OBJECTS = {f"o{number}": random.Random(number).randbytes(300_000 + number) for number in range(6)}
+
+
+def garbage(mount: Mount) -> None:
+    """Overwrite the catalog where it is, as a broken disk does."""
+    [path] = mount.cache.glob("*/catalog.sqlite3")
+    for part in (path, Path(f"{path}-wal"), Path(f"{path}-shm")):
+        if part.exists():
+            with part.open("r+b") as file:
+                file.write(os.urandom(part.stat().st_size))
+
+
+def some_bytes(mount: Mount) -> None:
+    """Change some bytes of the catalog."""
+    [path] = mount.cache.glob("*/catalog.sqlite3")
+    dice = random.Random()
+    with path.open("r+b") as file:
+        for _ in range(40):
+            file.seek(dice.randrange(max(1, path.stat().st_size)))
+            file.write(dice.randbytes(1))
+
+
+def read_all(mount: Mount, names: Iterable[str] = OBJECTS) -> None:
+    for name in names:
+        assert (mount.path / name).read_bytes() == OBJECTS[name]
+
+
+def put_all(bucket: Bucket) -> None:
+    for name, data in OBJECTS.items():
+        bucket.put(name, data)
+
+
+@states(
+    "A damaged catalog of the cache stops no mount, whenever it is noticed: what its checksums"
+    " vouch for is still used, and the rest is fetched again."
+)
+def test_a_mount_begins_with_garbage_as_its_catalog(bucket: Bucket, mounter: Mounter) -> None:
+    put_all(bucket)
+    mount = mounter()
+    for _ in range(2):
+        read_all(mount)
+        until(mount.is_recorded, "what was read on record")
+        mount.end()
+        garbage(mount)
+        mount.start()
+    read_all(mount)
+    until(mount.is_recorded, "what was read on record")
+    mount.end()
+    mount.start()
+    read_all(mount)
+    assert mount.status()["s3"]["gets"] == 0, "the new catalog is used"
+    assert len(aside(mount.cache)) == 2
+
+
+def test_a_mount_begins_with_some_wrong_bytes_in_its_catalog(
+    bucket: Bucket, mounter: Mounter
+) -> None:
+    """Noticed at once, later, or not at all."""
+    put_all(bucket)
+    mount = mounter()
+    for _ in range(2):
+        read_all(mount)
+        mount.end()
+        some_bytes(mount)
+        mount.start()
+    read_all(mount)
+
+
+def test_a_daemon_dies_and_the_catalog_is_damaged(bucket: Bucket, mounter: Mounter) -> None:
+    put_all(bucket)
+    mount = mounter("--session", "kernel", WRITABLE)
+    state = mount.status()["survival"]
+    if not state["on"]:
+        pytest.skip(state["why"])
+    read_all(mount, ["o0", "o1", "o2"])
+    until(mount.is_recorded, "what was read on record")
+    pid = serving_pid(mount)
+    with (mount.path / "o1").open("rb", buffering=0) as file:
+        garbage(mount)
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: serving_pid(mount) != pid, "another daemon")
+        assert file.read() == OBJECTS["o1"]
+        read_all(mount)
+    assert "is damaged" in mount.log.read_text()
+    (mount.path / "written").write_bytes(b"new")
+    mount.end()
+    assert stored(bucket, "written") == b"new"
+    mount.start()
+    read_all(mount)
+    assert len(aside(mount.cache)) == 1
+
+
+def test_a_catalog_that_is_damaged_while_it_is_used(bucket: Bucket, mounter: Mounter) -> None:
+    put_all(bucket)
+    mount = mounter("--session", "kernel")
+    read_all(mount, ["o0", "o1"])
+    until(mount.is_recorded, "what was read on record")
+    pid = mount.pid
+    garbage(mount)
+    read_all(mount)
+    until(lambda: "is damaged" in mount.log.read_text(), "the damage noticed")
+    # The space of what is cached still counts, and what arrives is cached.
+    total = sum(map(len, OBJECTS.values()))
+    until(lambda: mount.status()["cache"]["used_bytes"] >= total, "all in the cache")
+    read_all(mount)
+    assert mount.pid == pid
+    assert "Traceback" not in mount.log.read_text()
+    mount.end()
+    mount.start()
+    read_all(mount)

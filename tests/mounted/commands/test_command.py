@@ -1,0 +1,323 @@
+"""The commands on real mounts: every way a mount ends, and what status tells about it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fusefs.launch import registry
+from tests.support.buckets import Bucket
+from tests.support.gate import Gate
+from tests.support.mounting import FUSEFS, LIMIT_S, Mount, Mounter, fusefs
+from tests.support.waiting import until
+
+MIB = 1 << 20
+
+
+def nothing_is_left(mount: Mount, pid: int) -> bool:
+    """No mount, no process, no record of it."""
+    return (
+        registry.find_mount(mount.path) is None
+        and registry.start_time(pid) is None
+        and not registry.Registration(str(mount.path), "", pid, 0).directory.exists()
+    )
+
+
+@pytest.fixture
+def gate(bucket: Bucket) -> Iterator[Gate]:
+    with Gate(bucket.server.endpoint_url) as one:
+        yield one
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that reads a file."""
+    process = subprocess.Popen(
+        ["cat", path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=LIMIT_S)
+
+
+# The ends of a mount
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        pytest.param(["fusermount3", "-u"], id="fusermount3"),
+        pytest.param(["umount"], id="umount"),
+        pytest.param([str(FUSEFS), "umount"], id="fusefs umount"),
+        pytest.param([str(FUSEFS), "umount", "--force"], id="fusefs umount --force"),
+        pytest.param([str(FUSEFS), "umount", "--lazy"], id="fusefs umount --lazy"),
+    ],
+)
+def test_an_unmounted_mount_leaves_nothing(
+    bucket: Bucket, mount: Callable[..., Mount], end: list[str]
+) -> None:
+    bucket.put("a", b"x" * 1000)
+    one = mount()
+    pid = one.pid
+    assert (one.path / "a").read_bytes() == b"x" * 1000
+    subprocess.run([*end, str(one.path)], check=True, timeout=LIMIT_S)
+    until(lambda: nothing_is_left(one, pid), "nothing is left")
+
+
+def test_a_prefix_of_any_characters_is_mounted(bucket: Bucket, mount: Callable[..., Mount]) -> None:
+    prefix = "ü, \n'\"#%20+=&日/"
+    bucket.put(prefix + "a", b"x")
+    assert (mount(prefix=prefix).path / "a").read_bytes() == b"x"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_mount(mount: Callable[..., Mount], number: int) -> None:
+    one = mount()
+    pid = one.pid
+    os.kill(pid, number)
+    until(lambda: nothing_is_left(one, pid), "nothing is left")
+
+
+def test_a_mount_in_use_is_not_unmounted(bucket: Bucket, mounter: Mounter) -> None:
+    bucket.put("a", b"x")
+    one = mounter()
+    with (one.path / "a").open("rb") as file:
+        refused = fusefs("umount", one.path, check=False)
+        assert refused.returncode == 1
+        assert "in use" in refused.stderr
+        assert str(os.getpid()) in refused.stderr
+        assert file.read() == b"x"
+    one.end()
+
+
+def test_a_signal_detaches_a_mount_that_is_in_use(
+    bucket: Bucket, mount: Callable[..., Mount]
+) -> None:
+    bucket.put("a", os.urandom(3 * MIB))
+    one = mount()
+    pid = one.pid
+    with (one.path / "a").open("rb") as file:
+        os.kill(pid, signal.SIGTERM)
+        until(lambda: registry.find_mount(one.path) is None, "the mount is detached")
+        assert len(file.read()) == 3 * MIB
+        assert registry.start_time(pid) is not None
+    until(lambda: nothing_is_left(one, pid), "nothing is left")
+
+
+def test_force_ends_a_stopped_daemon_and_its_reader(
+    bucket: Bucket, mount: Callable[..., Mount]
+) -> None:
+    bucket.put("a", b"x" * MIB)
+    one = mount()
+    pid = one.pid
+    os.kill(pid, signal.SIGSTOP)
+    with reading(one.path / "a") as process:
+        one.force()
+        assert process.wait(LIMIT_S) != 0
+    until(lambda: nothing_is_left(one, pid), "nothing is left")
+
+
+@pytest.mark.root
+def test_where_the_kernel_s_control_files_are_mounted_they_are_used(
+    bucket: Bucket, mounter: Mounter, gate: Gate
+) -> None:
+    bucket.put("a", b"x" * MIB)
+    one = mounter(endpoint_url=gate.endpoint_url)
+    os.listdir(one.path)
+    gate.close()
+    # In a mount namespace of its own: what it unmounts stays mounted here, and is dead.
+    script = (
+        "mount -t fusectl none /sys/fs/fuse/connections;"
+        f" {FUSEFS} status --json {one.path}; exec {FUSEFS} umount --force {one.path}"
+    )
+    with reading(one.path / "a") as process:
+        until(lambda: one.status()["requests"]["waiting"], "a request waits")
+        done = subprocess.run(
+            ["unshare", "--mount", "sh", "-ec", script],
+            capture_output=True, text=True, timeout=LIMIT_S, check=True,
+        )  # fmt: skip
+        assert process.wait(LIMIT_S) != 0
+    assert json.loads(done.stdout)["requests"]["in_kernel"] >= 1
+    with pytest.raises(OSError, match="not connected"):
+        os.listdir(one.path)
+
+
+def test_force_ends_a_mount_whose_bucket_does_not_answer(
+    bucket: Bucket, mounter: Mounter, gate: Gate
+) -> None:
+    bucket.put("a", b"x" * MIB)
+    one = mounter(endpoint_url=gate.endpoint_url)
+    pid = one.pid
+    os.listdir(one.path)
+    gate.close()
+    with reading(one.path / "a") as process:
+        until(lambda: one.status()["requests"]["waiting"], "a request waits")
+        one.force()
+        assert process.wait(LIMIT_S) != 0
+    until(lambda: nothing_is_left(one, pid), "nothing is left")
+
+
+def test_the_mount_of_a_killed_daemon_can_be_taken_away(mounter: Mounter) -> None:
+    one = mounter("--session", "pyfuse3")  # which has nobody to replace it
+    pid = one.pid
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: registry.start_time(pid) is None, "the daemon is gone")
+    told = json.loads(fusefs("status", one.path, "--json").stdout)
+    assert "ended" in told["not_answering"]
+    one.force()
+    assert nothing_is_left(one, pid)
+    one.start()
+    assert os.listdir(one.path) == []
+
+
+@pytest.mark.parametrize(
+    ("session", "number"), [("kernel", signal.SIGINT), ("pyfuse3", signal.SIGHUP)]
+)
+def test_a_mount_in_the_foreground_ends_with_an_interrupt(
+    bucket: Bucket, tmp_path: Path, session: str, number: int
+) -> None:
+    path = tmp_path / "mnt"
+    path.mkdir()
+    bucket.put("a", b"x")
+    process = subprocess.Popen(
+        [FUSEFS, "mount", f"s3://{bucket.name}", path, "--foreground", "--session", session,
+         "--endpoint-url", bucket.server.endpoint_url, "--cache-dir", tmp_path / "cache"],
+        env={**os.environ, **bucket.server.environment}, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        until(lambda: registry.registration_of(path) or process.poll() is not None, "a mount")
+        until(
+            lambda: "not_answering" not in json.loads(fusefs("status", path, "--json").stdout),
+            "the mount answers",
+        )
+        assert (path / "a").read_bytes() == b"x"
+        process.send_signal(number)
+        _, said = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 0
+        assert "Traceback" not in said
+        assert registry.find_mount(path) is None
+        assert registry.registration_of(path) is None
+    finally:
+        process.kill()
+        fusefs("umount", "--force", path, check=False)
+
+
+# What is told
+
+
+def test_sigusr2_logs_what_waits(
+    bucket: Bucket, mounter: Mounter, session: str, gate: Gate
+) -> None:
+    bucket.put("slow", b"x" * MIB)
+    one = mounter("--session", session, endpoint_url=gate.endpoint_url)
+    os.listdir(one.path)
+    gate.close()
+    with reading(one.path / "slow") as process:
+        until(lambda: one.status()["requests"]["downloads"], "a download")
+        os.kill(one.pid, signal.SIGUSR2)
+        until(lambda: "downloading 'slow'" in one.log.read_text(), "the log tells of it")
+        said = one.log.read_text()
+        assert "1 requests wait" in said
+        # libfuse does not tell who reads.
+        who = f" by process {process.pid}" if session == "kernel" or "OPEN" in said else ""
+        assert re.search(rf"(OPEN|READ) of 'slow'{who} waits for [0-9.]+ s", said)
+        gate.open()
+        assert process.communicate(timeout=LIMIT_S)[0] == b"x" * MIB
+
+
+def test_status_answers_while_the_bucket_does_not(
+    bucket: Bucket, mount: Callable[..., Mount], gate: Gate
+) -> None:
+    bucket.put("a", b"x")
+    one = mount(endpoint_url=gate.endpoint_url)
+    gate.close()
+    thread = threading.Thread(target=lambda: os.listdir(one.path))
+    thread.start()
+    until(lambda: one.status()["requests"]["waiting"] == 1, "a request waits")
+    gate.open()
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
+    assert one.status()["requests"]["waiting"] == 0
+
+
+def test_status_counts_what_was_read_and_asked(bucket: Bucket, mounter: Mounter) -> None:
+    bucket.put("a", b"x" * 300_000)
+    one = mounter("--passthrough", "off")
+    before = one.status()
+    for _ in range(3):
+        assert len((one.path / "a").read_bytes()) == 300_000
+    after = one.status()
+    assert after["mountpoint"] == str(one.path)
+    assert after["source"].startswith(f"s3://{bucket.name}")
+    assert after["s3"]["gets"] - before["s3"]["gets"] == 1
+    assert after["s3"]["lists"] > 0
+    assert after["s3"]["bytes_fetched"] - before["s3"]["bytes_fetched"] == 300_000
+    assert after["cache"]["misses"] == 1
+    assert after["cache"]["miss_bytes"] == 300_000
+    assert after["cache"]["hits"] >= 1
+    assert after["cache"]["hit_bytes"] >= 300_000
+    assert after["cache"]["used_bytes"] == 300_000
+    assert after["cache"]["files"] == 1
+    assert after["cache"]["warning"] is None
+    assert after["passthrough"] == {"on": False, "why": "turned off by --passthrough off"}
+    assert after["read_only"] is True
+
+
+def test_status_tells_about_the_daemon(mount: Callable[..., Mount], session: str) -> None:
+    one = mount()
+    told = one.status()
+    assert told["session"].startswith(session)
+    command = Path(f"/proc/{told['daemon']['pid']}/cmdline").read_bytes()
+    assert b"fusefs.daemon" in command
+    assert 10 * MIB < told["daemon"]["rss_bytes"] < 250 * MIB
+    assert 10 * MIB < told["daemon"]["peak_rss_bytes"] < 250 * MIB
+    assert told["daemon"]["cpu_s"] > 0
+    text = fusefs("status", one.path).stdout
+    assert str(told["daemon"]["pid"]) in text
+    assert "passthrough" in text
+
+
+def test_status_lists_all_mounts(mounter: Mounter) -> None:
+    several = [mounter("--passthrough", "off", cache=f"cache{number}") for number in range(2)]
+    told = {one["mountpoint"]: one for one in json.loads(fusefs("status", "--json").stdout)}
+    for one in several:
+        assert told[str(one.path)]["daemon"]["pid"] == one.pid
+    text = fusefs("status").stdout
+    assert all(str(one.path) in text for one in several)
+    several[0].end()
+    told = {one["mountpoint"] for one in json.loads(fusefs("status", "--json").stdout)}
+    assert str(several[0].path) not in told
+    assert str(several[1].path) in told
+
+
+def test_status_of_a_stopped_daemon_says_so(mounter: Mounter) -> None:
+    one = mounter()
+    pid = one.pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        told = json.loads(fusefs("status", one.path, "--json").stdout)
+        assert told["daemon"]["pid"] == pid
+        assert "not_answering" in told
+        assert f"not answering, pid {pid}" in fusefs("status", one.path).stdout
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    one.end()
+
+
+def test_the_runtime_directory_is_the_owners_alone(mounter: Mounter) -> None:
+    one = mounter()
+    registration = registry.registration_of(one.path)
+    assert registration is not None
+    assert registration.directory.stat().st_mode & 0o777 == 0o700
+    assert registration.socket.stat().st_mode & 0o777 == 0o600

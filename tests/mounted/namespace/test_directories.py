@@ -1,0 +1,215 @@
+"""Directories as programs see them through a mount: listing and looking up.
+
+What a listing tells for all keys and page sizes is in tests/unit/posix;
+here are the kernel's part and the requests that it costs. What changes while
+mounted is in test_directories_changing.py, which names there are in
+test_names.py, who may do what in test_directories_permissions.py.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.support.buckets import Bucket, new_bucket
+from tests.support.libc import DirectoryStream
+from tests.support.mounting import Mount
+from tests.support.s3_server import S3Server
+from tests.support.semantics import states
+from tests.support.sharing import SESSIONS, drop_caches, mounted, read_all
+from tests.support.waiting import until
+
+NOBODY = 65534
+
+
+# A bucket of which nothing changes, mounted once under each session
+
+KEYS = [
+    "readme.txt",
+    "a/one", "a/two", "a/deep/er/est", "a-b", "a.txt", "a0",
+    "marker/", "marked/", "marked/with-a-file",
+    *(f"many/file-{n:04d}" for n in range(60)),
+    *(f"wide/{n:02d}/x" for n in range(20)),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def still(s3: S3Server) -> Bucket:
+    bucket = new_bucket(s3)
+    for key in KEYS:
+        bucket.put(key, key.encode() if not key.endswith("/") else b"")
+    return bucket
+
+
+@pytest.fixture(scope="module", params=SESSIONS)
+def tree(
+    request: pytest.FixtureRequest,
+    s3: S3Server,
+    still: Bucket,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Mount]:
+    directory = tmp_path_factory.mktemp(request.param)
+    options = ("--session", request.param, "--metadata-ttl", "1h")
+    with mounted(s3, f"s3://{still.name}", directory, *options) as mount:
+        yield mount
+
+
+def expected_files() -> set[str]:
+    return {key for key in KEYS if not key.endswith("/")}
+
+
+@states("A directory is a common prefix: if there is an object `a/b`, there is a directory `a`.")
+def test_a_walk_finds_exactly_the_buckets_keys(tree: Mount) -> None:
+    found = {
+        os.path.relpath(os.path.join(where, name), tree.path)
+        for where, _, names in os.walk(tree.path)
+        for name in names
+    }
+    assert found == expected_files()
+
+
+def test_a_listing_tells_directories_from_files(tree: Mount) -> None:
+    kinds = {entry.name: entry.is_dir() for entry in os.scandir(tree.path)}
+    directories = {"a", "marker", "marked", "many", "wide"}
+    assert kinds == {key.split("/")[0]: key.split("/")[0] in directories for key in KEYS}
+
+
+def test_ls_shows_dot_and_dot_dot(tree: Mount) -> None:
+    shown = subprocess.run(
+        ["ls", "-a", str(tree.path / "a")], check=True, capture_output=True, text=True
+    ).stdout.split()
+    assert shown == [".", "..", "deep", "one", "two"]
+
+
+@states("An object whose key ends in `/` (a marker, as consoles make them) makes a directory.")
+def test_a_marker_makes_an_empty_directory(tree: Mount) -> None:
+    assert (tree.path / "marker").is_dir()
+    assert os.listdir(tree.path / "marker") == []
+
+
+def test_a_marker_is_not_shown_among_the_files_of_its_directory(tree: Mount) -> None:
+    assert os.listdir(tree.path / "marked") == ["with-a-file"]
+
+
+def test_a_lookup_through_a_file_is_enotdir(tree: Mount) -> None:
+    with pytest.raises(NotADirectoryError):
+        os.stat(tree.path / "readme.txt" / "below")
+
+
+def test_reading_a_directory_is_eisdir(tree: Mount) -> None:
+    with pytest.raises(IsADirectoryError):
+        read_all(tree.path / "a")
+
+
+def test_listing_a_file_is_enotdir(tree: Mount) -> None:
+    with pytest.raises(NotADirectoryError):
+        os.listdir(tree.path / "readme.txt")
+
+
+@states("`telldir` and `seekdir` go back to any place in an open directory.")
+@pytest.mark.parametrize("ttl", ["0s", "1h"])
+def test_telldir_and_seekdir_go_back_to_any_place(
+    mount: Callable[..., Mount], still: Bucket, ttl: str
+) -> None:
+    """With a TTL of an hour the kernel keeps what it was told, with one of 0 it asks again."""
+    root = mount("--metadata-ttl", ttl, bucket=still).path
+    with DirectoryStream(root / "many") as stream:
+        places, names = [stream.tell()], []
+        while (entry := stream.read()) is not None:
+            names.append(entry[0])
+            places.append(stream.tell())
+        assert len(names) == 62
+        for index in (0, 1, 2, 5, 40, 61, 17):
+            stream.seek(places[index])
+            assert stream.names() == names[index:]
+
+
+def test_rewinddir_starts_again(tree: Mount) -> None:
+    with DirectoryStream(tree.path / "many") as stream:
+        first = stream.names()
+        stream.rewind()
+        assert stream.names() == first
+
+
+def test_two_streams_of_a_directory_do_not_disturb_each_other(tree: Mount) -> None:
+    with DirectoryStream(tree.path / "many") as one, DirectoryStream(tree.path / "many") as other:
+        assert [one.read(), one.read()] == [other.read(), other.read()]
+        assert one.names() == other.names()
+
+
+def test_a_listing_shows_the_inode_numbers_that_stat_shows(tree: Mount) -> None:
+    for entry in os.scandir(tree.path):
+        assert entry.inode() == os.stat(entry.path).st_ino
+
+
+def test_dot_dot_leads_to_the_parent(tree: Mount) -> None:
+    assert os.stat(tree.path / "a" / "deep" / "..").st_ino == os.stat(tree.path / "a").st_ino
+
+
+def _inos(tree: Mount) -> dict[str, int]:
+    return {
+        os.path.join(where, name): os.lstat(os.path.join(where, name)).st_ino
+        for where, directories, names in os.walk(tree.path)
+        for name in [*directories, *names]
+    }
+
+
+@states("Inode numbers are a stable hash of the key, the same at any time and on any machine.")
+def test_inode_numbers_are_these_wherever_it_is_mounted(tree: Mount) -> None:
+    assert os.stat(tree.path / "a" / "one").st_ino == 3485176655373686114
+    assert os.stat(tree.path / "a").st_ino == 1045322673537638017
+
+
+def test_inode_numbers_stay_when_the_kernel_has_forgotten_them(tree: Mount) -> None:
+    first = _inos(tree)
+    nodes = tree.status()["metadata"]["nodes"]
+    drop_caches()
+    until(lambda: tree.status()["metadata"]["nodes"] < nodes or drop_caches(), "a forget")
+    assert _inos(tree) == first
+
+
+def test_no_two_files_share_an_inode_number(tree: Mount) -> None:
+    inos = _inos(tree)
+    assert len(set(inos.values())) == len(inos)
+
+
+@states("A lookup in a directory that has been listed costs no request.")
+def test_lookups_in_a_listed_directory_cost_no_request(tree: Mount) -> None:
+    names = os.listdir(tree.path / "many")
+    drop_caches()
+    before = tree.status()["s3"]
+    for name in names:
+        assert (tree.path / "many" / name).stat().st_size == len("many/" + name)
+    after = tree.status()["s3"]
+    assert (after["lists"], after["heads"]) == (before["lists"], before["heads"])
+
+
+@states("A name that does not exist is remembered as such for as long as listings are.")
+def test_a_missing_name_is_asked_for_once(tree: Mount) -> None:
+    assert not (tree.path / "a" / "missing").exists()
+    drop_caches()
+    before = tree.status()["s3"]
+    for _ in range(5):
+        assert not (tree.path / "a" / "missing").exists()
+        assert not (tree.path / "a" / "missing-too").exists()
+    after = tree.status()["s3"]
+    assert (after["lists"], after["heads"]) == (before["lists"], before["heads"])
+
+
+@states("The first lookup in a directory asks for a page of its neighbours too.")
+def test_the_lookups_behind_the_first_in_a_directory_cost_no_request(
+    mount: Callable[..., Mount], bucket: Bucket
+) -> None:
+    for n in range(50):
+        bucket.put(f"d/f{n:02d}", b"x" * n)
+    here = mount()
+    directory = here.path / "d"
+    assert (directory / "f10").stat().st_size == 10
+    before = here.status()["s3"]
+    for n in range(11, 50):
+        assert (directory / f"f{n:02d}").stat().st_size == n
+    after = here.status()["s3"]
+    assert (after["lists"], after["heads"]) == (before["lists"], before["heads"])

@@ -1,0 +1,449 @@
+"""Removing many files: on record at once, sent together, and never lost."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import trio
+
+from fusefs.posix.metadata.object_metadata import LONGEST_TARGET
+from fusefs.posix.namespace import removals
+from fusefs.posix.namespace.removals import MANY
+from fusefs.posix.types import Found
+from fusefs.posix.write import recovery
+from fusefs.store.errors import AccessDeniedError, StoreError, UnsupportedError
+from fusefs.store.interface import DeleteFailure
+from tests.support.buckets import Bucket, keys
+from tests.support.mortal_mount import DiedError, MortalMount, Process
+from tests.support.mounting import Mount, Mounter, fusefs
+from tests.support.semantics import states
+from tests.support.surviving import serving_pid
+from tests.support.waiting import until
+from tests.support.writing import WRITABLE, cost
+
+COUNT = 40
+NAMES = [f"{number:02}" for number in range(COUNT)]
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> MortalMount:
+    made = MortalMount(tmp_path)
+    made.store.put("a/")
+    for name in NAMES:
+        made.store.put(f"a/{name}", name.encode())
+    return made
+
+
+async def remove(process: Process, names: Iterable[str] = NAMES) -> None:
+    """Remove files as the kernel asks for it."""
+    mutations = process.operations.mutations
+    assert mutations is not None
+    parent = await process.node("a")
+    for name in names:
+        answer = mutations.unlink(parent.nodeid, name.encode(), process.caller())
+        if answer is not None:
+            await answer
+
+
+class Held:
+    """A bucket that answers no DeleteObjects request until `go_on` is set."""
+
+    def __init__(self, mount: MortalMount) -> None:
+        self.go_on = trio.Event()
+        self.is_asked = trio.Event()
+        self._delete_many = mount.store.delete_many
+        mount.store.delete_many = self.delete_many  # type: ignore[method-assign]
+
+    async def delete_many(
+        self, keys: Iterable[str], etags: Mapping[str, str] | None = None
+    ) -> list[DeleteFailure]:
+        self.is_asked.set()
+        await self.go_on.wait()
+        return await self._delete_many(keys, etags)
+
+
+@asynccontextmanager
+async def killed_after_removing(mount: MortalMount) -> AsyncIterator[list[str]]:
+    """A process that has removed all files, and dies before the bucket hears of most."""
+    Held(mount)
+    try:
+        async with mount.serving() as process:
+            await remove(process)
+            assert await process.listing("a") == []
+            raise DiedError
+    except* DiedError:
+        pass
+    del mount.store.delete_many  # type: ignore[method-assign]
+    left = sorted(mount.store.contents())
+    assert len(left) == COUNT - MANY
+    yield left
+
+
+# --- what is removed ------------------------------------------------------------------
+
+
+async def test_a_few_files_are_gone_from_the_bucket_at_once(mount: MortalMount) -> None:
+    async with mount.serving() as process:
+        for name in NAMES[:MANY]:
+            await remove(process, [name])
+            assert f"a/{name}" not in mount.store.objects
+        assert process.writer.unsent("") == []
+
+
+async def test_many_files_are_deleted_together(mount: MortalMount) -> None:
+    held = Held(mount)
+    async with mount.serving() as process:
+        await remove(process)
+        assert len(process.writer.unsent("")) == COUNT - MANY
+        assert await process.listing("a") == []
+        with pytest.raises(FileNotFoundError):
+            await process.node(f"a/{NAMES[-1]}")
+        held.go_on.set()
+        await process.changes.fsync(await process.node("a"))
+        assert process.writer.unsent("") == []
+        assert await process.listing("a") == []
+    assert mount.store.contents() == {}
+    # The first that is on record by itself, and the others with the next.
+    assert mount.store.count("DELETES") <= 2
+    assert mount.store.count("DELETE") == MANY
+
+
+async def test_the_first_file_of_each_directory_is_deleted_at_once(mount: MortalMount) -> None:
+    mount.store.put("b/")
+    mount.store.put("b/file", b"x")
+    Held(mount)
+    async with mount.serving() as process:
+        await remove(process)
+        await process.unlink("b/file")
+        assert "b/file" not in mount.store.objects
+
+
+async def test_a_refusal_is_told_to_the_program(mount: MortalMount) -> None:
+    def refuse(what: str, _key: str) -> None:
+        if what.startswith("DELETE"):
+            raise AccessDeniedError("not allowed")
+
+    async with mount.serving() as process:
+        await process.listing("a")
+        mount.store.before = refuse
+        for name in NAMES:
+            with pytest.raises(OSError, match="not allowed"):
+                await remove(process, [name])
+        assert process.writer.unsent("") == []
+
+
+@states("Later changes of such a name wait until the old object is gone.")
+@pytest.mark.parametrize("how", ["create", "rename", "symlink"])
+async def test_what_is_made_anew_waits_for_the_removal(mount: MortalMount, how: str) -> None:
+    held = Held(mount)
+    mount.store.put("other", b"new")
+    async with mount.serving() as process, trio.open_nursery() as nursery:
+        await remove(process)
+        name = f"a/{NAMES[-1]}"
+        is_made = trio.Event()
+
+        async def make() -> None:
+            if how == "create":
+                await process.save(name, b"new")
+            elif how == "rename":
+                await process.rename("other", name)
+            else:
+                await process.symlink(name, b"new")
+            is_made.set()
+
+        nursery.start_soon(make)
+        await trio.testing.wait_all_tasks_blocked()
+        assert not is_made.is_set()
+        assert mount.store.contents()[name] == NAMES[-1].encode()
+        held.go_on.set()
+        await is_made.wait()
+        assert await process.listing("a") == [NAMES[-1]]
+    assert mount.store.contents()[name] == b"new"
+
+
+@states(
+    "`rmdir` and a rename of the directory, `fsync` of it or of one above, `fusefs sync` and "
+    "`fusefs umount` wait until the bucket has it."
+)
+@pytest.mark.parametrize("how", ["rmdir", "rename", "fsync"])
+async def test_the_directory_waits_for_its_removals(mount: MortalMount, how: str) -> None:
+    held = Held(mount)
+    async with mount.serving() as process, trio.open_nursery() as nursery:
+        await remove(process)
+        is_done = trio.Event()
+
+        async def act() -> None:
+            if how == "rmdir":
+                await process.rmdir("a")
+            elif how == "rename":
+                await process.rename("a", "b")
+            else:
+                await process.changes.fsync(process.operations.inodes.root)
+            is_done.set()
+
+        nursery.start_soon(act)
+        await trio.testing.wait_all_tasks_blocked()
+        assert not is_done.is_set()
+        held.go_on.set()
+        await is_done.wait()
+        assert process.writer.unsent("") == []
+    assert mount.store.contents() == {}
+
+
+async def test_what_fails_stays_on_record_and_is_tried_again(mount: MortalMount) -> None:
+    def fail(what: str, _key: str) -> None:
+        if what in ("DELETED", "HEAD"):
+            raise StoreError("not now")
+
+    async with mount.serving() as process:
+        await process.listing("a")
+        mount.store.before = fail
+        await remove(process)
+        with pytest.raises(StoreError, match="not now"):
+            await process.changes.fsync(await process.node("a"))
+        with pytest.raises(StoreError, match="not now"):
+            await process.rmdir("a")
+        assert await process.listing("a") == []
+        waiting = process.writer.unsent("")
+        assert {process.writer.state(one) for one in waiting} == {"failed"}
+        mount.store.before = lambda _what, _key: None
+        await process.writer.removals.drain()
+        await process.rmdir("a")
+    assert mount.store.objects == {}
+
+
+async def test_a_store_without_deleteobjects_is_asked_for_each(mount: MortalMount) -> None:
+    def fail(what: str, _key: str) -> None:
+        if what == "DELETED":
+            raise UnsupportedError("no such thing")
+
+    mount.store.before = fail
+    async with mount.serving() as process:
+        await remove(process)
+        await process.changes.fsync(await process.node("a"))
+    assert mount.store.contents() == {}
+
+
+async def test_a_full_disk_delays_nothing(
+    mount: MortalMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_self: object, _lines: bytes) -> None:
+        raise OSError("full")
+
+    monkeypatch.setattr(removals.LineLog, "append", fail)
+    async with mount.serving() as process:
+        await remove(process)
+        assert mount.store.contents() == {}
+
+
+# --- a process that dies --------------------------------------------------------------
+
+
+@states(
+    "Of files that are removed one after the other (`rm -rf`), the first eight, and the first of "
+    "each directory, are gone from the bucket when `unlink` returns; of the others the removal is "
+    "on record then, and the bucket has it a moment later. This mount shows them no more, and the "
+    "next daemon, or the next mount with the same cache directory, sends it."
+)
+@pytest.mark.parametrize("is_mounted_anew", [True, False])
+async def test_a_process_that_was_killed_loses_no_removal(
+    mount: MortalMount, *, is_mounted_anew: bool
+) -> None:
+    async with killed_after_removing(mount):
+        if is_mounted_anew:
+            mount.reboot()
+        async with mount.serving() as process:
+            if is_mounted_anew:
+                recovery.adopt(process.writer)
+            assert await process.listing("a") == []
+            await process.writer.removals.flush_below("")
+            assert await process.listing("a") == []
+    assert mount.store.contents() == {}
+    assert [path for path in mount.directory.rglob("removals") if path.read_bytes()] == []
+
+
+async def test_a_mount_that_removes_nothing_leaves_them_on_record(mount: MortalMount) -> None:
+    async with killed_after_removing(mount) as left:
+        mount.reboot()
+        async with mount.serving(may_delete=False) as process:
+            recovery.adopt(process.writer)
+            assert await process.listing("a") == [key[2:] for key in left]
+        mount.reboot()
+        async with mount.serving() as process:
+            recovery.adopt(process.writer)
+            await process.writer.removals.flush_below("")
+    assert mount.store.contents() == {}
+
+
+@states(
+    "Such a removal deletes the object that this mount has shown; what somebody else has put in "
+    "its place stays."
+)
+async def test_what_somebody_else_has_put_there_stays(mount: MortalMount) -> None:
+    async with killed_after_removing(mount) as left:
+        mount.store.put(left[0], b"somebody else's")
+        same = mount.store.objects[left[1]]
+        same.info = replace(same.info, mtime_ns=time.time_ns() + 10 * removals.CLOCKS_NS)
+        async with mount.serving() as process:
+            await process.writer.removals.flush_below("")
+    assert mount.store.contents() == {left[0]: b"somebody else's", left[1]: same.data}
+
+
+async def test_an_equal_file_that_is_made_anew_is_not_taken_for_the_old_one(
+    mount: MortalMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor where a full disk keeps it from being put on record that the old one is gone."""
+    held = Held(mount)
+    name = NAMES[-1]
+    append = removals.LineLog.append
+
+    def fail(log: removals.LineLog, lines: bytes) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    async with mount.serving() as process:
+        await remove(process, NAMES[:-1])
+        await held.is_asked.wait()
+        await remove(process, [name])
+        monkeypatch.setattr(removals.LineLog, "append", fail)
+        held.go_on.set()
+        with pytest.raises(OSError, match="full"):
+            await process.save(f"a/{name}", name.encode())
+        monkeypatch.setattr(removals.LineLog, "append", append)
+        inode = await process.node(f"a/{name}")
+        assert inode.staged is not None
+        await process.writer.upload(inode.staged)
+    async with mount.serving() as process:
+        await process.writer.removals.flush_below("")
+    assert mount.store.contents() == {f"a/{name}": name.encode()}
+
+
+async def test_a_removal_that_is_sent_again_is_done(mount: MortalMount) -> None:
+    async with killed_after_removing(mount), mount.serving() as process:
+        process.changes.begun = {unique := mount.new_unique()}
+        await process.unlink(f"a/{NAMES[-1]}", unique)
+        with pytest.raises(FileNotFoundError):
+            await process.unlink(f"a/{NAMES[-1]}")
+
+
+async def test_attributes_that_were_to_be_sent_are_given_up(mount: MortalMount) -> None:
+    async with killed_after_removing(mount) as left, mount.serving() as process:
+        assert not process.writer.deferred.has(left[0])
+        await process.writer.removals.flush_below("")
+    assert mount.store.count("COPY") == 0
+
+
+# --- mounted --------------------------------------------------------------------------
+
+root = pytest.mark.root
+
+
+def filled(mounter: Mounter, bucket: Bucket, *options: str) -> tuple[Mount, Path]:
+    for name in range(300):
+        bucket.put(f"a/b/{name}", b"content")
+    mount = mounter(WRITABLE, *options)
+    return mount, mount.path / "a"
+
+
+@pytest.mark.parametrize("session", ["kernel", "pyfuse3"])
+def test_a_tree_is_removed(mounter: Mounter, bucket: Bucket, session: str) -> None:
+    _, folder = filled(mounter, bucket, "--session", session)
+    shutil.rmtree(folder)
+    assert not folder.exists()
+    assert keys(bucket) == []
+
+
+@root
+@states(
+    "`fsync` of a directory waits for what was removed below it; a new name is durable when its "
+    "object is."
+)
+def test_files_that_were_removed_stay_so_when_the_daemon_is_killed(
+    mounter: Mounter, bucket: Bucket
+) -> None:
+    mount, folder = filled(mounter, bucket)
+    below = folder / "b"
+    names = os.listdir(below)
+    for name in names[:250]:
+        os.unlink(below / name)
+    pid = serving_pid(mount)
+    os.kill(pid, signal.SIGKILL)
+    assert sorted(os.listdir(below)) == sorted(names[250:])
+    until(lambda: serving_pid(mount) not in (0, pid))
+    fd = os.open(below, os.O_RDONLY | os.O_DIRECTORY)
+    os.fsync(fd)
+    os.close(fd)
+    assert sorted(os.listdir(below)) == sorted(names[250:])
+    found = {key for key in keys(bucket) if not key.endswith("/")}
+    assert found == {f"a/b/{name}" for name in names[250:]}
+
+
+@root
+def test_directories_are_made_where_files_were_removed(mounter: Mounter, bucket: Bucket) -> None:
+    """Which some servers refuse while there is an object of that name."""
+    mount = mounter(WRITABLE)
+    for name in NAMES:
+        (mount.path / name).write_bytes(b"x" * 5000)
+    for name in NAMES:
+        (mount.path / name).unlink()
+    for name in reversed(NAMES):
+        (mount.path / name).mkdir()
+        (mount.path / name / "file").write_bytes(b"content")
+    assert sorted(os.listdir(mount.path)) == NAMES
+    mount.end()
+    assert sorted(keys(bucket)) == sorted(f"{name}/{end}" for name in NAMES for end in ("", "file"))
+
+
+@root
+@pytest.mark.parametrize("command", ["sync", "umount"])
+def test_commands_wait_for_removals(mounter: Mounter, bucket: Bucket, command: str) -> None:
+    mount, folder = filled(mounter, bucket)
+    for name in os.listdir(folder / "b"):
+        os.unlink(folder / "b" / name)
+    fusefs(command, mount.path)
+    assert not any(key[-1].isdecimal() for key in keys(bucket))
+
+
+async def test_what_is_about_to_be_removed_is_not_asked_for_its_attributes(
+    mount: MortalMount,
+) -> None:
+    """Unless a program wants them, or it may be a symbolic link."""
+    for name, size in (("large", LONGEST_TARGET + 1), ("small", LONGEST_TARGET)):
+        mount.store.put(f"a/{name}", bytes(size), mode=str(stat.S_IFREG | 0o600))
+    async with mount.serving() as process:
+        parent = await process.node("a")
+        await remove(process)
+        heads = mount.store.count("HEAD")
+        found = process.operations.lookup(parent.nodeid, b"large", process.caller())
+        assert isinstance(found, Found)
+        assert found.inode is not None
+        assert not found.has_attributes
+        assert mount.store.count("HEAD") == heads
+        assert process.operations.lacks_meta(found.inode.nodeid)
+        inode, _ = await process.operations.getattr_later(found.inode.nodeid)
+        assert stat.S_IMODE(process.operations.attributes(inode).mode) == 0o600
+        small = process.operations.lookup(parent.nodeid, b"small", process.caller())
+        assert not isinstance(small, Found)
+        assert (await small).has_attributes
+
+
+@root
+def test_large_files_are_removed_without_a_question_for_each(
+    mounter: Mounter, bucket: Bucket
+) -> None:
+    for number in range(200):
+        bucket.put(f"a/{number}", bytes(LONGEST_TARGET + 1), Metadata={"mode": "33152"})
+    mount = mounter(WRITABLE)
+    rm = ["rm", "-rf", str(mount.path / "a")]
+    assert cost(mount, lambda: subprocess.run(rm, check=True)).get("heads", 0) < 200
+    assert keys(bucket) == []

@@ -1,0 +1,290 @@
+"""A mount's changes carry conditions; what it tries for that, and what follows from it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fusefs.store.capabilities import PROBE_NAME
+from tests.support.buckets import Bucket, keys, stored
+from tests.support.faulty_s3 import FaultyS3
+from tests.support.mounting import Mount, Mounter, fusefs
+from tests.support.semantics import states
+from tests.support.waiting import until
+from tests.support.writing import WRITABLE, status
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.usefixtures("as_owner"),
+]
+
+AUTO = ("--conditional-writes", "auto")
+PROBES = f"{PROBE_NAME}/*"
+
+
+@pytest.fixture
+def mount(mounter: Mounter, faulty: FaultyS3) -> Callable[..., Mount]:
+    """Mounts through the proxy, writable."""
+
+    def begin(*options: str, **places: str) -> Mount:
+        made = mounter(WRITABLE, *options, endpoint_url=faulty.endpoint_url, **places)
+        faulty.clear()
+        return made
+
+    return begin
+
+
+def conditions(faulty: FaultyS3, operation: str, key: str) -> list[str]:
+    """Which condition each request of a kind carried for a key."""
+    names = ("if-match", "if-none-match")
+    return [
+        next((name for name in names if name in one.headers), "none")
+        for one in faulty.requests(operation, key)
+    ]
+
+
+def is_probed(mount: Mount) -> bool:
+    known: bool = status(mount)["conditions"]["known"]
+    return known
+
+
+@states(
+    "Changes carry a condition about what they replace, where the store honours it, so that one"
+    " that is executed late does not undo a later change of the content;"
+    " `--conditional-writes off` leaves them out."
+)
+def test_changes_carry_conditions(mount: Callable[..., Mount], faulty: FaultyS3) -> None:
+    root = mount().path
+    file = root / "file"
+    file.write_bytes(b"one")
+    file.write_bytes(b"two")
+    assert conditions(faulty, "PUT", "file") == ["if-none-match", "if-match"]
+    file.rename(root / "new")
+    assert conditions(faulty, "COPY", "new") == ["if-none-match"]
+    assert conditions(faulty, "DELETE", "file") == ["if-match"]
+    (root / "new").unlink()
+    assert conditions(faulty, "DELETE", "new") == ["if-match"]
+    (root / "dir").mkdir()
+    (root / "dir").rmdir()
+    assert conditions(faulty, "PUT", "dir/") == ["if-none-match"]
+    assert conditions(faulty, "DELETE", "dir/") == ["if-match"]
+    (root / "large").write_bytes(bytes(9 << 20))
+    assert conditions(faulty, "COMPLETE", "large") == ["if-none-match"]
+
+
+def test_a_setting_turns_conditions_off(mount: Callable[..., Mount], faulty: FaultyS3) -> None:
+    made = mount("--conditional-writes", "off")
+    (made.path / "file").write_bytes(b"one")
+    (made.path / "file").unlink()
+    assert conditions(faulty, "*", "file") == ["none", "none"]
+    assert "conditions  off (as set)" in fusefs("status", made.path).stdout
+
+
+@pytest.mark.parametrize("size", [10, 9 << 20])
+def test_the_last_to_close_wins(mount: Callable[..., Mount], bucket: Bucket, size: int) -> None:
+    bucket.put("file", b"old")
+    root = mount().path
+    content = os.urandom(size)
+    with open(root / "file", "wb", 0) as file:
+        file.write(content)
+        bucket.put("file", b"theirs")
+    assert stored(bucket, "file") == content
+    with open(root / "new", "wb", 0) as file:
+        file.write(content)
+        bucket.put("new", b"theirs")
+    assert stored(bucket, "new") == content
+
+
+def test_a_write_whose_answer_is_lost_is_no_other_clients(
+    mount: Callable[..., Mount], faulty: FaultyS3, bucket: Bucket
+) -> None:
+    root = mount("--conflict", "fail").path
+    for content in (b"one", b"two"):
+        faulty.add("PUT", "file", lose_answer=True, times=1)
+        (root / "file").write_bytes(content)
+        assert stored(bucket, "file") == content
+    assert keys(bucket) == ["file"]
+
+
+@states(
+    "A file that another client has put under a name stays when a removal or a rename of this"
+    " mount's file of that name is repeated because its answer was lost."
+)
+def test_a_repeated_delete_removes_nothing_of_anothers(
+    mount: Callable[..., Mount], faulty: FaultyS3, bucket: Bucket
+) -> None:
+    root = mount().path
+    for name, change in (
+        ("removed", lambda: (root / "removed").unlink()),
+        ("renamed", lambda: (root / "renamed").rename(root / "other")),
+    ):
+        (root / name).write_bytes(b"ours")
+        faulty.add("DELETE", name, lose_answer=True, times=1)
+        faulty.add("DELETE", name, times=1, before=lambda key=name: bucket.put(key, b"theirs"))
+        change()
+        assert stored(bucket, name) == b"theirs"
+    assert stored(bucket, "other") == b"ours"
+
+
+def test_what_replaces_a_file_while_its_directory_is_renamed_stays(
+    mount: Callable[..., Mount], faulty: FaultyS3, bucket: Bucket
+) -> None:
+    root = mount().path
+    (root / "old").mkdir()
+    for name in ("a", "b"):
+        (root / "old" / name).write_bytes(b"ours")
+    faulty.add("DELETE MANY", times=1, before=lambda: bucket.put("old/b", b"theirs"))
+    (root / "old").rename(root / "new")
+    assert sorted(os.listdir(root / "new")) == ["a", "b"]
+    until(lambda: "old/a" not in keys(bucket))
+    assert stored(bucket, "old/b") == b"theirs"
+    assert stored(bucket, "new/b") == b"ours"
+
+
+def test_the_token_of_a_change_is_no_attribute(mount: Callable[..., Mount]) -> None:
+    made = mount()
+    file = made.path / "file"
+    file.write_bytes(b"x")
+    os.setxattr(file, "user.mine", b"1")
+    assert "user.mine" in os.listxattr(file)
+    assert not [name for name in os.listxattr(file) if "change" in name]
+
+
+# Trying what the store honours
+
+
+@states(
+    "A writable mount tries once a day what the store honours, with about 50 requests on"
+    " objects below `.fusefs-probe`, a name that no mount shows and that cannot be created;"
+    " `fusefs status` shows what was found."
+)
+def test_what_the_store_honours_is_tried_once_and_shown(
+    mount: Callable[..., Mount], mounter: Mounter, faulty: FaultyS3, bucket: Bucket
+) -> None:
+    made = mounter(WRITABLE, *AUTO, endpoint_url=faulty.endpoint_url)
+    until(lambda: is_probed(made))
+    assert faulty.requests(key=PROBES)
+    until(lambda: keys(bucket, with_probes=True) == [])
+    shown = fusefs("status", made.path).stdout
+    assert "conditions  probed; not honoured: metadata of directory markers" in shown
+    assert os.listdir(made.path) == []
+    for directory in ("", "below/"):
+        if directory:
+            (made.path / directory).mkdir()
+        with pytest.raises(OSError, match="Invalid argument"):
+            (made.path / directory / ".fusefs-probe").write_bytes(b"")
+    made.end()
+    again = mount(*AUTO)
+    assert is_probed(again)
+    (again.path / "file").write_bytes(b"x")
+    assert faulty.requests(key=PROBES) == []
+
+
+def test_a_probe_is_hidden_while_it_is_there(mount: Callable[..., Mount], bucket: Bucket) -> None:
+    bucket.put(".fusefs-probe/1/object", b"?")
+    bucket.put("dir/.fusefs-probe/1/object", b"?")
+    made = mount()
+    assert os.listdir(made.path) == ["dir"]
+    assert os.listdir(made.path / "dir") == []
+    assert status(made)["metadata"]["hidden_keys"] == 0
+
+
+@states(
+    "Where the mount is read-only, has `--no-delete`, or may not write, nothing is tried:"
+    " conditions are sent, and nothing relies on them."
+)
+@pytest.mark.parametrize(
+    ("options", "why"), [(("--read-only",), "a read-only mount"), (("--no-delete",), "--no-delete")]
+)
+def test_a_mount_that_may_not_write_or_delete_tries_nothing(
+    mounter: Mounter, faulty: FaultyS3, options: tuple[str, ...], why: str
+) -> None:
+    writable = () if "--read-only" in options else (WRITABLE,)
+    made = mounter(*writable, *AUTO, *options, endpoint_url=faulty.endpoint_url)
+    assert f"conditions  not known ({why})" in fusefs("status", made.path).stdout
+    assert faulty.requests(key=PROBES) == []
+
+
+def test_a_bucket_that_refuses_to_be_written_is_tried_with_one_request(
+    mounter: Mounter, faulty: FaultyS3
+) -> None:
+    faulty.clear()
+    faulty.add("PUT", code="AccessDenied")
+    made = mounter(WRITABLE, *AUTO, endpoint_url=faulty.endpoint_url)
+    until(lambda: "access denied" in status(made)["conditions"]["why"])
+    assert len(faulty.requests(key=PROBES)) == 1
+
+
+@states(
+    "`--conflict fail` is refused where the store is known to ignore the conditions of PUT or"
+    " CompleteMultipartUpload; a mount that is served already goes on, and logs an error."
+)
+@pytest.mark.parametrize("operation", ["PUT", "COMPLETE"])
+def test_conflict_fail_is_refused_where_it_cannot_hold(
+    bucket: Bucket, faulty: FaultyS3, tmp_path: Path, operation: str
+) -> None:
+    faulty.clear()
+    faulty.add(operation, ignored_header="if-none-match")
+    (tmp_path / "mnt").mkdir()
+    result = fusefs(
+        "mount", f"s3://{bucket.name}", tmp_path / "mnt", "--endpoint-url", faulty.endpoint_url,
+        "--cache-dir", tmp_path / "cache", "--log-file", tmp_path / "log", *AUTO,
+        "--conflict", "fail", environment=bucket.server.environment, check=False,
+    )  # fmt: skip
+    assert result.returncode == 1
+    [line] = [line for line in result.stderr.splitlines() if "--conflict" in line]
+    assert "--conflict fail can't hold: this store ignores" in line
+    assert "mount with --conflict overwrite" in line
+    assert not os.path.ismount(tmp_path / "mnt")
+
+
+@states(
+    "Where the store is known to ignore `If-None-Match` of PUT, the log warns that O_EXCL does"
+    " not hold between mounts."
+)
+def test_a_store_that_ignores_what_o_excl_needs_is_warned_about(
+    mounter: Mounter, faulty: FaultyS3
+) -> None:
+    faulty.clear()
+    faulty.add("PUT", ignored_header="if-none-match")
+    made = mounter(WRITABLE, *AUTO, endpoint_url=faulty.endpoint_url)
+    until(lambda: "create a file with O_EXCL" in made.log.read_text())
+    assert "If-None-Match of PUT" in fusefs("status", made.path).stdout
+
+
+def test_a_store_that_ignores_every_condition_is_written_as_before(
+    mount: Callable[..., Mount], faulty: FaultyS3, bucket: Bucket
+) -> None:
+    root = mount().path
+    for header in ("if-none-match", "if-match"):
+        faulty.add(ignored_header=header)
+    (root / "dir").mkdir()
+    (root / "dir" / "file").write_bytes(b"one")
+    (root / "dir" / "file").write_bytes(b"two")
+    (root / "dir").rename(root / "other")
+    (root / "other" / "file").rename(root / "file")
+    (root / "other").rmdir()
+    assert stored(bucket, "file") == b"two"
+    assert keys(bucket) == ["file"]
+
+
+def test_a_renamed_directory_gets_its_markers_first_each_by_one_request(
+    mount: Callable[..., Mount], faulty: FaultyS3
+) -> None:
+    """Copies make directories on some servers; a marker that comes after is refused first."""
+    root = mount().path
+    (root / "old" / "a" / "b").mkdir(parents=True)
+    for where in ("old", "old/a", "old/a/b"):
+        (root / where / "file").write_bytes(b"content")
+    faulty.clear()
+    os.rename(root / "old", root / "new")
+    made = [(one.operation, one.key) for one in faulty.requests(key="new/*")]
+    assert made[:3] == [("PUT", "new/"), ("PUT", "new/a/"), ("PUT", "new/a/b/")]
+    copies = [(what, key) for what, key in made if what == "COPY"]
+    assert sorted(copies) == [
+        ("COPY", "new/a/b/file"), ("COPY", "new/a/file"), ("COPY", "new/file"),
+    ]  # fmt: skip
+    assert [key for what, key in made if what == "PUT"] == ["new/", "new/a/", "new/a/b/"]

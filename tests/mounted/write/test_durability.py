@@ -1,0 +1,355 @@
+"""What was saved is saved: uploads that fail, are interrupted, wait, or outlive their mount."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fusefs.cli import sync
+from fusefs.launch import control, registry
+from tests.support.buckets import Bucket, keys, stored
+from tests.support.disks import small_disk
+from tests.support.faulty_s3 import FaultyS3
+from tests.support.mounting import Mount, Mounter, fusefs
+from tests.support.semantics import states
+from tests.support.surviving import serving_pid
+from tests.support.waiting import until
+from tests.support.writing import pending, status
+
+LIMIT_S = 60.0
+
+pytestmark = pytest.mark.root
+
+
+@pytest.fixture
+def local(mounter: Mounter) -> Mount:
+    return mounter("--no-read-only", "--durability", "local")
+
+
+# --- local durability ---------------------------------------------------------------
+
+uploaded_later = states(
+    "With `--durability local`, `close` and `fsync` return when the file and the record "
+    "of its upload are safe on the local disk; it is uploaded a moment later, once, under "
+    "the name that it has then."
+)
+
+
+@uploaded_later
+def test_with_local_durability_a_file_is_uploaded_after_its_close(
+    local: Mount, bucket: Bucket
+) -> None:
+    (local.path / "a").write_bytes(b"content")
+    assert (local.path / "a").read_bytes() == b"content"
+    fusefs("sync", local.path / "a")
+    assert stored(bucket, "a") == b"content"
+    assert pending(local) == []
+    assert (local.path / "a").read_bytes() == b"content"
+
+
+@uploaded_later
+def test_a_temporary_file_that_is_renamed_is_uploaded_once(local: Mount, bucket: Bucket) -> None:
+    before = status(local)["s3"]
+    with open(local.path / "tmp", "wb") as file:
+        file.write(b"weights" * 1000)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(local.path / "tmp", local.path / "model")
+    os.chmod(local.path / "model", 0o600)
+    fusefs("sync", local.path)
+    after = status(local)["s3"]
+    assert keys(bucket) == ["model"]
+    assert after["puts"] - before["puts"] == 1
+    assert after["copies"] == before["copies"]
+
+
+# --- fusefs sync --------------------------------------------------------------------
+
+
+@states(
+    "`fusefs sync` waits until the bucket has everything at or below a path, also what is open."
+)
+def test_sync_uploads_what_is_open(local: Mount, bucket: Bucket) -> None:
+    with open(local.path / "log", "wb", buffering=0) as file:
+        file.write(b"line\n")
+        fusefs("sync", local.path)
+        assert stored(bucket, "log") == b"line\n"
+
+
+def test_sync_knows_a_mount_behind_a_link(local: Mount, bucket: Bucket, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(local.path.parent)
+    (local.path / "a").write_bytes(b"content")
+    fusefs("sync", tmp_path / "link" / local.path.name / "a")
+    assert stored(bucket, "a") == b"content"
+
+
+def test_sync_waits_for_what_was_just_written_however_late_answers_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = time.monotonic()
+    to_come = [1, 1, 0]
+
+    def exchange(*_: object) -> dict[str, Any]:
+        left = to_come.pop(0)
+        since_s = time.monotonic() - written
+        time.sleep(0.1)
+        one = {"key": "a", "since_s": since_s}
+        return {
+            "pending": [one] * left, "pending_files": left, "pending_bytes": left,
+            "under_way": left,
+        }  # fmt: skip
+
+    monkeypatch.setattr(control, "exchange", exchange)
+    monkeypatch.setattr(registry, "registration_of", lambda path: SimpleNamespace(socket=path))
+    assert sync.wait(tmp_path, "", LIMIT_S, lambda *_: None) == []
+    assert to_come == []
+
+
+def test_sync_waits_for_the_next_daemon_where_the_last_one_dies(
+    mounter: Mounter, bucket: Bucket, faulty: FaultyS3
+) -> None:
+    options = ("--no-read-only", "--durability", "local")
+    mount = mounter("--session", "kernel", *options, endpoint_url=faulty.endpoint_url)
+    faulty.add("PUT", stall=True, times=1)
+    (mount.path / "a").write_bytes(b"content")
+    is_waiting = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        synced = pool.submit(sync.sync, mount.path, LIMIT_S, lambda *_: is_waiting.set())
+        assert is_waiting.wait(LIMIT_S)
+        os.kill(serving_pid(mount), signal.SIGKILL)
+        synced.result()
+    assert stored(bucket, "a") == b"content"
+
+
+def test_sync_of_what_is_no_mount_is_refused(tmp_path: Path) -> None:
+    result = fusefs("sync", tmp_path, check=False)
+    assert result.returncode == 1
+    assert "not in a mount of fusefs" in result.stderr
+
+
+# --- uploads that fail --------------------------------------------------------------
+
+
+@pytest.fixture
+def broken(mounter: Mounter, faulty: FaultyS3) -> Iterator[Mount]:
+    """A mount whose requests fail when a test says so, after a short while."""
+    yield mounter("--no-read-only", "--retry-time", "1s", endpoint_url=faulty.endpoint_url)
+    faulty.clear()
+
+
+def fail_to_write(broken: Mount, faulty: FaultyS3, content: bytes) -> None:
+    """Write the file "a", which the bucket does not take until faults are cleared."""
+    faulty.add("PUT", code="InternalError")
+    fd = os.open(broken.path / "a", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.write(fd, content)
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        os.close(fd)
+    assert caught.value.errno == errno.EIO
+
+
+@contextlib.contextmanager
+def waiting_writer(broken: Mount, faulty: FaultyS3) -> Iterator[subprocess.Popen[bytes]]:
+    """A program in its close of the file "a", for which no credentials are accepted."""
+    faulty.add("PUT", code="ExpiredToken")
+    script = "import sys; open(sys.argv[1], 'wb').write(b'content')"
+    with subprocess.Popen([sys.executable, "-c", script, str(broken.path / "a")]) as writer:
+        try:
+            until(lambda: [one["state"] for one in pending(broken)] == ["waiting for credentials"])
+            assert writer.poll() is None
+            yield writer
+        finally:
+            writer.kill()
+
+
+@states(
+    "A failed upload is EIO for whoever closes; the content stays, is what readers see, "
+    "and is tried again until the bucket has it."
+)
+def test_a_close_tells_of_a_failed_upload_and_the_content_is_kept(
+    broken: Mount, bucket: Bucket, faulty: FaultyS3
+) -> None:
+    fail_to_write(broken, faulty, b"content")
+    (one,) = pending(broken)
+    assert one["key"] == "a"
+    assert (broken.path / "a").read_bytes() == b"content"
+    faulty.clear()
+    until(lambda: keys(bucket) == ["a"] and stored(bucket, "a") == b"content")
+
+
+@states(
+    "`fusefs umount` waits for uploads and names those that fail; they are kept, and made "
+    "when the bucket is mounted there again."
+)
+def test_umount_says_what_could_not_be_uploaded_and_the_next_mount_uploads_it(
+    broken: Mount, bucket: Bucket, faulty: FaultyS3
+) -> None:
+    fail_to_write(broken, faulty, b"content")
+    result = fusefs("umount", broken.path, check=False)
+    assert result.returncode == 1
+    assert "a (" in result.stderr
+    assert "kept" in result.stderr
+    faulty.clear()
+    broken.start()
+    assert (broken.path / "a").read_bytes() == b"content"
+    fusefs("sync", broken.path)
+    assert stored(bucket, "a") == b"content"
+
+
+@states(
+    "What an earlier mount left is uploaded beside what somebody else has written since, "
+    "as NAME.conflict-HOST-TIME."
+)
+def test_what_was_left_is_uploaded_beside_what_somebody_else_has_written(
+    broken: Mount, bucket: Bucket, faulty: FaultyS3
+) -> None:
+    fail_to_write(broken, faulty, b"ours")
+    fusefs("umount", broken.path, check=False)
+    faulty.clear()
+    bucket.put("a", b"theirs")
+    broken.start()
+    until(lambda: len(keys(bucket)) == 2)
+    conflict = next(key for key in keys(bucket) if key != "a")
+    assert conflict.startswith("a.conflict-")
+    assert stored(bucket, "a") == b"theirs"
+    assert stored(bucket, conflict) == b"ours"
+
+
+@states("While credentials are refused uploads wait and do not fail, and `fusefs status` says so.")
+def test_credentials_that_are_refused_make_a_close_wait(
+    broken: Mount, bucket: Bucket, faulty: FaultyS3
+) -> None:
+    with waiting_writer(broken, faulty) as writer:
+        faulty.clear()
+        assert writer.wait(60) == 0
+    assert stored(bucket, "a") == b"content"
+
+
+# --- writers that are killed --------------------------------------------------------
+
+
+@states(
+    "A program that is killed in its `close` does not wait for the bucket, and its file "
+    "is uploaded all the same."
+)
+def test_a_program_that_is_killed_in_its_close_does_not_wait_and_its_file_is_uploaded(
+    broken: Mount, bucket: Bucket, faulty: FaultyS3
+) -> None:
+    with waiting_writer(broken, faulty) as writer:
+        writer.send_signal(signal.SIGKILL)
+        assert writer.wait(30) == -signal.SIGKILL
+    faulty.clear()
+    until(lambda: keys(bucket) == ["a"] and stored(bucket, "a") == b"content")
+
+
+# --- conflicts, limits --------------------------------------------------------------
+
+
+@states(
+    "Of two mounts that write one file the last to close wins; with `--conflict fail` the "
+    "second gets ESTALE, and its content is kept as NAME.conflict-HOST-TIME."
+)
+def test_a_conflict_fails_the_second_close_and_keeps_its_content_beside(
+    mounter: Mounter, bucket: Bucket
+) -> None:
+    bucket.put("a", b"first")
+    mount = mounter("--no-read-only", "--conflict", "fail")
+    fd = os.open(mount.path / "a", os.O_RDWR)
+    os.write(fd, b"OURS!")
+    bucket.put("a", b"theirs")
+    with pytest.raises(OSError, match="Stale") as caught:
+        os.close(fd)
+    assert caught.value.errno == errno.ESTALE
+    assert (mount.path / "a").read_bytes() == b"theirs"
+    conflict = next(name for name in os.listdir(mount.path) if name != "a")
+    assert (mount.path / conflict).read_bytes() == b"OURS!"
+    assert stored(bucket, conflict) == b"OURS!"
+    (mount.path / "a").write_bytes(b"again")
+    assert stored(bucket, "a") == b"again"
+
+
+@states("Beyond `--staging-size` writing is ENOSPC.")
+def test_more_than_the_staging_size_is_enospc(mounter: Mounter, bucket: Bucket) -> None:
+    mount = mounter("--no-read-only", "--staging-size", "1MiB")
+    (mount.path / "fits").write_bytes(bytes(1 << 20))
+    with open(mount.path / "large", "wb", buffering=0) as file:
+        file.write(bytes(1 << 20))
+        with pytest.raises(OSError, match="No space left"):
+            file.write(b"one more")
+    (mount.path / "fits again").write_bytes(bytes(1 << 20))
+    assert stored(bucket, "fits again") == bytes(1 << 20)
+
+
+def write_on(file: io.FileIO) -> None:
+    while True:
+        file.write(bytes(1 << 20))
+
+
+def test_a_full_disk_is_enospc_for_the_writer_alone(
+    mounter: Mounter, bucket: Bucket, tmp_path: Path
+) -> None:
+    bucket.put("there", b"there")
+    with small_disk(tmp_path / "disk", 32):
+        mount = mounter("--no-read-only", cache="disk/cache")
+        with open(mount.path / "large", "wb", buffering=0) as file:
+            with pytest.raises(OSError, match="No space left"):
+                write_on(file)
+            assert (mount.path / "there").read_bytes() == b"there"
+            (mount.path / "directory").mkdir()
+            os.rename(mount.path / "there", mount.path / "directory" / "there")
+            file.truncate(1 << 20)
+        assert stored(bucket, "large") == bytes(1 << 20)
+        (mount.path / "fits again").write_bytes(b"content")
+        assert stored(bucket, "fits again") == b"content"
+        mount.end()
+
+
+@states("With `--no-delete` removing and overwriting are EPERM.")
+def test_without_deleting_nothing_is_overwritten(mounter: Mounter, bucket: Bucket) -> None:
+    bucket.put("a", b"old")
+    mount = mounter("--no-read-only", "--no-delete")
+    for flags in (os.O_WRONLY, os.O_RDWR, os.O_WRONLY | os.O_TRUNC):
+        with pytest.raises(PermissionError):
+            os.open(mount.path / "a", flags)
+    (mount.path / "directory").mkdir()
+    for call in (lambda: os.truncate(mount.path / "a", 1), (mount.path / "directory").rmdir):
+        with pytest.raises(PermissionError):
+            call()
+    with open(mount.path / "b", "xb", buffering=0) as file:
+        file.write(b"newer")
+        file.truncate(3)
+    assert (stored(bucket, "a"), stored(bucket, "b")) == (b"old", b"new")
+
+
+@states(
+    "A file whose descriptor is closed again and again (by forked children, say) is "
+    "uploaded once in each `--flush-interval`, and at its last close."
+)
+@states(
+    "A close of a descriptor within `--flush-interval` of the same open file's last one "
+    "does not wait for the bucket."
+)
+def test_a_file_that_is_closed_often_is_uploaded_once_in_a_while(
+    mounter: Mounter, bucket: Bucket
+) -> None:
+    mount = mounter("--no-read-only", "--flush-interval", "2s")
+    with open(mount.path / "log", "wb", buffering=0) as file:
+        for number in range(10):
+            file.write(b"%d" % number)
+            os.close(os.dup(file.fileno()))
+        assert stored(bucket, "log") == b"0"
+        until(lambda: stored(bucket, "log") == b"0123456789")
+    assert status(mount)["s3"]["puts"] == 2

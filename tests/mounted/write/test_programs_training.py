@@ -1,0 +1,156 @@
+"""How checkpoints are saved: each library's own sequence of calls, as strace shows it.
+
+torch is not installed for the tests; with TRAINING_PYTHON (an interpreter that
+has torch and safetensors) the libraries themselves run, too.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.support.buckets import Bucket
+from tests.support.mounting import Mount
+from tests.support.programs import check_what_is_left, mounted, run
+
+REPOSITORY = Path(__file__).parents[3]
+RECORD = 262_144
+NEW = os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC
+
+
+@pytest.fixture(scope="module")
+def mount(shared: Bucket, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mount]:
+    """One writable mount for all tests; each works in a folder of its own."""
+    with mounted(shared, tmp_path_factory.mktemp("training")) as mount:
+        yield mount
+
+
+def tensors(seed: int) -> list[bytes]:
+    return [bytes([seed, number]) * (RECORD // 2) for number in range(4)]
+
+
+def torch_save(path: Path, records: list[bytes]) -> None:
+    """A zip file: for each tensor its head, its bytes and its checksum in one call."""
+    fd = os.open(f"{path}.tmp", NEW, 0o666)
+    for record in records:
+        os.writev(fd, [b"PK\3\4" + bytes(60), record])
+    os.write(fd, b"PK\5\6" + bytes(1000))
+    os.close(fd)
+    os.replace(f"{path}.tmp", path)
+
+
+def read_torch(path: Path) -> list[bytes]:
+    """As torch.load(mmap=True): the directory at the end first, then by a private mapping."""
+    with path.open("rb") as file:
+        file.seek(-1004, os.SEEK_END)
+        assert file.read(4) == b"PK\5\6"
+        size = os.fstat(file.fileno()).st_size
+        view = mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+    heads = range(0, size - 1004, 64 + RECORD)
+    return [view[head + 64 : head + 64 + RECORD] for head in heads]
+
+
+def save_safetensors(path: Path, records: list[bytes]) -> None:
+    """An exclusive temporary file of its final size, renamed while it is open, not synced."""
+    temporary = path.parent / f".tmp{os.getpid()}"
+    fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    os.ftruncate(fd, sum(map(len, records)))
+    for record in records:
+        os.write(fd, record)
+    os.rename(temporary, path)
+    os.close(fd)
+
+
+def save_rank(folder: Path, rank: int, records: list[bytes]) -> None:
+    """What each rank of torch.distributed.checkpoint does; the first writes the metadata, too."""
+    os.makedirs(folder, exist_ok=True)
+    fd = os.open(folder / f"__{rank}_0.distcp", NEW, 0o666)
+    for record in records:
+        os.write(fd, b"PK\3\4" + bytes(700))
+        os.write(fd, record)
+    os.fsync(fd)
+    os.close(fd)
+
+
+def save_distributed(folder: Path, seed: int) -> None:
+    with ThreadPoolExecutor(4) as ranks:
+        list(ranks.map(lambda rank: save_rank(folder, rank, tensors(seed + rank)), range(4)))
+    fd = os.open(folder / ".metadata.tmp", NEW, 0o666)
+    os.fsync(fd)
+    os.write(fd, b"metadata of %d" % seed)
+    os.close(fd)
+    if (folder / ".metadata").exists():
+        os.unlink(folder / ".metadata")
+    os.rename(folder / ".metadata.tmp", folder / ".metadata")
+
+
+def test_a_model_is_saved_under_a_temporary_name_and_replaces_the_last(
+    mount: Mount, shared: Bucket
+) -> None:
+    folder = mount.path / "torch"
+    folder.mkdir()
+    for seed in range(3):
+        torch_save(folder / "last.pt", tensors(seed))
+        assert read_torch(folder / "last.pt") == tensors(seed)
+    check_what_is_left(mount, shared, "torch")
+    assert os.listdir(folder) == ["last.pt"]
+    assert read_torch(folder / "last.pt") == tensors(2)
+
+
+def test_safetensors_renames_a_file_that_it_has_open(mount: Mount, shared: Bucket) -> None:
+    folder = mount.path / "safetensors"
+    folder.mkdir()
+    for seed in range(3):
+        save_safetensors(folder / "model.safetensors", tensors(seed))
+        os.chmod(folder / "model.safetensors", 0o644)
+        assert (folder / "model.safetensors").read_bytes() == b"".join(tensors(seed))
+    left = check_what_is_left(mount, shared, "safetensors")
+    assert list(left) == ["model.safetensors"]
+    assert left["model.safetensors"].mode == 0o644
+
+
+def test_ranks_save_into_one_directory_again_and_again(mount: Mount, shared: Bucket) -> None:
+    folder = mount.path / "distributed" / "step"
+    for seed in (1, 11):
+        save_distributed(folder, seed)
+        assert (folder / ".metadata").read_bytes() == b"metadata of %d" % seed
+    left = check_what_is_left(mount, shared, "distributed/step")
+    assert sorted(left) == [".metadata", *(f"__{rank}_0.distcp" for rank in range(4))]
+
+
+def test_checkpoints_are_renamed_when_they_are_whole_and_the_oldest_deleted(
+    mount: Mount, shared: Bucket
+) -> None:
+    root = mount.path / "rotation"
+    root.mkdir()
+    for step in range(5):
+        unfinished = root / f"tmp-checkpoint-{step}"
+        unfinished.mkdir()
+        save_safetensors(unfinished / "model.safetensors", tensors(step))
+        torch_save(unfinished / "optimizer.pt", tensors(step))
+        (unfinished / "state.json").write_text(f'{{"step": {step}}}')
+        os.rename(unfinished, root / f"checkpoint-{step}")
+        for old in sorted(root.glob("checkpoint-*"))[:-2]:
+            shutil.rmtree(old)
+        assert read_torch(root / f"checkpoint-{step}" / "optimizer.pt") == tensors(step)
+    left = check_what_is_left(mount, shared, "rotation")
+    names = ("model.safetensors", "optimizer.pt", "state.json")
+    assert {path for path in left if "/" in path} == {
+        f"checkpoint-{step}/{name}" for step in (3, 4) for name in names
+    }
+    assert (root / "checkpoint-4" / "state.json").read_text() == '{"step": 4}'
+
+
+def test_the_libraries_themselves_save_and_load(mount: Mount, shared: Bucket) -> None:
+    python = os.environ.get("TRAINING_PYTHON")
+    if python is None:
+        pytest.skip("TRAINING_PYTHON names no interpreter that has torch")
+    folder = mount.path / "libraries"
+    run(python, "-m", "examples.training.checkpoints", folder, cwd=REPOSITORY)
+    check_what_is_left(mount, shared, "libraries")

@@ -1,0 +1,342 @@
+"""A writable mount: what programs write is what they read, and what the bucket has."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fusefs.cli import status_report
+from fusefs.launch import control, registry
+from tests.support.buckets import Bucket, keys, new_bucket, stored
+from tests.support.mounting import Mount, Mounter
+from tests.support.s3_server import S3Server
+from tests.support.semantics import states
+from tests.support.sharing import SESSIONS, mounted
+from tests.support.surviving import keeper_status, serving_pid
+from tests.support.waiting import until
+from tests.support.writing import WRITABLE, all_sent
+
+pytestmark = pytest.mark.root
+
+
+@pytest.fixture(scope="module", params=SESSIONS)
+def steady(
+    request: pytest.FixtureRequest, s3: S3Server, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Path, Bucket]]:
+    """One mount for tests that leave alone what others use, and its bucket."""
+    bucket = new_bucket(s3)
+    bucket.put("file", b"x")
+    bucket.put("dir/inside", b"x")
+    directory = tmp_path_factory.mktemp(request.param)
+    options = ("--session", request.param, WRITABLE)
+    with mounted(s3, f"s3://{bucket.name}", directory, *options) as mount:
+        yield mount.path, bucket
+
+
+@pytest.fixture
+def writable(mount: Callable[..., Mount]) -> Mount:
+    return mount(WRITABLE)
+
+
+@pytest.fixture
+def kernel(mounter: Mounter) -> Mount:
+    """Writable under the kernel session."""
+    return mounter("--session", "kernel", WRITABLE)
+
+
+@states(
+    "`close` and `fsync` return when the bucket has what was written; an object appears"
+    " whole or not at all, but for the empty one by which O_EXCL reserves a name."
+)
+@pytest.mark.parametrize("size", [0, 1, 100_000, 9 << 20, 20_000_001])
+def test_a_closed_file_is_in_the_bucket(steady: tuple[Path, Bucket], size: int) -> None:
+    root, bucket = steady
+    content = os.urandom(size)
+    path = root / f"new-{size}"
+    path.write_bytes(content)
+    assert stored(bucket, path.name) == content
+    assert path.read_bytes() == content
+    assert path.name in os.listdir(root)
+    assert path.stat().st_size == size
+
+
+@states(
+    "`close` and `fsync` return when the bucket has what was written; an object appears"
+    " whole or not at all, but for the empty one by which O_EXCL reserves a name."
+)
+def test_fsync_brings_a_file_into_the_bucket_while_it_is_open(
+    writable: Mount, bucket: Bucket
+) -> None:
+    with open(writable.path / "log", "wb", buffering=0) as file:
+        file.write(b"one")
+        assert keys(bucket) == []
+        os.fsync(file.fileno())
+        assert stored(bucket, "log") == b"one"
+        file.write(b"two")
+    assert stored(bucket, "log") == b"onetwo"
+
+
+@states(
+    "Readers on the same mount see what is being written, and a file that was just created"
+    " is listed."
+)
+def test_readers_see_what_is_being_written(writable: Mount) -> None:
+    with open(writable.path / "a", "wb", buffering=0) as writer:
+        writer.write(b"first")
+        with open(writable.path / "a", "rb", buffering=0) as reader:
+            assert reader.read() == b"first"
+            writer.write(b" second")
+            assert reader.read() == b" second"
+        assert os.listdir(writable.path) == ["a"]
+
+
+def test_a_line_in_the_middle_is_edited(writable: Mount, bucket: Bucket) -> None:
+    bucket.put("config", b"a=1\nb=2\nc=3\n")
+    with open(writable.path / "config", "r+b") as file:
+        file.seek(4)
+        file.write(b"b=7")
+    assert stored(bucket, "config") == b"a=1\nb=7\nc=3\n"
+    assert (writable.path / "config").read_bytes() == b"a=1\nb=7\nc=3\n"
+
+
+@states(
+    "A handle that reads by passthrough goes on with the version that it opened when the"
+    " file is edited."
+)
+def test_a_large_object_is_edited_while_it_is_read_by_passthrough(
+    kernel: Mount, bucket: Bucket
+) -> None:
+    content = bytearray(os.urandom(3 << 20))
+    bucket.put("big", bytes(content))
+    path = kernel.path / "big"
+    assert path.read_bytes() == content
+    with open(path, "rb") as held:
+        with open(path, "r+b") as file:
+            file.seek(1 << 20)
+            file.write(b"changed")
+        old = bytes(content)
+        content[1 << 20 : (1 << 20) + 7] = b"changed"
+        assert path.read_bytes() == content
+        assert held.read() == old
+    assert stored(bucket, "big") == content
+
+
+def test_appending_adds_to_what_is_there(writable: Mount, bucket: Bucket) -> None:
+    bucket.put("log", b"one\n")
+    for line in (b"two\n", b"three\n"):
+        with open(writable.path / "log", "ab") as file:
+            file.write(line)
+    assert stored(bucket, "log") == b"one\ntwo\nthree\n"
+
+
+@pytest.mark.parametrize("size", [0, 3, 5, 100])
+def test_truncate_by_name_is_in_the_bucket_at_once(steady: tuple[Path, Bucket], size: int) -> None:
+    root, bucket = steady
+    path = root / f"cut-{size}"
+    path.write_bytes(b"12345")
+    os.truncate(path, size)
+    expected = b"12345"[:size].ljust(size, b"\0")
+    assert stored(bucket, path.name) == expected
+    assert path.read_bytes() == expected
+
+
+def test_a_file_that_is_replaced_by_rename(writable: Mount, bucket: Bucket) -> None:
+    bucket.put("model", b"old")
+    (writable.path / "model.tmp").write_bytes(b"new")
+    os.replace(writable.path / "model.tmp", writable.path / "model")
+    assert keys(bucket) == ["model"]
+    assert stored(bucket, "model") == b"new"
+    assert (writable.path / "model").read_bytes() == b"new"
+    assert os.listdir(writable.path) == ["model"]
+
+
+@states("A file that is renamed before it was uploaded is uploaded under its new name alone.")
+def test_a_rename_before_the_close_uploads_under_the_new_name_alone(
+    writable: Mount, bucket: Bucket
+) -> None:
+    with open(writable.path / "tmp", "wb") as file:
+        file.write(b"content")
+        file.flush()
+        os.rename(writable.path / "tmp", writable.path / "final")
+        assert keys(bucket) == []
+    assert keys(bucket) == ["final"]
+    assert stored(bucket, "final") == b"content"
+
+
+@states("A renamed directory takes everything below it along.")
+def test_directories_are_made_filled_renamed_and_removed(writable: Mount, bucket: Bucket) -> None:
+    run = writable.path / "run-1"
+    run.mkdir()
+    (run / "sub").mkdir()
+    for number in range(30):
+        (run / "sub" / f"{number:02}").write_bytes(b"%d" % number)
+    os.rename(run, writable.path / "run-2")
+    moved = writable.path / "run-2" / "sub"
+    assert sorted(os.listdir(moved)) == [f"{number:02}" for number in range(30)]
+    assert (moved / "07").read_bytes() == b"7"
+    assert not run.exists()
+    assert all(key.startswith("run-2/") for key in keys(bucket))
+    with pytest.raises(OSError, match=os.strerror(errno.ENOTEMPTY)):
+        os.rmdir(writable.path / "run-2")
+    for number in range(30):
+        os.unlink(moved / f"{number:02}")
+    os.rmdir(moved)
+    assert os.listdir(writable.path / "run-2") == []
+    os.rmdir(writable.path / "run-2")
+    assert keys(bucket) == []
+
+
+@states("A directory stays when its last file is deleted, until `rmdir`.")
+def test_a_directory_without_a_marker_stays_when_its_last_file_goes(
+    writable: Mount, bucket: Bucket
+) -> None:
+    bucket.put("only/file", b"x")
+    os.unlink(writable.path / "only" / "file")
+    assert os.listdir(writable.path / "only") == []
+    assert keys(bucket) == ["only/"]
+
+
+@states(
+    "Modes, owners and times are kept in the object's metadata (`mode`, `uid`, `gid`,"
+    " `mtime`), as s3fs and rclone write them."
+)
+def test_modes_owners_and_times_are_kept(writable: Mount, bucket: Bucket) -> None:
+    path = writable.path / "tool"
+    path.write_bytes(b"#!/bin/sh\n")
+    os.chmod(path, 0o750)
+    os.chown(path, 12, 34)
+    os.utime(path, ns=(10**18, 10**18 + 5))
+    all_sent(writable)
+    head = bucket.client.head_object(Bucket=bucket.name, Key="tool")["Metadata"]
+    assert head["mode"] == str(stat.S_IFREG | 0o750)
+    assert (head["uid"], head["gid"]) == ("12", "34")
+    writable.end()
+    writable.start()
+    found = path.stat()
+    assert stat.S_IMODE(found.st_mode) == 0o750
+    assert (found.st_uid, found.st_gid) == (12, 34)
+    assert found.st_mtime_ns == 10**18 + 5
+    assert path.read_bytes() == b"#!/bin/sh\n"
+
+
+@states("Symbolic links are objects with their target as content.")
+def test_symbolic_links_are_followed_and_listed(writable: Mount, bucket: Bucket) -> None:
+    bucket.put("target", b"there")
+    os.symlink("target", writable.path / "link")
+    assert os.readlink(writable.path / "link") == "target"
+    assert (writable.path / "link").read_bytes() == b"there"
+    writable.end()
+    writable.start()
+    assert {one.name: one.is_symlink() for one in os.scandir(writable.path)} == {
+        "link": True, "target": False,
+    }  # fmt: skip
+    assert (writable.path / "link").read_bytes() == b"there"
+
+
+def test_the_status_tells_what_is_not_in_the_bucket(writable: Mount) -> None:
+    # Asked without a child, whose copy of the descriptor would be closed, and the file uploaded.
+    socket = registry.mount_directory(writable.path) / "status.sock"
+    assert control.request(socket, "status", 10)["writing"]["pending"] == []
+    with open(writable.path / "late", "wb", buffering=0) as file:
+        file.write(b"12345")
+        status = control.request(socket, "status", 10)
+        (pending,) = status["writing"]["pending"]
+        assert (pending["key"], pending["bytes"]) == ("late", 5)
+        assert "late" in status_report.render(status)
+    assert control.request(socket, "status", 10)["writing"]["pending_files"] == 0
+
+
+@states("Hard links and special files are refused with EPERM.")
+@pytest.mark.parametrize(
+    ("call", "number"),
+    [
+        (lambda path: os.open(path / "file", os.O_CREAT | os.O_EXCL | os.O_WRONLY), errno.EEXIST),
+        (lambda path: os.mkdir(path / "file"), errno.EEXIST),
+        (lambda path: os.mkdir(path / "dir"), errno.EEXIST),
+        (lambda path: os.unlink(path / "none"), errno.ENOENT),
+        (lambda path: os.rmdir(path / "file"), errno.ENOTDIR),
+        (lambda path: os.rmdir(path / "dir"), errno.ENOTEMPTY),
+        (lambda path: os.rename(path / "none", path / "x"), errno.ENOENT),
+        (lambda path: os.rename(path / "file", path / "dir"), errno.EISDIR),
+        (lambda path: os.rename(path / "dir", path / "file"), errno.ENOTDIR),
+        (lambda path: os.rename(path / "dir", path / "dir" / "x"), errno.EINVAL),
+        (lambda path: os.link(path / "file", path / "x"), errno.EPERM),
+        (lambda path: os.mkfifo(path / "x"), errno.EPERM),
+        (lambda path: os.readlink(path / "file"), errno.EINVAL),
+        (lambda path: os.open(path / ("x" * 256), os.O_CREAT), errno.ENAMETOOLONG),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_said(
+    steady: tuple[Path, Bucket], call: Callable[[Path], object], number: int
+) -> None:
+    root, bucket = steady
+    before = keys(bucket)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        call(root)
+    assert keys(bucket) == before
+
+
+@states(
+    "O_EXCL holds between mounts, where the store knows conditional writes: of two nodes that "
+    "create one name, one gets EEXIST."
+)
+def test_a_second_mount_cannot_create_what_the_first_has_created_exclusively(
+    mounter: Mounter,
+) -> None:
+    one = mounter("--session", "kernel", WRITABLE, cache="one")
+    other = mounter("--session", "kernel", WRITABLE, cache="other")
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
+    assert os.listdir(other.path) == []
+    os.close(os.open(one.path / "lock", flags))
+    with pytest.raises(FileExistsError):
+        os.open(other.path / "lock", flags)
+
+
+@states("A file that is deleted while it is open can be used on, and is not uploaded.")
+def test_a_file_that_is_unlinked_while_it_is_open_can_be_used_on(
+    writable: Mount, bucket: Bucket
+) -> None:
+    with open(writable.path / "scratch", "w+b", buffering=0) as file:
+        file.write(b"some")
+        os.unlink(writable.path / "scratch")
+        assert os.listdir(writable.path) == []
+        file.write(b"thing")
+        file.seek(0)
+        assert file.read() == b"something"
+    assert keys(bucket) == []
+
+
+@states("Whoever writes when the daemon dies sees a pause, and what was closed is in the bucket.")
+def test_open_files_are_written_on_when_the_daemon_is_killed(kernel: Mount, bucket: Bucket) -> None:
+    with open(kernel.path / "checkpoint", "wb", buffering=0) as file:
+        for round in range(5):
+            file.write(b"%d" % round * 100_000)
+            killed = serving_pid(kernel)
+            os.kill(killed, signal.SIGKILL)
+        file.write(b"end")
+    expected = b"".join(b"%d" % round * 100_000 for round in range(5)) + b"end"
+    assert stored(bucket, "checkpoint") == expected
+    assert (kernel.path / "checkpoint").read_bytes() == expected
+    until(lambda: keeper_status(kernel)["pause_s"] == 0.0, "no daemon serves")
+
+
+@states("On a read-only mount every change is refused with EROFS.")
+def test_everything_is_refused_on_a_read_only_mount(mounter: Mounter, bucket: Bucket) -> None:
+    bucket.put("a", b"x")
+    mount = mounter()
+    for call in (
+        lambda: os.open(mount.path / "a", os.O_WRONLY),
+        lambda: os.open(mount.path / "b", os.O_CREAT | os.O_WRONLY),
+        lambda: os.unlink(mount.path / "a"),
+        lambda: os.mkdir(mount.path / "c"),
+        lambda: os.rename(mount.path / "a", mount.path / "b"),
+        lambda: os.chmod(mount.path / "a", 0o600),
+    ):
+        with pytest.raises(OSError, match=os.strerror(errno.EROFS)):
+            call()

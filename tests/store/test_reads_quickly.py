@@ -1,0 +1,126 @@
+"""Small objects are read in the event loop, over connections that are open; threads do the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusefs.store.errors import StaleVersionError, StoreError
+from fusefs.store.s3.get import SMALL, Stream
+from fusefs.store.s3.store import S3Store
+from tests.store.test_failures import FAULTS
+from tests.support.buckets import Bucket
+from tests.support.faulty_s3 import REQUEST_ID, FaultyS3
+from tests.support.store_reading import BODY, ODD_KEY, download, opened
+from tests.support.store_reading import as_owner as as_owner
+from tests.support.store_reading import shared as shared
+from tests.support.tls import tls_door
+
+# In the middle of an object, so that a server that ignores the range is noticed.
+START = 100_000
+
+
+def _fail(*_: Any) -> None:
+    raise AssertionError("read in a thread")
+
+
+async def small(store: S3Store, key: str = "body", size: int = SMALL) -> bytes:
+    return await download(store, await store.head(key), START, START + size, in_loop=True)
+
+
+@pytest.mark.parametrize("key", ["body", ODD_KEY])
+@pytest.mark.parametrize("size", [1, 1000, SMALL])
+async def test_a_small_range_takes_no_thread(
+    shared: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, key: str, size: int
+) -> None:
+    async with opened(shared, faulty) as store:
+        await store.check("")  # opens a connection
+        monkeypatch.setattr(Stream, "run", _fail)
+        for _ in range(2):
+            assert await small(store, key, size) == BODY[START : START + size]
+        counters = store.counters()
+        assert (counters["gets"], counters["bytes_fetched"]) == (2, 2 * size)
+
+
+async def test_what_the_loop_has_no_time_for_goes_to_a_thread(
+    shared: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(shared, faulty) as store:
+        await store.check("")
+        monkeypatch.setattr(Stream, "run", _fail)
+        with pytest.raises(StoreError, match="in a thread"):
+            await small(store, size=SMALL + 1)
+
+
+async def test_a_small_range_comes_through_tls_as_well(
+    shared: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, faulty: FaultyS3
+) -> None:
+    with tls_door(shared.server.endpoint_url, tmp_path) as door:
+        settings = {"endpoint_url": door.url, "ca_bundle": str(door.authority)}
+        async with opened(shared, faulty, **settings) as store:
+            await store.check("")
+            monkeypatch.setattr(Stream, "run", _fail)
+            assert await small(store) == BODY[START : START + SMALL]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [{"cut_after": 0}, {"cut_after": 100_000}, {"stall": True}, {"stall_after": 100_000},
+     {"short": 100_000}, {"code": "SlowDown"}, {"code": "InternalError"}, {"status": 403},
+     {"code": "RequestTimeout"}],
+)  # fmt: skip
+async def test_what_breaks_in_the_loop_is_done_in_a_thread(
+    shared: Bucket, faulty: FaultyS3, fault: dict[str, Any]
+) -> None:
+    async with opened(shared, faulty) as store:
+        await store.check("")
+        rule = faulty.add("GET", times=1, **fault)
+        assert await small(store) == BODY[START : START + SMALL]
+        assert rule.used == 1
+
+
+@pytest.mark.parametrize(("code", "kind", "number"), FAULTS)
+async def test_what_can_not_be_read_says_why(
+    shared: Bucket, faulty: FaultyS3, code: str, kind: type[StoreError], number: int
+) -> None:
+    async with opened(shared, faulty, retry_time_s=0.2) as store:
+        await store.check("")
+        faulty.add("GET", code=code)
+        with pytest.raises(kind, match=REQUEST_ID) as raised:
+            await small(store)
+        assert raised.value.errno == number
+
+
+async def test_another_content_than_asked_for_is_stale(bucket: Bucket, faulty: FaultyS3) -> None:
+    bucket.put("body", BODY[:SMALL])
+    async with opened(bucket, faulty) as store:
+        await store.check("")
+        info = await store.head("body")
+        bucket.put("body", BODY[-SMALL:])
+        for ignores in (False, True):
+            if ignores:
+                faulty.add("GET", ignore_if_match=True)
+            with pytest.raises(StaleVersionError):
+                await download(store, info, in_loop=True)
+
+
+async def test_a_server_that_refuses_the_very_etag_that_it_tells_is_read(
+    shared: Bucket, faulty: FaultyS3
+) -> None:
+    async with opened(shared, faulty) as store:
+        await store.check("")
+        faulty.add("GET", code="PreconditionFailed", times=1)
+        assert await small(store) == BODY[START : START + SMALL]
+
+
+async def test_an_answer_that_is_longer_than_asked_for_is_not_believed(
+    shared: Bucket, faulty: FaultyS3
+) -> None:
+    async with opened(shared, faulty, retry_time_s=0.2) as store:
+        await store.check("")
+        etag = (await store.head("body")).etag
+        faulty.add("GET", status=200, body=BODY[: SMALL * 2], headers={"etag": etag})
+        with pytest.raises(StoreError):
+            await small(store)

@@ -1,0 +1,284 @@
+"""A request that is executed late, after its sender has given it up, undoes nothing for long.
+
+Each row of tests/support/late_rows.py has one request that is held back while
+its daemon is killed, or its connection is lost and all processes live. Rows share
+a mount and their waiting.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.support.buckets import Bucket, stored
+from tests.support.faulty_s3 import FaultyS3, Hold
+from tests.support.late_rows import FENCED, ROWS, Row
+from tests.support.mounting import Mount, Mounter
+from tests.support.programs import WRITABLE
+from tests.support.semantics import states
+from tests.support.surviving import serving_pid
+from tests.support.waiting import until
+from tests.survival.test_writing_survives import kill_everything
+
+LIMIT_S = 60
+# Each second: so the machine may be slow.
+CHECKS = ",".join(f"{seconds}s" for seconds in range(1, 121))
+
+
+@pytest.fixture(autouse=True)
+def ended(faulty: FaultyS3) -> Iterator[None]:
+    if os.geteuid():
+        pytest.skip("needs root")
+    yield
+    faulty.clear()
+
+
+def hold_for(faulty: FaultyS3, row: Row, *, hangs_up: bool) -> Hold:
+    key = row.key if row.operation == "DELETE MANY" else f"{row.name}/{row.key}"
+    return faulty.hold(row.operation, key, hangs_up=hangs_up)
+
+
+def found(bucket: Bucket, row: Row) -> dict[str, bytes]:
+    """What is below a row's directory."""
+    prefix = f"{row.name}/"
+    answer = bucket.client.list_objects_v2(Bucket=bucket.name, Prefix=prefix)
+    keys = [one["Key"] for one in answer.get("Contents", []) if one["Key"] != prefix]
+    try:
+        return {key.removeprefix(prefix): stored(bucket, key) for key in keys}
+    except bucket.client.exceptions.NoSuchKey:
+        return {"it": b"has just changed"}
+
+
+def is_right(bucket: Bucket, row: Row) -> bool:
+    if found(bucket, row) != row.expected:
+        return False
+    if row.mode is None:
+        return True
+    name, mode = row.mode
+    head = bucket.client.head_object(Bucket=bucket.name, Key=f"{row.name}/{name}")
+    return int(head["Metadata"]["mode"]) & 0o777 == mode
+
+
+class Rows:
+    """All rows on one mount."""
+
+    def __init__(self, mount: Mount, bucket: Bucket, faulty: FaultyS3, *, hangs_up: bool) -> None:
+        self.bucket = bucket
+        self.mount = mount
+        for row in ROWS:
+            (mount.path / row.name).mkdir()
+            row.before(self.directory(row))
+        self.holds = {row.name: hold_for(faulty, row, hangs_up=hangs_up) for row in ROWS}
+
+    def directory(self, row: Row) -> Path:
+        return self.mount.path / row.name
+
+    def begin(self, pool: ThreadPoolExecutor) -> list[Future[object]]:
+        """Have all programs send what is held back."""
+        changes = [pool.submit(row.change, self.directory(row)) for row in ROWS]
+        for row in ROWS:
+            until(lambda row=row: bool(self.holds[row.name].held), f"{row.name}: nothing is held")
+        return changes
+
+    def go_on(self, pool: ThreadPoolExecutor, changes: list[Future[object]]) -> None:
+        """Have all the rest acknowledged, and then the late requests executed."""
+        for row, change in zip(ROWS, changes, strict=True):
+            assert change.exception(LIMIT_S) is None, row.name
+        list(pool.map(lambda row: row.then(self.directory(row)), ROWS))
+        for row in ROWS:
+            assert is_right(self.bucket, row), (row.name, found(self.bucket, row))
+        for row in ROWS:
+            for held in self.holds[row.name].release():
+                assert held.is_client_gone, row.name
+
+    def expect_right(self, conditions: str) -> None:
+        for row in ROWS:
+            if conditions == "on" and row.name in FENCED:
+                assert is_right(self.bucket, row), (row.name, found(self.bucket, row))
+        for row in ROWS:
+            until(lambda row=row: is_right(self.bucket, row), f"{row.name} is undone")
+        late = self.mount.status()["writing"]["late_requests"]
+        assert late["uncertain"]
+        assert late["repairs"] >= (10 if conditions == "off" else 1)
+        # So that what was right at first sight is not what was put back meanwhile.
+        lines = [line for line in self.mount.log.read_text().splitlines() if "was undone" in line]
+        undone = {row.name for row in ROWS if any(f" {row.name}/" in line for line in lines)}
+        assert undone
+        assert conditions == "off" or not undone & FENCED
+
+
+@states(
+    "A change that the bucket executes late, after a time-out or the daemon's death, can undo "
+    "what was acknowledged since; it is put back when the key is looked at again, 5, 15, 60 and "
+    "300 s later (`--late-request-checks`)."
+)
+@pytest.mark.parametrize("conditions", ["on", "off"])
+def test_late_requests_of_a_killed_daemon(
+    mounter: Mounter, bucket: Bucket, faulty: FaultyS3, conditions: str
+) -> None:
+    mount = late_mount(mounter, faulty, conditions)
+    rows = Rows(mount, bucket, faulty, hangs_up=False)
+    with ThreadPoolExecutor(len(ROWS)) as pool:
+        changes = rows.begin(pool)
+        os.kill(serving_pid(mount), signal.SIGKILL)
+        rows.go_on(pool, changes)
+    rows.expect_right(conditions)
+    mount.end()
+
+
+@pytest.mark.parametrize("conditions", ["on", "off"])
+def test_late_requests_of_a_daemon_that_lives(
+    mounter: Mounter, bucket: Bucket, faulty: FaultyS3, conditions: str
+) -> None:
+    mount = late_mount(mounter, faulty, conditions)
+    rows = Rows(mount, bucket, faulty, hangs_up=True)
+    with ThreadPoolExecutor(len(ROWS)) as pool:
+        rows.go_on(pool, rows.begin(pool))
+    rows.expect_right(conditions)
+    mount.end()
+
+
+def kill_all(mount: Mount) -> None:
+    kill_everything(mount)
+    mount.force()
+
+
+@states(
+    "The next mount at the same place looks at such keys as well, also when all processes have "
+    "died."
+)
+def test_the_next_mount_puts_back_what_is_undone_after_all_processes_have_died(
+    mounter: Mounter, bucket: Bucket, faulty: FaultyS3
+) -> None:
+    mount = late_mount(mounter, faulty, "off")
+    hold = faulty.hold("PUT", "a", hangs_up=True)
+    deletes = faulty.hold("DELETE", "b", hangs_up=True)
+    (mount.path / "a").write_bytes(b"first")
+    (mount.path / "a").write_bytes(b"second")
+    (mount.path / "b").write_bytes(b"first")
+    (mount.path / "b").unlink()
+    (mount.path / "b").write_bytes(b"second")
+    # At once: before the catalog of the cache has heard of the contents.
+    kill_all(mount)
+    mount.start()
+    hold.release()
+    deletes.release()
+    for key in "ab":
+        until(lambda key=key: content(bucket, key) == b"second", f"{key} is undone")
+    assert (mount.path / "a").read_bytes() == b"second"
+    mount.end()
+
+
+def test_what_a_mount_that_was_ended_leaves_uncertain_the_next_one_looks_at(
+    mounter: Mounter, bucket: Bucket, faulty: FaultyS3
+) -> None:
+    mount = late_mount(mounter, faulty, "off")
+    hold = faulty.hold("PUT", "a", hangs_up=True)
+    (mount.path / "a").write_bytes(b"first")
+    (mount.path / "a").unlink()
+    mount.end()
+    mount.start()
+    hold.release()
+    until(lambda: content(bucket, "a") is None, "it is back")
+    mount.end()
+
+
+@states("What somebody else has put under such a key since is left alone.")
+def test_what_others_have_put_under_an_uncertain_key_stays(
+    mounter: Mounter, bucket: Bucket, faulty: FaultyS3
+) -> None:
+    mount = late_mount(mounter, faulty, "off")
+    holds = [faulty.hold("PUT", key, hangs_up=True) for key in "abc"]
+    for key in "abc":
+        (mount.path / key).write_bytes(b"first")
+    (mount.path / "a").unlink()
+    (mount.path / "b").write_bytes(b"second")
+    (mount.path / "c").write_bytes(b"second")
+    until(lambda: mount.status()["writing"]["late_requests"]["uncertain"] == 3, "not uncertain")
+    bucket.put("a", b"theirs", Metadata={"fusefs-change": "0123456789abcdef-1"})
+    bucket.put("b", b"theirs")
+    # What this one shows is that the others would have been changed by now.
+    holds[2].release()
+    until(lambda: mount.status()["writing"]["late_requests"]["repairs"] == 1, "no repair")
+    assert content(bucket, "c") == b"second"
+    assert (content(bucket, "a"), content(bucket, "b")) == (b"theirs", b"theirs")
+    mount.end()
+
+
+def test_a_daemon_that_dies_after_a_change_of_an_uncertain_key_loses_nothing(
+    mounter: Mounter, bucket: Bucket, faulty: FaultyS3
+) -> None:
+    """The content is on the local disk before the change is acknowledged."""
+    mount = late_mount(mounter, faulty, "off")
+    names = [f"file-{number}" for number in range(8)]
+    holds = [faulty.hold("PUT", name, hangs_up=True) for name in names]
+    for name in names:
+        (mount.path / name).write_bytes(b"first of " + name.encode())
+    for name, hold in zip(names, holds, strict=True):
+        (mount.path / name).write_bytes(b"second of " + name.encode())
+        os.kill(serving_pid(mount), signal.SIGKILL)
+        hold.release()
+    for name in names:
+        expected = b"second of " + name.encode()
+        until(lambda name=name, data=expected: content(bucket, name) == data, f"{name} is lost")
+    mount.end()
+
+
+def content(bucket: Bucket, key: str) -> bytes | None:
+    """What an object has, None if there is none."""
+    try:
+        return stored(bucket, key)
+    except bucket.client.exceptions.NoSuchKey:
+        return None
+
+
+def late_mount(mounter: Mounter, faulty: FaultyS3, conditions: str) -> Mount:
+    return mounter(
+        "--session", "kernel", "--late-request-checks", CHECKS,
+        "--conditional-writes", conditions, *WRITABLE, endpoint_url=faulty.endpoint_url,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ["unlink", "rmdir", "rename"])
+def test_what_a_killed_daemon_had_removed_unanswered_stays_removed(
+    mounter: Mounter, bucket: Bucket, faulty: FaultyS3, what: str
+) -> None:
+    """The next daemon finds it done, and has nothing to send."""
+    mount = mounter(
+        "--session", "kernel", "--late-request-checks", "1s,2s,3s,4s",
+        "--conditional-writes", "off", *WRITABLE, endpoint_url=faulty.endpoint_url,
+    )  # fmt: skip
+    path, key = mount.path / "a", "a/" if what == "rmdir" else "a"
+
+    def make(data: bytes) -> None:
+        path.mkdir() if what == "rmdir" else path.write_bytes(data)
+
+    def remove() -> None:
+        {"unlink": path.unlink, "rmdir": path.rmdir, "rename": rename}[what]()
+
+    def rename() -> None:
+        path.rename(mount.path / "b")
+
+    make(b"first")
+    # It may be executed at any time: from now on the key is uncertain.
+    earlier = faulty.hold("DELETE", key, hangs_up=True)
+    path.rmdir() if what == "rmdir" else path.unlink()
+    make(b"second")
+    hold = faulty.hold("DELETE", key)
+    with ThreadPoolExecutor(1) as pool:
+        removing = pool.submit(remove)
+        until(lambda: bool(hold.held), "nothing is held")
+        os.kill(serving_pid(mount), signal.SIGKILL)
+        hold.release()
+        removing.result(LIMIT_S)
+    earlier.release()
+    until(lambda: mount.status()["writing"]["late_requests"]["uncertain"] == 0, "uncertain")
+    assert content(bucket, key) is None
+    assert not path.exists()
+    assert content(bucket, "b") == (b"second" if what == "rename" else None)
+    mount.end()

@@ -1,0 +1,99 @@
+"""A mount outlives its daemon: programs see a pause, and no call of theirs fails."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import os
+import signal
+import socket
+import struct
+
+import pytest
+
+from fusefs.fuse import protocol
+from fusefs.launch import registry
+from tests.support.mounting import Mount
+from tests.support.semantics import states
+from tests.support.surviving import (
+    ROUNDS,
+    keeper_status,
+    serving_pid,
+    signal_daemon,
+    storm,
+    survivors,
+)
+from tests.support.surviving import filled as filled
+from tests.support.surviving import survival as survival
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.storm
+
+# Daemons that hang are waited for.
+HANG_TIMEOUT = "5s"
+
+
+@states(
+    "When the daemon dies, programs see a pause: calls wait for the next daemon,"
+    " and none of them fails.",
+    "Open files go on with the version that they were opened with, and an open directory goes on"
+    " where it was.",
+)
+def test_daemons_that_are_killed_go_unnoticed(survival: Mount) -> None:
+    with survivors(survival):
+        storm(lambda: signal_daemon(survival, signal.SIGKILL))
+        serving_pid(survival)
+    assert keeper_status(survival)["restarts"] >= ROUNDS // 2
+    expect_no_lost_backing_ids(survival)
+
+
+def expect_no_lost_backing_ids(mount: Mount) -> None:
+    """The kernel has the registered files that the keeper knows of, and no other."""
+    known = keeper_status(mount)["backing_ids"]
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(str(registry.keeper_socket(mount.path)))
+        sock.sendall(b'{"do": "hand"}\n')
+        _, (device,), _, _ = socket.recv_fds(sock, 4096, 1)
+    found = 0
+    try:
+        for backing_id in range(1, 20_000):
+            with contextlib.suppress(FileNotFoundError):
+                fcntl.ioctl(device, protocol.DEV_IOC_BACKING_CLOSE, struct.pack("=I", backing_id))
+                found += 1
+    finally:
+        os.close(device)
+    assert found == known
+
+
+@states("A daemon that says nothing for the hang timeout is replaced like one that has died.")
+def test_daemons_that_stop_are_replaced(survival: Mount) -> None:
+    with survivors(survival):
+        for _ in range(2):
+            stopped = serving_pid(survival)
+            os.kill(stopped, signal.SIGSTOP)
+            until(lambda old=stopped: serving_pid(survival) != old, "it was not replaced")
+    assert "silent" in keeper_status(survival)["last_reason"]
+
+
+def test_daemons_that_abort_are_replaced(survival: Mount) -> None:
+    with survivors(survival):
+        for _ in range(4):
+            crashed = serving_pid(survival)
+            os.kill(crashed, signal.SIGABRT)
+            until(lambda old=crashed: serving_pid(survival) != old, "it was not replaced")
+    assert "signal 6" in keeper_status(survival)["last_reason"]
+
+
+def test_keepers_that_are_killed_in_between_go_unnoticed(survival: Mount) -> None:
+    kinds = itertools.cycle(("keeper", "daemon", "daemon"))
+
+    def blow() -> None:
+        if next(kinds) == "keeper":
+            os.kill(keeper_status(survival)["pid"], signal.SIGKILL)
+        else:
+            signal_daemon(survival, signal.SIGKILL)
+
+    with survivors(survival):
+        storm(blow)
+        serving_pid(survival)

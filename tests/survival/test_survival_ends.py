@@ -1,0 +1,243 @@
+"""How a mount ends, or goes on, when its daemon and its keeper do."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import pwd
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fusefs.launch import control
+from tests.support import survival_data as data
+from tests.support.buckets import Bucket
+from tests.support.mounting import FUSEFS, Mount, Mounter, fusefs
+from tests.support.ordinary_user import runnable_by_all
+from tests.support.semantics import states
+from tests.support.surviving import (
+    LIMIT_S,
+    children_of,
+    expect_not_connected,
+    keeper_pid,
+    keeper_status,
+    serving_pid,
+    signal_daemon,
+    warm,
+)
+from tests.support.surviving import filled as filled
+from tests.support.surviving import survival as survival
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.storm
+
+
+@pytest.fixture
+def mounter_of(tmp_path: Path) -> Iterator[Mounter]:
+    """Mounts a bucket with variables in the environment; what is left is cleaned up."""
+    if os.geteuid() or not os.path.exists("/dev/fuse"):
+        pytest.skip("needs root and /dev/fuse")
+    made: list[Mount] = []
+
+    def mount(bucket: Bucket, **environment: str) -> Mount:
+        path = tmp_path / f"mnt{len(made)}"
+        path.mkdir()
+        new = Mount(
+            f"s3://{bucket.name}/", path, tmp_path / "cache", bucket.server.endpoint_url,
+            bucket.server.environment | environment, tmp_path / "log",
+        )  # fmt: skip
+        made.append(new)
+        new.start()
+        return new
+
+    yield mount
+    for one in made:
+        one.clean_up()
+
+
+def kill_everything(mount: Mount) -> None:
+    """SIGKILL daemon, keeper and clerk at one moment."""
+    keeper = keeper_status(mount)
+    pids = [keeper["pid"], keeper["daemon"], *children_of(keeper["pid"])]
+    for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped, so that none sees another die
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "they do not die")
+
+
+def test_an_upgrade_changes_the_settings_that_are_given(survival: Mount) -> None:
+    fusefs("upgrade", survival.path, "--metadata-ttl", "7s", environment=survival.environment)
+    assert survival.status()["metadata"]["ttl_s"] == 7
+    refused = fusefs("upgrade", survival.path, "--cache-dir", "/elsewhere", check=False)
+    assert refused.returncode == 2
+
+
+@states("A file that is read by passthrough is read on while there is no daemon, without a pause.")
+def test_passthrough_needs_no_daemon(filled: Bucket, mounter_of: Mounter) -> None:
+    mount = mounter_of(filled)
+    if not mount.status()["passthrough"]["on"]:
+        pytest.skip(mount.status()["passthrough"]["why"])
+    warm(mount)
+    with open(mount.path / data.large_name(data.HELD), "rb", buffering=0) as file:
+        os.sync()
+        Path("/proc/sys/vm/drop_caches").write_text("1")
+        # Nobody answers from now on, and the keeper waits for half a minute before it acts.
+        stopped = serving_pid(mount)
+        os.kill(stopped, signal.SIGSTOP)
+        for at in range(0, data.LARGE_SIZE, 1 << 20):
+            assert os.pread(file.fileno(), 1 << 20, at) == data.large(data.HELD, at, 1 << 20)
+        assert keeper_status(mount)["daemon"] == stopped
+        assert process_state(stopped) == "T"
+        os.kill(stopped, signal.SIGCONT)
+    mount.end()
+
+
+def process_state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@states("A keeper that is killed alone leaves no trace in what programs see.")
+def test_a_keeper_that_is_killed_is_replaced(survival: Mount) -> None:
+    daemon, keeper = serving_pid(survival), keeper_status(survival)["pid"]
+    os.kill(keeper, signal.SIGKILL)
+    until(lambda: keeper_pid(survival) not in (None, keeper), "no other keeper came")
+    assert serving_pid(survival) == daemon
+    os.kill(daemon, signal.SIGKILL)
+    assert (survival.path / data.small_name(3)).read_bytes() == data.small(3)
+    assert serving_pid(survival) != daemon
+
+
+@states("When keeper and daemon are gone, mounting again takes the dead mount away, and says so.")
+def test_a_mount_that_lost_everything_is_made_anew(survival: Mount) -> None:
+    kill_everything(survival)
+    with pytest.raises(OSError, match="not connected"):
+        os.listdir(survival.path)
+    said = fusefs(
+        "mount", survival.source, survival.path, "--endpoint-url", survival.endpoint_url,
+        "--cache-dir", survival.cache, environment=survival.environment,
+    )  # fmt: skip
+    assert "dead mount" in said.stderr
+    assert (survival.path / data.small_name(1)).read_bytes() == data.small(1)
+
+
+@states("A mount whose kernel cannot send requests again is aborted when its daemon dies.")
+def test_without_resend_the_death_of_the_daemon_is_an_error_and_no_hang(
+    filled: Bucket, mounter_of: Mounter
+) -> None:
+    mount = mounter_of(filled, FUSEFS_TEST="no-resend")
+    status = mount.status()
+    assert not status["survival"]["on"]
+    with open(mount.path / data.small_name(1), "rb"):
+        os.kill(status["daemon"]["pid"], signal.SIGKILL)
+        expect_not_connected(mount)
+    mount.start()
+    assert (mount.path / data.small_name(1)).read_bytes() == data.small(1)
+
+
+@states(
+    "A mount that nobody serves for the longest pause is aborted: calls that wait fail with"
+    " ECONNABORTED and later ones with ENOTCONN, as the kernel has it, so nobody waits for ever."
+)
+def test_a_pause_has_an_end(filled: Bucket, mounter_of: Mounter) -> None:
+    mount = mounter_of(filled, FUSEFS_MAX_PAUSE="2s")
+    serving = mount.status()["daemon"]["pid"]
+    os.kill(serving, signal.SIGSTOP)  # so that its request has been read when it dies
+    reader = subprocess.Popen(
+        ["cat", mount.path / data.large_name(1)], stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while reader.poll() is None:
+            assert time.monotonic() < deadline, "the reader waits for ever"
+            with contextlib.suppress(control.ControlError):
+                signal_daemon(mount, signal.SIGKILL)
+            time.sleep(0.005)
+    finally:
+        reader.kill()
+    assert os.strerror(errno.ECONNABORTED) in reader.communicate()[1]
+    expect_not_connected(mount)
+
+
+@states("A mount of the pyfuse3 session ends with its daemon.")
+def test_a_mount_of_the_pyfuse3_session_ends_with_its_daemon(
+    filled: Bucket, mounter_of: Mounter
+) -> None:
+    mount = mounter_of(filled, FUSEFS_SESSION="pyfuse3")
+    status = mount.status()
+    assert status["survival"] == {
+        "on": False, "why": "a mount of the pyfuse3 session ends with its daemon"
+    }  # fmt: skip
+    assert "ends with its daemon" in fusefs("status", mount.path).stdout
+    os.kill(status["daemon"]["pid"], signal.SIGKILL)
+    expect_not_connected(mount)
+
+
+def test_the_daemon_of_root_s_mount_is_an_ordinary_user_s(
+    filled: Bucket, public_path: Path
+) -> None:
+    """And has passthrough, is replaced, and leaves nothing."""
+    if os.geteuid() or not os.path.exists("/dev/fuse"):
+        pytest.skip("needs root and /dev/fuse")
+    with runnable_by_all() as (command, environment):
+        path = public_path / "mnt"
+        path.mkdir()
+        mount = Mount(
+            f"s3://{filled.name}/", path, public_path / "cache", filled.server.endpoint_url,
+            filled.server.environment, public_path / "log",
+        )  # fmt: skip
+        try:
+            subprocess.run(
+                [*command, "mount", mount.source, path, "--endpoint-url", mount.endpoint_url,
+                 "--cache-dir", mount.cache, "--log-file", mount.log, "--user", "nobody"],
+                env={**os.environ, **mount.environment, **environment}, check=True, timeout=LIMIT_S,
+            )  # fmt: skip
+            status = mount.status()
+            assert status["daemon"]["uid"] == pwd.getpwnam("nobody").pw_uid
+            assert capabilities_of(status["daemon"]["pid"]) == 0
+            assert status["passthrough"]["on"], status["passthrough"]["why"]
+            with open(path / data.small_name(5), "rb") as held:
+                signal_daemon(mount, signal.SIGKILL)
+                assert (path / data.small_name(6)).read_bytes() == data.small(6)
+                assert held.read() == data.small(5)
+            assert os.stat(path / data.small_name(5)).st_uid == 0
+            assert mount.status()["passthrough"]["on"]
+            mount.end()
+        finally:
+            mount.clean_up()
+
+
+def capabilities_of(pid: int) -> int:
+    text = Path(f"/proc/{pid}/status").read_text()
+    line = next(line for line in text.splitlines() if line.startswith("CapPrm:"))
+    return int(line.split()[1], 16)
+
+
+def test_a_held_mount_outlives_keeper_and_daemon(filled: Bucket, mounter_of: Mounter) -> None:
+    with tempfile.TemporaryDirectory(prefix="fusefs-holder-") as directory:
+        path = os.path.join(directory, "socket")
+        service = subprocess.Popen([FUSEFS, "keeper", "--socket", path])
+        try:
+            until(lambda: os.path.exists(path), "the holder does not listen")
+            mount = mounter_of(filled, FUSEFS_HOLDER=path)
+            with open(mount.path / data.large_name(1), "rb", buffering=0) as held:
+                assert held.read(4096) == data.large(1, 0, 4096)
+                kill_everything(mount)
+                said = fusefs(
+                    "mount", mount.source, mount.path, "--endpoint-url", mount.endpoint_url,
+                    "--cache-dir", mount.cache, environment=mount.environment,
+                )  # fmt: skip
+                assert "goes on" in said.stderr
+                at = data.LARGE_SIZE - 4096
+                assert os.pread(held.fileno(), 4096, at) == data.large(1, at, 4096)
+            mount.end()
+        finally:
+            service.terminate()
+            service.wait(LIMIT_S)
