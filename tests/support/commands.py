@@ -14,7 +14,7 @@ from fusefs.launch import registry
 
 MOUNTINFO = r"""
 25 1 254:0 / / rw,relatime - ext4 /dev/vda rw
-36 25 0:30 / /mnt/with\040blank ro,nosuid - fuse.fusefs s3://bucket/a\040b/ ro,user_id=1000
+36 25 0:30 / /mnt/with\040blank ro,nosuid - fuse.fusefs s3://bucket/a\040b/ ro,user_id=4242
 37 25 0:31 / /mnt/a rw - tmpfs tmpfs rw
 38 37 0:32 / /mnt/a rw shared:7 - fuse.fusefs s3://bucket/ rw,user_id=0,allow_other
 """

@@ -91,7 +91,7 @@ def test_a_mount_of_somebody_else_is_shown_as_such(
 ) -> None:
     monkeypatch.setattr(registry, "kernel_mounts", lambda: registry.parse_mountinfo(MOUNTINFO)[1:2])
     assert run("status") == 0
-    assert "it belongs to user 1000" in capsys.readouterr().out
+    assert "it belongs to user 4242" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("runtime")

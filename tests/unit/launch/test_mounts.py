@@ -21,7 +21,7 @@ def test_mountinfo_is_read_with_its_escapes() -> None:
     assert blank.source == "s3://bucket/a b/"
     assert blank.is_fusefs
     assert blank.connection == 30
-    assert blank.owner == 1000
+    assert blank.owner == 4242
 
 
 def test_the_topmost_of_several_mounts_counts(monkeypatch: pytest.MonkeyPatch) -> None:
