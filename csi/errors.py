@@ -13,12 +13,7 @@ from typing import ClassVar
 
 import grpc
 
-from fusefs.store.errors import (
-    AccessDeniedError,
-    CredentialsError,
-    StoreError,
-    UnsupportedError,
-)
+from fusefs.api import AccessDeniedError, CredentialsError, StoreError, UnsupportedError
 
 
 class CsiError(Exception):

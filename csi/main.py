@@ -19,8 +19,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fusefs import __version__
-from fusefs.settings.arguments import Parser
+from fusefs.api import __version__, command_parser
 
 try:
     from csi.controller import service as controller
@@ -71,7 +70,7 @@ def _complain(what: object) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     """The whole command line, which manifests and tests can ask as well."""
-    parser = Parser(prog="fusefs-csi", description="the fusefs CSI driver")
+    parser = command_parser("fusefs-csi", "The fusefs CSI driver.")
     parser.add_argument("--version", action="version", version=f"fusefs-csi {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 

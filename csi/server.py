@@ -31,7 +31,7 @@ from csi.errors import CsiError, InvalidArgumentError, UnavailableError, status_
 from csi.generated import csi_pb2_grpc
 from csi.in_flight import Claims
 from csi.redaction import redacted
-from fusefs.store.errors import StoreError
+from fusefs.api import StoreError
 
 DRIVER_NAME = "s3.csi.fusefs.dev"
 # The provisioner's own default is 100 workers for creating and as many for deleting.

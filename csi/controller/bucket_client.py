@@ -10,27 +10,30 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from csi.identities.keys import Keys
 from csi.volume.stores import Store
-from fusefs.settings.types import Addressing
-from fusefs.store.errors import (
+from fusefs.api import (
     NO_CREDENTIALS,
     AccessDeniedError,
+    Addressing,
     CredentialsError,
     ExistsError,
     NotFoundError,
     StaleVersionError,
     StoreError,
     UnsupportedError,
+    certificates_for,
     from_code,
+    prepare_client,
     translate,
 )
-from fusefs.store.http import proxies, redirects, trust
+
+if TYPE_CHECKING:
+    from fusefs.api import Trust
 
 DEFAULT_REGION = "us-east-1"
 # The most that one LIST tells and one DeleteObjects takes.
@@ -182,9 +185,7 @@ class NoSuchBucketError(NotFoundError):
 
 
 @functools.lru_cache(maxsize=64)
-def make_client(
-    store: Store, region: str | None, keys: Keys | None
-) -> tuple[Any, trust.Trust | None]:
+def make_client(store: Store, region: str | None, keys: Keys | None) -> tuple[Any, Trust | None]:
     """boto3's client of a store, the same for the same arguments, and what it trusts.
 
     Raises:
@@ -216,7 +217,7 @@ def make_client(
     }
     ca_bundle = str(store.ca_bundle) if store.ca_bundle else None
     configured = session._session.get_config_variable("ca_bundle")
-    trusted = trust.find_for(store.endpoint_url, ca_bundle, configured)
+    trusted = certificates_for(store.endpoint_url, ca_bundle, configured)
     client = session.client(
         "s3",
         endpoint_url=store.endpoint_url,
@@ -224,7 +225,5 @@ def make_client(
         verify=trusted.path if trusted else None,
         config=Config(**options),
     )
-    # As mounts do, so that a bucket that the controller reaches is one that they reach.
-    proxies.install(client, proxies.Proxies.of(os.environ), trusted.path if trusted else None)
-    redirects.install(client)
+    prepare_client(client, trusted)
     return client, trusted

@@ -41,7 +41,7 @@ from csi.volume.location import (
 )
 from csi.volume.options import check_attributes
 from csi.volume.stores import Stores
-from fusefs.store.errors import ExistsError
+from fusefs.api import ExistsError
 
 DEFAULT_PREFIX = "${pv.name}"
 ON_DELETE = "onDelete"

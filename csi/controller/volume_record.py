@@ -17,8 +17,7 @@ from dataclasses import asdict, dataclass
 from csi.controller.bucket_client import Bucket, Listed
 from csi.errors import InvalidArgumentError
 from csi.volume.location import VolumeId, has_segment, normal_prefix
-from fusefs.posix.nodes.names import PRIVATE
-from fusefs.store.errors import NotFoundError
+from fusefs.api import PRIVATE, NotFoundError
 
 FORMAT = 1
 FOLDER = f"{PRIVATE}/volumes/"

@@ -76,7 +76,7 @@ def _hand(keeper: Path) -> int:
 class Daemons:
     """The daemons that are started for mounts by a supervisor, if there is to be one."""
 
-    def __init__(self, supervisor: launcher.Supervisor | None) -> None:
+    def __init__(self, supervisor: launcher.SupervisorAddress | None) -> None:
         self.supervisor = supervisor
 
     def serve(self, root: Path) -> bool:

@@ -28,9 +28,7 @@ from pathlib import Path
 
 from csi.identities.cache_domains import Domains, Unused
 from csi.volume.options import Shares
-from fusefs.launch import registry
-from fusefs.settings.mount import MountSettings
-from fusefs.settings.types import MIN_FREE, SHARE
+from fusefs.api import MIN_FREE, SHARE, MountSettings, kernel_mounts, resolve_path
 
 log = logging.getLogger(__name__)
 
@@ -126,8 +124,8 @@ class Sweeper(threading.Thread):
 
 
 def _has_mounts(directory: Path) -> bool:
-    real = registry.resolve(directory)
-    return any(one.mountpoint.is_relative_to(real) for one in registry.kernel_mounts())
+    real = resolve_path(directory)
+    return any(one.mountpoint.is_relative_to(real) for one in kernel_mounts())
 
 
 def _run(what: str, directory: Path, uid: int) -> str | None:

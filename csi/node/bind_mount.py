@@ -16,9 +16,7 @@ import os
 import stat
 from pathlib import Path
 
-from fusefs.launch import registry
-from fusefs.launch.registry import KernelMount
-from fusefs.linux import libc
+from fusefs.api import MNT_DETACH, UMOUNT_NOFOLLOW, KernelMount, kernel_mounts, umount
 
 # The new mount interface has the same numbers on every architecture but alpha.
 _SYS_OPEN_TREE = 428
@@ -54,7 +52,7 @@ class Table:
     """What was mounted in this process' namespace at one moment."""
 
     def __init__(self) -> None:
-        self._mounts = registry.kernel_mounts()
+        self._mounts = kernel_mounts()
 
     def stack(self, path: Path) -> list[KernelMount]:
         """What is mounted at exactly `path`, the topmost last."""
@@ -116,13 +114,13 @@ def pop_all(path: Path) -> None:
         if Table().top(path) is None:
             return
         try:
-            libc.umount(os.fspath(path), libc.UMOUNT_NOFOLLOW)
+            umount(os.fspath(path), UMOUNT_NOFOLLOW)
         except OSError as error:
             if error.errno == errno.EINVAL and Table().top(path) is None:
                 return  # somebody else was faster
             if error.errno != errno.EBUSY:
                 raise
-            libc.umount(os.fspath(path), libc.UMOUNT_NOFOLLOW | libc.MNT_DETACH)
+            umount(os.fspath(path), UMOUNT_NOFOLLOW | MNT_DETACH)
 
 
 def make_directory(path: Path, mode: int) -> None:

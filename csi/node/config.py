@@ -14,10 +14,19 @@ from pathlib import Path
 
 from csi.errors import FailedPreconditionError
 from csi.volume.options import Shares
-from fusefs.launch import launcher, registry
-from fusefs.settings.memory import LEAST
-from fusefs.settings.types import MIN_FREE, SHARE, SIZE, Kind, MinFree, at_least
-from fusefs.settings.units import MIB
+from fusefs.api import (
+    LEAST_MEMORY,
+    MIB,
+    MIN_FREE,
+    SHARE,
+    SIZE,
+    Kind,
+    MinFree,
+    SupervisorAddress,
+    at_least,
+    kernel_mounts,
+    resolve_path,
+)
 
 # The sockets of `fusefs-csi daemons`, below the state directory.
 SUPERVISOR = "daemons.sock"
@@ -49,11 +58,11 @@ class NodeConfiguration:
         return self.state_directory / HOLDER
 
     @property
-    def supervisor(self) -> launcher.Supervisor | None:
+    def supervisor(self) -> SupervisorAddress | None:
         """Where `fusefs-csi daemons` starts daemons."""
         if self.daemons == "here":
             return None
-        return launcher.Supervisor(self.state_directory / SUPERVISOR, self.daemons == "there")
+        return SupervisorAddress(self.state_directory / SUPERVISOR, self.daemons == "there")
 
     def prepare(self) -> None:
         """Make the directories, which the mounts' users may pass through.
@@ -73,8 +82,8 @@ class NodeConfiguration:
 
 
 def _file_system(directory: Path) -> str:
-    real = registry.resolve(directory)
-    above = [one for one in registry.kernel_mounts() if real.is_relative_to(one.mountpoint)]
+    real = resolve_path(directory)
+    above = [one for one in kernel_mounts() if real.is_relative_to(one.mountpoint)]
     # Of several at one path, the last one is on top.
     return max(above, key=lambda one: len(one.mountpoint.parts)).filesystem if above else ""
 
@@ -115,7 +124,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         "--memory-limit",
-        at_least(LEAST, SIZE).read,
+        at_least(LEAST_MEMORY, SIZE).read,
         256 * MIB,
         "SIZE",
         "memory for each mount's data on its way",
@@ -159,9 +168,9 @@ def configuration_of(arguments: argparse.Namespace) -> NodeConfiguration:
     return NodeConfiguration(
         arguments.node_id,
         Path(os.path.abspath(arguments.kubelet_dir)),
-        registry.resolve(arguments.state_dir),
-        registry.resolve(arguments.mounts_dir),
-        registry.resolve(arguments.cache_dir),
+        resolve_path(arguments.state_dir),
+        resolve_path(arguments.mounts_dir),
+        resolve_path(arguments.cache_dir),
         arguments.uid_range,
         Shares(
             arguments.memory_limit,

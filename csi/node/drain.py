@@ -17,8 +17,7 @@ from csi.errors import AbortedError
 from csi.node.bind_mount import Table
 from csi.node.mount_record import MountRecord
 from csi.node.mounts import Mounts
-from fusefs.settings.mount import MountSettings
-from fusefs.settings.units import MIB
+from fusefs.api import MIB, MountSettings
 
 log = logging.getLogger(__name__)
 

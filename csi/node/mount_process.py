@@ -17,9 +17,15 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from fusefs.launch import launcher, preflight, registry
-from fusefs.linux import unmount
-from fusefs.settings.mount import MountSettings, SettingsError
+from fusefs.api import (
+    LaunchError,
+    MountsError,
+    MountSettings,
+    SettingsError,
+    SupervisorAddress,
+    UnmountError,
+    start_mount,
+)
 
 
 def main() -> int:
@@ -30,16 +36,9 @@ def main() -> int:
         settings = MountSettings.from_json(told["settings"])
         supervisor = None
         if told["supervisor"] is not None:
-            supervisor = launcher.Supervisor(Path(told["supervisor"]), told["is_needed"])
-        if not launcher.resume(settings, supervisor):
-            preflight.check(settings)
-            launcher.start(settings, supervisor)
-    except (
-        preflight.LaunchError,
-        registry.MountsError,
-        unmount.UnmountError,
-        SettingsError,
-    ) as error:
+            supervisor = SupervisorAddress(Path(told["supervisor"]), told["is_needed"])
+        start_mount(settings, supervisor)
+    except (LaunchError, MountsError, UnmountError, SettingsError) as error:
         return _fail(str(error))
     except OSError as error:
         return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))

@@ -37,8 +37,17 @@ from csi.identities.credentials import CredentialFiles
 from csi.node import bind_mount
 from csi.node.bind_mount import Table
 from csi.node.mount_record import MountRecord, MountRecords
-from fusefs.launch import control, launcher, registry
-from fusefs.launch.registry import KernelMount
+from fusefs.api import (
+    ControlError,
+    KernelMount,
+    SupervisorAddress,
+    daemon_pid,
+    daemon_request,
+    keeper_pid,
+    keeper_status,
+    remove_registration,
+    runtime_environment,
+)
 
 log = logging.getLogger(__name__)
 
@@ -122,28 +131,21 @@ class Mounts:
         top = table.top(root)
         if top is None or not top.is_fusefs:
             return False
-        socket = registry.keeper_socket(root)
         try:
-            told = control.exchange(socket, {"do": "status"}, ANSWER_TIMEOUT_S)
-            return bool(told["connection"] == top.connection)
-        except control.ControlError:
-            if control.peer(socket) is not None:
+            return bool(keeper_status(root, ANSWER_TIMEOUT_S)["connection"] == top.connection)
+        except ControlError:
+            if keeper_pid(root) is not None:
                 return True
-            # One of a supervisor's waits for a keeper; any other starts one itself.
-            registration = registry.registration_of(root)
-            is_served = registration is not None and registration.is_alive()
-            return is_served and not self._daemons.serve(root)
+            # A supervisor's daemon waits for a keeper; any other starts one itself.
+            return daemon_pid(root) is not None and not self._daemons.serve(root)
 
     def ask(
         self, record: MountRecord, timeout_s: float = ANSWER_TIMEOUT_S
     ) -> dict[str, Any] | None:
         """What the mount's daemon tells about itself; None if it does not answer in time."""
-        registration = registry.registration_of(Path(record.root))
-        if registration is None:
-            return None
         try:
-            return control.request(registration.socket, "status", timeout_s)
-        except control.ControlError:
+            return daemon_request(Path(record.root), {"command": "status"}, timeout_s)
+        except ControlError:
             return None
 
     # --- beginning ---
@@ -215,8 +217,7 @@ class Mounts:
         finally:
             for process in processes:
                 os.close(process)
-        registry.unregister(root)
-        registry.keeper_socket(root).unlink(missing_ok=True)
+        remove_registration(root)
         bind_mount.remove_directory(root)
         self._files.remove(key)
         self.records.remove(key)
@@ -236,18 +237,14 @@ class Mounts:
 
         As far as they are to be seen from here.
         """
-        found = []
-        socket = registry.keeper_socket(root)
+        pids: list[int | None]
         try:
-            told = control.exchange(socket, {"do": "status"}, ANSWER_TIMEOUT_S)
-            found += [told["pid"], told["daemon"]]
-        except control.ControlError:
-            found.append(control.peer(socket))
-        registration = registry.registration_of(root)
-        if registration is not None and registration.is_alive():
-            found.append(registration.pid)
+            status = keeper_status(root, ANSWER_TIMEOUT_S)
+            pids = [status["pid"], status["daemon"]]
+        except ControlError:
+            pids = [keeper_pid(root)]
         pidfds = []
-        for pid in dict.fromkeys(pid for pid in found if pid):
+        for pid in dict.fromkeys(filter(None, [*pids, daemon_pid(root)])):
             with contextlib.suppress(ProcessLookupError):
                 pidfds.append(os.pidfd_open(pid))
         return pidfds
@@ -280,7 +277,7 @@ def _has_ended(process: int, deadline: float) -> bool:
 
 
 def _run_starter(
-    record: MountRecord, supervisor: launcher.Supervisor | None, deadline: float
+    record: MountRecord, supervisor: SupervisorAddress | None, deadline: float
 ) -> dict[str, Any]:
     """What the process answers that starts a record's mount; see `starting`.
 
@@ -290,7 +287,6 @@ def _run_starter(
     inherited = {
         name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "FUSEFS"))
     }
-    runtime = {registry.RUNTIME_VARIABLE: os.fspath(registry.runtime_directory())}
     given = {
         "settings": record.settings,
         "supervisor": os.fspath(supervisor.socket) if supervisor else None,
@@ -301,7 +297,7 @@ def _run_starter(
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         cwd="/",
-        env=inherited | runtime | record.environment,
+        env=inherited | runtime_environment() | record.environment,
         start_new_session=True,
     ) as starter:
         try:

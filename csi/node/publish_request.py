@@ -18,7 +18,7 @@ from csi.generated import csi_pb2
 from csi.node.bind_mount import Table
 from csi.volume.capabilities import Mode, check_capability, is_read_only
 from csi.volume.location import LOCATION_KEYS
-from fusefs.launch import registry
+from fusefs.api import resolve_path
 
 EPHEMERAL = "csi.storage.k8s.io/ephemeral"
 _FOREIGN = ("csi.storage.k8s.io/", "storage.kubernetes.io/")
@@ -127,8 +127,8 @@ def target_of(text: str, kubelet_directory: Path, own_directory: Path, *, name: 
     above = Table().fusefs_above(path)
     if above is not None:
         raise InvalidArgumentError(f"{name}: {text!r} is inside of a volume")
-    path = registry.resolve(path)
-    kubelet, own = registry.resolve(kubelet_directory), registry.resolve(own_directory)
+    path = resolve_path(path)
+    kubelet, own = resolve_path(kubelet_directory), resolve_path(own_directory)
     if kubelet not in path.parents:
         raise InvalidArgumentError(f"{name}: {text!r} is not below {kubelet_directory}")
     if path == own or own in path.parents or path in own.parents:

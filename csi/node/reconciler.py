@@ -21,7 +21,7 @@ from csi.node.drain import Draining
 from csi.node.mount_record import MountRecord
 from csi.node.mounts import Mounts
 from csi.node.warmup import Warming
-from fusefs.keeper.fd_store import HolderError
+from fusefs.api import HolderError
 
 log = logging.getLogger(__name__)
 

@@ -53,8 +53,7 @@ from csi.server import end_of
 from csi.volume.location import Location, location_of
 from csi.volume.options import Options, Place, Warm, finished, mount_layer, read_options
 from csi.volume.stores import Stores
-from fusefs.launch import registry as fusefs_mounts
-from fusefs.settings.types import Source
+from fusefs.api import Source, use_runtime_directory
 
 __all__ = ["NodeService", "add_flags", "make_service"]
 
@@ -93,8 +92,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         self._stores = stores
         configuration.prepare()
         state = configuration.state_directory
-        # Where the mounts' daemons and keepers are found; fusefs asks the environment.
-        os.environ[fusefs_mounts.RUNTIME_VARIABLE] = os.fspath(state / "fusefs")
+        use_runtime_directory(state / "fusefs")
         self._files = CredentialFiles(state / "credentials")
         self._domains = Domains(configuration.cache_directory, *configuration.uids)
         self._mounts = Mounts(

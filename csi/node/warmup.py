@@ -24,10 +24,15 @@ from pathlib import Path
 from csi.errors import AbortedError
 from csi.node.mount_record import MountRecord
 from csi.volume.options import Warm
-from fusefs.cli import status_report
-from fusefs.cli import warm as warming_command
-from fusefs.cli.warm import Job
-from fusefs.launch import control, registry
+from fusefs.api import (
+    ControlError,
+    Message,
+    MountEndedError,
+    NotAnsweringError,
+    daemon_request,
+    describe_duration,
+    describe_warming,
+)
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +65,7 @@ class Warming:
             self._write(record.key, _Record(time.monotonic(), is_over=True))
             try:
                 _jobs(record, warm)
-            except control.ControlError as error:
+            except ControlError as error:
                 log.warning("%s is not warmed: %s", record.source, error)
 
     def is_awaited(self, record: MountRecord, warm: Warm) -> bool:
@@ -81,17 +86,17 @@ class Warming:
         while True:
             try:
                 jobs = _jobs(record, warm)
-                said = _describe(jobs)
+                said = describe_warming(jobs)
                 if all(job["state"] in ("ended", "cancelled") for job in jobs):
                     break
-            except control.NotAnsweringError as error:
+            except (NotAnsweringError, MountEndedError) as error:
                 said = f"the mount does not tell how far it is: {error}"
-            except control.ControlError as error:
+            except ControlError as error:
                 said = str(error)
                 break
             now = time.monotonic()
             if now - began >= warm.timeout_s:
-                waited = status_report.human_duration(warm.timeout_s)
+                waited = describe_duration(warm.timeout_s)
                 said = f"not done in {waited}, it goes on: {said}"
                 break
             if now + POLL_S > ends:
@@ -151,24 +156,16 @@ def _without(known: _Record, target: Path) -> _Record:
     return replace(known, waiting=waiting)
 
 
-def _jobs(record: MountRecord, warm: Warm) -> list[Job]:
+def _jobs(record: MountRecord, warm: Warm) -> list[Message]:
     """How far the daemon of a mount is; it begins with what it does not know of.
 
     Raises:
         ControlError: it does not answer, or can't do it.
     """
-    registration = registry.registration_of(Path(record.root))
-    if registration is None:
-        raise control.NotAnsweringError("nobody serves it")
-
-    def ask(**message: str) -> Job:
-        return control.exchange(registration.socket, message, ANSWER_TIMEOUT_S)
-
-    told = {job["path"]: job for job in ask(command="warming")["jobs"]}
-    return [told.get(path) or ask(command="warm", path=path) for path in warm.paths]
-
-
-def _describe(jobs: list[Job]) -> str:
-    if all(job["state"] in ("ended", "cancelled") for job in jobs):
-        return "; ".join(f"{job['path'] or '.'}: {status_report.warmth(job)}" for job in jobs)
-    return status_report.progress(warming_command.together(jobs))
+    root = Path(record.root)
+    answer = daemon_request(root, {"command": "warming"}, ANSWER_TIMEOUT_S)
+    jobs = {job["path"]: job for job in answer["jobs"]}
+    return [
+        jobs.get(path) or daemon_request(root, {"command": "warm", "path": path}, ANSWER_TIMEOUT_S)
+        for path in warm.paths
+    ]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from csi.errors import InvalidArgumentError
 from csi.volume.stores import Store, Stores, is_region
-from fusefs.posix.nodes.names import PRIVATE
+from fusefs.api import PRIVATE
 
 # The attributes that say where a volume is; all others are settings of its mounts.
 LOCATION_KEYS = frozenset(("store", "endpoint", "bucket", "prefix", "region"))

@@ -19,8 +19,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from csi.errors import InvalidArgumentError
-from fusefs.settings.mount import Given, Layer, MountSettings, SettingsError, build
-from fusefs.settings.types import DURATION, SIZE, SWITCH, Source
+from fusefs.api import (
+    DURATION,
+    SIZE,
+    SWITCH,
+    Given,
+    Layer,
+    MountSettings,
+    SettingsError,
+    Source,
+    build,
+)
 
 # Settings that are taken as they are given.
 _FREE = frozenset((

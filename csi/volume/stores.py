@@ -32,7 +32,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from csi.errors import InvalidArgumentError, UnavailableError
-from fusefs.settings.types import URL, WORD, Addressing, choice
+from fusefs.api import URL, WORD, Addressing, choice
 
 AWS = "aws"
 # A volume id holds it, a bucket's name and a volume's, and has 128 bytes.

@@ -88,7 +88,7 @@ def wait(places: Sequence[Place]) -> dict[Place, Job]:
     heard = time.monotonic()
     pause_s = FIRST_PAUSE_S
     while True:
-        left = [place for place in places if place not in jobs or not _has_ended(jobs[place])]
+        left = [place for place in places if place not in jobs or not has_ended(jobs[place])]
         if not left:
             shown.end()
             return {place: jobs[place] for place in places}
@@ -98,7 +98,7 @@ def wait(places: Sequence[Place]) -> dict[Place, Job]:
         except control.NotAnsweringError as error:
             if time.monotonic() - heard > SILENCE_S:
                 raise CommandError(f"its daemon is silent: {error}") from None
-        if not all(map(_has_ended, jobs.values())):
+        if not all(map(has_ended, jobs.values())):
             shown.show(together(list(jobs.values())))
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, ASK_EVERY_S)
@@ -114,7 +114,7 @@ def is_warm(job: Job) -> bool:
     return job["state"] == "ended" and not status_report.warming_troubles(job)
 
 
-def _has_ended(job: Job) -> bool:
+def has_ended(job: Job) -> bool:
     return job["state"] in ("ended", "cancelled")
 
 

@@ -51,7 +51,7 @@ MOST_BACKING_IDS = 20_000
 
 
 @dataclass(frozen=True, slots=True)
-class Supervisor:
+class SupervisorAddress:
     """Who starts the daemons of mounts: whoever listens on `socket`.
 
     See keeper/supervisor_protocol.py.
@@ -71,7 +71,9 @@ END_TIMEOUT_S = 10.0
 # --- starting -----------------------------------------------------------------
 
 
-def start(settings: MountSettings, supervisor: Supervisor | None = None) -> subprocess.Popen[bytes]:
+def start(
+    settings: MountSettings, supervisor: SupervisorAddress | None = None
+) -> subprocess.Popen[bytes]:
     """Start the mount and return its process once it answers: the keeper, or pyfuse3's daemon.
 
     Raises:
@@ -94,7 +96,7 @@ def start(settings: MountSettings, supervisor: Supervisor | None = None) -> subp
     return process
 
 
-def resume(settings: MountSettings, supervisor: Supervisor | None = None) -> bool:
+def resume(settings: MountSettings, supervisor: SupervisorAddress | None = None) -> bool:
     """Go on with a mount whose keeper is gone, and perhaps its daemon; tell whether it is one.
 
     Raises:
@@ -129,7 +131,7 @@ def resume(settings: MountSettings, supervisor: Supervisor | None = None) -> boo
     return True
 
 
-def _adopt(told: dict[str, Any], supervisor: Supervisor, log: IO[bytes]) -> bool:
+def _adopt(told: dict[str, Any], supervisor: SupervisorAddress, log: IO[bytes]) -> bool:
     """Start a keeper for a mount whose daemon goes on without one; False if there is none.
 
     Raises:
@@ -206,7 +208,7 @@ class _DiedError(Exception):
 
 
 def _spawn(
-    settings: MountSettings, log: IO[bytes], supervisor: Supervisor | None
+    settings: MountSettings, log: IO[bytes], supervisor: SupervisorAddress | None
 ) -> subprocess.Popen[bytes]:
     if settings.session == SessionKind.PYFUSE3:
         return _popen(DAEMON, daemon_input(settings, users.own()), log)
@@ -283,7 +285,7 @@ def mount_number(mountpoint: Path) -> int:
 
 
 def _keeper_configuration(
-    settings: MountSettings, user: users.User, supervisor: Supervisor | None = None
+    settings: MountSettings, user: users.User, supervisor: SupervisorAddress | None = None
 ) -> dict[str, Any]:
     """What a keeper is told; see keeper/main.py."""
     flags, data = mount_arguments(

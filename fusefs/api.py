@@ -1,0 +1,229 @@
+"""What fusefs offers to other programs: the only module that the CSI driver imports.
+
+It has the settings of a mount, starting and unmounting it, requests to its daemon
+and its keeper, the kernel's table of mounts, S3's errors, and what the container
+of the daemons needs (descriptor store, supervisor protocol). Functions that need
+a slow import (boto3's companions, the texts of the commands) import it when called.
+
+All functions block; none of them touches a mount itself, which may be wedged.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fusefs import __version__
+from fusefs.keeper.fd_store import HolderError
+from fusefs.launch import registry
+from fusefs.launch.control import ControlError, Message, NotAnsweringError
+from fusefs.launch.launcher import SupervisorAddress, resume, start
+from fusefs.launch.mount_requests import (
+    MountEndedError,
+    daemon_pid,
+    daemon_request,
+    keeper_pid,
+    keeper_request,
+    keeper_status,
+)
+from fusefs.launch.preflight import LaunchError, check
+from fusefs.launch.registry import KernelMount, MountsError, kernel_mounts
+from fusefs.launch.registry import resolve as resolve_path
+from fusefs.linux.libc import MNT_DETACH, UMOUNT_NOFOLLOW, umount
+from fusefs.linux.unmount import UnmountError
+from fusefs.posix.nodes.names import PRIVATE
+from fusefs.settings.memory import LEAST as LEAST_MEMORY
+from fusefs.settings.mount import Given, Layer, MountSettings, SettingsError, build
+from fusefs.settings.types import (
+    DURATION,
+    MIN_FREE,
+    SHARE,
+    SIZE,
+    SWITCH,
+    URL,
+    WORD,
+    Addressing,
+    Kind,
+    MinFree,
+    Source,
+    at_least,
+    choice,
+)
+from fusefs.settings.units import MIB
+from fusefs.store.errors import (
+    NO_CREDENTIALS,
+    AccessDeniedError,
+    CredentialsError,
+    ExistsError,
+    NotFoundError,
+    StaleVersionError,
+    StoreError,
+    UnsupportedError,
+    from_code,
+    translate,
+)
+
+if TYPE_CHECKING:
+    import argparse
+
+    from fusefs.store.http.trust import Trust as Trust
+
+__all__ = [
+    "DURATION",
+    "LEAST_MEMORY",
+    "MIB",
+    "MIN_FREE",
+    "MNT_DETACH",
+    "NO_CREDENTIALS",
+    "PRIVATE",
+    "SHARE",
+    "SIZE",
+    "SWITCH",
+    "UMOUNT_NOFOLLOW",
+    "URL",
+    "WORD",
+    "AccessDeniedError",
+    "Addressing",
+    "ControlError",
+    "CredentialsError",
+    "ExistsError",
+    "Given",
+    "HolderError",
+    "KernelMount",
+    "Kind",
+    "LaunchError",
+    "Layer",
+    "Message",
+    "MinFree",
+    "MountEndedError",
+    "MountSettings",
+    "MountsError",
+    "NotAnsweringError",
+    "NotFoundError",
+    "SettingsError",
+    "Source",
+    "StaleVersionError",
+    "StoreError",
+    "SupervisorAddress",
+    "UnmountError",
+    "UnsupportedError",
+    "__version__",
+    "at_least",
+    "build",
+    "certificates_for",
+    "choice",
+    "command_parser",
+    "daemon_pid",
+    "daemon_request",
+    "describe_duration",
+    "describe_warming",
+    "from_code",
+    "keeper_pid",
+    "keeper_request",
+    "keeper_status",
+    "kernel_mounts",
+    "prepare_client",
+    "remove_registration",
+    "resolve_path",
+    "runtime_environment",
+    "start_mount",
+    "translate",
+    "umount",
+    "use_runtime_directory",
+]
+
+
+# --- mounts -------------------------------------------------------------------
+
+
+def start_mount(settings: MountSettings, supervisor: SupervisorAddress | None) -> None:
+    """Start a mount, or resume one that has lost its keeper and perhaps its daemon.
+
+    Returns when the mount answers. After an error nothing of a new mount is left.
+
+    Raises:
+        LaunchError, MountsError, UnmountError: the mount could not be started.
+        OSError: a directory cannot be used.
+    """
+    if not resume(settings, supervisor):
+        check(settings)
+        start(settings, supervisor)
+
+
+def use_runtime_directory(directory: Path) -> None:
+    """Have this process, and those it starts, find and register mounts below `directory`."""
+    os.environ[registry.RUNTIME_VARIABLE] = os.fspath(directory)
+
+
+def runtime_environment() -> dict[str, str]:
+    """The environment variable by which another process finds the same mounts."""
+    return {registry.RUNTIME_VARIABLE: os.fspath(registry.runtime_directory())}
+
+
+def remove_registration(mountpoint: Path) -> None:
+    """Remove the registration and the sockets of a mount that has ended."""
+    registry.unregister(mountpoint)
+    registry.keeper_socket(mountpoint).unlink(missing_ok=True)
+
+
+# --- what `fusefs warm` shows -------------------------------------------------
+
+
+def describe_warming(jobs: Sequence[Message]) -> str:
+    """How far the warming jobs of a daemon's answer are, or how they ended, for people."""
+    from fusefs.cli import status_report, warm
+
+    if all(warm.has_ended(job) for job in jobs):
+        return "; ".join(f"{job['path'] or '.'}: {status_report.warmth(job)}" for job in jobs)
+    return status_report.progress(warm.together(list(jobs)))
+
+
+def describe_duration(seconds: float) -> str:
+    """A time span for people, as in `2 min 30 s`."""
+    from fusefs.cli import status_report
+
+    return status_report.human_duration(seconds)
+
+
+# --- command lines ------------------------------------------------------------
+
+
+def command_parser(program: str, description: str) -> argparse.ArgumentParser:
+    """A parser that reports errors as the command `fusefs` does: in one line, with a suggestion."""
+    from fusefs.settings.arguments import Parser
+
+    return Parser(prog=program, description=description)
+
+
+# --- S3 clients ---------------------------------------------------------------
+
+
+def certificates_for(endpoint_url: str | None, bundle: str | None, configured: str) -> Trust | None:
+    """The certificates that a mount of this endpoint trusts; None if it needs none.
+
+    `bundle` is the path of a PEM file that was chosen, `configured` that of the
+    AWS configuration. Keep the result as long as the client: its path may lie in memory.
+
+    Raises:
+        StoreError: the certificates cannot be used.
+    """
+    from fusefs.store.http import trust
+
+    return trust.find_for(endpoint_url, bundle, configured)
+
+
+def prepare_client(client: Any, certificates: Trust | None) -> None:
+    """Have a boto3 client use the proxies that mounts use, and refuse foreign redirects.
+
+    So a bucket that the client reaches is one that mounts reach.
+
+    Raises:
+        StoreError: a proxy of the environment cannot be used.
+    """
+    from fusefs.store.http import proxies, redirects
+
+    path = certificates.path if certificates else None
+    proxies.install(client, proxies.Proxies.of(os.environ), path)
+    redirects.install(client)

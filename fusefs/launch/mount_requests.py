@@ -1,0 +1,61 @@
+"""Requests to the processes of one mount, which is named by its mountpoint.
+
+The daemon and the keeper each listen on a Unix socket (see `control`) whose path
+follows from the mountpoint (see `registry`). No function here touches the mount
+itself, so each answers also where the mount is wedged.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fusefs.launch import control, registry
+from fusefs.launch.control import ControlError, Message
+
+
+class MountEndedError(ControlError):
+    """No daemon is registered for the mountpoint: its mount has ended, or has not begun."""
+
+
+def daemon_request(mountpoint: Path, message: Message, timeout_s: float) -> Message:
+    """Send `message` to the mount's daemon and return the answer.
+
+    Raises:
+        MountEndedError: no daemon is registered for `mountpoint`.
+        NotAnsweringError: there was no answer within `timeout_s` seconds.
+        ControlError: the daemon refused the request.
+    """
+    registration = registry.registration_of(mountpoint)
+    if registration is None:
+        raise MountEndedError(f"the mount at {mountpoint} has ended")
+    return control.exchange(registration.socket, message, timeout_s)
+
+
+def keeper_request(mountpoint: Path, message: Message, timeout_s: float) -> Message:
+    """Send `message` to the mount's keeper and return the answer.
+
+    Raises:
+        NotAnsweringError: there was no answer within `timeout_s` seconds.
+        ControlError: the keeper refused the request.
+    """
+    return control.exchange(registry.keeper_socket(mountpoint), message, timeout_s)
+
+
+def keeper_status(mountpoint: Path, timeout_s: float) -> Message:
+    """The status of the mount's keeper: its `pid`, `daemon`, `connection` and more.
+
+    Raises:
+        ControlError: as `keeper_request` does.
+    """
+    return keeper_request(mountpoint, {"do": "status"}, timeout_s)
+
+
+def keeper_pid(mountpoint: Path) -> int | None:
+    """The pid of the process that listens on the keeper's socket, even if it does not answer."""
+    return control.peer(registry.keeper_socket(mountpoint))
+
+
+def daemon_pid(mountpoint: Path) -> int | None:
+    """The pid of the mount's registered daemon; None if there is none or it has died."""
+    registration = registry.registration_of(mountpoint)
+    return registration.pid if registration is not None and registration.is_alive() else None
