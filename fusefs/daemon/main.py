@@ -45,8 +45,7 @@ from fusefs.daemon.takeover import (
 )
 from fusefs.daemon.verifier import Verifier
 from fusefs.fuse.passthrough import NoPassthrough, Passthrough
-from fusefs.fuse.running import RunningSession
-from fusefs.fuse.session import Session, UnsupportedKernelError
+from fusefs.fuse.session import RunningSession, Session, UnsupportedKernelError
 from fusefs.keeper import template
 from fusefs.keeper.client import KeeperError, Keeping
 from fusefs.keeper.protocol import CANNOT_TAKE_OVER
@@ -63,11 +62,12 @@ from fusefs.posix.late.requests import LateRequests
 from fusefs.posix.late.watched_store import WatchedStore
 from fusefs.posix.metadata.head_policy import Presumption
 from fusefs.posix.nodes.forgetting import Forgetting
+from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.nodes.inode_table import Ownership
 from fusefs.posix.operations import Operations
 from fusefs.posix.write import recovery
 from fusefs.posix.write.flush import Writing
-from fusefs.posix.write.staging import Staged, Staging
+from fusefs.posix.write.staging import Staging
 from fusefs.settings.memory import MemoryBudget
 from fusefs.settings.mount import MountSettings, SettingsError
 from fusefs.settings.types import Conflict, Scrubbing, SessionKind
@@ -160,7 +160,7 @@ class Daemon:
             with trio.CancelScope(shield=True):
                 await self.store.aclose()
 
-    def _unsent(self, key: str) -> list[Staged]:
+    def _unsent(self, key: str) -> list[StagedFile]:
         """What was written at or below a key and is not in the bucket."""
         writer = self.operations.writer
         return writer.pending(key) if writer is not None else []

@@ -9,14 +9,31 @@ import resource
 import time
 from collections.abc import Awaitable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import trio
 
 import fusefs
+from fusefs.cache.downloader import Fetcher
+from fusefs.cache.file_cache import FileCache
+from fusefs.cache.integrity.scrub import Scrub
+from fusefs.cache.quota import Space
+from fusefs.daemon.access_guard import Revocation
+from fusefs.daemon.cache_warmer import Warming
+from fusefs.daemon.verifier import Verifier
+from fusefs.fuse.passthrough import NoPassthrough, Passthrough
+from fusefs.fuse.session import RunningSession
 from fusefs.launch.control import ControlError
+from fusefs.posix.directory.listings import Directories
+from fusefs.posix.late.watched_store import WatchedStore
+from fusefs.posix.namespace.mutations import Mutations
 from fusefs.posix.nodes import names
+from fusefs.posix.nodes.forgetting import Forgetting
+from fusefs.posix.operations import Operations
 from fusefs.posix.write.flush import UPLOADING
+from fusefs.posix.write.writer import Writer
+from fusefs.settings.mount import MountSettings
+from fusefs.store.s3.store import S3Store
 
 logger = logging.getLogger("fusefs.daemon")
 
@@ -26,10 +43,26 @@ MOST_JOBS = 10
 # Of what has been warmed.
 MOST_ENDED = 3
 
-if TYPE_CHECKING:
-    from fusefs.daemon.main import Daemon
-    from fusefs.posix.namespace.mutations import Mutations
-    from fusefs.posix.write.writer import Writer
+
+class Daemon(Protocol):
+    """The parts of one mount that status reads (daemon/main.py)."""
+
+    settings: MountSettings
+    started: float
+    session: RunningSession | None
+    backing: Passthrough | NoPassthrough
+    operations: Operations
+    store: S3Store
+    watched: WatchedStore | None
+    directories: Directories
+    forgetting: Forgetting
+    cache: FileCache
+    space: Space
+    fetcher: Fetcher
+    scrub: Scrub
+    verifier: Verifier
+    warming: Warming
+    revocation: Revocation
 
 
 def answer(daemon: Daemon, request: dict[str, Any]) -> dict[str, Any] | Awaitable[dict[str, Any]]:

@@ -17,8 +17,8 @@ import trio
 
 from fusefs.cache.downloader import PART, Fetcher, NotKeptError
 from fusefs.cache.file_cache import FileCache
+from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.write import staged_sums
-from fusefs.posix.write.staging import Staged
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
 from fusefs.store.interface import ObjectInfo, Store
 
@@ -81,7 +81,7 @@ class Verifier:
         fetcher: Fetcher,
         prefix: str,
         nursery: trio.Nursery,
-        unsent: Callable[[str], list[Staged]],
+        unsent: Callable[[str], list[StagedFile]],
     ) -> None:
         self._store = store
         self._cache = cache
@@ -120,7 +120,7 @@ class Verifier:
         finally:
             job.has_ended = True
 
-    async def _verify_unsent(self, job: Verification, staged: Staged) -> None:
+    async def _verify_unsent(self, job: Verification, staged: StagedFile) -> None:
         key, size = staged.key, staged.size()
         try:
             await staged_sums.check(staged)

@@ -35,7 +35,7 @@ import struct
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import trio
 
@@ -45,7 +45,7 @@ from fusefs.fuse.protocol import Init, Opcode
 from fusefs.fuse.read_handlers import Buffer, Handler, Handlers, Payload
 from fusefs.fuse.write_handlers import ChangingHandlers
 from fusefs.linux.libc import lock_memory
-from fusefs.posix.journal.journal import NodeLog
+from fusefs.posix.nodes.inode_table import NodeLog
 from fusefs.posix.operations import Operations
 from fusefs.posix.types import Caller
 
@@ -100,6 +100,24 @@ class Waiting:
         name = Opcode(self.opcode).name
         who = f" by process {self.pid}" if self.pid else ""
         return f"{name} of {key}{who} waits for {now - self.since:.1f} s"
+
+
+class RunningSession(Protocol):
+    """What a daemon needs of a session, whichever of the two it is.
+
+    `run` answers requests until the mount ends. `survival` says whether and why
+    the mount outlives this process.
+    """
+
+    name: str
+
+    @property
+    def requests(self) -> int: ...
+    @property
+    def waiting(self) -> list[Waiting]: ...
+    @property
+    def survival(self) -> tuple[bool, str]: ...
+    async def run(self) -> bool: ...
 
 
 class Session:

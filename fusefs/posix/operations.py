@@ -28,7 +28,6 @@ from fusefs.cache.downloader import Fetcher
 from fusefs.cache.file_cache import FileCache
 from fusefs.posix.directory.listings import Absent, Directories, Directory, Entry
 from fusefs.posix.directory.readdir import Streams, resolved
-from fusefs.posix.journal.journal import NodeLog
 from fusefs.posix.metadata.head_cache import Learner
 from fusefs.posix.metadata.object_metadata import LONGEST_TARGET
 from fusefs.posix.metadata.xattrs import Xattrs
@@ -38,7 +37,7 @@ from fusefs.posix.namespace.rename import Changes
 from fusefs.posix.namespace.settled_store import SettledStore
 from fusefs.posix.nodes import names
 from fusefs.posix.nodes.handles import DirectoryHandle, HandleTable
-from fusefs.posix.nodes.inode_table import Attributes, Inode, InodeTable, Ownership
+from fusefs.posix.nodes.inode_table import Attributes, Inode, InodeTable, NodeLog, Ownership
 from fusefs.posix.read.open import Opener
 from fusefs.posix.read.read import Reader
 from fusefs.posix.types import (

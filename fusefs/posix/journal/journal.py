@@ -31,7 +31,6 @@ import logging
 import mmap
 import os
 from pathlib import Path
-from typing import Protocol
 from zlib import crc32
 
 from fusefs.posix.journal.records import (
@@ -62,7 +61,7 @@ from fusefs.posix.journal.records import (
     unchained_record,
 )
 from fusefs.posix.journal.replay import KernelState, Replayed, replay
-from fusefs.posix.nodes.inode_table import Inode
+from fusefs.posix.nodes.inode import Inode
 
 logger = logging.getLogger("fusefs.journal")
 
@@ -70,23 +69,6 @@ logger = logging.getLogger("fusefs.journal")
 STEP = 4 << 20
 # A log is rewritten when it is this large and twice what its items need.
 COMPACT_FROM = 32 << 20
-
-
-class NodeLog(Protocol):
-    """What the node and handle tables tell before a reply."""
-
-    def node(self, inode: Inode) -> None: ...
-    def count(self, inode: Inode) -> None: ...
-    def gone(self, nodeid: int) -> None: ...
-    def superseded(self, nodeid: int) -> None: ...
-    def stale(self, nodeid: int, pid: int, *, is_told: bool) -> None: ...
-    def opened(
-        self, unique: int, fh: int, nodeid: int, flags: int, mode: int, backing_id: int
-    ) -> None: ...
-    def closed(self, fh: int) -> None: ...
-    def negotiated(self, init_out: bytes) -> None: ...
-    def table(self, next_id: int, next_fh: int, mounted_ns: int) -> None: ...
-    def begun(self, unique: int) -> None: ...
 
 
 class NoJournal:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from fusefs.posix.nodes.inode_table import Inode
+from fusefs.posix.nodes.inode import Inode
 from fusefs.store.interface import ObjectInfo
 
 FORMAT = 3
@@ -53,8 +53,6 @@ STALE = struct.Struct("<QII")  # node id, pid, 1 if told and 0 if that is settle
     TABLE_TYPE, SUPERSEDED_TYPE, STALE_TYPE, BEGUN_TYPE,
 ) = range(1, 12)  # fmt: skip
 _DIRECTORY = 0xFFFF  # stands for the length of the ETag of a directory
-
-SERVED, PASSTHROUGH, DIRECTORY = range(3)  # the modes of an open handle
 
 
 @dataclass(slots=True)

@@ -36,7 +36,7 @@ from fusefs.posix.journal.records import (
     parse_unchained,
     start_payload,
 )
-from fusefs.posix.nodes.inode_table import FIRST_ID
+from fusefs.posix.nodes.inode import FIRST_ID
 
 
 @dataclass(slots=True)

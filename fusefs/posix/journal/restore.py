@@ -8,9 +8,11 @@ import trio
 
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.readahead import Window
-from fusefs.posix.journal import records
 from fusefs.posix.journal.records import LoggedHandle
 from fusefs.posix.journal.replay import KernelState
+from fusefs.posix.nodes.handles import PASSTHROUGH, SERVED, DirectoryHandle, FileHandle
+from fusefs.posix.nodes.inode import Inode, stable_ino
+from fusefs.posix.nodes.inode_table import ROOT_ID, InodeTable, choose_lead
 from fusefs.posix.operations import Operations
 from fusefs.posix.write import recovery
 
@@ -23,7 +25,7 @@ async def restore(operations: Operations, state: KernelState, backing: Backing) 
     `backing` are the files that the kernel reads by itself, as {id: (st_dev,
     st_ino)}: such a file was whole, also where the catalog had not heard of it.
     """
-    operations.inodes.restore(state)
+    restore_table(operations.inodes, state)
     if operations.mutations is not None:
         operations.mutations.changes.begun = state.begun
         writer = operations.mutations.writer
@@ -36,9 +38,8 @@ async def restore(operations: Operations, state: KernelState, backing: Backing) 
                 recovery.adopt_file(writer, path, may_be_open=False)
         recovery.adopt_attributes(writer, writer.staging.directory)
         recovery.adopt_removals(writer, writer.staging.directory)
-    read = {
-        backing[one.backing_id][1] for one in state.handles.values() if one.backing_id in backing
-    }
+    backing_ids = {handle.backing_id for handle in state.handles.values()}
+    read = {backing[id][1] for id in backing_ids if id in backing}
     whole = await operations.cache.whole_files(read) if read else {}
     dropped: dict[int, CacheFile] = {}
     for index, logged in enumerate(state.handles.values()):
@@ -53,19 +54,47 @@ async def restore(operations: Operations, state: KernelState, backing: Backing) 
     operations.handles.go_on_from(state.next_fh)
 
 
+def restore_table(inodes: InodeTable, state: KernelState) -> None:
+    """Take up the nodes that an earlier process told the kernel of.
+
+    Of the nodes of one name the youngest is current, unless it is on record as
+    superseded. Nothing is believed yet: an open asks the bucket.
+    """
+    inodes.go_on_from(state.next_id)
+    for node in state.nodes.values():
+        if node.nodeid != ROOT_ID:
+            inodes.adopt(Inode(node.nodeid, node.ino, None, node.name, node.info))
+        inodes.get(node.nodeid).entries_changed_ns = node.entries_changed_ns
+    removed: dict[int, list[Inode]] = {}
+    for node in state.nodes.values():
+        if node.nodeid == ROOT_ID:
+            continue  # on record for its time alone
+        inode = inodes.get(node.nodeid)
+        inode.nlookup = node.nlookup
+        inodes.adopt_name(inode, node.parent, is_current=node.nodeid not in state.superseded)
+        if inode.info is not None and inode.ino != stable_ino(inode.info.key):
+            inode.is_removed = True
+            removed.setdefault(inode.ino, []).append(inode)
+    for nodes in removed.values():
+        choose_lead(nodes)
+
+
 async def _restore_handle(
-    operations: Operations, logged: LoggedHandle, backing: Backing,
-    whole: Mapping[int, CacheFile], dropped: dict[int, CacheFile],
-) -> None:  # fmt: skip
+    operations: Operations,
+    logged: LoggedHandle,
+    backing: Backing,
+    whole: Mapping[int, CacheFile],
+    dropped: dict[int, CacheFile],
+) -> None:
     inode = operations.inodes.find(logged.nodeid)
     if inode is None:
         return  # its RELEASE comes, and is answered
     if inode.info is None:
-        operations.handles.restore_directory(logged, inode)
+        operations.handles.adopt_directory(DirectoryHandle(logged.fh, inode, -1, logged.unique))
         return
     cache = operations.cache
     file = cache.pin(inode.info.version)
-    if logged.mode == records.PASSTHROUGH:
+    if logged.mode == PASSTHROUGH:
         _, st_ino = backing.get(logged.backing_id, (0, 0))
         if whole.get(st_ino) is not file:
             await cache.trust(file, st_ino)
@@ -77,6 +106,9 @@ async def _restore_handle(
             unread = CacheFile.dropped(file.name, file.size, st_ino)
             file = dropped.setdefault(logged.backing_id, unread)
             file.pins += 1
-    handle = operations.handles.restore_file(logged, inode, file)
-    if logged.mode == records.SERVED and not file.is_complete:
+    handle = FileHandle(
+        logged.fh, inode, inode.info.version, file, logged.backing_id, logged.flags, logged.unique
+    )
+    operations.handles.adopt_file(handle)
+    if logged.mode == SERVED and not file.is_complete:
         handle.window = Window(operations.fetcher, file)

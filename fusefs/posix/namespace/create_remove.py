@@ -21,14 +21,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.directory.segment import ABSENT, Absent, Entry
-from fusefs.posix.journal.journal import NodeLog
 from fusefs.posix.late.requests import LateRequests, State
 from fusefs.posix.metadata.object_metadata import PERMISSIONS, Meta
 from fusefs.posix.namespace.prefix_lock import Gate
 from fusefs.posix.nodes.handles import HandleTable
-from fusefs.posix.nodes.inode_table import Inode, InodeTable
+from fusefs.posix.nodes.inode import StagedFile
+from fusefs.posix.nodes.inode_table import Inode, InodeTable, NodeLog
 from fusefs.posix.types import Caller
-from fusefs.posix.write.staging import Staged
 from fusefs.posix.write.writer import Writer
 from fusefs.store.interface import Expect, ObjectInfo, Store
 
@@ -87,7 +86,7 @@ class Naming:
         if self._inherited is None:
             self._inherited = {staged.inode.nodeid for staged in self._writer.staging}
 
-    def _may_be_there(self, staged: Staged) -> bool:
+    def _may_be_there(self, staged: StagedFile) -> bool:
         """Whether the bucket may have an object under a staged file's key.
 
         The last upload of a process that was killed may have taken effect, and a
@@ -241,7 +240,7 @@ class Naming:
                 self._unlink_staged(staged)
         self._let_go(staged)
 
-    async def _delete(self, key: str, staged: Staged | None, found: ObjectInfo) -> None:
+    async def _delete(self, key: str, staged: StagedFile | None, found: ObjectInfo) -> None:
         """Delete a file's object, or put it on record that it is to be deleted."""
         if staged is None:
             # What was waited for meanwhile may have given it another ETag.
@@ -319,7 +318,7 @@ class Naming:
         if not self._may_delete:
             raise OSError(errno.EPERM, f"{name}: the mount removes nothing (--no-delete)")
 
-    async def _held(self, stack: AsyncExitStack, inode: Inode | None) -> Staged | None:
+    async def _held(self, stack: AsyncExitStack, inode: Inode | None) -> StagedFile | None:
         """Keep a node's staged file, if it has one, from being written or uploaded."""
         while inode is not None and inode.staged is not None:
             staged = inode.staged
@@ -331,11 +330,11 @@ class Naming:
             await held.__aexit__(None, None, None)  # it was settled meanwhile
         return None
 
-    def _unlink_staged(self, staged: Staged) -> None:
+    def _unlink_staged(self, staged: StagedFile) -> None:
         staged.is_unlinked = True
         self._writer.staging.record(staged)
 
-    def _let_go(self, staged: Staged | None) -> None:
+    def _let_go(self, staged: StagedFile | None) -> None:
         """Forget an unlinked file's content, unless somebody has it open."""
         if staged is not None and staged.inode.staged is staged and not staged.inode.served:
             staged.inode.meta = staged.described()  # for older versions of it that are open

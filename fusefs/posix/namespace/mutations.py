@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from fusefs.posix.journal.journal import NodeLog
 from fusefs.posix.metadata import xattrs
 from fusefs.posix.metadata.object_metadata import MOST_NS, PERMISSIONS, Meta
 from fusefs.posix.namespace.rename import Changes
 from fusefs.posix.namespace.uncancelled import Apart
 from fusefs.posix.nodes import names
-from fusefs.posix.nodes.inode_table import Inode
+from fusefs.posix.nodes.inode_table import Inode, NodeLog
 from fusefs.posix.types import Answer, Caller, NewAttributes, Opened, waiting
 from fusefs.posix.write.writer import Writer
 

@@ -16,9 +16,9 @@ from fusefs.posix.directory.listings import Directories
 from fusefs.posix.directory.segment import ABSENT
 from fusefs.posix.namespace.prefix_copy import Copies
 from fusefs.posix.nodes.handles import HandleTable
-from fusefs.posix.nodes.inode import stable_ino
+from fusefs.posix.nodes.inode import StagedFile, stable_ino
 from fusefs.posix.nodes.inode_table import Inode, InodeTable
-from fusefs.posix.write.staging import Staged, Staging
+from fusefs.posix.write.staging import Staging
 from fusefs.store.interface import ObjectInfo, ObjectVersion
 
 # Copies by the versions that they are of.
@@ -153,7 +153,7 @@ class Mover:
                 self._inodes.supersede(inode)
 
 
-def _follow_copy(staged: Staged, copies: Copies) -> None:
+def _follow_copy(staged: StagedFile, copies: Copies) -> None:
     """Know what the bucket has under a staged file's new key."""
     source = copies.sources.get(staged.key)
     # What somebody else has put there meanwhile is for the upload to find.

@@ -19,7 +19,6 @@ import trio
 from fusefs.cache.file_cache import FileCache
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.directory.segment import ABSENT, Absent, Entry
-from fusefs.posix.journal.journal import NodeLog
 from fusefs.posix.late.requests import LateRequests
 from fusefs.posix.metadata.deferred_attributes import Deferred
 from fusefs.posix.metadata.object_metadata import Meta
@@ -29,9 +28,9 @@ from fusefs.posix.namespace.relocate import Mover
 from fusefs.posix.namespace.rename_job import Renames
 from fusefs.posix.nodes import names
 from fusefs.posix.nodes.handles import HandleTable
-from fusefs.posix.nodes.inode_table import Inode, InodeTable
+from fusefs.posix.nodes.inode import StagedFile
+from fusefs.posix.nodes.inode_table import Inode, InodeTable, NodeLog
 from fusefs.posix.types import Caller
-from fusefs.posix.write.staging import Staged
 from fusefs.posix.write.writer import Writer
 from fusefs.store.errors import ExistsError, NotFoundError, StaleVersionError, StoreError
 from fusefs.store.interface import (
@@ -214,7 +213,7 @@ class Changes(Naming):
             self._writer.released(inode)
 
     async def _copy_staged(
-        self, staged: Staged, source: ObjectInfo, to: Inode, name: str, condition: Condition
+        self, staged: StagedFile, source: ObjectInfo, to: Inode, name: str, condition: Condition
     ) -> tuple[ObjectInfo, ObjectInfo]:
         """Copy what the bucket has of a staged file, which is held.
 
@@ -306,7 +305,7 @@ class Changes(Naming):
         cached: set[ObjectVersion] = set()
         local = self._directories.local
         async with self._gate.closed(copies.old, copies.new), AsyncExitStack() as stack:
-            held: set[Staged] = set()
+            held: set[StagedFile] = set()
             may_delete = False
             while True:
                 for staged in self._writer.staging:
@@ -338,7 +337,7 @@ class Changes(Naming):
                         self._late.renamed_below(copies.old)
                     return
 
-    def _is_settled(self, copies: Copies, held: set[Staged]) -> bool:
+    def _is_settled(self, copies: Copies, held: set[StagedFile]) -> bool:
         """Whether nothing below a prefix has changed since it was copied."""
         below = {one for one in self._writer.staging if one.key.startswith(copies.old)}
         return below <= held and not self._directories.local.has_changed(
@@ -357,7 +356,7 @@ def _said(found: ObjectInfo, described: Deferred | None) -> Meta | None:
 
 
 def _etag_under(
-    staged: Staged, copied: tuple[ObjectInfo, ObjectInfo] | None, rival: Staged | None,
+    staged: StagedFile, copied: tuple[ObjectInfo, ObjectInfo] | None, rival: StagedFile | None,
     target: ObjectInfo | Absent,
 ) -> str | None:  # fmt: skip
     """What the bucket has under the new key of a staged file."""
@@ -367,7 +366,7 @@ def _etag_under(
     return _known_etag(rival, target)
 
 
-def _known_etag(rival: Staged | None, target: ObjectInfo | Absent) -> str | None:
+def _known_etag(rival: StagedFile | None, target: ObjectInfo | Absent) -> str | None:
     """What the bucket has under a name that is to be replaced; None for nothing."""
     if rival is not None:
         return rival.etag

@@ -16,11 +16,10 @@ import time
 
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.readahead import Window
-from fusefs.posix.journal import records
-from fusefs.posix.journal.journal import NodeLog
-from fusefs.posix.journal.records import LoggedHandle
-from fusefs.posix.nodes.inode_table import Inode
+from fusefs.posix.nodes.inode_table import Inode, NodeLog
 from fusefs.store.interface import ObjectVersion
+
+SERVED, PASSTHROUGH, DIRECTORY = range(3)  # the modes of an open handle, as they are on record
 
 
 class FileHandle:
@@ -93,24 +92,17 @@ class HandleTable:
         """No handle number from here on has been used."""
         return self._next
 
-    def restore_file(self, logged: LoggedHandle, inode: Inode, file: CacheFile) -> FileHandle:
+    def adopt_file(self, handle: FileHandle) -> None:
         """Take up a handle that an earlier process opened."""
-        assert inode.info is not None
-        handle = FileHandle(
-            logged.fh, inode, inode.info.version, file, logged.backing_id, logged.flags,
-            logged.unique,
-        )  # fmt: skip
         self._add_file(handle)
-        self._restored[logged.unique] = logged.fh
-        return handle
+        self._restored[handle.unique] = handle.fh
 
-    def restore_directory(self, logged: LoggedHandle, inode: Inode) -> None:
+    def adopt_directory(self, handle: DirectoryHandle) -> None:
         """Take up an open directory; the next read says by its offset where the stream stands."""
-        handle = DirectoryHandle(logged.fh, inode, -1, logged.unique)
         handle.offset = -1
         self.directories[handle.fh] = handle
-        inode.served += 1
-        self._restored[logged.unique] = logged.fh
+        handle.inode.served += 1
+        self._restored[handle.unique] = handle.fh
 
     def go_on_from(self, next_fh: int) -> None:
         """Number the next handles from `next_fh` on."""
@@ -142,7 +134,7 @@ class HandleTable:
             handle.inode.served += 1
 
     def tell_file(self, handle: FileHandle) -> None:
-        mode = records.PASSTHROUGH if handle.backing_id else records.SERVED
+        mode = PASSTHROUGH if handle.backing_id else SERVED
         self._log.opened(
             handle.unique, handle.fh, handle.inode.nodeid, handle.flags, mode, handle.backing_id
         )
@@ -175,7 +167,7 @@ class HandleTable:
         return handle
 
     def tell_directory(self, handle: DirectoryHandle) -> None:
-        self._log.opened(handle.unique, handle.fh, handle.inode.nodeid, 0, records.DIRECTORY, 0)
+        self._log.opened(handle.unique, handle.fh, handle.inode.nodeid, 0, DIRECTORY, 0)
 
     def close_directory(self, fh: int) -> DirectoryHandle | None:
         handle = self.directories.pop(fh, None)

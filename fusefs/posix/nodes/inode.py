@@ -1,4 +1,4 @@
-"""One node of the tree, and what stat shows of it."""
+"""One node of the tree, the file that is written under it, and what stat shows of both."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import os
 import stat
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+
+import trio
 
 from fusefs.posix.metadata.object_metadata import Meta
-from fusefs.store.interface import ObjectInfo
-
-if TYPE_CHECKING:
-    from fusefs.posix.write.staging import Staged
+from fusefs.posix.nodes.edit_base import Base
+from fusefs.store.interface import ObjectInfo, Upload, UploadState
 
 # Below are the root and the offsets of "." and ".." in directory streams.
 FIRST_ID = 16
@@ -119,7 +118,7 @@ class Inode:
         self.entries_changed_ns = 0
         # What the object's metadata says, on a writable mount; None until it was asked for.
         self.meta: Meta | None = None
-        self.staged: Staged | None = None
+        self.staged: StagedFile | None = None
         self.packed: bytes | None = None
         # Of a directory: there is known to be a marker.
         self.has_marker = False
@@ -163,6 +162,155 @@ class Inode:
         return Attributes(
             self.ino, size, mtime_ns, meta.mode, nlink, meta.uid, meta.gid, -(-size // 512)
         )
+
+
+class StagedFile:
+    """One file that is written. Belongs to the event loop.
+
+    `etag` is that of the object that the bucket has under the key, None if it
+    has none. `changes` counts what was done to the content, and `uploaded` is
+    what it was when the bucket got it; `meta_changes` counts what was done to
+    mode, owner, times and attributes, also during an upload. `lock` is held while the file is
+    uploaded, renamed or removed; writes wait for it, so that no object is a mix.
+
+    `exclusive` is set while the bucket has not decided yet that a file created
+    with O_EXCL is new: it marks this file's reservation (exclusive.py).
+    `creator` is the process that created it so, 0 if that is not known.
+    `is_leftover`: an earlier mount had staged it, so others may have been faster.
+    `is_closed` says that a program was told, or waited to be told, that its
+    content is kept: it is uploaded whatever happens to the mount. `is_rewrite`
+    says that its node stood for an object before it was written to, and
+    `is_abandoned` that the last program that stopped writing was killed. `before` is what
+    the object said, or was to say, when it was opened to be rewritten. `begun_ns` is
+    when an upload in parts was begun whose id is not known yet. `sum` is the
+    content's CRC32, None if it is not known (staged_sums.py). `is_named`: a power cut
+    leaves the file its name in the staging directory.
+    """
+
+    __slots__ = (
+        "base",
+        "before",
+        "begun_ns",
+        "changes",
+        "charged",
+        "creator",
+        "described_at",
+        "error",
+        "etag",
+        "exclusive",
+        "fd",
+        "free",
+        "has_record_file",
+        "inode",
+        "is_abandoned",
+        "is_closed",
+        "is_leftover",
+        "is_meta_dirty",
+        "is_named",
+        "is_rewrite",
+        "is_unlinked",
+        "lock",
+        "meta",
+        "meta_changes",
+        "path",
+        "recorded",
+        "since",
+        "sum",
+        "to_disk",
+        "upload",
+        "upload_state",
+        "uploaded",
+        "written_to",
+    )
+
+    def __init__(self, inode: Inode, path: str, fd: int, meta: Meta, etag: str | None) -> None:
+        self.inode = inode
+        self.path = path
+        self.fd = fd
+        self.meta = meta
+        self.etag = etag
+        self.exclusive: str | None = None
+        self.creator = 0
+        self.before: Meta | None = None
+        # When its attributes or its name changed last, in trio's seconds.
+        self.described_at = 0.0
+        self.changes = 1
+        self.uploaded = 0
+        self.is_meta_dirty = False
+        self.meta_changes = 0
+        self.is_unlinked = False
+        self.is_closed = False
+        self.is_leftover = False
+        self.is_rewrite = False
+        self.is_abandoned = False
+        # What the last upload failed with.
+        self.error: Exception | None = None
+        self.upload: Upload | None = None
+        # An upload that is on record, and perhaps an earlier process's.
+        self.upload_state: UploadState | None = None
+        self.begun_ns: int | None = None
+        # How far the content was written from its start on without a gap.
+        self.written_to = 0
+        # How far of that the disk was told to write.
+        self.to_disk = 0
+        # The bytes that count as held, and those of them that are the object's.
+        self.charged = 0
+        self.free = 0
+        self.base: Base | None = None
+        self.recorded = b""
+        self.sum: int | None = None
+        self.has_record_file = False
+        self.is_named = False
+        self.since = trio.current_time()
+        self.lock = trio.Lock()
+
+    @property
+    def is_content_dirty(self) -> bool:
+        return self.changes != self.uploaded
+
+    @property
+    def is_dirty(self) -> bool:
+        return (self.changes != self.uploaded or self.is_meta_dirty) and not self.is_unlinked
+
+    @property
+    def key(self) -> str:
+        assert self.inode.info is not None
+        return self.inode.info.key
+
+    def size(self) -> int:
+        return os.fstat(self.fd).st_size
+
+    def stamp(self) -> tuple[int, int]:
+        """What tells this content from later ones: its size, and its time in ns."""
+        found = os.fstat(self.fd)
+        return found.st_size, found.st_mtime_ns
+
+    def metadata(self) -> dict[str, str]:
+        """What the object's metadata is to say, with the content's time."""
+        return self.described().as_metadata()
+
+    def described(self) -> Meta:
+        """What belongs to the content as it is now, with its time."""
+        said = self.meta
+        # What others have noted there, a digest say, is about another content.
+        other = () if self.is_content_dirty else said.other
+        mtime_ns = os.fstat(self.fd).st_mtime_ns
+        return Meta(said.mode, said.uid, said.gid, mtime_ns, said.xattrs, other)
+
+    def touch(self) -> None:
+        """The content has changed."""
+        if not self.is_dirty:
+            self.since = trio.current_time()
+        self.changes += 1
+        self.sum = None
+
+    def touch_meta(self) -> None:
+        """What belongs to the content has changed."""
+        self.described_at = trio.current_time()
+        if not self.is_dirty:
+            self.since = self.described_at
+        self.is_meta_dirty = True
+        self.meta_changes += 1
 
 
 def stable_ino(key: str) -> int:

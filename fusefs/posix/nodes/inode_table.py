@@ -21,16 +21,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from fusefs.posix.nodes.inode import FIRST_ID, Attributes, Inode, Ownership, stable_ino
 from fusefs.store.interface import ObjectInfo, ObjectVersion
 
-if TYPE_CHECKING:
-    from fusefs.posix.journal.journal import NodeLog
-    from fusefs.posix.journal.replay import KernelState
-
-__all__ = ["FIRST_ID", "Attributes", "Inode", "InodeTable", "Ownership", "stable_ino"]
+__all__ = ["FIRST_ID", "Attributes", "Inode", "InodeTable", "NodeLog", "Ownership", "stable_ino"]
 
 # What the bucket has of versions that were copied.
 Copies = Mapping[ObjectVersion, ObjectInfo]
@@ -38,6 +34,23 @@ Copies = Mapping[ObjectVersion, ObjectInfo]
 ROOT_ID = 1
 # How much later a listing may date a change of ours.
 CLOCKS_DIFFER_NS = 1_000_000_000
+
+
+class NodeLog(Protocol):
+    """The record of what the kernel believes, written before each reply (journal/journal.py)."""
+
+    def node(self, inode: Inode) -> None: ...
+    def count(self, inode: Inode) -> None: ...
+    def gone(self, nodeid: int) -> None: ...
+    def superseded(self, nodeid: int) -> None: ...
+    def stale(self, nodeid: int, pid: int, *, is_told: bool) -> None: ...
+    def opened(
+        self, unique: int, fh: int, nodeid: int, flags: int, mode: int, backing_id: int
+    ) -> None: ...
+    def closed(self, fh: int) -> None: ...
+    def negotiated(self, init_out: bytes) -> None: ...
+    def table(self, next_id: int, next_fh: int, mounted_ns: int) -> None: ...
+    def begun(self, unique: int) -> None: ...
 
 
 class InodeTable:
@@ -70,38 +83,25 @@ class InodeTable:
         """No node id from here on has been used."""
         return self._next_id
 
-    def restore(self, state: KernelState) -> None:
-        """Take up the nodes that an earlier process told the kernel of.
+    def go_on_from(self, next_id: int) -> None:
+        """Number the next nodes from `next_id` on."""
+        self._next_id = next_id
 
-        Of the nodes of one name the youngest is current, unless it is on
-        record as superseded. Nothing is believed yet: an open asks the bucket.
+    def adopt(self, inode: Inode) -> None:
+        """Take up a node that an earlier process told the kernel of."""
+        self._by_id[inode.nodeid] = inode
+
+    def adopt_name(self, inode: Inode, parent_id: int, *, is_current: bool) -> None:
+        """Give a node that was taken up its parent; the youngest of a name is current.
+
+        `is_current` is False for one that is on record as superseded.
         """
-        self._next_id = state.next_id
-        for node in state.nodes.values():
-            if node.nodeid != ROOT_ID:
-                self._by_id[node.nodeid] = Inode(node.nodeid, node.ino, None, node.name, node.info)
-            self._by_id[node.nodeid].entries_changed_ns = node.entries_changed_ns
-        removed: dict[int, list[Inode]] = {}
-        for node in state.nodes.values():
-            if node.nodeid == ROOT_ID:
-                continue  # on record for its time alone
-            inode = self._by_id[node.nodeid]
-            inode.parent = self._by_id.get(node.parent, self.root)
-            inode.nlookup = node.nlookup
-            self._enlist(inode, is_current=node.nodeid not in state.superseded)
-            if inode.info is not None and inode.ino != stable_ino(inode.info.key):
-                inode.is_removed = True
-                removed.setdefault(inode.ino, []).append(inode)
-        for nodes in removed.values():
-            _lead(nodes)
-
-    def _enlist(self, inode: Inode, *, is_current: bool) -> None:
-        assert inode.parent is not None
-        assert inode.parent.children is not None
-        rival = inode.parent.children.get(inode.name)
+        parent = inode.parent = self._by_id.get(parent_id, self.root)
+        assert parent.children is not None
+        rival = parent.children.get(inode.name)
         inode.is_current = is_current and (rival is None or rival.nodeid < inode.nodeid)
         if inode.is_current:
-            inode.parent.children[inode.name] = inode
+            parent.children[inode.name] = inode
             if rival is not None:
                 rival.is_current = False
 
@@ -227,7 +227,7 @@ class InodeTable:
         """
         nodes = [inode for inode in nodes if not inode.is_removed]
         files = [inode for inode in nodes if inode.info is not None]
-        lead = _lead(files) if files else None
+        lead = choose_lead(files) if files else None
         for inode in nodes:
             self.supersede(inode)
             inode.packed = None
@@ -330,7 +330,7 @@ class InodeTable:
         return self._next_id - 1
 
 
-def _lead(nodes: list[Inode]) -> Inode:
+def choose_lead(nodes: list[Inode]) -> Inode:
     """Have the one of these nodes of one file stand for it that has the latest content."""
     lead = max(nodes, key=lambda inode: (inode.is_current, inode.staged is not None, inode.nodeid))
     for inode in nodes:

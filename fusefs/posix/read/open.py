@@ -25,9 +25,8 @@ from fusefs.cache.downloader import BLOCK, Fetcher, NotKeptError
 from fusefs.cache.file_cache import FileCache
 from fusefs.cache.readahead import SMALL, Siblings, Window
 from fusefs.posix.directory.listings import Directories, Directory
-from fusefs.posix.journal.journal import NodeLog
 from fusefs.posix.nodes.handles import HandleTable
-from fusefs.posix.nodes.inode_table import Inode, InodeTable
+from fusefs.posix.nodes.inode_table import Inode, InodeTable, NodeLog
 from fusefs.posix.types import Answer, BackingFiles, Caller, Opened, ReadCounters, waiting
 from fusefs.store.errors import NotFoundError, StaleVersionError
 from fusefs.store.interface import ObjectInfo, Store

@@ -17,11 +17,12 @@ from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.downloader import Fetcher, NotKeptError
 from fusefs.cache.file_cache import FileCache
 from fusefs.cache.integrity.probes import is_lost
+from fusefs.posix.nodes.edit_base import Base
 from fusefs.posix.nodes.handles import FileHandle, HandleTable
+from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.types import Answer, ReadCounters, waiting
-from fusefs.posix.write.sparse_edit import Base, Editor
-from fusefs.posix.write.staging import Staged
+from fusefs.posix.write.sparse_edit import Editor
 from fusefs.store.errors import NotFoundError, StaleVersionError
 
 # One request is answered from a buffer of this size (max_pages of 4 KiB).
@@ -75,7 +76,7 @@ class Reader:
         return waiting(self._read_later(handle, offset, stop))
 
     def _read_staged(
-        self, staged: Staged, offset: int, size: int
+        self, staged: StagedFile, offset: int, size: int
     ) -> Answer[memoryview | bytes | bytearray]:
         """The bytes of a file that is being written, fewer at its end."""
         if staged.base is not None and staged.base.lacks(offset, offset + size):
@@ -91,13 +92,13 @@ class Reader:
                 raise
         return self._pread_later(staged, offset, size)
 
-    async def _read_edited(self, staged: Staged, base: Base, offset: int, size: int) -> bytes:
+    async def _read_edited(self, staged: StagedFile, base: Base, offset: int, size: int) -> bytes:
         assert self.editor is not None
         async with staged.lock:
             await self.editor.fill(base, staged.fd, offset, offset + size)
         return await self._pread_later(staged, offset, size)
 
-    async def _pread_later(self, staged: Staged, offset: int, size: int) -> bytes:
+    async def _pread_later(self, staged: StagedFile, offset: int, size: int) -> bytes:
         return await trio.to_thread.run_sync(
             _read_what_is_there, staged.fd, offset, size, limiter=self._disk
         )

@@ -11,7 +11,7 @@ import os
 import trio
 
 from fusefs.linux.allocating import begin_writing
-from fusefs.posix.write.staging import Staged
+from fusefs.posix.nodes.inode import StagedFile
 
 # The disk is told after so many bytes: enough for it to write them in one go.
 STEP = 8 << 20
@@ -24,15 +24,15 @@ class DiskAhead:
         self._nursery = nursery
         self._disk = trio.CapacityLimiter(4)
         # Files of which the disk is being told.
-        self._telling: set[Staged] = set()
+        self._telling: set[StagedFile] = set()
 
-    def wrote(self, staged: Staged) -> None:
+    def wrote(self, staged: StagedFile) -> None:
         """Note that there is more of a file."""
         if staged.written_to - staged.to_disk >= STEP and staged not in self._telling:
             self._telling.add(staged)
             self._nursery.start_soon(self._tell, staged)
 
-    async def _tell(self, staged: Staged) -> None:
+    async def _tell(self, staged: StagedFile) -> None:
         # The file may be uploaded, and released, while this waits for the disk.
         fd = os.dup(staged.fd)
         try:

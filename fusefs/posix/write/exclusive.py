@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
-from fusefs.posix.write.staging import Staged
+from fusefs.posix.nodes.inode import StagedFile
 
 # How long a directory that was made here counts as this mount's own.
 MADE_S = 600.0
@@ -57,7 +57,7 @@ class ExclusiveCreates:
     def __init__(
         self,
         nursery: trio.Nursery,
-        reserve: Callable[[Staged], Awaitable[None]],
+        reserve: Callable[[StagedFile], Awaitable[None]],
         *,
         reserves_always: bool,
     ) -> None:
@@ -69,7 +69,7 @@ class ExclusiveCreates:
         # How many files in a row a process has written, and when it did so last.
         self._copiers: OrderedDict[int, tuple[int, float]] = OrderedDict()
         # Files that were not reserved, and when they are to be, in trio's seconds.
-        self._watched: deque[tuple[float, Staged]] = deque()
+        self._watched: deque[tuple[float, StagedFile]] = deque()
         self._is_watching = False
 
     def made(self, prefix: str) -> None:
@@ -110,7 +110,7 @@ class ExclusiveCreates:
         """A process lost a name at its close: its next creation is decided at once."""
         self._copiers.pop(pid, None)
 
-    def watch(self, staged: Staged) -> None:
+    def watch(self, staged: StagedFile) -> None:
         """Have a file reserved that stays open without becoming larger than a lock's."""
         self._watched.append((trio.current_time() + OPEN_S, staged))
         if not self._is_watching:
@@ -130,7 +130,7 @@ class ExclusiveCreates:
             self._is_watching = False
 
 
-def is_undecided(staged: Staged) -> bool:
+def is_undecided(staged: StagedFile) -> bool:
     """Whether a file is to be new and the bucket has not said yet that it is."""
     return staged.exclusive is not None and not staged.is_unlinked and staged.inode.staged is staged
 

@@ -30,12 +30,13 @@ from fusefs.posix.metadata.deferred_attributes import DEFER_S, Deferred, Deferre
 from fusefs.posix.metadata.object_metadata import Meta
 from fusefs.posix.namespace.removals import Removal, Removals
 from fusefs.posix.nodes.handles import FileHandle, HandleTable
+from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.nodes.inode_table import Inode, InodeTable
 from fusefs.posix.types import Answer, waiting
 from fusefs.posix.write import staged_sums
 from fusefs.posix.write.exclusive import ExclusiveCreates
 from fusefs.posix.write.sparse_edit import Editor
-from fusefs.posix.write.staging import Staged, Staging
+from fusefs.posix.write.staging import Staging
 from fusefs.posix.write.uploader import Uploads
 from fusefs.store.errors import CredentialsError
 from fusefs.store.interface import ObjectInfo, Store
@@ -128,7 +129,7 @@ class Writeback:
         self.removals = removals
         removals.landed = self._removed
         directories.local.is_leaving = removals.__contains__
-        self.held: Callable[[Staged], AbstractAsyncContextManager[None]] = self.uploads.held
+        self.held: Callable[[StagedFile], AbstractAsyncContextManager[None]] = self.uploads.held
 
     @property
     def may_delete(self) -> bool:
@@ -154,7 +155,7 @@ class Writeback:
             return waiting(self._flush_unless_killed(handle, staged, pid))
         return self._flush(handle, staged)
 
-    async def _flush_unless_killed(self, handle: FileHandle, staged: Staged, pid: int) -> None:
+    async def _flush_unless_killed(self, handle: FileHandle, staged: StagedFile, pid: int) -> None:
         # A killed program's request is soon cancelled, and the answer is needed then.
         with trio.CancelScope(shield=True):
             staged.is_abandoned = await self.was_killed(pid)
@@ -165,7 +166,7 @@ class Writeback:
             if answer is not None:
                 await answer
 
-    def _flush(self, handle: FileHandle, staged: Staged) -> Answer[None]:
+    def _flush(self, handle: FileHandle, staged: StagedFile) -> Answer[None]:
         if not staged.is_content_dirty:
             self.uploads.start(staged, DEFER_S)  # it may be closed here and open elsewhere
             return None
@@ -189,12 +190,12 @@ class Writeback:
             return waiting(self.deferred.flush(info.key))
         return None
 
-    def _can_be_undone(self, staged: Staged) -> bool:
+    def _can_be_undone(self, staged: StagedFile) -> bool:
         """Whether nothing was written to a file but what no program has closed yet."""
         is_known = staged.is_closed or self.uploads.is_under_way(staged)
         return staged.is_content_dirty and not is_known
 
-    async def _undo(self, staged: Staged) -> None:
+    async def _undo(self, staged: StagedFile) -> None:
         """Let the object stay as it is, and forget what a killed program wrote."""
         inode = staged.inode
         async with self.held(staged):
@@ -219,7 +220,7 @@ class Writeback:
         if inode.staged is staged and not inode.served:
             self._release(staged)
 
-    def _keep_attributes(self, staged: Staged, info: ObjectInfo) -> None:
+    def _keep_attributes(self, staged: StagedFile, info: ObjectInfo) -> None:
         """Modes, owners and attributes that were set are not what a killed program wrote."""
         mtime_ns = staged.before.mtime_ns if staged.before is not None else None
         try:
@@ -227,7 +228,7 @@ class Writeback:
         except OSError as error:
             logger.error("the attributes of %s are lost: %s", staged.key, error.strerror)
 
-    async def upload(self, staged: Staged, *, is_closing: bool = False) -> None:
+    async def upload(self, staged: StagedFile, *, is_closing: bool = False) -> None:
         """Have the last content of a file in the bucket.
 
         With `is_closing` a program waits for the content to be kept: local
@@ -266,7 +267,7 @@ class Writeback:
             self.staging.close(staged)
         self.uploads.start(staged, LATER_S)
 
-    def _defer(self, staged: Staged) -> bool:
+    def _defer(self, staged: StagedFile) -> bool:
         """Keep attributes that changed alone apart, so that the content need not stay staged.
 
         False where they go along with the content, or somebody has the file open.
@@ -355,7 +356,7 @@ class Writeback:
             one.inode is inode and one.flags & WRITING for one in self._handles.files.values()
         )
 
-    def pending(self, key: str) -> list[Staged]:
+    def pending(self, key: str) -> list[StagedFile]:
         """What is staged and not in the bucket of a file or of what is below a prefix.
 
         That of everything for "".
@@ -363,11 +364,11 @@ class Writeback:
         below = key if not key or key.endswith("/") else key + "/"
         return [one for one in self.staging.pending if one.key == key or one.key.startswith(below)]
 
-    def unsent(self, key: str) -> list[Staged | Deferred | Removal]:
+    def unsent(self, key: str) -> list[StagedFile | Deferred | Removal]:
         """As `pending`, with the attributes that the bucket lacks, and what is to go from it."""
         return [*self.pending(key), *self.deferred.pending(key), *self.removals.pending(key)]
 
-    def state(self, staged: Staged | Deferred | Removal) -> str:
+    def state(self, staged: StagedFile | Deferred | Removal) -> str:
         """What happens to a file that is not in the bucket, for people to read."""
         if isinstance(staged, Deferred | Removal):
             return UPLOADING if staged.error is None else "failed"
@@ -386,14 +387,14 @@ class Writeback:
             staged.error = None
             self.uploads.start(staged).hurry.set()
 
-    def _landed(self, staged: Staged, info: ObjectInfo) -> None:
+    def _landed(self, staged: StagedFile, info: ObjectInfo) -> None:
         """The bucket has the content of a file."""
         self._has(staged.inode, info)
         self._settle(staged)
         if staged.inode.staged is staged:
             self.staging.record(staged)
 
-    def _kept_apart(self, staged: Staged, info: ObjectInfo, theirs: ObjectInfo | None) -> None:
+    def _kept_apart(self, staged: StagedFile, info: ObjectInfo, theirs: ObjectInfo | None) -> None:
         """The content is in the bucket under another name than it was to have."""
         inode = staged.inode
         assert inode.info is not None
@@ -406,7 +407,7 @@ class Writeback:
         self.directories.changed(prefix, name, ABSENT if theirs is None else theirs)
         self._landed(staged, info)
 
-    def _set_aside(self, staged: Staged, theirs: ObjectInfo | None) -> None:
+    def _set_aside(self, staged: StagedFile, theirs: ObjectInfo | None) -> None:
         """What was written to a file that can't be whole any more stays on the disk alone."""
         inode = staged.inode
         assert inode.info is not None
@@ -425,7 +426,7 @@ class Writeback:
         prefix = info.key[: len(info.key) - len(inode.name)]
         self.directories.changed(prefix, inode.name, info, lasting=inode.staged is not None)
 
-    def _settle(self, staged: Staged) -> None:
+    def _settle(self, staged: StagedFile) -> None:
         """Keep the content as the cached copy, if nobody has the file open."""
         inode = staged.inode
         if staged.is_dirty or inode.served or inode.staged is not staged:
@@ -440,7 +441,7 @@ class Writeback:
             prefix = inode.info.key[: len(inode.info.key) - len(inode.name)]
             self.directories.settled(prefix, inode.name)
 
-    def _release(self, staged: Staged, *, is_taken: bool = False) -> None:
+    def _release(self, staged: StagedFile, *, is_taken: bool = False) -> None:
         self.staging.release(staged, is_taken=is_taken)
         # Without the kernel's knowing it, it was here for its content alone.
         self.inodes.drop_unknown(staged.inode)
@@ -521,7 +522,7 @@ class Writeback:
         self.removals.close()
         self.staging.remove_if_empty()
 
-    async def _say_if_slow(self, files: list[Staged]) -> None:
+    async def _say_if_slow(self, files: list[StagedFile]) -> None:
         await trio.sleep(SLOW_S)
         left = [one for one in files if one.is_dirty]
         size = sum(one.size() for one in left)

@@ -17,21 +17,18 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from typing import TYPE_CHECKING
 
 import trio
 
 from fusefs.cache.integrity.checksums import BLOCK, crc32
-
-if TYPE_CHECKING:
-    from fusefs.posix.write.staging import Staged
+from fusefs.posix.nodes.inode import StagedFile
 
 ATTRIBUTE = "user.fusefs.sum"
 # A content of so many bytes takes less time to read than to give to a thread.
 SMALL = 128 << 10
 
 
-async def note(staged: Staged) -> None:
+async def note(staged: StagedFile) -> None:
     """Take the checksum of a content, unless it has one or is being changed.
 
     Raises:
@@ -56,14 +53,14 @@ def recall(fd: int) -> int | None:
         return None
 
 
-def forget(staged: Staged) -> None:
+def forget(staged: StagedFile) -> None:
     """Have no checksum of a content that is about to change."""
     staged.sum = None
     with contextlib.suppress(OSError):
         os.removexattr(staged.fd, ATTRIBUTE)
 
 
-async def check(staged: Staged) -> None:
+async def check(staged: StagedFile) -> None:
     """Compare a content with its checksum, if it has one.
 
     Raises:
@@ -79,7 +76,7 @@ async def check(staged: Staged) -> None:
     )
 
 
-async def _sum_of(staged: Staged) -> int:
+async def _sum_of(staged: StagedFile) -> int:
     size = staged.size()
     if size <= SMALL:
         return crc32(memoryview(os.pread(staged.fd, size, 0)))

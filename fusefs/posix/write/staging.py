@@ -31,165 +31,16 @@ from fusefs.cache.file_cache import FileCache
 from fusefs.cache.ranges import RangeMap
 from fusefs.posix.metadata import object_metadata as meta
 from fusefs.posix.metadata.object_metadata import Meta
-from fusefs.posix.nodes.inode_table import Inode
+from fusefs.posix.nodes.edit_base import Base
+from fusefs.posix.nodes.inode import Inode, StagedFile
 from fusefs.posix.write import staged_sums, staging_record
-from fusefs.posix.write.sparse_edit import Base
-from fusefs.store.interface import ObjectVersion, Upload, UploadState
+from fusefs.store.interface import ObjectVersion, UploadState
 
 logger = logging.getLogger("fusefs.staging")
 
 
 # What S3 takes as one object.
 LARGEST = 5 << 40
-
-
-class Staged:
-    """One file that is written. Belongs to the event loop.
-
-    `etag` is that of the object that the bucket has under the key, None if it
-    has none. `changes` counts what was done to the content, and `uploaded` is
-    what it was when the bucket got it; `meta_changes` counts what was done to
-    mode, owner, times and attributes, also during an upload. `lock` is held while the file is
-    uploaded, renamed or removed; writes wait for it, so that no object is a mix.
-
-    `exclusive` is set while the bucket has not decided yet that a file created
-    with O_EXCL is new: it marks this file's reservation (exclusive.py).
-    `creator` is the process that created it so, 0 if that is not known.
-    `is_leftover`: an earlier mount had staged it, so others may have been faster.
-    `is_closed` says that a program was told, or waited to be told, that its
-    content is kept: it is uploaded whatever happens to the mount. `is_rewrite`
-    says that its node stood for an object before it was written to, and
-    `is_abandoned` that the last program that stopped writing was killed. `before` is what
-    the object said, or was to say, when it was opened to be rewritten. `begun_ns` is
-    when an upload in parts was begun whose id is not known yet. `sum` is the
-    content's CRC32, None if it is not known (staged_sums.py). `is_named`: a power cut
-    leaves the file its name in the staging directory.
-    """
-
-    __slots__ = (
-        "base",
-        "before",
-        "begun_ns",
-        "changes",
-        "charged",
-        "creator",
-        "described_at",
-        "error",
-        "etag",
-        "exclusive",
-        "fd",
-        "free",
-        "has_record_file",
-        "inode",
-        "is_abandoned",
-        "is_closed",
-        "is_leftover",
-        "is_meta_dirty",
-        "is_named",
-        "is_rewrite",
-        "is_unlinked",
-        "lock",
-        "meta",
-        "meta_changes",
-        "path",
-        "recorded",
-        "since",
-        "sum",
-        "to_disk",
-        "upload",
-        "upload_state",
-        "uploaded",
-        "written_to",
-    )
-
-    def __init__(self, inode: Inode, path: str, fd: int, meta: Meta, etag: str | None) -> None:
-        self.inode = inode
-        self.path = path
-        self.fd = fd
-        self.meta = meta
-        self.etag = etag
-        self.exclusive: str | None = None
-        self.creator = 0
-        self.before: Meta | None = None
-        # When its attributes or its name changed last, in trio's seconds.
-        self.described_at = 0.0
-        self.changes = 1
-        self.uploaded = 0
-        self.is_meta_dirty = False
-        self.meta_changes = 0
-        self.is_unlinked = False
-        self.is_closed = False
-        self.is_leftover = False
-        self.is_rewrite = False
-        self.is_abandoned = False
-        # What the last upload failed with.
-        self.error: Exception | None = None
-        self.upload: Upload | None = None
-        # An upload that is on record, and perhaps an earlier process's.
-        self.upload_state: UploadState | None = None
-        self.begun_ns: int | None = None
-        # How far the content was written from its start on without a gap.
-        self.written_to = 0
-        # How far of that the disk was told to write.
-        self.to_disk = 0
-        # The bytes that count as held, and those of them that are the object's.
-        self.charged = 0
-        self.free = 0
-        self.base: Base | None = None
-        self.recorded = b""
-        self.sum: int | None = None
-        self.has_record_file = False
-        self.is_named = False
-        self.since = trio.current_time()
-        self.lock = trio.Lock()
-
-    @property
-    def is_content_dirty(self) -> bool:
-        return self.changes != self.uploaded
-
-    @property
-    def is_dirty(self) -> bool:
-        return (self.changes != self.uploaded or self.is_meta_dirty) and not self.is_unlinked
-
-    @property
-    def key(self) -> str:
-        assert self.inode.info is not None
-        return self.inode.info.key
-
-    def size(self) -> int:
-        return os.fstat(self.fd).st_size
-
-    def stamp(self) -> tuple[int, int]:
-        """What tells this content from later ones: its size, and its time in ns."""
-        found = os.fstat(self.fd)
-        return found.st_size, found.st_mtime_ns
-
-    def metadata(self) -> dict[str, str]:
-        """What the object's metadata is to say, with the content's time."""
-        return self.described().as_metadata()
-
-    def described(self) -> Meta:
-        """What belongs to the content as it is now, with its time."""
-        said = self.meta
-        # What others have noted there, a digest say, is about another content.
-        other = () if self.is_content_dirty else said.other
-        mtime_ns = os.fstat(self.fd).st_mtime_ns
-        return Meta(said.mode, said.uid, said.gid, mtime_ns, said.xattrs, other)
-
-    def touch(self) -> None:
-        """The content has changed."""
-        if not self.is_dirty:
-            self.since = trio.current_time()
-        self.changes += 1
-        self.sum = None
-
-    def touch_meta(self) -> None:
-        """What belongs to the content has changed."""
-        self.described_at = trio.current_time()
-        if not self.is_dirty:
-            self.since = self.described_at
-        self.is_meta_dirty = True
-        self.meta_changes += 1
 
 
 class NamesOnDisk:
@@ -228,7 +79,7 @@ class Staging:
         # Has the objects that are edited; set by who writes.
         self.cache: FileCache | None = None
         self._limit = limit
-        self._files: dict[int, Staged] = {}
+        self._files: dict[int, StagedFile] = {}
         self.charged = 0
         told = directory / "source"
         if not told.exists() or told.read_bytes() != source.encode():
@@ -238,14 +89,14 @@ class Staging:
         is_locked(self._lock)
         self._names = NamesOnDisk()
 
-    def __iter__(self) -> Iterator[Staged]:
+    def __iter__(self) -> Iterator[StagedFile]:
         return iter(list(self._files.values()))
 
     def __len__(self) -> int:
         return len(self._files)
 
     @property
-    def pending(self) -> list[Staged]:
+    def pending(self) -> list[StagedFile]:
         """Those of which the bucket does not have the last content."""
         return [staged for staged in self._files.values() if staged.is_dirty]
 
@@ -266,7 +117,7 @@ class Staging:
     def begin(
         self, inode: Inode, fd: int, meta: Meta, etag: str | None, base: Base | None = None,
         *, is_exclusive: bool = False,
-    ) -> Staged:  # fmt: skip
+    ) -> StagedFile:  # fmt: skip
         """Let a node's content be what was prepared; takes the descriptor and the base's pin.
 
         With `is_exclusive` the bucket is to decide that it is new.
@@ -274,7 +125,7 @@ class Staging:
         Raises:
             OSError: the disk does not take it.
         """
-        staged = Staged(inode, self._path(inode), fd, meta, etag)
+        staged = StagedFile(inode, self._path(inode), fd, meta, etag)
         staged.base = base
         staged.exclusive = self._mark(inode) if is_exclusive else None
         staged.charged = staged.free = staged.size()
@@ -288,12 +139,12 @@ class Staging:
         self._add(staged)
         return staged
 
-    def _add(self, staged: Staged) -> None:
+    def _add(self, staged: StagedFile) -> None:
         self._files[staged.inode.nodeid] = staged
         staged.inode.staged = staged
         staged.inode.packed = None
 
-    def rebase(self, staged: Staged, version: ObjectVersion) -> None:
+    def rebase(self, staged: StagedFile, version: ObjectVersion) -> None:
         """The bucket has the file's content now, in place of the object that was edited."""
         if staged.base is not None and self.cache is not None:
             old, staged.base.file = staged.base.file, self.cache.pin(version)
@@ -301,7 +152,7 @@ class Staging:
             staged.base.size = version.size
             staged.base.changed = RangeMap()
 
-    def charge(self, staged: Staged, size: int) -> None:
+    def charge(self, staged: StagedFile, size: int) -> None:
         """Count a file as `size` bytes long, before it is.
 
         Raises:
@@ -315,7 +166,7 @@ class Staging:
         self.charged += more
         staged.charged = size
 
-    def record(self, staged: Staged) -> None:
+    def record(self, staged: StagedFile) -> None:
         """Put on the disk whose content it is; blocks for as long as creating a file does."""
         if self._record_in_attribute(staged):
             return
@@ -325,7 +176,7 @@ class Staging:
             staged.has_record_file = True
             staged.recorded = told
 
-    def _record_in_attribute(self, staged: Staged) -> bool:
+    def _record_in_attribute(self, staged: StagedFile) -> bool:
         """Have a file's record in its attribute; False if it is to be in a file of its own."""
         record = None if staged.has_record_file else staging_record.in_attribute(staged)
         if record is None:
@@ -335,12 +186,12 @@ class Staging:
         staged.recorded = record
         return True
 
-    def close(self, staged: Staged) -> None:
+    def close(self, staged: StagedFile) -> None:
         """Put on record that a program relies on the file."""
         staged.is_closed = True
         self.record(staged)
 
-    async def make_safe(self, staged: Staged) -> None:
+    async def make_safe(self, staged: StagedFile) -> None:
         """Have a file survive a power cut, as fsync on a local disk does; also records `close`.
 
         Raises:
@@ -384,7 +235,7 @@ class Staging:
     def _path(self, inode: Inode) -> str:
         return f"{self.directory}/{inode.nodeid}"
 
-    def _sync(self, staged: Staged, fd: int, record: bytes | None) -> None:
+    def _sync(self, staged: StagedFile, fd: int, record: bytes | None) -> None:
         """Have a content on the disk, with its name and its record, which may be a file. Blocks."""
         os.fsync(fd)
         if record is not None:
@@ -394,7 +245,7 @@ class Staging:
         self._names.sync(self._lock)
         staged.is_named = True
 
-    def restore(self, inode: Inode) -> Staged | None:
+    def restore(self, inode: Inode) -> StagedFile | None:
         """Take up what an earlier process had staged under this node, if anything."""
         path = self.directory / str(inode.nodeid)
         found = staging_record.load(path)
@@ -406,11 +257,11 @@ class Staging:
             return None
         return self.take_up(inode, *found)
 
-    def take_up(self, inode: Inode, fd: int, told: Mapping[str, Any]) -> Staged:
+    def take_up(self, inode: Inode, fd: int, told: Mapping[str, Any]) -> StagedFile:
         """Have a node's content be a file with a record."""
         default = Meta(stat.S_IFREG | 0o644, os.geteuid(), os.getegid())
         known = meta.read(told["metadata"], default).changed(mtime_ns=None)
-        staged = Staged(inode, self._path(inode), fd, known, told["etag"])
+        staged = StagedFile(inode, self._path(inode), fd, known, told["etag"])
         staged.is_unlinked = told["is_unlinked"]
         staged.is_meta_dirty = told["is_meta_dirty"]
         staged.is_closed = told["is_closed"]
@@ -439,14 +290,14 @@ class Staging:
         """The nodes that an earlier process of this mount had staged."""
         return [int(path.name) for path in staging_record.on_record(self.directory)]
 
-    def set_aside(self, staged: Staged) -> Path:
+    def set_aside(self, staged: StagedFile) -> Path:
         """Forget a file, but leave what was written to it where no mount takes it up."""
         kept = self.directory / f"edited-{staged.inode.nodeid}"
         os.rename(staged.path, kept)
         self.release(staged)
         return kept
 
-    def release(self, staged: Staged, *, is_taken: bool = False) -> None:
+    def release(self, staged: StagedFile, *, is_taken: bool = False) -> None:
         """Forget a file; what is left of it is removed, but for what the cache has taken."""
         del self._files[staged.inode.nodeid]
         self.charged -= staged.charged - staged.free

@@ -21,12 +21,10 @@ import struct
 import time
 from dataclasses import astuple
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fusefs.posix.metadata.object_metadata import Meta
-
-if TYPE_CHECKING:
-    from fusefs.posix.write.staging import Staged
+from fusefs.posix.nodes.inode import StagedFile
 
 logger = logging.getLogger("fusefs.staging")
 
@@ -45,7 +43,7 @@ _BRIEF = struct.Struct("<HIIQQ")
 _META_DIRTY = 0o2000
 
 
-def in_attribute(staged: Staged) -> bytes | None:
+def in_attribute(staged: StagedFile) -> bytes | None:
     """The record of a file as its attribute holds it; None for one that is to be in a file.
 
     That of an upload in parts becomes long, and changes with each of them.
@@ -56,7 +54,7 @@ def in_attribute(staged: Staged) -> bytes | None:
     return record if len(record) <= LONGEST else None
 
 
-def brief(staged: Staged) -> bytes | None:
+def brief(staged: StagedFile) -> bytes | None:
     """The record of a file of which there is not much to say; None for others."""
     said = staged.meta
     if (
@@ -100,7 +98,7 @@ def _attribute_of(fd: int) -> dict[str, Any] | None:
     }
 
 
-def _clean_stamp(staged: Staged) -> tuple[int, int] | None:
+def _clean_stamp(staged: StagedFile) -> tuple[int, int] | None:
     """What tells the content from later ones, if the bucket has it."""
     if staged.is_content_dirty:
         return None
@@ -108,7 +106,7 @@ def _clean_stamp(staged: Staged) -> tuple[int, int] | None:
     return stamp if _is_past(stamp) else None
 
 
-def told(staged: Staged) -> bytes:
+def told(staged: StagedFile) -> bytes:
     """A file's record."""
     base = staged.base
     state = staged.upload.state if staged.upload is not None else staged.upload_state

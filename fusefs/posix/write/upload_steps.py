@@ -19,8 +19,10 @@ from contextlib import suppress
 import trio
 
 from fusefs.posix.metadata.deferred_attributes import OwnObjects
-from fusefs.posix.write.sparse_edit import Base, Editor
-from fusefs.posix.write.staging import Staged, Staging
+from fusefs.posix.nodes.edit_base import Base
+from fusefs.posix.nodes.inode import StagedFile
+from fusefs.posix.write.sparse_edit import Editor
+from fusefs.posix.write.staging import Staging
 from fusefs.store.errors import (
     ConflictError,
     NotFoundError,
@@ -63,7 +65,7 @@ class Sender:
         self._fails_on_conflict = fails_on_conflict
         self.own = OwnObjects()
 
-    async def send(self, staged: Staged, commit: Callable[[], None]) -> ObjectInfo:
+    async def send(self, staged: StagedFile, commit: Callable[[], None]) -> ObjectInfo:
         """Have the bucket have a file, which is locked, as it is; return what it has.
 
         `commit` is called before what may come to pass even if it is cancelled.
@@ -89,7 +91,7 @@ class Sender:
             return info
         return await self._send_parts(staged, commit, size)
 
-    async def reserve(self, staged: Staged) -> ObjectInfo:
+    async def reserve(self, staged: StagedFile) -> ObjectInfo:
         """Put an empty object under the key of a file that is to be new.
 
         Raises:
@@ -102,7 +104,7 @@ class Sender:
             content_type=content_type(staged.key), condition=IF_ABSENT,
         )  # fmt: skip
 
-    async def reserved(self, staged: Staged) -> ObjectInfo | None:
+    async def reserved(self, staged: StagedFile) -> ObjectInfo | None:
         """The reservation of this very file, if that is what the bucket has under its key."""
         try:
             found = await self._store.head(staged.key)
@@ -111,16 +113,16 @@ class Sender:
         mark = (found.metadata or {}).get(CREATED_BY)
         return found if not found.size and mark == staged.exclusive else None
 
-    def _condition(self, staged: Staged) -> Condition:
+    def _condition(self, staged: StagedFile) -> Condition:
         if not self.is_careful(staged):
             return Expect(staged.etag)
         return IF_ABSENT if staged.etag is None else IfMatch(staged.etag)
 
-    def is_careful(self, staged: Staged) -> bool:
+    def is_careful(self, staged: StagedFile) -> bool:
         """Whether somebody else's object is not to be replaced."""
         return self._fails_on_conflict or staged.is_leftover or staged.exclusive is not None
 
-    async def _describe(self, staged: Staged) -> ObjectInfo:
+    async def _describe(self, staged: StagedFile) -> ObjectInfo:
         """Have the object say what the file's attributes are now."""
         version = staged.inode.info
         assert version is not None
@@ -144,7 +146,7 @@ class Sender:
             )  # fmt: skip
 
     async def _send_parts(
-        self, staged: Staged, commit: Callable[[], None], size: int
+        self, staged: StagedFile, commit: Callable[[], None], size: int
     ) -> ObjectInfo:
         upload = await self._resumed(staged, size)
         if upload is None and size:
@@ -171,7 +173,7 @@ class Sender:
         staged.upload = staged.upload_state = None
         return await self._corrected(staged, upload, info)
 
-    async def _lost(self, staged: Staged) -> None:
+    async def _lost(self, staged: StagedFile) -> None:
         """There is no such upload any more: somebody, or the bucket's own rules, have aborted it.
 
         Or it was completed without anybody's hearing of it, and the object replaced since.
@@ -189,7 +191,7 @@ class Sender:
             if etag != staged.etag:
                 raise ConflictError("the object has been replaced")
 
-    async def _copy_parts(self, staged: Staged, base: Base, upload: Upload, size: int) -> None:
+    async def _copy_parts(self, staged: StagedFile, base: Base, upload: Upload, size: int) -> None:
         """Have S3 copy the parts that nobody wrote to, and bring what the others lack."""
         errors: list[Exception] = []
         todo = iter(upload.missing(size))
@@ -216,7 +218,7 @@ class Sender:
         if errors:
             raise errors[0]
 
-    async def _corrected(self, staged: Staged, upload: Upload, info: ObjectInfo) -> ObjectInfo:
+    async def _corrected(self, staged: StagedFile, upload: Upload, info: ObjectInfo) -> ObjectInfo:
         """Have a new object say what was not known when its upload was begun."""
         said, wanted = without_token(upload.state.metadata), staged.metadata()
         if "mtime" not in said:
@@ -228,7 +230,7 @@ class Sender:
             os.utime(staged.fd, ns=(info.mtime_ns, info.mtime_ns))
         return info
 
-    async def begin(self, staged: Staged, metadata: dict[str, str]) -> Upload:
+    async def begin(self, staged: StagedFile, metadata: dict[str, str]) -> Upload:
         """Begin an upload, which is on record before and after."""
         staged.begun_ns = time.time_ns()
         self._staging.record(staged)
@@ -239,7 +241,7 @@ class Sender:
         self._staging.record(staged)
         return staged.upload
 
-    async def _resumed(self, staged: Staged, size: int) -> Upload | None:
+    async def _resumed(self, staged: StagedFile, size: int) -> Upload | None:
         """The upload that is under way, if there is one and it can be gone on with."""
         if staged.begun_ns is not None:
             await self._abort_lost(staged.key, staged.begun_ns)
@@ -266,7 +268,7 @@ class Sender:
             if lost.key == key and lost.begun_ns >= begun_ns - CLOCKS_NS:
                 await self._store.abort_upload(lost.key, lost.upload_id)
 
-    async def abandon(self, staged: Staged) -> None:
+    async def abandon(self, staged: StagedFile) -> None:
         """Give up the upload that is under way, if there is one; the record goes last."""
         upload = staged.upload.state if staged.upload is not None else staged.upload_state
         if upload is None and staged.begun_ns is None:
@@ -284,7 +286,7 @@ class Sender:
         except StoreError as error:
             logger.warning("%s: its upload could not be aborted: %s", key, error)
 
-    async def give_up(self, staged: Staged) -> ObjectInfo | None:
+    async def give_up(self, staged: StagedFile) -> ObjectInfo | None:
         """Send a file no more; return what the bucket has under its key."""
         await self.abandon(staged)
         try:
@@ -292,7 +294,7 @@ class Sender:
         except NotFoundError:
             return None
 
-    async def keep_apart(self, staged: Staged) -> tuple[ObjectInfo | None, ObjectInfo]:
+    async def keep_apart(self, staged: StagedFile) -> tuple[ObjectInfo | None, ObjectInfo]:
         """Keep the content under a key of its own, beside the object that somebody else made.
 
         Returns that object and the new one. They are the same if it is this
@@ -313,7 +315,7 @@ class Sender:
         return theirs, info
 
 
-def _is_content_of(info: ObjectInfo, staged: Staged) -> bool:
+def _is_content_of(info: ObjectInfo, staged: StagedFile) -> bool:
     """Whether an object says of itself what this file says, to the nanosecond."""
     told = (info.metadata or {}).get("mtime")
     return info.size == staged.size() and told == staged.metadata()["mtime"]

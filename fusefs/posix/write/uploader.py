@@ -23,10 +23,11 @@ from typing import Any
 
 import trio
 
+from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.write import exclusive, staged_sums
 from fusefs.posix.write.closes import Closes
 from fusefs.posix.write.sparse_edit import BaseLostError, Editor
-from fusefs.posix.write.staging import Staged, Staging
+from fusefs.posix.write.staging import Staging
 from fusefs.posix.write.upload_steps import IN_PARTS, Sender
 from fusefs.store.errors import ConflictError, CredentialsError, StaleVersionError, StoreError
 from fusefs.store.interface import ObjectInfo, Store, Upload, UploadState
@@ -79,9 +80,9 @@ class Uploads:
         staging: Staging,
         editor: Editor,
         nursery: trio.Nursery,
-        landed: Callable[[Staged, ObjectInfo], None],
-        kept_apart: Callable[[Staged, ObjectInfo, ObjectInfo | None], None],
-        set_aside: Callable[[Staged, ObjectInfo | None], None],
+        landed: Callable[[StagedFile, ObjectInfo], None],
+        kept_apart: Callable[[StagedFile, ObjectInfo, ObjectInfo | None], None],
+        set_aside: Callable[[StagedFile, ObjectInfo | None], None],
         *,
         fails_on_conflict: bool,
         sends_ahead: bool,
@@ -95,14 +96,14 @@ class Uploads:
         self._kept_apart = kept_apart
         self._set_aside = set_aside
         self._sends_ahead = sends_ahead
-        self._attempts: dict[Staged, Attempt] = {}
-        self._aheads: dict[Staged, Ahead] = {}
+        self._attempts: dict[StagedFile, Attempt] = {}
+        self._aheads: dict[StagedFile, Ahead] = {}
         # Of files that are safe on the local disk, and uploaded later.
         self.closes = Closes(nursery)
 
     # Asking for it
 
-    async def wait(self, staged: Staged) -> None:
+    async def wait(self, staged: StagedFile) -> None:
         """Have the content and what belongs to it as of now in the bucket.
 
         Cancelling leaves the upload going on.
@@ -118,7 +119,7 @@ class Uploads:
             if attempt.error is not None:
                 raise attempt.error
 
-    def start(self, staged: Staged, delay_s: float = 0.0) -> Attempt:
+    def start(self, staged: StagedFile, delay_s: float = 0.0) -> Attempt:
         """Have a file uploaded, after a while; whoever waits for it cuts that short."""
         attempt = self._attempts.get(staged)
         if attempt is None:
@@ -126,17 +127,17 @@ class Uploads:
             self._nursery.start_soon(self._run, staged, attempt, delay_s)
         return attempt
 
-    async def ended(self, staged: Staged) -> None:
+    async def ended(self, staged: StagedFile) -> None:
         """Wait until a file's upload, if there is one, has come to its end, good or bad."""
         attempt = self._attempts.get(staged)
         if attempt is not None:
             await attempt.done.wait()
 
-    def is_under_way(self, staged: Staged) -> bool:
+    def is_under_way(self, staged: StagedFile) -> bool:
         return staged in self._attempts
 
     @asynccontextmanager
-    async def held(self, staged: Staged) -> AsyncIterator[None]:
+    async def held(self, staged: StagedFile) -> AsyncIterator[None]:
         """Keep a file from being written or uploaded, to give it another key or none.
 
         An upload under way is cancelled where that leaves nothing in the
@@ -152,7 +153,7 @@ class Uploads:
             if staged.key != key or staged.is_unlinked:
                 await self._sender.abandon(staged)
 
-    async def _run(self, staged: Staged, attempt: Attempt, delay_s: float) -> None:
+    async def _run(self, staged: StagedFile, attempt: Attempt, delay_s: float) -> None:
         try:
             if delay_s:
                 await self._until_left_alone(staged, attempt, delay_s)
@@ -180,7 +181,7 @@ class Uploads:
             del self._attempts[staged]
             attempt.done.set()
 
-    async def _keep_sum(self, staged: Staged) -> None:
+    async def _keep_sum(self, staged: StagedFile) -> None:
         """Take the checksum of a content that stays on the local disk for a while."""
         try:
             if staged.is_content_dirty and staged.inode.staged is staged:
@@ -188,7 +189,7 @@ class Uploads:
         except OSError as error:
             logger.warning("%s has no checksum: %s", staged.key, error)
 
-    async def _until_left_alone(self, staged: Staged, attempt: Attempt, delay_s: float) -> None:
+    async def _until_left_alone(self, staged: StagedFile, attempt: Attempt, delay_s: float) -> None:
         """Wait until nothing was changed of a file's name and attributes for a while.
 
         With local durability also until no program closes one file after the other:
@@ -208,7 +209,7 @@ class Uploads:
                 return
             await self.closes.wait_for_pause(attempt.hurry, last)
 
-    async def _upload_locked(self, staged: Staged, attempt: Attempt) -> None:
+    async def _upload_locked(self, staged: StagedFile, attempt: Attempt) -> None:
         # A free lock is taken without giving way, which would be two turns of the loop.
         if staged.lock.locked():
             await staged.lock.acquire()
@@ -219,7 +220,7 @@ class Uploads:
         finally:
             staged.lock.release()
 
-    async def _upload(self, staged: Staged, attempt: Attempt) -> None:
+    async def _upload(self, staged: StagedFile, attempt: Attempt) -> None:
         """Upload a file that is locked, or set it aside if that can't be any more.
 
         Raises:
@@ -233,7 +234,7 @@ class Uploads:
             self._set_aside(staged, theirs)
             raise OSError(errno.ESTALE, "the object was replaced while it was edited") from error
 
-    async def _upload_whole(self, staged: Staged, attempt: Attempt) -> None:
+    async def _upload_whole(self, staged: StagedFile, attempt: Attempt) -> None:
         if not staged.is_dirty:
             return  # it was removed while this waited for it
         try:
@@ -268,7 +269,7 @@ class Uploads:
         finally:
             attempt.is_cancellable = True
 
-    def _note_uploaded(self, staged: Staged, info: ObjectInfo, described: int) -> None:
+    def _note_uploaded(self, staged: StagedFile, info: ObjectInfo, described: int) -> None:
         """The bucket has what the file, which is locked, has now.
 
         Of what belongs to it, as much as had changed when `meta_changes` was `described`.
@@ -282,7 +283,7 @@ class Uploads:
         staged.exclusive = None
         self._staging.rebase(staged, info.version)
 
-    async def _is_reserved(self, staged: Staged) -> bool:
+    async def _is_reserved(self, staged: StagedFile) -> bool:
         """Whether the object in the way of a new file is its own reservation, by a process
         that died before it could note that."""
         found = await self._sender.reserved(staged)
@@ -291,7 +292,7 @@ class Uploads:
         staged.etag, staged.exclusive = found.etag, None
         return True
 
-    async def reserve(self, staged: Staged) -> None:
+    async def reserve(self, staged: StagedFile) -> None:
         """Have other nodes see that a file is there which is open and was to be new.
 
         What fails here fails again when the file is closed.
@@ -317,7 +318,7 @@ class Uploads:
 
     # While it is written
 
-    def wrote(self, staged: Staged, start: int, stop: int) -> None:
+    def wrote(self, staged: StagedFile, start: int, stop: int) -> None:
         """Note that the bytes [start, stop) have been written."""
         staged.touch()
         if staged.base is not None:
@@ -330,7 +331,7 @@ class Uploads:
             if is_full and stop >= AHEAD and self._sends_ahead:
                 self._send_ahead(staged)
 
-    def truncated(self, staged: Staged, size: int) -> None:
+    def truncated(self, staged: StagedFile, size: int) -> None:
         """Note that the file is `size` bytes long now."""
         staged.touch()
         if staged.base is not None:
@@ -339,14 +340,14 @@ class Uploads:
         self._drop(staged, size, max(size, staged.written_to) + 1)
         staged.written_to = min(staged.written_to, size)
 
-    def _drop(self, staged: Staged, start: int, stop: int) -> None:
+    def _drop(self, staged: StagedFile, start: int, stop: int) -> None:
         """Forget the parts of which the file has other bytes now."""
         upload = staged.upload
         if upload is not None:
             for number in range(upload.part_at(start), upload.part_at(stop - 1) + 1):
                 upload.drop(number)
 
-    def _send_ahead(self, staged: Staged) -> None:
+    def _send_ahead(self, staged: StagedFile) -> None:
         """Have the full parts sent, if nobody does that already."""
         if staged in self._aheads or staged.upload_state is not None or staged.is_unlinked:
             return
@@ -354,7 +355,7 @@ class Uploads:
             ahead = self._aheads[staged] = Ahead()
             self._nursery.start_soon(self._run_ahead, staged, ahead)
 
-    async def _run_ahead(self, staged: Staged, ahead: Ahead) -> None:
+    async def _run_ahead(self, staged: StagedFile, ahead: Ahead) -> None:
         try:
             with ahead.scope:
                 upload = staged.upload
@@ -372,7 +373,7 @@ class Uploads:
             del self._aheads[staged]
             ahead.done.set()
 
-    async def _last_ahead(self, staged: Staged) -> None:
+    async def _last_ahead(self, staged: StagedFile) -> None:
         """Leave the rest of a file to its upload, which takes over what is on its way."""
         ahead = self._aheads.get(staged)
         if ahead is not None:
@@ -380,13 +381,13 @@ class Uploads:
             if staged.upload is None:
                 await ahead.done.wait()  # it is just beginning
 
-    async def _stop_ahead(self, staged: Staged) -> None:
+    async def _stop_ahead(self, staged: StagedFile) -> None:
         ahead = self._aheads.get(staged)
         if ahead is not None:
             ahead.scope.cancel()
             await ahead.done.wait()
 
 
-def _full_parts(staged: Staged, upload: Upload) -> list[int]:
+def _full_parts(staged: StagedFile, upload: Upload) -> list[int]:
     """The parts that are written to their end and that the bucket does not have."""
     return [n for n in range(1, upload.part_at(staged.written_to)) if not upload.has(n)]

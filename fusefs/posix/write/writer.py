@@ -26,15 +26,16 @@ from fusefs.posix.directory.listings import Directories
 from fusefs.posix.directory.segment import Absent
 from fusefs.posix.metadata.object_metadata import PERMISSIONS, Meta
 from fusefs.posix.namespace.removals import Removals
+from fusefs.posix.nodes.edit_base import Base
 from fusefs.posix.nodes.handles import FileHandle, HandleTable
+from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.nodes.inode_table import Inode, InodeTable
 from fusefs.posix.types import Answer, Caller, Opened, waiting
 from fusefs.posix.write import staged_sums
 from fusefs.posix.write.diskahead import DiskAhead
 from fusefs.posix.write.exclusive import is_undecided
 from fusefs.posix.write.flush import WRITING, Writeback, Writing
-from fusefs.posix.write.sparse_edit import Base, Editor
-from fusefs.posix.write.staging import Staged
+from fusefs.posix.write.sparse_edit import Editor
 from fusefs.posix.write.upload_steps import CREATED_BY, IN_PARTS, content_type
 from fusefs.store.errors import ConflictError, NotFoundError, StaleVersionError
 from fusefs.store.interface import IF_ABSENT, Condition, ObjectInfo, Store
@@ -203,7 +204,7 @@ class Writer(Writeback):
         may_write = bool(flags & WRITING)
         return Opened(handle.fh, keep_cache=True, may_write=may_write, is_direct=is_direct)
 
-    async def stage(self, inode: Inode, *, keep: int | None) -> Staged:
+    async def stage(self, inode: Inode, *, keep: int | None) -> StagedFile:
         """Have a file staged, with the first `keep` bytes of its content (None: all).
 
         Raises:
@@ -251,12 +252,12 @@ class Writer(Writeback):
                 staged.touch_meta()
                 self.staging.record(staged)
 
-    async def _staged_content(self, inode: Inode, keep: int | None) -> Staged:
+    async def _staged_content(self, inode: Inode, keep: int | None) -> StagedFile:
         assert inode.info is not None
         info = inode.info
         wanted = info.size if keep is None else min(keep, info.size)
         base = Base(self._cache.pin(info.version), wanted)
-        staged: Staged | None = None
+        staged: StagedFile | None = None
         try:
             fd = self.staging.prepare(inode)
             try:
@@ -326,7 +327,7 @@ class Writer(Writeback):
         finally:
             self._pace.end(began)
 
-    async def _write_later(self, staged: Staged, offset: int, data: bytes) -> int:
+    async def _write_later(self, staged: StagedFile, offset: int, data: bytes) -> int:
         stop = offset + len(data)
         async with staged.lock:
             if stop > staged.charged:
@@ -345,12 +346,12 @@ class Writer(Writeback):
             finally:
                 self._wrote(staged, offset, stop)
 
-    def _wrote(self, staged: Staged, start: int, stop: int) -> None:
+    def _wrote(self, staged: StagedFile, start: int, stop: int) -> None:
         self.uploads.wrote(staged, start, stop)
         if self._rules.is_local:
             self._disk_ahead.wrote(staged)
 
-    async def _write_to_disk(self, staged: Staged, offset: int, data: bytes) -> int:
+    async def _write_to_disk(self, staged: StagedFile, offset: int, data: bytes) -> int:
         # A cancelled write is finished by its thread all the same.
         return await trio.to_thread.run_sync(
             _write_fully, staged.fd, data, offset, limiter=self._disk
@@ -379,7 +380,7 @@ class Writer(Writeback):
                 staged.touch()
 
     async def _allocate_edited(
-        self, staged: Staged, base: Base, offset: int, length: int, mode: int
+        self, staged: StagedFile, base: Base, offset: int, length: int, mode: int
     ) -> None:
         """As `allocate`, where what is not in the file is the object's.
 

@@ -14,6 +14,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from fusefs.cache.cached_file import CacheFile
 from fusefs.posix.journal.journal import Journal, NoJournal
 from fusefs.posix.journal.replay import replay
+from fusefs.posix.journal.restore import restore_table
 from fusefs.posix.nodes.handles import HandleTable
 from fusefs.posix.nodes.inode_table import (
     FIRST_ID,
@@ -263,7 +264,7 @@ class Kernel(RuleBasedStateMachine):
     @invariant()
     def another_process_knows_the_same(self) -> None:
         restored = InodeTable("", NoJournal())
-        restored.restore(replay(self.path).state)
+        restore_table(restored, replay(self.path).state)
         restored.prune()
         assert {one.nodeid for one in restored.all()} == {one.nodeid for one in self.table.all()}
         assert restored.next_id >= self.table.next_id

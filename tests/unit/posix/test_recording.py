@@ -10,23 +10,24 @@ import pytest
 
 from fusefs.posix.journal.journal import NoJournal
 from fusefs.posix.metadata.object_metadata import Meta
+from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.nodes.inode_table import Inode, InodeTable
 from fusefs.posix.write import staging_record
-from fusefs.posix.write.staging import Staged, Staging
+from fusefs.posix.write.staging import Staging
 from fusefs.store.interface import ObjectInfo
 from tests.support.disks import fill, small_disk
 
 META = Meta(stat.S_IFREG | 0o640, 1000, 1001)
 
 
-def staged_in(directory: Path, meta: Meta = META) -> tuple[Inode, Staged]:
+def staged_in(directory: Path, meta: Meta = META) -> tuple[Inode, StagedFile]:
     inodes = InodeTable("", NoJournal())
     inode = inodes.create(inodes.root, "file", ObjectInfo("file", 0, "", 0), "file")
     staging = Staging(directory, "bucket")
     return inode, staging.begin(inode, staging.prepare(inode), meta, None)
 
 
-def taken_up(directory: Path, inode: Inode) -> Staged | None:
+def taken_up(directory: Path, inode: Inode) -> StagedFile | None:
     inode.staged = None
     return Staging(directory, "bucket").restore(inode)
 

@@ -1,0 +1,93 @@
+"""The object under a file that is edited: which of the file's bytes are still the object's.
+
+Which pages are in the file is what the local file system says of its holes, so
+it survives this process. How the rest is brought: posix/write/sparse_edit.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+
+from fusefs.cache.cached_file import CacheFile
+from fusefs.cache.ranges import RangeMap
+from fusefs.store.interface import ObjectVersion
+
+PAGE = 4096
+
+
+class Base:
+    """The object under a file that is edited. Belongs to the event loop.
+
+    Its first `size` bytes are the file's, but for what is `filled`: pages that
+    are in the file itself. `changed` are those that were written to. The
+    object's cache file is pinned.
+    """
+
+    __slots__ = ("changed", "file", "filled", "size")
+
+    def __init__(self, file: CacheFile, size: int) -> None:
+        self.file = file
+        self.size = size
+        self.filled = RangeMap()
+        self.changed = RangeMap()
+
+    @property
+    def version(self) -> ObjectVersion:
+        assert self.file.version is not None
+        return self.file.version
+
+    def wrote(self, start: int, stop: int) -> None:
+        """Note that the bytes [start, stop) of the file, and their pages, are its own now."""
+        first, last = start // PAGE * PAGE, -(-stop // PAGE) * PAGE
+        self.filled.add(first, last)
+        self.changed.add(first, last)
+
+    def lacks(self, start: int, stop: int) -> bool:
+        """Whether some of the bytes [start, stop) are the object's and not in the file."""
+        return not self.filled.covers(start, min(stop, self.size))
+
+    def lacks_edges(self, start: int, stop: int) -> bool:
+        """Whether a write to [start, stop) would leave a page partly the object's."""
+        return any(self.lacks(first, last) for first, last in page_edges(start, stop))
+
+    def keeps(self, start: int, stop: int) -> bool:
+        """Whether the object has the bytes [start, stop), and nobody wrote to them."""
+        return stop <= self.size and self.changed.first_missing(start, stop) == (start, stop)
+
+    def own(self, size: int) -> RangeMap:
+        """What of a file of `size` bytes is in it."""
+        own = RangeMap((start, min(stop, size)) for start, stop in self.filled)
+        own.add(self.size, size)
+        return own
+
+    def recover(self, fd: int) -> None:
+        """Find out what an earlier process has written. Blocks shortly."""
+        size = os.fstat(fd).st_size
+        self.size = min(self.size, size)
+        for start, stop in _extents(fd, size):
+            self.wrote(start, stop)
+
+
+def page_edges(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """The pages that [start, stop) covers in part."""
+    first, last = start // PAGE * PAGE, stop // PAGE * PAGE
+    if start > first:
+        yield first, first + PAGE
+    if stop > last and (last > first or start == first):
+        yield last, last + PAGE
+
+
+def _extents(fd: int, size: int) -> Iterator[tuple[int, int]]:
+    """What of a file is no hole."""
+    at = 0
+    while at < size:
+        try:
+            start = os.lseek(fd, at, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:
+                return
+            raise
+        at = os.lseek(fd, start, os.SEEK_HOLE)
+        yield start, at
