@@ -11,10 +11,10 @@ import trio
 from fusefs.store.priority import Priority
 from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
-from tests.support.local_cache import until
 from tests.support.store_reading import BODY, LIMIT_S, download, opened
 from tests.support.store_reading import as_owner as as_owner
 from tests.support.store_reading import shared as shared
+from tests.support.waiting import eventually
 
 
 async def test_a_cancelled_download_never_writes_again(shared: Bucket, faulty: FaultyS3) -> None:
@@ -107,7 +107,7 @@ async def test_a_prefetch_leaves_room_for_a_demand(shared: Bucket, faulty: Fault
                         priority=lambda: Priority.PREFETCH,
                     )
                 )  # fmt: skip
-            await until(lambda: len(faulty.requests("GET")) == 3)
+            await eventually(lambda: len(faulty.requests("GET")) == 3)
             assert (await store.head("body")) == info
             assert len(faulty.requests("GET")) == 3
             rule.release()

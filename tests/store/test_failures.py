@@ -18,10 +18,10 @@ from fusefs.store.errors import (
 )
 from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import REQUEST_ID, FaultyS3
-from tests.support.local_cache import until
 from tests.support.store_reading import BODY, download, opened
 from tests.support.store_reading import as_owner as as_owner
 from tests.support.store_reading import shared as shared
+from tests.support.waiting import eventually
 
 FAULTS = [
     ("AccessDenied", AccessDeniedError, errno.EACCES),
@@ -134,7 +134,7 @@ async def test_being_throttled_lowers_the_concurrency_for_a_while(
         seen = []
         async with trio.open_nursery() as nursery:
             nursery.start_soon(store.head, "body")
-            await until(lambda: store.counters()["throttled"] > 0)
+            await eventually(lambda: store.counters()["throttled"] > 0)
             seen.append(store.counters()["connections"])
         for _ in range(10):
             await store.head("body")

@@ -26,6 +26,7 @@ from fusefs.cache.file_cache import FileCache
 from fusefs.cache.quota import Space
 from fusefs.store.errors import NotFoundError
 from fusefs.store.interface import ChunkWriter, ListPage, ObjectInfo, ObjectVersion
+from tests.support.waiting import eventually
 
 CHUNK = 64 << 10
 LIMIT_S = 60
@@ -35,13 +36,6 @@ LIMIT_S = 60
 def content(version: ObjectVersion) -> bytes:
     """What the object holds."""
     return random.Random(f"{version.key} {version.etag}").randbytes(version.size)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait until something holds, some of which happens in threads."""
-    with trio.fail_after(LIMIT_S):
-        while not condition():  # noqa: ASYNC110 - nobody sets an event for tests
-            await trio.sleep(0.001)
 
 
 def version(key: str, size: int, etag: str = '"1"') -> ObjectVersion:
@@ -178,7 +172,7 @@ class Parts:
     async def quiet(self) -> None:
         """Wait until no download is under way."""
         await trio.testing.wait_all_tasks_blocked()  # those just started count as well
-        await until(lambda: not self.fetcher.under_way)
+        await eventually(lambda: not self.fetcher.under_way)
 
 
 @asynccontextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -55,10 +55,3 @@ async def put(
 
 def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while True:
-        if condition():
-            return
-        await trio.sleep(0.01)

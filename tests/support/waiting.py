@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+import trio
+
 LIMIT_S = 60.0
 
 Found = TypeVar("Found")
@@ -18,3 +20,10 @@ def until(condition: Callable[[], Found], what: str = "what the test waits for")
         assert time.monotonic() < deadline, f"not within {LIMIT_S:.0f} s: {what}"
         time.sleep(0.02)
     return found
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Wait in a trio task until a condition holds, some of which may happen in threads."""
+    with trio.fail_after(LIMIT_S):
+        while not condition():  # noqa: ASYNC110 - nothing sets an event for tests
+            await trio.sleep(0.001)

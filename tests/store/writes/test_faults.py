@@ -18,7 +18,8 @@ from fusefs.store.interface import IF_ABSENT, IfMatch, ObjectVersion
 from tests.support.buckets import Bucket, keys, stored
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.local_file import MakeFile
-from tests.support.store_writing import METADATA, PART, digest, each_way, opened, put, until
+from tests.support.store_writing import METADATA, PART, digest, each_way, opened, put
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.usefixtures("as_owner")
 
@@ -192,9 +193,9 @@ async def test_an_upload_waits_for_credentials(
     rule = faulty.add(operation, code=code)
     async with opened(bucket, faulty.endpoint_url) as store, trio.open_nursery() as nursery:
         nursery.start_soon(put, store, "file", file)
-        await until(lambda: store.counters()["awaiting_credentials"] > 0)
+        await eventually(lambda: store.counters()["awaiting_credentials"] > 0)
         faulty.remove(rule)
-        await until(lambda: store.counters()["awaiting_credentials"] == 0)
+        await eventually(lambda: store.counters()["awaiting_credentials"] == 0)
     assert digest(stored(bucket, "file")) == digest(file.data)
 
 

@@ -16,7 +16,8 @@ from fusefs.store.s3.store import S3Store
 from tests.support.buckets import Bucket, keys, stored
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.local_file import LocalFile, MakeFile
-from tests.support.store_writing import PART, digest, opened, until
+from tests.support.store_writing import PART, digest, opened
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.usefixtures("as_owner")
 
@@ -110,7 +111,7 @@ async def test_a_part_that_is_dropped_on_its_way_does_not_count(
     async with begun(bucket, faulty, read_timeout_s=60.0) as (_, upload):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(upload.send, file.fd, [1], file.size)
-            await until(lambda: rule.used == 1)
+            await eventually(lambda: rule.used == 1)
             upload.drop(1)
             rule.release()
         assert not upload.has(1)
@@ -123,11 +124,11 @@ async def test_two_who_send_one_part_wait_for_one_another(
     async with begun(bucket, faulty, read_timeout_s=60.0) as (_, upload):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(upload.send, file.fd, [1], file.size)
-            await until(lambda: rule.used == 1)
+            await eventually(lambda: rule.used == 1)
             file.change(5, b"changed")
             upload.drop(1)
             nursery.start_soon(upload.send, file.fd, [1, 2], file.size)
-            await until(lambda: upload.has(2))
+            await eventually(lambda: upload.has(2))
             assert len(faulty.requests("PART")) == 2
             rule.release()
         await upload.complete(file.size)

@@ -14,7 +14,8 @@ from fusefs.store.s3.body import Body
 from tests.support.buckets import Bucket, keys, stored
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.local_file import LocalFile, MakeFile
-from tests.support.store_writing import METADATA, PART, digest, opened, put, until
+from tests.support.store_writing import METADATA, PART, digest, opened, put
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.usefixtures("as_owner")
 
@@ -47,7 +48,7 @@ async def begun(bucket: Bucket, faulty: FaultyS3, file: LocalFile) -> UploadStat
         upload = await store.begin_upload("file", metadata=METADATA, content_type="text/x-test")
         async with trio.open_nursery() as nursery:
             nursery.start_soon(send, upload, file)
-            await until(lambda: len(upload.state.parts) == 2 and rules[1].used == 2)
+            await eventually(lambda: len(upload.state.parts) == 2 and rules[1].used == 2)
             nursery.cancel_scope.cancel()
         state = upload.state
     faulty.clear()
@@ -174,7 +175,7 @@ async def test_a_cancelled_file_leaves_nothing_behind(
         rule = faulty.add("PART", **HANG)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(put, store, "file", file)
-            await until(lambda: rule.used == 3)  # one connection is kept for demands
+            await eventually(lambda: rule.used == 3)  # one connection is kept for demands
             nursery.cancel_scope.cancel()
         faulty.clear()
         assert await store.list_uploads("") == []

@@ -14,7 +14,8 @@ from fusefs.cache import file_cache as cache_files
 from fusefs.cache.disk import is_unused
 from fusefs.cache.downloader import NotKeptError
 from fusefs.cache.sweep import ORPHAN_AGE_S
-from tests.support.local_cache import cache_in, content, until, version
+from tests.support.local_cache import cache_in, content, version
+from tests.support.waiting import eventually
 
 MIB = 1 << 20
 A = version("a", MIB)
@@ -158,7 +159,7 @@ async def test_the_keeper_of_the_catalog_records_and_syncs(
     async with cache_in(tmp_path) as parts, trio.open_nursery() as nursery:
         nursery.start_soon(parts.cache.run)
         await parts.fetch(A)
-        await until(lambda: [row.is_synced for row in parts.cache._catalog.rows()] == [True])
+        await eventually(lambda: [row.is_synced for row in parts.cache._catalog.rows()] == [True])
         nursery.cancel_scope.cancel()
 
 

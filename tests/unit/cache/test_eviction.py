@@ -13,8 +13,9 @@ from trio.testing import wait_all_tasks_blocked
 
 from fusefs.cache.downloader import NotKeptError
 from tests.support.disks import small_disk
-from tests.support.local_cache import Parts, cache_in, until, version
+from tests.support.local_cache import Parts, cache_in, version
 from tests.support.semantics import states
+from tests.support.waiting import eventually
 
 MIB = 1 << 20
 
@@ -86,7 +87,7 @@ async def test_what_is_on_its_way_counts(tmp_path: Path) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(parts.fetch, version("a", MIB))
             nursery.start_soon(parts.fetch, version("b", MIB))
-            await until(lambda: parts.space.reserved == 2 * MIB)
+            await eventually(lambda: parts.space.reserved == 2 * MIB)
             assert not await parts.space.reserve(2 * MIB)
             assert await parts.space.reserve(MIB)
             parts.space.settle(MIB)

@@ -15,7 +15,8 @@ from trio.testing import wait_all_tasks_blocked
 from fusefs.cache.cached_file import CacheFile, OpenFile
 from fusefs.cache.downloader import BLOCK, FIRST_BYTES, PART, NotKeptError
 from fusefs.store.errors import StaleVersionError, UnreachableError
-from tests.support.local_cache import CHUNK, LIMIT_S, Parts, cache_in, content, until, version
+from tests.support.local_cache import CHUNK, LIMIT_S, Parts, cache_in, content, version
+from tests.support.waiting import eventually
 
 MIB = 1 << 20
 BIG = version("big", 20 * MIB + 123)
@@ -94,7 +95,7 @@ async def test_a_download_ends_with_its_last_reader(tmp_path: Path) -> None:
         async with trio.open_nursery() as nursery:
             for scope in scopes:
                 nursery.start_soon(read, scope)
-            await until(lambda: len(parts.bucket.running) == 1)
+            await eventually(lambda: len(parts.bucket.running) == 1)
             await wait_all_tasks_blocked()
             scopes[0].cancel()
             await wait_all_tasks_blocked()
@@ -110,7 +111,7 @@ async def test_who_comes_when_a_download_was_given_up_gets_another(tmp_path: Pat
         parts.bucket.hold()
         file = parts.cache.pin(BIG)
         [download] = parts.fetcher.want(file, 0, MIB)
-        await until(lambda: len(parts.bucket.running) == 1)
+        await eventually(lambda: len(parts.bucket.running) == 1)
         download.unwant()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(parts.read_pinned, file, 0, 10)
@@ -142,7 +143,7 @@ async def test_a_small_file_given_up_while_it_is_created_is_created_once(
             return found
 
         monkeypatch.setattr(parts.cache, "create", create_slowly)
-        await until(lambda: file.is_complete)
+        await eventually(lambda: file.is_complete)
         await parts.quiet()
         assert len(parts.files()) == 1
         assert parts.space.used == small.size

@@ -24,7 +24,8 @@ from fusefs.cache.readahead import (
     Window,
 )
 from fusefs.store.interface import ObjectInfo, ObjectVersion
-from tests.support.local_cache import Parts, cache_in, content, until, version
+from tests.support.local_cache import Parts, cache_in, content, version
+from tests.support.waiting import eventually
 
 MIB = 1 << 20
 
@@ -190,7 +191,7 @@ async def test_a_few_files_of_a_directory_bring_others(tmp_path: Path) -> None:
         await wait_all_tasks_blocked()
         assert asked_for(parts) == set()
         siblings.opened(files[SIBLINGS_AFTER - 1], was_there=False)
-        await until(lambda: len(asked_for(parts)) >= SIBLINGS_AFTER)
+        await eventually(lambda: len(asked_for(parts)) >= SIBLINGS_AFTER)
         siblings.close()
 
 
@@ -200,7 +201,7 @@ async def test_siblings_that_nobody_opens_stay_few(tmp_path: Path) -> None:
         siblings = Siblings(parts.fetcher, parts.cache, iter(infos(500)))
         for info in others:
             siblings.opened(info, was_there=False)
-        await until(lambda: len(asked_for(parts)) == SIBLINGS_AFTER)
+        await eventually(lambda: len(asked_for(parts)) == SIBLINGS_AFTER)
         await wait_all_tasks_blocked()
         assert len(asked_for(parts)) == SIBLINGS_AFTER
         siblings.close()
@@ -213,7 +214,7 @@ async def test_siblings_that_are_opened_bring_more(tmp_path: Path) -> None:
         for info in files[:60]:
             siblings.opened(info, was_there=False)
             start_reading(parts, info)
-        await until(lambda: len(asked_for(parts)) > 60 + 2 * SIBLINGS_AFTER)
+        await eventually(lambda: len(asked_for(parts)) > 60 + 2 * SIBLINGS_AFTER)
         siblings.close()
 
 
@@ -235,7 +236,7 @@ async def test_closed_siblings_end_their_downloads(tmp_path: Path) -> None:
         siblings = Siblings(parts.fetcher, parts.cache, iter(files))
         for info in files[:8]:
             siblings.opened(info, was_there=False)
-        await until(lambda: bool(parts.bucket.running))
+        await eventually(lambda: bool(parts.bucket.running))
         siblings.close()
         await parts.quiet()
         assert parts.space.reserved == 0
@@ -250,7 +251,7 @@ async def test_a_reader_goes_on_when_the_window_that_asked_has_closed(tmp_path: 
         file = parts.cache.pin(big)
         window = Window(parts.fetcher, file)
         window.reads(0, MIB)
-        await until(lambda: bool(parts.bucket.running))
+        await eventually(lambda: bool(parts.bucket.running))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(check_read, parts, big, MIB, 2 * MIB)
             await wait_all_tasks_blocked()

@@ -8,7 +8,7 @@ import trio
 
 from fusefs.cache.listing_cache import RememberedPages
 from fusefs.store.interface import ListPage, ObjectInfo
-from tests.support.local_cache import until
+from tests.support.waiting import eventually
 
 
 def page(*keys: str, token: str | None = None) -> ListPage:
@@ -23,7 +23,7 @@ async def remembered(directory: Path, *pages: tuple[str, str, ListPage], ttl_s: 
         for prefix, after, one in pages:
             memory.save(prefix, after, one)
         await trio.testing.wait_all_tasks_blocked()
-        await until(lambda: len(memory._cache) == len(pages))
+        await eventually(lambda: len(memory._cache) == len(pages))
         nursery.cancel_scope.cancel()
     memory.close()
 

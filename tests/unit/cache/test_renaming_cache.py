@@ -7,7 +7,8 @@ from pathlib import Path
 import trio
 
 from fusefs.store.errors import NotFoundError
-from tests.support.local_cache import CHUNK, cache_in, content, until, version
+from tests.support.local_cache import CHUNK, cache_in, content, version
+from tests.support.waiting import eventually
 
 MIB = 1 << 20
 OLD = version("old", MIB)
@@ -69,7 +70,7 @@ async def test_a_download_that_is_under_way_goes_on_from_the_new_key(tmp_path: P
                 raise NotFoundError(key)
 
         async def move() -> None:
-            await until(lambda: file.present.total == 3 * CHUNK)
+            await eventually(lambda: file.present.total == 3 * CHUNK)
             await parts.cache.move(OLD, NEW)
             parts.bucket.let_go()
 

@@ -14,6 +14,7 @@ from fusefs.posix.types import NewAttributes
 from fusefs.posix.write import flush
 from fusefs.store.errors import StoreError
 from tests.support.mortal_mount import MortalMount
+from tests.support.waiting import eventually
 
 LIMIT_S = 20.0
 
@@ -28,11 +29,6 @@ def landing(mount: MortalMount, path: str, content: bytes) -> trio.Event:
 
     mount.store.after = look
     return landed
-
-
-async def until(event: trio.Event) -> None:
-    with trio.fail_after(LIMIT_S):
-        await event.wait()
 
 
 async def test_what_could_not_be_uploaded_is_tried_again_while_a_reader_has_it_open(
@@ -56,7 +52,7 @@ async def test_what_could_not_be_uploaded_is_tried_again_while_a_reader_has_it_o
         await trio.testing.wait_all_tasks_blocked()
         landed = landing(mount, "log", b"line")
         mount.store.before = lambda _what, _key: None
-        await until(landed)
+        await eventually(landed.is_set)
         nursery.cancel_scope.cancel()
 
 
@@ -68,7 +64,7 @@ async def test_the_last_close_does_not_wait_for_the_flush_interval(tmp_path: Pat
         await process.write(fh, 3, b" two")
         landed = landing(mount, "log", b"one two")
         await process.close(fh)
-        await until(landed)
+        await eventually(landed.is_set)
 
 
 @pytest.mark.parametrize("new", [NewAttributes(size=2), NewAttributes(mode=0o600)])
@@ -97,7 +93,7 @@ async def test_a_change_by_name_does_not_wait_for_readers_to_close(
         landed = trio.Event()
         mount.store.after = lambda _what, _key: landed.set() if is_stored() else None
         if not is_stored():
-            await until(landed)
+            await eventually(landed.is_set)
 
 
 async def test_what_waits_is_as_old_as_it_was_under_the_next_process(tmp_path: Path) -> None:
