@@ -33,8 +33,7 @@ from fusefs.cache.incoming import Incoming, Reservation
 from fusefs.cache.quota import Space
 from fusefs.cache.unkept import UnkeptBuffers
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
-from fusefs.store.interface import ObjectVersion, Store
-from fusefs.store.priority import Priority
+from fusefs.store.interface import ObjectVersion, Priority, Store
 
 # What a random read brings at least: a request costs as much time as this many
 # bytes, so less would save nothing, and more would be wasted on a jumping reader.

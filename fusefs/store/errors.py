@@ -107,6 +107,14 @@ class Failure:
         return is_no and issubclass(self.kind, AccessDeniedError) and not is_about_time
 
 
+class AttemptError(Exception):
+    """One attempt of a request failed; another may succeed (`failure.is_retryable`)."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.sentence)
+        self.failure = failure
+
+
 _THROTTLING = {
     "SlowDown", "TooManyRequests", "TooManyRequestsException", "Throttling",
     "ThrottlingException", "RequestLimitExceeded", "ServiceUnavailable",

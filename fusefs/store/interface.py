@@ -11,12 +11,35 @@ and one error to look at.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from fusefs.store.fencing import ChangeToken, TokenSource
-from fusefs.store.priority import Urgency, demanded
+
+
+class Priority(enum.IntEnum):
+    """The order in which requests get a connection when these are scarce: lower goes first."""
+
+    DEMAND = 0
+    WRITE = 1
+    PREFETCH = 2
+
+
+# Called each time a connection is free: a download's priority rises when a reader joins
+# what a prefetch has started.
+Urgency = Callable[[], Priority]
+
+
+def demanded() -> Priority:
+    """The urgency of what a program waits for."""
+    return Priority.DEMAND
+
+
+def writing() -> Priority:
+    """The urgency of uploads."""
+    return Priority.WRITE
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ could not be tried is not known (None), and nothing relies on it.
 
 from __future__ import annotations
 
+import base64
 import logging
 import os
 import secrets
@@ -30,17 +31,13 @@ from fusefs.store.capabilities import PROBE_NAME, Capabilities
 from fusefs.store.errors import (
     AccessDeniedError,
     ConflictError,
-    Failure,
     NotFoundError,
     StoreError,
     UnsupportedError,
 )
 from fusefs.store.interface import IF_ABSENT, Condition, IfMatch, ObjectInfo, Upload
-from fusefs.store.s3 import head
-from fusefs.store.s3.body import encoded
 
 if TYPE_CHECKING:
-    from fusefs.store.s3.clients import Clients
     from fusefs.store.s3.store import S3Store
 
 logger = logging.getLogger("fusefs.store")
@@ -52,7 +49,7 @@ CLEANING_TIME_S = 5.0
 AGAIN_S = 300.0
 # No object has these.
 _OTHER_ETAG = '"00000000000000000000000000000000"'
-_OTHER_CRC32 = encoded(b"\1\2\3\4")
+_OTHER_CRC32 = base64.b64encode(b"\1\2\3\4").decode()
 _BODY = b"?"
 
 
@@ -260,22 +257,8 @@ class _Probe:
         return await self._store.copy(self._source, self._own + name, condition=condition)
 
     async def _compares_checksums(self) -> bool | None:
-        """Whether a body with another CRC32 than its own is refused; None if nothing tells."""
-        key = self._own + "damaged"
-
-        def work(clients: Clients) -> Failure | None:
-            try:
-                clients.s3.put_object(
-                    **clients.request, Key=key, Body=_BODY, ChecksumCRC32=_OTHER_CRC32
-                )
-            except Exception as error:  # anything may come from botocore and what it uses
-                return head.judged(error, None)
-            return None
-
-        failure = await self._store.retried("PUT", key, work)
-        if failure is None:
-            return False
-        return True if 400 <= failure.status < 500 else None
+        """Whether a body with another CRC32 than its own is refused; None if that stays open."""
+        return await self._store.compares_checksum(self._own + "damaged", _BODY, _OTHER_CRC32)
 
     # What came of it
 
@@ -330,9 +313,10 @@ class _Probe:
             page = await self._store.list_page(self._above, delimiter="")
             now_ns = max((info.mtime_ns for info in page.objects), default=0)
             unwanted = [
-                info.key for info in page.objects
+                info.key
+                for info in page.objects
                 if info.key.startswith(self._own) or info.mtime_ns < now_ns - LEFT_NS
-            ]  # fmt: skip
+            ]
             # Some servers show a prefix of deleted objects until it is deleted itself.
             failures = await self._store.delete_many([*unwanted, self._own])
             for failure in failures:

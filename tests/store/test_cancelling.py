@@ -8,7 +8,7 @@ import threading
 import pytest
 import trio
 
-from fusefs.store.priority import Priority
+from fusefs.store.interface import Priority
 from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.store_reading import BODY, LIMIT_S, download, opened

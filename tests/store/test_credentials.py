@@ -57,9 +57,9 @@ async def test_with_a_session_token_objects_are_read_all_the_same(
 ) -> None:
     async with opened(shared, faulty) as store:
         info = await store.head("body")
-        assert store._access.clients is not None
-        assert not store._access.clients.is_confined
-        store._access.clients.is_confined = True  # this server takes no tokens
+        assert store.requester.source.clients is not None
+        assert not store.requester.source.clients.is_confined
+        store.requester.source.clients.is_confined = True  # this server takes no tokens
         assert await download(store, info) == BODY
         assert await download(store, info, 1 << 20, (1 << 20) + 7) == BODY[1 << 20 : (1 << 20) + 7]
 
@@ -78,7 +78,7 @@ async def test_a_head_with_credentials_that_have_just_expired_waits_for_new_ones
 async def test_a_key_that_is_rejected_is_looked_up_again_before_a_read_fails(
     shared: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("fusefs.store.s3.access.RECONNECT_EVERY_S", 0.0)
+    monkeypatch.setattr("fusefs.store.s3.clients.RECONNECT_EVERY_S", 0.0)
     credentials = tmp_path / "credentials"
     credentials.write_text(PROFILE.format("retired", SECRET_KEY))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))

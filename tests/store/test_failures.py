@@ -146,13 +146,13 @@ async def test_being_throttled_lowers_the_concurrency_for_a_while(
 async def test_expired_credentials_are_asked_for_again(
     shared: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:
-    monkeypatch.setattr("fusefs.store.s3.access.RECONNECT_EVERY_S", 0.0)
+    monkeypatch.setattr("fusefs.store.s3.clients.RECONNECT_EVERY_S", 0.0)
     async with opened(shared, faulty) as store:
         info = await store.head("body")
-        before = store._access.clients
+        before = store.requester.source.clients
         # A HEAD without a reason is asked again, also through botocore, and then believed.
         faulty.add(operation, code="ExpiredToken", times=3 if operation == "HEAD" else 1)
         await store.list_page("")
         assert await store.head("body") == info
         assert await download(store, info) == BODY
-        assert store._access.clients is not before
+        assert store.requester.source.clients is not before

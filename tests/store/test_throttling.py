@@ -14,9 +14,9 @@ import pytest
 import trio
 import trio.testing
 
-from fusefs.store.priority import demanded
+from fusefs.store.interface import demanded
 from fusefs.store.s3 import rate as rate_module
-from fusefs.store.s3.connection_budget import Connections
+from fusefs.store.s3.connection_budget import ConnectionBudget
 from fusefs.store.s3.rate import Rate
 from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
@@ -49,19 +49,19 @@ class Allowance:
 
 
 async def _read(
-    connections: Connections, allowance: Allowance, answers: Counter[bool], latency_s: float
+    connections: ConnectionBudget, allowance: Allowance, answers: Counter[bool], latency_s: float
 ) -> None:
     """One reader: a request after the other, and a pause after each that was refused."""
     while True:
-        async with connections.one(demanded):
+        async with connections.lease(demanded):
             await trio.sleep(latency_s)
             is_taken = allowance.takes()
         answers[is_taken] += 1
         if is_taken:
-            connections.succeeded()
+            connections.note_success()
         else:
-            connections.throttled()
-            connections.rate.refused(WHAT)
+            connections.note_throttled()
+            connections.rate.note_refused(WHAT)
             await trio.sleep(0.1)
 
 
@@ -69,7 +69,7 @@ async def _measured(rate: float, latency_s: float, *, change_to: float | None = 
     tuple[float, float]
 ):  # fmt: skip
     """The share of requests that is refused, and of the allowance that is used, after 10 s."""
-    connections = Connections(32)
+    connections = ConnectionBudget(32)
     allowance, answers = Allowance(rate), Counter[bool]()
     async with trio.open_nursery() as nursery:
         for _ in range(READERS):
@@ -111,12 +111,12 @@ async def test_a_limit_ends_a_minute_after_the_last_refusal(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     rate = Rate()
-    rate.refused(WHAT)
+    rate.note_refused(WHAT)
     assert rate.limit is None
     for _ in range(30):
-        rate.succeeded()
+        rate.note_success()
     await trio.sleep(1.5)
-    rate.refused(WHAT)
+    rate.note_refused(WHAT)
     assert rate.limit == pytest.approx(20 * 0.95)
     await trio.sleep(rate_module.FORGET_S)
     await rate.turn()
@@ -126,16 +126,16 @@ async def test_a_limit_ends_a_minute_after_the_last_refusal(
 async def test_a_reader_that_is_cancelled_while_it_waits_for_its_turn_gives_its_connection_back(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    connections = Connections(2)
+    connections = ConnectionBudget(2)
     rate = connections.rate
-    rate.refused(WHAT)
+    rate.note_refused(WHAT)
     await trio.sleep(1.5)
-    rate.refused(WHAT)
+    rate.note_refused(WHAT)
     assert rate.limit == rate_module.LEAST
-    async with connections.one(demanded):
+    async with connections.lease(demanded):
         pass
     with trio.move_on_after(0.1) as scope:
-        async with connections.one(demanded):
+        async with connections.lease(demanded):
             raise AssertionError("too soon")
     assert scope.cancelled_caught
     assert connections.in_use == 0
@@ -147,8 +147,8 @@ async def test_the_log_has_one_line_a_minute(
     rate = Rate()
     with caplog.at_level(logging.INFO, "fusefs"):
         for _ in range(1250):  # 125 s
-            rate.refused(WHAT)
-            rate.succeeded()
+            rate.note_refused(WHAT)
+            rate.note_success()
             await trio.sleep(0.1)
     lines = [record.getMessage() for record in caplog.records]
     assert lines[0] == f"{WHAT}: refused"

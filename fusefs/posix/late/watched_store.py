@@ -65,7 +65,7 @@ class WatchedStore:
         self.tokens = store.tokens
         self._open: set[_Open] = set()
         self._copying = trio.CapacityLimiter(4)
-        store.unanswered = self._unanswered
+        store.requester.on_unanswered = self._unanswered
         # What changes nothing is the store's.
         self.list_page = store.list_page
         self.head = store.head

@@ -23,12 +23,10 @@ from urllib.parse import SplitResult, quote, urlsplit
 
 from urllib3.exceptions import HTTPError
 
-from fusefs.store.errors import Failure, UnreachableError, from_body
+from fusefs.store.errors import AttemptError, Failure, UnreachableError, from_body
 from fusefs.store.http import async_exchange, exchange
-from fusefs.store.http.exchange import Answer
+from fusefs.store.http.exchange import Answer, RequestBody
 from fusefs.store.http.sigv4 import Signer
-from fusefs.store.s3.body import Body
-from fusefs.store.s3.get import AttemptError
 
 if TYPE_CHECKING:
     from botocore.credentials import Credentials
@@ -78,7 +76,7 @@ class Direct:
         *,
         query: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
-        body: Body | None = None,
+        body: RequestBody | None = None,
     ) -> Answer | None:
         """Send one request and return the answer that says it was done. Blocks.
 
@@ -209,7 +207,7 @@ class Direct:
 
     def _exchange(
         self, pattern: _Pattern, method: str, target: str, headers: dict[str, str],
-        body: Body | None,
+        body: RequestBody | None,
     ) -> Answer | None:  # fmt: skip
         """Send a request by ourselves; None if no connection is open."""
         content = body.whole() if body is not None else b""
@@ -220,7 +218,7 @@ class Direct:
             raise _as_botocore(error, pattern.origin) from error
 
     def _through_botocore(
-        self, method: str, url: str, headers: dict[str, str], body: Body | None
+        self, method: str, url: str, headers: dict[str, str], body: RequestBody | None
     ) -> Answer:
         """Send a request through botocore's connections, of which it opens a new one if need be."""
         from botocore.awsrequest import AWSRequest

@@ -70,6 +70,20 @@ class Source(Protocol):
     def recv(self, size: int, /) -> bytes: ...
 
 
+class RequestBody(Protocol):
+    """The body of a request, which may be large."""
+
+    def __len__(self) -> int: ...
+
+    def seek(self, offset: int, /) -> object: ...
+
+    def whole(self) -> bytes:
+        """All the bytes, which must be few. Blocks."""
+
+    def read(self, size: int = -1, /) -> memoryview:
+        """The next piece, valid until the one after; empty at the end. Blocks."""
+
+
 def exchange(pool: Any, head: bytes, body: bytes, *, is_head: bool) -> Answer | None:
     """Send a request and return its answer; None if the pool has no open connection. Blocks.
 

@@ -20,8 +20,8 @@ import zlib
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from fusefs.store.errors import Failure, StoreError
-from fusefs.store.s3.get import Attempt, AttemptError
+from fusefs.store.errors import AttemptError, Failure, StoreError
+from fusefs.store.s3.threads import Attempt
 
 PIECE = 1 << 20
 
@@ -81,9 +81,9 @@ class Body:
     def sums(self, *, with_md5: bool) -> Sums:
         """What goes with the bytes. Blocks."""
         self.seek(0)
-        found = sums_of(iter(self.read, b""), with_md5=with_md5)
+        sums = sums_of(iter(self.read, b""), with_md5=with_md5)
         self.seek(0)
-        return found
+        return sums
 
     def whole(self) -> bytes:
         """All the bytes, which must be few. Blocks."""
@@ -139,6 +139,6 @@ def encoded(checksum: bytes) -> str:
 
 
 def composed(checksums: list[str]) -> str:
-    """The CRC32 that S3 tells for an object of parts with these CRC32s."""
+    """S3's CRC32 of an object of parts with these CRC32s."""
     crc = zlib.crc32(b"".join(base64.b64decode(checksum) for checksum in checksums))
     return f"{encoded(crc.to_bytes(4, 'big'))}-{len(checksums)}"

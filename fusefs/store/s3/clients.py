@@ -9,17 +9,20 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import time
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
+import trio
+
 from fusefs.settings.types import ConditionalWrites
-from fusefs.store.errors import NO_CREDENTIALS, UnreachableError, translate
+from fusefs.store.errors import NO_CREDENTIALS, AttemptError, UnreachableError, translate
 from fusefs.store.http import proxies, redirects, trust
 from fusefs.store.http.client import Direct, unsigned_body
-from fusefs.store.s3.get import AttemptError
 from fusefs.store.s3.list import Lister
+from fusefs.store.s3.threads import Attempt
 
 if TYPE_CHECKING:
     import boto3
@@ -35,7 +38,8 @@ DEFAULT_REGION = "us-east-1"
 # end (at each request, if that is nearer); boto3 renews temporary ones at least
 # ten minutes before they expire.
 ASK_AGAIN = timedelta(minutes=10)
-# Credentials that stay the same until somebody changes them.
+RECONNECT_EVERY_S = 2.0
+# Credentials that stay the same until an administrator changes them.
 _STATIC = ("env", "shared-credentials-file", "config-file", "explicit")
 
 
@@ -230,18 +234,22 @@ class Clients:
             self._refusals.known.add(why)
             logger.warning(
                 "s3://%s: large reads go over Python's connections, since obstore's fail: %s",
-                self._settings.bucket, why,
-            )  # fmt: skip
+                self._settings.bucket,
+                why,
+            )
 
-    def try_objects(self, key: str) -> bool:
-        """See whether obstore's connections reach S3, if it is to be used. Blocks.
-
-        `key` is that of the request, be it there or not. False if there was nothing to see.
-        """
+    @property
+    def uses_obstore(self) -> bool:
+        """Whether long reads go through obstore's connections: over TLS, or to a proxy."""
         url = self.s3.meta.endpoint_url
-        is_used = url.startswith("https:") or self._proxies.choose(url) is not None
-        if self.is_confined or not is_used:
-            return False
+        is_long_way = url.startswith("https:") or self._proxies.choose(url) is not None
+        return is_long_way and not self.is_confined
+
+    def try_objects(self, key: str) -> None:
+        """See whether obstore's connections reach S3, and do without them otherwise. Blocks.
+
+        `key` is that of the request, be it there or not.
+        """
         import obstore
 
         assert self.objects is not None
@@ -249,7 +257,6 @@ class Clients:
             obstore.head(self.objects, key)
         except Exception as error:  # anything may come from its library
             self.confine_for(error)
-        return True
 
     def confine_for(self, error: Exception) -> bool:
         """Do without obstore from now on if an error of its says that it can never connect."""
@@ -304,6 +311,73 @@ class Clients:
         # Temporary keys change; what they are derived from does not.
         role = os.environ.get("AWS_ROLE_ARN", "")
         return f"{method} {session.profile_name} {role} uid {os.geteuid()}"
+
+
+class ClientSource:
+    """One store's clients, and the credentials that they are made with. Belongs to the event loop.
+
+    `clients` is None as long as they are to be made; `principal` is the identity
+    that they read as, a stable name without a secret, and known once they were made.
+    Requests under way keep clients that are replaced meanwhile.
+    """
+
+    def __init__(self, settings: S3Settings) -> None:
+        self._settings = settings
+        self.clients: Clients | None = None
+        self.principal: str | None = None
+        self._refusals = Refusals()
+        self._connecting = trio.Lock()
+        self._connected = 0.0
+
+    @property
+    def uses_obstore(self) -> bool:
+        """As `Clients.uses_obstore`, of those that are there."""
+        return self.clients is not None and self.clients.uses_obstore
+
+    async def connect(self) -> Clients:
+        """The clients, which are made if need be.
+
+        Raises:
+            AttemptError: there are no credentials, or they can't be used.
+        """
+        async with self._connecting:
+            if self.clients is None:
+                connect = Attempt().guarded(lambda: Clients(self._settings, self._refusals))
+                self.clients = await trio.to_thread.run_sync(connect)
+                self.principal = self.principal or self.clients.principal
+                self._connected = time.monotonic()
+            return self.clients
+
+    def renew(self) -> None:
+        """Have the next request look for credentials anew: these have expired."""
+        now = time.monotonic()
+        if self.clients is not None and now - self._connected >= RECONNECT_EVERY_S:
+            self.clients = None
+
+    async def has_renewed(self, used: Clients | None) -> bool:
+        """Whether there are other credentials than those of a refused request; then use them."""
+        async with self._connecting:
+            current = self.clients
+            if used is not None and used is not current:
+                return True
+            now = time.monotonic()
+            if current is None or now - self._connected < RECONNECT_EVERY_S:
+                return False
+            self._connected = now
+            check = Attempt().guarded(current.has_other_credentials)
+            try:
+                if not await trio.to_thread.run_sync(check):
+                    return False
+            except AttemptError as error:
+                logger.info("no other credentials: %s", error)
+                return False
+            self.clients = None
+            return True
+
+    def close(self) -> None:
+        """Give up the connections."""
+        if self.clients is not None:
+            self.clients.s3.close()
 
 
 # botocore's loader with what it has read of S3, while no session has it; see `prepare`.

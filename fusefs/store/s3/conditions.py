@@ -1,13 +1,13 @@
-"""Changes over what the mount expects under a key, and over what is there instead.
+"""Conditions of changes: as headers and parameters, and what happens where one does not hold.
 
-`Fence.over` sends a change with a strict condition and judges what comes of it.
-The server refuses it (412) where another object is there. A HEAD then tells by
+`Fence.over` sends a change with a strict condition and interprets the outcome.
+The server refuses it (412) where another object is there. A HEAD then shows by
 the token whether that is this very change, whose first answer was lost; else
-the ETag of what is there is adopted, and the change is sent again over that.
+the ETag of the object there is adopted, and the change is sent again over that.
 
 Which conditions are sent is a setting: all (`on`), none (`off`), or those that
-the store is not known to ignore (`auto`; csi/volume/capabilities.py). Until the probes have
-ended all are sent, and nothing relies on them. A condition that the store
+the store is not known to ignore (`auto`; store/capabilities.py). Until the probes
+have ended all are sent, and nothing relies on them. A condition that the store
 answers it does not implement is left out from then on.
 """
 
@@ -16,34 +16,79 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fusefs.settings.types import ConditionalWrites
 from fusefs.store.capabilities import ASSUMED, Capabilities
-from fusefs.store.errors import ConflictError, NotFoundError, UnsupportedError
+from fusefs.store.errors import (
+    AttemptError,
+    ConflictError,
+    ExistsError,
+    Failure,
+    NotFoundError,
+    UnsupportedError,
+    translate,
+)
 from fusefs.store.fencing import ChangeToken
 from fusefs.store.interface import IF_ABSENT, Expect, IfMatch, ObjectInfo, Strict
 
-if TYPE_CHECKING:
-    from fusefs.store.s3.store import S3Store
-
 logger = logging.getLogger("fusefs.store")
 
-# How often a change is repeated over what others put under its key meanwhile.
+# How often a change is repeated over what other clients put under its key meanwhile.
 # After that it is sent without a condition, so that it comes to an end.
 ADOPTIONS = 5
 
 
-class Fence:
-    """The conditions of one store's changes. Belongs to the event loop."""
+def condition_parameters(condition: Strict) -> dict[str, str]:
+    """boto3's parameters for a condition."""
+    if isinstance(condition, IfMatch):
+        return {"IfMatch": condition.etag}
+    return {"IfNoneMatch": "*"} if condition == IF_ABSENT else {}
 
-    def __init__(self, store: S3Store, mode: ConditionalWrites) -> None:
-        self._store = store
+
+def condition_headers(condition: Strict) -> dict[str, str]:
+    """The headers for a condition, with names in lower case."""
+    if isinstance(condition, IfMatch):
+        return {"if-match": condition.etag}
+    return {"if-none-match": "*"} if condition == IF_ABSENT else {}
+
+
+def interpret(error: Exception, condition: Strict = None) -> Failure:
+    """The failure that an exception of a request with this condition stands for."""
+    failure = error.failure if isinstance(error, AttemptError) else translate(error)
+    return for_condition(failure, condition)
+
+
+def for_condition(failure: Failure, condition: Strict) -> Failure:
+    """What a failure means to a request with this condition."""
+    is_gone = isinstance(condition, IfMatch) and failure.code == "NoSuchKey"
+    if condition is None or not (failure.status == 412 or is_gone):
+        return failure
+    if condition == IF_ABSENT:
+        return replace(failure, kind=ExistsError, sentence="there is an object already")
+    return replace(failure, kind=ConflictError, sentence="the object has been replaced")
+
+
+class Fence:
+    """The conditions of one store's changes. Belongs to the event loop.
+
+    `head` is that of the store.
+    """
+
+    def __init__(
+        self, head: Callable[[str], Awaitable[ObjectInfo]], mode: ConditionalWrites
+    ) -> None:
+        self._head = head
         self.mode = mode
         # What is known of the store; with `on` the user answers for all of it.
         self.capabilities = ASSUMED if mode == ConditionalWrites.ON else Capabilities()
         # Why nothing is known of it, for people to read.
         self.why_unknown = "not tried yet"
+
+    @property
+    def sends_md5(self) -> bool:
+        """Whether a body's MD5 goes with it: the store is not known to compare CRC32s."""
+        return self.capabilities.checksums is not True
 
     def strict(self, operation: str, key: str, etag: str | None) -> Strict:
         """The condition of an operation over this ETag (None: nothing); None to send none.
@@ -106,22 +151,22 @@ class Fence:
             except ConflictError:
                 if condition is None:  # two writes at the same time, for the whole retry time
                     raise
-            there = await self.look(key)
+            there = await self.find(key)
             if there is not None and token is not None and there.token == token:
                 return there
-            found = there.etag if there is not None else None
-            if found == etag:
-                break  # the server refuses what it says itself
+            current = there.etag if there is not None else None
+            if current == etag:
+                break  # the server refuses the ETag that it gives itself
             logger.info("%s: another object is there by now; this change goes over it", key)
-            etag = found
+            etag = current
         else:
             logger.info("%s is replaced again and again: it is written without a condition", key)
         return await send(None)
 
-    async def look(self, key: str) -> ObjectInfo | None:
-        """What is under a key; None if nothing is."""
+    async def find(self, key: str) -> ObjectInfo | None:
+        """The object under a key by a HEAD; None if there is none."""
         try:
-            return await self._store.head(key)
+            return await self._head(key)
         except NotFoundError:
             return None
 

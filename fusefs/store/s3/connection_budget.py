@@ -1,4 +1,4 @@
-"""Who may use a connection to S3: a budget that knows priorities and bends when S3 asks.
+"""How many requests run at once, and which goes first: a budget with priorities.
 
 At most `maximum` requests run at once. When S3 throttles, the number that is
 allowed halves, at most once a second; each request that succeeds raises it
@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import trio
 
-from fusefs.store.priority import Priority
+from fusefs.store.interface import Priority, Urgency
 from fusefs.store.s3.rate import Rate
 
 BACK_OFF_EVERY_S = 1.0
@@ -28,16 +27,16 @@ BACK_OFF_EVERY_S = 1.0
 class _Waiter:
     """A request that waits in the queue of `rank`; its priority may change meanwhile."""
 
-    priority: Callable[[], Priority]
+    priority: Urgency
     turn: trio.Event
     rank: Priority
 
 
-# In the order of their turns; ordered dictionaries, for those who give up leave from the middle.
+# In the order of their turns; ordered dictionaries, since a cancelled waiter leaves the middle.
 _Queue = OrderedDict[_Waiter, None]
 
 
-class Connections:
+class ConnectionBudget:
     """The budget of one store. Belongs to the event loop."""
 
     def __init__(self, maximum: int) -> None:
@@ -56,11 +55,11 @@ class Connections:
     def in_use(self) -> int:
         return self._in_use
 
-    def one(self, priority: Callable[[], Priority]) -> _Held:
+    def lease(self, priority: Urgency) -> _Lease:
         """Wait for a connection and hold it (`async with`). Cancelling gives it back."""
-        return _Held(self, priority)
+        return _Lease(self, priority)
 
-    def throttled(self) -> None:
+    def note_throttled(self) -> None:
         """S3 asked to slow down."""
         now = time.monotonic()
         # With a rate, fewer connections would only leave some of it unused.
@@ -68,21 +67,21 @@ class Connections:
             self._backed_off = now
             self._allowed = max(1.0, self._allowed / 2)
 
-    def succeeded(self) -> None:
+    def note_success(self) -> None:
         """A request went well."""
-        self.rate.succeeded()
+        self.rate.note_success()
         if self._allowed < self.maximum:
             self._allowed = min(float(self.maximum), self._allowed + 1 / self._allowed)
             self._admit()
 
-    def look_again(self) -> None:
-        """A waiter's priority has risen."""
+    def reprioritize(self) -> None:
+        """Ask the waiters for their priorities again: one has risen."""
         for queue in self._queues.values():
             for waiter in list(queue):
                 self._rank(waiter)
         self._admit()
 
-    async def acquire(self, priority: Callable[[], Priority]) -> None:
+    async def acquire(self, priority: Urgency) -> None:
         """Wait for a connection, to be given back by `release`; cancelled, it holds none."""
         rank = priority()
         if not self._has_waiters and self._is_free(rank):
@@ -117,7 +116,7 @@ class Connections:
         return self._in_use < self.allowed - kept
 
     def _admit(self) -> None:
-        """Give free connections to those who wait, the most urgent first."""
+        """Give free connections to the waiters, the most urgent first."""
         while self._in_use < self.allowed:
             waiter = self._first()
             if waiter is None or not self._is_free(waiter.rank):
@@ -136,7 +135,7 @@ class Connections:
         return None
 
     def _rank(self, waiter: _Waiter) -> None:
-        """Have a waiter stand where its priority of now puts it."""
+        """Move a waiter to the queue of its present priority."""
         rank = waiter.priority()
         if rank != waiter.rank:
             del self._queues[waiter.rank][waiter]
@@ -147,24 +146,24 @@ class Connections:
         return min(self.allowed // 4, 4)
 
 
-class _Held:
+class _Lease:
     """A connection for the time of an `async with`: a class costs half of what a generator does."""
 
-    __slots__ = ("_connections", "_priority")
+    __slots__ = ("_budget", "_priority")
 
-    def __init__(self, connections: Connections, priority: Callable[[], Priority]) -> None:
-        self._connections = connections
+    def __init__(self, budget: ConnectionBudget, priority: Urgency) -> None:
+        self._budget = budget
         self._priority = priority
 
     async def __aenter__(self) -> None:
-        connections = self._connections
-        await connections.acquire(self._priority)
-        if connections.rate.limit is not None:
+        budget = self._budget
+        await budget.acquire(self._priority)
+        if budget.rate.limit is not None:
             try:
-                await connections.rate.turn()
+                await budget.rate.turn()
             except trio.Cancelled:
-                connections.release()
+                budget.release()
                 raise
 
     async def __aexit__(self, *_: object) -> None:
-        self._connections.release()
+        self._budget.release()

@@ -1,31 +1,36 @@
-"""One ranged GET in a worker thread: checked, counted, resumed, and abandoned without a trace.
+"""Ranged GETs of exactly one version: checked, counted, resumed where a stream broke.
 
-A thread that waits for the network can't be stopped, only left alone. Once an
-attempt has been abandoned its thread never touches the caller's file again; if
-it did so in that very moment, whoever abandons it waits for that one read or
-write of the local disk.
+A small range is read in the event loop; what that can't do, in a thread.
 """
 
 from __future__ import annotations
 
+import logging
 import re
-import threading
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-import trio
-
-from fusefs.store.errors import Failure, StaleVersionError, StoreError, UnreachableError, translate
+from fusefs.store.errors import (
+    AttemptError,
+    Failure,
+    StaleVersionError,
+    StoreError,
+    UnreachableError,
+)
 from fusefs.store.http.exchange import Answer
-from fusefs.store.interface import ChunkWriter, ObjectVersion
-from fusefs.store.s3 import list_parser
+from fusefs.store.interface import ChunkWriter, ObjectVersion, Urgency, demanded
+from fusefs.store.s3.head import head
+from fusefs.store.s3.list_parser import quoted
+from fusefs.store.s3.requester import Requester
+from fusefs.store.s3.threads import Attempt
 
 if TYPE_CHECKING:
     from fusefs.store.s3.clients import Clients
 
-T = TypeVar("T")
+logger = logging.getLogger("fusefs.store")
 
-# Control characters, and segments that are empty or dots.
+# What obstore's paths can't hold: control characters, and segments that are empty or dots.
 _ODD = re.compile("[\x00-\x1f\x7f]|(?:^|/)\\.{0,2}(?:/|$)")
 
 # The unit in which bytes are handed on: large enough that a chunk's share of
@@ -35,82 +40,61 @@ CHUNK = 1 << 20
 SMALL = 256 << 10
 
 
-class AttemptError(Exception):
-    """One attempt of a request failed."""
+class Getter:
+    """Downloads from one bucket. Belongs to the event loop."""
 
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.sentence)
-        self.failure = failure
+    def __init__(self, requester: Requester) -> None:
+        self._requester = requester
+        self._has_if_match = True  # whether this server's If-Match can be relied on
 
-
-class _AbandonedError(Exception):
-    """Ends the thread of an abandoned attempt; nobody sees it."""
-
-
-class Attempt:
-    """One run of a request in a thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # held for a moment only, also by the event loop
-        self._is_abandoned = False
-        self._is_local = False
-        self._local_error: Exception | None = None
-        self._token = trio.lowlevel.current_trio_token()
-        self._left = trio.Event()
-
-    def guarded(self, work: Callable[..., T]) -> Callable[..., T]:
-        """`work` with all exceptions as `AttemptError` but those of `locally`."""
-
-        def run(*arguments: object) -> T:
+    async def download(
+        self,
+        version: ObjectVersion,
+        start: int,
+        stop: int,
+        write: ChunkWriter,
+        priority: Urgency,
+        *,
+        in_loop: bool,
+    ) -> None:
+        """As `Store.download`."""
+        requester = self._requester
+        stream = Stream(version, start, stop, write, requester.counted)
+        while True:
+            stream.has_if_match = self._has_if_match
             try:
-                return work(*arguments)
-            except _AbandonedError:
-                raise
-            # Anything may come from two HTTP libraries fed with a stranger's answers.
-            except Exception as error:
-                if self._local_error is not None:  # the library may have wrapped it
-                    raise self._local_error from None
-                if isinstance(error, AttemptError):
+                if in_loop and stream.missing <= SMALL and await self._read(stream, priority):
+                    return
+                await requester.with_retries(
+                    "GET", version.key, stream.run, priority, transfer=stream
+                )
+                return
+            except StaleVersionError:
+                if not stream.has_if_match:
                     raise
-                raise AttemptError(translate(error)) from error
+                info, _ = await head(requester, version.key, demanded)
+                if info.version != version:
+                    raise
+                # This server's If-Match refuses the very ETag that the server gives.
+                bucket = requester.settings.bucket
+                logger.info("%s: If-Match is not to be relied on here", bucket)
+                self._has_if_match = False
 
-        return run
-
-    def locally(self, work: Callable[[], T]) -> T:
-        """Call `work`, which uses a local file, unless abandoned. Blocks, in the thread."""
-        with self._lock:
-            if self._is_abandoned:
-                raise _AbandonedError
-            self._is_local = True
+    async def _read(self, stream: Stream, priority: Urgency) -> bool:
+        """Read what a stream lacks in the event loop; False if a thread is to go on."""
+        requester, key = self._requester, stream.version.key
+        answer = await requester.send_now(
+            "GET", key, headers=stream.request_headers(), size=stream.missing, priority=priority
+        )
+        if answer is None:
+            return False
         try:
-            return work()
-        except Exception as error:
-            self._local_error = error
-            raise
-        finally:
-            with self._lock:
-                self._is_local = False
-                if self._is_abandoned:
-                    self._token.run_sync_soon(self._left.set)
-
-    async def abandon(self) -> None:
-        """Have nothing run locally, now or later; waits for the local disk at most."""
-        with self._lock:
-            self._is_abandoned = True
-            is_local = self._is_local
-        if is_local:
-            with trio.CancelScope(shield=True):
-                await self._left.wait()
-
-
-class Transfer(Protocol):
-    """A request whose thread uses a local file, over several attempts."""
-
-    def begin(self) -> Attempt:
-        """Begin an attempt."""
-
-    def has_progressed(self) -> bool:
-        """Whether the last attempt achieved something that the next need not repeat."""
+            stream.take(answer)
+        except AttemptError as error:
+            if not error.failure.is_retryable:
+                raise requester.failed("GET", key, error.failure) from error
+            return False
+        return True
 
 
 class Stream:
@@ -122,13 +106,13 @@ class Stream:
         start: int,
         stop: int,
         write: ChunkWriter,
-        note_bytes: Callable[[int], None],
+        counted: Counter[str],
     ) -> None:
         self.version = version
         self._position = start
         self._stop = stop
         self._write = write
-        self._note_bytes = note_bytes
+        self._counted = counted
         self._attempt: Attempt | None = None
         self._began_at = start
         self.has_if_match = True
@@ -143,15 +127,11 @@ class Stream:
         return self._position > self._began_at
 
     @property
-    def key(self) -> str:
-        return self.version.key
-
-    @property
     def missing(self) -> int:
         """How many bytes have not come yet."""
         return self._stop - self._position
 
-    def asked(self) -> dict[str, str]:
+    def request_headers(self) -> dict[str, str]:
         """The headers of a request for what is missing."""
         headers = {"range": self._range}
         if self.has_if_match:
@@ -163,7 +143,7 @@ class Stream:
         return f"bytes={self._position}-{self._stop - 1}"
 
     def take(self, answer: Answer) -> None:
-        """Take in the answer to what was `asked`, in the event loop.
+        """Take in the answer to `request_headers`, in the event loop.
 
         Raises:
             AttemptError: it is not what was asked for, or not all of it.
@@ -171,7 +151,7 @@ class Stream:
         chunk = self._checked(answer)[: self.missing]
         self._write(self._position, chunk)
         self._position += len(chunk)
-        self._note_bytes(len(chunk))
+        self._counted["bytes_fetched"] += len(chunk)
         self._check_end()
 
     def run(self, clients: Clients) -> None:
@@ -229,7 +209,7 @@ class Stream:
 
     def _run_direct(self, clients: Clients) -> bool:
         """For one chunk, in a third of the time; False if one of the libraries has to ask."""
-        answer = clients.direct.send("GET", self.key, headers=self.asked())
+        answer = clients.direct.send("GET", self.version.key, headers=self.request_headers())
         if answer is None:
             return False
         self._take(self._checked(answer))
@@ -238,7 +218,7 @@ class Stream:
     def _run_plain(self, clients: Clients) -> bool:
         """Without TLS the kernel does nearly all of it; False if a library has to ask."""
         return clients.direct.download(
-            self.key, self.asked(), self.missing, self._check, self._take
+            self.version.key, self.request_headers(), self.missing, self._check, self._take
         )
 
     def _check(self, headers: Mapping[str, str]) -> None:
@@ -250,7 +230,7 @@ class Stream:
 
     def _compare(self, etag: str | None, start: int) -> None:
         """Some servers ignore If-Match, and some ignore ranges."""
-        if etag is None or list_parser.quoted(etag) != self.version.etag:
+        if etag is None or quoted(etag) != self.version.etag:
             sentence = "the object has been replaced"
             raise AttemptError(Failure(StaleVersionError, sentence))
         if start != self._position:
@@ -261,7 +241,7 @@ class Stream:
         chunk = chunk[: self.missing]
         self._attempt.locally(lambda: self._write(self._position, chunk))
         self._position += len(chunk)
-        self._note_bytes(len(chunk))
+        self._counted["bytes_fetched"] += len(chunk)
 
 
 def _first_byte(content_range: str | None) -> int:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fusefs.store.errors import Failure, UnreachableError
+from fusefs.store.errors import AttemptError, Failure, UnreachableError
 from fusefs.store.http.client import Direct
 from fusefs.store.interface import ListPage
 from fusefs.store.s3 import list_parser
-from fusefs.store.s3.get import AttemptError
 
 # How long a request is repeated whose answer is no listing.
 GARBLED_TIME_S = 3.0
@@ -25,12 +24,12 @@ _QUERY = {
 
 def parameters(prefix: str, delimiter: str, start_after: str, max_keys: int) -> dict[str, Any]:
     """list_objects_v2's parameters for a page of at most `max_keys` entries; "" is none."""
-    asked = {"Prefix": prefix, "MaxKeys": max_keys, "EncodingType": "url"}
+    chosen = {"Prefix": prefix, "MaxKeys": max_keys, "EncodingType": "url"}
     if delimiter:
-        asked["Delimiter"] = delimiter
+        chosen["Delimiter"] = delimiter
     if start_after:
-        asked["StartAfter"] = start_after
-    return asked
+        chosen["StartAfter"] = start_after
+    return chosen
 
 
 class Lister:
@@ -62,9 +61,11 @@ class Lister:
             # An answer that was cut is whole the next time; what the server itself writes
             # (a key with characters that XML has not) stays as it is.
             failure = Failure(
-                UnreachableError, str(error),
-                is_retryable=not error.is_final, longest_s=GARBLED_TIME_S,
-            )  # fmt: skip
+                UnreachableError,
+                str(error),
+                is_retryable=not error.is_final,
+                longest_s=GARBLED_TIME_S,
+            )
             raise AttemptError(failure) from error
 
     def _through_botocore(self, parameters: Mapping[str, Any]) -> ListPage:

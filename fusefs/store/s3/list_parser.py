@@ -91,11 +91,8 @@ def parse(body: bytes) -> ListPage:
 
 
 def _read(text: str) -> ListPage:
-    found = _objects_alike(text)
-    if found is not None:
-        objects, text = found
-        return _page(ElementTree.fromstring(text), objects)
-    return _page(ElementTree.fromstring(text), None)
+    objects, text = _objects_alike(text) or (None, text)
+    return _page(ElementTree.fromstring(text), objects)
 
 
 def _is_encoded(text: str) -> bool:
@@ -162,12 +159,9 @@ def _objects_of(columns: dict[str, tuple[str, ...]], is_encoded: bool) -> list[O
     if any(mark in together for mark in "&%+"):
         keys = [_decode(unescape(key), is_encoded) for key in keys]
     classes = (sys.intern(text) or "STANDARD" for text in columns.get("StorageClass", ()))
-    return list(
-        map(
-            ObjectInfo, keys, map(int, columns["Size"]), map(_etag, columns["ETag"]),
-            map(nanoseconds, columns["LastModified"]), chain(classes, repeat("STANDARD")),
-        )
-    )  # fmt: skip
+    sizes, etags = map(int, columns["Size"]), map(_etag, columns["ETag"])
+    times = map(nanoseconds, columns["LastModified"])
+    return list(map(ObjectInfo, keys, sizes, etags, times, chain(classes, repeat("STANDARD"))))
 
 
 def _etag(text: str) -> str:

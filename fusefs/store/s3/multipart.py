@@ -7,7 +7,7 @@ before it has been compared with the file.
 
 When the answer to the completing request is lost, repeating it may say that
 there is no such upload, or that the condition does not hold any more. Then the
-object itself tells: it is ours if its size, its composed checksum and its
+object itself shows it: it is ours if its size, its composed checksum and its
 metadata are.
 """
 
@@ -16,15 +16,15 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import trio
 
-from fusefs.store.errors import NotFoundError, StoreError, from_code, translate
+from fusefs.store.errors import AttemptError, NotFoundError, StoreError, from_code, translate
 from fusefs.store.fencing import ChangeToken
 from fusefs.store.interface import (
     Condition,
@@ -32,35 +32,116 @@ from fusefs.store.interface import (
     ObjectInfo,
     ObjectVersion,
     Part,
+    PendingUpload,
     Strict,
     UploadState,
+    demanded,
+    writing,
 )
-from fusefs.store.s3 import head, list_parser
+from fusefs.store.s3 import head
 from fusefs.store.s3.body import Body, Sums, composed
-from fusefs.store.s3.get import AttemptError
-from fusefs.store.s3.schedule import Schedule
+from fusefs.store.s3.conditions import Fence, condition_parameters, interpret
+from fusefs.store.s3.list_parser import quoted
+from fusefs.store.s3.requester import Requester
 
 if TYPE_CHECKING:
     from fusefs.store.s3.clients import Clients
-    from fusefs.store.s3.store import S3Store
 
 # Of one upload. Measured against a server with as many processors as the client
 # has, 32 took a third longer than 12 to 20.
 PARTS_AT_ONCE = 16
+# S3 copies parts of up to 5 GiB; smaller ones are copied side by side.
+COPY_PART = 128 << 20
+ABORT_TIME_S = 5.0
+# S3 takes 10,000 parts of up to 5 GiB.
+MOST_PARTS = 10_000
+# How many parts have the same size before it doubles.
+ALIKE = 1_000
+LARGEST = 4 << 30
 _MD5 = re.compile("[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How a file is cut into parts, counted from 1; the first have `first` bytes.
+
+    It is the same whatever the file's size turns out to be: a file that is sent
+    while it is written has no size yet. So after each thousand parts they are
+    twice as large. With first parts of 8 MiB, all of them hold 8 TiB, and a file
+    of 8 GB has none but these.
+    """
+
+    first: int
+
+    def size_of(self, number: int) -> int:
+        """How many bytes a part has, unless it is the last.
+
+        Raises:
+            ValueError: S3 takes no part with this number.
+        """
+        if not 1 <= number <= MOST_PARTS:
+            raise ValueError(f"there is no part {number}")
+        return self._size_in((number - 1) // ALIKE)
+
+    def start_of(self, number: int) -> int:
+        """Where a part begins."""
+        group, behind = divmod(number - 1, ALIKE)
+        size = self.size_of(number)
+        return sum(ALIKE * self._size_in(one) for one in range(group)) + behind * size
+
+    def part_at(self, offset: int) -> int:
+        """The number of the part that has the byte at `offset`.
+
+        Raises:
+            ValueError: it is in none.
+        """
+        number = 1
+        for group in range(MOST_PARTS // ALIKE):
+            size = self._size_in(group)
+            if offset < ALIKE * size:
+                return number + offset // size
+            offset -= ALIKE * size
+            number += ALIKE
+        raise ValueError("the file is too large for S3")
+
+    def count(self, size: int) -> int:
+        """How many parts a file of `size` bytes has."""
+        return self.part_at(size - 1) if size else 0
+
+    def range_of(self, number: int, size: int) -> tuple[int, int]:
+        """The bytes [start, stop) that a part has in a file of `size` bytes.
+
+        Raises:
+            ValueError: such a file has no such part.
+        """
+        start = self.start_of(number)
+        if start >= size:
+            raise ValueError(f"a file of {size} bytes has no part {number}")
+        return start, min(start + self.size_of(number), size)
+
+    def _size_in(self, group: int) -> int:
+        return min(self.first << group, LARGEST)
 
 
 class S3Upload:
     """An upload under way; see `fusefs.store.interface.Upload`."""
 
-    def __init__(self, store: S3Store, state: UploadState, *, is_resumed: bool = False) -> None:
-        self._store = store
+    def __init__(
+        self,
+        requester: Requester,
+        fence: Fence,
+        state: UploadState,
+        *,
+        is_resumed: bool = False,
+    ) -> None:
+        self._requester = requester
+        self._fence = fence
         self._state = replace(state, parts=())
         self._schedule = Schedule(state.part_size)
         # What the bucket has of what the file has; and of what it perhaps has.
         self._parts: dict[int, Part] = {}
         self._unverified = {part.number: part for part in state.parts}
-        # Those on their way that nobody has dropped, one at a time of each number.
+        # Those on their way that were not dropped since, one at a time of each number.
         self._valid: set[int] = set()
         self._turns: defaultdict[int, trio.Lock] = defaultdict(trio.Lock)
         self._may_be_done = is_resumed
@@ -112,11 +193,11 @@ class S3Upload:
             result = answer.get("CopyPartResult", {})
             if not result.get("ETag"):
                 raise head.no_etag()
-            etag = list_parser.quoted(result["ETag"])
+            etag = quoted(result["ETag"])
             return Part(number, stop - start, etag, result.get("ChecksumCRC32", ""))
 
         async def copy() -> Part:
-            return await self._store.retried("COPY PART", self._state.key, work, head.writing)
+            return await self._requester.with_retries("COPY PART", self._state.key, work, writing)
 
         await self._obtain(number, copy, lambda: False)
 
@@ -151,7 +232,7 @@ class S3Upload:
         if isinstance(condition, Expect):
             token = ChangeToken.parse(self._state.metadata)
             send = partial(self._complete, size)
-            return await self._store.fence.over(self._state.key, condition, token, "complete", send)
+            return await self._fence.over(self._state.key, condition, token, "complete", send)
         return await self._complete(size, condition)
 
     async def _complete(self, size: int, condition: Strict) -> ObjectInfo:
@@ -167,11 +248,11 @@ class S3Upload:
                 answer = clients.s3.complete_multipart_upload(
                     **clients.request,
                     **self._named,
-                    **head.conditions(condition),
+                    **condition_parameters(condition),
                     MultipartUpload={"Parts": parts},
                 )
             except Exception as error:
-                failure = head.judged(error, condition)
+                failure = interpret(error, condition)
                 if failure.code == "BadDigest":  # of a part, which will not change
                     failure = replace(failure, kind=StoreError, is_retryable=False)
                 may_be_done |= failure.is_retryable
@@ -182,11 +263,11 @@ class S3Upload:
             etag = answer.get("ETag")
             if etag is None:
                 raise head.no_etag()
-            # Ceph's gateway completes an upload without telling the ETag.
-            return list_parser.quoted(etag or _etag_of(used))
+            # Ceph's gateway completes an upload without an ETag in its answer.
+            return quoted(etag or _etag_of(used))
 
         try:
-            etag = await self._store.retried("COMPLETE UPLOAD", self._state.key, work)
+            etag = await self._requester.with_retries("COMPLETE UPLOAD", self._state.key, work)
         except StoreError:
             self._object = await self._seen(used) if may_be_done else None
             if self._object is None:
@@ -221,18 +302,18 @@ class S3Upload:
         """The object if this upload has been completed with these parts, and is the last one."""
         state = self._state
         size = sum(part.size for part in parts)
-        told = {"ChecksumCRC32": composed([part.checksum for part in parts])}
+        checksum = {"ChecksumCRC32": composed([part.checksum for part in parts])}
 
         def work(clients: Clients) -> ObjectInfo | None:
-            return head.find(clients, state.key, size, state.metadata, told)
+            return head.find(clients, state.key, size, state.metadata, checksum)
 
-        return await self._store.retried("HEAD", state.key, work)
+        return await self._requester.with_retries("HEAD", state.key, work)
 
     async def abort(self) -> None:
         """Give it up."""
-        await abort(self._store, self._state.key, self._state.upload_id)
+        await abort(self._requester, self._state.key, self._state.upload_id)
 
-    async def look(self) -> None:
+    async def discover(self) -> None:
         """Find out what the bucket has of the upload.
 
         Raises:
@@ -246,7 +327,7 @@ class S3Upload:
             return
         for part in listed:
             known = recorded.get(part.number)
-            # Not every store tells the checksums of parts.
+            # Not every store lists the checksums of parts.
             if not part.checksum and known is not None and known.etag == part.etag:
                 part = replace(part, checksum=known.checksum)
             if part.checksum:
@@ -254,7 +335,8 @@ class S3Upload:
 
     async def _look_for_object(self, recorded: Mapping[int, Part]) -> None:
         """Find out whether the upload, of which there is nothing any more, became an object."""
-        size = (await self._store.head(self._state.key)).size
+        info, _ = await head.head(self._requester, self._state.key, demanded)
+        size = info.size
         parts = [recorded.get(number) for number in range(1, self.part_count(size) + 1)]
         used = [part for part in parts if part is not None and self._fits(part, size)]
         if len(used) == len(parts):
@@ -272,9 +354,9 @@ class S3Upload:
             return clients.s3.list_parts(**clients.request, **self._named, PartNumberMarker=marker)
 
         while True:
-            answer = await self._store.retried("LIST PARTS", self._state.key, work)
+            answer = await self._requester.with_retries("LIST PARTS", self._state.key, work)
             for part in answer.get("Parts", []):
-                etag = list_parser.quoted(part["ETag"])
+                etag = quoted(part["ETag"])
                 checksum = part.get("ChecksumCRC32", "")
                 parts.append(Part(part["PartNumber"], part["Size"], etag, checksum))
             if not answer.get("IsTruncated"):
@@ -285,17 +367,17 @@ class S3Upload:
         body = Body(fd, *self.part_range(number, size))
 
         def work(clients: Clients) -> Part:
-            sums = body.sums(with_md5=self._store.sends_md5)
+            sums = body.sums(with_md5=self._fence.sends_md5)
             etag = self._put(clients, number, body, sums)
             if not etag:
                 raise head.no_etag()
-            return Part(number, len(body), list_parser.quoted(etag), sums.crc32)
+            return Part(number, len(body), quoted(etag), sums.crc32)
 
         async def send() -> Part:
-            part = await self._store.retried(
-                "PUT PART", self._state.key, work, head.writing, transfer=body
+            part = await self._requester.with_retries(
+                "PUT PART", self._state.key, work, writing, transfer=body
             )
-            self._store.note_sent(len(body))
+            self._requester.counted["bytes_sent"] += len(body)
             return part
 
         await self._obtain(number, send, lambda: self._fits(self._parts.get(number), size))
@@ -304,27 +386,26 @@ class S3Upload:
         """Send a part and return its ETag. Blocks."""
         query = {"partNumber": number, "uploadId": self._state.upload_id}
         answer = clients.direct.send(
-            "PUT", self._state.key, query=query, body=body,
-            headers=sums.headers(),
-        )  # fmt: skip
+            "PUT", self._state.key, query=query, body=body, headers=sums.headers()
+        )
         if answer is not None:
             return answer.headers.get("etag")
         body.seek(0)
-        told: Mapping[str, str] = clients.s3.upload_part(
+        sent: Mapping[str, str] = clients.s3.upload_part(
             **clients.request,
             **self._named,
             PartNumber=number,
             Body=body,
             **sums.parameters(),
         )
-        return told.get("ETag")
+        return sent.get("ETag")
 
     async def _obtain(
         self, number: int, obtain: Callable[[], Awaitable[Part]], is_there: Callable[[], bool]
     ) -> None:
         """Have the bucket get a part; it counts unless it is dropped meanwhile.
 
-        Nothing is done if somebody else has brought it by now.
+        Nothing is done if another task has brought it by now.
         """
         async with self._turns[number]:
             if number in self._valid and is_there():
@@ -369,7 +450,7 @@ class S3Upload:
                     return
 
         async with trio.open_nursery() as nursery:
-            for _ in range(min(PARTS_AT_ONCE, self._store.settings.max_connections)):
+            for _ in range(min(PARTS_AT_ONCE, self._requester.settings.max_connections)):
                 nursery.start_soon(run, nursery.cancel_scope)
         if failures:
             raise failures[0]
@@ -398,11 +479,108 @@ def _in_completion(part: Part) -> dict[str, Any]:
     return {"PartNumber": part.number, "ETag": part.etag, **checksum}
 
 
-async def abort(store: S3Store, key: str, upload_id: str) -> None:
+async def abort(requester: Requester, key: str, upload_id: str) -> None:
     """Give an upload up and have its parts deleted; no error if there is none."""
 
     def work(clients: Clients) -> None:
         clients.s3.abort_multipart_upload(**clients.request, Key=key, UploadId=upload_id)
 
     with suppress(NotFoundError):
-        await store.retried("ABORT UPLOAD", key, work)
+        await requester.with_retries("ABORT UPLOAD", key, work)
+
+
+async def put(
+    requester: Requester,
+    fence: Fence,
+    key: str,
+    fd: int,
+    size: int,
+    metadata: Mapping[str, str],
+    content_type: str | None,
+    condition: Condition,
+) -> ObjectInfo:
+    """As `Store.put_file`, with a multipart upload."""
+    async with _aborted_on_failure(
+        await begin(requester, fence, key, metadata, content_type)
+    ) as upload:
+        await upload.send(fd, upload.missing(size), size)
+        return await upload.complete(size, condition)
+
+
+async def copy(
+    requester: Requester,
+    fence: Fence,
+    source: ObjectVersion,
+    key: str,
+    kept: Mapping[str, Any],
+    condition: Condition,
+) -> ObjectInfo:
+    """Copy what is too large for one copy; `kept` are boto3's parameters for what it has."""
+    async with _aborted_on_failure(await _begin(requester, fence, key, COPY_PART, kept)) as upload:
+        await upload.copy_all(source)
+        return await upload.complete(source.size, condition)
+
+
+@asynccontextmanager
+async def _aborted_on_failure(upload: S3Upload) -> AsyncIterator[S3Upload]:
+    try:
+        yield upload
+    except BaseException:
+        with trio.move_on_after(ABORT_TIME_S, shield=True), suppress(StoreError):
+            await upload.abort()
+        raise
+
+
+async def begin(
+    requester: Requester,
+    fence: Fence,
+    key: str,
+    metadata: Mapping[str, str],
+    content_type: str | None,
+) -> S3Upload:
+    """As `Store.begin_upload`."""
+    head.check(metadata, content_type)
+    kept = head.metadata_parameters(metadata, content_type)
+    return await _begin(requester, fence, key, requester.settings.part_size, kept)
+
+
+async def _begin(
+    requester: Requester, fence: Fence, key: str, part_size: int, kept: Mapping[str, Any]
+) -> S3Upload:
+    def work(clients: Clients) -> str:
+        answer = clients.s3.create_multipart_upload(
+            **clients.request, **kept, Key=key, ChecksumAlgorithm="CRC32"
+        )
+        upload_id: str = answer["UploadId"]
+        return upload_id
+
+    upload_id = await requester.with_retries("BEGIN UPLOAD", key, work)
+    return S3Upload(requester, fence, UploadState(key, upload_id, part_size, kept["Metadata"]))
+
+
+async def resume(requester: Requester, fence: Fence, state: UploadState) -> S3Upload:
+    """As `Store.resume_upload`."""
+    upload = S3Upload(requester, fence, state, is_resumed=True)
+    await upload.discover()
+    return upload
+
+
+async def pending(requester: Requester, prefix: str) -> list[PendingUpload]:
+    """As `Store.list_uploads`."""
+    found: list[PendingUpload] = []
+    start: dict[str, str] = {}
+
+    def work(clients: Clients) -> Any:
+        return clients.s3.list_multipart_uploads(**clients.request, **start, Prefix=prefix)
+
+    while True:
+        answer = await requester.with_retries("LIST UPLOADS", prefix, work)
+        for upload in answer.get("Uploads", []):
+            begun_ns = int(upload["Initiated"].timestamp()) * head.SECOND_NS
+            found.append(PendingUpload(upload["Key"], upload["UploadId"], begun_ns))
+        if not answer.get("IsTruncated"):
+            return found
+        start = {
+            "KeyMarker": answer["NextKeyMarker"],
+            "UploadIdMarker": answer["NextUploadIdMarker"],
+        }

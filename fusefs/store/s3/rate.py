@@ -39,7 +39,7 @@ LEAST = 1.0
 
 
 class Rate:
-    """One store's rate. Belongs to the event loop.
+    """One store's rate limit. Belongs to the event loop.
 
     `limit` is in requests a second; None is that there is none.
     """
@@ -69,12 +69,12 @@ class Rate:
         if at > now:
             await trio.sleep_until(at)
 
-    def succeeded(self) -> None:
+    def note_success(self) -> None:
         """A request was not refused."""
         self._accepted += 1
 
-    def refused(self, what: str) -> None:
-        """The store refused a request as one too many; `what` is both, for the log."""
+    def note_refused(self, what: str) -> None:
+        """The store refused a request as one too many; `what` describes both, for the log."""
         self._refused += 1
         now = trio.current_time()
         self._reduce(now)

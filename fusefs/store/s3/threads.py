@@ -1,10 +1,15 @@
-"""Threads that wait for S3, and for nothing else.
+"""Threads that wait for S3, and for nothing else, and what one request does in such a thread.
 
 trio's own threads would do; but a request for a small file takes so little
 time that their ways of starting and ending a job (a limiter, a context, the
 thread's name set and set back, each a chance to lose the interpreter's lock)
 were a third of it. Here a job is one entry in a queue on its way out, and
 answers that come together wake the event loop once.
+
+A thread that waits for the network can't be stopped, only abandoned. Once an
+`Attempt` has been abandoned its thread never touches the caller's file again; if
+it did so in that very moment, the caller waits for that one read or write of
+the local disk.
 """
 
 from __future__ import annotations
@@ -13,21 +18,23 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import trio
+
+from fusefs.store.errors import AttemptError, translate
 
 T = TypeVar("T")
 
 
 class _Job(Generic[T]):
-    """What a thread is to call, and what came of it."""
+    """What a thread is to call, and the result."""
 
     __slots__ = ("error", "result", "task", "work")
 
     def __init__(self, work: Callable[[], T], task: trio.lowlevel.Task) -> None:
         self.work = work
-        self.task: trio.lowlevel.Task | None = task  # None: nobody waits any more
+        self.task: trio.lowlevel.Task | None = task  # None: the task was cancelled
         self.result: T | None = None
         self.error: BaseException | None = None
 
@@ -41,13 +48,13 @@ class Threads:
         self._busy = 0
         self._jobs: SimpleQueue[_Job[Any] | None] = SimpleQueue()
         self._done: deque[_Job[Any]] = deque()
-        self._is_told = False
+        self._is_waking = False
         self._token: trio.lowlevel.TrioToken | None = None
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Call `work` in a thread and return what it returns.
+        """Call `work` in a thread and return its result.
 
-        Cancelling leaves it running there, and nobody hears what comes of it.
+        Cancelling leaves it running there, and its result is dropped.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         self._token = self._token or trio.lowlevel.current_trio_token()
@@ -71,7 +78,7 @@ class Threads:
         return cast(T, job.result)
 
     def close(self) -> None:
-        """End the threads, each when it has finished what it is at."""
+        """End the threads, each after its current job."""
         for _ in range(self._count):
             self._jobs.put(None)
         self._count = 0
@@ -87,18 +94,88 @@ class Threads:
                 job.error = error
             self._done.append(job)
             del job
-            # Told before the others' answers are taken, or not told at all.
-            if not self._is_told:
-                self._is_told = True
+            # Set before the event loop takes the results, so that no result is left behind.
+            if not self._is_waking:
+                self._is_waking = True
                 try:
                     self._token.run_sync_soon(self._deliver)
                 except trio.RunFinishedError:
                     return
 
     def _deliver(self) -> None:
-        self._is_told = False
+        self._is_waking = False
         while self._done:
             job = self._done.popleft()
             self._busy -= 1
             if job.task is not None:
                 trio.lowlevel.reschedule(job.task)
+
+
+class _AbandonedError(Exception):
+    """Ends the thread of an abandoned attempt; no caller sees it."""
+
+
+class Attempt:
+    """One run of a request in a thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # held for a moment only, also by the event loop
+        self._is_abandoned = False
+        self._is_local = False
+        self._local_error: Exception | None = None
+        self._token = trio.lowlevel.current_trio_token()
+        self._local_ended = trio.Event()
+
+    def guarded(self, work: Callable[..., T]) -> Callable[..., T]:
+        """`work` with all exceptions as `AttemptError` but those of `locally`."""
+
+        def run(*arguments: object) -> T:
+            try:
+                return work(*arguments)
+            except _AbandonedError:
+                raise
+            # Anything may come from HTTP libraries that read a foreign server's answers.
+            except Exception as error:
+                if self._local_error is not None:  # the library may have wrapped it
+                    raise self._local_error from None
+                if isinstance(error, AttemptError):
+                    raise
+                raise AttemptError(translate(error)) from error
+
+        return run
+
+    def locally(self, work: Callable[[], T]) -> T:
+        """Call `work`, which uses a local file, unless abandoned. Blocks, in the thread."""
+        with self._lock:
+            if self._is_abandoned:
+                raise _AbandonedError
+            self._is_local = True
+        try:
+            return work()
+        except Exception as error:
+            self._local_error = error
+            raise
+        finally:
+            with self._lock:
+                self._is_local = False
+                if self._is_abandoned:
+                    self._token.run_sync_soon(self._local_ended.set)
+
+    async def abandon(self) -> None:
+        """Have nothing run locally, now or later; waits for the local disk at most."""
+        with self._lock:
+            self._is_abandoned = True
+            is_local = self._is_local
+        if is_local:
+            with trio.CancelScope(shield=True):
+                await self._local_ended.wait()
+
+
+class Transfer(Protocol):
+    """A request whose thread uses a local file, over several attempts."""
+
+    def begin(self) -> Attempt:
+        """Begin an attempt."""
+
+    def has_progressed(self) -> bool:
+        """Whether the last attempt achieved something that the next need not repeat."""

@@ -7,7 +7,7 @@ import pytest
 from fusefs.store.errors import ExistsError, NotFoundError, StaleVersionError
 from fusefs.store.fencing import without_token
 from fusefs.store.interface import IF_ABSENT, ObjectInfo, ObjectVersion
-from fusefs.store.s3 import copy, parts
+from fusefs.store.s3 import copy, multipart
 from tests.support.buckets import Bucket, keys, stored
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.local_file import MakeFile
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("as_owner")
 def copied_in_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     if request.param:
         monkeypatch.setattr(copy, "COPY_LIMIT", PART)
-        monkeypatch.setattr(parts, "COPY_PART", PART)
+        monkeypatch.setattr(multipart, "COPY_PART", PART)
     return bool(request.param)
 
 

@@ -188,7 +188,7 @@ async def test_an_upload_waits_for_credentials(
     bucket: Bucket, faulty: FaultyS3, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch,
     size: int, operation: str, code: str,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("fusefs.store.s3.access.RECONNECT_EVERY_S", 0.0)
+    monkeypatch.setattr("fusefs.store.s3.clients.RECONNECT_EVERY_S", 0.0)
     file = make_file(size)
     rule = faulty.add(operation, code=code)
     async with opened(bucket, faulty.endpoint_url) as store, trio.open_nursery() as nursery:

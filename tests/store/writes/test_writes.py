@@ -16,13 +16,12 @@ import trio.testing
 
 from fusefs.store.errors import ConflictError, ExistsError, StoreError
 from fusefs.store.fencing import without_token
-from fusefs.store.interface import IF_ABSENT, IfMatch, ObjectVersion
-from fusefs.store.priority import Priority
+from fusefs.store.interface import IF_ABSENT, IfMatch, ObjectVersion, Priority
 from fusefs.store.s3 import delete
 from fusefs.store.s3 import put as writing
 from fusefs.store.s3.body import Body
 from fusefs.store.s3.clients import Clients, S3Settings
-from fusefs.store.s3.connection_budget import Connections
+from fusefs.store.s3.connection_budget import ConnectionBudget
 from tests.support.buckets import Bucket, keys, stored
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.local_file import MakeFile
@@ -155,7 +154,7 @@ async def test_metadata_that_are_no_headers_are_refused(
 
 
 async def test_uploads_leave_connections_to_those_who_wait_for_data() -> None:
-    budget = Connections(8)
+    budget = ConnectionBudget(8)
     async with trio.open_nursery() as nursery:
         for _ in range(8):
             nursery.start_soon(budget.acquire, lambda: Priority.WRITE)

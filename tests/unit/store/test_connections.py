@@ -8,9 +8,9 @@ import pytest
 import trio
 import trio.testing
 
-from fusefs.store.priority import Priority
+from fusefs.store.interface import Priority
 from fusefs.store.s3 import connection_budget
-from fusefs.store.s3.connection_budget import Connections
+from fusefs.store.s3.connection_budget import ConnectionBudget
 
 
 def demand() -> Priority:
@@ -32,7 +32,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 class Holders:
     """Tasks that take a connection each, in a known order, and hold it until told."""
 
-    def __init__(self, budget: Connections, nursery: trio.Nursery) -> None:
+    def __init__(self, budget: ConnectionBudget, nursery: trio.Nursery) -> None:
         self._budget = budget
         self._nursery = nursery
         self._scopes: dict[str, trio.CancelScope] = {}
@@ -47,7 +47,7 @@ class Holders:
 
     async def _hold(self, name: str, priority: Callable[[], Priority]) -> None:
         with self._scopes[name]:
-            async with self._budget.one(priority):
+            async with self._budget.lease(priority):
                 self.holding.append(name)
                 try:
                     await self._ends[name].wait()
@@ -64,7 +64,7 @@ class Holders:
 
 
 async def test_no_more_run_than_are_allowed(nursery: trio.Nursery) -> None:
-    holders = Holders(Connections(2), nursery)
+    holders = Holders(ConnectionBudget(2), nursery)
     for name in "abc":
         await holders.start(name, demand)
     assert holders.holding == ["a", "b"]
@@ -74,7 +74,7 @@ async def test_no_more_run_than_are_allowed(nursery: trio.Nursery) -> None:
 
 
 async def test_a_demand_goes_before_a_prefetch_that_waits_longer(nursery: trio.Nursery) -> None:
-    holders = Holders(Connections(1), nursery)
+    holders = Holders(ConnectionBudget(1), nursery)
     await holders.start("running", demand)
     await holders.start("prefetch", prefetch)
     await holders.start("demand", demand)
@@ -85,13 +85,13 @@ async def test_a_demand_goes_before_a_prefetch_that_waits_longer(nursery: trio.N
 
 async def test_a_prefetch_that_a_reader_has_joined_goes_as_a_demand(nursery: trio.Nursery) -> None:
     priority = Priority.PREFETCH
-    budget = Connections(1)
+    budget = ConnectionBudget(1)
     holders = Holders(budget, nursery)
     await holders.start("running", demand)
     await holders.start("other prefetch", prefetch)
     await holders.start("joined", lambda: priority)
     priority = Priority.DEMAND
-    budget.look_again()
+    budget.reprioritize()
     await holders.end("running")
     assert holders.holding == ["joined"]
     nursery.cancel_scope.cancel()
@@ -101,7 +101,7 @@ async def test_a_prefetch_that_its_reader_has_left_goes_as_a_prefetch(
     nursery: trio.Nursery,
 ) -> None:
     priority = Priority.DEMAND
-    holders = Holders(Connections(1), nursery)
+    holders = Holders(ConnectionBudget(1), nursery)
     await holders.start("running", demand)
     await holders.start("left", lambda: priority)
     await holders.start("demand", demand)
@@ -114,7 +114,7 @@ async def test_a_prefetch_that_its_reader_has_left_goes_as_a_prefetch(
 
 
 async def test_prefetches_leave_connections_for_the_next_demand(nursery: trio.Nursery) -> None:
-    holders = Holders(Connections(8), nursery)
+    holders = Holders(ConnectionBudget(8), nursery)
     for number in range(8):
         await holders.start(f"prefetch {number}", prefetch)
     assert len(holders.holding) == 6
@@ -124,14 +124,14 @@ async def test_prefetches_leave_connections_for_the_next_demand(nursery: trio.Nu
 
 
 async def test_one_connection_serves_prefetches_too(nursery: trio.Nursery) -> None:
-    holders = Holders(Connections(1), nursery)
+    holders = Holders(ConnectionBudget(1), nursery)
     await holders.start("prefetch", prefetch)
     assert holders.holding == ["prefetch"]
     nursery.cancel_scope.cancel()
 
 
 async def test_cancelling_a_holder_gives_the_connection_to_the_next(nursery: trio.Nursery) -> None:
-    holders = Holders(Connections(1), nursery)
+    holders = Holders(ConnectionBudget(1), nursery)
     await holders.start("a", demand)
     await holders.start("b", demand)
     await holders.cancel("a")
@@ -140,7 +140,7 @@ async def test_cancelling_a_holder_gives_the_connection_to_the_next(nursery: tri
 
 
 async def test_cancelling_a_waiter_costs_nobody_a_turn(nursery: trio.Nursery) -> None:
-    budget = Connections(1)
+    budget = ConnectionBudget(1)
     holders = Holders(budget, nursery)
     for name in "abc":
         await holders.start(name, demand)
@@ -154,7 +154,7 @@ async def test_cancelling_a_waiter_costs_nobody_a_turn(nursery: trio.Nursery) ->
 async def test_a_turn_that_comes_with_the_cancellation_is_passed_on(
     nursery: trio.Nursery,
 ) -> None:
-    budget = Connections(1)
+    budget = ConnectionBudget(1)
     holders = Holders(budget, nursery)
     for name in "abc":
         await holders.start(name, demand)
@@ -167,55 +167,55 @@ async def test_a_turn_that_comes_with_the_cancellation_is_passed_on(
 
 
 def test_being_throttled_halves_what_is_allowed(clock: list[float]) -> None:
-    budget = Connections(32)
-    budget.throttled()
+    budget = ConnectionBudget(32)
+    budget.note_throttled()
     assert budget.allowed == 16
 
 
 def test_many_throttled_answers_at_once_count_as_one(clock: list[float]) -> None:
-    budget = Connections(32)
+    budget = ConnectionBudget(32)
     for _ in range(20):
-        budget.throttled()
+        budget.note_throttled()
     assert budget.allowed == 16
     clock[0] += connection_budget.BACK_OFF_EVERY_S
-    budget.throttled()
+    budget.note_throttled()
     assert budget.allowed == 8
 
 
 def test_one_connection_always_stays(clock: list[float]) -> None:
-    budget = Connections(4)
+    budget = ConnectionBudget(4)
     for _ in range(10):
-        budget.throttled()
+        budget.note_throttled()
         clock[0] += connection_budget.BACK_OFF_EVERY_S
     assert budget.allowed == 1
 
 
 def test_a_round_of_successes_allows_one_more(clock: list[float]) -> None:
-    budget = Connections(16)
-    budget.throttled()
+    budget = ConnectionBudget(16)
+    budget.note_throttled()
     for _ in range(9):
-        budget.succeeded()
+        budget.note_success()
     assert budget.allowed == 9
 
 
 def test_successes_never_allow_more_than_the_maximum(clock: list[float]) -> None:
-    budget = Connections(4)
-    budget.throttled()
+    budget = ConnectionBudget(4)
+    budget.note_throttled()
     for _ in range(100):
-        budget.succeeded()
+        budget.note_success()
     assert budget.allowed == 4
 
 
 async def test_who_waits_goes_on_when_more_are_allowed(
     nursery: trio.Nursery, clock: list[float]
 ) -> None:
-    budget = Connections(2)
-    budget.throttled()
+    budget = ConnectionBudget(2)
+    budget.note_throttled()
     holders = Holders(budget, nursery)
     await holders.start("a", demand)
     await holders.start("b", demand)
     assert holders.holding == ["a"]
-    budget.succeeded()
+    budget.note_success()
     await trio.testing.wait_all_tasks_blocked()
     assert holders.holding == ["a", "b"]
     nursery.cancel_scope.cancel()
@@ -224,12 +224,12 @@ async def test_who_waits_goes_on_when_more_are_allowed(
 async def test_a_waiting_prefetch_that_a_reader_joins_takes_a_kept_connection(
     nursery: trio.Nursery,
 ) -> None:
-    budget = Connections(8)
+    budget = ConnectionBudget(8)
     joined = Priority.PREFETCH
     holding: list[int] = []
 
     async def hold(number: int) -> None:
-        async with budget.one(lambda: joined if number == 6 else Priority.PREFETCH):
+        async with budget.lease(lambda: joined if number == 6 else Priority.PREFETCH):
             holding.append(number)
             await trio.sleep_forever()
 
@@ -238,7 +238,7 @@ async def test_a_waiting_prefetch_that_a_reader_joins_takes_a_kept_connection(
         await trio.testing.wait_all_tasks_blocked()
     assert 6 not in holding
     joined = Priority.DEMAND
-    budget.look_again()
+    budget.reprioritize()
     await trio.testing.wait_all_tasks_blocked()
     assert 6 in holding
     nursery.cancel_scope.cancel()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusefs.store.s3.schedule import LARGEST, MOST_PARTS, Schedule
+from fusefs.store.s3.multipart import LARGEST, MOST_PARTS, Schedule
 
 MIB = 1 << 20
 # The largest object of S3, and the smallest and largest part.
