@@ -148,7 +148,7 @@ class Part:
 class UploadState:
     """All that another process needs to go on with an upload.
 
-    The first parts have `part_size` bytes, later ones more (store/s3/schedule.py).
+    The first parts have `part_size` bytes, later ones more (store/s3/multipart.py).
     """
 
     key: str
