@@ -103,12 +103,12 @@ class CsiNode(Contender):
     # --- what it costs ---
 
     def memory_by_part(self) -> dict[str, int]:
-        """Bytes of all daemons, keepers and clerks; a page that several share counts once."""
-        found = {"daemon": 0, "keeper": 0, "clerk": 0}
+        """Bytes of all daemons, keepers and brokers; a page that several share counts once."""
+        found = {"daemon": 0, "keeper": 0, "broker": 0}
         parents = {pid: processes.parent_of(pid) for pid in self._mount_processes()}
         for pid, parent in parents.items():
             is_daemon = b"fusefs.daemon" in _read(pid, "cmdline")
-            part = "daemon" if is_daemon else "clerk" if parent in parents else "keeper"
+            part = "daemon" if is_daemon else "broker" if parent in parents else "keeper"
             found[part] += processes.proportional_size(pid)
         return found
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fusefs import __version__
-from fusefs.keeper.fd_store import HolderError
+from fusefs.keeper.fd_store import FdStoreError
 from fusefs.launch import registry
 from fusefs.launch.control import ControlError, Message, NotAnsweringError
 from fusefs.launch.launcher import SupervisorAddress, resume, start
@@ -89,8 +89,8 @@ __all__ = [
     "ControlError",
     "CredentialsError",
     "ExistsError",
+    "FdStoreError",
     "Given",
-    "HolderError",
     "KernelMount",
     "Kind",
     "LaunchError",

@@ -21,7 +21,7 @@ from fusefs.launch.registry import KernelMount
 ANSWER_TIMEOUT_S = 2.0
 
 
-class Holding:
+class FdStoreClient:
     """What the process that listens on `path` has."""
 
     def __init__(self, path: Path) -> None:
@@ -43,7 +43,7 @@ class Holding:
 
         Raises:
             OSError: the keeper does not.
-            holder.HolderError: it does not.
+            FdStoreError: it does not.
         """
         fd = _hand(registry.keeper_socket(root.mountpoint))
         try:

@@ -24,10 +24,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from csi.daemons.client import Holding
+from csi.daemons.client import FdStoreClient
 from csi.daemons.migration import Moving
 from csi.daemons.supervisor import Supervisor
-from csi.node.config import HOLDER, SUPERVISOR
+from csi.node.config import DESCRIPTOR_STORE, SUPERVISOR
 from fusefs.keeper import fd_store, supervisor_protocol
 from fusefs.keeper.system import close_all_but, die_with_parent
 
@@ -59,13 +59,15 @@ def run(arguments: argparse.Namespace) -> int:
     state.mkdir(mode=0o711, parents=True, exist_ok=True)
     if ready is not None:
         ready.unlink(missing_ok=True)  # a killed container's, before this one in the same pod
-    service = HolderService(state / HOLDER)
+    service = FdStoreProcess(state / DESCRIPTOR_STORE)
     service.take_over()
     old = running(state / SUPERVISOR)
     supervisor = Supervisor(
-        state / SUPERVISOR, old=running(state / SUPERVISOR),
-        on_look=service.look, on_return=service.start,
-    )  # fmt: skip
+        state / SUPERVISOR,
+        old=running(state / SUPERVISOR),
+        on_look=service.look,
+        on_return=service.start,
+    )
     mover = _fork(lambda: _move(old, state, supervisor.number, ready), old)
     service.helpers.append(mover)
     if old is not None:
@@ -94,7 +96,7 @@ def _move(old: socket.socket | None, state: Path, number: int, ready: Path | Non
         ready.write_text("")
 
 
-class HolderService:
+class FdStoreProcess:
     """The process that holds descriptors, which is a child of this one."""
 
     def __init__(self, path: Path) -> None:
@@ -109,16 +111,16 @@ class HolderService:
             OSError: it does not come up.
         """
         held = {}
-        for name in Holding(self._path).names():
+        for name in FdStoreClient(self._path).names():
             try:
                 held[name] = fd_store.fetch(os.fspath(self._path), name)
-            except fd_store.HolderError as error:
+            except fd_store.FdStoreError as error:
                 log.warning("%s: %s", name, error)  # its mount has just ended
         self.start()
         for name, descriptor in held.items():
             try:
                 fd_store.hold(os.fspath(self._path), name, descriptor)
-            except fd_store.HolderError as error:
+            except fd_store.FdStoreError as error:
                 log.warning("%s: %s", name, error)
             os.close(descriptor)
         log.info("%d descriptors are held, as before", len(held))

@@ -27,7 +27,7 @@ from types import FrameType
 
 from fusefs.keeper import protocol, supervisor_protocol
 from fusefs.keeper.control import Listener, Loop, is_trusted
-from fusefs.keeper.supervisor_protocol import Message
+from fusefs.keeper.supervisor_protocol import SupervisorMessage
 from fusefs.keeper.system import Credentials, spawn
 from fusefs.launch import launcher
 
@@ -182,7 +182,7 @@ class Supervisor:
             if child.keeper is client:
                 child.keeper = None
 
-    def _answer(self, client: socket.socket, message: Message) -> None:
+    def _answer(self, client: socket.socket, message: SupervisorMessage) -> None:
         match message.kind:
             case supervisor_protocol.LAUNCH:
                 self._begin(client, message, self._launch(message))
@@ -204,14 +204,14 @@ class Supervisor:
 
     # --- daemons ---
 
-    def _begin(self, client: socket.socket, message: Message, child: Child) -> None:
+    def _begin(self, client: socket.socket, message: SupervisorMessage, child: Child) -> None:
         child.keeper, child.version = client, message.version
         answer = supervisor_protocol.pack(
             supervisor_protocol.STARTED, a=self.number, version=message.version
         )
         _say(client, answer, child.pidfd)
 
-    def _launch(self, message: Message) -> Child:
+    def _launch(self, message: SupervisorMessage) -> Child:
         uid, gid = message.a, message.b
         if self._is_ending:
             raise ConnectionRefusedError(errno.ECONNREFUSED, "no more daemons are started here")
@@ -238,11 +238,11 @@ class Supervisor:
             )
         ours.setblocking(False)
         child = self._children[pid] = Child(pid, message.mount, uid, ours)
-        self._loop.watch(child.pidfd, select.POLLIN, lambda: self._bury(child))
+        self._loop.watch(child.pidfd, select.POLLIN, lambda: self._on_exit(child))
         log.info("daemon %d is started for mount %016x as uid %d", pid, message.mount, uid)
         return child
 
-    def _give(self, message: Message) -> Child:
+    def _give(self, message: SupervisorMessage) -> Child:
         """The mount's daemon that has no keeper, which is told of the new one."""
         orphans = [child for child in self._of(message.mount) if child.keeper is None]
         if not message.mount or not orphans:
@@ -268,7 +268,7 @@ class Supervisor:
             going = select.poll()
             going.register(child.pidfd, select.POLLIN)
             if going.poll(1000 * max(0.0, now + GOING_S - time.monotonic())):
-                self._bury(child)
+                self._on_exit(child)
         left = sum(now - (child.doomed or now) < HANGING_S for child in self._of(mount))
         if self._old is None:
             return left
@@ -284,7 +284,7 @@ class Supervisor:
             self._old = None  # it has ended, and they with it
             return left
 
-    def _bury(self, child: Child) -> None:
+    def _on_exit(self, child: Child) -> None:
         pid, status = os.waitpid(child.pid, os.WNOHANG)
         if not pid:
             return
@@ -307,7 +307,7 @@ def _say(client: socket.socket, packed: bytes, *fds: int) -> None:
         supervisor_protocol.send(client, packed, *fds)
 
 
-def _counted(message: Message, count: int) -> bytes:
+def _counted(message: SupervisorMessage, count: int) -> bytes:
     return supervisor_protocol.pack(
         supervisor_protocol.COUNTED, message.mount, count, version=message.version
     )

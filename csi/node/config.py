@@ -30,7 +30,7 @@ from fusefs.api import (
 
 # The sockets of `fusefs-csi daemons`, below the state directory.
 SUPERVISOR = "daemons.sock"
-HOLDER = "holder.sock"
+DESCRIPTOR_STORE = "descriptor-store.sock"
 
 _MEMORY_SYSTEMS = ("tmpfs", "ramfs")
 # Nobody's on a usual machine: systemd's documentation of uids leaves them free.
@@ -53,9 +53,9 @@ class NodeConfiguration:
     daemons: str = "either"
 
     @property
-    def holder(self) -> Path:
+    def descriptor_store(self) -> Path:
         """Where `fusefs-csi daemons` holds descriptors."""
-        return self.state_directory / HOLDER
+        return self.state_directory / DESCRIPTOR_STORE
 
     @property
     def supervisor(self) -> SupervisorAddress | None:

@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from csi.daemons.client import Daemons, Holding
+from csi.daemons.client import Daemons, FdStoreClient
 from csi.errors import (
     AbortedError,
     CsiError,
@@ -78,13 +78,13 @@ class Mounts:
         records: MountRecords,
         files: CredentialFiles,
         roots: Path,
-        holding: Holding,
+        fd_store: FdStoreClient,
         daemons: Daemons,
     ) -> None:
         self.records = records
         self._files = files
         self._roots = roots
-        self._holding = holding
+        self._fd_store = fd_store
         self._daemons = daemons
         roots.mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -158,7 +158,7 @@ class Mounts:
         """
         root = Path(record.root)
         top = Table().top(root)
-        if top is not None and not self._holding.has(top):
+        if top is not None and not self._fd_store.has(top):
             self._kill(root)
             bind_mount.pop_all(root)
             top = None
@@ -178,16 +178,16 @@ class Mounts:
 
         Raises:
             CsiError: no daemon came up.
-            OSError, HolderError: its connection could not be handed over.
+            OSError, FdStoreError: its connection could not be handed over.
         """
         table = Table()
         root = table.top(Path(record.root))
-        if root is None or not self._holding.is_there:
+        if root is None or not self._fd_store.is_there:
             return
-        is_held = self._holding.has(root)
+        is_held = self._fd_store.has(root)
         is_alive = self.is_alive(record, table)
         if is_alive and not is_held:
-            self._holding.bring(root)
+            self._fd_store.bring(root)
         elif is_held and not is_alive:
             self.start(record, deadline)
 

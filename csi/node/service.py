@@ -24,7 +24,7 @@ from pathlib import Path
 
 import grpc
 
-from csi.daemons.client import Daemons, Holding
+from csi.daemons.client import Daemons, FdStoreClient
 from csi.errors import (
     AbortedError,
     AlreadyExistsError,
@@ -97,7 +97,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         self._domains = Domains(configuration.cache_directory, *configuration.uids)
         self._mounts = Mounts(
             MountRecords(state / "mounts"), self._files, configuration.mounts_directory,
-            Holding(configuration.holder), Daemons(configuration.supervisor),
+            FdStoreClient(configuration.descriptor_store), Daemons(configuration.supervisor),
         )  # fmt: skip
         self._stats = Stats(self._mounts)
         self._draining = Draining(self._mounts)
@@ -269,7 +269,8 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             settings = finished(
                 layer, mountpoint=os.fspath(self._mounts.root_of(key)),
                 cache_dir=os.fspath(domain.directory), user=str(domain.uid),
-                holder=os.fspath(self._configuration.holder), max_pause=LONGEST_PAUSE,
+                descriptor_store=os.fspath(self._configuration.descriptor_store),
+                max_pause=LONGEST_PAUSE,
             )  # fmt: skip
             record = MountRecord(
                 key, asked.volume_id, os.fspath(settings.mountpoint), str(settings.source),

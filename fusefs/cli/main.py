@@ -237,8 +237,8 @@ def _add_keeper(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
         "keeper",
         help="hold the mounts of others",
-        description="Hold the /dev/fuse descriptors of mounts made with --holder, so that they "
-        "outlive their own keepers, too. Root's alone.",
+        description="Hold the /dev/fuse descriptors of mounts made with --descriptor-store, so "
+        "that they outlive their own keepers, too. Root's alone.",
     )
     parser.add_argument("--socket", metavar="PATH", required=True, help="where to listen")
     parser.set_defaults(run=_keeper)

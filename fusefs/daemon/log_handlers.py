@@ -1,6 +1,6 @@
 """The daemon's log: lines on standard error, of a bounded size where nobody else looks after it.
 
-Keeper, clerk and daemons, one after the other, append to one file whose
+Keeper, broker and daemons, one after the other, append to one file whose
 directory may be root's: they have its descriptor and no more, so nobody can
 rename it without the others writing on to where nobody looks. Instead the
 oldest part is taken out of the file, in one step of the file system, while all

@@ -47,7 +47,7 @@ from fusefs.daemon.verifier import Verifier
 from fusefs.fuse.passthrough import NoPassthrough, Passthrough
 from fusefs.fuse.session import RunningSession, Session, UnsupportedKernelError
 from fusefs.keeper import template
-from fusefs.keeper.client import KeeperError, Keeping
+from fusefs.keeper.client import KeeperClient, KeeperError
 from fusefs.keeper.protocol import CANNOT_TAKE_OVER
 from fusefs.launch import control, registry
 from fusefs.linux import mount
@@ -155,7 +155,7 @@ class Daemon:
             await self.cache.aclose(sync=self._is_unmounted)
             self.pages.close()
             if self._handover is not None:
-                self._handover.keeping.ending()
+                self._handover.keeper.ending()
         finally:
             with trio.CancelScope(shield=True):
                 await self.store.aclose()
@@ -379,11 +379,11 @@ class Daemon:
         if handover.is_fresh and not handover.is_privileged:
             self.backing = NoPassthrough("needs CAP_SYS_ADMIN: mount as root")
             return None
-        passthrough = self.backing = Passthrough(handover.keeping)
+        passthrough = self.backing = Passthrough(handover.keeper)
         self.cache.on_evict = passthrough.drop
 
-        def move(keeping: Keeping) -> None:
-            passthrough.registrar = keeping
+        def move(keeper: KeeperClient) -> None:
+            passthrough.registrar = keeper
 
         handover.on_revival = move
         handover.table = passthrough.table
@@ -391,7 +391,7 @@ class Daemon:
 
     async def _leave_when_told(self, handover: Handover, session: Session) -> None:
         """Answer what has been read, and leave the rest to the daemon of an upgrade."""
-        await handover.keeping.quiesced.wait()
+        await handover.keeper.quiesced.wait()
         session.stop_reading()
 
     @asynccontextmanager
@@ -425,7 +425,7 @@ class Daemon:
     async def _unmount(self) -> None:
         mountpoint = self.settings.mountpoint
         if self._handover is not None and self._handover.is_privileged:
-            self._handover.keeping.unmount()
+            self._handover.keeper.unmount()
             return
         try:
             await trio.to_thread.run_sync(lambda: umount_path(mountpoint, is_lazy=False))

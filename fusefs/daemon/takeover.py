@@ -9,7 +9,7 @@ A mount under the kernel session outlives its daemons. The keeper
 - *prepare*: an upgrade. The last daemon still serves; check everything, and
   read its journal as a trial. What fails now fails without harm.
 
-When keeper and clerk are both gone, the daemon starts a keeper itself; as an
+When keeper and broker are both gone, the daemon starts a keeper itself; as an
 ordinary user's process that one cannot register files, which `status` shows.
 A daemon that a supervisor has started (keeper/supervisor_protocol.py) waits for another
 keeper instead: it comes over the socket to the supervisor.
@@ -31,7 +31,7 @@ import trio
 from fusefs.cache.directory import STATE, usable
 from fusefs.fuse.session import TEST_VARIABLE
 from fusefs.keeper import supervisor_protocol
-from fusefs.keeper.client import KeeperError, Keeping, Taken
+from fusefs.keeper.client import KeeperClient, KeeperError, Taken
 from fusefs.keeper.protocol import FRESH, PREPARE
 from fusefs.keeper.system import is_disconnected
 from fusefs.launch import launcher, registry
@@ -79,10 +79,10 @@ def late_requests_directory(settings: MountSettings, mounted_ns: int) -> Path:
 class Handover:
     """One daemon's dealings with its keeper. Use `begin`."""
 
-    def __init__(self, settings: MountSettings, keeping: Keeping, state: int) -> None:
+    def __init__(self, settings: MountSettings, keeper: KeeperClient, task: int) -> None:
         self._settings = settings
-        self.keeping = keeping
-        self._state = state
+        self.keeper = keeper
+        self._task = task
         self.is_privileged = False
         self._supervisor: socket.socket | None = None
         self._has_resend = False
@@ -90,7 +90,7 @@ class Handover:
         self.taken: Taken | None = None
         # What another keeper has to know, and what is to be done when it is there.
         self.table: Callable[[], list[tuple[int, int]]] = list
-        self.on_revival: Callable[[Keeping], None] = lambda _keeping: None
+        self.on_revival: Callable[[KeeperClient], None] = lambda _keeper: None
 
     @classmethod
     async def begin(cls, settings: MountSettings) -> Handover:
@@ -99,18 +99,18 @@ class Handover:
         Raises:
             KeeperError: there is none.
         """
-        keeping = Keeping.from_environment()
-        if keeping is None:
+        keeper = KeeperClient.from_environment()
+        if keeper is None:
             raise KeeperError("the daemon is started by `fusefs mount`, through a keeper")
-        welcome = await keeping.hello()
-        handover = cls(settings, keeping, welcome.state)
+        welcome = await keeper.hello()
+        handover = cls(settings, keeper, welcome.task)
         handover.is_privileged = welcome.is_privileged
         handover._supervisor = _from_supervisor()
         return handover
 
     @property
     def is_fresh(self) -> bool:
-        return self._state == FRESH
+        return self._task == FRESH
 
     @property
     def is_all_answered(self) -> bool:
@@ -119,12 +119,12 @@ class Handover:
         A keeper of 0.1.0 does not say. One that is to prepare itself follows on a daemon
         that has ended by itself, or was killed as it would not: the latter is not known.
         """
-        return self.taken is None or self.taken.is_all_answered or self._state == PREPARE
+        return self.taken is None or self.taken.is_all_answered or self._task == PREPARE
 
     @property
     def checks_first(self) -> bool:
         """Whether somebody waits to hear what is wrong, rather than for answers."""
-        return self._state in (FRESH, PREPARE)
+        return self._task in (FRESH, PREPARE)
 
     @property
     def _directory(self) -> Path:
@@ -159,10 +159,10 @@ class Handover:
         Raises:
             TakeOverError: the journal can't be used.
         """
-        if self._state == PREPARE:
+        if self._task == PREPARE:
             await self._read(partial(replay, is_live=True))
-            self.keeping.prepared()
-        self.taken = await self.keeping.take()
+            self.keeper.prepared()
+        self.taken = await self.keeper.take()
         self.fd = self.taken.fd
         if self.taken.lingers:
             logger.warning("the last daemon is still in the kernel, its disk may be stuck")
@@ -176,7 +176,7 @@ class Handover:
         settings = self._settings
         if self.is_privileged:
             try:
-                self.fd = await self.keeping.mount()
+                self.fd = await self.keeper.mount()
             except OSError as error:
                 raise MountError(
                     f"can't mount on {settings.mountpoint}: {error.strerror}"
@@ -187,7 +187,7 @@ class Handover:
             str(settings.source), settings.mountpoint, settings.allow_other, settings.read_only
         )
         self.fd = await trio.to_thread.run_sync(mount.mount_by_helper, request)
-        self.keeping.deposit(self.fd)
+        self.keeper.deposit(self.fd)
 
     async def open_journal(self) -> tuple[Journal | NoJournal, KernelState | None]:
         """A new journal, or the last daemon's and what it tells.
@@ -212,11 +212,11 @@ class Handover:
     @property
     def namespace(self) -> int:
         """The PID namespace of requests' processes, if the keeper looks at them; else 0."""
-        return self.keeping.namespace
+        return self.keeper.namespace
 
     async def look(self, pid: int) -> int:
         """What becomes of a process, by its number there; see linux/callers.py."""
-        return await self.keeping.look(pid)
+        return await self.keeper.look(pid)
 
     @property
     def is_disconnected(self) -> bool:
@@ -228,7 +228,7 @@ class Handover:
         if self._supervisor is not None:
             await self._keep_with(self._supervisor, in_flight)
         while True:
-            await self.keeping.run(in_flight)
+            await self.keeper.run(in_flight)
             logger.warning("the keeper is gone: starting another")
             await trio.sleep(REVIVE_PAUSE_S)
             await self._revive()
@@ -238,12 +238,12 @@ class Handover:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_hear_supervisor, supervisor, sender)
             while True:
-                await self.keeping.run(in_flight)
+                await self.keeper.run(in_flight)
                 logger.warning("the keeper is gone: waiting for another")
-                keeping = Keeping(await keepers.receive())
+                keeper = KeeperClient(await keepers.receive())
                 for backing_id, inode in self.table():
-                    keeping.known(backing_id, inode)
-                self._go_on(keeping)
+                    keeper.known(backing_id, inode)
+                self._go_on(keeper)
                 logger.info("another keeper is there")
 
     async def _revive(self) -> None:
@@ -255,18 +255,18 @@ class Handover:
                 )
             except OSError as error:
                 logger.warning("no keeper can be started: %s", error)
-        self._go_on(Keeping(ours))
+        self._go_on(KeeperClient(ours))
 
-    def _go_on(self, keeping: Keeping) -> None:
-        keeping.quiesced = self.keeping.quiesced
-        self.keeping = keeping
+    def _go_on(self, keeper: KeeperClient) -> None:
+        keeper.quiesced = self.keeper.quiesced
+        self.keeper = keeper
         self.serving(has_resend=self._has_resend)
-        self.on_revival(keeping)
+        self.on_revival(keeper)
 
     def serving(self, *, has_resend: bool) -> None:
         """Tell the keeper that requests are answered, and whether they can be sent again."""
         self._has_resend = has_resend
-        self.keeping.serving(has_resend=has_resend)
+        self.keeper.serving(has_resend=has_resend)
 
 
 def _from_supervisor() -> socket.socket | None:

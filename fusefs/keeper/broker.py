@@ -1,20 +1,20 @@
-"""The clerk: the process that deals with a daemon, so that the keeper need not.
+"""The broker: the process that deals with a daemon, so that the keeper need not.
 
 A daemon may have been taken over, and what it sends can hang whoever touches
 it: fstat or close of a descriptor waits for ever if the file is on a mount
 whose daemon does not answer. So a child of the keeper, a new one for each
 daemon, reads its messages, looks at its descriptors and asks the kernel to
 register them. The keeper only gets numbers, over a private socket, and
-replaces a clerk that hangs together with its daemon.
+replaces a broker that hangs together with its daemon.
 
-While it is a clerk its file-system ids are the daemon's, and CAP_SYS_ADMIN is
+While it is a broker its file-system ids are the daemon's, and CAP_SYS_ADMIN is
 its only effective capability: the kernel reads a registered file later with
 the credentials of whoever registered it, as they were in effect. What it may
 do otherwise stays permitted, and so does its real uid, which keeps the daemon
 from signalling or tracing it; both are needed for the second task:
 
-When its keeper dies, the clerk becomes the keeper. It has all that this takes:
-the descriptor of the mount, the socket to the daemon, and its own ledger.
+When its keeper dies, the broker becomes the keeper. It has all that this takes:
+the descriptor of the mount, the socket to the daemon, and its own state.
 
 To the keeper it says what the daemon said, in the daemon's own kinds, and the
 few below.
@@ -34,7 +34,7 @@ import time
 from collections import deque
 
 from fusefs.keeper import protocol as wire
-from fusefs.keeper.state import Configuration, Ledger, log
+from fusefs.keeper.state import Configuration, KeeperState, log
 from fusefs.keeper.supervisor_protocol import Process
 from fusefs.keeper.system import (
     FUSE_DEVICE,
@@ -47,12 +47,12 @@ from fusefs.linux import callers
 # off (a: 1 if it broke the protocol, 0 if it closed its socket).
 REGISTERED = 64
 CUT_OFF = 65
-FROM_CLERK = wire.FROM_DAEMON | {REGISTERED, CUT_OFF}
+FROM_BROKER = wire.FROM_DAEMON | {REGISTERED, CUT_OFF}
 # From the keeper, besides QUIESCE: the mount is made (a: the connection's
 # number), or could not be (error); or the keeper ends by a fault of its own.
 MOUNT_MADE = 66
 FAILED = 67
-TO_CLERK = frozenset((MOUNT_MADE, FAILED, wire.QUIESCE))
+TO_BROKER = frozenset((MOUNT_MADE, FAILED, wire.QUIESCE))
 
 # A daemon that ticks all the time wakes the keeper no more often than this.
 TICK_INTERVAL_S = 0.2
@@ -68,31 +68,35 @@ NEW = frozenset((wire.HELLO,))
 UNMOUNTED = _ALWAYS | {wire.MOUNT, wire.DEPOSIT}
 PREPARING = _ALWAYS | {wire.PREPARED}
 ATTACHED = _ALWAYS | {
-    wire.SERVING, wire.BACKING_OPEN, wire.BACKING_CLOSE, wire.UNMOUNT, wire.LOOK,
-}  # fmt: skip
+    wire.SERVING,
+    wire.BACKING_OPEN,
+    wire.BACKING_CLOSE,
+    wire.UNMOUNT,
+    wire.LOOK,
+}
 
 
-class Clerk:
+class Broker:
     """One daemon's session, over the non-blocking socket `daemon`.
 
-    `state` is FRESH, TAKE_OVER or PREPARE, as in WELCOME. `is_lingering` tells
+    `task` is FRESH, TAKE_OVER or PREPARE, as in WELCOME. `is_lingering` tells
     the daemon that the one before it is still in the kernel.
     """
 
     def __init__(
         self,
         configuration: Configuration,
-        ledger: Ledger,
+        state: KeeperState,
         daemon: socket.socket,
         process: Process,
-        state: int,
+        task: int,
         is_lingering: bool = False,
     ) -> None:
         self.configuration = configuration
-        self.ledger = ledger
+        self.state = state
         self.daemon = daemon
         self.process = process
-        self.state = state
+        self.task = task
         self.is_lingering = is_lingering
         self.is_cut_off = False
         self._keeper: socket.socket
@@ -120,14 +124,14 @@ class Clerk:
 
     def take(self) -> None:
         """Give the mount to a daemon that has said HELLO, and PREPARED if it had to."""
-        self.state = wire.TAKE_OVER
+        self.task = wire.TAKE_OVER
         self._allowed = ATTACHED
         self._sweep()
-        count = len(self.ledger.files)
-        take = wire.pack(wire.TAKE, count, int(self.is_lingering), int(self.ledger.is_all_answered))
-        self._post(take, self.ledger.fuse_fd)
+        count = len(self.state.files)
+        take = wire.pack(wire.TAKE, count, int(self.is_lingering), int(self.state.is_all_answered))
+        self._post(take, self.state.fuse_fd)
         device = self.configuration.cache_device
-        for backing_id, inode in self.ledger.files.items():
+        for backing_id, inode in self.state.files.items():
             self._post(wire.pack(wire.ENTRY, backing_id, device, inode))
 
     def serve(self, keeper: socket.socket) -> bool:
@@ -152,7 +156,7 @@ class Clerk:
         keeper.close()
         if self.configuration.is_privileged:
             raise_privileges()
-        if self.state == wire.PREPARE:
+        if self.task == wire.PREPARE:
             # Whoever succeeds the keeper knows nothing of the upgrade.
             self.process.kill()
             return False
@@ -161,25 +165,25 @@ class Clerk:
     # --- the keeper ---
 
     def _hear_keeper(self) -> bool:
-        message = wire.receive(self._keeper, TO_CLERK)
+        message = wire.receive(self._keeper, TO_BROKER)
         if message is None:
             return False
         if message.kind == wire.QUIESCE:
             self._post(wire.pack(wire.QUIESCE))
             return True
         if message.kind == FAILED:
-            self.ledger.keeper_failed(time.monotonic())
+            self.state.keeper_failed(time.monotonic())
             return True
         if not message.error:
-            self.ledger.connection = message.a
-            self.ledger.is_ours = True
+            self.state.connection = message.a
+            self.state.is_ours = True
             self._allowed = ATTACHED
         if self.configuration.is_privileged:
             answer = wire.pack(wire.MOUNTED, error=message.error)
-            self._post(answer, -1 if message.error else self.ledger.fuse_fd)
+            self._post(answer, -1 if message.error else self.state.fuse_fd)
         return True
 
-    def _report(self, message: wire.Message) -> None:
+    def _report(self, message: wire.KeeperMessage) -> None:
         self._tell(wire.pack(message.kind, message.a, message.b))
 
     def _tell(self, packed: bytes, fd: int = -1) -> None:
@@ -228,61 +232,61 @@ class Clerk:
                 return
             self._outbox.popleft()
 
-    def _hello(self, message: wire.Message) -> None:
+    def _hello(self, message: wire.KeeperMessage) -> None:
         if message.a not in wire.SPOKEN:
             raise wire.ProtocolError(f"version {message.a}")
         self._report(message)
-        ledger = self.ledger
+        state = self.state
         is_privileged = int(self.configuration.is_privileged)
         packed = wire.pack(
-            wire.WELCOME, self.state, ledger.restarts, ledger.last_death_ns, is_privileged
+            wire.WELCOME, self.task, state.restarts, state.last_death_ns, is_privileged
         )
-        self._allowed = UNMOUNTED if self.state == wire.FRESH else PREPARING
+        self._allowed = UNMOUNTED if self.task == wire.FRESH else PREPARING
         self._post(packed)
-        if self.state == wire.TAKE_OVER:
+        if self.task == wire.TAKE_OVER:
             self.take()
 
-    def _prepared(self, message: wire.Message) -> None:
-        # Another clerk goes on from here, one that knows what is registered.
+    def _prepared(self, message: wire.KeeperMessage) -> None:
+        # Another broker goes on from here, one that knows what is registered.
         self._allowed = frozenset()
         self._report(message)
 
-    def _mount(self, message: wire.Message) -> None:
+    def _mount(self, message: wire.KeeperMessage) -> None:
         if not self.configuration.is_privileged:
             raise wire.ProtocolError("MOUNT, which this keeper may not")
         self._allowed = _ALWAYS
         self._report(message)
 
-    def _deposit(self, message: wire.Message) -> None:
+    def _deposit(self, message: wire.KeeperMessage) -> None:
         if self.configuration.is_privileged:
             raise wire.ProtocolError("DEPOSIT with a keeper that mounts itself")
         status = os.fstat(message.fd)
         if not stat.S_ISCHR(status.st_mode) or status.st_rdev != FUSE_DEVICE:
             raise wire.ProtocolError("DEPOSIT of something else than /dev/fuse")
         self._allowed = ATTACHED
-        self.ledger.fuse_fd = message.fd
+        self.state.fuse_fd = message.fd
         self._tell(wire.pack(wire.DEPOSIT), message.fd)
 
-    def _known(self, message: wire.Message) -> None:
-        if len(self.ledger.files) >= self.configuration.most_backing_ids:
+    def _known(self, message: wire.KeeperMessage) -> None:
+        if len(self.state.files) >= self.configuration.most_backing_ids:
             raise wire.ProtocolError("KNOWN, too often")
-        self.ledger.opened(message.b, message.c)
+        self.state.opened(message.b, message.c)
         self._tell(wire.pack(REGISTERED, 0, message.b, message.c))
 
-    def _serving(self, message: wire.Message) -> None:
+    def _serving(self, message: wire.KeeperMessage) -> None:
         self._allowed = ATTACHED
-        self.ledger.serving(bool(message.a))
+        self.state.serving(bool(message.a))
         self._report(message)
         if message.b & wire.ABILITIES:
-            namespace = callers.namespace() if self.ledger.is_ours else 0
+            namespace = callers.namespace() if self.state.is_ours else 0
             self._post(wire.pack(wire.ABLE, 0, namespace))
 
-    def _look(self, message: wire.Message) -> None:
+    def _look(self, message: wire.KeeperMessage) -> None:
         is_privileged = self.configuration.is_privileged
         if is_privileged:
             raise_privileges()  # /proc may hide other users' processes
         try:
-            fate = callers.fate(message.b) if self.ledger.is_ours else callers.UNKNOWN
+            fate = callers.fate(message.b) if self.state.is_ours else callers.UNKNOWN
         finally:
             if is_privileged:
                 self._lower_privileges()
@@ -292,7 +296,7 @@ class Clerk:
         credentials = self.configuration.credentials
         lower_privileges(credentials.uid, credentials.gid)
 
-    def _tick(self, message: wire.Message) -> None:
+    def _tick(self, message: wire.KeeperMessage) -> None:
         now = time.monotonic()
         if now >= self._next_tick:
             self._next_tick = now + TICK_INTERVAL_S
@@ -300,17 +304,17 @@ class Clerk:
 
     # --- backing files ---
 
-    def _backing_open(self, message: wire.Message) -> None:
+    def _backing_open(self, message: wire.KeeperMessage) -> None:
         backing_id, error = 0, 0
         try:
             inode = self._check(message.fd)
             # A mutable buffer: with an immutable one Python loses the return value.
             request = bytearray(_BACKING_MAP.pack(message.fd, 0, 0))
-            backing_id = fcntl.ioctl(self.ledger.fuse_fd, _BACKING_OPEN, request)
+            backing_id = fcntl.ioctl(self.state.fuse_fd, _BACKING_OPEN, request)
         except OSError as refusal:
             error = refusal.errno or errno.EIO
         else:
-            self.ledger.opened(backing_id, inode)
+            self.state.opened(backing_id, inode)
             self._tell(wire.pack(REGISTERED, 0, backing_id, inode))
         self._post(wire.pack(wire.BACKING_OPENED, message.a, backing_id, error=error))
         os.close(message.fd)  # may hang, so everybody knows before
@@ -324,7 +328,7 @@ class Clerk:
         configuration = self.configuration
         if not configuration.is_privileged:
             raise OSError(errno.EPERM, "the keeper is not privileged")
-        if len(self.ledger.files) >= configuration.most_backing_ids:
+        if len(self.state.files) >= configuration.most_backing_ids:
             raise OSError(errno.ENOSPC, "too many files are registered")
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
         is_readable = flags & os.O_ACCMODE == os.O_RDONLY and configuration.is_read_only
@@ -341,10 +345,10 @@ class Clerk:
             raise OSError(errno.EXDEV, "not on the cache's device")
         return status.st_ino
 
-    def _backing_close(self, message: wire.Message) -> None:
+    def _backing_close(self, message: wire.KeeperMessage) -> None:
         error = 0
-        if message.b in self.ledger.files:
-            self.ledger.closing(message.b)
+        if message.b in self.state.files:
+            self.state.closing(message.b)
             self._report(message)
             self._close_id(message.b)
         else:
@@ -353,12 +357,12 @@ class Clerk:
 
     def _sweep(self) -> None:
         if self.configuration.is_privileged:
-            for backing_id in self.ledger.unaccounted_ids():
+            for backing_id in self.state.unaccounted_ids():
                 self._close_id(backing_id)
 
     def _close_id(self, backing_id: int) -> None:
         try:
-            fcntl.ioctl(self.ledger.fuse_fd, _BACKING_CLOSE, struct.pack("=I", backing_id))
+            fcntl.ioctl(self.state.fuse_fd, _BACKING_CLOSE, struct.pack("=I", backing_id))
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENODEV):
                 log(f"backing id {backing_id} could not be closed: {error.strerror}")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import trio
 
 from fusefs.keeper import protocol as wire
-from fusefs.keeper.protocol import Message
+from fusefs.keeper.protocol import KeeperMessage
 from fusefs.linux.callers import FATES, UNKNOWN
 
 TICK_S = 1.0
@@ -34,7 +34,7 @@ class KeeperError(Exception):
 class Welcome:
     """What the mount is like; `died_ns` is 0 unless a daemon has died before this one."""
 
-    state: int
+    task: int
     restarts: int
     died_ns: int
     is_privileged: bool
@@ -54,7 +54,7 @@ class Taken:
     is_all_answered: bool
 
 
-class Keeping:
+class KeeperClient:
     """One connection to a keeper. Belongs to the event loop."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -71,7 +71,7 @@ class Keeping:
         self.quiesced = trio.Event()
 
     @classmethod
-    def from_environment(cls) -> Keeping | None:
+    def from_environment(cls) -> KeeperClient | None:
         """The connection that this process was started with, if there is one."""
         number = os.environ.pop(wire.ENVIRONMENT, None)
         if number is None:
@@ -113,11 +113,11 @@ class Keeping:
             backing[entry.a] = (entry.b, entry.c)
         return Taken(take.fd, backing, bool(take.b), bool(take.c))
 
-    async def _ask(self, question: bytes, answer: int) -> Message:
+    async def _ask(self, question: bytes, answer: int) -> KeeperMessage:
         wire.send(self._socket, question)
         return await self._receive(answer)
 
-    async def _receive(self, kind: int) -> Message:
+    async def _receive(self, kind: int) -> KeeperMessage:
         while True:
             try:
                 message = wire.receive(self._socket, wire.FROM_KEEPER)

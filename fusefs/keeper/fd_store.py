@@ -1,8 +1,8 @@
-"""A second holder of mounts: `fusefs keeper --socket PATH`.
+"""A second descriptor store of mounts: `fusefs keeper --socket PATH`.
 
 A FUSE mount lives for as long as anybody holds its /dev/fuse descriptor. A
-keeper that is told to (`holder` in its configuration) leaves a copy here, so
-that the mount outlives keeper, clerk and daemon all at once, as when the
+keeper that is told to (`descriptor store` in its configuration) leaves a copy here, so
+that the mount outlives keeper, broker and daemon all at once, as when the
 container that they run in is replaced. Whoever mounts there again fetches it.
 
 Each descriptor is held by a process of its own, which also receives and
@@ -12,9 +12,9 @@ descriptor is dropped, when the mount is gone, and when the service is told to.
 If that dies instead, the process gives what it holds to the next service at
 PATH, unless whoever had started the dead one, and its container, is gone too.
 
-Who gets it when: the keeper opens it, and its clerk is forked with it; once
+Who gets it when: the keeper opens it, and its broker is forked with it; once
 mounted, the daemon and this service get it, each within moments. A daemon that
-follows gets it from a clerk, when this service has been given it once more; a
+follows gets it from a broker, when this service has been given it once more; a
 keeper that follows gets it from here. So each of the three may die, and be
 replaced, while the other two have it.
 
@@ -44,7 +44,7 @@ from types import FrameType
 
 from fusefs.keeper import control
 from fusefs.keeper.control import Loop
-from fusefs.keeper.daemon_process import NEVER
+from fusefs.keeper.state import NEVER
 from fusefs.keeper.system import FUSE_DEVICE, is_disconnected
 
 TYPE_CHECKING = False  # the keeper imports this module, and does without typing
@@ -69,8 +69,8 @@ VISITOR = b"\n"  # + the connection of one who asks for it
 LET_GO = b"."
 
 
-class HolderError(Exception):
-    """The holder can't be reached, or refused; the message says why."""
+class FdStoreError(Exception):
+    """The descriptor store can't be reached, or refused; the message says why."""
 
 
 def name_of(mountpoint: str, connection: int) -> str:
@@ -85,7 +85,7 @@ def hold(path: str, name: str, fd: int) -> None:
     """Have the service at `path` hold a copy of the descriptor.
 
     Raises:
-        HolderError: it does not.
+        FdStoreError: it does not.
     """
     _exchange(path, {"do": "hold", "name": name}, fd)
 
@@ -94,11 +94,11 @@ def fetch(path: str, name: str) -> int:
     """A copy of what is held under the name; non-inheritable.
 
     Raises:
-        HolderError: nothing is, or nobody answers.
+        FdStoreError: nothing is, or nobody answers.
     """
     fd = _exchange(path, {"do": "fetch", "name": name})
     if fd < 0:
-        raise HolderError("no descriptor came")
+        raise FdStoreError("no descriptor came")
     return fd
 
 
@@ -106,7 +106,7 @@ def drop(path: str, name: str) -> None:
     """Have it held no longer.
 
     Raises:
-        HolderError: nothing is, or nobody answers.
+        FdStoreError: nothing is, or nobody answers.
     """
     _exchange(path, {"do": "drop", "name": name})
 
@@ -120,9 +120,9 @@ def _exchange(path: str, request: dict[str, Any], fd: int = -1) -> int:
             _send(sock, {**request, "version": VERSION}, fd)
             answer, descriptors = _receive(sock, MAX_ANSWER)
     except OSError as error:
-        raise HolderError(f"{path}: {error.strerror or error}") from error
+        raise FdStoreError(f"{path}: {error.strerror or error}") from error
     if "ok" not in answer:
-        raise HolderError(str(answer.get("error", "no answer")))
+        raise FdStoreError(str(answer.get("error", "no answer")))
     return descriptors[0] if descriptors else -1
 
 
@@ -327,7 +327,7 @@ def _take_elsewhere(fd: int, path: str, name: str, parent: int) -> None:
     ends.register(parent, select.POLLIN)
     ends.register(fd, 0)
     while time.monotonic() < deadline and not ends.poll(LOOK_MS):
-        with contextlib.suppress(HolderError):
+        with contextlib.suppress(FdStoreError):
             hold(path, name, fd)
             return
 

@@ -10,7 +10,7 @@ that says nothing for `hang_s` is replaced, and a mount that nobody serves for
 whoever waits for it gets an error and can die.
 
 The keeper is one loop over descriptors and deadlines, and touches nothing that
-could wait: what comes from a daemon goes through a clerk (`keeper_clerk`), a
+could wait: what comes from a daemon goes through a broker (`keeper_broker`), a
 child that also takes the keeper's place if that is killed. If both are, the
 daemon starts a keeper that adopts it.
 
@@ -29,12 +29,11 @@ import socket
 
 from fusefs.keeper import protocol as wire
 from fusefs.keeper import system
-from fusefs.keeper.broker import Clerk
+from fusefs.keeper.broker import Broker
 from fusefs.keeper.control import Listener, listen
-from fusefs.keeper.daemon_process import Daemon
 from fusefs.keeper.policy import Keeper
-from fusefs.keeper.processes import BecomeClerk, point_to_null
-from fusefs.keeper.state import Configuration, Ledger, Program, log
+from fusefs.keeper.processes import BecomeBroker, DaemonProcess, point_to_null
+from fusefs.keeper.state import Configuration, KeeperState, Program, log
 from fusefs.keeper.supervisor_protocol import Process
 
 TYPE_CHECKING = False  # typing itself is not imported: it is large
@@ -55,37 +54,37 @@ def begin(given: dict[str, Any], configuration: Configuration, listener: Listene
 
     Raises:
         OSError: the daemon could not be started.
-        BecomeClerk: in the child.
+        BecomeBroker: in the child.
     """
-    ledger = Ledger(Program(given["command"], given["settings"]))
+    state = KeeperState(Program(given["command"], given["settings"]))
     if "fuse_fd" in given:
-        ledger.fuse_fd = given["fuse_fd"]
-        os.set_inheritable(ledger.fuse_fd, False)
-        ledger.connection = system.connection_at(configuration.mountpoint) or 0
-        ledger.has_served = ledger.has_resend = True
+        state.fuse_fd = given["fuse_fd"]
+        os.set_inheritable(state.fuse_fd, False)
+        state.connection = system.connection_at(configuration.mountpoint) or 0
+        state.has_served = state.has_resend = True
         for backing_id, inode in given["table"]:
-            ledger.opened(backing_id, inode)
+            state.opened(backing_id, inode)
     elif configuration.is_privileged:
-        ledger.fuse_fd = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-    keeper = Keeper(configuration, ledger, listener)
-    daemon = _find_adoptee(given, ledger.program) if "daemon_fd" in given else None
+        state.fuse_fd = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    keeper = Keeper(configuration, state, listener)
+    daemon = _find_adoptee(given, state.program) if "daemon_fd" in given else None
     if daemon is None:
         keeper.start()
     else:
-        clerk = Clerk(configuration, ledger, daemon.socket, daemon.process, wire.TAKE_OVER)
-        clerk.attach()
+        broker = Broker(configuration, state, daemon.socket, daemon.process, wire.TAKE_OVER)
+        broker.attach()
         log(f"the daemon {daemon.pid} is adopted")
-        keeper.adopt(daemon, clerk)
+        keeper.adopt(daemon, broker)
     return keeper
 
 
-def _find_adoptee(given: dict[str, Any], program: Program) -> Daemon | None:
+def _find_adoptee(given: dict[str, Any], program: Program) -> DaemonProcess | None:
     """The daemon that is to be gone on with, unless it has died meanwhile."""
     channel = socket.socket(fileno=given["daemon_fd"])
     channel.set_inheritable(False)
     channel.setblocking(False)
     if "supervisor_fd" in given:
-        return Daemon(_process_elsewhere(given), channel, program)
+        return DaemonProcess(_process_elsewhere(given), channel, program)
     try:
         pidfd = os.pidfd_open(given["adopt_pid"])
     except ProcessLookupError:
@@ -93,7 +92,7 @@ def _find_adoptee(given: dict[str, Any], program: Program) -> Daemon | None:
     if os.getppid() != given["adopt_pid"]:  # the number may be somebody else's by now
         os.close(pidfd)
         return None
-    return Daemon(Process(given["adopt_pid"], pidfd), channel, program)
+    return DaemonProcess(Process(given["adopt_pid"], pidfd), channel, program)
 
 
 def _process_elsewhere(given: dict[str, Any]) -> Process:
@@ -105,26 +104,26 @@ def _process_elsewhere(given: dict[str, Any]) -> Process:
     return Process(system.pid_behind(pidfd), pidfd, supervisor, given["supervisor"])
 
 
-def succeed(clerk: Clerk, listener: Listener | None) -> Keeper | int:
-    """What a clerk becomes whose keeper is dead: the keeper, or an exit status.
+def succeed(broker: Broker, listener: Listener | None) -> Keeper | int:
+    """What a broker becomes whose keeper is dead: the keeper, or an exit status.
 
     Raises:
-        BecomeClerk: in the child, with the same clerk.
+        BecomeBroker: in the child, with the same broker.
     """
-    if clerk.ledger.keeper_failures >= MOST_FAILURES:
+    if broker.state.keeper_failures >= MOST_FAILURES:
         log("the mount is given up: its keepers fail one after the other")
-        clerk.process.kill()
+        broker.process.kill()
         with contextlib.suppress(OSError):
-            system.abort_connection(clerk.ledger.connection)
+            system.abort_connection(broker.state.connection)
         return 1
-    log("the keeper is dead; its clerk goes on in its place")
-    keeper = Keeper(clerk.configuration, clerk.ledger, listener)
-    daemon = Daemon(clerk.process, clerk.daemon, clerk.ledger.program)
-    keeper.adopt(daemon, clerk)
+    log("the keeper is dead; its broker goes on in its place")
+    keeper = Keeper(broker.configuration, broker.state, listener)
+    daemon = DaemonProcess(broker.process, broker.daemon, broker.state.program)
+    keeper.adopt(daemon, broker)
     return keeper
 
 
-Role = Keeper | BecomeClerk | int
+Role = Keeper | BecomeBroker | int
 
 
 def main() -> int:
@@ -143,7 +142,7 @@ def main() -> int:
     except OSError as error:
         os.write(1, json.dumps({"error": f"no daemon can be started: {error}"}).encode() + b"\n")
         return 1
-    except BecomeClerk as fork:
+    except BecomeBroker as fork:
         role = fork
     while not isinstance(role, int):
         role = _play(role, listener)
@@ -151,13 +150,13 @@ def main() -> int:
 
 
 def _play(role: Role, listener: Listener | None) -> Role:
-    """Be a keeper or a clerk until there is something else to be, or an exit status."""
+    """Be a keeper or a broker until there is something else to be, or an exit status."""
     try:
         if isinstance(role, Keeper):
             return role.run()
-        if isinstance(role, BecomeClerk) and role.clerk.serve(role.channel):
-            return succeed(role.clerk, listener)
-    except BecomeClerk as fork:
+        if isinstance(role, BecomeBroker) and role.broker.serve(role.channel):
+            return succeed(role.broker, listener)
+    except BecomeBroker as fork:
         return fork
     except Exception:
         if isinstance(role, Keeper):

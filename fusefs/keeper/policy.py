@@ -21,14 +21,14 @@ from types import FrameType
 
 from fusefs.keeper import fd_store, system
 from fusefs.keeper import protocol as wire
-from fusefs.keeper.broker import FAILED, MOUNT_MADE, REGISTERED, Clerk
+from fusefs.keeper.broker import FAILED, MOUNT_MADE, REGISTERED, Broker
 from fusefs.keeper.control import Client, Control, Listener, Loop
-from fusefs.keeper.daemon_process import NEVER, Daemon, describe
-from fusefs.keeper.processes import Household
+from fusefs.keeper.processes import DaemonProcess, ProcessTable, describe
 from fusefs.keeper.standby import Standby
 from fusefs.keeper.state import (
+    NEVER,
     Configuration,
-    Ledger,
+    KeeperState,
     Program,
     cannot_take_over,
     describe_end,
@@ -58,21 +58,28 @@ class Keeper:
     """Keeps one mount, from `run` to its exit code."""
 
     def __init__(
-        self, configuration: Configuration, ledger: Ledger, listener: Listener | None
+        self, configuration: Configuration, state: KeeperState, listener: Listener | None
     ) -> None:
         self._configuration = configuration
-        self._ledger = ledger
+        self._state = state
         self._loop = Loop()
         self._listener = listener
         self._control = Control(self._loop, listener, self._ask)
-        self._household = Household(
-            configuration, ledger, self._loop,
-            note=self._note, bury=self._bury, let_go=self._let_go,
-        )  # fmt: skip
+        self._processes = ProcessTable(
+            configuration,
+            state,
+            self._loop,
+            on_message=self._on_message,
+            on_exit=self._on_exit,
+            close_in_child=self._close_in_child,
+        )
         self._standby = Standby(
-            configuration, ledger, self._loop,
-            on_change=self._standby_changed, reap=self._household.reap,
-        )  # fmt: skip
+            configuration,
+            state,
+            self._loop,
+            on_change=self._standby_changed,
+            reap=self._processes.reap,
+        )
         self._upgrader: Client | None = None
         self._start_at = NEVER
         self._obstacle = ""  # to the last start
@@ -86,57 +93,60 @@ class Keeper:
 
         Raises:
             OSError: it could not be started.
-            BecomeClerk: in the child.
+            BecomeBroker: in the child.
         """
-        state = wire.TAKE_OVER if self._ledger.has_served else wire.FRESH
-        standby = self._standby.take() if state == wire.TAKE_OVER else None
-        self._household.start(self._ledger.program, state, standby)
+        task = wire.TAKE_OVER if self._state.has_served else wire.FRESH
+        standby = self._standby.take() if task == wire.TAKE_OVER else None
+        self._processes.start(self._state.program, task, standby)
 
-    def adopt(self, daemon: Daemon, clerk: Clerk) -> None:
-        """Go on with a daemon that somebody else has started, and its clerk's session.
+    def adopt(self, daemon: DaemonProcess, broker: Broker) -> None:
+        """Go on with a daemon that somebody else has started, and its broker's session.
 
         Raises:
-            BecomeClerk: in the child.
+            BecomeBroker: in the child.
         """
-        if self._ledger.has_served:
+        if self._state.has_served:
             daemon.served = time.monotonic()
-        self._household.adopt(daemon, clerk)
+        self._processes.adopt(daemon, broker)
 
     def run(self) -> int:
         """Keep the mount until it ends; return the exit status.
 
         Raises:
-            BecomeClerk: in children.
+            BecomeBroker: in children.
         """
         while self._exit_code is None:
             soonest = min(
-                self._start_at, self._control.deadline(), self._pause_end(),
-                self._standby.deadline(), *self._household.deadlines(),
-            )  # fmt: skip
+                self._start_at,
+                self._control.deadline(),
+                self._pause_end(),
+                self._standby.deadline(),
+                *self._processes.deadlines(),
+            )
             self._loop.run_once(None if soonest == NEVER else soonest - time.monotonic())
             self._check_clock(time.monotonic())
         self._clean_up()
         return self._exit_code
 
     def tell_failure(self) -> None:
-        """Have the clerk know that this keeper is not killed, but can't go on."""
-        daemon = self._household.current
-        if daemon is not None and daemon.clerk is not None:
-            daemon.clerk.tell(wire.pack(FAILED))
+        """Have the broker know that this keeper is not killed, but can't go on."""
+        daemon = self._processes.current
+        if daemon is not None and daemon.broker is not None:
+            daemon.broker.tell(wire.pack(FAILED))
 
     def _check_clock(self, now: float) -> None:
         self._control.dismiss_late(now)
-        self._household.check_clock(now)
+        self._processes.check_clock(now)
         self._standby.check_clock(now)
         if now >= self._start_at and self._exit_code is None:
             self._start_again()
         if now >= self._pause_end():
             self._abort(f"nobody has served it for {self._configuration.max_pause_s:.0f} s")
-        if self._household.count_lingering(now) > MOST_LINGERING:
+        if self._processes.count_lingering(now) > MOST_LINGERING:
             self._abort("too many of its processes hang in the kernel")
 
     def _pause_end(self) -> float:
-        since = self._ledger.pause_since
+        since = self._state.pause_since
         return NEVER if since is None else since + self._configuration.max_pause_s
 
     # --- signals ---
@@ -146,17 +156,17 @@ class Keeper:
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGCHLD):
             signal.signal(number, self._on_signal)
-        self._loop.watch(reader, select.POLLIN, self._hear_signals)
+        self._loop.watch(reader, select.POLLIN, self._handle_signals)
         return reader, writer
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(number)
 
-    def _hear_signals(self) -> None:
+    def _handle_signals(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake[0], 4096)
         signals, self._signals = self._signals, []
-        daemon = self._household.current
+        daemon = self._processes.current
         if daemon is not None and signal.SIGUSR2 in signals:
             daemon.process.signal(signal.SIGUSR2)
         if signal.SIGTERM in signals or signal.SIGINT in signals:
@@ -166,72 +176,77 @@ class Keeper:
             else:
                 daemon.process.signal(signal.SIGTERM)
 
-    def _let_go(self) -> None:
+    def _close_in_child(self) -> None:
         """In a child: close what is the keeper's alone."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._control.close()
-        self._standby.let_go()
+        self._standby.close_in_child()
         for fd in self._wake:
             os.close(fd)
 
     # --- what a daemon says ---
 
-    def _note(self, daemon: Daemon, message: wire.Message) -> None:
+    def _on_message(self, daemon: DaemonProcess, message: wire.KeeperMessage) -> None:
         kind = message.kind
         if kind == wire.TICK:
-            self._ledger.in_flight = message.a
+            self._state.in_flight = message.a
         elif kind == REGISTERED:
-            self._ledger.opened(message.b, message.c)
+            self._state.opened(message.b, message.c)
         elif kind == wire.BACKING_CLOSE:
-            self._ledger.closing(message.b)
+            self._state.closing(message.b)
         elif kind == wire.MOUNT:
             self._mount(daemon)
         elif kind == wire.DEPOSIT:
             os.set_blocking(message.fd, False)
-            self._ledger.fuse_fd = message.fd
+            self._state.fuse_fd = message.fd
             self._mounted(daemon)
         elif kind == wire.PREPARED:
             self._prepared(daemon)
         elif kind == wire.SERVING:
             self._serving(daemon, bool(message.a))
         elif kind == wire.UNMOUNT:
-            self._household.do_aside("unmounting", self._unmount)
+            self._processes.run_in_child("unmounting", self._unmount)
         elif kind == wire.ENDING:
             daemon.is_ending = True
 
-    def _mount(self, daemon: Daemon) -> None:
+    def _mount(self, daemon: DaemonProcess) -> None:
         configuration = self._configuration
-        data = f"fd={self._ledger.fuse_fd},{configuration.mount_data}"
+        data = f"fd={self._state.fuse_fd},{configuration.mount_data}"
         try:
             libc.mount(
-                configuration.source, configuration.mountpoint, system.FILESYSTEM_TYPE,
-                configuration.mount_flags, data,
-            )  # fmt: skip
+                configuration.source,
+                configuration.mountpoint,
+                system.FILESYSTEM_TYPE,
+                configuration.mount_flags,
+                data,
+            )
         except OSError as refusal:
-            if daemon.clerk is not None:
-                daemon.clerk.tell(wire.pack(MOUNT_MADE, error=refusal.errno or 0))
+            if daemon.broker is not None:
+                daemon.broker.tell(wire.pack(MOUNT_MADE, error=refusal.errno or 0))
         else:
             self._mounted(daemon)
 
-    def _mounted(self, daemon: Daemon) -> None:
-        ledger, configuration = self._ledger, self._configuration
-        ledger.connection = system.connection_at(configuration.mountpoint) or 0
-        ledger.is_ours = True
+    def _mounted(self, daemon: DaemonProcess) -> None:
+        state, configuration = self._state, self._configuration
+        state.connection = system.connection_at(configuration.mountpoint) or 0
+        state.is_ours = True
         if configuration.is_privileged and configuration.read_ahead_kib is not None:
-            system.raise_read_ahead(ledger.connection, configuration.read_ahead_kib)
-        if daemon.clerk is not None:
-            daemon.clerk.tell(wire.pack(MOUNT_MADE, ledger.connection))
+            system.raise_read_ahead(state.connection, configuration.read_ahead_kib)
+        if daemon.broker is not None:
+            daemon.broker.tell(wire.pack(MOUNT_MADE, state.connection))
         self._deposit()
 
     def _deposit(self) -> None:
-        self._tell_holder(partial(fd_store.hold, fd=self._ledger.fuse_fd))
+        self._send_to_descriptor_store(partial(fd_store.hold, fd=self._state.fuse_fd))
 
-    def _tell_holder(self, what: Callable[[str, str], None]) -> None:
+    def _send_to_descriptor_store(self, what: Callable[[str, str], None]) -> None:
         configuration = self._configuration
-        if configuration.holder is not None:
-            name = fd_store.name_of(configuration.mountpoint, self._ledger.connection)
-            self._household.do_aside("the holder", partial(what, configuration.holder, name))
+        if configuration.descriptor_store is not None:
+            name = fd_store.name_of(configuration.mountpoint, self._state.connection)
+            self._processes.run_in_child(
+                "the descriptor store", partial(what, configuration.descriptor_store, name)
+            )
 
     def _unmount(self) -> None:
         if self._is_in_place():
@@ -239,21 +254,21 @@ class Keeper:
 
     def _is_in_place(self) -> bool:
         found = system.connection_at(self._configuration.mountpoint)
-        return found is not None and found == self._ledger.connection
+        return found is not None and found == self._state.connection
 
-    def _serving(self, daemon: Daemon, has_resend: bool) -> None:
-        pause_s = self._ledger.serving(has_resend)
+    def _serving(self, daemon: DaemonProcess, has_resend: bool) -> None:
+        pause_s = self._state.serving(has_resend)
         if daemon.served is None:
             daemon.served = time.monotonic()
             log(f"the daemon {daemon.pid} serves, after a pause of {pause_s:.3f} s")
-            if self._ledger.restarts:
+            if self._state.restarts:
                 self._deposit()
             self._standby.prepare()
         self._answer_upgrade({"ok": True, "pid": daemon.pid, "pause_s": pause_s})
 
     # --- a daemon's end ---
 
-    def _bury(self, daemon: Daemon) -> None:
+    def _on_exit(self, daemon: DaemonProcess) -> None:
         """Decide what follows."""
         if self._exit_code is not None:
             return
@@ -261,8 +276,8 @@ class Keeper:
         log(f"the daemon {daemon.pid} is gone: {end}")
         if daemon.is_incoming:
             self._answer_upgrade({"error": f"the new daemon is gone: {end}; the old one goes on"})
-        elif self._is_terminating or not self._ledger.has_served:
-            self._end_mount(0 if self._ledger.has_served else shell_status(daemon.status))
+        elif self._is_terminating or not self._state.has_served:
+            self._end_mount(0 if self._state.has_served else shell_status(daemon.status))
         elif self._is_over(daemon):
             self._exit_code = 0
         elif self._has_made_way(daemon):
@@ -270,50 +285,50 @@ class Keeper:
         else:
             self._replace(daemon, end)
 
-    def _is_over(self, daemon: Daemon) -> bool:
+    def _is_over(self, daemon: DaemonProcess) -> bool:
         """Whether the mount is gone; one that was detached is, once its daemon has left it."""
-        if system.is_disconnected(self._ledger.fuse_fd):
+        if system.is_disconnected(self._state.fuse_fd):
             return True
-        return daemon.is_ending and not system.is_mounted(self._ledger.connection)
+        return daemon.is_ending and not system.is_mounted(self._state.connection)
 
-    def _has_made_way(self, daemon: Daemon) -> bool:
+    def _has_made_way(self, daemon: DaemonProcess) -> bool:
         """Whether the daemon of an upgrade can go on where this one has ended.
 
         One that says ENDING has answered all that it read. One that had to be killed
         may not have, and then it takes a kernel that sends requests again.
         """
-        if not daemon.is_quiesced or self._household.incoming is None:
+        if not daemon.is_quiesced or self._processes.incoming is None:
             return False
-        self._ledger.is_all_answered = daemon.is_ending
-        return self._ledger.can_go_on
+        self._state.is_all_answered = daemon.is_ending
+        return self._state.can_go_on
 
-    def _replace(self, daemon: Daemon, end: str) -> None:
-        ledger = self._ledger
+    def _replace(self, daemon: DaemonProcess, end: str) -> None:
+        state = self._state
         now = time.monotonic()
-        ledger.died(end)
-        ledger.paused(now)
-        ledger.note_death(now, self._configuration.standby_s)
+        state.died(end)
+        state.paused(now)
+        state.note_death(now, self._configuration.standby_s)
         self._standby.daemon_died()
-        is_falling_back = ledger.fallback is not None
-        if ledger.fallback is not None:
-            ledger.program, ledger.fallback = ledger.fallback, None
+        is_falling_back = state.fallback is not None
+        if state.fallback is not None:
+            state.program, state.fallback = state.fallback, None
             self._answer_upgrade({"error": f"the new daemon is gone: {end}; the old is started"})
-        if self._household.incoming is not None:
-            self._household.kill(self._household.incoming, "the daemon before it died meanwhile")
+        if self._processes.incoming is not None:
+            self._processes.kill(self._processes.incoming, "the daemon before it died meanwhile")
         if not is_falling_back and cannot_take_over(daemon.status):
             self._abort("its daemon cannot take it over")
             return
-        if not ledger.can_go_on:
+        if not state.can_go_on:
             self._abort("this kernel cannot send requests again")
             return
         if daemon.served is not None and time.monotonic() - daemon.served >= QUICK_S:
-            ledger.quick_deaths = 0
+            state.quick_deaths = 0
         elif daemon.is_faulty or not (was_killed(daemon.status) or daemon.is_ending):
-            ledger.quick_deaths += 1
+            state.quick_deaths += 1
         self._start_after_delay()
 
     def _start_after_delay(self) -> None:
-        count = self._ledger.quick_deaths
+        count = self._state.quick_deaths
         if count >= MOST_QUICK_DEATHS:
             self._abort(f"{count} daemons in a row did not live")
             return
@@ -322,16 +337,17 @@ class Keeper:
 
     def _start_again(self) -> None:
         self._start_at = NEVER
-        if system.is_disconnected(self._ledger.fuse_fd):
+        if system.is_disconnected(self._state.fuse_fd):
             self._exit_code = 0
             return
         self._standby.prepare()
-        # Until there is a daemon with a clerk of its own, the last one's may be needed.
-        if self._standby.is_soon_ready and self._household.has_successor:
+        # Until there is a daemon with a broker of its own, the last one's may be needed.
+        if self._standby.is_soon_ready and self._processes.has_successor:
             return  # it goes on when that has changed
         try:
             self.start()
-            self._deposit()  # before it has the mount: the holder may have died with the last one
+            # Before it has the mount: the descriptor store may have died with the last one.
+            self._deposit()
         except OSError as error:
             # Something is short, just being replaced on the disk, or a supervisor not there.
             if self._obstacle != str(error):
@@ -341,41 +357,41 @@ class Keeper:
 
     def _standby_changed(self) -> None:
         """Go on with a start that has waited for the standby."""
-        if self._household.current is None and self._start_at == NEVER:
+        if self._processes.current is None and self._start_at == NEVER:
             self._start_at = time.monotonic()
 
     # --- an upgrade ---
 
     def _upgrade(self, client: Client, program: Program) -> None:
-        daemon = self._household.current
+        daemon = self._processes.current
         if daemon is None or daemon.served is None or self._is_terminating:
             client.answer({"error": "there is no daemon that serves at the moment"})
-        elif self._upgrader is not None or self._household.incoming is not None:
+        elif self._upgrader is not None or self._processes.incoming is not None:
             client.answer({"error": "an upgrade is under way"})
         else:
             try:
-                self._household.start(program, wire.PREPARE)
+                self._processes.start(program, wire.PREPARE)
                 self._upgrader = client
             except OSError as error:
                 client.answer({"error": f"the new daemon cannot be started: {error}"})
 
-    def _prepared(self, daemon: Daemon) -> None:
-        old = self._household.current
+    def _prepared(self, daemon: DaemonProcess) -> None:
+        old = self._processes.current
         daemon.is_prepared = True
         daemon.deadline = NEVER
         if old is not None:
-            self._ledger.paused(time.monotonic())
+            self._state.paused(time.monotonic())
             # What is not answered in time is sent to the next one, where the kernel can.
-            limit_s = QUIESCE_S if self._ledger.has_resend else self._configuration.max_pause_s
-            self._household.quiesce(old, limit_s)
+            limit_s = QUIESCE_S if self._state.has_resend else self._configuration.max_pause_s
+            self._processes.quiesce(old, limit_s)
 
     def _promote(self) -> None:
-        daemon, ledger = self._household.incoming, self._ledger
+        daemon, state = self._processes.incoming, self._state
         assert daemon is not None
-        ledger.fallback, ledger.program = ledger.program, daemon.program
-        ledger.died("upgrade")
+        state.fallback, state.program = state.program, daemon.program
+        state.died("upgrade")
         self._standby.dismiss("an upgrade")
-        self._household.promote()
+        self._processes.promote()
 
     def _answer_upgrade(self, answer: dict[str, Any]) -> None:
         client, self._upgrader = self._upgrader, None
@@ -392,7 +408,7 @@ class Keeper:
         self._exit_code = 1
         self._answer_upgrade({"error": f"the mount was given up: {why}"})
         try:
-            system.abort_connection(self._ledger.connection)
+            system.abort_connection(self._state.connection)
         except OSError as error:
             # It ends all the same when its last descriptor is closed.
             log(f"its connection cannot be aborted: {error.strerror}")
@@ -409,33 +425,33 @@ class Keeper:
 
     def _clean_up(self) -> None:
         self._standby.dismiss("the mount ends")
-        if self._ledger.connection and not system.is_disconnected(self._ledger.fuse_fd):
-            self._tell_holder(fd_store.drop)
-        self._household.end()
+        if self._state.connection and not system.is_disconnected(self._state.fuse_fd):
+            self._send_to_descriptor_store(fd_store.drop)
+        self._processes.end()
         self._control.close()
         if self._listener is not None:
             self._listener.remove()
-        if self._ledger.fuse_fd >= 0:
-            os.close(self._ledger.fuse_fd)
+        if self._state.fuse_fd >= 0:
+            os.close(self._state.fuse_fd)
 
     # --- the control socket ---
 
     def _ask(self, client: Client, request: dict[str, Any]) -> None:
-        program = self._ledger.program
+        program = self._state.program
         match request["do"]:
             case "status":
-                told = describe(self._configuration, self._ledger, self._household.current)
+                told = describe(self._configuration, self._state, self._processes.current)
                 client.answer(told | self._standby.describe())
             case "settings":
                 client.answer({"settings": program.settings, "command": program.command})
             case "upgrade":
                 self._upgrade(client, Program(list(request["command"]), str(request["settings"])))
-            case "replace" if not self._ledger.has_resend:
+            case "replace" if not self._state.has_resend:
                 client.answer({"error": "the mount would end: this kernel cannot resend requests"})
-            case "replace" if self._household.current is not None:
-                self._household.kill(self._household.current, "was to be replaced")
+            case "replace" if self._processes.current is not None:
+                self._processes.kill(self._processes.current, "was to be replaced")
                 client.answer({"ok": True})
-            case "hand" if self._ledger.connection:
-                client.answer({"ok": True}, self._ledger.fuse_fd)
+            case "hand" if self._state.connection:
+                client.answer({"ok": True}, self._state.fuse_fd)
             case _:
                 client.answer({"error": "this cannot be done"})

@@ -1,10 +1,10 @@
-"""The keeper's processes: daemons and their clerks, from start to burial.
+"""The keeper's processes: daemons and their brokers, from start to end.
 
-How one goes: a daemon that is silent for too long is asked for its stacks,
-then killed. Once it is dead, its clerk may still have something to say; when
-that has been heard too, the daemon is buried, and what follows is the
-master's to decide (`keeper`). Nothing here waits for a process: those that do
-not go, because they hang in the kernel, are remembered and left behind.
+A daemon that is silent for too long is sent SIGUSR1, so that it logs its
+stacks, and is then killed. Messages that its broker has read before may come
+after its death: the daemon is over when those are handled too, and what
+follows is decided in policy.py. Nothing here waits for a process: those that
+do not end, because they hang in the kernel, are remembered and left behind.
 """
 
 from __future__ import annotations
@@ -19,109 +19,248 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from fusefs.keeper import protocol as wire
-from fusefs.keeper import system
-from fusefs.keeper.broker import CUT_OFF, FROM_CLERK, REGISTERED, Clerk
+from fusefs.keeper import supervisor_protocol, system
+from fusefs.keeper.broker import CUT_OFF, FROM_BROKER, REGISTERED, Broker
 from fusefs.keeper.control import Loop
-from fusefs.keeper.daemon_process import (
-    ALIVE,
-    DEAD,
-    KILLED,
-    LEAVING,
-    NEVER,
-    WARNED,
-    Clerkship,
-    Daemon,
-    start_daemon,
-)
-from fusefs.keeper.state import Configuration, Ledger, Program, log
+from fusefs.keeper.state import NEVER, Configuration, KeeperState, Program, log
+from fusefs.keeper.supervisor_protocol import Process
+from fusefs.keeper.system import spawn
+
+TYPE_CHECKING = False  # typing itself is not imported: it is large
+if TYPE_CHECKING:
+    from typing import Any
 
 DUMP_S = 0.5  # for the stacks of a daemon that hangs
 CUT_OFF_S = 1.0  # between a daemon's closed socket and its death
-DRAIN_S = 1.0  # for a clerk to say what it still knows
+DRAIN_S = 1.0  # for a broker to say what it still knows
 # A process in state D does not go; one with a write under way may come back.
 LINGER_S = 5.0
 END_S = 2.0
 
-# Messages of a clerk between two looks at everything else.
+# Messages of a broker between two looks at everything else.
 BATCH = 64
 
+# How far a daemon is on its way out.
+ALIVE = 0
+WARNED = 1  # silent for too long; writing its stacks to the log
+LEAVING = 2  # told to go, or its socket is closed
+KILLED = 3
+DEAD = 4  # its broker may still have something to say
 
-class BecomeClerk(Exception):
+
+class BrokerHandle:
+    """A broker's process, and the keeper's non-blocking end of the socket to it."""
+
+    __slots__ = ("channel", "pid")
+
+    def __init__(self, pid: int, channel: socket.socket) -> None:
+        self.pid = pid
+        self.channel = channel
+
+    def tell(self, packed: bytes) -> bool:
+        """Send a message; False if the broker is dead or does not listen."""
+        try:
+            wire.send(self.channel, packed)
+        except OSError:
+            return False
+        return True
+
+
+class DaemonProcess:
+    """A daemon, from its start until its last message is handled. Times are monotonic seconds.
+
+    `socket` is our end of its channel. Brokers read it; we hold it, so that the
+    daemon sees it closed only when broker and keeper are both dead.
+    `deadline` is when the keeper has to do something about it.
+    """
+
+    __slots__ = (
+        "broker",
+        "deadline",
+        "heard",
+        "is_child",
+        "is_drained",
+        "is_ending",
+        "is_faulty",
+        "is_incoming",
+        "is_prepared",
+        "is_quiesced",
+        "pid",
+        "pidfd",
+        "process",
+        "program",
+        "reason",
+        "served",
+        "socket",
+        "status",
+        "step",
+    )
+
+    def __init__(self, process: Process, channel: socket.socket, program: Program) -> None:
+        self.process = process
+        self.pid = process.pid
+        self.pidfd = process.pidfd
+        self.socket = channel
+        self.program = program
+        self.is_child = process.supervisor is None
+        self.broker: BrokerHandle | None = None
+        self.step = ALIVE
+        self.deadline = NEVER
+        self.heard = time.monotonic()
+        self.served: float | None = None
+        self.is_incoming = False  # it is to take over from another one
+        self.is_prepared = False
+        self.is_quiesced = False
+        self.is_ending = False  # it said so
+        self.is_drained = False  # whatever it said has been heard
+        self.is_faulty = False  # killed for what it did, so its death counts as a crash
+        self.reason = ""
+        self.status: int | None = None
+
+    def close(self) -> None:
+        """Close what we have of it."""
+        os.close(self.pidfd)
+        self.socket.close()
+        if self.process.supervisor is not None:
+            self.process.supervisor.close()
+
+
+def start_daemon(
+    program: Program, configuration: Configuration, *, is_beside: bool
+) -> DaemonProcess:
+    """Start a daemon, or have it started: with settings on its standard input, and our output.
+
+    It is the mount's only one, unless it is to be beside another, in an upgrade.
+
+    Raises:
+        OSError: its program could not be executed.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    # Like a pipe to the reader, but nobody waits for one who does not read.
+    settings = os.memfd_create("settings")
+    try:
+        os.write(settings, program.settings.encode())
+        os.lseek(settings, 0, os.SEEK_SET)
+        channel = theirs.fileno()
+        process = _start(program.command, configuration, channel, settings, is_beside=is_beside)
+    except OSError:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+        os.close(settings)
+    return DaemonProcess(process, ours, program)
+
+
+def _start(
+    command: list[str], configuration: Configuration, channel: int, stdin: int, *, is_beside: bool
+) -> Process:
+    credentials, launcher = configuration.credentials, configuration.launcher
+    if launcher is not None:
+        try:
+            return supervisor_protocol.launch(
+                launcher.socket,
+                launcher.mount,
+                uid=credentials.uid,
+                gid=credentials.gid,
+                channel=channel,
+                stdin=stdin,
+                stdout=1,
+                is_beside=is_beside,
+            )
+        except (FileNotFoundError, ConnectionRefusedError):
+            if launcher.is_needed:
+                raise
+    pid = spawn(
+        command,
+        stdin=stdin,
+        stdout=1,
+        kept=[channel],
+        environment={**os.environ, wire.ENVIRONMENT: str(channel)},
+        credentials=credentials,
+    )
+    return Process(pid, os.pidfd_open(pid))
+
+
+class BecomeBroker(Exception):
     """Raised in a child of the keeper: what it is from now on."""
 
-    def __init__(self, clerk: Clerk, channel: socket.socket) -> None:
+    def __init__(self, broker: Broker, channel: socket.socket) -> None:
         super().__init__()
-        self.clerk = clerk
+        self.broker = broker
         self.channel = channel
 
 
-class Household:
+class ProcessTable:
     """The processes of one mount.
 
-    `note` gets what a daemon said, `bury` each daemon that is over, and
-    `let_go` closes in a child of the keeper what is the keeper's alone.
+    `on_message` gets each message of a daemon, `on_exit` each daemon that is
+    over, and `close_in_child` closes in a child what is the keeper's alone.
     """
 
     def __init__(
         self,
         configuration: Configuration,
-        ledger: Ledger,
+        state: KeeperState,
         loop: Loop,
         *,
-        note: Callable[[Daemon, wire.Message], None],
-        bury: Callable[[Daemon], None],
-        let_go: Callable[[], None],
+        on_message: Callable[[DaemonProcess, wire.KeeperMessage], None],
+        on_exit: Callable[[DaemonProcess], None],
+        close_in_child: Callable[[], None],
     ) -> None:
         self._configuration = configuration
-        self._ledger = ledger
+        self._state = state
         self._loop = loop
-        self._master_notes = note
-        self._master_buries = bury
-        self._master_lets_go = let_go
-        self.current: Daemon | None = None
-        self.incoming: Daemon | None = None  # prepares itself, in an upgrade
-        # The clerk of the last daemon, who would succeed us until there is another.
-        self._spare: Clerkship | None = None
+        self._report_message = on_message
+        self._report_exit = on_exit
+        self._close_keepers_own = close_in_child
+        self.current: DaemonProcess | None = None
+        self.incoming: DaemonProcess | None = None  # prepares itself, in an upgrade
+        # The broker of the last daemon, who would succeed us until there is another.
+        self._spare: BrokerHandle | None = None
         self._lingering: list[int] = []  # pidfds
-        self._corpses: dict[int, float] = {}  # pids, and since when
-        self._aside: dict[str, int] = {}  # pids
+        self._unreaped: dict[int, float] = {}  # pids, and since when
+        self._tasks: dict[str, int] = {}  # pids
 
     # --- beginning ---
 
-    def start(self, program: Program, state: int, standby: Daemon | None = None) -> Daemon:
-        """Start a daemon, unless a standby becomes one, and a clerk for it.
+    def start(
+        self, program: Program, task: int, standby: DaemonProcess | None = None
+    ) -> DaemonProcess:
+        """Start a daemon, unless a standby becomes one, and a broker for it.
 
         Raises:
             OSError: its program could not be executed.
-            BecomeClerk: in the child.
+            BecomeBroker: in the child.
         """
         daemon = standby or start_daemon(
-            program, self._configuration, is_beside=state == wire.PREPARE
+            program, self._configuration, is_beside=task == wire.PREPARE
         )
         point_to_null(1)  # the first one's alone, so that its end can be seen
-        if state == wire.PREPARE:
+        if task == wire.PREPARE:
             daemon.is_incoming = True
             self.incoming = daemon
             daemon.deadline = time.monotonic() + 2 * self._configuration.hang_s
         else:
             self.current = daemon
-        if state == wire.TAKE_OVER:
+        if task == wire.TAKE_OVER:
             daemon.deadline = time.monotonic() + self._configuration.hang_s
         self._watch(daemon)
-        self._fork_clerk(daemon, self._new_clerk(daemon, state))
+        self._fork_broker(daemon, self._new_broker(daemon, task))
         return daemon
 
-    def adopt(self, daemon: Daemon, clerk: Clerk) -> None:
-        """Watch a daemon that serves already, and give it a clerk."""
+    def adopt(self, daemon: DaemonProcess, broker: Broker) -> None:
+        """Watch a daemon that serves already, and give it a broker."""
         point_to_null(1)  # nobody waits to hear that it serves
         self.current = daemon
         daemon.is_child = False
         daemon.deadline = time.monotonic() + self._configuration.hang_s
         self._watch(daemon)
-        if clerk.is_cut_off:
+        if broker.is_cut_off:
             self._cut_off(daemon, is_breach=False)
         else:
-            self._fork_clerk(daemon, clerk)
+            self._fork_broker(daemon, broker)
 
     def promote(self) -> None:
         """Let the daemon that has prepared itself take over."""
@@ -129,32 +268,34 @@ class Household:
         assert daemon is not None
         self.current, self.incoming = daemon, None
         daemon.is_incoming = False
-        self._dismiss(daemon.clerk)
-        daemon.clerk = None
+        self._dismiss(daemon.broker)
+        daemon.broker = None
         daemon.deadline = time.monotonic() + self._configuration.hang_s
-        self._fork_clerk(daemon, self._new_clerk(daemon, wire.TAKE_OVER))
+        self._fork_broker(daemon, self._new_broker(daemon, wire.TAKE_OVER))
 
-    def _watch(self, daemon: Daemon) -> None:
+    def _watch(self, daemon: DaemonProcess) -> None:
         supervisor = daemon.process.supervisor
         if supervisor is None:
             self._loop.watch(daemon.pidfd, select.POLLIN, partial(self._die, daemon))
         else:
-            self._loop.watch(supervisor.fileno(), select.POLLIN, partial(self._hear_end, daemon))
+            self._loop.watch(
+                supervisor.fileno(), select.POLLIN, partial(self._on_supervisor_message, daemon)
+            )
 
-    def _hear_end(self, daemon: Daemon) -> None:
+    def _on_supervisor_message(self, daemon: DaemonProcess) -> None:
         """Its supervisor says that it has ended, or is gone itself, which ends it as well."""
         assert daemon.process.supervisor is not None
         daemon.status = daemon.process.hear_end()
         self._loop.forget(daemon.process.supervisor.fileno())
         self._loop.watch(daemon.pidfd, select.POLLIN, partial(self._die, daemon))
 
-    def _new_clerk(self, daemon: Daemon, state: int) -> Clerk:
+    def _new_broker(self, daemon: DaemonProcess, task: int) -> Broker:
         is_lingering = any(not system.has_ended(pidfd) for pidfd in self._lingering)
-        return Clerk(
-            self._configuration, self._ledger, daemon.socket, daemon.process, state, is_lingering
+        return Broker(
+            self._configuration, self._state, daemon.socket, daemon.process, task, is_lingering
         )
 
-    def _fork_clerk(self, daemon: Daemon, clerk: Clerk) -> None:
+    def _fork_broker(self, daemon: DaemonProcess, broker: Broker) -> None:
         if not daemon.is_incoming:
             # One at a time: two of them would both succeed us.
             self._dismiss(self._spare)
@@ -164,37 +305,37 @@ class Household:
             pid = os.fork()
         except OSError as error:
             daemon.is_faulty = daemon.is_drained = True
-            self.kill(daemon, f"got no clerk: {error.strerror}")
+            self.kill(daemon, f"got no broker: {error.strerror}")
             return
         if pid == 0:
             try:
                 ours.close()
-                self._let_go(daemon)
+                self._close_in_child(daemon)
                 if daemon.is_prepared:
-                    clerk.take()
+                    broker.take()
             except OSError:
                 os._exit(1)  # anything but a second keeper
-            raise BecomeClerk(clerk, theirs)
+            raise BecomeBroker(broker, theirs)
         theirs.close()
         ours.setblocking(False)
-        daemon.clerk = Clerkship(pid, ours)
-        self._loop.watch(ours.fileno(), select.POLLIN, partial(self._hear_clerk, daemon))
+        daemon.broker = BrokerHandle(pid, ours)
+        self._loop.watch(ours.fileno(), select.POLLIN, partial(self._on_broker_message, daemon))
 
-    def _let_go(self, kept: Daemon | None = None) -> None:
-        self._master_lets_go()
+    def _close_in_child(self, kept: DaemonProcess | None = None) -> None:
+        self._close_keepers_own()
         for pidfd in self._lingering:
             os.close(pidfd)
         for daemon in (self.current, self.incoming):
             if daemon is not None and daemon is not kept:
                 daemon.close()
-            if daemon is not None and daemon.clerk is not None:
-                daemon.clerk.channel.close()
+            if daemon is not None and daemon.broker is not None:
+                daemon.broker.channel.close()
         if self._spare is not None:
             self._spare.channel.close()
 
-    def do_aside(self, name: str, work: Callable[[], None]) -> None:
+    def run_in_child(self, name: str, work: Callable[[], None]) -> None:
         """Do what may wait in a child, unless it is still at the last work of this name."""
-        if self._aside.get(name) in self._corpses:
+        if self._tasks.get(name) in self._unreaped:
             return
         try:
             pid = os.fork()
@@ -203,14 +344,14 @@ class Household:
             return
         if pid == 0:
             try:
-                self._let_go()
+                self._close_in_child()
                 work()
             except Exception as error:
                 log(f"{name}: {error}")
             finally:
                 os._exit(0)
-        self._aside[name] = pid
-        self._corpses[pid] = time.monotonic()
+        self._tasks[name] = pid
+        self._unreaped[pid] = time.monotonic()
 
     # --- time ---
 
@@ -222,34 +363,34 @@ class Household:
 
     def check_clock(self, now: float) -> None:
         """Do what is due."""
-        for pid in list(self._corpses):
+        for pid in list(self._unreaped):
             if os.waitpid(pid, os.WNOHANG)[0]:
-                del self._corpses[pid]
+                del self._unreaped[pid]
         for daemon in (self.current, self.incoming):
             if daemon is not None and now >= daemon.deadline:
                 self._overdue(daemon, now)
 
     def reap(self, pid: int) -> None:
         """Take note of the end of a child that was killed, when it comes."""
-        self._corpses[pid] = time.monotonic()
+        self._unreaped[pid] = time.monotonic()
 
     @property
     def has_successor(self) -> bool:
-        """Whether a clerk would go on in our place, though there is no daemon."""
+        """Whether a broker would go on in our place, though there is no daemon."""
         return self._spare is not None
 
     def count_lingering(self, now: float) -> int:
         """How many processes hang in the kernel although they were killed."""
-        return sum(now - since > LINGER_S for since in self._corpses.values())
+        return sum(now - since > LINGER_S for since in self._unreaped.values())
 
-    def _overdue(self, daemon: Daemon, now: float) -> None:
+    def _overdue(self, daemon: DaemonProcess, now: float) -> None:
         hang_s = self._configuration.hang_s
         if daemon.step == ALIVE and daemon.is_incoming:
             self.kill(daemon, f"not ready within {2 * hang_s:.0f} s")
         elif daemon.step == ALIVE:
             daemon.reason = f"silent for {hang_s:.0f} s"
             log(f"the daemon {daemon.pid} has been {daemon.reason}; its stacks follow")
-            self._ledger.paused(daemon.heard)
+            self._state.paused(daemon.heard)
             daemon.step = WARNED
             daemon.deadline = now + DUMP_S
             daemon.process.signal(signal.SIGUSR1)
@@ -261,26 +402,26 @@ class Household:
             log(f"the daemon {daemon.pid} does not go away; it is left behind")
             self._lingering.append(os.dup(daemon.pidfd))
             if daemon.is_child:
-                self._corpses[daemon.pid] = now
-            self._bury(daemon)
+                self._unreaped[daemon.pid] = now
+            self._on_exit(daemon)
         else:
-            self._bury(daemon)
+            self._on_exit(daemon)
 
     # --- ending ---
 
-    def kill(self, daemon: Daemon, reason: str) -> None:
+    def kill(self, daemon: DaemonProcess, reason: str) -> None:
         """End a daemon; `reason` is what is told about it, unless there is one already."""
         daemon.reason = daemon.reason or reason
         daemon.step = KILLED
         daemon.deadline = time.monotonic() + LINGER_S
         daemon.process.kill()
 
-    def quiesce(self, daemon: Daemon, limit_s: float) -> None:
+    def quiesce(self, daemon: DaemonProcess, limit_s: float) -> None:
         """Let a daemon finish what it has begun, and go."""
         daemon.is_quiesced = True
         daemon.step = LEAVING
         daemon.deadline = time.monotonic() + limit_s
-        if daemon.clerk is None or not daemon.clerk.tell(wire.pack(wire.QUIESCE)):
+        if daemon.broker is None or not daemon.broker.tell(wire.pack(wire.QUIESCE)):
             self.kill(daemon, "could not be told to end")
 
     def end(self) -> None:
@@ -288,26 +429,26 @@ class Household:
         for daemon in (self.current, self.incoming):
             if daemon is not None:
                 daemon.process.kill()
-                self._dismiss(daemon.clerk)
+                self._dismiss(daemon.broker)
                 if daemon.is_child and daemon.step != DEAD:
-                    self._corpses[daemon.pid] = 0.0
+                    self._unreaped[daemon.pid] = 0.0
         self._dismiss(self._spare)
         deadline = time.monotonic() + END_S
         self.current = self.incoming = None
-        while self._corpses and time.monotonic() < deadline:
+        while self._unreaped and time.monotonic() < deadline:
             time.sleep(0.005)
             self.check_clock(0.0)
 
-    def _die(self, daemon: Daemon) -> None:
+    def _die(self, daemon: DaemonProcess) -> None:
         self._loop.forget(daemon.pidfd)
         if daemon.is_child:
             _, daemon.status = os.waitpid(daemon.pid, 0)
         daemon.step = DEAD
         daemon.deadline = time.monotonic() + DRAIN_S
         if daemon.is_drained:
-            self._bury(daemon)
+            self._on_exit(daemon)
 
-    def _bury(self, daemon: Daemon) -> None:
+    def _on_exit(self, daemon: DaemonProcess) -> None:
         daemon.deadline = NEVER
         self._loop.forget(daemon.pidfd)
         if daemon.process.supervisor is not None:
@@ -315,53 +456,53 @@ class Household:
         daemon.close()
         if daemon.is_incoming:
             self.incoming = None
-            self._dismiss(daemon.clerk)
+            self._dismiss(daemon.broker)
         else:
             self.current = None
             if daemon.is_drained:
-                self._spare = daemon.clerk
+                self._spare = daemon.broker
             else:
                 self._abandon(daemon)
-        self._master_buries(daemon)
+        self._report_exit(daemon)
 
-    # --- clerks ---
+    # --- brokers ---
 
-    def _hear_clerk(self, daemon: Daemon) -> None:
-        clerk = daemon.clerk
-        assert clerk is not None
+    def _on_broker_message(self, daemon: DaemonProcess) -> None:
+        broker = daemon.broker
+        assert broker is not None
         for _ in range(BATCH):
             try:
-                message = wire.receive(clerk.channel, FROM_CLERK)
+                message = wire.receive(broker.channel, FROM_BROKER)
             except BlockingIOError:
                 return
             if message is None:
-                self._lose_clerk(daemon)
+                self._on_broker_lost(daemon)
                 return
             self._hear(daemon, message)
-            if daemon.clerk is not clerk or self._is_buried(daemon):
+            if daemon.broker is not broker or self._is_over(daemon):
                 return
 
-    def _is_buried(self, daemon: Daemon) -> bool:
+    def _is_over(self, daemon: DaemonProcess) -> bool:
         return daemon is not self.current and daemon is not self.incoming
 
-    def _hear(self, daemon: Daemon, message: wire.Message) -> None:
+    def _hear(self, daemon: DaemonProcess, message: wire.KeeperMessage) -> None:
         daemon.heard = time.monotonic()
         if daemon.step == WARNED:
             log(f"the daemon {daemon.pid} is heard of again")
             daemon.step, daemon.reason = ALIVE, ""
             if daemon.served is not None:
-                self._ledger.resumed()
+                self._state.resumed()
         if daemon.step == ALIVE and not daemon.is_incoming:
             daemon.deadline = daemon.heard + self._configuration.hang_s
         if message.kind == CUT_OFF:
             self._cut_off(daemon, is_breach=bool(message.a))
         else:
-            self._master_notes(daemon, message)
+            self._report_message(daemon, message)
 
-    def _cut_off(self, daemon: Daemon, is_breach: bool) -> None:
+    def _cut_off(self, daemon: DaemonProcess, is_breach: bool) -> None:
         daemon.is_drained = True
         if daemon.step == DEAD:
-            self._bury(daemon)
+            self._on_exit(daemon)
         elif is_breach:
             daemon.is_faulty = True
             self.kill(daemon, "broke the protocol")
@@ -369,34 +510,58 @@ class Household:
             daemon.step = LEAVING
             daemon.deadline = time.monotonic() + CUT_OFF_S
 
-    def _lose_clerk(self, daemon: Daemon) -> None:
-        self._dismiss(daemon.clerk)
-        daemon.clerk = None
+    def _on_broker_lost(self, daemon: DaemonProcess) -> None:
+        self._dismiss(daemon.broker)
+        daemon.broker = None
         daemon.is_drained = True
         if daemon.step == DEAD:
-            self._bury(daemon)
+            self._on_exit(daemon)
         elif daemon.step != KILLED:
-            self.kill(daemon, "lost its clerk")
+            self.kill(daemon, "lost its broker")
 
-    def _abandon(self, daemon: Daemon) -> None:
-        """Take what a clerk has said so far, and no more: it hangs, or still has a peer."""
-        clerk, daemon.clerk = daemon.clerk, None
-        if clerk is None:
+    def _abandon(self, daemon: DaemonProcess) -> None:
+        """Take what a broker has said so far, and no more: it hangs, or still has a peer."""
+        broker, daemon.broker = daemon.broker, None
+        if broker is None:
             return
-        os.kill(clerk.pid, signal.SIGKILL)
+        os.kill(broker.pid, signal.SIGKILL)
         with contextlib.suppress(BlockingIOError):
-            while message := wire.receive(clerk.channel, FROM_CLERK):
+            while message := wire.receive(broker.channel, FROM_BROKER):
                 if message.kind in (REGISTERED, wire.BACKING_CLOSE):
-                    self._master_notes(daemon, message)
-        self._dismiss(clerk)
+                    self._report_message(daemon, message)
+        self._dismiss(broker)
 
-    def _dismiss(self, clerk: Clerkship | None) -> None:
-        if clerk is not None and clerk.pid not in self._corpses:
+    def _dismiss(self, broker: BrokerHandle | None) -> None:
+        if broker is not None and broker.pid not in self._unreaped:
             # First of all: it would take a closed channel for our death.
-            os.kill(clerk.pid, signal.SIGKILL)
-            self._loop.forget(clerk.channel.fileno())
-            clerk.channel.close()
-            self._corpses[clerk.pid] = time.monotonic()
+            os.kill(broker.pid, signal.SIGKILL)
+            self._loop.forget(broker.channel.fileno())
+            broker.channel.close()
+            self._unreaped[broker.pid] = time.monotonic()
+
+
+def describe(
+    configuration: Configuration, state: KeeperState, daemon: DaemonProcess | None
+) -> dict[str, Any]:
+    """What a keeper tells about itself, its daemon and its mount."""
+    since = state.pause_since
+    return {
+        "pid": os.getpid(),
+        "daemon": daemon.pid if daemon is not None else None,
+        "supervisor": daemon.process.supervisor_number if daemon is not None else 0,
+        "broker": daemon.broker.pid if daemon is not None and daemon.broker is not None else None,
+        "is_serving": daemon is not None and daemon.served is not None and since is None,
+        "restarts": state.restarts,
+        "last_death_ns": state.last_death_ns,
+        "last_reason": state.last_reason,
+        "pause_s": 0.0 if since is None else time.monotonic() - since,
+        "longest_pause_s": state.longest_pause_s,
+        "backing_ids": len(state.files),
+        "in_flight": state.in_flight,
+        "mountpoint": configuration.mountpoint,
+        "connection": state.connection,
+        "is_privileged": configuration.is_privileged,
+    }
 
 
 def point_to_null(fd: int) -> None:

@@ -51,7 +51,7 @@ Keeper to daemon:
 A daemon that exits with CANNOT_TAKE_OVER is not followed by another one.
 
 The socket's end before TAKE or MOUNTED means that nobody wants this daemon any
-more; afterwards, that keeper and clerk are dead and the mount needs a new
+more; afterwards, that keeper and broker are dead and the mount needs a new
 keeper.
 """
 
@@ -116,7 +116,7 @@ class ProtocolError(Exception):
     """The peer sent what the protocol does not have; the message says what."""
 
 
-class Message:
+class KeeperMessage:
     """One message; `fd` is the descriptor that came with it, non-inheritable, or -1."""
 
     __slots__ = ("a", "b", "c", "d", "error", "fd", "kind")
@@ -152,7 +152,7 @@ def send(sock: socket.socket, message: bytes, fd: int = -1) -> None:
     )
 
 
-def receive(sock: socket.socket, kinds: frozenset[int]) -> Message | None:
+def receive(sock: socket.socket, kinds: frozenset[int]) -> KeeperMessage | None:
     """Receive one message of `kinds`; None when the peer has closed the session.
 
     Descriptors of a message that is refused stay open: to close what a hostile
@@ -177,7 +177,7 @@ def receive(sock: socket.socket, kinds: frozenset[int]) -> Message | None:
         return None
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(data) != MESSAGE.size:
         raise ProtocolError(f"a message of {len(data)} bytes, flags {flags:#x}")
-    message = Message(data, descriptors[0] if descriptors else -1)
+    message = KeeperMessage(data, descriptors[0] if descriptors else -1)
     if message.kind not in kinds:
         raise ProtocolError(f"a message of kind {message.kind}")
     is_refusal = message.kind == MOUNTED and message.error != 0

@@ -1,7 +1,7 @@
 """The keeper's standby: a process that becomes the next daemon when the present one dies.
 
 Most of the time between a daemon's death and the first answer of the next one
-goes into imports. After quick deaths (`Ledger.note_death`) the keeper has them
+goes into imports. After quick deaths (`KeeperState.note_death`) the keeper has them
 done beforehand, once: it starts a *template* (`template`), which imports what a
 daemon needs, and has a standby forked from that. It gives the standby what a
 daemon reads when that is to take over, and has another one forked afterwards.
@@ -26,8 +26,8 @@ from collections.abc import Callable
 from fusefs.keeper import protocol as wire
 from fusefs.keeper import system, template
 from fusefs.keeper.control import Loop
-from fusefs.keeper.daemon_process import NEVER, Daemon
-from fusefs.keeper.state import Configuration, Ledger, Program, log
+from fusefs.keeper.processes import DaemonProcess
+from fusefs.keeper.state import NEVER, Configuration, KeeperState, Program, log
 from fusefs.keeper.supervisor_protocol import Process
 
 # For the imports, or a fork: while a mount waits for it, and by itself.
@@ -35,9 +35,19 @@ WAIT_S = 10.0
 READY_S = 60.0
 # What the interpreter and its libraries read before there is an input.
 INITIAL_VARIABLES = (
-    "PATH", "HOME", "TZ", "TMPDIR", "LANG", "LC_", "LD_", "PYTHON", "MALLOC_", "GLIBC_",
-    "OPENSSL_CONF", "VIRTUAL_ENV",
-)  # fmt: skip
+    "PATH",
+    "HOME",
+    "TZ",
+    "TMPDIR",
+    "LANG",
+    "LC_",
+    "LD_",
+    "PYTHON",
+    "MALLOC_",
+    "GLIBC_",
+    "OPENSSL_CONF",
+    "VIRTUAL_ENV",
+)
 
 
 class _Waiting:
@@ -75,14 +85,14 @@ class Standby:
     def __init__(
         self,
         configuration: Configuration,
-        ledger: Ledger,
+        state: KeeperState,
         loop: Loop,
         *,
         on_change: Callable[[], None],
         reap: Callable[[int], None],
     ) -> None:
         self._configuration = configuration
-        self._ledger = ledger
+        self._state = state
         self._loop = loop
         self._on_change = on_change
         self._reap = reap
@@ -112,7 +122,7 @@ class Standby:
 
     def prepare(self) -> None:
         """Have a standby of the present program, if that may be."""
-        program = self._ledger.program
+        program = self._state.program
         for one in (self._standby, self._template):
             if one is not None and one.program is not program:
                 self.dismiss("it is of another version")
@@ -122,15 +132,15 @@ class Standby:
             if self._template is None:
                 self._start_template(program)
             elif self._is_template_ready:
-                self._have_it_forked(self._template)
+                self._fork_standby(self._template)
         except OSError as error:
             self._fail(f"cannot be started: {error}")
 
     def _is_wanted(self, program: Program) -> bool:
         if self._configuration.launcher is not None:
             return False  # a supervisor knows its daemons by their mounts, of which each has one
-        may_help = self._ledger.has_resend and not (self._has_failed or program.is_unready)
-        return may_help and self._ledger.expects_deaths(time.monotonic())
+        may_help = self._state.has_resend and not (self._has_failed or program.is_unready)
+        return may_help and self._state.expects_deaths(time.monotonic())
 
     def _start_template(self, program: Program) -> None:
         ours, stdin = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -155,9 +165,9 @@ class Standby:
         self._is_template_ready = False
         self._expect(time.monotonic())
         self._loop.watch(started.pidfd, select.POLLIN, self._on_template_exit)
-        self._loop.watch(ours.fileno(), select.POLLIN, self._hear_template)
+        self._loop.watch(ours.fileno(), select.POLLIN, self._on_template_message)
 
-    def _have_it_forked(self, origin: _Waiting) -> None:
+    def _fork_standby(self, origin: _Waiting) -> None:
         ours, channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours_too, stdin = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         for sock in (ours, ours_too):
@@ -169,7 +179,7 @@ class Standby:
             fds = [channel.fileno(), stdin.fileno()]
             socket.send_fds(origin.socket, [template.FORK], fds)
 
-    def _hear_template(self) -> None:
+    def _on_template_message(self) -> None:
         assert self._template is not None
         try:
             packet = self._template.socket.recv(64)
@@ -181,16 +191,16 @@ class Standby:
         try:
             if packet == template.READY and not self._is_template_ready:
                 self._is_template_ready = True
-                self._have_it_forked(self._template)
+                self._fork_standby(self._template)
             elif len(packet) == template.PID.size and self._standby is not None:
-                self._hear_of_standby(self._standby, *template.PID.unpack(packet))
+                self._on_standby_forked(self._standby, *template.PID.unpack(packet))
             else:
                 raise OSError("it said what no template says")
         except OSError as error:
             self._fail(f"does not come up: {error}")
             self._on_change()
 
-    def _hear_of_standby(self, standby: _Waiting, pid: int) -> None:
+    def _on_standby_forked(self, standby: _Waiting, pid: int) -> None:
         # Nothing else of ours may be taken for it, and it is there until it is waited for.
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         system.adopt_orphans(False)
@@ -201,10 +211,10 @@ class Standby:
 
     # --- their end ---
 
-    def take(self) -> Daemon | None:
+    def take(self) -> DaemonProcess | None:
         """Make the standby the daemon; None if there is none. The caller watches it."""
         standby = self._standby
-        if standby is None or not standby.pid or standby.program is not self._ledger.program:
+        if standby is None or not standby.pid or standby.program is not self._state.program:
             return None
         assert standby.channel is not None
         self._standby = None
@@ -223,7 +233,7 @@ class Standby:
         standby.socket.close()
         if _may_order_by_memory():
             system.copy_memory_order(standby.pid)
-        return Daemon(Process(standby.pid, standby.pidfd), standby.channel, standby.program)
+        return DaemonProcess(Process(standby.pid, standby.pidfd), standby.channel, standby.program)
 
     def dismiss(self, why: str) -> None:
         """End them, if they are there."""
@@ -270,7 +280,7 @@ class Standby:
         self._end(standby, "it has ended")
         self._on_change()
 
-    def let_go(self) -> None:
+    def close_in_child(self) -> None:
         """In a child of the keeper: close what would keep them waiting after the keeper's end."""
         for one in (self._template, self._standby):
             if one is not None:
@@ -286,7 +296,7 @@ class Standby:
         """When they have waited for long enough, or are late; monotonic seconds."""
         if self._template is None and self._standby is None:
             return NEVER
-        return min(self._late_at, self._ready_by, self._ledger.expects_deaths_until)
+        return min(self._late_at, self._ready_by, self._state.expects_deaths_until)
 
     def _expect(self, since: float) -> None:
         """Something is to become ready, from now on; nothing is, with NEVER."""
@@ -317,6 +327,7 @@ def _may_order_by_memory() -> bool:
 def _environment(prefixes: tuple[str, ...]) -> dict[str, str]:
     """This process's, as far as it begins with one of these."""
     return {
-        name: text for name, text in os.environ.items()
+        name: text
+        for name, text in os.environ.items()
         if name.startswith(prefixes) and name not in (wire.ENVIRONMENT, template.VARIABLE)
-    }  # fmt: skip
+    }

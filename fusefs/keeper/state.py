@@ -1,6 +1,6 @@
 """What a keeper knows about its mount: the part that outlives daemons and keepers.
 
-The keeper has one ledger; each clerk is forked with a copy and keeps it up to
+The keeper has one state; each broker is forked with a copy and keeps it up to
 date from what it sees, so that it can go on as the keeper. Both do it through
 the same few methods.
 """
@@ -24,6 +24,8 @@ from fusefs.linux.libc import MS_RDONLY
 TYPE_CHECKING = False  # typing itself is not imported: it is large
 if TYPE_CHECKING:
     from typing import Any
+
+NEVER = math.inf
 
 # Who fails so soon after another met what its successor will meet as well.
 QUICK_FAILURE_S = 5.0
@@ -50,8 +52,8 @@ class Configuration:
         "cache_device",
         "control",
         "credentials",
+        "descriptor_store",
         "hang_s",
-        "holder",
         "is_privileged",
         "is_read_only",
         "launcher",
@@ -83,8 +85,8 @@ class Configuration:
         self.standby_s = float(given.get("standby_s", STANDBY_S))
         # What the kernel reads ahead of a sequential reader; set after mounting.
         self.read_ahead_kib: int | None = given.get("read_ahead_kib")
-        # The named socket of a second holder.
-        self.holder: str | None = given.get("holder")
+        # The named socket of a second descriptor store.
+        self.descriptor_store: str | None = given.get("descriptor_store")
         # Who starts the daemons, where that is not the keeper itself.
         self.launcher = Launcher(**given["launcher"]) if given.get("launcher") else None
 
@@ -149,7 +151,7 @@ class FileTable:
             del self._ids[at], self._inodes[at]
 
 
-class Ledger:
+class KeeperState:
     """The mount, its registered files and its history. Times are monotonic seconds."""
 
     def __init__(self, program: Program) -> None:
@@ -168,7 +170,7 @@ class Ledger:
         self.is_all_answered = False
         self.files = FileTable()
         self.last_id = 0
-        # An id that was about to be given back when its clerk was last heard.
+        # An id that was about to be given back when its broker was last heard.
         self.doubtful_id = 0
         self.in_flight = 0
         self.restarts = 0
@@ -193,7 +195,7 @@ class Ledger:
         self.doubtful_id = backing_id
 
     def unaccounted_ids(self) -> list[int]:
-        """What a clerk that was killed may have left open.
+        """What a broker that was killed may have left open.
 
         The kernel numbers them in order, so it is the next one, or the one
         that was being closed.

@@ -76,7 +76,7 @@ class LaunchingError(OSError):
     """The other side does not speak as it should; the message says how."""
 
 
-class Message:
+class SupervisorMessage:
     """One message, and the descriptors that came with it, non-inheritable."""
 
     __slots__ = ("a", "b", "c", "fds", "kind", "mount", "version")
@@ -113,7 +113,7 @@ def send(sock: socket.socket, packed: bytes, *fds: int) -> None:
     sock.sendmsg([packed], rights, socket.MSG_NOSIGNAL)
 
 
-def receive(sock: socket.socket) -> Message | None:
+def receive(sock: socket.socket) -> SupervisorMessage | None:
     """One message of a version that is spoken here; None when the other side is gone.
 
     Raises:
@@ -132,7 +132,7 @@ def receive(sock: socket.socket) -> Message | None:
     if not data and not fds:
         return None
     is_cut = flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(data) != MESSAGE.size
-    message = Message(bytes(MESSAGE.size) if is_cut else data, list(fds))
+    message = SupervisorMessage(bytes(MESSAGE.size) if is_cut else data, list(fds))
     if message.version in SPOKEN and len(fds) == _DESCRIPTORS.get(message.kind, 0):
         return message
     message.close()
@@ -257,7 +257,7 @@ def connect(path: str) -> socket.socket:
     return sock
 
 
-def ask(sock: socket.socket, question: bytes, *fds: int) -> Message:
+def ask(sock: socket.socket, question: bytes, *fds: int) -> SupervisorMessage:
     """The answer to a question.
 
     Raises:

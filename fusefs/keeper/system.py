@@ -1,6 +1,6 @@
 """What the keeper asks of Linux beyond Python's `os`.
 
-Credentials are those of the calling thread; keeper and clerk have one each.
+Credentials are those of the calling thread; keeper and broker have one each.
 Capability sets are changed by capset(2), where only the effective set moves:
 what a process may do is lowered for as long as it deals with a daemon, and
 raised again when it becomes the keeper.

@@ -100,18 +100,18 @@ def resume(settings: MountSettings, supervisor: SupervisorAddress | None = None)
     """Go on with a mount whose keeper is gone, and perhaps its daemon; tell whether it is one.
 
     Raises:
-        LaunchError: it is, and no daemon came up for it; the holder keeps it.
+        LaunchError: it is, and no daemon came up for it; the descriptor store still holds it.
     """
     mountpoint = settings.mountpoint
     mount = registry.find_mount(mountpoint)
-    if settings.holder is None or mount is None or not mount.is_fusefs:
+    if settings.descriptor_store is None or mount is None or not mount.is_fusefs:
         return False
     if control.peer(registry.keeper_socket(mountpoint)):
         return False
     name = fd_store.name_of(os.fspath(mountpoint), mount.connection)
     try:
-        fuse_fd = fd_store.fetch(os.fspath(settings.holder), name)
-    except fd_store.HolderError:
+        fuse_fd = fd_store.fetch(os.fspath(settings.descriptor_store), name)
+    except fd_store.FdStoreError:
         return False
     with os.fdopen(fuse_fd), log_location.opened(log_location.path_of(settings)) as log:
         user = _choose_user(settings)
@@ -307,7 +307,9 @@ def _keeper_configuration(
         "settings": daemon_input(settings, user),
         "cache_dir": os.fspath(settings.cache_dir),
         "control": os.fspath(registry.keeper_socket(settings.mountpoint)),
-        "holder": os.fspath(settings.holder) if settings.holder else None,
+        "descriptor_store": os.fspath(settings.descriptor_store)
+        if settings.descriptor_store
+        else None,
         "launcher": supervisor
         and {
             "socket": os.fspath(supervisor.socket),
@@ -330,8 +332,11 @@ def revive_keeper(
     """
     own = users.User("", os.geteuid(), os.getegid(), tuple(os.getgroups()))
     told = _keeper_configuration(settings, own) | {
-        "adopt_pid": os.getpid(), "fuse_fd": fuse_fd, "daemon_fd": daemon_fd, "table": table,
-    }  # fmt: skip
+        "adopt_pid": os.getpid(),
+        "fuse_fd": fuse_fd,
+        "daemon_fd": daemon_fd,
+        "table": table,
+    }
     process = subprocess.Popen(
         KEEPER,
         stdin=subprocess.PIPE,

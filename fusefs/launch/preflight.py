@@ -144,7 +144,10 @@ def _check_privileges(settings: MountSettings) -> None:
 
 def _check_session(settings: MountSettings) -> None:
     if settings.session == SessionKind.PYFUSE3:
-        for flag, value in (("--user", settings.user), ("--holder", settings.holder)):
+        for flag, value in (
+            ("--user", settings.user),
+            ("--descriptor-store", settings.descriptor_store),
+        ):
             if value is not None:
                 raise LaunchError(
                     f"{flag} needs the kernel session: under pyfuse3 the daemon runs as "

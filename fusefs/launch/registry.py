@@ -83,10 +83,14 @@ def parse_mountinfo(text: str) -> list[KernelMount]:
             filesystem, source, options = after.split(" ", 2)
             mounts.append(
                 KernelMount(
-                    Path(_unescape(mountpoint)), device, filesystem, _unescape(source), options,
+                    Path(_unescape(mountpoint)),
+                    device,
+                    filesystem,
+                    _unescape(source),
+                    options,
                     flags,
                 )
-            )  # fmt: skip
+            )
     return mounts
 
 

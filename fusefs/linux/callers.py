@@ -38,11 +38,19 @@ _SIGKILL = 1 << (signal.SIGKILL - 1)
 _FATAL = sum(
     1 << (number - 1)
     for number in (
-        signal.SIGHUP, signal.SIGINT, signal.SIGPIPE, signal.SIGALRM, signal.SIGTERM,
-        signal.SIGUSR1, signal.SIGUSR2, signal.SIGVTALRM, signal.SIGPROF, signal.SIGIO,
+        signal.SIGHUP,
+        signal.SIGINT,
+        signal.SIGPIPE,
+        signal.SIGALRM,
+        signal.SIGTERM,
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+        signal.SIGVTALRM,
+        signal.SIGPROF,
+        signal.SIGIO,
         signal.SIGPWR,
     )
-)  # fmt: skip
+)
 
 
 def namespace() -> int:

@@ -31,11 +31,14 @@ def mount(source: str, target: str, kind: str, flags: int, options: str) -> None
     """
     _check(
         _libc.mount(
-            source.encode(), os.fsencode(target), kind.encode(), ctypes.c_ulong(flags),
+            source.encode(),
+            os.fsencode(target),
+            kind.encode(),
+            ctypes.c_ulong(flags),
             options.encode(),
         ),
         target,
-    )  # fmt: skip
+    )
 
 
 def umount(target: str, flags: int) -> None:

@@ -283,7 +283,7 @@ class MountSettings:
             SILENCE, "Survival", "how long a daemon may be silent before it is replaced"
         ),
     )
-    holder: Path | None = field(
+    descriptor_store: Path | None = field(
         default=None,
         metadata=about(
             PATH, "Survival", "the socket of a `fusefs keeper` to hold it, too", otherwise="none"
@@ -388,7 +388,7 @@ _REQUIRED = frozenset(
 # What the mount itself, its keeper or its state depends on.
 FIXED = frozenset((
     "source", "mountpoint", "cache_dir", "shared_cache", "session", "passthrough", "allow_other",
-    "read_only", "user", "max_pause", "hang_timeout", "holder", "foreground", "log_file",
+    "read_only", "user", "max_pause", "hang_timeout", "descriptor_store", "foreground", "log_file",
 ))  # fmt: skip
 
 # --- where settings come from -------------------------------------------------

@@ -219,7 +219,7 @@ class Kept:
         def succeeded() -> dict[str, Any] | None:
             with contextlib.suppress(OSError, ValueError):
                 status = self.status()
-                if status["pid"] == before["clerk"] and status["clerk"]:
+                if status["pid"] == before["broker"] and status["broker"]:
                     return status
             return None
 
@@ -227,12 +227,12 @@ class Kept:
         assert status["daemon"] == before["daemon"]
         return status
 
-    def kill_keeper_and_clerk(self) -> dict[str, Any]:
+    def kill_keeper_and_broker(self) -> dict[str, Any]:
         """Returns the status once the daemon has started another keeper."""
         before = self.status()
-        os.kill(before["clerk"], signal.SIGSTOP)
+        os.kill(before["broker"], signal.SIGSTOP)
         os.kill(before["pid"], signal.SIGKILL)
-        os.kill(before["clerk"], signal.SIGKILL)
+        os.kill(before["broker"], signal.SIGKILL)
 
         def adopted() -> dict[str, Any] | None:
             with contextlib.suppress(OSError, ValueError):
@@ -256,7 +256,7 @@ class Kept:
         unmount.umount_path(self.mountpoint)
 
     def processes(self) -> list[int]:
-        """All that are left of the keeper, its clerks and its daemons."""
+        """All that are left of the keeper, its brokers and its daemons."""
         mark = os.fsencode(self._mark)
         found = []
         for entry in Path("/proc").iterdir():

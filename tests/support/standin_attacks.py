@@ -183,7 +183,7 @@ empty_message_with_a_descriptor = _breach(b"", 1)
 message_of_kind_0 = _breach(protocol.pack(0))
 message_of_kind_max = _breach(protocol.pack(0xFFFFFFFF))
 message_of_the_keepers = _breach(protocol.pack(protocol.TAKE), 1)
-message_of_the_clerks = _breach(protocol.pack(64, 0, 1, 1))
+message_of_the_brokers = _breach(protocol.pack(64, 0, 1, 1))
 second_hello = _breach(protocol.pack(protocol.HELLO, protocol.VERSION))
 second_mount = _breach(protocol.pack(protocol.MOUNT))
 deposit_with_a_privileged_keeper = _breach(protocol.pack(protocol.DEPOSIT), 1)
@@ -255,13 +255,13 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def reach_for_the_keeper(standin: Standin) -> dict[str, Any]:
-    """What each attempt on keeper and clerk ends with, by its name."""
+    """What each attempt on keeper and broker ends with, by its name."""
     keeper = os.getppid()
     with open(f"/proc/{keeper}/task/{keeper}/children") as file:
-        clerks = [int(pid) for pid in file.read().split() if int(pid) != os.getpid()]
-    assert clerks
+        brokers = [int(pid) for pid in file.read().split() if int(pid) != os.getpid()]
+    assert brokers
     results: dict[str, Any] = {}
-    for pid in (keeper, *clerks):
+    for pid in (keeper, *brokers):
         for name, attempt in _ATTEMPTS.items():
             try:
                 attempt(pid)

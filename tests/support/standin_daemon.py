@@ -52,7 +52,7 @@ class Standin:
     def say(self, kind: int, *numbers: int, fd: int = -1) -> None:
         protocol.send(self.channel, protocol.pack(kind, *numbers), fd)
 
-    def hear(self, *kinds: int) -> protocol.Message:
+    def hear(self, *kinds: int) -> protocol.KeeperMessage:
         message = protocol.receive(self.channel, protocol.FROM_KEEPER)
         if message is None:
             sys.exit(0)
@@ -163,7 +163,7 @@ class Standin:
         return (errno.ECONNRESET, 0) if answer is None else (answer.error, answer.b)
 
     def adopt_a_keeper(self) -> None:
-        """Both keeper and clerk are dead."""
+        """Both keeper and broker are dead."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         given = self.settings["keeper"] | {
             "settings": json.dumps(self.settings),

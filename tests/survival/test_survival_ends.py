@@ -62,7 +62,7 @@ def mounter_of(tmp_path: Path) -> Iterator[Mounter]:
 
 
 def kill_everything(mount: Mount) -> None:
-    """SIGKILL daemon, keeper and clerk at one moment."""
+    """SIGKILL daemon, keeper and broker at one moment."""
     keeper = keeper_status(mount)
     pids = [keeper["pid"], keeper["daemon"], *children_of(keeper["pid"])]
     for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped, so that none sees another die
@@ -221,12 +221,12 @@ def capabilities_of(pid: int) -> int:
 
 
 def test_a_held_mount_outlives_keeper_and_daemon(filled: Bucket, mounter_of: Mounter) -> None:
-    with tempfile.TemporaryDirectory(prefix="fusefs-holder-") as directory:
+    with tempfile.TemporaryDirectory(prefix="fusefs-store-") as directory:
         path = os.path.join(directory, "socket")
         service = subprocess.Popen([FUSEFS, "keeper", "--socket", path])
         try:
-            until(lambda: os.path.exists(path), "the holder does not listen")
-            mount = mounter_of(filled, FUSEFS_HOLDER=path)
+            until(lambda: os.path.exists(path), "the descriptor store does not listen")
+            mount = mounter_of(filled, FUSEFS_DESCRIPTOR_STORE=path)
             with open(mount.path / data.large_name(1), "rb", buffering=0) as held:
                 assert held.read(4096) == data.large(1, 0, 4096)
                 kill_everything(mount)

@@ -257,7 +257,7 @@ def check_what_is_left(program: Program, found: dict[str, str], objects: Objects
 
 
 def kill_everything(mount: Mount) -> None:
-    """SIGKILL daemon, keeper and clerk at one moment."""
+    """SIGKILL daemon, keeper and broker at one moment."""
     keeper = keeper_status(mount)
     pids = [pid for pid in (keeper["pid"], keeper["daemon"], *children_of(keeper["pid"])) if pid]
     kill(pids, signal.SIGSTOP)  # so that none sees another die

@@ -133,24 +133,24 @@ def node(s3: S3Server) -> Iterator[Node]:
 
 
 def held(node: Node) -> list[str]:
-    """What the holder has, which may just not be there."""
+    """What the descriptor store has, which may just not be there."""
     try:
-        told = control.exchange(node.state / "holder.sock", {"do": "list"}, PATIENCE_S)
+        told = control.exchange(node.state / "descriptor-store.sock", {"do": "list"}, PATIENCE_S)
     except control.ControlError:
         return []
     return list(told["names"])
 
 
-def kill_holder(node: Node) -> None:
+def kill_descriptor_store(node: Node) -> None:
     """Kill the process that listens, and nothing else."""
-    pid = control.peer(node.state / "holder.sock")
+    pid = control.peer(node.state / "descriptor-store.sock")
     assert pid is not None
     with open(os.pidfd_open(pid), "rb") as process:
         os.kill(pid, signal.SIGKILL)
         until(lambda: has_ended(process.fileno()), "it has ended")
 
 
-def test_a_pod_reads_on_without_its_keeper_though_the_holder_has_died_before(
+def test_a_pod_reads_on_without_its_keeper_though_the_descriptor_store_has_died_before(
     node: Node, shared: Bucket
 ) -> None:
     shared.put("hello", b"hello")
@@ -160,7 +160,7 @@ def test_a_pod_reads_on_without_its_keeper_though_the_holder_has_died_before(
         with pod_reading(node, target / "hello") as pod:
             until(lambda: held(node), "it is held")
             node.kill()  # who would bring the keeper's copy
-            kill_holder(node)
+            kill_descriptor_store(node)
             until(lambda: held(node), "it is held by the next process")
             with daemons_of(node, "second") as second:
                 assert held(node)

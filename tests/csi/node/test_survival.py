@@ -72,7 +72,10 @@ def holding(node: Node) -> Iterator[subprocess.Popen[bytes]]:
         env={**os.environ, **node.environment}, start_new_session=True,
     )  # fmt: skip
     try:
-        until(lambda: ready.exists() and control.peer(node.state / "holder.sock"), "it listens")
+        until(
+            lambda: ready.exists() and control.peer(node.state / "descriptor-store.sock"),
+            "it listens",
+        )
         yield process
     finally:
         process.kill()
@@ -174,7 +177,7 @@ def test_a_pod_reads_on_when_daemons_die(node: Node, data: Bucket) -> None:
     node.unpublish("volume", target)
 
 
-def test_a_pod_reads_on_when_all_but_the_holder_die_and_when_that_is_replaced(
+def test_a_pod_reads_on_when_all_but_the_descriptor_store_die_and_when_that_is_replaced(
     node: Node, data: Bucket
 ) -> None:
     target = node.target("pod")
@@ -188,7 +191,7 @@ def test_a_pod_reads_on_when_all_but_the_holder_die_and_when_that_is_replaced(
             assert pod.answer() == "hello hello"
             first.kill()
             with holding(node):
-                until(lambda: held(node), "the new holder has it")
+                until(lambda: held(node), "the new descriptor store has it")
                 node.kill_all()
                 node.publish("volume", target, bucket=data.name, prefix="a")
                 assert pod.read() == "hello hello"
@@ -197,7 +200,7 @@ def test_a_pod_reads_on_when_all_but_the_holder_die_and_when_that_is_replaced(
 
 
 def held(node: Node) -> list[str]:
-    told = control.exchange(node.state / "holder.sock", {"do": "list"}, PATIENCE_S)
+    told = control.exchange(node.state / "descriptor-store.sock", {"do": "list"}, PATIENCE_S)
     return list(told["names"])
 
 

@@ -15,7 +15,7 @@ from trio.testing import MockClock
 from fusefs.fuse.interrupts import GRACE_S, SAVING_GRACE_S, Callers, Interrupts
 from fusefs.fuse.protocol import Opcode
 from fusefs.keeper import protocol
-from fusefs.keeper.client import Keeping
+from fusefs.keeper.client import KeeperClient
 from fusefs.linux import callers
 from fusefs.linux.callers import EXITS, IS_KILLED, LIVES, UNKNOWN, WAS_KILLED
 from fusefs.posix.types import Caller
@@ -187,13 +187,13 @@ async def test_the_keeper_is_asked_where_this_process_sees_nothing() -> None:
 
 async def test_a_keeper_that_does_not_say_that_it_looks_is_not_asked() -> None:
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    keeping = Keeping(ours)
+    keeper = KeeperClient(ours)
     with its:
-        keeping.serving(has_resend=True)
+        keeper.serving(has_resend=True)
         reported = protocol.receive(its, protocol.FROM_DAEMON)
         assert reported is not None
         assert (reported.a, reported.b) == (1, protocol.ABILITIES)
-        assert await keeping.look(PID) == UNKNOWN
+        assert await keeper.look(PID) == UNKNOWN
         with pytest.raises(BlockingIOError):
             its.recv(1, socket.MSG_DONTWAIT)
     ours.close()
@@ -202,7 +202,7 @@ async def test_a_keeper_that_does_not_say_that_it_looks_is_not_asked() -> None:
 @pytest.mark.parametrize("makes_sense", [True, False])
 async def test_what_the_keeper_says_is_believed_as_far_as_it_makes_sense(makes_sense: bool) -> None:
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    keeping = Keeping(ours)
+    keeper = KeeperClient(ours)
 
     def answer() -> None:
         while (message := protocol.receive(its, protocol.FROM_DAEMON)) is not None:
@@ -213,13 +213,13 @@ async def test_what_the_keeper_says_is_believed_as_far_as_it_makes_sense(makes_s
 
     with its:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(keeping.run, lambda: 0)
+            nursery.start_soon(keeper.run, lambda: 0)
             its.send(protocol.pack(protocol.ABLE, 0, 77))
             its.send(protocol.pack(protocol.QUIESCE))
-            await keeping.quiesced.wait()
-            assert keeping.namespace == 77
+            await keeper.quiesced.wait()
+            assert keeper.namespace == 77
             nursery.start_soon(trio.to_thread.run_sync, answer)
-            assert await keeping.look(PID) == (IS_KILLED if makes_sense else UNKNOWN)
+            assert await keeper.look(PID) == (IS_KILLED if makes_sense else UNKNOWN)
             nursery.cancel_scope.cancel()
     ours.close()
 

@@ -124,7 +124,7 @@ def test_only_what_was_opened_is_closed(kept: Kept) -> None:
 
 def test_a_registered_file_is_used_with_the_daemons_ids_and_no_capability(kept: Kept) -> None:
     assert attack(kept, "good_file") == 0
-    status = Path(f"/proc/{kept.status()['clerk']}/status").read_text()
+    status = Path(f"/proc/{kept.status()['broker']}/status").read_text()
     [uids] = [line.split() for line in status.splitlines() if line.startswith("Uid:")]
     [capabilities] = [line.split() for line in status.splitlines() if line.startswith("CapEff:")]
     assert uids == ["Uid:", "0", "0", "0", str(NOBODY)]
@@ -149,7 +149,7 @@ def test_a_registered_file_is_used_with_the_daemons_ids_and_no_capability(kept: 
         "message_of_kind_0",
         "message_of_kind_max",
         "message_of_the_keepers",
-        "message_of_the_clerks",
+        "message_of_the_brokers",
         "second_hello",
         "second_mount",
         "deposit_with_a_privileged_keeper",
@@ -244,7 +244,7 @@ def test_a_child_that_goes_on_talking_is_not_heard(kept: Kept) -> None:
 # --- other ways to get at the keeper ------------------------------------------------
 
 
-def test_the_daemon_can_neither_signal_nor_trace_nor_rob_keeper_and_clerk(kept: Kept) -> None:
+def test_the_daemon_can_neither_signal_nor_trace_nor_rob_keeper_and_broker(kept: Kept) -> None:
     results = attack(kept, "reach_for_the_keeper")
     assert len(results) == 12
     assert set(results.values()) <= {errno.EPERM, errno.EACCES}

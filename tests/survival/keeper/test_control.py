@@ -113,6 +113,6 @@ def test_nobody_but_the_mounts_own_processes_has_its_descriptor(kept: Kept) -> N
         for path in Path(f"/proc/{pid}/fd").iterdir()
         if os.readlink(path) == "/dev/fuse"
     }
-    assert holders == {status["pid"], status["clerk"], status["daemon"]}
+    assert holders == {status["pid"], status["broker"], status["daemon"]}
     kept_by_daemon = os.listdir(f"/proc/{status['daemon']}/fd")
     assert len(kept_by_daemon) <= 5  # the standard three, the keeper's and the mount's

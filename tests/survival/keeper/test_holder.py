@@ -1,4 +1,4 @@
-"""The second holder: descriptors that outlive keeper, clerk and daemon."""
+"""The second descriptor store: descriptors that outlive keeper, broker and daemon."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from fusefs.keeper import fd_store
-from fusefs.keeper.fd_store import HolderError
+from fusefs.keeper.fd_store import FdStoreError
 from fusefs.keeper.system import has_ended
 from fusefs.launch import control
 from tests.support.keeping import LIMIT_S, PROJECT, Kept, needs_fuse, needs_root
@@ -36,7 +36,7 @@ def service(kept: Kept) -> Iterator[str]:
 
 @contextmanager
 def serving(kept: Kept) -> Iterator[str]:
-    path = kept.directory / "holder.sock"
+    path = kept.directory / "descriptor-store.sock"
     process = subprocess.Popen([sys.executable, "-c", SERVICE, path], cwd=PROJECT)
     try:
         until(lambda: pid_of(path) == process.pid, "it listens")
@@ -73,7 +73,7 @@ def is_held(path: str, kept: Kept) -> Callable[[], bool]:
 
 
 def test_a_keeper_leaves_a_copy_and_takes_it_back_when_it_ends(kept: Kept, service: str) -> None:
-    kept.start(holder=service)
+    kept.start(descriptor_store=service)
     until(is_held(service, kept))
     kept.umount()
     assert kept.wait() == 0
@@ -81,7 +81,7 @@ def test_a_keeper_leaves_a_copy_and_takes_it_back_when_it_ends(kept: Kept, servi
 
 
 def test_a_mount_that_was_detached_is_no_longer_held(kept: Kept, service: str) -> None:
-    kept.start({"on_sigterm": "exit"}, holder=service)
+    kept.start({"on_sigterm": "exit"}, descriptor_store=service)
     until(is_held(service, kept))
     kept.process.terminate()
     assert kept.wait() == 0
@@ -90,7 +90,7 @@ def test_a_mount_that_was_detached_is_no_longer_held(kept: Kept, service: str) -
 
 def test_a_copy_is_held_before_another_daemon_gets_the_mount(kept: Kept) -> None:
     with serving(kept) as path:
-        kept.start({"take_over": "hang"}, holder=path)
+        kept.start({"take_over": "hang"}, descriptor_store=path)
         until(is_held(path, kept), "it is held")
     with serving(kept) as path:
         assert names(path) == []  # the first one was told to end, and let it go
@@ -98,23 +98,23 @@ def test_a_copy_is_held_before_another_daemon_gets_the_mount(kept: Kept) -> None
         until(is_held(path, kept), "it is held again")
 
 
-def test_a_mount_goes_on_after_keeper_clerk_and_daemon_were_killed(
+def test_a_mount_goes_on_after_keeper_broker_and_daemon_were_killed(
     kept: Kept, service: str
 ) -> None:
-    kept.start(holder=service)
+    kept.start(descriptor_store=service)
     until(is_held(service, kept))
     assert kept.connection is not None
     status = kept.status()
-    for role in ("daemon", "clerk", "pid"):
+    for role in ("daemon", "broker", "pid"):
         os.kill(status[role], signal.SIGSTOP)
-    for role in ("daemon", "clerk", "pid"):
+    for role in ("daemon", "broker", "pid"):
         os.kill(status[role], signal.SIGKILL)
     kept.wait()
     kept.hold.touch()
     reader = subprocess.Popen(["cat", kept.mountpoint / "held"], stdout=subprocess.PIPE)
     fd = fd_store.fetch(service, fd_store.name_of(str(kept.mountpoint), kept.connection))
     os.set_inheritable(fd, True)
-    kept.resume(fuse_fd=fd, table=[], holder=service)
+    kept.resume(fuse_fd=fd, table=[], descriptor_store=service)
     os.close(fd)
     kept.hold.unlink()
     assert reader.communicate(timeout=LIMIT_S)[0] == b"held content"
@@ -123,10 +123,10 @@ def test_a_mount_goes_on_after_keeper_clerk_and_daemon_were_killed(
     until(lambda: names(service) == [])
 
 
-def test_a_keeper_does_without_its_holder(kept: Kept) -> None:
-    kept.start(holder=str(kept.directory / "nobody.sock"))
+def test_a_keeper_does_without_its_descriptor_store(kept: Kept) -> None:
+    kept.start(descriptor_store=str(kept.directory / "nobody.sock"))
     assert (kept.mountpoint / "plain").read_bytes() == b"plain content"
-    until(lambda: "the holder: " in kept.said())
+    until(lambda: "the descriptor store: " in kept.said())
 
 
 def test_a_copy_can_be_fetched_more_than_once_and_dropped(kept: Kept, service: str) -> None:
@@ -142,7 +142,7 @@ def test_a_copy_can_be_fetched_more_than_once_and_dropped(kept: Kept, service: s
     assert names(service) == ["one", "two"]
     fd_store.drop(service, "one")
     until(lambda: names(service) == ["two"])
-    with pytest.raises(HolderError, match="nothing is held as one"):
+    with pytest.raises(FdStoreError, match="nothing is held as one"):
         fd_store.fetch(service, "one")
     assert is_fuse(fd_store.fetch(service, "two"))
 
@@ -200,11 +200,11 @@ def kill(path: str) -> None:
 
 
 def test_what_a_killed_service_held_is_held_by_the_next_one(kept: Kept) -> None:
-    path = str(kept.directory / "holder.sock")
+    path = str(kept.directory / "descriptor-store.sock")
     first = subprocess.Popen([sys.executable, "-c", SERVICE, path], cwd=PROJECT)
     try:
         until(lambda: pid_of(path), "it listens")
-        kept.start(holder=path)
+        kept.start(descriptor_store=path)
         until(is_held(path, kept), "it is held")
         kill(path)
         with serving(kept):
@@ -217,12 +217,12 @@ def test_what_a_killed_service_held_is_held_by_the_next_one(kept: Kept) -> None:
 
 
 def test_what_a_service_held_goes_with_it_and_who_had_started_it(kept: Kept) -> None:
-    path = str(kept.directory / "holder.sock")
+    path = str(kept.directory / "descriptor-store.sock")
     code = f"import subprocess; subprocess.call([{sys.executable!r}, '-c', {SERVICE!r}, {path!r}])"
     container = subprocess.Popen([sys.executable, "-c", code], cwd=PROJECT)
     try:
         until(lambda: pid_of(path), "it listens")
-        kept.start(holder=path)
+        kept.start(descriptor_store=path)
         until(is_held(path, kept), "it is held")
         [holding] = [os.pidfd_open(pid) for pid in children_of(path)]
     finally:
@@ -234,7 +234,7 @@ def test_what_a_service_held_goes_with_it_and_who_had_started_it(kept: Kept) -> 
 
 
 def test_nothing_but_fuse_is_held(service: str) -> None:
-    with open("/dev/null", "rb") as file, pytest.raises(HolderError, match="/dev/fuse"):
+    with open("/dev/null", "rb") as file, pytest.raises(FdStoreError, match="/dev/fuse"):
         fd_store.hold(service, "one", file.fileno())
     assert names(service) == []
 

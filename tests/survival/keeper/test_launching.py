@@ -235,7 +235,7 @@ def test_a_request_of_an_unknown_version_is_refused_and_harms_nobody(supervisor:
 
 def test_a_daemons_first_words_are_those_of_the_first_version() -> None:
     assert protocol.pack(protocol.HELLO, protocol.VERSION) == HELLO_V1
-    assert protocol.Message(HELLO_V1).a in protocol.SPOKEN
+    assert protocol.KeeperMessage(HELLO_V1).a in protocol.SPOKEN
 
 
 def test_a_daemon_leaves_out_the_settings_of_a_newer_driver() -> None:
@@ -251,7 +251,7 @@ def test_a_daemon_leaves_out_the_settings_of_a_newer_driver() -> None:
         (b'{"do": "list", "version": 2}\n', b'{"ok": true, "names": [], "version": 2}\n'),
     ],
 )
-def test_the_holder_answers_in_the_version_in_which_it_is_asked(
+def test_the_descriptor_store_answers_in_the_version_in_which_it_is_asked(
     tmp_path: Path, request_: bytes, answer: bytes
 ) -> None:
     with holding(tmp_path) as path, socket.socket(socket.AF_UNIX) as sock:
@@ -260,15 +260,15 @@ def test_the_holder_answers_in_the_version_in_which_it_is_asked(
         assert sock.recv(1000) == answer
 
 
-def test_the_holder_refuses_a_version_that_it_does_not_know(tmp_path: Path) -> None:
+def test_the_descriptor_store_refuses_a_version_that_it_does_not_know(tmp_path: Path) -> None:
     with holding(tmp_path) as path, socket.socket(socket.AF_UNIX) as sock:
         sock.connect(path)
         sock.send(b'{"do": "list", "version": 99}\n')
         assert sock.recv(1000) == b'{"error": "version 99 is not spoken here", "version": 2}\n'
 
 
-def test_a_holder_of_the_first_version_is_understood(tmp_path: Path) -> None:
-    path = os.fspath(tmp_path / "holder.sock")
+def test_a_descriptor_store_of_the_first_version_is_understood(tmp_path: Path) -> None:
+    path = os.fspath(tmp_path / "descriptor-store.sock")
     with socket.socket(socket.AF_UNIX) as listening, open(os.devnull) as null:
         listening.bind(path)
         listening.listen()
@@ -309,7 +309,7 @@ def test_what_daemons_and_keepers_say_is_what_the_first_version_says() -> None:
 
 @contextmanager
 def holding(directory: Path) -> Iterator[str]:
-    path = directory / "holder.sock"
+    path = directory / "descriptor-store.sock"
     process = subprocess.Popen([sys.executable, "-c", HOLD, path], cwd=PROJECT)
     try:
         until(path.exists, "it listens")

@@ -48,8 +48,8 @@ async def daemon(tmp_path: Path, nursery: trio.Nursery) -> Path:
 
 @pytest.fixture
 def holding(tmp_path: Path) -> Iterator[Path]:
-    """The socket of a holder."""
-    path = tmp_path / "holder.sock"
+    """The socket of a descriptor store."""
+    path = tmp_path / "descriptor-store.sock"
     process = subprocess.Popen([sys.executable, "-c", HOLD, path], cwd=PROJECT)
     try:
         until(path.exists, "it listens")
@@ -105,7 +105,7 @@ def test_a_keeper_answers_in_the_version_in_which_it_is_asked(kept: Kept) -> Non
 
 @needs_root
 @needs_fuse
-def test_a_holder_takes_and_gives_descriptors_in_the_words_of_the_first_version(
+def test_a_descriptor_store_takes_and_gives_descriptors_in_the_words_of_the_first_version(
     kept: Kept, holding: Path
 ) -> None:
     kept.start()

@@ -134,12 +134,12 @@ def test_a_standby_ends_when_no_daemon_has_died_for_long(kept: Kept) -> None:
 def test_a_standby_ends_with_its_keeper(kept: Kept, *, together: bool) -> None:
     kept.start()
     before = die_quickly(kept)
-    status = kept.kill_keeper_and_clerk() if together else kept.kill_keeper()
+    status = kept.kill_keeper_and_broker() if together else kept.kill_keeper()
     until(lambda: is_gone(before["standby"]) and is_gone(before["template"]))
     assert status["daemon"] == before["daemon"]
     assert serves(kept)
     kept.served_by_another_than(kept.kill_daemon())
-    if not together:  # the clerk knew what had happened
+    if not together:  # the broker knew what had happened
         after = with_standby(kept)
         kill(after["daemon"])
         assert kept.served_by_another_than(after["daemon"])["daemon"] == after["standby"]

@@ -1,4 +1,4 @@
-"""Keepers that die: their clerk, or else their daemon, sees to it that the mount has one."""
+"""Keepers that die: their broker, or else their daemon, sees to it that the mount has one."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from tests.support.waiting import until
 
 pytestmark = [needs_root, needs_fuse]
 
-ROLES = ["pid", "clerk", "daemon"]
+ROLES = ["pid", "broker", "daemon"]
 
 
 @needs_passthrough
-def test_a_killed_keeper_is_succeeded_by_its_clerk(kept: Kept) -> None:
+def test_a_killed_keeper_is_succeeded_by_its_broker(kept: Kept) -> None:
     content = put_through(kept)
     kept.start()
     with blocked_reader(kept) as reader:
@@ -69,16 +69,16 @@ def test_a_successor_registers_files_with_no_more_privilege_than_before(kept: Ke
     kept.start()
     status = kept.kill_keeper()
     assert error_of(kept.mountpoint / "through") is None
-    assert capabilities(status["clerk"]) == 1 << CAP_SYS_ADMIN
+    assert capabilities(status["broker"]) == 1 << CAP_SYS_ADMIN
     assert capabilities(status["pid"]) == capabilities(os.getpid())
 
 
 @needs_passthrough
-def test_a_daemon_whose_keeper_and_clerk_are_dead_starts_a_keeper(kept: Kept) -> None:
+def test_a_daemon_whose_keeper_and_broker_are_dead_starts_a_keeper(kept: Kept) -> None:
     content = put_through(kept)
     kept.start()
     assert (kept.mountpoint / "through").read_bytes() == content
-    assert kept.kill_keeper_and_clerk()["backing_ids"] == 1
+    assert kept.kill_keeper_and_broker()["backing_ids"] == 1
     new = kept.served_by_another_than(kept.kill_daemon())
     assert (kept.mountpoint / "through").read_bytes() == content
     assert kept.facts(new["daemon"])["registered"] == []
@@ -93,7 +93,7 @@ def test_a_keeper_that_an_ordinary_users_daemon_starts_registers_no_files(kept: 
     kept.directory.chmod(0o777)  # for the control socket
     with public_python() as python:
         kept.start(command=[python, str(STANDIN)], uid=NOBODY, gid=NOBODY)
-        assert kept.kill_keeper_and_clerk()["is_privileged"] is False
+        assert kept.kill_keeper_and_broker()["is_privileged"] is False
         assert error_of(kept.mountpoint / "through") == errno.EPERM
         kept.served_by_another_than(kept.kill_daemon())
         assert (kept.mountpoint / "plain").read_bytes() == b"plain content"
@@ -141,12 +141,12 @@ def test_readers_notice_nothing_of_any_two_processes_killed_at_once(kept: Kept) 
     assert failures == []
 
 
-def test_a_clerk_that_dies_takes_its_daemon_with_it(kept: Kept) -> None:
+def test_a_broker_that_dies_takes_its_daemon_with_it(kept: Kept) -> None:
     kept.start()
     status = kept.status()
-    os.kill(status["clerk"], signal.SIGKILL)
+    os.kill(status["broker"], signal.SIGKILL)
     new = kept.served_by_another_than(status["daemon"])
-    assert new["last_reason"] == "lost its clerk"
+    assert new["last_reason"] == "lost its broker"
     assert (kept.mountpoint / "plain").read_bytes() == b"plain content"
 
 

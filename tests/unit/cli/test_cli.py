@@ -65,7 +65,7 @@ def test_a_mountpoint_that_another_command_is_mounting_is_refused(
     os.close(other)
 
 
-@pytest.mark.parametrize("option", ["--user", "--holder"])
+@pytest.mark.parametrize("option", ["--user", "--descriptor-store"])
 def test_what_pyfuse3_cannot_do_is_refused(
     mountpoint: Path,
     capsys: pytest.CaptureFixture[str],

@@ -52,8 +52,8 @@ def test_a_volume_is_writable_unless_its_access_mode_or_an_option_says_otherwise
     "name",
     [
         "endpoint-url", "profile", "ca-bundle", "cache-dir", "cacheDir", "shared-cache", "min-free",
-        "user", "holder", "log-file", "foreground", "allow-other", "session", "source",
-        "mountpoint", "addressing", "staging_size", "nonsense",
+        "user", "descriptor-store", "log-file", "foreground", "allow-other", "session",
+        "source", "mountpoint", "addressing", "staging_size", "nonsense",
     ],
 )  # fmt: skip
 def test_what_is_the_nodes_to_decide_or_unknown_is_refused_by_name(name: str) -> None:
