@@ -35,9 +35,10 @@ from fusefs.linux.libc import MNT_DETACH, UMOUNT_NOFOLLOW, umount
 from fusefs.linux.unmount import UnmountError
 from fusefs.posix.nodes.names import PRIVATE
 from fusefs.settings.memory import LEAST as LEAST_MEMORY
-from fusefs.settings.mount import Given, Layer, MountSettings, SettingsError, build
+from fusefs.settings.mount import Layer, MountSettings, RawValue, SettingsError, build
 from fusefs.settings.types import (
     DURATION,
+    MIB,
     MIN_FREE,
     SHARE,
     SIZE,
@@ -45,13 +46,12 @@ from fusefs.settings.types import (
     URL,
     WORD,
     Addressing,
-    Kind,
     MinFree,
-    Source,
+    MountSource,
+    SettingType,
     at_least,
     choice,
 )
-from fusefs.settings.units import MIB
 from fusefs.store.errors import (
     NO_CREDENTIALS,
     AccessDeniedError,
@@ -90,20 +90,20 @@ __all__ = [
     "CredentialsError",
     "ExistsError",
     "FdStoreError",
-    "Given",
     "KernelMount",
-    "Kind",
     "LaunchError",
     "Layer",
     "Message",
     "MinFree",
     "MountEndedError",
     "MountSettings",
+    "MountSource",
     "MountsError",
     "NotAnsweringError",
     "NotFoundError",
+    "RawValue",
+    "SettingType",
     "SettingsError",
-    "Source",
     "StaleVersionError",
     "StoreError",
     "SupervisorAddress",

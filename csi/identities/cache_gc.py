@@ -108,8 +108,9 @@ class Sweeper(threading.Thread):
                     self._told.add(domain.name)
                     log.warning(
                         "%s has %d files that were written and never uploaded: they are kept",
-                        domain.directory, leftovers,
-                    )  # fmt: skip
+                        domain.directory,
+                        leftovers,
+                    )
                     _run("cache", domain.directory, domain.uid)
                 return
             leaving = self._domains.put_aside(domain)
@@ -138,9 +139,16 @@ def _run(what: str, directory: Path, uid: int) -> str | None:
     try:
         done = subprocess.run(
             [*REMOVAL, what, os.fspath(directory)],
-            user=uid, group=uid, extra_groups=[], cwd="/", env=plain, text=True,
-            capture_output=True, check=False, timeout=LOOK_TIMEOUT_S if what == "look" else None,
-        )  # fmt: skip
+            user=uid,
+            group=uid,
+            extra_groups=[],
+            cwd="/",
+            env=plain,
+            text=True,
+            capture_output=True,
+            check=False,
+            timeout=LOOK_TIMEOUT_S if what == "look" else None,
+        )
     except (OSError, subprocess.SubprocessError) as error:
         log.warning("%s: %s", directory, error)
         return None

@@ -20,8 +20,8 @@ from fusefs.api import (
     MIN_FREE,
     SHARE,
     SIZE,
-    Kind,
     MinFree,
+    SettingType,
     SupervisorAddress,
     at_least,
     kernel_mounts,
@@ -97,20 +97,29 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         flag: str, kind: Callable[[str], object], default: object, metavar: str, text: str
     ) -> None:
         group.add_argument(
-            flag, type=kind, default=default, metavar=metavar,
+            flag,
+            type=kind,
+            default=default,
+            metavar=metavar,
             help=f"{text} (default: %(default)s)",
-        )  # fmt: skip
+        )
 
     add("--kubelet-dir", Path, kubelet, "DIR", "kubelet's directory, which has all target paths")
     add(
-        "--mounts-dir", Path, kubelet / "plugins/s3.csi.fusefs.dev/mounts", "DIR",
+        "--mounts-dir",
+        Path,
+        kubelet / "plugins/s3.csi.fusefs.dev/mounts",
+        "DIR",
         "where the mounts are that are bound to target paths",
-    )  # fmt: skip
+    )
     add("--cache-dir", Path, Path("/var/cache/fusefs"), "DIR", "where objects are kept")
     add(
-        "--uid-range", _uids, f"{FIRST_UID}-{LAST_UID}", "FIRST-LAST",
+        "--uid-range",
+        _uids,
+        f"{FIRST_UID}-{LAST_UID}",
+        "FIRST-LAST",
         "the users that mounts run as, one for each identity and bucket",
-    )  # fmt: skip
+    )
     group.add_argument(
         "--daemons",
         choices=("there", "here", "either"),
@@ -119,9 +128,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         " here; or there if it is there, else here (default: %(default)s)",
     )
     add(
-        "--max-volumes", _positive, 100, "N",
+        "--max-volumes",
+        _positive,
+        100,
+        "N",
         "the most mounts at a time; times what each may have, that is the node's budget",
-    )  # fmt: skip
+    )
     add(
         "--memory-limit",
         at_least(LEAST_MEMORY, SIZE).read,
@@ -150,7 +162,7 @@ def _uids(text: str) -> tuple[int, int]:
     return int(first), int(last)
 
 
-def _text_of(kind: Kind[MinFree]) -> Callable[[str], str]:
+def _text_of(kind: SettingType[MinFree]) -> Callable[[str], str]:
     """Reads a text of this kind, and leaves it as it is."""
 
     def read(text: str) -> str:

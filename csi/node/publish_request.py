@@ -23,9 +23,13 @@ from fusefs.api import resolve_path
 EPHEMERAL = "csi.storage.k8s.io/ephemeral"
 _FOREIGN = ("csi.storage.k8s.io/", "storage.kubernetes.io/")
 # Modes under which a node may have a volume at one path alone.
-_ONE_TARGET = frozenset((
-    Mode.SINGLE_NODE_WRITER, Mode.SINGLE_NODE_READER_ONLY, Mode.SINGLE_NODE_SINGLE_WRITER,
-))  # fmt: skip
+_ONE_TARGET = frozenset(
+    (
+        Mode.SINGLE_NODE_WRITER,
+        Mode.SINGLE_NODE_READER_ONLY,
+        Mode.SINGLE_NODE_SINGLE_WRITER,
+    )
+)
 # What kubelet calls an inline volume: a digest of the pod's uid and the volume's name.
 _INLINE_ID = re.compile("csi-[0-9a-f]{64}")
 _MAX_GROUP = 2**32 - 2

@@ -53,7 +53,7 @@ from csi.server import end_of
 from csi.volume.location import Location, location_of
 from csi.volume.options import Options, Place, Warm, finished, mount_layer, read_options
 from csi.volume.stores import Stores
-from fusefs.api import Source, use_runtime_directory
+from fusefs.api import MountSource, use_runtime_directory
 
 __all__ = ["NodeService", "add_flags", "make_service"]
 
@@ -96,9 +96,12 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         self._files = CredentialFiles(state / "credentials")
         self._domains = Domains(configuration.cache_directory, *configuration.uids)
         self._mounts = Mounts(
-            MountRecords(state / "mounts"), self._files, configuration.mounts_directory,
-            FdStoreClient(configuration.descriptor_store), Daemons(configuration.supervisor),
-        )  # fmt: skip
+            MountRecords(state / "mounts"),
+            self._files,
+            configuration.mounts_directory,
+            FdStoreClient(configuration.descriptor_store),
+            Daemons(configuration.supervisor),
+        )
         self._stats = Stats(self._mounts)
         self._draining = Draining(self._mounts)
         self._claims = Claims()
@@ -106,9 +109,10 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         self._caretaker = Caretaker(self._mounts, self._claims, self._draining, self._warming)
         self._caretaker.start()
         self._sweeper = Sweeper(
-            self._domains, lambda: [record.settings for record in self._mounts.records.all()],
+            self._domains,
+            lambda: [record.settings for record in self._mounts.records.all()],
             configuration.shares,
-        )  # fmt: skip
+        )
         self._sweeper.start()
 
     def close(self) -> None:
@@ -237,9 +241,12 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         location = location_of(asked.location, self._stores)
         options = read_options(asked.attributes, asked.mount_flags, is_inline=asked.is_inline)
         identity = choose(
-            request.secrets, request.volume_context, options, location.store,
+            request.secrets,
+            request.volume_context,
+            options,
+            location.store,
             is_inline=asked.is_inline,
-        )  # fmt: skip
+        )
         return identity, location, options
 
     def _plan(self, request: Request, asked: Publication) -> tuple[Identity, MountRecord, Warm]:
@@ -247,13 +254,19 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         identity, location, options = self._who(request, asked)
         store = location.store
         place = Place(
-            Source(location.bucket, location.prefix), store.endpoint_url, location.region,
-            store.addressing, store.ca_bundle,
-        )  # fmt: skip
+            MountSource(location.bucket, location.prefix),
+            store.endpoint_url,
+            location.region,
+            store.addressing,
+            store.ca_bundle,
+        )
         layer = mount_layer(
-            options, place, self._configuration.shares,
-            is_read_only=asked.is_reader_mode, fs_group=asked.fs_group,
-        )  # fmt: skip
+            options,
+            place,
+            self._configuration.shares,
+            is_read_only=asked.is_reader_mode,
+            fs_group=asked.fs_group,
+        )
         where = (store.name, store.endpoint_url or "", location.bucket)
         shared = ("shared", options.cache_domain) if options.cache_domain else identity.proof
         name = self._domains.name_of("domain", *where, *shared)
@@ -267,16 +280,25 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         with self._mounts.records.one_more(self._configuration.most_volumes):
             domain = self._domains.claim(name)
             settings = finished(
-                layer, mountpoint=os.fspath(self._mounts.root_of(key)),
-                cache_dir=os.fspath(domain.directory), user=str(domain.uid),
+                layer,
+                mountpoint=os.fspath(self._mounts.root_of(key)),
+                cache_dir=os.fspath(domain.directory),
+                user=str(domain.uid),
                 descriptor_store=os.fspath(self._configuration.descriptor_store),
                 max_pause=LONGEST_PAUSE,
-            )  # fmt: skip
+            )
             record = MountRecord(
-                key, asked.volume_id, os.fspath(settings.mountpoint), str(settings.source),
-                identity.who, domain.uid, asked.arguments, settings.to_json(),
-                options.drain_timeout_s, self._files.environment(key, identity, store),
-            )  # fmt: skip
+                key,
+                asked.volume_id,
+                os.fspath(settings.mountpoint),
+                str(settings.source),
+                identity.who,
+                domain.uid,
+                asked.arguments,
+                settings.to_json(),
+                options.drain_timeout_s,
+                self._files.environment(key, identity, store),
+            )
             self._mounts.records.write(record)
         return identity, record, options.warm
 

@@ -23,27 +23,51 @@ from fusefs.api import (
     DURATION,
     SIZE,
     SWITCH,
-    Given,
     Layer,
     MountSettings,
+    MountSource,
+    RawValue,
     SettingsError,
-    Source,
     build,
 )
 
 # Settings that are taken as they are given.
-_FREE = frozenset((
-    "read_only", "uid", "gid", "file_mode", "dir_mode", "metadata_ttl", "requester_pays",
-    "durability", "conflict", "no_delete", "flush_interval", "retry_time", "log_level",
-    "passthrough", "object_attributes", "exclusive_create", "conditional_writes",
-))  # fmt: skip
+_FREE = frozenset(
+    (
+        "read_only",
+        "uid",
+        "gid",
+        "file_mode",
+        "dir_mode",
+        "metadata_ttl",
+        "requester_pays",
+        "durability",
+        "conflict",
+        "no_delete",
+        "flush_interval",
+        "retry_time",
+        "log_level",
+        "passthrough",
+        "object_attributes",
+        "exclusive_create",
+        "conditional_writes",
+    )
+)
 # Settings of which the node gives each mount a share: less may be asked for, more is not given.
 _SHARED = frozenset(("cache_size", "memory_limit", "max_connections"))
 _TAKEN = _FREE | _SHARED
-_OWN = frozenset((
-    "roleArn", "anonymous", "cacheDomain", "allowLocalDurability", "drainTimeout",
-    "warm", "warmBeforePublish", "warmTimeout",
-))  # fmt: skip
+_OWN = frozenset(
+    (
+        "roleArn",
+        "anonymous",
+        "cacheDomain",
+        "allowLocalDurability",
+        "drainTimeout",
+        "warm",
+        "warmBeforePublish",
+        "warmTimeout",
+    )
+)
 # What an administrator answers for.
 _NOT_INLINE = frozenset(("cacheDomain", "allowLocalDurability", "endpoint"))
 _KNOWN_FLAGS = {"ro": ("read_only", "true"), "rw": ("read_only", "false")}
@@ -123,7 +147,7 @@ def read_options(
     settings = dict(_from_flags(mount_flags))
     for name, value in attributes.items():
         if name not in _OWN:
-            settings[_field(name, name)] = Given(value, name)
+            settings[_field(name, name)] = RawValue(value, name)
     _check_readable(settings)
     _check_durability(settings, attributes)
     return Options(
@@ -136,7 +160,7 @@ def read_options(
     )
 
 
-def _from_flags(mount_flags: Sequence[str]) -> list[tuple[str, Given]]:
+def _from_flags(mount_flags: Sequence[str]) -> list[tuple[str, RawValue]]:
     found = []
     for flag in mount_flags:
         for option in filter(None, flag.split(",")):
@@ -146,7 +170,7 @@ def _from_flags(mount_flags: Sequence[str]) -> list[tuple[str, Given]]:
             else:
                 field = _field(name, f"mountOptions: {name}")
                 value = value if separator else "true"
-            found.append((field, Given(value, f"mountOptions: {name}")))
+            found.append((field, RawValue(value, f"mountOptions: {name}")))
     return found
 
 
@@ -167,9 +191,9 @@ def _check_readable(settings: Layer) -> None:
 def _anywhere() -> Layer:
     """A place for settings that are only looked at."""
     return {
-        "source": Given("s3://bucket", "source"),
-        "mountpoint": Given("/mnt", "mountpoint"),
-        "cache_dir": Given("/cache", "cache_dir"),
+        "source": RawValue("s3://bucket", "source"),
+        "mountpoint": RawValue("/mnt", "mountpoint"),
+        "cache_dir": RawValue("/cache", "cache_dir"),
     }
 
 
@@ -245,7 +269,7 @@ def _warm_path(text: str) -> str:
 class Place:
     """What the driver decides about a mount, whatever the volume says."""
 
-    source: Source
+    source: MountSource
     endpoint_url: str | None
     region: str | None
     addressing: str
@@ -254,19 +278,19 @@ class Place:
 
 def mount_layer(
     options: Options, place: Place, shares: Shares, *, is_read_only: bool, fs_group: int | None
-) -> dict[str, Given]:
+) -> dict[str, RawValue]:
     """The settings of a volume's mount but for the paths and the user, as texts.
 
     Raises:
         InvalidArgumentError: a setting contradicts another.
     """
-    layer = {"read_only": Given("false", "the driver's default"), **options.settings}
+    layer = {"read_only": RawValue("false", "the driver's default"), **options.settings}
     if is_read_only:
-        layer["read_only"] = Given("true", "the access mode")
+        layer["read_only"] = RawValue("true", "the access mode")
     if fs_group is not None:
-        layer["gid"] = Given(str(fs_group), "fsGroup")
-        layer.setdefault("file_mode", Given("664", "fsGroup"))
-        layer.setdefault("dir_mode", Given("775", "fsGroup"))
+        layer["gid"] = RawValue(str(fs_group), "fsGroup")
+        layer.setdefault("file_mode", RawValue("664", "fsGroup"))
+        layer.setdefault("dir_mode", RawValue("775", "fsGroup"))
     layer |= _limited(options.settings, shares)
     fixed = {
         "source": str(place.source),
@@ -287,11 +311,11 @@ def mount_layer(
         "session": "kernel",
     }
     return layer | {
-        name: Given(text, "the driver") for name, text in fixed.items() if text is not None
+        name: RawValue(text, "the driver") for name, text in fixed.items() if text is not None
     }
 
 
-def _limited(settings: Layer, shares: Shares) -> dict[str, Given]:
+def _limited(settings: Layer, shares: Shares) -> dict[str, RawValue]:
     asked = build(settings, _anywhere())
     memory_limit = min(asked.memory_limit, shares.memory_limit)
     connections = min(asked.max_connections, shares.max_connections)
@@ -304,7 +328,7 @@ def _limited(settings: Layer, shares: Shares) -> dict[str, Given]:
     sizes = [size for size in (asked.cache_size, shares.cache_size) if size is not None]
     if sizes:
         limits["cache_size"] = SIZE.show(min(sizes))
-    return {name: Given(text, "the node's share") for name, text in limits.items()}
+    return {name: RawValue(text, "the node's share") for name, text in limits.items()}
 
 
 def finished(layer: Layer, **more: str) -> MountSettings:
@@ -314,6 +338,6 @@ def finished(layer: Layer, **more: str) -> MountSettings:
         InvalidArgumentError: a setting contradicts another.
     """
     try:
-        return build({name: Given(text, name) for name, text in more.items()}, layer)
+        return build({name: RawValue(text, name) for name, text in more.items()}, layer)
     except SettingsError as error:
         raise InvalidArgumentError(str(error)) from None

@@ -25,7 +25,7 @@ import trio
 
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.disk import is_unused
-from fusefs.settings.units import format_size
+from fusefs.settings.types import format_size
 
 if TYPE_CHECKING:
     from fusefs.cache.file_cache import FileCache

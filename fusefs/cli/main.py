@@ -1,36 +1,41 @@
 """The command `fusefs`: mount, umount, sync, warm, verify, status, upgrade, keeper.
 
-`mount` reads the settings (see `settings`), checks what can be told without
-S3 and starts the daemon (see `launch`). `umount` and `status` find the daemon
-through the record of mounts (see `mounts`) and need neither trio nor boto3, so
-they answer at once, also when the machine is busy or the mount is wedged.
+`mount` reads the settings (see `settings`), makes the checks that need no S3
+and starts the daemon (see `launch`). The other commands find the daemon in the
+registry (launch/registry.py) and import neither trio nor boto3, so they answer
+at once, even when the machine is busy or the mount is wedged.
 
 Every failure is one line on standard error that begins with `fusefs: `. Exit
-status: 0 done, 1 it failed, 2 the command line or a setting cannot be read.
+status: 0 success, 1 failure, 2 the command line or a setting cannot be read.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import math
 import os
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 from fusefs.cli import status as overview
-from fusefs.cli import status_report, surroundings, sync, umount, verify, warm
+from fusefs.cli import status_report, sync, umount, verify, warm
 from fusefs.launch import control, launcher, preflight, registry, users
 from fusefs.launch.control import CommandError
+from fusefs.launch.mount_requests import keeper_request
 from fusefs.linux import unmount
 from fusefs.settings.arguments import Parser
 from fusefs.settings.mount import (
     FIXED,
     SETTINGS,
-    Given,
     MountSettings,
+    RawValue,
     SettingsError,
     build,
 )
@@ -45,13 +50,13 @@ CONFIG_VARIABLE = "FUSEFS_CONFIG"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    surroundings.prepare_streams()
+    _prepare_streams()
     options = _parser().parse_args(arguments)
     try:
         status = int(options.run(options))
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # whoever reads it has seen enough
+    except BrokenPipeError:  # the reader, such as head(1), has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except SettingsError as error:
@@ -78,11 +83,46 @@ def _complain(what: object) -> None:
     print(f"fusefs: {' '.join(str(what).split())}", file=sys.stderr)
 
 
+# --- streams and signals ------------------------------------------------------
+
+
+def _prepare_streams() -> None:
+    """Make the standard streams usable: names that are not UTF-8 can be printed.
+
+    A closed stream is opened on /dev/null, or the next opened file would get its number.
+    """
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r+"))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape")
+
+
+@contextlib.contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    """Turn SIGTERM and SIGHUP into KeyboardInterrupt, so that they leave nothing behind either."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:
+            signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 # --- the command line ---------------------------------------------------------
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="fusefs", description="An S3 bucket as a file system with a local cache.")
+    parser = Parser(
+        prog="fusefs", description="Mount an S3 bucket as a file system with a local cache."
+    )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_mount(commands)
@@ -97,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class _Version(argparse.Action):
-    """Looks the version up only when it is asked for: that takes a while."""
+    """Looks the version up only when it is printed, because the look-up is slow."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib.metadata import version
@@ -111,15 +151,17 @@ def _add_mount(commands: argparse._SubParsersAction[Parser]) -> None:
         "mount",
         help="mount a bucket",
         usage="%(prog)s s3://BUCKET[/PREFIX] MOUNTPOINT [options]",
-        description="Mount a bucket, or what is below a prefix of it, on an empty directory. "
-        "Returns when the mount answers and leaves a daemon in the background.",
-        epilog="Each option can also be given in the environment (--cache-size is "
-        'FUSEFS_CACHE_SIZE) and in a TOML file (cache-size = "50GiB"); an option wins over '
-        "the environment and the environment over the file. Sizes: 50GiB, 1.5TB, 4096. "
-        "Times: 60s, 500ms, 5m, 2h. Credentials come as for the AWS command line: environment, "
-        "profile, SSO, web identity, instance metadata.",
+        description="Mount a bucket, or the part of it below a prefix, on an empty directory. "
+        "The command returns when the mount answers; a daemon serves it in the background.",
+        epilog="Each option is also an environment variable (--cache-size is "
+        'FUSEFS_CACHE_SIZE) and a key of the TOML file (cache-size = "50GiB"); options win over '
+        "the environment, the environment over the file. Sizes: 50GiB, 1.5TB, 4096. "
+        "Times: 60s, 500ms, 5m, 2h. Credentials come from the same places as for the AWS command "
+        "line: environment, profile, SSO, web identity, instance metadata.",
     )
-    parser.add_argument("source", metavar="s3://BUCKET[/PREFIX]", help="what to mount")
+    parser.add_argument(
+        "source", metavar="s3://BUCKET[/PREFIX]", help="the bucket or prefix to mount"
+    )
     parser.add_argument("mountpoint", metavar="MOUNTPOINT", help="an empty directory")
     parser.add_argument(
         "--config", metavar="PATH", help=f"read settings from this TOML file ({CONFIG_VARIABLE})"
@@ -136,32 +178,34 @@ def _add_settings(parser: argparse.ArgumentParser, settings: Sequence[Setting]) 
 
 
 def _add_setting(group: argparse._ArgumentGroup, setting: Setting) -> None:
-    # The text is kept as it is: settings.build reads it and knows what to say.
+    # argparse passes the text on unread: settings.build reads it, with better messages.
     text = f"{setting.help} (default: {setting.default})".replace("%", "%%")
     shared: dict[str, Any] = {"dest": setting.name, "default": argparse.SUPPRESS, "help": text}
     if setting.is_switch and setting.flag.startswith("--no-"):
-        # argparse would take the name itself for a denial.
+        # BooleanOptionalAction would take the flag itself for a negation.
         group.add_argument(setting.flag, action="store_true", **shared)
     elif setting.is_switch:
         group.add_argument(setting.flag, action=argparse.BooleanOptionalAction, **shared)
     else:
-        group.add_argument(setting.flag, metavar=setting.kind.metavar, **shared)
+        group.add_argument(setting.flag, metavar=setting.type.metavar, **shared)
 
 
 def _add_umount(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
         "umount",
-        help="end a mount",
-        description="End a mount and wait until its daemon has gone.",
+        help="unmount",
+        description="Unmount, and wait until uploads are done and the daemon has ended.",
     )
     parser.add_argument("mountpoint", metavar="MOUNTPOINT")
     parser.add_argument(
         "--force",
         action="store_true",
-        help="end a mount that does not answer: abort its connection, kill its daemon",
+        help="end a mount that does not answer: abort its connection and kill its daemon",
     )
     parser.add_argument(
-        "--lazy", action="store_true", help="take it out of sight now, end it when it is unused"
+        "--lazy",
+        action="store_true",
+        help="detach the mount now; it ends when its last user is gone",
     )
     parser.set_defaults(run=_umount)
 
@@ -169,13 +213,15 @@ def _add_umount(commands: argparse._SubParsersAction[Parser]) -> None:
 def _add_sync(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
         "sync",
-        help="wait until the bucket has what was written",
-        description="Have everything at or below PATH uploaded, and wait for it. Fails if "
-        "something can't be; that stays on the local disk and is tried again.",
+        help="upload written files and wait for it",
+        description="Upload every written file at or below PATH, and wait for that. "
+        "Fails if a file cannot be uploaded; the file stays on the local disk and is retried.",
     )
-    parser.add_argument("path", metavar="PATH", help="a mount, or what is in one")
     parser.add_argument(
-        "--timeout", metavar="DURATION", help="wait no longer (default: as long as it takes)"
+        "path", metavar="PATH", help="a mountpoint, or a file or directory in a mount"
+    )
+    parser.add_argument(
+        "--timeout", metavar="DURATION", help="maximum time to wait (default: no limit)"
     )
     parser.set_defaults(run=_sync)
 
@@ -184,18 +230,20 @@ def _add_warm(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
         "warm",
         help="fetch files into the cache before they are read",
-        description="Have a mount fetch files, and all below directories, into its cache, as much "
-        "as there is room for. What is there is passed over. Returns when the daemon has accepted "
-        "it; fusefs status shows how far it is.",
+        description="Fetch files, and all files below directories, into the cache, as far as it "
+        "has room. Files that are cached already are skipped. The command returns when the "
+        "daemon has accepted the job; fusefs status shows its progress.",
     )
-    parser.add_argument("paths", metavar="PATH", nargs="+", help="a mount, or what is in one")
+    parser.add_argument(
+        "paths", metavar="PATH", nargs="+", help="a mountpoint, or a file or directory in a mount"
+    )
     how = parser.add_mutually_exclusive_group()
     how.add_argument(
         "--wait",
         action="store_true",
-        help="wait until all is there; fails if something can't be",
+        help="wait until the job has ended; fails if a file is not in the cache then",
     )
-    how.add_argument("--cancel", action="store_true", help="fetch no more of it")
+    how.add_argument("--cancel", action="store_true", help="cancel the job")
     parser.set_defaults(run=_warm)
 
 
@@ -203,17 +251,19 @@ def _add_verify(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
         "verify",
         help="compare cached copies with their checksums",
-        description="Read what is cached at or below PATH from the disk and compare it with the "
-        "checksums of what was stored. What differs is dropped and fetched again from the bucket; "
-        "fails if something can't be.",
+        description="Read the cached copies of all files at or below PATH and compare them with "
+        "their checksums. A copy that differs is dropped and fetched again from the bucket; the "
+        "command fails if that is not possible.",
     )
-    parser.add_argument("path", metavar="PATH", help="a mount, or what is in one")
+    parser.add_argument(
+        "path", metavar="PATH", help="a mountpoint, or a file or directory in a mount"
+    )
     parser.set_defaults(run=_verify)
 
 
 def _add_status(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
-        "status", help="show the mounts", description="Show one mount, or all of yours."
+        "status", help="show the mounts", description="Show one mount, or all mounts of this user."
     )
     parser.add_argument("mountpoint", metavar="MOUNTPOINT", nargs="?")
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
@@ -223,10 +273,10 @@ def _add_status(commands: argparse._SubParsersAction[Parser]) -> None:
 def _add_upgrade(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
         "upgrade",
-        help="replace a mount's daemon by this version",
-        description="Start this version's daemon, let the old one finish what it is answering, "
-        "and hand the mount over; programs see a pause. The settings stay as they are but for "
-        "those that are given. If the new daemon can't start, the old one goes on.",
+        help="replace the daemon of a mount by this version",
+        description="Start a daemon of this version, let the old one finish its requests, and hand "
+        "the mount over; programs see a short pause. Options change settings, the others keep "
+        "their values. If the new daemon cannot start, the old one goes on.",
     )
     parser.add_argument("mountpoint", metavar="MOUNTPOINT")
     _add_settings(parser, [setting for setting in SETTINGS if setting.name not in FIXED])
@@ -236,11 +286,11 @@ def _add_upgrade(commands: argparse._SubParsersAction[Parser]) -> None:
 def _add_keeper(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
         "keeper",
-        help="hold the mounts of others",
+        help="hold the descriptors of mounts",
         description="Hold the /dev/fuse descriptors of mounts made with --descriptor-store, so "
-        "that they outlive their own keepers, too. Root's alone.",
+        "that these mounts outlive their own keepers, too. For root only.",
     )
-    parser.add_argument("--socket", metavar="PATH", required=True, help="where to listen")
+    parser.add_argument("--socket", metavar="PATH", required=True, help="the socket to listen on")
     parser.set_defaults(run=_keeper)
 
 
@@ -254,7 +304,7 @@ def _mount(options: argparse.Namespace) -> int:
     preflight.check(settings)
     for warning in preflight.warnings():
         _complain(f"warning: {warning}")
-    with surroundings.ended_like_by_ctrl_c():
+    with _signals_interrupt():
         if settings.foreground:
             return launcher.run_foreground(settings)
         launcher.start(settings)
@@ -262,30 +312,30 @@ def _mount(options: argparse.Namespace) -> int:
 
 
 def _settings(options: argparse.Namespace, environment: Mapping[str, str]) -> MountSettings:
-    given = {
-        "source": Given(options.source, "what to mount"),
-        "mountpoint": Given(str(_mountpoint(options)), "the mountpoint"),
+    layer = {
+        "source": RawValue(options.source, "the source"),
+        "mountpoint": RawValue(str(_mountpoint(options)), "the mountpoint"),
     }
-    given |= _flags(options)
+    layer |= _flags(options)
     config = options.config or environment.get(CONFIG_VARIABLE)
-    return build(given, from_environment(environment), from_config(Path(config)) if config else {})
+    return build(layer, from_environment(environment), from_config(Path(config)) if config else {})
 
 
 def _mountpoint(options: argparse.Namespace) -> Path:
-    if not options.mountpoint:  # an unset variable of a script is not the working directory
+    if not options.mountpoint:  # from an unset variable of a script; not the working directory
         raise SettingsError("the mountpoint: the path is empty")
     return registry.resolve(Path(options.mountpoint))
 
 
-def _flags(options: argparse.Namespace) -> dict[str, Given]:
+def _flags(options: argparse.Namespace) -> dict[str, RawValue]:
     """The settings among the options of the command line."""
-    given = {}
+    layer = {}
     for setting in SETTINGS:
         if hasattr(options, setting.name):
             value = getattr(options, setting.name)
             text = str(value).lower() if isinstance(value, bool) else value
-            given[setting.name] = Given(text, setting.flag)
-    return given
+            layer[setting.name] = RawValue(text, setting.flag)
+    return layer
 
 
 # --- upgrade, keeper ----------------------------------------------------------
@@ -293,12 +343,13 @@ def _flags(options: argparse.Namespace) -> dict[str, Given]:
 
 def _upgrade(options: argparse.Namespace) -> int:
     mountpoint = _mountpoint(options)
-    socket = registry.keeper_socket(mountpoint)
     try:
-        told = control.exchange(socket, {"do": "settings"}, STATUS_TIMEOUT_S)
+        answer = keeper_request(mountpoint, {"do": "settings"}, STATUS_TIMEOUT_S)
     except control.NotAnsweringError:
-        raise CommandError(f"{mountpoint} has no keeper: unmount it and mount it again") from None
-    settings = MountSettings.from_json(json.loads(told["settings"])["settings"])
+        raise CommandError(
+            f"{mountpoint} has no keeper, which an upgrade needs; unmount it and mount it again"
+        ) from None
+    settings = MountSettings.from_json(json.loads(answer["settings"])["settings"])
     request = {
         "do": "upgrade",
         "command": launcher.DAEMON,
@@ -306,8 +357,8 @@ def _upgrade(options: argparse.Namespace) -> int:
             settings.changed(_flags(options)), users.serving(mountpoint)
         ),
     }
-    answer = control.exchange(socket, request, settings.retry_time + UPGRADE_TIMEOUT_S)
-    print(f"{mountpoint}: pid {answer['pid']} serves it now, after {answer['pause_s']:.1f} s")
+    answer = keeper_request(mountpoint, request, settings.retry_time + UPGRADE_TIMEOUT_S)
+    print(f"{mountpoint}: daemon {answer['pid']} took over; pause {answer['pause_s']:.1f} s")
     return 0
 
 
@@ -317,7 +368,7 @@ def _keeper(options: argparse.Namespace) -> int:
     return fd_store.main(options.socket)
 
 
-# --- umount, sync, warm, verify, status -----------------------------------------------------
+# --- umount, sync, warm, verify, status ----------------------------------------
 
 
 def _umount(options: argparse.Namespace) -> int:
@@ -333,7 +384,7 @@ def _sync(options: argparse.Namespace) -> int:
             timeout_s = DURATION.read(options.timeout)
         except ValueError as error:
             raise SettingsError(f"--timeout: {error}") from None
-    sync.sync(Path(options.path), timeout_s, sync.shown())
+    sync.sync(Path(options.path), timeout_s, sync.progress_display())
     return 0
 
 
@@ -344,17 +395,17 @@ def _warm(options: argparse.Namespace) -> int:
         return 0
     places = warm.warm(paths)
     try:
-        warm.accepted(places)  # a path that is not there is an error at once
+        warm.accepted(places)  # a missing path is an error at once
         if not options.wait:
             return 0
         jobs = warm.wait(places)
     except KeyboardInterrupt:
         print(file=sys.stderr)
-        _complain("it goes on; fusefs status shows how far it is, fusefs warm --cancel ends it")
+        _complain("the job goes on; fusefs status shows its progress, fusefs warm --cancel ends it")
         return 130
     for place, job in jobs.items():
         print(f"{warm.path_of(place)}: {status_report.warmth(job)}")
-    return 0 if all(warm.is_warm(job) for job in jobs.values()) else 1
+    return 0 if all(warm.is_complete(job) for job in jobs.values()) else 1
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -366,7 +417,7 @@ def _status(options: argparse.Namespace) -> int:
     if options.mountpoint is None:
         statuses = overview.all_statuses()
     else:
-        statuses = [overview.one_status(_mountpoint(options))]
+        statuses = [overview.mount_status(_mountpoint(options))]
     if options.json:
         print(json.dumps(statuses if options.mountpoint is None else statuses[0], indent=2))
     elif statuses:

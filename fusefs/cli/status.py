@@ -1,7 +1,7 @@
-"""What `fusefs status` shows: the answers of daemons and keepers, and of the kernel for the rest.
+"""Collects what `fusefs status` shows: the answers of daemons and keepers, and the kernel's.
 
-Nothing here waits for a mount: the sockets have a time-out, and everything
-else is read from /proc and /sys.
+No function waits for a mount: requests have a time-out, and everything else is read
+from /proc and /sys.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from typing import Any
 from fusefs.cli import status_report
 from fusefs.launch import control, registry
 from fusefs.launch.control import CommandError
+from fusefs.launch.mount_requests import keeper_status
 from fusefs.linux import unmount
 
 ANSWER_TIMEOUT_S = 2.0
-ENDED = "it has ended; fusefs mount mounts anew, fusefs umount --force takes it away"
-NOT_ON_RECORD = "not on record here: another container's, or just beginning or ending"
+ENDED = "the daemon has died; fusefs mount mounts anew, fusefs umount --force unmounts"
+NOT_REGISTERED = "not registered here: another container's mount, or just starting or ending"
 
 
 def all_statuses() -> list[dict[str, Any]]:
+    """The status of every mount of fusefs that this process sees."""
     registrations = registry.all_mounts()
-    statuses = [_ask(registration) for registration in registrations]
+    statuses = [_status_of(registration) for registration in registrations]
     known = {registration.mountpoint for registration in registrations}
     mounted = [mount for mount in registry.kernel_mounts() if mount.is_fusefs]
     # Bind mounts have the device of what they show.
@@ -32,17 +34,22 @@ def all_statuses() -> list[dict[str, Any]]:
     return statuses + [_unregistered(mount) for mount in mounted if mount.device not in shown]
 
 
-def one_status(mountpoint: Path) -> dict[str, Any]:
+def mount_status(mountpoint: Path) -> dict[str, Any]:
+    """The status of one mount.
+
+    Raises:
+        CommandError: `mountpoint` is not a mount of fusefs.
+    """
     registration = registry.registration_of(mountpoint)
     if registration is not None:
-        return _ask(registration)
+        return _status_of(registration)
     mount = registry.find_mount(mountpoint)
     if mount is None or not mount.is_fusefs:
         raise CommandError(f"{mountpoint} is not a mount of fusefs; fusefs status lists them")
     return _unregistered(mount)
 
 
-def _ask(registration: registry.Registration) -> dict[str, Any]:
+def _status_of(registration: registry.Registration) -> dict[str, Any]:
     mountpoint = Path(registration.mountpoint)
     try:
         status = control.request(registration.socket, "status", ANSWER_TIMEOUT_S)
@@ -54,10 +61,9 @@ def _ask(registration: registry.Registration) -> dict[str, Any]:
             "not_answering": str(error) if registration.is_alive() else ENDED,
         }
     with contextlib.suppress(control.ControlError):
-        socket = registry.keeper_socket(mountpoint)
-        status["keeper"] = control.exchange(socket, {"do": "status"}, ANSWER_TIMEOUT_S)
+        status["keeper"] = keeper_status(mountpoint, ANSWER_TIMEOUT_S)
         if status.get("not_answering") == ENDED:
-            status["not_answering"] = "it has ended; the keeper is starting another"
+            status["not_answering"] = "the daemon has died; the keeper is starting another"
     waiting = _waiting_in_kernel(mountpoint)
     if waiting is not None:
         status.setdefault("requests", {})["in_kernel"] = waiting
@@ -65,7 +71,7 @@ def _ask(registration: registry.Registration) -> dict[str, Any]:
 
 
 def _waiting_in_kernel(mountpoint: Path) -> int | None:
-    """How many requests the kernel waits for an answer to, where it tells."""
+    """The number of requests without an answer, where the kernel shows it (fusectl)."""
     mount = registry.find_mount(mountpoint)
     if mount is None:
         return None
@@ -77,17 +83,12 @@ def _waiting_in_kernel(mountpoint: Path) -> int | None:
 
 def _unregistered(mount: registry.KernelMount) -> dict[str, Any]:
     is_ours = mount.owner in (None, os.geteuid())
-    why = NOT_ON_RECORD if is_ours else f"it belongs to user {mount.owner}"
-    return {
-        "mountpoint": str(mount.mountpoint),
-        "source": mount.source,
-        "not_answering": why,
-    }
+    why = NOT_REGISTERED if is_ours else f"the mount belongs to user {mount.owner}"
+    return {"mountpoint": str(mount.mountpoint), "source": mount.source, "not_answering": why}
 
 
 def as_text(status: Mapping[str, Any]) -> str:
-    return (
-        status_report.render_silent(status)
-        if "not_answering" in status
-        else status_report.render(status)
-    )
+    """A status as a block of lines for people."""
+    if "not_answering" in status:
+        return status_report.render_silent(status)
+    return status_report.render(status)

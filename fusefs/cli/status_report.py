@@ -1,8 +1,8 @@
-"""What `fusefs status` prints: the daemons' answers as text.
+"""The text of `fusefs status`, made from the daemons' answers.
 
-A daemon answers with nested numbers (bytes, seconds, counts); here they get
-names and units for people. A value that an answer lacks is left out, so an
-older daemon can be asked by a newer command.
+A daemon answers with nested numbers (bytes, seconds, counts); this module adds
+labels and units. A value that is missing in an answer is left out, because the
+daemon may be older than the command.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 Status = Mapping[str, Any]
 
 _LABEL_WIDTH = 12
-# Files that wait for their upload, by name.
+# Files waiting for their upload that are listed by name.
 MOST_PENDING = 5
-# What a store may not honour, as `Capabilities` names it.
+# The features that a store may lack, by their names in `Capabilities`.
 _CONDITIONS = {
     "put_if_match": "If-Match of PUT",
     "put_if_none_match": "If-None-Match of PUT",
@@ -48,7 +48,7 @@ def human_size(size: float) -> str:
 
 
 def human_duration(seconds: float | None) -> str:
-    """The two largest units of a time; None stands for no end."""
+    """A time span in its two largest units; None and infinity are `indefinite`."""
     if seconds is None or seconds == float("inf"):
         return "indefinite"
     if seconds < 60:
@@ -81,8 +81,8 @@ def render(status: Status) -> str:
         if section:
             rows.append((label, describe(section)))
     writing = status.get("writing") or {}
-    rows += [("pending", _pending(one)) for one in writing.get("pending", ())[:MOST_PENDING]]
-    rows += [("renaming", _renaming(one)) for one in writing.get("renames", ())]
+    rows += [("pending", _pending(file)) for file in writing.get("pending", ())[:MOST_PENDING]]
+    rows += [("renaming", _renaming(job)) for job in writing.get("renames", ())]
     if any((writing.get("late_requests") or {}).values()):
         rows.append(("late", _late_requests(writing["late_requests"])))
     rows += [
@@ -141,7 +141,7 @@ def _hits(cache: Status) -> str:
 
 
 def _integrity(integrity: Status) -> str:
-    """How far cached bytes were compared with their checksums, and what was wrong."""
+    """How many cached files were compared with their checksums, and which differed."""
     differed, unreadable = integrity["differed_files"], integrity["unreadable_files"]
     faults = [f"{_count(differed, 'file')} differed"] if differed else []
     if unreadable:
@@ -154,7 +154,7 @@ def _integrity(integrity: Status) -> str:
 
 
 def _scrub(scrub: Status) -> str:
-    """How far large files were compared in the background."""
+    """The progress of the background comparison of large files."""
     match scrub.get("state"):
         case "under way":
             done, of = human_size(scrub["done_bytes"]), human_size(scrub["bytes"])
@@ -179,17 +179,18 @@ def _s3(status: Status) -> str:
     troubles = [
         f"{s3[name]:,} {label}"
         for name, label in (
-            # What is retried with success, a missing object and a lost race count as none.
-            ("errors", "failed for good (errors)"), ("retries", "retried"),
+            # A successful retry, a missing object and a lost race are no errors.
+            ("errors", "failed for good (errors)"),
+            ("retries", "retried"),
             ("throttled", "throttled"),
         )
         if s3.get(name)
-    ]  # fmt: skip
+    ]
     return f"{requests}; {moved}; {', '.join(troubles) or 'no errors'}"
 
 
 def _conditions(conditions: Status) -> str:
-    """Which conditions the store honours, and how that is known."""
+    """The conditions that the store honours, and how that was found out."""
     mode = conditions.get("mode", "?")
     if mode == "off":
         return "off (as set)"
@@ -221,7 +222,7 @@ def _requests(requests: Status) -> str:
 
 
 def _survival(status: Status) -> str:
-    """Whether the mount outlives its daemon, and what it has outlived so far."""
+    """Whether the mount outlives its daemon, and the restarts so far."""
     keeper = status.get("keeper")
     if keeper is None:
         survival = status.get("survival", {})
@@ -246,28 +247,28 @@ def _writing(writing: Status) -> str:
     return f"{_count(count, 'file')}, {size}, not in the bucket yet"
 
 
-def _pending(one: Status) -> str:
-    """A file that is not in the bucket."""
-    why = f" ({one['error']})" if one.get("error") else ""
-    size, age = human_size(one["bytes"]), human_duration(one["since_s"])
-    return f"{one['key']}: {one['state']}, {size}, for {age}{why}"
+def _pending(file: Status) -> str:
+    """A file that waits for its upload."""
+    why = f" ({file['error']})" if file.get("error") else ""
+    size, age = human_size(file["bytes"]), human_duration(file["since_s"])
+    return f"{file['key']}: {file['state']}, {size}, for {age}{why}"
 
 
 def _late_requests(late: Status) -> str:
-    """What requests without an answer may undo, and what they have undone."""
+    """Uncertain keys, and changes of late requests that were repaired."""
     uncertain, repairs = late.get("uncertain", 0), late.get("repairs", 0)
     return f"{_count(uncertain, 'key')} with requests without an answer, {repairs:,} put back"
 
 
-def _renaming(one: Status) -> str:
-    """A directory on its way to another name."""
-    done = f"{one['copied']:,} of {one['files']:,} copied, {one['deleted']:,} deleted"
-    age = human_duration(one["since_s"])
-    return f"{one['from']} to {one['to']}: {one['phase']}, {done}, for {age}"
+def _renaming(job: Status) -> str:
+    """The progress of a directory's rename."""
+    done = f"{job['copied']:,} of {job['files']:,} copied, {job['deleted']:,} deleted"
+    age = human_duration(job["since_s"])
+    return f"{job['from']} to {job['to']}: {job['phase']}, {done}, for {age}"
 
 
 def warmth(job: Status) -> str:
-    """How far a job of `fusefs warm` is, or how it ended."""
+    """The progress of a job of `fusefs warm`, or its result."""
     troubles = warming_troubles(job)
     if job["state"] == "under way":
         return "; ".join([progress(job), *troubles])
@@ -295,10 +296,8 @@ def progress(job: Status) -> str:
 
 
 def warming_troubles(job: Status) -> list[str]:
-    """What a job of `fusefs warm` could not bring into the cache."""
-    troubles = []
-    if job["why"]:
-        troubles.append(job["why"])
+    """Why a job of `fusefs warm` left files out of the cache."""
+    troubles = [job["why"]] if job["why"] else []
     if job["left_out_files"]:
         left_out = f"{human_size(job['left_out_bytes'])} of {_count(job['left_out_files'], 'file')}"
         troubles.append(f"no room for {left_out} in the cache ({human_size(job['limit_bytes'])})")

@@ -1,4 +1,4 @@
-"""How `fusefs sync` and `fusefs umount` wait until the bucket has what was written."""
+"""`fusefs sync`: waits until the bucket has all written files; `fusefs umount` uses it, too."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fusefs.launch import control, registry
 from fusefs.launch.control import CommandError
 
 ANSWER_TIMEOUT_S = 5.0
-ASK_EVERY_S = 0.2
-# How long to wait for the next daemon where the last one has died.
-PATIENCE_S = 30.0
+POLL_S = 0.2
+# How long to wait for the next daemon after a daemon has died.
+NEXT_DAEMON_S = 30.0
 MOST_SHOWN = 5
 
 Progress = Callable[[int, int], None]
@@ -25,25 +25,27 @@ Progress = Callable[[int, int], None]
 def sync(path: Path, timeout_s: float, progress: Progress) -> None:
     """Wait until everything at or below a path is in the bucket.
 
-    `progress` is told how many files and bytes are left.
+    `progress` is called with the numbers of files and bytes that remain.
 
     Raises:
-        CommandError: something can't be uploaded, or it takes longer than `timeout_s`.
+        CommandError: a file cannot be uploaded, or the wait takes longer than `timeout_s`.
     """
     mountpoint, below = find(path)
-    left = wait(mountpoint, below, timeout_s, progress, patience_s=PATIENCE_S)
-    if left:
-        raise CommandError(describe(left))
+    remaining = wait(mountpoint, below, timeout_s, progress, patience_s=NEXT_DAEMON_S)
+    if remaining:
+        raise CommandError(describe(remaining))
 
 
 def find(path: Path) -> tuple[Path, str]:
-    """The mount that a path is in, and what is below its root; asks no file system.
+    """The mountpoint of the mount that contains `path`, and the path relative to it.
+
+    Makes no call to the mount's file system.
 
     Raises:
-        CommandError: it is in none of ours.
+        CommandError: `path` is in no registered mount.
     """
     absolute = Path(os.path.abspath(path))
-    # From the top, so that no link is read that is in a mount.
+    # From the top, so that no symbolic link inside a mount is read.
     for at in reversed((absolute, *absolute.parents)):
         mountpoint = registry.resolve(at)
         if registry.registration_of(mountpoint) is not None:
@@ -60,50 +62,52 @@ def wait(
     *,
     patience_s: float = 0.0,
 ) -> list[dict[str, Any]]:
-    """Wait until everything is uploaded, or has failed to be; return what is not there.
+    """Wait until every file is uploaded or has failed; return the files that are not uploaded.
 
-    A daemon that says nothing may be replaced within `patience_s`.
+    A daemon that does not answer has `patience_s` to be replaced.
 
     Raises:
-        ControlError: it was not.
+        ControlError: the daemon did not answer for longer than that, or refused.
     """
     registration = registry.registration_of(mountpoint)
     if registration is None:
         return []
-    begun = heard = asked = time.monotonic()
+    begun = last_answer = requested = time.monotonic()
     message = {"command": "sync", "path": below, "start": True}
     while True:
         sent = time.monotonic()
         if message["start"]:
-            asked = sent
+            requested = sent
         try:
             answer = control.exchange(registration.socket, message, ANSWER_TIMEOUT_S)
         except control.NotAnsweringError:
-            if time.monotonic() - heard >= patience_s:
+            if time.monotonic() - last_answer >= patience_s:
                 raise
-            message["start"] = True  # the next one is asked for it anew
-            time.sleep(ASK_EVERY_S)
+            message["start"] = True  # to the next daemon
+            time.sleep(POLL_S)
             continue
-        heard = time.monotonic()
-        # What was written since is nobody's who asked for this. However late an
-        # answer comes: what had been written by then is older than this.
-        left = [one for one in answer["pending"] if one["since_s"] >= sent - asked]
-        if not answer["under_way"] or not left or heard - begun > timeout_s:
-            return left
+        last_answer = time.monotonic()
+        # Files written after the request do not count. `since_s` is their age at the
+        # answer, so however late it comes, a file that was there at the request is older.
+        remaining = [file for file in answer["pending"] if file["since_s"] >= sent - requested]
+        if not answer["under_way"] or not remaining or last_answer - begun > timeout_s:
+            return remaining
         progress(answer["pending_files"], answer["pending_bytes"])
         message["start"] = False
-        time.sleep(ASK_EVERY_S)
+        time.sleep(POLL_S)
 
 
-def describe(left: list[dict[str, Any]]) -> str:
-    """One line about what is not in the bucket."""
-    shown = ", ".join(f"{one['key']} ({one['error'] or one['state']})" for one in left[:MOST_SHOWN])
-    more = f" and {len(left) - MOST_SHOWN} more" if len(left) > MOST_SHOWN else ""
-    return f"not in the bucket yet: {shown}{more}"
+def describe(files: list[dict[str, Any]]) -> str:
+    """One line about files that are not in the bucket."""
+    names = ", ".join(
+        f"{file['key']} ({file['error'] or file['state']})" for file in files[:MOST_SHOWN]
+    )
+    more = f" and {len(files) - MOST_SHOWN} more" if len(files) > MOST_SHOWN else ""
+    return f"not in the bucket yet: {names}{more}"
 
 
-def shown() -> Progress:
-    """Progress on one line of a terminal; nothing where there is none."""
+def progress_display() -> Progress:
+    """A function that shows progress on one line of the terminal, if there is one."""
     if not sys.stderr.isatty():
         return lambda _files, _size: None
 

@@ -1,4 +1,4 @@
-"""How `fusefs umount` ends a mount: asked politely, detached, or by force."""
+"""`fusefs umount`: ends a mount in the ordinary way, lazily, or by force."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from typing import Any
 from fusefs.cli import sync
 from fusefs.launch import control, registry
 from fusefs.launch.control import CommandError
+from fusefs.launch.mount_requests import keeper_pid, keeper_status
 from fusefs.linux import unmount
 
 ANSWER_TIMEOUT_S = 2.0
-# The daemon tries once more to upload what it could not.
+# The daemon retries failed uploads once more before it ends.
 UMOUNT_TIMEOUT_S = 120.0
 FORCE_TIMEOUT_S = 5.0
 SLOW_S = 5.0
 
 
 def end_mount(mountpoint: Path, *, is_forced: bool, is_lazy: bool) -> None:
-    """End a mount and see its processes out.
+    """End a mount and wait for the end of its processes.
 
     Raises:
-        CommandError, UnmountError: it is none of ours, or in use, or does not end.
+        CommandError, UnmountError: it is not a mount of fusefs, is in use, or does not end.
     """
     mount = registry.find_mount(mountpoint)
     registration = registry.registration_of(mountpoint)
@@ -45,19 +46,19 @@ def _end(mountpoint: Path, registration: registry.Registration | None, *, is_laz
     if registration and not registration.is_alive():
         registration = None
     keeper = _keeper_pid(mountpoint)
-    left = [] if registration is None or is_lazy else _uploads(mountpoint)
+    remaining = [] if registration is None or is_lazy else _finish_uploads(mountpoint)
     try:
-        with _said_if_slow(f"the kernel is at unmounting {mountpoint}"):
+        with _notice_if_slow(f"the kernel is unmounting {mountpoint}"):
             unmount.umount_path(mountpoint, is_lazy=is_lazy)
     except unmount.UnmountError as error:
         if error.is_busy:
-            raise CommandError(f"{mountpoint} is in use{_by_whom(mountpoint)}") from None
+            raise CommandError(f"{mountpoint} is in use{_users_text(mountpoint)}") from None
         raise CommandError(f"{mountpoint}: {error}") from None
-    # A lazy end may be hours away: it comes when the last user has gone.
+    # A lazy unmount ends when the last user is gone, which may take hours.
     if is_lazy:
         return
     for pid in (registration.pid if registration else None, keeper):
-        with _said_if_slow(f"the process {pid} of {mountpoint} is ending, its log says with what"):
+        with _notice_if_slow(f"process {pid} of {mountpoint} is ending; its log has the details"):
             has_ended = pid is None or _has_ended(pid, UMOUNT_TIMEOUT_S)
         if not has_ended:
             raise CommandError(
@@ -65,25 +66,26 @@ def _end(mountpoint: Path, registration: registry.Registration | None, *, is_laz
                 f"within {UMOUNT_TIMEOUT_S:.0f} s"
             )
     registry.unregister(mountpoint)
-    if left:
+    if remaining:
         raise CommandError(
-            f"{mountpoint} is unmounted; {sync.describe(left)}. It is kept on the local disk, "
-            "and uploaded when the bucket is mounted there again with the same cache directory"
+            f"{mountpoint} is unmounted; {sync.describe(remaining)}. These files stay on the local "
+            "disk and are uploaded when the bucket is mounted there again with the same cache "
+            "directory"
         )
 
 
-def _uploads(mountpoint: Path) -> list[dict[str, Any]]:
-    """Have what was written uploaded; return what can't be."""
+def _finish_uploads(mountpoint: Path) -> list[dict[str, Any]]:
+    """Wait for the uploads of written files; return the files that cannot be uploaded."""
     try:
-        with _said_if_slow(f"what was written to {mountpoint} is being uploaded"):
-            return sync.wait(mountpoint, "", math.inf, sync.shown())
+        with _notice_if_slow(f"files written to {mountpoint} are being uploaded"):
+            return sync.wait(mountpoint, "", math.inf, sync.progress_display())
     except control.ControlError:
-        return []  # its end will show
+        return []  # its exit will show
 
 
 @contextmanager
-def _said_if_slow(what: str) -> Iterator[None]:
-    """Say on standard error what is under way once it has taken a while."""
+def _notice_if_slow(what: str) -> Iterator[None]:
+    """Print `what` to standard error if the block takes longer than five seconds."""
     timer = threading.Timer(SLOW_S, print, (f"fusefs: {what}",), {"file": sys.stderr})
     timer.daemon = True
     timer.start()
@@ -93,20 +95,20 @@ def _said_if_slow(what: str) -> Iterator[None]:
         timer.cancel()
 
 
-def _by_whom(mountpoint: Path) -> str:
+def _users_text(mountpoint: Path) -> str:
     users = unmount.users_of(mountpoint)
     if not users:
-        return "; close what uses it, or use --lazy"
+        return "; end the programs that use it, or use --lazy"
     shown = ", ".join(f"{command} (pid {pid})" for pid, command in users[:5])
     more = f" and {len(users) - 5} more" if len(users) > 5 else ""
     return f" by {shown}{more}"
 
 
 def _end_by_force(mount: registry.KernelMount, registration: registry.Registration | None) -> None:
-    """Abort the connection, take the mount away and see the daemon out.
+    """Abort the connection, unmount, and end the daemon and the keeper.
 
-    Without the right to abort (an ordinary user in a container) killing the
-    daemon does the same, as nobody else holds the connection then.
+    Where this user may not abort the connection (an ordinary user in a container),
+    killing the daemon has the same effect, as no other process holds it then.
     """
     failure: unmount.UnmountError | None = None
     try:
@@ -117,25 +119,24 @@ def _end_by_force(mount: registry.KernelMount, registration: registry.Registrati
     keeper = _keeper_pid(mount.mountpoint)
     unmount.umount_path(mount.mountpoint, is_lazy=True)
     if registration and registration.is_alive():
-        _see_out(registration.pid)
+        _wait_or_kill(registration.pid)
     if keeper is not None:
-        _see_out(keeper)
+        _wait_or_kill(keeper)
     registry.unregister(mount.mountpoint)
     if failure is not None:
         raise failure
 
 
 def _keeper_pid(mountpoint: Path) -> int | None:
-    """The process that keeps a mount, if there is one."""
-    socket = registry.keeper_socket(mountpoint)
+    """The pid of the mount's keeper, if it has one."""
     try:
-        return int(control.exchange(socket, {"do": "status"}, ANSWER_TIMEOUT_S)["pid"])
+        return int(keeper_status(mountpoint, ANSWER_TIMEOUT_S)["pid"])
     except control.ControlError:
-        return control.peer(socket)
+        return keeper_pid(mountpoint)
 
 
 def _has_ended(pid: int, timeout_s: float) -> bool:
-    """Wait until a process is gone; False if it is still there."""
+    """Wait until a process has ended; False if it has not within `timeout_s`."""
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -148,10 +149,10 @@ def _has_ended(pid: int, timeout_s: float) -> bool:
         os.close(process)
 
 
-def _see_out(pid: int) -> None:
+def _wait_or_kill(pid: int) -> None:
     """Wait until a process of the mount ends, and kill it if it does not."""
     if _has_ended(pid, FORCE_TIMEOUT_S):
         return
     os.kill(pid, signal.SIGKILL)
     if not _has_ended(pid, FORCE_TIMEOUT_S):
-        raise CommandError(f"the process {pid} does not die; see the kernel log")
+        raise CommandError(f"process {pid} does not end after SIGKILL; see the kernel log")

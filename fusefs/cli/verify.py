@@ -1,4 +1,4 @@
-"""How `fusefs verify` has daemons compare cached copies, and shows what they find."""
+"""`fusefs verify`: has the daemon compare cached copies with their checksums."""
 
 from __future__ import annotations
 
@@ -9,50 +9,48 @@ from typing import Any
 
 from fusefs.cli import sync
 from fusefs.cli.status_report import human_size
-from fusefs.launch import control, registry
+from fusefs.launch import control
 from fusefs.launch.control import CommandError
+from fusefs.launch.mount_requests import daemon_request
 
 ANSWER_TIMEOUT_S = 5.0
 FIRST_PAUSE_S = 0.02
-ASK_EVERY_S = 0.25
-# For the next daemon, if one dies.
+POLL_S = 0.25
+# Enough for the next daemon, if the daemon dies.
 SILENCE_S = 60.0
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """Have everything cached at or below a path compared with its checksums; wait for the end.
+    """Compare every cached copy at or below `path` with its checksums, and return the result.
 
     Raises:
-        CommandError: it is in no mount, its mount has ended, or its daemon is silent.
-        ControlError: the daemon refused.
+        CommandError: `path` is in no mount, or the daemon is silent for a minute.
+        ControlError: the mount has ended, or its daemon refused.
     """
     mountpoint, below = sync.find(path)
     message = {"command": "verify", "path": below, "start": True}
-    heard, pause_s = time.monotonic(), FIRST_PAUSE_S
+    last_answer, pause_s = time.monotonic(), FIRST_PAUSE_S
     while True:
-        registration = registry.registration_of(mountpoint)
-        if registration is None:
-            raise CommandError(f"the mount at {mountpoint} has ended")
         try:
-            job = control.exchange(registration.socket, message, ANSWER_TIMEOUT_S)
-            heard = time.monotonic()
+            job = daemon_request(mountpoint, message, ANSWER_TIMEOUT_S)
+            last_answer = time.monotonic()
             message["start"] = False
             if job["has_ended"]:
                 _show(None)
                 return job
             _show(job)
         except control.NotAnsweringError as error:
-            if time.monotonic() - heard > SILENCE_S:
-                raise CommandError(f"its daemon is silent: {error}") from None
+            if time.monotonic() - last_answer > SILENCE_S:
+                raise CommandError(f"the daemon of {mountpoint} is silent: {error}") from None
         time.sleep(pause_s)
-        pause_s = min(2 * pause_s, ASK_EVERY_S)
+        pause_s = min(2 * pause_s, POLL_S)
 
 
 def report(path: Path, job: dict[str, Any]) -> bool:
-    """Print what was found; tell whether everything is right now.
+    """Print the result of `verify`; return whether every cached copy is right now.
 
     Raises:
-        CommandError: not everything could be looked at.
+        CommandError: the comparison is incomplete.
     """
     if job["why"]:
         raise CommandError(f"{path}: {job['why']}")
@@ -72,7 +70,7 @@ def report(path: Path, job: dict[str, Any]) -> bool:
 
 
 def _show(job: dict[str, Any] | None) -> None:
-    """Progress on one line of a terminal; nothing where there is none."""
+    """Show progress on one line of the terminal, if there is one; None clears the line."""
     if sys.stderr.isatty():
         text = f"{job['files']:,} files, {human_size(job['bytes'])}" if job is not None else ""
         print(f"\r{text:<40}\r", end="", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""How `fusefs warm` asks daemons to fetch files, and watches them do it."""
+"""`fusefs warm`: daemons fetch files into their caches; this starts the jobs and shows progress."""
 
 from __future__ import annotations
 
@@ -10,58 +10,65 @@ from pathlib import Path
 from typing import Any
 
 from fusefs.cli import status_report, sync
-from fusefs.launch import control, registry
+from fusefs.launch import control
 from fusefs.launch.control import CommandError
+from fusefs.launch.mount_requests import daemon_request
 
 ANSWER_TIMEOUT_S = 5.0
 FIRST_PAUSE_S = 0.02
-ASK_EVERY_S = 0.25
-# A path that isn't there is mostly known as soon.
+POLL_S = 0.25
+# By then the daemon has mostly found out that a path does not exist.
 FIRST_PAGE_S = 3.0
-# Where there is no terminal.
+# Lines of progress where standard error is no terminal.
 LINE_EVERY_S = 10.0
-# For the next daemon, if one dies.
+# Enough for the next daemon, if the daemon dies.
 SILENCE_S = 60.0
 
 ADDED = (
-    "files", "bytes", "done_files", "done_bytes", "fetched_bytes", "left_out_files",
-    "left_out_bytes", "failed_files",
-)  # fmt: skip
+    "files",
+    "bytes",
+    "done_files",
+    "done_bytes",
+    "fetched_bytes",
+    "left_out_files",
+    "left_out_bytes",
+    "failed_files",
+)
 
 Job = dict[str, Any]
-# A mountpoint, and what is below its root.
+# A mountpoint, and a path relative to it ("" for the whole mount).
 Place = tuple[Path, str]
 
 
 def warm(paths: Sequence[Path]) -> list[Place]:
-    """Have daemons fetch everything at and below these paths; return what was asked of whom.
+    """Start a job for each path, and return the paths as mountpoints and paths in them.
 
     Raises:
         CommandError: a path is in no mount.
-        ControlError: a daemon did not accept it.
+        ControlError: a mount has ended, or its daemon refused the job.
     """
     places = [sync.find(path) for path in paths]
     for place in places:
-        _ask(place, "warm")
+        _command(place, "warm")
     return places
 
 
 def cancel(paths: Sequence[Path]) -> None:
-    """Have daemons fetch no more of these paths.
+    """Cancel the jobs of these paths.
 
     Raises:
-        CommandError: nothing at or below one of them is being warmed.
+        CommandError: a path has no job.
     """
     for path in paths:
-        if not _ask(sync.find(path), "cancel warming")["was_under_way"]:
+        if not _command(sync.find(path), "cancel warming")["was_under_way"]:
             raise CommandError(f"{path} is not being warmed")
 
 
 def accepted(places: Sequence[Place]) -> None:
-    """Wait until the daemons have had time to see what is there.
+    """Wait for up to three seconds until the daemons have begun to list the paths.
 
     Raises:
-        CommandError: a path can't be warmed.
+        CommandError: a path cannot be warmed.
     """
     deadline = time.monotonic() + FIRST_PAGE_S
     pause_s = FIRST_PAUSE_S
@@ -74,81 +81,75 @@ def accepted(places: Sequence[Place]) -> None:
         if not is_listing or time.monotonic() > deadline:
             return
         time.sleep(pause_s)
-        pause_s = min(2 * pause_s, ASK_EVERY_S)
+        pause_s = min(2 * pause_s, POLL_S)
 
 
 def wait(places: Sequence[Place]) -> dict[Place, Job]:
-    """Wait until everything has been fetched that can be, and return how it went.
+    """Wait until all jobs have ended, and return them.
 
     Raises:
-        CommandError: a mount has ended, or is silent for too long.
+        CommandError: a daemon is silent for a minute.
+        ControlError: a mount has ended.
     """
-    shown = _Shown()
+    display = _ProgressDisplay()
     jobs: dict[Place, Job] = {}
-    heard = time.monotonic()
+    last_answer = time.monotonic()
     pause_s = FIRST_PAUSE_S
     while True:
-        left = [place for place in places if place not in jobs or not has_ended(jobs[place])]
-        if not left:
-            shown.end()
+        open_places = [p for p in places if p not in jobs or not has_ended(jobs[p])]
+        if not open_places:
+            display.end()
             return {place: jobs[place] for place in places}
         try:
-            jobs |= _jobs(left)
-            heard = time.monotonic()
+            jobs |= _jobs(open_places)
+            last_answer = time.monotonic()
         except control.NotAnsweringError as error:
-            if time.monotonic() - heard > SILENCE_S:
-                raise CommandError(f"its daemon is silent: {error}") from None
+            if time.monotonic() - last_answer > SILENCE_S:
+                raise CommandError(f"the daemon is silent: {error}") from None
         if not all(map(has_ended, jobs.values())):
-            shown.show(together(list(jobs.values())))
+            display.show(together(list(jobs.values())))
         time.sleep(pause_s)
-        pause_s = min(2 * pause_s, ASK_EVERY_S)
+        pause_s = min(2 * pause_s, POLL_S)
 
 
 def path_of(place: Place) -> Path:
+    """The path that a place stands for."""
     mountpoint, below = place
     return mountpoint / below
 
 
-def is_warm(job: Job) -> bool:
-    """Whether a job that has ended has brought everything into the cache."""
+def is_complete(job: Job) -> bool:
+    """Whether a job has ended with all of its files in the cache."""
     return job["state"] == "ended" and not status_report.warming_troubles(job)
 
 
 def has_ended(job: Job) -> bool:
+    """Whether a job is done or was cancelled."""
     return job["state"] in ("ended", "cancelled")
 
 
-def _ask(place: Place, command: str) -> dict[str, Any]:
+def _command(place: Place, command: str) -> dict[str, Any]:
     mountpoint, below = place
-    return control.exchange(
-        _socket(mountpoint), {"command": command, "path": below}, ANSWER_TIMEOUT_S
-    )
-
-
-def _socket(mountpoint: Path) -> Path:
-    registration = registry.registration_of(mountpoint)
-    if registration is None:
-        raise CommandError(f"the mount at {mountpoint} has ended")
-    return registration.socket
+    return daemon_request(mountpoint, {"command": command, "path": below}, ANSWER_TIMEOUT_S)
 
 
 def _jobs(places: Sequence[Place]) -> dict[Place, Job]:
-    """How far the jobs are, by place."""
-    found = {}
+    """The current state of the jobs."""
+    jobs = {}
     for mountpoint in dict.fromkeys(mountpoint for mountpoint, _ in places):
-        answer = control.exchange(_socket(mountpoint), {"command": "warming"}, ANSWER_TIMEOUT_S)
-        told = {job["path"]: job for job in answer["jobs"]}
+        answer = daemon_request(mountpoint, {"command": "warming"}, ANSWER_TIMEOUT_S)
+        known = {job["path"]: job for job in answer["jobs"]}
         for place in places:
             if place[0] == mountpoint:
-                # One that is not known has ended before its daemon did.
-                found[place] = told.get(place[1]) or _ask(place, "warm")
-    return found
+                # A daemon that was restarted does not know jobs that ended before.
+                jobs[place] = known.get(place[1]) or _command(place, "warm")
+    return jobs
 
 
 def together(jobs: list[Job]) -> Job:
-    """Several jobs as one, for `report.progress`."""
+    """Several jobs added up to one, for `status_report.progress`."""
     etas = [job["eta_s"] for job in jobs if job["state"] == "under way"]
-    eta_s = max((math.inf if one is None else one for one in etas), default=math.inf)
+    eta_s = max((math.inf if eta is None else eta for eta in etas), default=math.inf)
     return {
         **{name: sum(job[name] for job in jobs) for name in ADDED},
         "is_listed": all(job["is_listed"] for job in jobs),
@@ -156,8 +157,8 @@ def together(jobs: list[Job]) -> Job:
     }
 
 
-class _Shown:
-    """Progress on standard error: one line of a terminal, or now and then a line of its own."""
+class _ProgressDisplay:
+    """Shows progress on standard error: one line of a terminal, or a new line every ten seconds."""
 
     def __init__(self) -> None:
         self._is_terminal = sys.stderr.isatty()

@@ -1,4 +1,4 @@
-"""The parser of both commands: complaints in one line, and options by their whole names."""
+"""The argument parser of `fusefs` and `fusefs-csi`: errors in one line, options by full names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CHOICE = re.compile(r"invalid choice: '([^']*)' \((?:choose from|maybe you mean
 
 
 class Parser(argparse.ArgumentParser):
-    """Knows no abbreviations, since those of today would stand in the way of new options."""
+    """Accepts no abbreviated options, because a new option could make them ambiguous."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{"allow_abbrev": False, **options})
@@ -22,7 +22,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """As argparse does, but the command that does not know an option complains itself."""
+        """Like argparse's, but the subcommand itself reports an unknown option."""
         found, rest = super().parse_known_args(args, namespace)
         for word in rest:
             if word.startswith("-") and word != "-":
@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A question to follow a complaint; "" if nothing is near."""
+    """A suggestion to append to an error message; "" if no known word is similar."""
     names = [name for name in known if name.startswith("--") == word.startswith("--")]
     begun = [name for name in names if len(word) > 3 and name.startswith(word)]
     nearest = begun[:1] or difflib.get_close_matches(word, names, n=1)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fusefs.settings.units import MIB
+from fusefs.settings.types import MIB
 
 # The least that a mount can do with: the process at rest, and a few of everything.
 LEAST = 112 * MIB

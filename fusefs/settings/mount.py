@@ -1,15 +1,14 @@
 """Every setting of a mount, once: its name, type, default, help and group.
 
-A setting is a field of `MountSettings` whose metadata says how it is read from
-text and shown again (`Kind`), and what `--help` says about it. Everything that
-hands in settings gives text under the field's name: flags (`--cache-size`),
-the environment (`FUSEFS_CACHE_SIZE`), a TOML file (`cache-size = "50GiB"`) and
-the JSON that the command hands to the daemon. So there is one parser for a
-size, and one place that knows a default.
+A setting is a field of `MountSettings`, declared by `option`: its type (`SettingType`)
+reads it from text and shows it again, its help is the text of `--help`. Every source
+gives texts by field name: flags (`--cache-size`), the environment
+(`FUSEFS_CACHE_SIZE`), a TOML file (`cache-size = "50GiB"`) and the JSON that the
+command sends to the daemon. So each type has one parser, and each default one place.
 
-A layer maps names to `Given` texts; `build` takes the layers from the most to
-the least binding. What cannot be read is a `SettingsError`, one line that
-names where the text came from.
+A `Layer` maps field names to `RawValue` texts; `build` merges layers, the first one
+wins. A text that cannot be read raises `SettingsError`, whose one line names the
+origin of the text.
 
 No secret is a setting: credentials come from boto3's own chain.
 """
@@ -21,7 +20,7 @@ import math
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from fusefs.settings.types import (
     DURATIONS,
     ID,
     LIFETIME,
+    MIB,
     MIN_FREE,
     MODE,
     PATH,
@@ -46,21 +46,20 @@ from fusefs.settings.types import (
     Conflict,
     Durability,
     ExclusiveCreate,
-    Kind,
     LogLevel,
     MinFree,
+    MountSource,
     ObjectAttributes,
-    Passthrough,
+    PassthroughMode,
     Scrubbing,
     SessionKind,
     Setting,
-    Source,
-    about,
+    SettingType,
     at_least,
     choice,
+    option,
     whole_number,
 )
-from fusefs.settings.units import MIB
 
 
 class SettingsError(ValueError):
@@ -68,7 +67,7 @@ class SettingsError(ValueError):
 
 
 def default_cache_dir() -> Path:
-    """Where the cache goes: the system's place for root, the user's for others."""
+    """The default cache directory: the system's for root, the user's own for others."""
     if os.geteuid() == 0:
         return Path("/var/cache/fusefs")
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -80,246 +79,204 @@ def default_cache_dir() -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MountSettings:
-    """What one mount is to be. Every field but the first two is an option."""
+    """All settings of one mount. Every field but the first two is an option."""
 
-    source: Source
+    source: MountSource
     mountpoint: Path
 
-    endpoint_url: str | None = field(
-        default=None,
-        metadata=about(URL, "S3", "the S3 endpoint", otherwise="AWS, or its configuration's"),
+    endpoint_url: str | None = option(
+        URL, "S3", "URL of the S3 endpoint", None, otherwise="AWS, or the AWS configuration's"
     )
-    region: str | None = field(
-        default=None,
-        metadata=about(WORD, "S3", "the bucket's region", otherwise="the AWS configuration's"),
+    region: str | None = option(
+        WORD, "S3", "region of the bucket", None, otherwise="the AWS configuration's"
     )
-    profile: str | None = field(
-        default=None,
-        metadata=about(WORD, "S3", "the AWS profile", otherwise="AWS_PROFILE, or default"),
+    profile: str | None = option(
+        WORD, "S3", "AWS profile to use", None, otherwise="AWS_PROFILE, or default"
     )
-    anonymous: bool = field(
-        default=False,
-        metadata=about(SWITCH, "S3", "send unsigned requests, for public buckets"),
+    anonymous: bool = option(SWITCH, "S3", "send unsigned requests (for public buckets)", False)
+    addressing: Addressing = option(
+        choice(Addressing),
+        "S3",
+        "whether the bucket's name is part of the URL's path or of its host name",
+        Addressing.AUTO,
     )
-    addressing: Addressing = field(
-        default=Addressing.AUTO,
-        metadata=about(choice(Addressing), "S3", "the bucket in the URL's path or host name"),
+    ca_bundle: Path | None = option(
+        PATH, "S3", "file of trusted certificates (PEM)", None, otherwise="the system's"
     )
-    ca_bundle: Path | None = field(
-        default=None,
-        metadata=about(PATH, "S3", "certificates to trust (PEM)", otherwise="the system's"),
-    )
-    requester_pays: bool = field(
-        default=False,
-        metadata=about(SWITCH, "S3", "agree to pay for the requests"),
+    requester_pays: bool = option(
+        SWITCH, "S3", "agree to pay for the requests (Requester Pays buckets)", False
     )
 
-    cache_dir: Path = field(
-        default_factory=default_cache_dir,
-        metadata=about(
-            PATH,
-            "Cache",
-            "where objects are kept",
-            otherwise="/var/cache/fusefs for root, else ~/.cache/fusefs",
-        ),
+    cache_dir: Path = option(
+        PATH,
+        "Cache",
+        "directory for cached objects",
+        factory=default_cache_dir,
+        otherwise="/var/cache/fusefs for root, else ~/.cache/fusefs",
     )
-    shared_cache: bool = field(
-        default=False,
-        metadata=about(SWITCH, "Cache", "share objects with mounts under other credentials"),
+    shared_cache: bool = option(
+        SWITCH, "Cache", "share cached objects with mounts that use other credentials", False
     )
-    cache_size: int | None = field(
-        default=None,
-        metadata=about(SIZE, "Cache", "the most to keep", otherwise="what the disk allows"),
+    cache_size: int | None = option(
+        SIZE, "Cache", "maximum size of the cache", None, otherwise="what the disk allows"
     )
-    scrub: Scrubbing = field(
-        default=Scrubbing.ON,
-        metadata=about(
-            choice(Scrubbing),
-            "Cache",
-            "compare large cached files with their checksums in the background, after each start",
-        ),
+    scrub: Scrubbing = option(
+        choice(Scrubbing),
+        "Cache",
+        "compare large cached files with their checksums in the background, after each start",
+        Scrubbing.ON,
     )
-    min_free: MinFree = field(
-        default=MinFree(percent=10.0),
-        metadata=about(MIN_FREE, "Cache", "disk space to leave free"),
+    min_free: MinFree = option(
+        MIN_FREE, "Cache", "disk space that the cache leaves free", MinFree(percent=10.0)
     )
-    min_free_inodes: MinFree = field(
-        default=MinFree(percent=10.0),
-        metadata=about(SHARE, "Cache", "the share of the disk's inodes to leave free"),
+    min_free_inodes: MinFree = option(
+        SHARE,
+        "Cache",
+        "share of the disk's inodes that the cache leaves free",
+        MinFree(percent=10.0),
     )
-    revoke_after: float = field(
-        default=math.inf,
-        metadata=about(LIFETIME, "Cache", "serve nothing cached after S3 refused all for so long"),
+    revoke_after: float = option(
+        LIFETIME,
+        "Cache",
+        "stop serving cached data after S3 has refused every request for this long",
+        math.inf,
     )
 
-    metadata_ttl: float = field(
-        default=60.0,
-        metadata=about(
-            LIFETIME,
-            "Metadata",
-            "how long listings and attributes are used before they are requested again;"
-            " indefinite if nothing ever changes",
-        ),
+    metadata_ttl: float = option(
+        LIFETIME,
+        "Metadata",
+        "how long listings and attributes are used before they are requested again;"
+        " indefinite if the bucket never changes",
+        60.0,
     )
-    object_attributes: ObjectAttributes = field(
-        default=ObjectAttributes.AUTO,
-        metadata=about(
-            choice(ObjectAttributes),
-            "Metadata",
-            "ask objects for modes, owners and times (writable mounts; auto: where some tell them)",
-        ),
+    object_attributes: ObjectAttributes = option(
+        choice(ObjectAttributes),
+        "Metadata",
+        "whether a HEAD reads modes, owners and times of objects (writable mounts;"
+        " auto: in directories where a sample of the objects has some)",
+        ObjectAttributes.AUTO,
     )
 
-    read_only: bool = field(
-        default=False,
-        metadata=about(SWITCH, "Files", "refuse every change"),
+    read_only: bool = option(SWITCH, "Files", "refuse every change", False)
+    allow_other: bool = option(
+        SWITCH, "Files", "let other users of the machine access the mount", False
     )
-    allow_other: bool = field(
-        default=False,
-        metadata=about(SWITCH, "Files", "let the machine's other users in"),
+    uid: int | None = option(ID, "Files", "owner of all files", None, otherwise="you")
+    gid: int | None = option(ID, "Files", "group of all files", None, otherwise="yours")
+    file_mode: int = option(MODE, "Files", "permissions of files", 0o644)
+    dir_mode: int = option(MODE, "Files", "permissions of directories", 0o755)
+
+    durability: Durability = option(
+        choice(Durability),
+        "Writing",
+        "where a file is stored when fsync and close return",
+        Durability.BUCKET,
     )
-    uid: int | None = field(
-        default=None,
-        metadata=about(ID, "Files", "the owner of all files", otherwise="you"),
+    conflict: Conflict = option(
+        choice(Conflict),
+        "Writing",
+        "what an upload does when another writer has replaced the object meanwhile",
+        Conflict.OVERWRITE,
     )
-    gid: int | None = field(
-        default=None,
-        metadata=about(ID, "Files", "the group of all files", otherwise="yours"),
+    exclusive_create: ExclusiveCreate = option(
+        choice(ExclusiveCreate),
+        "Writing",
+        "reserve each file created with O_EXCL by an empty object in the bucket"
+        " (auto: only where it matters)",
+        ExclusiveCreate.AUTO,
     )
-    file_mode: int = field(
-        default=0o644,
-        metadata=about(MODE, "Files", "the permissions of files"),
+    conditional_writes: ConditionalWrites = option(
+        choice(ConditionalWrites),
+        "Writing",
+        "send changes with a condition on the version they replace"
+        " (auto: as far as the store honours conditions)",
+        ConditionalWrites.AUTO,
     )
-    dir_mode: int = field(
-        default=0o755,
-        metadata=about(MODE, "Files", "the permissions of directories"),
+    no_delete: bool = option(SWITCH, "Writing", "refuse to remove or overwrite objects", False)
+    staging_size: int | None = option(
+        SIZE,
+        "Writing",
+        "maximum size of the files that wait for their upload",
+        None,
+        otherwise="what the disk allows",
+    )
+    flush_interval: float = option(
+        DURATION,
+        "Writing",
+        "minimum time between uploads that are triggered by closing a duplicated descriptor"
+        " of a file that stays open (for example in forked children)",
+        1.0,
+    )
+    late_request_checks: tuple[float, ...] = option(
+        DURATIONS,
+        "Writing",
+        "when to check a key again after a request for it got no answer",
+        (5.0, 15.0, 60.0, 300.0),
     )
 
-    durability: Durability = field(
-        default=Durability.BUCKET,
-        metadata=about(
-            choice(Durability), "Writing", "where a file is when fsync and close return"
-        ),
+    session: SessionKind = option(
+        choice(SessionKind),
+        "Kernel",
+        "implementation of the FUSE protocol (kernel: fusefs' own)",
+        SessionKind.AUTO,
     )
-    conflict: Conflict = field(
-        default=Conflict.OVERWRITE,
-        metadata=about(
-            choice(Conflict), "Writing", "what to do where somebody else replaced the object"
-        ),
-    )
-    exclusive_create: ExclusiveCreate = field(
-        default=ExclusiveCreate.AUTO,
-        metadata=about(
-            choice(ExclusiveCreate),
-            "Writing",
-            "put an empty object first for each file created with O_EXCL (auto: where it matters)",
-        ),
-    )
-    conditional_writes: ConditionalWrites = field(
-        default=ConditionalWrites.AUTO,
-        metadata=about(
-            choice(ConditionalWrites),
-            "Writing",
-            "make changes only over what is known to be there (auto: as the store honours it)",
-        ),
-    )
-    no_delete: bool = field(
-        default=False,
-        metadata=about(SWITCH, "Writing", "refuse to remove or overwrite what is there"),
-    )
-    staging_size: int | None = field(
-        default=None,
-        metadata=about(
-            SIZE, "Writing", "the most to hold for upload", otherwise="what the disk allows"
-        ),
-    )
-    flush_interval: float = field(
-        default=1.0,
-        metadata=about(
-            DURATION, "Writing", "how often an open file is uploaded because a copy of it closes"
-        ),
+    passthrough: PassthroughMode = option(
+        choice(PassthroughMode),
+        "Kernel",
+        "let the kernel read cached files directly (as root, Linux 6.9 or newer)",
+        PassthroughMode.AUTO,
     )
 
-    late_request_checks: tuple[float, ...] = field(
-        default=(5.0, 15.0, 60.0, 300.0),
-        metadata=about(
-            DURATIONS,
-            "Writing",
-            "when a key is looked at again of which a request got no answer",
-        ),
+    user: str | None = option(
+        WORD,
+        "Survival",
+        "user that the daemon runs as when root mounts",
+        None,
+        otherwise="fusefs or nobody, where they can run it",
+    )
+    max_pause: float = option(
+        DURATION,
+        "Survival",
+        "how long requests wait while the mount has no daemon, before the mount fails",
+        300.0,
+    )
+    hang_timeout: float = option(
+        SILENCE, "Survival", "how long a daemon may be silent before it is replaced", 30.0
+    )
+    descriptor_store: Path | None = option(
+        PATH,
+        "Survival",
+        "socket of a `fusefs keeper` that holds the mount's descriptor as well",
+        None,
+        otherwise="none",
     )
 
-    session: SessionKind = field(
-        default=SessionKind.AUTO,
-        metadata=about(choice(SessionKind), "Kernel", "who speaks FUSE with the kernel"),
+    max_connections: int = option(
+        whole_number(1, 1024), "Limits", "maximum number of simultaneous requests to S3", 32
     )
-    passthrough: Passthrough = field(
-        default=Passthrough.AUTO,
-        metadata=about(
-            choice(Passthrough),
-            "Kernel",
-            "let the kernel read cached files directly (as root, Linux 6.9 or newer)",
-        ),
+    memory_limit: int = option(
+        at_least(LEAST, SIZE),
+        "Limits",
+        "memory that the daemon may use (112MiB or more)",
+        256 * MIB,
     )
-
-    user: str | None = field(
-        default=None,
-        metadata=about(
-            WORD,
-            "Survival",
-            "who the daemon runs as when root mounts",
-            otherwise="fusefs or nobody, where they can run it",
-        ),
-    )
-    max_pause: float = field(
-        default=300.0,
-        metadata=about(
-            DURATION, "Survival", "how long a mount without a daemon waits before it fails"
-        ),
-    )
-    hang_timeout: float = field(
-        default=30.0,
-        metadata=about(
-            SILENCE, "Survival", "how long a daemon may be silent before it is replaced"
-        ),
-    )
-    descriptor_store: Path | None = field(
-        default=None,
-        metadata=about(
-            PATH, "Survival", "the socket of a `fusefs keeper` to hold it, too", otherwise="none"
-        ),
+    retry_time: float = option(
+        DURATION, "Limits", "how long a failing request is retried before it is an error", 60.0
     )
 
-    max_connections: int = field(
-        default=32,
-        metadata=about(whole_number(1, 1024), "Limits", "the most requests to S3 at a time"),
+    log_level: LogLevel = option(
+        choice(LogLevel), "Logging", "least severe level to log", LogLevel.INFO
     )
-    memory_limit: int = field(
-        default=256 * MIB,
-        metadata=about(at_least(LEAST, SIZE), "Limits", "the daemon's memory (112MiB and more)"),
+    log_file: Path | None = option(
+        PATH,
+        "Logging",
+        "file for the log",
+        None,
+        otherwise="/var/log/fusefs/ for root, else ~/.local/state/fusefs/; "
+        "in the foreground standard error",
     )
-    retry_time: float = field(
-        default=60.0,
-        metadata=about(DURATION, "Limits", "how long a failing request is tried again"),
-    )
-
-    log_level: LogLevel = field(
-        default=LogLevel.INFO,
-        metadata=about(choice(LogLevel), "Logging", "the least severe line to log"),
-    )
-    log_file: Path | None = field(
-        default=None,
-        metadata=about(
-            PATH,
-            "Logging",
-            "where the log goes",
-            otherwise="/var/log/fusefs/ for root, else ~/.local/state/fusefs/; "
-            "in the foreground standard error",
-        ),
-    )
-    foreground: bool = field(
-        default=False,
-        metadata=about(SWITCH, "Logging", "stay in the foreground until the mount ends"),
+    foreground: bool = option(
+        SWITCH, "Logging", "stay in the foreground until the mount ends", False
     )
 
     def to_json(self) -> str:
@@ -328,8 +285,8 @@ class MountSettings:
 
     def _as_texts(self) -> dict[str, str]:
         return {
-            name: kind.show(value)
-            for name, kind in _KINDS.items()
+            name: type.show(value)
+            for name, type in _TYPES.items()
             if (value := getattr(self, name)) is not None
         }
 
@@ -337,46 +294,50 @@ class MountSettings:
     def from_json(cls, text: str, *, is_newer: bool = False) -> MountSettings:
         """The settings that `to_json` wrote.
 
-        Where that may have been a newer version's, what is not known here is left out.
+        With `is_newer` the writer may be a newer version: settings unknown here are left out.
 
         Raises:
-            SettingsError: the text is something else.
+            SettingsError: the text was not written by `to_json`.
         """
         try:
-            given = dict(json.loads(text))
+            texts = dict(json.loads(text))
         except ValueError as error:
-            raise SettingsError(f"the settings are no JSON object: {error}") from error
-        # An earlier version took less, and its mounts are to go on.
+            raise SettingsError(f"the settings are not a JSON object: {error}") from error
+        # Mounts of earlier versions must go on: those had another name, and smaller limits.
+        if "holder" in texts:
+            texts["descriptor_store"] = texts.pop("holder")
         with suppress(KeyError, ValueError):
-            given["memory_limit"] = SIZE.show(max(LEAST, SIZE.read(str(given["memory_limit"]))))
+            texts["memory_limit"] = SIZE.show(max(LEAST, SIZE.read(str(texts["memory_limit"]))))
         if is_newer:
-            given = {name: value for name, value in given.items() if name in _KINDS}
-        return build({name: Given(str(value), name) for name, value in given.items()})
+            texts = {name: value for name, value in texts.items() if name in _TYPES}
+        return build({name: RawValue(str(value), name) for name, value in texts.items()})
 
-    def changed(self, given: Layer) -> MountSettings:
-        """These settings with others in their place.
+    def changed(self, changes: Layer) -> MountSettings:
+        """These settings with those of `changes` in their place.
 
         Raises:
-            SettingsError: one cannot be read, or can't be changed while mounted.
+            SettingsError: a text cannot be read, or a setting cannot be changed while mounted.
         """
-        for name, text in given.items():
+        for name, value in changes.items():
             if name in FIXED:
-                raise SettingsError(f"{text.origin}: cannot be changed while mounted")
-        return build(given, {name: Given(text, name) for name, text in self._as_texts().items()})
+                raise SettingsError(f"{value.origin}: cannot be changed while mounted")
+        return build(
+            changes, {name: RawValue(text, name) for name, text in self._as_texts().items()}
+        )
 
 
 def _setting(item: Field[Any]) -> Setting:
-    kind, group, help, otherwise = item.metadata["setting"]
-    return Setting(item.name, kind, group, help, otherwise or kind.show(item.default))
+    type, group, help, otherwise = item.metadata["setting"]
+    return Setting(item.name, type, group, help, otherwise or type.show(item.default))
 
 
 SETTINGS: tuple[Setting, ...] = tuple(
     _setting(item) for item in fields(MountSettings) if "setting" in item.metadata
 )
-_KINDS: dict[str, Kind[Any]] = {
+_TYPES: dict[str, SettingType[Any]] = {
     "source": SOURCE,
     "mountpoint": PATH,
-    **{setting.name: setting.kind for setting in SETTINGS},
+    **{setting.name: setting.type for setting in SETTINGS},
 }
 _REQUIRED = frozenset(
     item.name
@@ -385,58 +346,73 @@ _REQUIRED = frozenset(
 )
 
 
-# What the mount itself, its keeper or its state depends on.
-FIXED = frozenset((
-    "source", "mountpoint", "cache_dir", "shared_cache", "session", "passthrough", "allow_other",
-    "read_only", "user", "max_pause", "hang_timeout", "descriptor_store", "foreground", "log_file",
-))  # fmt: skip
+# Settings that the mount itself, its keeper or its state on disk depends on.
+FIXED = frozenset(
+    (
+        "source",
+        "mountpoint",
+        "cache_dir",
+        "shared_cache",
+        "session",
+        "passthrough",
+        "allow_other",
+        "read_only",
+        "user",
+        "max_pause",
+        "hang_timeout",
+        "descriptor_store",
+        "foreground",
+        "log_file",
+    )
+)
 
 # --- where settings come from -------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """The text of one setting, and what to call it when it cannot be read."""
+class RawValue:
+    """The text of one setting, and its origin (a flag, variable or file) for error messages."""
 
     text: str
     origin: str
 
 
-Layer = Mapping[str, Given]
+Layer = Mapping[str, RawValue]
 
 
 def build(*layers: Layer) -> MountSettings:
-    """The settings that the layers give together; the first layer wins.
+    """The settings of all layers merged; the first layer wins.
 
     Raises:
-        SettingsError: a text cannot be read, or two settings exclude each other.
+        SettingsError: a text cannot be read, a required setting is missing, or two
+            settings contradict each other.
     """
-    given: dict[str, Given] = {}
+    merged: dict[str, RawValue] = {}
     for layer in reversed(layers):
-        given.update(layer)
-    values: dict[str, Any] = {name: _read(name, text) for name, text in given.items()}
+        merged.update(layer)
+    values: dict[str, Any] = {name: _read(name, value) for name, value in merged.items()}
     if missing := _REQUIRED - values.keys():
         raise SettingsError(f"{min(missing)}: missing")
     settings = MountSettings(**values)
-    _refuse_contradictions(settings, given)
+    _refuse_contradictions(settings, merged)
     return settings
 
 
-def _read(name: str, given: Given) -> object:
-    if name not in _KINDS:
-        raise SettingsError(f"{given.origin}: there is no such setting")
+def _read(name: str, value: RawValue) -> object:
+    if name not in _TYPES:
+        raise SettingsError(f"{value.origin}: there is no such setting")
     try:
-        return _KINDS[name].read(given.text)
+        return _TYPES[name].read(value.text)
     except ValueError as error:
-        raise SettingsError(f"{given.origin}: {error}") from None
+        raise SettingsError(f"{value.origin}: {error}") from None
 
 
-def _refuse_contradictions(settings: MountSettings, given: Layer) -> None:
+def _refuse_contradictions(settings: MountSettings, layer: Layer) -> None:
     if settings.anonymous and settings.profile:
         raise SettingsError(
-            f"{given['profile'].origin}: an anonymous mount uses no profile; drop one of the two"
+            f"{layer['profile'].origin}: an anonymous mount uses no profile; drop one of the two"
         )
     for name, path in (("cache_dir", settings.cache_dir), ("log_file", settings.log_file)):
         if path is not None and path.is_relative_to(settings.mountpoint):
-            origin = given[name].origin if name in given else name
-            raise SettingsError(f"{origin}: {path} is below the mountpoint; choose another place")
+            origin = layer[name].origin if name in layer else name
+            raise SettingsError(f"{origin}: {path} is below the mountpoint; choose another path")

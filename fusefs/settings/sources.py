@@ -1,6 +1,6 @@
-"""Where settings are given besides flags: the environment and a TOML file, each a layer of texts.
+"""Settings from the environment and from a TOML file, each as a `Layer` of texts.
 
-Which settings there are, and how their texts are read, is told in mount.py.
+mount.py declares the settings and reads their texts.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fusefs.settings.arguments import did_you_mean
-from fusefs.settings.mount import SETTINGS, Given, Layer, SettingsError
-from fusefs.settings.types import SWITCH, Setting
-from fusefs.settings.units import plain_number
+from fusefs.settings.mount import SETTINGS, Layer, RawValue, SettingsError
+from fusefs.settings.types import SWITCH, Setting, plain_number
 
 
 def from_environment(environment: Mapping[str, str]) -> Layer:
-    """The settings among the environment's variables; an empty one is unset."""
+    """The settings among the environment's variables; an empty variable counts as unset."""
     return {
-        setting.name: Given(environment[setting.variable], setting.variable)
+        setting.name: RawValue(environment[setting.variable], setting.variable)
         for setting in SETTINGS
         if environment.get(setting.variable)
     }
@@ -28,7 +27,7 @@ def from_config(path: Path) -> Layer:
     """The settings of a TOML file.
 
     Raises:
-        SettingsError: the file cannot be read or holds something unknown.
+        SettingsError: the file cannot be read, is not TOML or has an unknown key.
     """
     try:
         content = tomllib.loads(path.read_text())
@@ -42,7 +41,7 @@ def from_config(path: Path) -> Layer:
         if key not in by_key:
             raise SettingsError(f"{path}: {key}: {_unknown(key, list(by_key))}")
         origin = f"{path}: {key}"
-        layer[by_key[key].name] = Given(_toml_text(by_key[key], value, origin), origin)
+        layer[by_key[key].name] = RawValue(_toml_text(by_key[key], value, origin), origin)
     return layer
 
 
@@ -57,7 +56,7 @@ def _toml_text(setting: Setting, value: object, origin: str) -> str:
             return value
         case bool() if setting.is_switch:
             return SWITCH.show(value)
-        case int() | float() if setting.kind.takes_numbers and not isinstance(value, bool):
+        case int() | float() if setting.type.takes_numbers and not isinstance(value, bool):
             return plain_number(value)
     wanted = "true or false" if setting.is_switch else "text in quotes"
     raise SettingsError(f"{origin}: {value!r} has the wrong type; write {wanted}")

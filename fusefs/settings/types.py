@@ -1,9 +1,12 @@
 """The types that a setting can have: each is read from text and shown as text.
 
-A `Kind` is a pair of functions, text to value and value to the same text, and
-what `--help` calls the text. A reader raises ValueError with a sentence that
-says what is wrong and how to write it; `settings` puts the name of the place
-in front, where the text came from.
+A `SettingType` is a pair of functions, text to value and value to the same text, and
+the placeholder that `--help` shows. `read` raises ValueError with a sentence that
+says what is wrong and how to write it; mount.py puts the origin of the text in front.
+
+Binary units of sizes are `KiB` to `PiB` (or Kubernetes' `Ki` to `Pi`), decimal ones
+`kB` to `PB`. A bare `K` or `G` is refused, because some tools mean 1000 by it and others
+1024. Every value that is shown is read back as the same value.
 """
 
 from __future__ import annotations
@@ -12,33 +15,85 @@ import enum
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, field, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
-
-from fusefs.settings.units import (
-    format_duration,
-    format_size,
-    parse_duration,
-    parse_size,
-    plain_number,
-)
 
 T = TypeVar("T")
 E = TypeVar("E", bound=enum.StrEnum)
 N = TypeVar("N", int, float)
 
-# What waits for that long is poll(2), which counts at most 2^31 milliseconds.
+# poll(2) waits at most 2^31 milliseconds, about 24 days.
 LONGEST_DAYS = 10
+
+
+# --- sizes and durations ------------------------------------------------------
+
+KIB, MIB, GIB, TIB, PIB = (1024**power for power in range(1, 6))
+
+# Kubernetes writes a quantity of 1024**3 bytes as Gi.
+_BINARY = {
+    unit: 1024**power
+    for power, letter in enumerate("KMGTP", start=1)
+    for unit in (f"{letter}iB", f"{letter}i")
+}
+_DECIMAL = {f"{letter}B": 1000**power for power, letter in enumerate("KMGTP", start=1)}
+_SIZE_UNITS = {"": 1, "B": 1, "kB": 1000} | _DECIMAL | _BINARY
+_AMBIGUOUS = frozenset("KMGTP")
+_DURATION_UNITS = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+_NUMBER_AND_UNIT = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+
+
+def parse_size(text: str) -> int:
+    """Read `50GiB`, `1.5TB` or `4096` as bytes."""
+    match = _NUMBER_AND_UNIT.fullmatch(text.strip())
+    if match is not None and match[2].upper() in _AMBIGUOUS:
+        number, letter = match[1], match[2][0].upper()
+        decimal = "k" if letter == "K" else letter
+        raise ValueError(
+            f"{text!r} is ambiguous; write {number}{letter}iB (units of 1024)"
+            f" or {number}{decimal}B (units of 1000)"
+        )
+    if match is None or match[2] not in _SIZE_UNITS:
+        raise ValueError(f"{text!r} is not a size; write it like 50GiB, 1.5TB or 4096 (bytes)")
+    return int(Decimal(match[1]) * _SIZE_UNITS[match[2]])
+
+
+def format_size(size: int) -> str:
+    """Show `size` in the largest binary unit that loses nothing."""
+    for unit, factor in (("PiB", PIB), ("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if size and size % factor == 0:
+            return f"{size // factor}{unit}"
+    return str(size)
+
+
+def parse_duration(text: str) -> float:
+    """Read `60s`, `500ms`, `5m`, `2h` or a number of seconds."""
+    match = _NUMBER_AND_UNIT.fullmatch(text.strip())
+    if match is None or match[2] not in _DURATION_UNITS:
+        raise ValueError(f"{text!r} is not a duration; write it like 60s, 500ms, 5m or 2h")
+    return float(match[1]) * _DURATION_UNITS[match[2]]
+
+
+def format_duration(seconds: float) -> str:
+    return "indefinite" if math.isinf(seconds) else f"{plain_number(seconds)}s"
+
+
+def plain_number(number: float) -> str:
+    """`number` without an exponent and without losing a digit."""
+    text = format(Decimal(repr(number)), "f")
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 # --- the values that have a shape of their own --------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """What is mounted: a bucket, or what is below one prefix of it.
+class MountSource:
+    """A bucket, or the part of it below one prefix.
 
     `prefix` is "" or ends with a slash, so that `prefix + name` is a key.
     """
@@ -52,13 +107,13 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class MinFree:
-    """Disk space that the cache leaves alone: a share of the disk or a size."""
+    """Disk space that the cache leaves free: a share of the disk, or a size in bytes."""
 
     percent: float | None = None
     size: int = 0
 
     def bytes_of(self, total: int) -> int:
-        """How much that is on a disk of `total` bytes."""
+        """The bytes to leave free on a disk of `total` bytes."""
         if self.percent is None:
             return min(self.size, total)
         return int(total * self.percent / 100)
@@ -76,7 +131,7 @@ class Addressing(enum.StrEnum):
 
 
 class SessionKind(enum.StrEnum):
-    """Who speaks the FUSE protocol."""
+    """Which implementation of the FUSE protocol talks to the kernel."""
 
     AUTO = "auto"
     KERNEL = "kernel"
@@ -90,7 +145,7 @@ class Scrubbing(enum.StrEnum):
     OFF = "off"
 
 
-class Passthrough(enum.StrEnum):
+class PassthroughMode(enum.StrEnum):
     """Whether the kernel may read cached files without the daemon."""
 
     AUTO = "auto"
@@ -105,14 +160,14 @@ class Durability(enum.StrEnum):
 
 
 class Conflict(enum.StrEnum):
-    """What becomes of a write over an object that somebody else has replaced meanwhile."""
+    """What happens to an upload over an object that another writer has replaced meanwhile."""
 
     OVERWRITE = "overwrite"
     FAIL = "fail"
 
 
 class ExclusiveCreate(enum.StrEnum):
-    """When the bucket decides that a file created with O_EXCL is new: always at once, or not."""
+    """Whether a file created with O_EXCL is reserved in the bucket by an empty object."""
 
     AUTO = "auto"
     RESERVE = "reserve"
@@ -127,7 +182,7 @@ class ConditionalWrites(enum.StrEnum):
 
 
 class ObjectAttributes(enum.StrEnum):
-    """Whether objects are asked for what listings do not tell: modes, owners, times."""
+    """Whether a HEAD reads modes, owners and times of objects, which listings do not carry."""
 
     AUTO = "auto"
     ALWAYS = "always"
@@ -162,7 +217,7 @@ def _parse_lifetime(text: str) -> float:
         raise ValueError(f"{error}, or indefinite") from None
 
 
-def parse_source(text: str) -> Source:
+def parse_source(text: str) -> MountSource:
     """Read `s3://BUCKET[/PREFIX]`."""
     scheme, separator, rest = text.partition("://")
     if not separator or scheme.lower() != "s3":
@@ -171,14 +226,16 @@ def parse_source(text: str) -> Source:
         )
     bucket, _, prefix = rest.partition("/")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}", bucket):
-        raise ValueError(f"{text!r} names no bucket; write it like s3://bucket or s3://bucket/path")
+        raise ValueError(
+            f"{text!r} does not name a bucket; write it like s3://bucket or s3://bucket/path"
+        )
     if prefix and not prefix.endswith("/"):
         prefix += "/"
     if not _is_key(prefix):
         raise ValueError(
-            f"the prefix of {bucket!r} is no S3 key: at most 1024 bytes of UTF-8, no NUL"
+            f"the prefix in {bucket!r} is not an S3 key: at most 1024 bytes of UTF-8, no NUL"
         )
-    return Source(bucket, prefix)
+    return MountSource(bucket, prefix)
 
 
 def _is_key(text: str) -> bool:
@@ -197,14 +254,14 @@ def _parse_min_free(text: str) -> MinFree:
     except ValueError:
         percent = math.nan
     if rest or not 0 <= percent < 100:
-        raise ValueError(f"{text!r} is no amount of free space; write it like 10% or 50GiB")
+        raise ValueError(f"{text!r} is not an amount of free space; write it like 10% or 50GiB")
     return MinFree(percent=percent)
 
 
 def _parse_share(text: str) -> MinFree:
     share = _parse_min_free(text)
     if share.percent is None:
-        raise ValueError(f"{text!r} is no share; write it like 10%")
+        raise ValueError(f"{text!r} is not a percentage; write it like 10%")
     return share
 
 
@@ -220,7 +277,7 @@ def _parse_switch(text: str) -> bool:
 def _parse_durations(text: str) -> tuple[float, ...]:
     durations = tuple(_parse_wait(part) for part in text.split(","))
     if list(durations) != sorted(set(durations)):
-        raise ValueError(f"{text!r} is no list of growing times; write it like 5s,15s,60s")
+        raise ValueError(f"{text!r} is not a list of increasing times; write it like 5s,15s,60s")
     return durations
 
 
@@ -239,7 +296,9 @@ def _parse_url(text: str) -> str:
     if not is_endpoint or parts.query or parts.fragment:
         raise ValueError(f"{text!r} is not an endpoint; write it like https://s3.example.org:9000")
     if parts.username or parts.password:
-        raise ValueError("no user or password here; credentials come from the AWS environment")
+        raise ValueError(
+            "an endpoint has no user or password; credentials come from the AWS environment"
+        )
     return text.strip().rstrip("/")
 
 
@@ -255,62 +314,73 @@ def _parse_word(text: str) -> str:
     return text.strip()
 
 
-# --- kinds --------------------------------------------------------------------
+# --- types --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Kind(Generic[T]):
-    """How one type of setting is read from text, and shown as the same text."""
+class SettingType(Generic[T]):
+    """How values of one type are read from text, and shown as the same text.
+
+    `read` raises ValueError. With `takes_numbers` a TOML file may hold a bare number.
+    """
 
     metavar: str
     read: Callable[[str], T]
     show: Callable[[T], str] = str
-    takes_numbers: bool = False  # a TOML file may give a bare number
+    takes_numbers: bool = False
 
 
-def at_least(minimum: N, kind: Kind[N]) -> Kind[N]:
+def at_least(minimum: N, base: SettingType[N]) -> SettingType[N]:
+    """The type `base` without the values below `minimum`."""
+
     def read(text: str) -> N:
-        value = kind.read(text)
+        value = base.read(text)
         if value < minimum:
-            raise ValueError(f"{text!r} is too small; the least is {kind.show(minimum)}")
+            raise ValueError(f"{text!r} is too small; the least is {base.show(minimum)}")
         return value
 
-    return Kind(kind.metavar, read, kind.show, kind.takes_numbers)
+    return replace(base, read=read)
 
 
-def whole_number(least: int, most: int) -> Kind[int]:
+def whole_number(least: int, most: int) -> SettingType[int]:
+    """Whole numbers from `least` to `most`."""
+
     def read(text: str) -> int:
         if not re.fullmatch(r"\d{1,10}", text.strip()) or not least <= int(text) <= most:
             raise ValueError(f"{text!r} is not a whole number from {least} to {most}")
         return int(text)
 
-    return Kind("N", read, takes_numbers=True)
+    return SettingType("N", read, takes_numbers=True)
 
 
-def choice(values: type[E]) -> Kind[E]:
+def choice(values: type[E]) -> SettingType[E]:
+    """The values of an enumeration, by their texts."""
+
     def read(text: str) -> E:
         try:
             return values(text.strip())
         except ValueError:
             raise ValueError(f"{text!r} is none of {', '.join(values)}") from None
 
-    return Kind("|".join(values), read)
+    return SettingType("|".join(values), read)
 
 
-WORD = Kind("NAME", _parse_word)
-URL = Kind("URL", _parse_url)
-PATH = Kind("PATH", _parse_path)
-SWITCH = Kind("", _parse_switch, lambda value: "true" if value else "false")
-SIZE = Kind("SIZE", parse_size, format_size, takes_numbers=True)
-DURATION = Kind("TIME", _parse_wait, format_duration, takes_numbers=True)
-DURATIONS = Kind("TIME,…", _parse_durations, lambda times: ",".join(map(format_duration, times)))
-# A daemon says each second that it lives.
+WORD = SettingType("NAME", _parse_word)
+URL = SettingType("URL", _parse_url)
+PATH = SettingType("PATH", _parse_path)
+SWITCH = SettingType("", _parse_switch, lambda value: "true" if value else "false")
+SIZE = SettingType("SIZE", parse_size, format_size, takes_numbers=True)
+DURATION = SettingType("TIME", _parse_wait, format_duration, takes_numbers=True)
+DURATIONS = SettingType(
+    "TIME,…", _parse_durations, lambda times: ",".join(map(format_duration, times))
+)
+# A daemon sends its keeper a sign of life each second.
 SILENCE = at_least(2.0, DURATION)
-LIFETIME = Kind("TIME", _parse_lifetime, format_duration, takes_numbers=True)
-MIN_FREE = Kind("SIZE|N%", _parse_min_free)
-SHARE = Kind("N%", _parse_share)
-MODE = Kind("MODE", _parse_mode, lambda mode: f"{mode:04o}")
-SOURCE = Kind("s3://BUCKET[/PREFIX]", parse_source)
+LIFETIME = SettingType("TIME", _parse_lifetime, format_duration, takes_numbers=True)
+MIN_FREE = SettingType("SIZE|N%", _parse_min_free)
+SHARE = SettingType("N%", _parse_share)
+MODE = SettingType("MODE", _parse_mode, lambda mode: f"{mode:04o}")
+SOURCE = SettingType("s3://BUCKET[/PREFIX]", parse_source)
 ID = whole_number(0, 2**32 - 2)
 
 
@@ -319,10 +389,10 @@ ID = whole_number(0, 2**32 - 2)
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting as its users see it: flags, environment, file and help."""
+    """One setting as flags, environment variables, TOML keys and `--help` show it."""
 
     name: str
-    kind: Kind[Any]
+    type: SettingType[Any]
     group: str
     help: str
     default: str  # as text, for `--help`
@@ -341,9 +411,24 @@ class Setting:
 
     @property
     def is_switch(self) -> bool:
-        return self.kind is SWITCH
+        return self.type is SWITCH
 
 
-def about(kind: Kind[Any], group: str, help: str, *, otherwise: str = "") -> dict[str, Any]:
-    """A field's metadata; `otherwise` tells what a default that is not fixed means."""
-    return {"setting": (kind, group, help, otherwise)}
+def option(
+    type: SettingType[Any],
+    group: str,
+    help: str,
+    default: object = MISSING,
+    *,
+    factory: Callable[[], object] | None = None,
+    otherwise: str = "",
+) -> Any:
+    """A dataclass field that is a setting, in this group of `--help`.
+
+    `factory` makes the default where it depends on the process; `otherwise` describes
+    a default that has no text of its own.
+    """
+    metadata = {"setting": (type, group, help, otherwise)}
+    if factory is not None:
+        return field(default_factory=factory, metadata=metadata)
+    return field(default=default, metadata=metadata)

@@ -14,7 +14,7 @@ from csi.errors import ResourceExhaustedError
 from csi.generated import csi_pb2
 from csi.node.mount_record import MountRecord, MountRecords
 from fusefs.settings.mount import MountSettings
-from fusefs.settings.units import MIB
+from fusefs.settings.types import MIB
 from tests.support.buckets import Bucket
 from tests.support.csi_node import Node, code_of, running_node
 from tests.support.s3_server import S3Server

@@ -15,7 +15,7 @@ from csi.identities.cache_domains import Domain, Domains
 from csi.identities.cache_gc import KEEP_IF_SCARCE_S, KEEP_S, REMOVAL, Sweeper
 from csi.volume.options import Shares
 from fusefs.settings.mount import MountSettings
-from fusefs.settings.types import Source
+from fusefs.settings.types import MountSource
 from tests.support.disks import small_disk
 from tests.support.ordinary_user import runnable_by_all
 
@@ -74,7 +74,7 @@ class Node:
 
     def mount(self, domain: Domain) -> None:
         settings = MountSettings(
-            source=Source("bucket"), mountpoint=Path("/mnt"), cache_dir=domain.directory
+            source=MountSource("bucket"), mountpoint=Path("/mnt"), cache_dir=domain.directory
         )
         self.used.append(settings.to_json())
 

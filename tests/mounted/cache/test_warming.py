@@ -228,7 +228,7 @@ def test_interrupting_who_waits_leaves_it_going_on(here: Mount, faulty: FaultyS3
     waiting.send_signal(signal.SIGINT)
     _, said = waiting.communicate(timeout=30)
     assert waiting.returncode == 130
-    assert "it goes on" in said
+    assert "the job goes on" in said
     faulty.remove(stalled)
     until(lambda: jobs(here)[-1]["state"] == "ended", "its end")
     assert jobs(here)[-1]["done_files"] == 41

@@ -174,7 +174,7 @@ def test_the_mount_of_a_killed_daemon_can_be_taken_away(mounter: Mounter) -> Non
     os.kill(pid, signal.SIGKILL)
     until(lambda: registry.start_time(pid) is None, "the daemon is gone")
     told = json.loads(fusefs("status", one.path, "--json").stdout)
-    assert "ended" in told["not_answering"]
+    assert "died" in told["not_answering"]
     one.force()
     assert nothing_is_left(one, pid)
     one.start()

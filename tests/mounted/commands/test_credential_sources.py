@@ -14,7 +14,7 @@ import pytest
 
 from fusefs.launch import launcher, users
 from fusefs.settings.mount import MountSettings
-from fusefs.settings.types import Source
+from fusefs.settings.types import MountSource
 from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3, Request
 from tests.support.identity_services import identity_services
@@ -36,7 +36,7 @@ sso_role_name = reader
 """
 
 
-SETTINGS = MountSettings(source=Source("bucket"), mountpoint=Path("/mnt"))
+SETTINGS = MountSettings(source=MountSource("bucket"), mountpoint=Path("/mnt"))
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from fusefs.cache.listing_cache import NoPages
 from fusefs.cache.unkept import UnkeptBuffers
 from fusefs.posix.directory.listings import Directories
 from fusefs.settings.memory import MemoryBudget
-from fusefs.settings.units import MIB
+from fusefs.settings.types import MIB
 from fusefs.store.s3.clients import S3Settings
 from fusefs.store.s3.store import S3Store
 from tests.support.buckets import Bucket

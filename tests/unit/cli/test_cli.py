@@ -242,4 +242,4 @@ def test_a_size_that_may_mean_two_things_is_refused_with_both(
     text: str, forms: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = refusal(capsys, "s3://bucket", tmp_path, "--cache-size", text, status=2)
-    assert f"--cache-size: '{text}' may mean {forms}" in line
+    assert f"--cache-size: '{text}' is ambiguous; write {forms}" in line

@@ -91,7 +91,7 @@ def test_a_mount_of_somebody_else_is_shown_as_such(
 ) -> None:
     monkeypatch.setattr(registry, "kernel_mounts", lambda: registry.parse_mountinfo(MOUNTINFO)[1:2])
     assert run("status") == 0
-    assert "it belongs to user 4242" in capsys.readouterr().out
+    assert "the mount belongs to user 4242" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("runtime")
@@ -102,8 +102,9 @@ def test_a_mount_that_is_not_on_record_is_not_said_to_have_ended(
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert run("status") == 0
     said = capsys.readouterr().out
-    assert "not on record here" in said
+    assert "not registered here" in said
     assert "ended" not in said
+    assert "died" not in said
 
 
 @pytest.mark.usefixtures("runtime")
@@ -129,7 +130,7 @@ def test_a_reader_of_a_status_may_stop_reading() -> None:
 
 
 def test_a_mountpoint_whose_name_is_no_text_is_shown_as_it_is() -> None:
-    script = "from fusefs.cli.surroundings import *; prepare_streams(); print('m\\udcff')"
+    script = "from fusefs.cli.main import _prepare_streams; _prepare_streams(); print('m\\udcff')"
     done = subprocess.run(
         [sys.executable, "-c", script],
         env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"}, capture_output=True, check=False,

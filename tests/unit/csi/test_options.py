@@ -12,11 +12,10 @@ from csi.volume import options
 from csi.volume.location import LOCATION_KEYS
 from csi.volume.options import Place, Shares, check_attributes, finished, mount_layer, read_options
 from fusefs.settings.mount import MountSettings
-from fusefs.settings.types import Source
-from fusefs.settings.units import GIB, MIB
+from fusefs.settings.types import GIB, MIB, MountSource
 from tests.support.manifests import PROJECT
 
-PLACE = Place(Source("bucket", "p/"), "http://s3:1", "us-east-1", "auto", None)
+PLACE = Place(MountSource("bucket", "p/"), "http://s3:1", "us-east-1", "auto", None)
 SHARES = Shares(256 * MIB, 32, None, "20%", "10%")
 
 

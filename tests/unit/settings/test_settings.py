@@ -15,30 +15,35 @@ from fusefs.cli import main
 from fusefs.daemon import setup
 from fusefs.settings.mount import (
     SETTINGS,
-    Given,
     MountSettings,
+    RawValue,
     SettingsError,
     build,
 )
 from fusefs.settings.sources import from_config, from_environment
-from fusefs.settings.types import Addressing, MinFree, SessionKind, Setting, Source, parse_source
-from fusefs.settings.units import (
+from fusefs.settings.types import (
     GIB,
     MIB,
+    Addressing,
+    MinFree,
+    MountSource,
+    SessionKind,
+    Setting,
     format_duration,
     format_size,
     parse_duration,
     parse_size,
+    parse_source,
 )
 
 MOUNT = {
-    "source": Given("s3://bucket/some/prefix", "SOURCE"),
-    "mountpoint": Given("/mnt/data", "MOUNTPOINT"),
+    "source": RawValue("s3://bucket/some/prefix", "SOURCE"),
+    "mountpoint": RawValue("/mnt/data", "MOUNTPOINT"),
 }
 
 
 def settings_with(**texts: str) -> MountSettings:
-    return build({name: Given(text, "--" + name) for name, text in texts.items()}, MOUNT)
+    return build({name: RawValue(text, "--" + name) for name, text in texts.items()}, MOUNT)
 
 
 def config_file(directory: Path, text: str) -> Path:
@@ -74,7 +79,7 @@ def test_a_size_that_is_none_is_refused_with_an_example(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["50G", "50g", "50 G"])
 def test_a_size_with_half_a_unit_is_refused_with_both_readings(text: str) -> None:
-    with pytest.raises(ValueError, match=r"may mean 50GiB .* or 50GB"):
+    with pytest.raises(ValueError, match=r"is ambiguous; write 50GiB .* or 50GB"):
         parse_size(text)
 
 
@@ -115,7 +120,7 @@ def test_a_duration_is_shown_as_text_that_reads_the_same(seconds: float) -> None
     ],
 )
 def test_a_prefix_is_empty_or_ends_with_a_slash(url: str, prefix: str) -> None:
-    assert parse_source(url) == Source("bucket", prefix)
+    assert parse_source(url) == MountSource("bucket", prefix)
 
 
 @pytest.mark.parametrize("url", ["bucket", "http://bucket/a", "s3://", "s3:///a", "s3:/b", ""])
@@ -208,7 +213,7 @@ def test_an_endpoint_takes_no_credentials() -> None:
 
 @pytest.mark.parametrize("prefix", ["a\0b", "\udcff", "x" * 1024])
 def test_a_prefix_that_no_key_can_have_is_refused(prefix: str) -> None:
-    with pytest.raises(ValueError, match="is no S3 key"):
+    with pytest.raises(ValueError, match="is not an S3 key"):
         parse_source(f"s3://bucket/{prefix}")
 
 
@@ -246,7 +251,7 @@ def test_a_flag_wins_over_the_environment_and_that_over_the_file(tmp_path: Path)
     environment = from_environment(
         {"FUSEFS_CACHE_SIZE": "2GiB", "FUSEFS_METADATA_TTL": "2s", "HOME": "/root"}
     )
-    flags = {**MOUNT, "cache_size": Given("3GiB", "--cache-size")}
+    flags = {**MOUNT, "cache_size": RawValue("3GiB", "--cache-size")}
 
     settings = build(flags, environment, from_config(config))
 
@@ -266,7 +271,7 @@ SAMPLES = {
 def test_every_setting_is_a_flag_a_variable_and_a_key_of_the_file(
     setting: Setting, tmp_path: Path
 ) -> None:
-    text = SAMPLES.get(setting.kind.metavar) or setting.kind.metavar.split("|")[-1]
+    text = SAMPLES.get(setting.type.metavar) or setting.type.metavar.split("|")[-1]
     config = str(config_file(tmp_path, f'{setting.key} = "{text}"'))
     flag = [setting.flag] if setting.is_switch else [setting.flag, text]
     ways: list[tuple[list[str], dict[str, str]]] = [
