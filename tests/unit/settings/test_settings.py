@@ -359,8 +359,14 @@ def test_settings_survive_json() -> None:
     assert MountSettings.from_json(settings.to_json()) == settings
 
 
+def test_the_earlier_name_of_the_descriptor_store_is_read() -> None:
+    older = {"source": "s3://bucket", "mountpoint": "/mnt", "holder": "/run/holder.sock"}
+    settings = MountSettings.from_json(json.dumps(older))
+    assert settings.descriptor_store == Path("/run/holder.sock")
+
+
 def test_json_of_something_else_is_refused() -> None:
-    with pytest.raises(SettingsError, match="no JSON object"):
+    with pytest.raises(SettingsError, match="not a JSON object"):
         MountSettings.from_json("nonsense")
     with pytest.raises(SettingsError, match="no such setting"):
         MountSettings.from_json('{"colour": "red"}')
