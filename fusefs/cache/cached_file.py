@@ -1,9 +1,9 @@
-"""One file of the cache as the event loop sees it: what it holds and who uses it."""
+"""One file of the cache as the event loop sees it: which bytes it has, and its users."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import trio
 
@@ -11,10 +11,6 @@ from fusefs.cache.catalog import Row
 from fusefs.cache.integrity.checksums import Sum
 from fusefs.cache.ranges import RangeMap
 from fusefs.store.interface import ObjectVersion
-
-if TYPE_CHECKING:
-    from fusefs.cache.downloader import Download
-
 
 # Files up to this size are compared with their checksums when they are first opened.
 CHECKED_AT_OPEN = 16 << 20
@@ -38,12 +34,14 @@ class OpenFile(NamedTuple):
 class CacheFile:
     """One file of the cache, there or about to be. Belongs to the event loop.
 
-    `fd` is -1 while nobody needs it open; `pins` counts users. `is_kept` turns
-    False when the disk refuses the file: its version is then read uncached.
-    `is_ours` turns False when another mount keeps the same version: this file
-    then goes with its last user. `sums` are the checksums that the catalog does
-    not have yet; `is_checked` says that this process has written the file or
-    compared it with its checksums.
+    `pins` counts users, `downloads` those that are under way; `fd` is -1 while
+    it is not open. `is_kept` turns False when the disk fails for the file: its
+    version is then read uncached. `is_ours` turns False when another mount
+    keeps the same version: this file then goes with its last user. `sums` are
+    the checksums that the catalog does not have yet; `is_checked` says that
+    this process has written the file or compared it with its checksums.
+    `used_at` is in seconds since the epoch, `written_at` in those of the
+    monotonic clock.
     """
 
     __slots__ = (
@@ -74,8 +72,9 @@ class CacheFile:
         self.st_ino = 0
         self.fd = -1
         self.pins = 0
+        self.downloads = 0
         self.present = RangeMap()
-        self.recorded = 0  # bytes of `present` that the catalog knows
+        self.recorded = 0  # bytes of `present` that are in the catalog
         self.is_kept = True
         self.is_ours = True
         self.is_checked = True
@@ -83,7 +82,6 @@ class CacheFile:
         self.used_at = 0.0
         self.written_at = 0.0
         self._opening: trio.Lock | None = None
-        self.downloads: list[Download] = []
 
     @classmethod
     def from_row(cls, row: Row) -> CacheFile:
@@ -94,14 +92,14 @@ class CacheFile:
 
     @classmethod
     def unkept(cls) -> CacheFile:
-        """A pinned file that nothing is cached in: of what the bucket does not have yet."""
+        """A pinned file without bytes: of content that the bucket does not have yet."""
         file = cls("", 0)
         file.pins = 1
         return file
 
     @classmethod
     def dropped(cls, name: str, size: int, st_ino: int) -> CacheFile:
-        """A file that is in the cache no more, and that the kernel reads for a program."""
+        """A file that is no longer in the cache, and that the kernel reads for a program."""
         file = cls(name, size)
         file.st_ino = st_ino
         file.is_kept = file.is_ours = False
@@ -124,43 +122,43 @@ class CacheFile:
 
     @property
     def unrecorded(self) -> int:
-        """How many bytes are there that the catalog does not know."""
+        """How many bytes are present and not in the catalog."""
         return self.present.total - self.recorded
 
     @property
     def opening(self) -> trio.Lock:
-        """Held by whoever opens or creates the file."""
+        """Held while the file is opened or created."""
         if self._opening is None:
             self._opening = trio.Lock()
         return self._opening
 
     def become(self, generation: str, st_ino: int, ranges: bytes) -> None:
-        """Be another file on the disk, which holds the ranges that its row tells."""
+        """Stand for another file on the disk, which has the packed `ranges`."""
         self.generation, self.st_ino = generation, st_ino
         self.present = RangeMap.unpack(ranges)
         self.recorded = self.present.total
         self.sums = None
-        # What nothing is known of will be written by this process.
+        # A file without ranges will be written by this process.
         self.is_checked = not ranges
 
     def summed(self, sums: list[Sum]) -> None:
-        """Know the checksums of some of its bytes."""
+        """Add checksums of some of its bytes."""
         if self.sums is None:
             self.sums = sums
         else:
             self.sums += sums
 
     def recorded_sums(self, count: int) -> None:
-        """The catalog has the first `count` of the checksums that it did not have."""
+        """Drop the first `count` pending checksums: the catalog has them."""
         if self.sums is not None:
             self.sums = self.sums[count:] or None
 
     def lose(self) -> None:
-        """None of its bytes are to be used; which file it is stays known."""
+        """Have none of its bytes used; which file it is stays known."""
         self.present = RangeMap()
         self.recorded = 0
         self.sums = None
 
     def forget(self) -> None:
-        """Nothing of it is on the disk any more."""
+        """Stand for a version of which nothing is on the disk."""
         self.become("", 0, b"")

@@ -1,8 +1,8 @@
-"""What the catalog is still to be told, and the one thread in which it is told.
+"""Batches updates of the catalog.
 
-New ranges, uses and losses are collected here and written in batches: a
-commit for each would cost more than the download of a small file. What a
-killed daemon had not told is downloaded again.
+New ranges, last-use times and removals are collected in memory and written by
+one worker thread: a commit for each would cost more than the download of a
+small file. An update that is lost in a crash only costs a repeated download.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import trio
 
@@ -21,87 +21,85 @@ from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.catalog import Catalog, Row
 from fusefs.cache.disk import Disk
 from fusefs.cache.integrity.damage import is_damage
-
-if TYPE_CHECKING:
-    from fusefs.cache.quota import Space
+from fusefs.cache.quota import Quota
 
 logger = logging.getLogger("fusefs.cache")
 
 Result = TypeVar("Result")
 
-# How many files are made safe in one go, and for how long: a go can't be
-# cancelled, and on a busy disk each file may take a second.
+# How many files are synced in one call of a thread, and for how long: the call
+# can't be cancelled, and on a busy disk each file may take a second.
 SYNC_AT_ONCE = 256
 SYNC_GO_S = 1.0
-# An end that takes longer says what it was at.
+# The end of a mount whose syncing takes longer is logged.
 SLOW_S = 2.0
 
 
-class Ledger:
+class CatalogWriter:
     """The batches of one mount. Belongs to the event loop.
 
-    `warn` is called with the reason why the catalog can't be written. `recorded` gives the rows
-    that a catalog in memory has to begin with. `has_neighbours` turns True
-    when another mount has written in the directory.
+    `warn` is called with the reason why the catalog can't be written. `recorded`
+    returns the rows that a catalog in memory begins with. `has_neighbours` turns
+    True when another mount has written in the directory.
     """
 
     def __init__(
         self,
         catalog: Catalog,
         disk: Disk,
-        space: Space,
+        quota: Quota,
         warn: Callable[[str], None],
         recorded: Callable[[], list[Row]],
     ) -> None:
         self._catalog = catalog
         self._disk = disk
-        self._space = space
+        self._quota = quota
         self._warn = warn
         self._recorded = recorded
         self.has_neighbours = False
-        self._dirty: dict[str, CacheFile] = {}  # with ranges that the catalog does not know
+        self._dirty: dict[str, CacheFile] = {}  # with ranges that the catalog does not have
         self._unsynced: dict[str, CacheFile] = {}
         self._used: dict[str, CacheFile] = {}
         # Rows to be removed or renamed, in this order.
         self._changes: list[Callable[[], object]] = []
         self._thread = trio.CapacityLimiter(1)
-        # Totals are taken over in the order in which the catalog gave them: of two
-        # answers taken the other way round, the older would count for too much.
+        # Totals are used in the order in which the catalog computed them: of two
+        # that were used the other way round, the older would count for too much.
         self._counting = trio.Lock()
 
     def arrived(self, file: CacheFile) -> None:
-        """There is more of a file than before."""
+        """A file has new ranges."""
         self._dirty[file.name] = file
         self._unsynced[file.name] = file
 
     def summed(self, file: CacheFile) -> None:
-        """There are checksums of a file that the catalog does not have."""
+        """A file has new checksums."""
         self._dirty[file.name] = file
 
     def recovered(self, file: CacheFile) -> None:
-        """A file that the catalog knows may not survive a power cut."""
+        """A file of the catalog may not survive a power cut."""
         self._unsynced[file.name] = file
 
     def used(self, file: CacheFile) -> None:
         self._used[file.name] = file
 
     def forget(self, file: CacheFile) -> None:
-        """What was to be told of a file need not be told any more."""
+        """Drop the pending updates of a file."""
         if self._dirty.get(file.name) is file:
             del self._dirty[file.name]
         if self._unsynced.get(file.name) is file:
             del self._unsynced[file.name]
-        self._space.uncommitted -= file.unrecorded
+        self._quota.uncommitted -= file.unrecorded
 
     def lost(self, file: CacheFile) -> None:
-        """A file is gone, and so has its row to go."""
+        """A file is gone: remove its row with the next batch."""
         if file.recorded:
             self._changes.append(
                 partial(self._catalog.remove, file.name, file.generation, file.st_ino)
             )
 
     def renamed(self, file: CacheFile, old_name: str) -> None:
-        """A file has another name, and so has its row to get."""
+        """A file has another name: rename its row with the next batch."""
         for files in (self._dirty, self._unsynced, self._used):
             if files.get(old_name) is file:
                 files[file.name] = files.pop(old_name)
@@ -113,7 +111,7 @@ class Ledger:
             self._dirty[file.name] = file
 
     async def record(self) -> None:
-        """Tell the catalog of everything that has arrived, and see what others have."""
+        """Write everything that has arrived, and see whether other mounts wrote."""
         async with self._counting:
             files = [file for file in self._dirty.values() if file.generation and file.is_ours]
             changes, self._changes = self._changes, []
@@ -134,20 +132,20 @@ class Ledger:
                 self._dirty = {file.name: file for file in files if file.generation} | self._dirty
                 self._changes = changes + self._changes
                 return
-            accepted, self._space.committed, has_changed = answer
+            accepted, self._quota.committed, has_changed = answer
             self.has_neighbours = self.has_neighbours or has_changed
             for file, row, is_ours, bytes_now in zip(files, rows, accepted, counted, strict=True):
                 if file.generation != row.generation:
                     continue  # evicted meanwhile
                 if is_ours:
-                    self._space.uncommitted -= bytes_now - file.recorded
+                    self._quota.uncommitted -= bytes_now - file.recorded
                     file.recorded = bytes_now
                     file.recorded_sums(len(row.sums))
                 else:
                     file.is_ours = False
 
     async def remove(self, name: str, generation: str, st_ino: int) -> None:
-        """Have the catalog remove a row now."""
+        """Remove a row now, after the pending removals and renames."""
         async with self._counting:
             changes, self._changes = self._changes, []
 
@@ -160,31 +158,34 @@ class Ledger:
             if total is None:
                 self._changes = changes + self._changes
             else:
-                self._space.committed = total
+                self._quota.committed = total
 
     async def touch(self) -> None:
-        """Tell the catalog what has been used, for the order of eviction after a restart."""
+        """Write last-use times, for the order of eviction after a restart."""
         used, self._used = self._used, {}
         times = [(file.used_at, file.name, file.generation) for file in used.values()]
         await self.in_catalog(self._catalog.touch, times)
 
     async def sync_all(self, limit_s: float) -> None:
-        """Make all files safe against a power cut, as many as there is time for."""
+        """Make files safe against a power cut, as many as `limit_s` seconds suffice for."""
         began, count = time.monotonic(), len(self._unsynced)
         with trio.move_on_after(limit_s):
             while await self.sync(idle_s=0.0):
                 pass
-        took_s, left = time.monotonic() - began, len(self._unsynced)
-        if left or took_s > SLOW_S:
+        took_s, remaining = time.monotonic() - began, len(self._unsynced)
+        if remaining or took_s > SLOW_S:
             logger.info(
                 "the disk took %.1f s to make %d cached files safe against a power cut, %d are not",
-                took_s, count - left, left,
-            )  # fmt: skip
+                took_s,
+                count - remaining,
+                remaining,
+            )
 
     async def sync(self, idle_s: float) -> bool:
-        """Make files safe against a power cut that have been left alone; tell if there were any.
+        """Make files safe against a power cut that got no bytes for `idle_s` seconds.
 
-        What the disk is too slow for is left to the next call.
+        Returns whether there were any. What the disk is too slow for is left to
+        the next call.
         """
         now = time.monotonic()
         idle = (
@@ -217,24 +218,24 @@ class Ledger:
         return bool(rows)
 
     async def in_catalog(self, function: Callable[..., Result], *args: object) -> Result | None:
-        """Call the catalog in its thread; None, and a warning, if it fails. Not cancelled.
+        """Call a function in the catalog's thread; None, and a warning, if it fails. Not cancelled.
 
-        A damaged catalog goes on in memory, and the call is made once more.
+        A damaged catalog goes on in memory, and the call is repeated once.
         """
         with trio.CancelScope(shield=True):
             try:
                 try:
                     return await trio.to_thread.run_sync(function, *args, limiter=self._thread)
                 except sqlite3.Error as error:
-                    if not await self.get_over(error):
+                    if not await self.recover_from(error):
                         raise
                 return await trio.to_thread.run_sync(function, *args, limiter=self._thread)
             except sqlite3.Error as error:
                 self._warn(f"its catalog can't be written ({error})")
         return None
 
-    async def get_over(self, error: sqlite3.Error) -> bool:
-        """If an error is damage, have the catalog go on in memory; False if that is no help."""
+    async def recover_from(self, error: sqlite3.Error) -> bool:
+        """After damage, have the catalog go on in memory; False if that does not help."""
         if not is_damage(error):
             return False
         go_on = self._catalog.go_on_in_memory

@@ -1,10 +1,11 @@
-"""The folder of the object files: what threads do there.
+"""The cache directory, and the object files in it: what threads do there.
 
-    FOLDER/ab/abcdef….GENERATION
+    DIRECTORY/format
+    DIRECTORY/PRINCIPAL/objects/ab/abcdef….GENERATION
 
-All calls block, and all may raise OSError. They know nothing of what a file
-holds; the name says which version it is of, and the generation tells it from
-all other files that ever had this name.
+All calls block, and those of `Disk` may raise OSError. They know nothing of
+what a file holds; its name is made of the version, and the generation tells it
+from all other files that ever had this name.
 """
 
 from __future__ import annotations
@@ -14,24 +15,38 @@ import fcntl
 import logging
 import os
 import random
+import re
+import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import trio
+
+from fusefs.cache.catalog import Catalog
 from fusefs.cache.integrity.probes import DirectReader
 
 logger = logging.getLogger("fusefs.cache")
 
+FORMAT_MARK = b"fusefs cache 1\n"
+_ANY_FORMAT = re.compile(rb"fusefs cache \d+\n")
+# What mounts leave to later ones, staged files above all; all else was fetched.
+STATE = "mounts"
+# The parts of the cache, by who reads it: see Daemon._principal_directory.
+_PRINCIPAL = re.compile(r"[0-9a-f]{16}")
+
 FOLDERS = 256  # by the first two digits of the name
+# Files without a row are removed when they are older than any batch of the catalog.
+ORPHAN_AGE_S = 15.0
 
 _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class Disk:
-    """The object files of one cache directory, of all mounts that share it.
+    """The object files of one principal, of all mounts that share the directory.
 
-    A descriptor that it gives out carries a shared flock, which keeps the
-    other mounts from unlinking the file.
+    Descriptors that it returns carry a shared flock, which keeps the other
+    mounts from unlinking the file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -54,19 +69,19 @@ class Disk:
             os.unlink(path)
             raise
 
-    def take_in(self, name: str, path: str) -> tuple[str, int]:
-        """Give another file of this disk a new generation of a name: (generation, st_ino)."""
+    def adopt(self, name: str, path: str) -> tuple[str, int]:
+        """Make a file of this disk a new generation of a name: (generation, st_ino)."""
         generation = f"{random.getrandbits(32):08x}"
         target = self._path(name, generation)
         os.rename(path, target)
         return generation, os.stat(target).st_ino
 
     def rename(self, name: str, generation: str, new_name: str) -> None:
-        """Let a file be that of another name; it stays the same generation."""
+        """Give a file another name; it keeps its generation."""
         os.rename(self._path(name, generation), self._path(new_name, generation))
 
     def open(self, name: str, generation: str, st_ino: int, size: int) -> int:
-        """The descriptor of a file that is really there, or -1."""
+        """The descriptor of a file, or -1 if there is no such file of that inode and size."""
         try:
             fd = os.open(self._path(name, generation), _FLAGS)
         except FileNotFoundError:
@@ -97,7 +112,7 @@ class Disk:
             return None
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
-        # Whoever waits for the lock shall see that the file has gone.
+        # Others that wait for the lock see then that the file has gone.
         fcntl.flock(fd, fcntl.LOCK_UN)
         if is_unused(fd):
             os.close(fd)
@@ -105,12 +120,12 @@ class Disk:
         return fd
 
     def drop(self, name: str, generation: str) -> None:
-        """Unlink a file of ours that nobody else knows."""
+        """Unlink a file that no other mount knows."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path(name, generation))
 
     def sync(self, name: str, generation: str) -> bool:
-        """Have a file's bytes safe against a power cut; False if it is gone or the disk failed."""
+        """Make a file's bytes safe against a power cut; False if it is gone or the disk failed."""
         try:
             fd = os.open(self._path(name, generation), _FLAGS)
         except OSError:
@@ -148,7 +163,7 @@ class Disk:
     def remove_orphan(
         self, name: str, generation: str, age_s: float, is_known: Callable[[], bool]
     ) -> None:
-        """Remove a file that nobody uses, that is older than `age_s`, and not known."""
+        """Remove a file that is not in use, is older than `age_s` seconds, and not known."""
         path = self._path(name, generation)
         try:
             fd = os.open(path, _FLAGS)
@@ -159,7 +174,7 @@ class Disk:
             if time.time() - os.fstat(fd).st_mtime > age_s and not is_known():
                 os.unlink(path)
         except OSError as error:
-            # Locked: somebody uses it. The rest is for the next start.
+            # A lock means that it is in use. Other errors are left to the next start.
             logger.debug("%s stays: %s", path, error)
         finally:
             os.close(fd)
@@ -182,3 +197,125 @@ def is_unused(fd: int) -> bool:
         return True  # this file system has no leases: believe that it is
     fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     return True
+
+
+async def sweep_orphans(disk: Disk, catalog: Catalog, is_ours: Callable[[str, str], bool]) -> None:
+    """Remove old files without a catalog row, as a killed daemon leaves them.
+
+    `is_ours` says whether this mount knows a file, by name and generation.
+
+    Raises:
+        OSError: the disk can't be read.
+    """
+    for folder in range(FOLDERS):
+        for name, generation in await trio.to_thread.run_sync(disk.listed, folder):
+            if not is_ours(name, generation):
+                await trio.to_thread.run_sync(_remove, disk, catalog, name, generation)
+        await trio.sleep(0.01)
+
+
+def _remove(disk: Disk, catalog: Catalog, name: str, generation: str) -> None:
+    def is_known() -> bool:
+        row = catalog.find(name)
+        return row is not None and row.generation == generation
+
+    try:
+        disk.remove_orphan(name, generation, ORPHAN_AGE_S, is_known)
+    except sqlite3.Error as error:
+        logger.debug("%s stays: %s", name, error)  # for the next start
+
+
+class CacheDirectoryError(Exception):
+    """The cache directory can't be used; the message is for the user."""
+
+
+@contextlib.contextmanager
+def usable(directory: Path) -> Iterator[None]:
+    """Raise an OSError of the cache directory as one for the user.
+
+    Raises:
+        CacheDirectoryError: instead of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CacheDirectoryError(
+            f"can't use the cache directory {directory}: {error.strerror or error}"
+        ) from error
+
+
+def prepare_directory(directory: Path, *, in_any_case: bool = False) -> None:
+    """Create the cache directory, or check that it is one and belongs to this user. Blocks.
+
+    A damaged format file is written anew: the other files have checksums and
+    formats of their own. With `in_any_case` an error is logged and not raised:
+    a mount that is served already uses the directory.
+
+    Raises:
+        CacheDirectoryError: it can't be used; the message says why.
+    """
+    try:
+        with usable(directory):
+            _prepare(directory)
+    except CacheDirectoryError as error:
+        if not in_any_case:
+            raise
+        logger.warning("%s; the mount goes on with it", error)
+
+
+def _prepare(directory: Path) -> None:
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = directory.stat()
+    if status.st_uid != os.geteuid():
+        raise CacheDirectoryError(
+            f"the cache directory {directory} belongs to another user (uid {status.st_uid}):"
+            " choose another with --cache-dir"
+        )
+    mark = directory / "format"
+    if mark.exists():
+        _check_mark(directory, mark)
+        return
+    if any(not _is_harmless(entry.name) for entry in directory.iterdir()):
+        raise _not_a_cache(directory)
+    # Only now that it is known to belong to this user and to have no other use.
+    directory.chmod(0o700)
+    _write_mark(mark)
+
+
+def _check_mark(directory: Path, mark: Path) -> None:
+    found = mark.read_bytes()
+    if found == FORMAT_MARK:
+        return
+    if _ANY_FORMAT.fullmatch(found):
+        raise CacheDirectoryError(
+            f"the cache directory {directory} is of another version of fusefs: remove it,"
+            " or choose another with --cache-dir"
+        )
+    if any(not _is_ours(entry.name) for entry in directory.iterdir()):
+        raise _not_a_cache(directory)
+    logger.warning("%s is damaged, and is written anew", mark)
+    _write_mark(mark)
+
+
+def _write_mark(mark: Path) -> None:
+    # Whole or not at all: this process may be killed at any moment.
+    unfinished = mark.with_name(f"format.{os.getpid()}")
+    unfinished.write_bytes(FORMAT_MARK)
+    unfinished.replace(mark)
+
+
+def _not_a_cache(directory: Path) -> CacheDirectoryError:
+    return CacheDirectoryError(
+        f"{directory} is not empty and no cache of fusefs: choose another with --cache-dir"
+    )
+
+
+def _is_harmless(name: str) -> bool:
+    """Whether this may be in an empty cache directory."""
+    return name == "lost+found" or name.startswith("format.")
+
+
+def _is_ours(name: str) -> bool:
+    """Whether this may be in a cache directory that is in use."""
+    is_known = name in ("format", STATE) or _PRINCIPAL.fullmatch(name) is not None
+    return is_known or _is_harmless(name)

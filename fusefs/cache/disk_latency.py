@@ -1,8 +1,9 @@
-"""Whether the local disk takes small files at once.
+"""Whether the local disk takes small writes at once.
 
-What goes into the page cache takes microseconds, less than to hand it to a
-thread, until the disk is behind and the kernel holds writers back. One that
-was made to sleep for long tells; one that lost the processor to others does not.
+A write into the page cache takes microseconds, less than to hand it to a
+thread, until the disk is behind and the kernel holds writers back. A writer
+that the kernel put to sleep for long is taken for that; a writer that lost the
+processor to other threads is not.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ import time
 from resource import RUSAGE_THREAD, getrusage
 
 SLOW_S = 0.02
-# For how long threads wait for the disk after that.
+# For how long writes go to threads after a slow one.
 IN_THREADS_S = 1.0
 
 
-class Pace:
-    """What the event loop may do by itself; threads can tell as well."""
+class DiskLatency:
+    """Watches disk accesses, from any thread, and says whether the event loop may make them."""
 
     def __init__(self) -> None:
         self._slow_until = 0.0
@@ -26,12 +27,12 @@ class Pace:
         return time.monotonic() >= self._slow_until
 
     def begin(self) -> tuple[int, float]:
-        """Before something is done on the disk; for `end`."""
+        """Begin to measure an access of this thread; the result is for `end`."""
         return getrusage(RUSAGE_THREAD).ru_nvcsw, time.monotonic()
 
     def end(self, began: tuple[int, float]) -> None:
-        """See how long the disk has taken."""
-        slept, at = began
+        """Note how long the access has taken."""
+        sleeps, at = began
         now = time.monotonic()
-        if now - at > SLOW_S and getrusage(RUSAGE_THREAD).ru_nvcsw > slept:
+        if now - at > SLOW_S and getrusage(RUSAGE_THREAD).ru_nvcsw > sleeps:
             self._slow_until = now + IN_THREADS_S

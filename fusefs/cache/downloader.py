@@ -1,17 +1,16 @@
-"""Ranges on their way in: each is downloaded once, however many wait for it.
+"""Downloads into the cache: each range is downloaded once, however many readers wait for it.
 
 A `Download` is one ranged GET into one cache file. It has a position, and
 everything before that has been written; a reader waits for the position to
 pass the end of what it needs, so it is woken when its bytes arrive and not
-when the range ends. Whoever needs bytes that no download will bring starts
-one; the next ones join it.
+when the range ends. A reader that needs bytes which no download will bring
+starts one; the next readers join it.
 
-A download ends early when nobody wants it any more: its readers were
-cancelled, and the prefetch that asked for it has been closed. What arrived
-until then is kept.
+A download ends early when its readers were cancelled and the prefetch that
+wanted it has been closed. What arrived until then is kept.
 
-When the cache has no room or its disk fails, `wait_for` says so, and the
-bytes are read without being kept (`read_unkept`).
+When the cache has no room or its disk fails, `wait_for` raises `NotKeptError`,
+and the bytes are read without being kept (`read_unkept`).
 
 All of this belongs to the event loop; only the writing of chunks happens in
 the store's threads.
@@ -21,16 +20,18 @@ from __future__ import annotations
 
 import errno
 import math
+import os
 import time
 from collections.abc import Callable
 
 import trio
 
-from fusefs.cache.cached_file import CacheFile
-from fusefs.cache.disk_latency import Pace
+from fusefs.cache.cached_file import CacheFile, OpenFile
+from fusefs.cache.disk_latency import DiskLatency
+from fusefs.cache.evictor import Evictor
 from fusefs.cache.file_cache import FileCache
-from fusefs.cache.incoming import Incoming, Reservation
-from fusefs.cache.quota import Space
+from fusefs.cache.integrity.checksums import RunningSums
+from fusefs.cache.quota import Quota
 from fusefs.cache.unkept import UnkeptBuffers
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
 from fusefs.store.interface import ObjectVersion, Priority, Store
@@ -38,7 +39,7 @@ from fusefs.store.interface import ObjectVersion, Priority, Store
 # What a random read brings at least: a request costs as much time as this many
 # bytes, so less would save nothing, and more would be wasted on a jumping reader.
 BLOCK = 256 << 10
-# What the first read of a file brings: who reads the beginning mostly goes on.
+# What the first read of a file brings: most readers of the beginning go on.
 FIRST_BYTES = 1 << 20
 # One GET of a sequential reader: long enough to make requests cheap, short
 # enough for several to run side by side.
@@ -50,11 +51,11 @@ class NotKeptError(Exception):
 
 
 class Download:
-    """One range [start, stop) of one file on its way.
+    """One range [start, stop) of one file that is being downloaded.
 
     `position` is up to where bytes have arrived; `demanded` counts the readers
     that wait, `wanted` the prefetches that are interested. What was used since
-    `spares`, in seconds since the epoch, is not evicted for it.
+    `keep_used_since`, in seconds since the epoch, is not evicted for it.
     """
 
     __slots__ = (
@@ -65,9 +66,9 @@ class Download:
         "error",
         "file",
         "is_done",
+        "keep_used_since",
         "position",
         "since",
-        "spares",
         "start",
         "stop",
         "wanted",
@@ -80,7 +81,7 @@ class Download:
         self.stop = stop
         self.position = start
         self.since = time.monotonic()
-        self.spares = math.inf
+        self.keep_used_since = math.inf
         self.demanded = 0
         self.wanted = 0
         self.is_done = False
@@ -104,9 +105,9 @@ class Download:
         self._waiters = []
 
     async def reach(self, position: int) -> None:
-        """Wait until the bytes before `position` are there, or the download has ended.
+        """Wait until the bytes before `position` have arrived, or the download has ended.
 
-        The download goes on if the caller is cancelled and others want it.
+        Cancelling the caller stops the download unless others want it.
         """
         event = trio.Event()
         self._waiters.append((position, event))
@@ -122,7 +123,7 @@ class Download:
         self.demanded -= 1
 
     async def ended(self) -> None:
-        """Wait until the download has ended, without hurry."""
+        """Wait until the download has ended, without raising its priority."""
         if not self.is_done:
             event = trio.Event()
             self._waiters.append((self.stop + 1, event))
@@ -139,7 +140,7 @@ class Download:
         )
 
     def unwant(self) -> None:
-        """A prefetch has no more interest in it."""
+        """End the interest of a prefetch; a download that is not wanted by others is stopped."""
         self.wanted -= 1
         self._stop_if_unwanted()
 
@@ -149,22 +150,29 @@ class Download:
 
 
 class Fetcher:
-    """All downloads of one mount; they live in the nursery that it is given.
+    """All downloads of one mount; they run in `nursery`.
 
     What is read past the cache takes at most `unkept` bytes of memory.
     """
 
     def __init__(
-        self, store: Store, cache: FileCache, space: Space, nursery: trio.Nursery,
-        *, unkept: int = 64 << 20,
-    ) -> None:  # fmt: skip
+        self,
+        store: Store,
+        cache: FileCache,
+        evictor: Evictor,
+        nursery: trio.Nursery,
+        *,
+        unkept: int = 64 << 20,
+    ) -> None:
         self.unkept = UnkeptBuffers(unkept)
+        self.disk_latency = DiskLatency()
         self._store = store
         self._cache = cache
-        self._space = space
+        self._evictor = evictor
         self._nursery = nursery
         self._running: set[Download] = set()
-        self.pace = Pace()
+        # The downloads of each file that has any.
+        self._of: dict[CacheFile, list[Download]] = {}
 
     @property
     def under_way(self) -> int:
@@ -174,7 +182,7 @@ class Fetcher:
         """Return once the bytes [start, stop) are in the file, which the caller has pinned.
 
         Starts or joins the downloads that are missing. Cancelling the caller
-        leaves them running for whoever else waits, and stops them when nobody does.
+        leaves them running for other readers, and stops them if there are none.
 
         Raises:
             StaleVersionError: the object in the bucket is no longer this version.
@@ -191,11 +199,12 @@ class Fetcher:
             if download.error is not None and not file.present.covers(*missing):
                 raise download.error
 
-    async def fill(self, file: CacheFile, start: int, stop: int, spares: float) -> int:
-        """Have the bytes [start, stop) in a pinned file, behind what programs wait for.
+    async def fill(self, file: CacheFile, start: int, stop: int, keep_used_since: float) -> int:
+        """Download what is missing of [start, stop) in a pinned file, at low priority.
 
-        They are at most a part. Evicts nothing that was used since `spares`.
-        Returns how many bytes were missing. Cancelling stops what nobody else wants.
+        The range is at most a part. Evicts nothing that was used since
+        `keep_used_since`, in seconds since the epoch. Returns how many bytes were
+        missing. Cancelling stops the downloads that are not wanted by others.
 
         Raises:
             StoreError, NotKeptError: as for `wait_for`.
@@ -207,7 +216,7 @@ class Fetcher:
             download = self.find(file, missing[0])
             if download is None:
                 download = self._start(file, missing[0], self._free_until(file, *missing))
-                download.spares = spares
+                download.keep_used_since = keep_used_since
             download.wanted += 1
             try:
                 await download.ended()
@@ -221,7 +230,7 @@ class Fetcher:
     def want(self, file: CacheFile, start: int, stop: int) -> list[Download]:
         """Start or join what is missing of [start, stop) ahead of its use, in parts.
 
-        The caller keeps the downloads and says `unwant` when it loses interest.
+        The caller keeps the downloads and calls `unwant` when it loses interest.
         """
         started = []
         at = start
@@ -242,7 +251,7 @@ class Fetcher:
 
     def find(self, file: CacheFile, offset: int) -> Download | None:
         """The download that will bring the byte at `offset`."""
-        for download in file.downloads:
+        for download in self._of.get(file, ()):
             is_ending = download.is_done or download.cancel_scope.cancel_called
             if download.position <= offset < download.stop and not is_ending:
                 return download
@@ -277,17 +286,20 @@ class Fetcher:
 
     def _free_until(self, file: CacheFile, start: int, stop: int) -> int:
         """Where the next download that is under way begins, `stop` at most."""
-        return min([stop, *(other.start for other in file.downloads if other.start > start)])
+        return min(
+            [stop, *(other.start for other in self._of.get(file, ()) if other.start > start)]
+        )
 
     def _start(self, file: CacheFile, start: int, stop: int) -> Download:
         download = Download(file, start, stop, self._store.hurry)
-        file.downloads.append(download)
+        file.downloads += 1
+        self._of.setdefault(file, []).append(download)
         self._cache.pin_again(file)
         self._nursery.start_soon(self._run, download)
         return download
 
     async def _run(self, download: Download) -> None:
-        """Bring one range in; its outcome is told to the waiters, never raised."""
+        """Bring one range in; its error is raised by the waiters, never here."""
         file = download.file
         self._running.add(download)
         error: Exception | None = NotKeptError()
@@ -296,10 +308,13 @@ class Fetcher:
                 error = await self._bring(download)
         finally:
             self._running.discard(download)
-            file.downloads.remove(download)
+            file.downloads -= 1
+            self._of[file].remove(download)
+            if not file.downloads:
+                del self._of[file]
             download.finish(error)
             if download.wanted and file.is_complete and file.fd >= 0:
-                self._cache.lingering.keep(file)
+                self._cache.keep_open(file)
             self._cache.unpin(file)
 
     async def _bring(self, download: Download) -> Exception | None:
@@ -318,25 +333,26 @@ class Fetcher:
 
     async def _keep(self, download: Download) -> Exception | None:
         size = download.stop - download.start
-        if not await self._space.reserve(size, spares=download.spares):
+        if not await self._evictor.reserve(size, keep_used_since=download.keep_used_since):
             return NotKeptError()
-        reserved = Reservation(self._space, size)
+        reservation = Reservation(self._cache.quota, size)
         try:
-            await self._stream(download, Incoming(self._cache, self.pace, download, reserved))
+            sink = FileSink(self._cache, self.disk_latency, download, reservation)
+            await self._stream(download, sink)
         except OSError as error:
-            # The cache disk, for the store raises nothing of this kind.
+            # The cache disk, for the store raises no OSError.
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 self._cache.warn(error.strerror or "it is full")
             else:
-                self._cache.refuse(download.file, error)
+                self._cache.disable(download.file, error)
             return NotKeptError()
         except StoreError as error:
             return error
         finally:
-            reserved.close()
+            reservation.close()
         return None
 
-    async def _stream(self, download: Download, incoming: Incoming) -> None:
+    async def _stream(self, download: Download, sink: FileSink) -> None:
         file = download.file
         while True:
             version = file.version
@@ -346,15 +362,77 @@ class Fetcher:
                     version,
                     download.position,
                     download.stop,
-                    incoming.write,
+                    sink.write,
                     priority=download.urgency,
-                    in_loop=self.pace.is_quick,
+                    in_loop=self.disk_latency.is_quick,
                 )
                 return
             except (NotFoundError, StaleVersionError):
                 if file.version == version:
                     raise
-                # It was renamed meanwhile: the rest is there under its new key.
+                # It was renamed meanwhile: the bucket has the rest under its new key.
             finally:
-                # What has been written is noted before anybody lets go of the file.
-                incoming.note()
+                # What has been written is noted before the file is unpinned.
+                sink.note()
+
+
+class FileSink:
+    """Writes the bytes of one download to its file, and notes them in the event loop."""
+
+    def __init__(
+        self, cache: FileCache, latency: DiskLatency, download: Download, reservation: Reservation
+    ) -> None:
+        self._cache = cache
+        self._latency = latency
+        self._download = download
+        self._reservation = reservation
+        self._fd = download.file.fd
+        self._created: OpenFile | None = None
+        self._written_to = download.start
+        self._sums = RunningSums()
+        self._token = trio.lowlevel.current_trio_token()
+
+    def write(self, offset: int, chunk: memoryview) -> None:
+        """Write a chunk. Blocks: a large one is for a thread.
+
+        Raises:
+            OSError: the cache disk fails, or is full.
+        """
+        began = self._latency.begin()
+        if self._fd < 0:
+            self._created = self._cache.create(self._download.file)
+            self._fd = self._created.fd
+        done = 0
+        while done < len(chunk):
+            done += os.pwrite(self._fd, chunk[done:], offset + done)
+        self._latency.end(began)
+        self._sums.add(offset, chunk)
+        self._written_to = offset + done
+        if self._written_to < self._download.stop:  # the end is noted with the download's own
+            self._token.run_sync_soon(self.note)
+
+    def note(self) -> None:
+        """Note what has been written by now, in the event loop."""
+        download, stop = self._download, self._written_to
+        if self._created is not None:
+            self._cache.set_open(download.file, self._created)
+            self._created = None
+        if download.position < stop:
+            self._cache.arrived(download.file, download.position, stop, self._sums.take())
+            self._reservation.use(stop - download.position)
+            download.advance(stop)
+
+
+class Reservation:
+    """Bytes of the quota that are set aside for one download."""
+
+    def __init__(self, quota: Quota, size: int) -> None:
+        self._quota = quota
+        self._remaining = size
+
+    def use(self, size: int) -> None:
+        self._remaining -= size
+        self._quota.release(size)
+
+    def close(self) -> None:
+        self.use(self._remaining)

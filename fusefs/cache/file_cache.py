@@ -7,13 +7,13 @@ knowledge. It is evicted whole, by unlink. Its name is a hash of everything
 that makes the content (endpoint, bucket, key, ETag, size) plus a random
 generation, so a file that was evicted and fetched again is another file.
 
-Whoever uses a file *pins* it. While a file is pinned its descriptor carries a
+Each user of a file *pins* it. While a file is pinned its descriptor carries a
 shared flock, which keeps other mounts that share the directory from evicting
 it; a file registered for passthrough keeps the lock through the kernel.
 
-The state of all files is mirrored in memory (cached_file.py) and belongs to the event
-loop. What is done on the disk is in disk.py and runs in threads; what the
-catalog has to be told is collected in catalog_writer.py.
+The state of all files is mirrored in memory (cached_file.py) and belongs to the
+event loop. What is done on the disk is in disk.py and runs in threads; updates
+of the catalog are collected in catalog_writer.py.
 
     DIRECTORY/format              "fusefs cache 1"
     DIRECTORY/PRINCIPAL/catalog.sqlite3
@@ -30,28 +30,22 @@ import time
 from collections.abc import Callable, Container
 from functools import partial
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import trio
 
 from fusefs.cache.cached_file import CHECKED_AT_OPEN, CacheFile, OpenFile
 from fusefs.cache.catalog import Catalog, Row
-from fusefs.cache.catalog_writer import Ledger
-from fusefs.cache.directory import CacheDirectoryError
-from fusefs.cache.disk import Disk
-from fusefs.cache.integrity.checksums import Sum
+from fusefs.cache.catalog_writer import CatalogWriter
+from fusefs.cache.disk import ORPHAN_AGE_S, CacheDirectoryError, Disk, sweep_orphans
+from fusefs.cache.integrity.checksums import Sum, reader
 from fusefs.cache.integrity.scrub import UseMark
 from fusefs.cache.integrity.unreadable import Probing
-from fusefs.cache.integrity.verify import Integrity
-from fusefs.cache.lingering import Lingering
-from fusefs.cache.opening import create, open_or_create
+from fusefs.cache.integrity.verify import Integrity, examine, sums_in
+from fusefs.cache.quota import Quota
 from fusefs.cache.ranges import RangeMap
-from fusefs.cache.sweep import ORPHAN_AGE_S, sweep_orphans
 from fusefs.store.interface import ObjectVersion
-
-if TYPE_CHECKING:
-    from fusefs.cache.quota import Space
 
 logger = logging.getLogger("fusefs.cache")
 
@@ -60,58 +54,62 @@ TOUCH_EVERY = 30  # records
 # A complete file is left alone this long before it is synced: what is being
 # read for the first time should have the disk for itself.
 SYNC_AFTER_S = 5.0
+# Files that were fetched ahead stay open this long for their first open.
+KEEP_OPEN_S = 10.0
+MOST_KEPT_OPEN = 512
 
 
 class FileCache:
-    """All files of one principal's part of a cache directory.
+    """All files of one principal's part of a cache directory. Belongs to the event loop.
 
-    `identity` is what makes objects of different stores different (endpoint
-    and bucket).
+    `identity` tells objects of different stores apart (endpoint and bucket).
     """
 
     def __init__(
-        self, directory: Path, identity: str, space: Space, *, in_any_case: bool = False
+        self, directory: Path, identity: str, quota: Quota, *, in_any_case: bool = False
     ) -> None:
-        """Open the directory and read the catalog, `in_any_case` on a bad disk too. Blocks.
+        """Open the directory and read the catalog; `in_any_case` on a bad disk too. Blocks.
 
         Raises:
             CacheDirectoryError: it can't be used; the message says why.
         """
         self.directory = directory
-        self.space = space
+        self.quota = quota
         self._identity = identity
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         try:
             self._disk = Disk(directory / "objects")
             self._catalog = Catalog(directory / "catalog.sqlite3", boot_id, in_any_case=in_any_case)
             rows, self._catalog.at_start = self._catalog.at_start, []
-            space.committed = self._catalog.total_bytes()
+            quota.committed = self._catalog.total_bytes()
         except (OSError, sqlite3.Error) as error:
             why = f"can't use the cache directory {directory}: {error}"
             raise CacheDirectoryError(why) from error
         # In the order of their last use, oldest first.
         self._files = {row.name: CacheFile.from_row(row) for row in rows}
-        self._ledger = Ledger(self._catalog, self._disk, space, self.warn, self._recorded_rows)
+        self._catalog_writer = CatalogWriter(
+            self._catalog, self._disk, quota, self.warn, self._recorded_rows
+        )
         for row in rows:
             if not row.is_synced:
-                self._ledger.recovered(self._files[row.name])
-        self.lingering = Lingering(self.pin_again, self.unpin)
+                self._catalog_writer.recovered(self._files[row.name])
+        # Pinned until a time of the monotonic clock, the earliest first.
+        self._kept_open: dict[CacheFile, float] = {}
         self._threads = trio.CapacityLimiter(16)
         self.integrity = Integrity(
             self._disk, self._catalog, self.discard, self._summed, self._threads
         )
-        self.probing = Probing(self._disk, self.integrity, self.refuse)
+        self.probing = Probing(self._disk, self.integrity, self.disable)
         self._mark = UseMark(directory / "in-use")
         # Called for each file that is dropped because its bytes are wrong.
         self.on_discard: Callable[[CacheFile], None] = lambda _file: None
         # The names of such files: what the kernel has kept of them may be wrong as well.
         self.discarded: set[str] = set()
         self.warning: str | None = None
-        # Called before an eviction; whoever holds the file open in the kernel lets go of it.
-        # Answers with what is set when the kernel has let a file go, if it had it.
+        # Called before an eviction, to close the file in the kernel. Returns an event that
+        # is set when the kernel has closed it; None if the kernel did not have it open.
         self.on_evict: Callable[[CacheFile], trio.Event | None] = lambda _file: None
         self.evicted = 0
-        space.attach(self)
 
     def __len__(self) -> int:
         return len(self._files)
@@ -125,27 +123,31 @@ class FileCache:
         return self._mark.was_unclean
 
     def name_of(self, version: ObjectVersion) -> str:
-        told = "\0".join((self._identity, version.key, version.etag, str(version.size)))
-        return blake2b(told.encode(), digest_size=16).hexdigest()
+        content = "\0".join((self._identity, version.key, version.etag, str(version.size)))
+        return blake2b(content.encode(), digest_size=16).hexdigest()
 
     def find(self, version: ObjectVersion) -> CacheFile | None:
         """The file of a version if it is known."""
         return self._files.get(self.name_of(version))
 
     async def whole_files(self, inodes: Container[int]) -> dict[int, CacheFile]:
-        """The complete files that have one of these inode numbers, as the disk tells."""
-        files = [one for one in self._files.values() if one.is_complete and one.st_ino in inodes]
+        """The complete files that have one of these inode numbers on the disk."""
+        files = [
+            file for file in self._files.values() if file.is_complete and file.st_ino in inodes
+        ]
 
         def check() -> dict[int, CacheFile]:
             has = self._disk.has_inode
-            return {one.st_ino: one for one in files if has(one.name, one.generation, one.st_ino)}
+            return {
+                file.st_ino: file for file in files if has(file.name, file.generation, file.st_ino)
+            }
 
         return await trio.to_thread.run_sync(check, limiter=self._threads)
 
     def pin(self, version: ObjectVersion) -> CacheFile:
         """Return the file of a version, made known if it is not; undone by `unpin`.
 
-        Asks the disk nothing: `ensure_open` does.
+        Does not look at the disk: `ensure_open` does.
         """
         name = self.name_of(version)
         file = self._files.get(name) or CacheFile(name, version.size)
@@ -154,10 +156,10 @@ class FileCache:
         return file
 
     def pin_again(self, file: CacheFile) -> None:
-        """One more user of a file that is at hand."""
+        """Add a user of a file that is at hand."""
         file.pins += 1
         file.used_at = time.time()
-        self._ledger.used(file)
+        self._catalog_writer.used(file)
         # Moves it to the end: the order is that of the last use.
         self._files.pop(file.name, None)
         self._files[file.name] = file
@@ -174,12 +176,12 @@ class FileCache:
         # Nothing of it is worth keeping, or it can't be kept under its name.
         if self._files.get(file.name) is file:
             del self._files[file.name]
-        self._ledger.forget(file)
+        self._catalog_writer.forget(file)
         # A file that was dropped while programs had it open may be registered still.
         self.on_evict(file)
         if file.generation:
             self._unlink(file)
-            self._ledger.lost(file)
+            self._catalog_writer.lost(file)
 
     def _unlink(self, file: CacheFile) -> None:
         try:
@@ -188,25 +190,25 @@ class FileCache:
             self.warn(error.strerror or str(error))
 
     def discard(self, file: CacheFile) -> None:
-        """Have a version fetched anew whose file has wrong bytes; see cache/integrity/verify.py.
+        """Drop a file that has wrong bytes (integrity/verify.py): its version is fetched anew.
 
-        Where the kernel reads the file for a program, that goes on; who else
-        has it pinned reads past the cache.
+        Where the kernel reads the file for a program, that goes on; its other
+        users read past the cache.
         """
         if self._files.get(file.name) is file:
             del self._files[file.name]
-        self._ledger.forget(file)
+        self._catalog_writer.forget(file)
         if file.generation:
             self._unlink(file)
-            self._ledger.lost(file)
+            self._catalog_writer.lost(file)
         file.is_kept = file.is_ours = False
         file.lose()
         self.discarded.add(file.name)
         self.on_discard(file)
 
     def is_new(self, file: CacheFile) -> bool:
-        """Whether nothing of a file is on the disk, so that who brings its bytes may create it."""
-        return file.is_kept and not file.generation and not self._ledger.has_neighbours
+        """Whether nothing of a file is on the disk, so that its download may create it."""
+        return file.is_kept and not file.generation and not self._catalog_writer.has_neighbours
 
     async def ensure_open(self, file: CacheFile) -> bool:
         """Have the file's descriptor open; the caller has it pinned.
@@ -223,12 +225,12 @@ class FileCache:
             try:
                 found = await self._open_or_create(file)
             except sqlite3.Error as error:
-                self.refuse(file, OSError(errno.EIO, f"its catalog can't be read ({error})"))
+                self.disable(file, OSError(errno.EIO, f"its catalog can't be read ({error})"))
                 return False
             except OSError as error:
-                self.refuse(file, error)
+                self.disable(file, error)
                 return False
-            self.adopt(file, found)
+            self.set_open(file, found)
             if found.fault is not None:
                 self.integrity.drop(file, found.fault)
                 return False
@@ -239,25 +241,39 @@ class FileCache:
             return True
 
     async def _open_or_create(self, file: CacheFile) -> OpenFile:
-        opening = partial(open_or_create, self._disk, self._catalog, file)
+        opening = partial(_open_or_create, self._disk, self._catalog, file)
         try:
             return await trio.to_thread.run_sync(opening, limiter=self._threads)
         except sqlite3.Error as error:
-            if not await self._ledger.get_over(error):
+            if not await self._catalog_writer.recover_from(error):
                 raise
         return await trio.to_thread.run_sync(opening, limiter=self._threads)
 
+    def keep_open(self, file: CacheFile) -> None:
+        """Keep a pinned file that was fetched ahead open, KEEP_OPEN_S seconds at most."""
+        if file not in self._kept_open:
+            self.pin_again(file)
+            self._kept_open[file] = time.monotonic() + KEEP_OPEN_S
+            if len(self._kept_open) > MOST_KEPT_OPEN:
+                self._end_keeping_open(1)
+
+    def _end_keeping_open(self, count: int) -> None:
+        """Unpin the first `count` files that are kept open."""
+        for file in list(islice(self._kept_open, count)):
+            del self._kept_open[file]
+            self.unpin(file)
+
     def _recorded_rows(self) -> list[Row]:
-        """What the catalog knows, as far as this mount knows it too."""
+        """The rows that this mount knows the catalog to have."""
         return [file.row() for file in self._files.values() if file.recorded]
 
     def _summed(self, file: CacheFile, sums: list[Sum]) -> None:
         """Note checksums of bytes that had none."""
         file.summed(sums)
-        self._ledger.summed(file)
+        self._catalog_writer.summed(file)
 
-    def refuse(self, file: CacheFile, error: OSError) -> None:
-        """The disk did not take the file: read its version without a cache from now on."""
+    def disable(self, file: CacheFile, error: OSError) -> None:
+        """Have a version read without a cache from now on: the disk failed for its file."""
         file.is_kept = False
         self.warn(error.strerror or str(error))
 
@@ -269,42 +285,43 @@ class FileCache:
         if sums:
             file.summed(sums)
         file.written_at = time.monotonic()
-        self._ledger.arrived(file)
-        self.space.took(new)
+        self._catalog_writer.arrived(file)
+        self.quota.written(new)
 
-    async def trust(self, file: CacheFile, st_ino: int) -> None:
-        """Know a pinned file as whole, since the kernel reads it; `st_ino` says which one it is.
+    async def assume_complete(self, file: CacheFile, st_ino: int) -> None:
+        """Take a pinned file for complete: the kernel reads the file with this `st_ino`.
 
-        The process that filled it may have died before it told the catalog.
+        The process that filled it may have died before the catalog had its ranges.
         """
         found = await trio.to_thread.run_sync(
             self._disk.generation_of, file.name, st_ino, limiter=self._threads
         )
         if found is not None:
-            self._ledger.forget(file)
+            self._catalog_writer.forget(file)
             file.become(found, st_ino, b"")
             file.is_checked = False
             self.arrived(file, 0, file.size)
         elif file.st_ino == st_ino:
-            # It was dropped, and the process died before the catalog had it.
-            self._ledger.forget(file)
-            self._ledger.lost(file)
+            # It was dropped, and the process died before the catalog row was removed.
+            self._catalog_writer.forget(file)
+            self._catalog_writer.lost(file)
             file.forget()
 
-    def take_in(
-        self, version: ObjectVersion, path: str, fd: int, there: RangeMap | None = None
+    def adopt_uploaded(
+        self, version: ObjectVersion, path: str, fd: int, present: RangeMap | None = None
     ) -> bool:
-        """Make a file the copy of a version that was uploaded from it; False if it stays as it is.
+        """Make the file at `path` the copy of a version that was uploaded from it. Blocks shortly.
 
-        `fd` is open for it, and `there` is what it has of the version, if not
-        all. The caller writes to it no more.
+        `fd` is open for it, and `present` has its ranges of the version, if it
+        does not have all. The caller writes to it no more. Returns False if the
+        version has a file already or the disk fails; the file then stays at `path`.
         """
         file = self.pin(version)
         try:
             if file.generation:
                 return False
-            file.become(*self._disk.take_in(file.name, path), b"")
-            for start, stop in there or ((0, file.size),):
+            file.become(*self._disk.adopt(file.name, path), b"")
+            for start, stop in present or ((0, file.size),):
                 self.arrived(file, start, stop)
             self.integrity.sum_written(file, fd)
             return True
@@ -315,17 +332,17 @@ class FileCache:
             self.unpin(file)
 
     async def move(self, old: ObjectVersion, new: ObjectVersion) -> bool:
-        """Let the file of a version be that of its copy in the bucket, whatever is there of it.
+        """Let the file of a version be that of its copy in the bucket, complete or not.
 
-        Who uses the file goes on with it, and what is missing comes from the
-        copy. False if nobody else will find it there: the copy has a file that
-        is in use, or the disk refuses.
+        Users of the file go on with it, and what is missing comes from the
+        copy. Returns False if later opens of the copy will not find it: the copy
+        has a file that is in use, or the disk fails.
         """
         file, rival = self.find(old), self.find(new)
-        while opening := [one.opening for one in (file, rival) if one and one.opening.locked()]:
+        while opening := [used.opening for used in (file, rival) if used and used.opening.locked()]:
             async with opening[0]:
                 file, rival = self.find(old), self.find(new)
-        # Nothing waits from here on. A rename takes no longer than a message to a thread.
+        # No await from here on. A rename takes no longer than a message to a thread.
         if file is None or file is rival:
             return True
         file.version = new
@@ -350,10 +367,10 @@ class FileCache:
         old_name, file.name = file.name, name
         del self._files[old_name]
         self._files[name] = file
-        self._ledger.renamed(file, old_name)
+        self._catalog_writer.renamed(file, old_name)
 
     async def run(self) -> None:
-        """Keep the catalog up to date and the space within its limits, until cancelled."""
+        """Keep the catalog up to date, until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._sweep_later)
             nursery.start_soon(self.integrity.run)
@@ -361,55 +378,55 @@ class FileCache:
                 for _ in range(TOUCH_EVERY):
                     await trio.sleep(RECORD_EVERY_S)
                     await self.record()
-                    self.lingering.tend()
-                    await self._ledger.sync(SYNC_AFTER_S)
-                    await self.space.tend()
-                await self._ledger.touch()
+                    now = time.monotonic()
+                    self._end_keeping_open(sum(until <= now for until in self._kept_open.values()))
+                    await self._catalog_writer.sync(SYNC_AFTER_S)
+                await self._catalog_writer.touch()
 
     async def record(self) -> None:
-        """Tell the catalog of everything that has arrived, and see what others have."""
-        await self._ledger.record()
+        """Write all that has arrived into the catalog, and see whether other mounts wrote."""
+        await self._catalog_writer.record()
 
     async def aclose(self, *, sync: bool = True) -> None:
-        """Record everything and (with `sync`) make it safe; takes a few seconds at most."""
+        """Record everything and (with `sync`) make it safe; takes a few seconds. Not cancelled."""
         with trio.CancelScope(shield=True):
             await self.record()
-            await self._ledger.touch()
+            await self._catalog_writer.touch()
             if sync:
-                await self._ledger.sync_all(SYNC_AFTER_S)
+                await self._catalog_writer.sync_all(SYNC_AFTER_S)
             for file in self._files.values():
                 if file.fd >= 0:
                     os.close(file.fd)
                     file.fd = -1
-            await self._ledger.in_catalog(self._catalog.close)
+            await self._catalog_writer.in_catalog(self._catalog.close)
             self._mark.end()
 
     async def learn(self) -> None:
-        """Get to know the files that other mounts have recorded in this directory."""
-        rows = await self._ledger.in_catalog(self._catalog.rows)
+        """Read from the catalog which files other mounts have recorded in this directory."""
+        rows = await self._catalog_writer.in_catalog(self._catalog.rows)
         others = [row for row in rows or [] if row.name not in self._files]
         known = {row.name: CacheFile.from_row(row) for row in others}
         # What others used is as good as ours: behind what nobody has used for long.
         self._files = known | self._files
 
-    # Eviction: what quota.py asks for.
+    # Eviction, for evictor.py.
 
     def victims(self) -> list[CacheFile]:
-        """The files that nobody uses, least recently used first."""
-        self.lingering.end()
+        """The files that are not in use, least recently used first."""
+        self._end_keeping_open(len(self._kept_open))
         return [file for file in self._files.values() if not file.pins and file.present.total]
 
     async def evict(self, file: CacheFile) -> int:
-        """Unlink a file that nobody has pinned; return a descriptor if it is still mapped.
+        """Unlink a file that is not pinned; return a descriptor if it is still mapped, else -1.
 
-        The descriptor (else -1) is for `space`, which closes it when the
-        kernel has let go of the blocks. A file that another mount uses, or
-        that is opened in this moment, stays. Not cancelled halfway.
+        The caller closes the descriptor when the kernel has let go of the
+        blocks. A file that another mount uses, or that is being opened, stays.
+        Not cancelled halfway.
         """
         let_go = self.on_evict(file)
         generation, st_ino = file.generation, file.st_ino
         fd: int | None = None
-        # Nobody opens it, for it is not pinned; who wants to from here on waits.
+        # No task holds the lock, for the file is not pinned; those that open it now wait.
         file.opening.acquire_nowait()
         try:
             with trio.CancelScope(shield=True):
@@ -424,9 +441,9 @@ class FileCache:
                 if fd is not None:
                     # Forgotten first: else what is recorded meanwhile could bring its row back.
                     if file.generation == generation:
-                        self._ledger.forget(file)
+                        self._catalog_writer.forget(file)
                         file.forget()
-                    await self._ledger.remove(file.name, generation, st_ino)
+                    await self._catalog_writer.remove(file.name, generation, st_ino)
         finally:
             file.opening.release()
         if fd is None:
@@ -437,23 +454,23 @@ class FileCache:
         return fd
 
     def create(self, file: CacheFile) -> OpenFile:
-        """Create an empty file for a version, to be adopted. Blocks.
+        """Create an empty file for a version, under a new generation; for `set_open`. Blocks.
 
         Raises:
-            OSError: the disk refuses it.
+            OSError: the disk fails, or is full.
         """
-        return create(self._disk, file)
+        return _create(self._disk, file)
 
-    def adopt(self, file: CacheFile, found: OpenFile) -> None:
-        """Take over what a thread has opened or created."""
+    def set_open(self, file: CacheFile, found: OpenFile) -> None:
+        """Take over the file that a thread has opened or created."""
         file.fd = found.fd
         if found.ranges is not None:
-            # Not the file that the mirror knew: what it knew of ranges went with it.
-            self.space.uncommitted -= file.unrecorded
+            # Not the file that was known: its ranges went with it.
+            self.quota.uncommitted -= file.unrecorded
             file.become(found.generation, found.st_ino, found.ranges)
 
     async def sweep(self) -> None:
-        """Remove what a killed daemon has left."""
+        """Remove files that a killed daemon has left."""
 
         def is_ours(name: str, generation: str) -> bool:
             file = self._files.get(name)
@@ -465,12 +482,12 @@ class FileCache:
             self.warn(error.strerror or str(error))
 
     async def _sweep_later(self) -> None:
-        """Sweep when what the last daemon left has come of age."""
+        """Sweep when what the last daemon left is old enough to be removed."""
         await trio.sleep(2 * ORPHAN_AGE_S)
         await self.sweep()
 
     def warn_full(self) -> None:
-        """What is read now does not fit beside what is in use: said once, and nothing is broken."""
+        """Warn, once, that what is read does not fit beside what is in use."""
         if self.warning is None:
             self.warning = (
                 f"the cache {self.directory} is too small for what is open: what does not fit is"
@@ -479,7 +496,49 @@ class FileCache:
             logger.warning("%s", self.warning)
 
     def warn(self, why: str) -> None:
-        """The cache does not do what it is for: said once."""
+        """Warn, once, that the cache does not work."""
         if self.warning is None:
             self.warning = f"the cache {self.directory} does not work, reading without it: {why}"
             logger.warning("%s", self.warning)
+
+
+def _create(disk: Disk, file: CacheFile) -> OpenFile:
+    return OpenFile(*disk.create(file.name, file.size), b"")
+
+
+def _open_or_create(disk: Disk, catalog: Catalog, file: CacheFile) -> OpenFile:
+    """Open the file of a version, this mount's or another's, or create it. Blocks.
+
+    Raises:
+        OSError: the disk fails, or is full.
+        sqlite3.Error: the catalog can't be read.
+    """
+    for generation, st_ino, ranges in _candidates(catalog, file):
+        fd = disk.open(file.name, generation, st_ino, file.size)
+        if fd >= 0:
+            return _examined(catalog, file, OpenFile(fd, generation, st_ino, ranges))
+        # A row without its file would keep the version from ever being kept again.
+        catalog.remove(file.name, generation, st_ino)
+    return _create(disk, file)
+
+
+def _candidates(catalog: Catalog, file: CacheFile) -> list[tuple[str, int, bytes | None]]:
+    """Generation, inode number and, where they are not known, ranges of files to be tried."""
+    candidates: list[tuple[str, int, bytes | None]] = []
+    if file.generation:
+        candidates.append((file.generation, file.st_ino, None))
+    row = catalog.find(file.name)
+    if row is not None and row.generation != file.generation:
+        candidates.append((row.generation, row.st_ino, row.ranges))
+    return candidates
+
+
+def _examined(catalog: Catalog, file: CacheFile, found: OpenFile) -> OpenFile:
+    """Compare a small file with its checksums, unless this process has done that."""
+    if file.size > CHECKED_AT_OPEN or (found.ranges is None and file.is_checked):
+        return found
+    present = file.present if found.ranges is None else RangeMap.unpack(found.ranges)
+    pending = file.sums or [] if found.ranges is None else []
+    sums = sums_in(catalog, found.st_ino, found.generation, pending, 0, file.size)
+    fault, new = examine(reader(found.fd), sums, present)
+    return found._replace(fault=fault, sums=new)

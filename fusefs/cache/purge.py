@@ -20,8 +20,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from fusefs.cache.directory import STATE
-from fusefs.posix.write.staging import is_locked
+from fusefs.cache.disk import STATE
+from fusefs.linux.files import try_lock
 
 # Of the deepest directory below a cache directory: mounts, a mount, staging, a time.
 _DEEPEST = 6
@@ -37,7 +37,7 @@ def look(directory: Path) -> dict[str, object]:
     is_used, leftovers = False, 0
     for staging in _directories(directory / STATE, "staging"):
         fd = os.open(staging, _FLAGS)
-        is_used = is_used or not is_locked(fd)
+        is_used = is_used or not try_lock(fd)
         os.close(fd)
         leftovers += sum(name.isdecimal() for name in os.listdir(staging))
     for mount in _listed(directory / STATE):

@@ -106,7 +106,7 @@ class Warming:
 
     def describe(self) -> list[dict[str, Any]]:
         """What is to be told of the jobs, the latest last."""
-        return [job.describe(self._cache.space.limit) for job in self._jobs.values()]
+        return [job.describe(self._cache.quota.limit) for job in self._jobs.values()]
 
     def _begin(self, job: Job) -> None:
         self._jobs.pop(job.path, None)
@@ -157,7 +157,7 @@ class Warming:
                     for info in page:
                         await self._bring(job, nursery, info)
         job.end()
-        logger.info("warmed %r: %s", job.path, job.describe(self._cache.space.limit))
+        logger.info("warmed %r: %s", job.path, job.describe(self._cache.quota.limit))
         await self._write()
 
     async def _list(self, job: Job, send: trio.MemorySendChannel[list[ObjectInfo]]) -> None:
@@ -208,7 +208,7 @@ class Warming:
             if job.done_files % TURN == 0:
                 await trio.lowlevel.checkpoint()
             return
-        if job.is_full or info.size > self._cache.space.limit:
+        if job.is_full or info.size > self._cache.quota.limit:
             job.leave_out(info.size)
             return
         work = _Work(job, info, self._cache.pin(info.version))

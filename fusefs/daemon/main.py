@@ -30,8 +30,9 @@ from functools import partial
 
 import trio
 
-from fusefs.cache.directory import CacheDirectoryError, usable
+from fusefs.cache.disk import CacheDirectoryError, usable
 from fusefs.cache.downloader import Fetcher
+from fusefs.cache.evictor import Evictor
 from fusefs.cache.integrity.scrub import Scrub
 from fusefs.daemon import preloading, setup, signals, status
 from fusefs.daemon.access_guard import Revocation
@@ -134,7 +135,7 @@ class Daemon:
                 )  # fmt: skip
                 self.directories.most_entries = self._budget.entries
                 self.fetcher = Fetcher(
-                    self.store, self.cache, self.space, nursery, unkept=self._budget.unkept
+                    self.store, self.cache, self.evictor, nursery, unkept=self._budget.unkept
                 )
                 self.scrub = Scrub(
                     self.cache.files, self.cache.integrity,
@@ -170,9 +171,10 @@ class Daemon:
         directory = settings.cache_dir / self._principal_directory()
         is_fresh = self._handover is None or self._handover.is_fresh
         opening = partial(setup.open_cache, in_any_case=not is_fresh)
-        self.space, self.cache, self.pages = await trio.to_thread.run_sync(
+        self.cache, self.pages = await trio.to_thread.run_sync(
             opening, settings, directory, self._identity
         )
+        self.evictor = Evictor(self.cache)
         if self._handover is not None and is_fresh:
             self._handover.remember(directory.name)
 
@@ -224,6 +226,7 @@ class Daemon:
                     gc.enable()
                     ready(self._warnings())
                     nursery.start_soon(self.cache.run)
+                    nursery.start_soon(self.evictor.run)
                     nursery.start_soon(self.pages.run)
                     nursery.start_soon(self.forgetting.run)
                     nursery.start_soon(self.scrub.run)
@@ -316,7 +319,7 @@ class Daemon:
         self.watched = WatchedStore(self.store, late)
         self.directories.settled_at = time.monotonic() + late.unsettled_s
         return Writing(
-            staging, renames, self._nursery, setup.writing_rules(settings), self.space.tend, late
+            staging, renames, self._nursery, setup.writing_rules(settings), self.evictor.tend, late
         )
 
     @asynccontextmanager

@@ -11,10 +11,10 @@ import signal
 import sqlite3
 from pathlib import Path
 
-from fusefs.cache.directory import CacheDirectoryError, prepare_directory
+from fusefs.cache.disk import CacheDirectoryError, prepare_directory
 from fusefs.cache.file_cache import FileCache
 from fusefs.cache.listing_cache import NoPages, RememberedPages
-from fusefs.cache.quota import Space
+from fusefs.cache.quota import Quota
 from fusefs.daemon import log_handlers
 from fusefs.posix.write.flush import Rules
 from fusefs.settings.memory import MemoryBudget
@@ -55,7 +55,7 @@ def _raise_descriptor_limit() -> None:
 
 def open_cache(
     settings: MountSettings, directory: Path, identity: str, *, in_any_case: bool
-) -> tuple[Space, FileCache, RememberedPages | NoPages]:
+) -> tuple[FileCache, RememberedPages | NoPages]:
     """The part of the cache in `directory`, and the listings that are remembered there. Blocks.
 
     A mount that is taken over goes on `in_any_case`, also with a disk that is full.
@@ -64,13 +64,11 @@ def open_cache(
         CacheDirectoryError: it can't be used.
     """
     prepare_directory(settings.cache_dir, in_any_case=in_any_case)
-    space = Space(
-        directory, settings.cache_size,
-        settings.min_free.bytes_of, settings.min_free_inodes.bytes_of,
-    )  # fmt: skip
-    cache = FileCache(directory, identity, space, in_any_case=in_any_case)
+    floors = settings.min_free.bytes_of, settings.min_free_inodes.bytes_of
+    quota = Quota(directory, settings.cache_size, *floors)
+    cache = FileCache(directory, identity, quota, in_any_case=in_any_case)
     if not settings.read_only:
-        return space, cache, NoPages()
+        return cache, NoPages()
     try:
         pages = RememberedPages(directory / "metadata", identity, settings.metadata_ttl)
     except (OSError, sqlite3.Error) as error:
@@ -78,8 +76,8 @@ def open_cache(
             why = f"can't use the cache directory {directory}: {error}"
             raise CacheDirectoryError(why) from error
         logger.info("listings are not remembered: %s", error)
-        return space, cache, NoPages()
-    return space, cache, pages
+        return cache, NoPages()
+    return cache, pages
 
 
 def s3_settings(settings: MountSettings) -> S3Settings:

@@ -95,7 +95,7 @@ async def _warm(daemon: Daemon, path: str) -> dict[str, Any]:
     if names.decode(os.fsencode(path)) is None:
         raise ControlError("no object has such a name")
     job = await daemon.warming.start(path)
-    return job.describe(daemon.space.limit)
+    return job.describe(daemon.cache.quota.limit)
 
 
 def collect(daemon: Daemon) -> dict[str, Any]:
@@ -202,9 +202,9 @@ def _cache(daemon: Daemon) -> dict[str, Any]:
     counters = daemon.operations.counters
     return {
         "directory": str(daemon.cache.directory),
-        "used_bytes": daemon.space.used,
-        "limit_bytes": daemon.space.limit,
-        "limit_why": daemon.space.limit_why,
+        "used_bytes": daemon.cache.quota.used,
+        "limit_bytes": daemon.cache.quota.limit,
+        "limit_why": daemon.cache.quota.limit_why,
         "files": len(daemon.cache),
         "hits": counters.hits,
         "hit_bytes": counters.hit_bytes,

@@ -28,7 +28,7 @@ from typing import TypeVar
 
 import trio
 
-from fusefs.cache.directory import STATE, usable
+from fusefs.cache.disk import STATE, usable
 from fusefs.fuse.session import TEST_VARIABLE
 from fusefs.keeper import supervisor_protocol
 from fusefs.keeper.client import KeeperClient, KeeperError, Taken

@@ -22,8 +22,9 @@ import trio.testing
 
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.downloader import Fetcher
+from fusefs.cache.evictor import Evictor
 from fusefs.cache.file_cache import FileCache
-from fusefs.cache.quota import Space
+from fusefs.cache.quota import Quota
 from fusefs.store.errors import NotFoundError
 from fusefs.store.interface import ChunkWriter, ListPage, ObjectInfo, ObjectVersion
 from tests.support.waiting import eventually
@@ -136,7 +137,8 @@ class Parts:
     """The cache of one mount, whose downloads live as long as the `async with` block."""
 
     bucket: Bucket
-    space: Space
+    quota: Quota
+    evictor: Evictor
     cache: FileCache
     fetcher: Fetcher
     directory: Path
@@ -182,12 +184,14 @@ async def cache_in(
 ) -> AsyncIterator[Parts]:  # fmt: skip
     """The cache of a new mount in `directory`, ended cleanly with the block."""
     os.makedirs(directory, exist_ok=True)
-    space = Space(directory, limit, lambda _size: floor, lambda _count: inode_floor)
-    cache = FileCache(directory, "test", space)
+    quota = Quota(directory, limit, lambda _size: floor, lambda _count: inode_floor)
+    cache = FileCache(directory, "test", quota)
+    evictor = Evictor(cache)
     store = bucket or Bucket()
     try:
         async with trio.open_nursery() as nursery:
-            yield Parts(store, space, cache, Fetcher(store, cache, space, nursery), directory)
+            fetcher = Fetcher(store, cache, evictor, nursery)
+            yield Parts(store, quota, evictor, cache, fetcher, directory)
             nursery.cancel_scope.cancel()
     finally:
         await cache.aclose()

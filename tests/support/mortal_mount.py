@@ -21,9 +21,10 @@ from typing import Any
 import trio
 
 from fusefs.cache.downloader import Fetcher
+from fusefs.cache.evictor import Evictor
 from fusefs.cache.file_cache import FileCache
 from fusefs.cache.listing_cache import NoPages
-from fusefs.cache.quota import Space
+from fusefs.cache.quota import Quota
 from fusefs.fuse.passthrough import NoPassthrough
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.journal.journal import Journal
@@ -361,16 +362,16 @@ class MortalMount:
     @asynccontextmanager
     async def serving(self, **rules: Any) -> AsyncIterator[Process]:
         """A process: the first of a mount, or the next one of it."""
-        space = Space(self.directory, None, lambda _size: 0)
         self.directory.mkdir(exist_ok=True)
-        cache = FileCache(self._cache, "test", space)
+        cache = FileCache(self._cache, "test", Quota(self.directory, None, lambda _size: 0))
         journal, state = self._journal()
         ended = contextlib.ExitStack()
         try:
             async with trio.open_nursery() as nursery:
                 directories = Directories(self.store, 60.0, NoPages(), nursery)
+                fetcher = Fetcher(self.store, cache, Evictor(cache), nursery)
                 operations = Operations(
-                    self.store, directories, cache, Fetcher(self.store, cache, space, nursery),
+                    self.store, directories, cache, fetcher,
                     NoPassthrough("no kernel"), journal, Ownership(0, 0, 0o644, 0o755), "",
                     writing=self._writing(nursery, Rules(**rules)), mounted_ns=self._mounted_ns,
                 )  # fmt: skip

@@ -97,7 +97,7 @@ async def _restore_handle(
     if logged.mode == PASSTHROUGH:
         _, st_ino = backing.get(logged.backing_id, (0, 0))
         if whole.get(st_ino) is not file:
-            await cache.trust(file, st_ino)
+            await cache.assume_complete(file, st_ino)
         if st_ino and file.st_ino != st_ino:
             # It was dropped, because its bytes were wrong: no other handle is to read it.
             if inode.is_current:

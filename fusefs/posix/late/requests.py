@@ -37,10 +37,10 @@ from typing import Any
 
 import trio
 
+from fusefs.linux.files import try_lock
 from fusefs.posix.directory.segment import ABSENT, Absent
 from fusefs.posix.late import request_log
 from fusefs.posix.late.request_log import DELETE, PUT, Change
-from fusefs.posix.write.staging import is_locked
 from fusefs.store.interface import ObjectInfo
 
 logger = logging.getLogger("fusefs.late")
@@ -215,7 +215,7 @@ class LateRequests:
         self._boot_id = _BOOT_ID.read_text().strip()
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        is_locked(self._lock)
+        try_lock(self._lock)
         if not _is_of(directory, source):
             (directory / "source").write_text(source)  # not again where the disk is full by now
         self._load(directory)
@@ -350,7 +350,7 @@ class LateRequests:
         fd = os.open(other, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             # Else it belongs to a mount that is out of sight and still being ended.
-            is_ours = is_locked(fd) and _is_of(other, source)
+            is_ours = try_lock(fd) and _is_of(other, source)
         finally:
             os.close(fd)
         if is_ours:

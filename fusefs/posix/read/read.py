@@ -160,7 +160,7 @@ class Reader:
             if is_lost(error):
                 self._cache.integrity.drop(file, error)
             else:
-                self._cache.refuse(file, error)
+                self._cache.disable(file, error)
             raise NotKeptError from error
 
     async def _read_unkept(self, handle: FileHandle, offset: int, stop: int) -> memoryview:

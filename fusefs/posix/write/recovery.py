@@ -15,12 +15,12 @@ import os
 import time
 from pathlib import Path
 
+from fusefs.linux.files import try_lock
 from fusefs.posix.metadata import attribute_log
 from fusefs.posix.namespace import removals
 from fusefs.posix.nodes import names
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.write.flush import Writeback
-from fusefs.posix.write.staging import is_locked
 from fusefs.posix.write.staging_record import load, on_record
 from fusefs.store.interface import ObjectInfo
 
@@ -42,7 +42,7 @@ def _adopt_directory(writer: Writeback, directory: Path) -> int:
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         # Else it belongs to a mount that is out of sight and still being ended.
-        if not is_locked(fd) or not _is_ours(directory, writer.staging.source):
+        if not try_lock(fd) or not _is_ours(directory, writer.staging.source):
             return 0
         count = 0
         for path in on_record(directory):

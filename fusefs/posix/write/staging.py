@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import itertools
 import logging
 import os
@@ -29,6 +28,7 @@ import trio
 
 from fusefs.cache.file_cache import FileCache
 from fusefs.cache.ranges import RangeMap
+from fusefs.linux.files import try_lock
 from fusefs.posix.metadata import object_metadata as meta
 from fusefs.posix.metadata.object_metadata import Meta
 from fusefs.posix.nodes.edit_base import Base
@@ -86,7 +86,7 @@ class Staging:
             told.write_text(source)  # else it is there, also when the disk is full
         # Held as long as a process looks after the directory.
         self._lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        is_locked(self._lock)
+        try_lock(self._lock)
         self._names = NamesOnDisk()
 
     def __iter__(self) -> Iterator[StagedFile]:
@@ -321,12 +321,3 @@ class Staging:
                 self.directory.rmdir()
             except OSError as error:
                 logger.warning("%s is kept: %s", self.directory, error.strerror)
-
-
-def is_locked(directory: int) -> bool:
-    """Whether an open staging directory is this process's to look after now."""
-    try:
-        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -70,7 +70,7 @@ class Writer(Writeback):
         self._default_meta = default_meta
         self._outdate = outdate
         self._make_room = writing.make_room
-        self._pace = fetcher.pace
+        self._disk_latency = fetcher.disk_latency
         self._disk_ahead = DiskAhead(writing.nursery)
         self._disk = trio.CapacityLimiter(16)
         # Nodes whose content is on its way into staging.
@@ -315,9 +315,9 @@ class Writer(Writeback):
 
         RWF_NOWAIT is no help: ext4 refuses it.
         """
-        if not self._pace.is_quick:
+        if not self._disk_latency.is_quick:
             return 0
-        began = self._pace.begin()
+        began = self._disk_latency.begin()
         try:
             return os.pwrite(fd, data, offset)
         except OSError as error:
@@ -325,7 +325,7 @@ class Writer(Writeback):
                 raise
             return 0
         finally:
-            self._pace.end(began)
+            self._disk_latency.end(began)
 
     async def _write_later(self, staged: StagedFile, offset: int, data: bytes) -> int:
         stop = offset + len(data)

@@ -11,9 +11,8 @@ import pytest
 import trio
 
 from fusefs.cache import file_cache as cache_files
-from fusefs.cache.disk import is_unused
+from fusefs.cache.disk import ORPHAN_AGE_S, is_unused
 from fusefs.cache.downloader import NotKeptError
-from fusefs.cache.sweep import ORPHAN_AGE_S
 from tests.support.local_cache import cache_in, content, version
 from tests.support.waiting import eventually
 
@@ -34,7 +33,7 @@ async def test_what_was_fetched_is_there_after_a_restart(tmp_path: Path) -> None
         await parts.read(version("big", 9 * MIB), 4 * MIB, 5 * MIB)
         await parts.quiet()
     async with cache_in(tmp_path) as parts:
-        assert parts.space.used >= 2 * MIB
+        assert parts.quota.used >= 2 * MIB
         await parts.fetch(A)
         await parts.read(version("big", 9 * MIB), 4 * MIB, 5 * MIB)
         assert parts.bucket.asked == []
@@ -130,7 +129,7 @@ async def test_what_another_mount_evicted_is_fetched_again(tmp_path: Path) -> No
         await one.fetch(A)
         assert len(one.bucket.asked) == 2
         await one.cache.record()
-        assert one.space.used == MIB
+        assert one.quota.used == MIB
 
 
 async def test_a_file_that_two_mounts_fetch_at_once_is_right_for_both(tmp_path: Path) -> None:
@@ -144,11 +143,11 @@ async def test_a_file_that_two_mounts_fetch_at_once_is_right_for_both(tmp_path: 
                 await parts.fetch(A)
             except NotKeptError:
                 assert await parts.fetcher.read_unkept(A, 0, MIB) == content(A)
-        assert one.space.reserved == other.space.reserved == 0
+        assert one.quota.reserved == other.quota.reserved == 0
     async with cache_in(tmp_path) as parts:
         await parts.fetch(A)
         assert parts.bucket.asked == []
-        assert parts.space.used == MIB
+        assert parts.quota.used == MIB
 
 
 async def test_the_keeper_of_the_catalog_records_and_syncs(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fusefs.cache.directory import FORMAT_MARK, CacheDirectoryError, prepare_directory
+from fusefs.cache.disk import FORMAT_MARK, CacheDirectoryError, prepare_directory
 
 
 def test_a_new_directory_is_private(tmp_path: Path) -> None:

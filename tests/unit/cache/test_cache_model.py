@@ -71,26 +71,26 @@ class Model:
             assert found == content(one)[start:stop]
 
     async def _limit(self, limit: int) -> None:
-        self.parts.space._limit = limit
+        self.parts.quota._limit = limit
 
     async def _record(self) -> None:
         await self.parts.cache.record()
 
     async def _tend(self) -> None:
-        await self.parts.space.tend()
+        await self.parts.evictor.tend()
 
     async def check(self) -> None:
         """What must hold when nothing is under way."""
         parts = self.parts
         await parts.quiet()
-        await parts.space.tend()
-        assert parts.space.reserved == 0
+        await parts.evictor.tend()
+        assert parts.quota.reserved == 0
         assert all(not file.downloads for file in parts.cache._files.values())
         present = sum(file.present.total for file in parts.cache._files.values())
-        assert parts.space.used == present
+        assert parts.quota.used == present
         assert parts.bytes_on_disk() <= present + 4096 * 4 * len(parts.cache)
         held = sum(files[0].present.total for files in self.open.values())
-        assert parts.space.used <= max(parts.space._limit or 0, held)
+        assert parts.quota.used <= max(parts.quota._limit or 0, held)
 
 
 @given(st.lists(st.lists(STEP, min_size=1, max_size=4), max_size=12))
@@ -110,9 +110,9 @@ def test_whatever_programs_do_bytes_are_right_and_room_is_accounted_for(
             for index in range(len(OBJECTS)):
                 await model.step("close", index)
             await model.check()
-            used = parts.space.used
+            used = parts.quota.used
         async with cache_in(directory) as parts:
-            assert parts.space.used == used
+            assert parts.quota.used == used
             for one in OBJECTS:
                 await parts.fetch(one)
 
@@ -135,4 +135,4 @@ async def test_a_disk_that_fills_up_is_no_error(disk: Path) -> None:
         for index in range(6):
             await model.step("close", index)
         await parts.quiet()
-        assert parts.space.reserved == 0
+        assert parts.quota.reserved == 0

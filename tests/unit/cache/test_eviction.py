@@ -54,7 +54,7 @@ async def test_files_that_are_open_stay(tmp_path: Path) -> None:
         for key in "abc":
             await parts.fetch(version(key, MIB))
         assert file.is_complete
-        assert parts.space.used <= 2 * MIB
+        assert parts.quota.used <= 2 * MIB
         parts.cache.unpin(file)
 
 
@@ -74,11 +74,11 @@ async def test_when_open_files_fill_it_more_is_refused(tmp_path: Path) -> None:
 async def test_a_limit_that_the_disk_does_not_allow_says_so(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 16) as disk:
         async with cache_in(disk / "cache", limit=64 * MIB, floor=4 * MIB) as parts:
-            assert parts.space.limit <= 12 * MIB
-            assert parts.space.limit_why is not None
-            assert "less than --cache-size 64MiB" in parts.space.limit_why
+            assert parts.quota.limit <= 12 * MIB
+            assert parts.quota.limit_why is not None
+            assert "less than --cache-size 64MiB" in parts.quota.limit_why
         async with cache_in(disk / "cache", limit=2 * MIB, floor=4 * MIB) as parts:
-            assert (parts.space.limit, parts.space.limit_why) == (2 * MIB, None)
+            assert (parts.quota.limit, parts.quota.limit_why) == (2 * MIB, None)
 
 
 async def test_what_is_on_its_way_counts(tmp_path: Path) -> None:
@@ -87,12 +87,12 @@ async def test_what_is_on_its_way_counts(tmp_path: Path) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(parts.fetch, version("a", MIB))
             nursery.start_soon(parts.fetch, version("b", MIB))
-            await eventually(lambda: parts.space.reserved == 2 * MIB)
-            assert not await parts.space.reserve(2 * MIB)
-            assert await parts.space.reserve(MIB)
-            parts.space.settle(MIB)
+            await eventually(lambda: parts.quota.reserved == 2 * MIB)
+            assert not await parts.evictor.reserve(2 * MIB)
+            assert await parts.evictor.reserve(MIB)
+            parts.quota.release(MIB)
             parts.bucket.let_go()
-        assert (parts.space.reserved, parts.space.used) == (0, 2 * MIB)
+        assert (parts.quota.reserved, parts.quota.used) == (0, 2 * MIB)
 
 
 async def test_the_floor_of_free_space_is_kept(tmp_path: Path) -> None:
@@ -101,8 +101,8 @@ async def test_the_floor_of_free_space_is_kept(tmp_path: Path) -> None:
     async with cache_in(tmp_path, floor=free + (64 << 20)) as parts:
         with pytest.raises(NotKeptError):
             await parts.fetch(version("a", MIB))
-        assert parts.space.limit == 0
-        assert parts.space.used == 0
+        assert parts.quota.limit == 0
+        assert parts.quota.used == 0
 
 
 @states("The cache leaves 10% of its disk's inodes free.")
@@ -118,8 +118,8 @@ async def test_the_floor_of_free_inodes_is_kept(tmp_path: Path) -> None:
             # Somebody else takes what is left.
             for number in range(os.statvfs(disk).f_favail - 20):
                 (disk / f"{number}").touch()
-            parts.space._free_known_until = 0.0
-            await parts.space.tend()
+            parts.quota._free_known_until = 0.0
+            await parts.evictor.tend()
             assert os.statvfs(disk).f_favail >= 40
             assert kept(parts, *keys[-20:], size=10) == keys[-20:]
 
@@ -147,8 +147,8 @@ async def test_a_disk_that_is_taken_away_ends_nothing(
 
         monkeypatch.setattr("fusefs.cache.quota.os.statvfs", statvfs)
         for _ in range(2):
-            parts.space._free_known_until = 0.0
-            await parts.space.tend()
+            parts.quota._free_known_until = 0.0
+            await parts.evictor.tend()
         assert caplog.text.count("its free space is not known") == 1
         assert kept(parts, "a") == ["a"]
 
@@ -157,9 +157,9 @@ async def test_a_lowered_limit_is_kept_without_a_reader(tmp_path: Path) -> None:
     async with cache_in(tmp_path) as parts:
         for key in "abcd":
             await parts.fetch(version(key, MIB))
-        parts.space._limit = 2 * MIB
-        await parts.space.tend()
-        assert parts.space.used <= 2 * MIB
+        parts.quota._limit = 2 * MIB
+        await parts.evictor.tend()
+        assert parts.quota.used <= 2 * MIB
         assert kept(parts, *"abcd") in (["c", "d"], ["d"])
 
 
@@ -167,10 +167,10 @@ async def test_an_evicted_file_leaves_neither_bytes_nor_row(tmp_path: Path) -> N
     async with cache_in(tmp_path, limit=MIB) as parts:
         await parts.fetch(version("a", MIB))
         await parts.cache.record()
-        parts.space._limit = 0
-        await parts.space.tend()
+        parts.quota._limit = 0
+        await parts.evictor.tend()
         assert parts.files() == []
-        assert parts.space.used == 0
+        assert parts.quota.used == 0
         assert parts.cache._catalog.rows() == []
         assert parts.cache.evicted == 1
 
@@ -181,16 +181,16 @@ async def test_a_mapped_file_counts_until_it_is_let_go(tmp_path: Path) -> None:
         [path] = parts.files()
         with path.open("rb") as file:
             mapping = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-        parts.space._limit = 0
-        await parts.space.tend()
+        parts.quota._limit = 0
+        await parts.evictor.tend()
         assert parts.files() == []
-        assert parts.space.used == MIB
+        assert parts.quota.used == MIB
         before = bytes(mapping[:16])
-        await parts.space.tend()
-        assert (bytes(mapping[:16]), parts.space.used) == (before, MIB)
+        await parts.evictor.tend()
+        assert (bytes(mapping[:16]), parts.quota.used) == (before, MIB)
         mapping.close()
-        await parts.space.tend()
-        assert parts.space.used == 0
+        await parts.evictor.tend()
+        assert parts.quota.used == 0
 
 
 async def test_a_file_that_another_mount_has_open_stays(tmp_path: Path) -> None:
@@ -200,11 +200,11 @@ async def test_a_file_that_another_mount_has_open_stays(tmp_path: Path) -> None:
         await one.cache.record()
         file = other.cache.pin(a)
         assert await other.cache.ensure_open(file)
-        one.space._limit = 0
-        await one.space.tend()
+        one.quota._limit = 0
+        await one.evictor.tend()
         assert len(one.files()) == 1
         other.cache.unpin(file)
-        await one.space.tend()
+        await one.evictor.tend()
         assert one.files() == []
 
 
@@ -223,7 +223,7 @@ async def test_many_streams_at_once_stay_within_the_limit(tmp_path: Path) -> Non
         async def watch() -> None:
             nonlocal worst
             while True:
-                worst = max(worst, parts.bytes_on_disk(), parts.space.used)
+                worst = max(worst, parts.bytes_on_disk(), parts.quota.used)
                 await trio.sleep(0.005)
 
         async with trio.open_nursery() as watching:
@@ -233,16 +233,16 @@ async def test_many_streams_at_once_stay_within_the_limit(tmp_path: Path) -> Non
                     nursery.start_soon(read, index)
             watching.cancel_scope.cancel()
         await parts.quiet()
-        assert parts.space.reserved == 0
+        assert parts.quota.reserved == 0
     assert worst <= limit
 
 
 async def test_a_cancelled_wait_for_room_takes_none(tmp_path: Path) -> None:
     async with cache_in(tmp_path, limit=2 * MIB) as parts:
         await parts.fetch(version("a", MIB))
-        async with parts.space._evicting, trio.open_nursery() as nursery:
-            nursery.start_soon(parts.space.reserve, 2 * MIB)
+        async with parts.evictor._evicting, trio.open_nursery() as nursery:
+            nursery.start_soon(parts.evictor.reserve, 2 * MIB)
             await wait_all_tasks_blocked()
             nursery.cancel_scope.cancel()
-        assert parts.space.reserved == 0
+        assert parts.quota.reserved == 0
         assert kept(parts, "a") == ["a"]

@@ -102,7 +102,7 @@ async def test_a_download_ends_with_its_last_reader(tmp_path: Path) -> None:
             assert parts.fetcher.under_way == 1
             scopes[1].cancel()
         await parts.quiet()
-        assert parts.space.reserved == 0
+        assert parts.quota.reserved == 0
         assert parts.files() == []
 
 
@@ -146,7 +146,7 @@ async def test_a_small_file_given_up_while_it_is_created_is_created_once(
         await eventually(lambda: file.is_complete)
         await parts.quiet()
         assert len(parts.files()) == 1
-        assert parts.space.used == small.size
+        assert parts.quota.used == small.size
         parts.cache.unpin(file)
 
 
@@ -158,8 +158,8 @@ async def test_what_had_arrived_of_a_download_that_was_given_up_is_kept(tmp_path
         await parts.quiet()
         assert file.present.covers(0, 4 * CHUNK)
         assert not file.is_complete
-        assert parts.space.reserved == 0
-        assert parts.space.used == file.present.total
+        assert parts.quota.reserved == 0
+        assert parts.quota.used == file.present.total
         parts.cache.unpin(file)
 
 
@@ -189,7 +189,7 @@ async def test_an_error_of_the_store_is_told_to_every_reader(
         # What came before is right, and kept.
         a = version("a", MIB)
         assert await parts.read(a, 0, MIB // 2) == content(a)[: MIB // 2]
-        assert parts.space.reserved == 0
+        assert parts.quota.reserved == 0
 
 
 async def test_a_reader_whose_bytes_came_before_the_error_is_served(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ async def test_a_disk_that_takes_no_more_sends_readers_past_the_cache(
         with trio.fail_after(LIMIT_S), pytest.raises(NotKeptError):
             await parts.read(a, 0, MIB)
         await parts.quiet()
-        assert parts.space.reserved == 0
+        assert parts.quota.reserved == 0
         parts.bucket.fault = lambda _key, _offset: None
         assert await parts.fetcher.read_unkept(a, 5, MIB) == content(a)[5:]
 
@@ -227,7 +227,7 @@ async def test_without_room_nothing_is_kept_and_nothing_leaks(tmp_path: Path) ->
         with trio.fail_after(LIMIT_S), pytest.raises(NotKeptError):
             await parts.read(version("a", MIB), 0, 10)
         await parts.quiet()
-        assert (parts.space.reserved, parts.space.used) == (0, 0)
+        assert (parts.quota.reserved, parts.quota.used) == (0, 0)
         assert parts.files() == []
 
 
@@ -238,7 +238,7 @@ async def test_a_directory_that_takes_no_file_sends_readers_past_the_cache(tmp_p
         with pytest.raises(NotKeptError):
             await parts.read(version("a", MIB), 0, 10)
         assert parts.cache.warning is not None
-        assert parts.space.reserved == 0
+        assert parts.quota.reserved == 0
 
 
 async def test_an_open_file_keeps_its_descriptor_and_a_closed_one_gives_it_back(
@@ -291,12 +291,12 @@ async def test_readers_cancelled_anywhere_leave_no_half_state(tmp_path: Path, se
                         await trio.lowlevel.checkpoint()
         await parts.quiet()
         assert all(file.pins == 1 and not file.downloads for file in files)
-        assert parts.space.reserved == 0
-        assert parts.space.used == sum(file.present.total for file in files)
+        assert parts.quota.reserved == 0
+        assert parts.quota.used == sum(file.present.total for file in files)
         for file in files:
             parts.cache.unpin(file)
         for one in versions:
             await parts.fetch(one)
         await parts.cache.record()
-        assert parts.space.uncommitted == 0
-        assert parts.space.used == sum(one.size for one in versions)
+        assert parts.quota.uncommitted == 0
+        assert parts.quota.used == sum(one.size for one in versions)

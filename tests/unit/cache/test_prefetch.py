@@ -239,7 +239,7 @@ async def test_closed_siblings_end_their_downloads(tmp_path: Path) -> None:
         await eventually(lambda: bool(parts.bucket.running))
         siblings.close()
         await parts.quiet()
-        assert parts.space.reserved == 0
+        assert parts.quota.reserved == 0
         assert parts.files() == []
         assert len(parts.cache) == 0
 

@@ -35,11 +35,11 @@ async def test_a_restart_finds_it_under_the_new_key(tmp_path: Path) -> None:
         await parts.cache.move(OLD, NEW)
         await parts.cache.move(NEW, newest)
         await parts.cache.move(other, newer)
-        used = parts.space.used
+        used = parts.quota.used
         await parts.cache.record()
-        assert parts.space.used == used
+        assert parts.quota.used == used
     async with cache_in(tmp_path) as parts:
-        assert parts.space.used == used
+        assert parts.quota.used == used
         assert await parts.read(newest, 0, MIB) == content(OLD)
         assert await parts.read(newer, 0, MIB) == content(other)
         assert parts.bucket.asked == []
@@ -92,7 +92,7 @@ async def test_a_file_that_was_moved_and_evicted_leaves_nothing(tmp_path: Path) 
         await parts.cache.evict(file)
         assert parts.files() == []
         await parts.cache.record()
-        assert parts.space.used == 0
+        assert parts.quota.used == 0
 
 
 async def test_a_move_waits_for_an_eviction(tmp_path: Path) -> None:
