@@ -1,19 +1,19 @@
-"""Whether S3 still lets the mount's identity in; if not, what is cached is not served either.
+"""Whether S3 still grants access to the mount's identity; if not, the cache is not served either.
 
 What is in the cache is read without a request, so an identity whose rights
 were taken away would read on for as long as the cache lasts. Where
-`--revoke-after` says so, the mount makes sure: as long as no request has
-succeeded for half of that time, it asks with a request of its own, for one key
-of its prefix. Refusals alone count, and for all that time: a time-out, expired
-credentials, a wrong clock or a server that fails tell nothing about rights,
-and any request that succeeds shows that there are some.
+`--revoke-after` says so, the mount checks: as long as no request has succeeded
+for half of that time, it sends one of its own, to list one key of its prefix.
+Only refusals count, and only if they last all that time: a time-out, expired
+credentials, a wrong clock or a server that fails say nothing about rights, and
+any request that succeeds shows that there are some.
 
-Then lookups, opens and reads are refused, and the files that the kernel reads
-by itself are taken from it, but for those that are open: the kernel has no way
-to end that. It is over when a request succeeds.
+Then lookups, opens and reads fail, and the files that the kernel reads by
+itself are taken from it, but for those that are open: the kernel has no way to
+end that. It is over when a request succeeds.
 
-What is known is on record beside the mount's socket, so that a new daemon does
-not start with trust.
+The state is on record beside the mount's socket, so that a new daemon does not
+serve the cache until it has checked.
 """
 
 from __future__ import annotations
@@ -28,47 +28,52 @@ import trio
 
 logger = logging.getLogger("fusefs.daemon")
 
-# How often a server that refuses is asked.
+# How often a server that refuses is checked.
 LONGEST_PAUSE_S = 10.0
 SHORTEST_PAUSE_S = 0.5
 
 
-class Door(Protocol):
-    """What is asked of the store."""
+class AccessProbe(Protocol):
+    """What the guard needs of the store."""
 
     @property
     def answered(self) -> float:
-        """When a request last succeeded, in trio's seconds."""
+        """When a request last succeeded, by trio's clock."""
 
     async def is_refused(self, prefix: str) -> bool | None:
-        """Whether S3 refuses to list a prefix; None if it does not tell."""
+        """Whether S3 refuses to list a prefix; None if the answer says nothing about rights."""
 
 
-class Revocation:
+class AccessGuard:
     """Watches one mount's rights. Belongs to the event loop.
 
-    `after_s` is `math.inf` if nothing is to be done; `shut` is called with
+    `after_s` is `math.inf` if there is nothing to watch; `shut` is called with
     whether the cache is shut, whenever that changes.
     """
 
     def __init__(
-        self, door: Door, prefix: str, after_s: float, record: Path, shut: Callable[[bool], None]
+        self,
+        probe: AccessProbe,
+        prefix: str,
+        after_s: float,
+        record: Path,
+        shut: Callable[[bool], None],
     ) -> None:
-        self._door = door
+        self._probe = probe
         self._prefix = prefix
         self._after_s = after_s
         self._record = record
         self._shut = shut
-        self._since: float | None = None  # when the first of all refusals came
+        self._since: float | None = None  # when the first of the refusals came
         self.is_shut = False
 
     @property
     def refused_s(self) -> float | None:
-        """For how long S3 has refused everything, as far as the mount has asked."""
+        """For how many seconds S3 has refused the mount's own requests; None if it does not."""
         return None if self._since is None else trio.current_time() - self._since
 
     def recall(self) -> None:
-        """Know what an earlier process of this mount knew. Blocks shortly."""
+        """Read the state that an earlier daemon of this mount left. Blocks shortly."""
         try:
             age_s = time.monotonic() - float(self._record.read_text())
         except (OSError, ValueError):
@@ -77,7 +82,7 @@ class Revocation:
         self._judge()
 
     async def run(self) -> None:
-        """Ask where nobody else does, until cancelled."""
+        """Send requests while the mount sends none that succeed, until cancelled."""
         if self._after_s == float("inf"):
             return
         quiet_s = self._after_s / 2
@@ -86,23 +91,23 @@ class Revocation:
                 await trio.sleep(max(SHORTEST_PAUSE_S, quiet_s))
             else:
                 await trio.sleep(max(SHORTEST_PAUSE_S, min(LONGEST_PAUSE_S, quiet_s)))
-            if self._door.answered < trio.current_time() - quiet_s or self._since is not None:
-                await self._ask()
+            if self._probe.answered < trio.current_time() - quiet_s or self._since is not None:
+                await self._check()
 
-    async def _ask(self) -> None:
+    async def _check(self) -> None:
         began = trio.current_time()
-        is_refused = await self._door.is_refused(self._prefix)
+        is_refused = await self._probe.is_refused(self._prefix)
         if is_refused and self._since is None:
             self._since = began
             self._put_on_record()
-        if self._since is not None and self._door.answered >= self._since:
+        if self._since is not None and self._probe.answered >= self._since:
             self._since = None
             self._put_on_record()
         if is_refused is not None:
             self._judge()
 
     def _put_on_record(self) -> None:
-        """Have the next daemon know whether S3 refuses; without that it finds out by itself."""
+        """Leave the state to the next daemon, which otherwise finds out by itself."""
         try:
             if self._since is None:
                 self._record.unlink(missing_ok=True)

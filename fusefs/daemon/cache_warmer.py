@@ -1,17 +1,17 @@
-"""Files fetched into the cache before anybody reads them: `fusefs warm`, the daemon's side.
+"""Fetches files into the cache ahead of their first read: `fusefs warm`, the daemon's side.
 
 A *job* is a path of the mount: a file, or all below a directory. It is listed by flat
 pages, a thousand keys each, however many directories they are in, and works on the
-versions that listings tell: no node is made for the kernel, and an open finds what was
-fetched because it asks for the same version. What is in the cache is passed over, so a job
-that is asked for again goes on where it was. On a writable mount, whose lookups want each
-object's metadata, that is asked for as well.
+versions that listings name: no node is made for the kernel, and an open finds what was
+fetched because it looks for the same version. What is in the cache is passed over, so a
+job that is started again goes on where it was. On a writable mount, whose lookups need
+each object's metadata, the job sends those HEADs as well.
 
 All jobs share one bounded number of requests; downloads go after what programs wait for.
 Small files are one download each; a large one is cut into parts, which are begun in order.
 
-A job stops fetching when there is no room left but by evicting what it has fetched itself,
-or what was used since it began. It goes on counting, to tell what does not fit.
+A job stops fetching when it could make room only by evicting what it has fetched itself,
+or what was used since it began. It goes on counting, to report what does not fit.
 
 Jobs under way are on record in the mount's state directory: the daemon that takes a mount
 over goes on with them.
@@ -22,7 +22,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import trio
@@ -31,7 +32,6 @@ from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.downloader import PART, Fetcher, NotKeptError
 from fusefs.cache.file_cache import FileCache
 from fusefs.daemon.takeover import Handover, state_directory
-from fusefs.daemon.warming_job import Job
 from fusefs.posix.metadata.head_cache import Learner
 from fusefs.posix.nodes import names
 from fusefs.settings.mount import MountSettings
@@ -42,17 +42,129 @@ logger = logging.getLogger("fusefs.daemon.cache_warmer")
 
 # Requests at a time, of all jobs; three quarters of the connections at most.
 MOST_REQUESTS = 24
-# Pages that were listed and not looked at: 20 MB.
+# Pages that are listed ahead: 20 MB.
 PAGES_AHEAD = 50
 # Listings at a time: they do not queue behind what programs wait for.
 LISTINGS = 2
-# Files passed over before others have their turn.
+# Files passed over before other tasks have their turn.
 TURN = 100
-# Jobs that have ended and are still told of.
+# Ended jobs that can still be described.
 MOST_ENDED = 2000
+# Files of a job that could not be read and are named.
+MOST_NAMED = 10
+# The speed is computed over this many seconds.
+SPEED_OVER_S = 20
 
 
-class Warming:
+class WarmJob:
+    """Everything at or below `path` of the mount, "" being its root.
+
+    `since` is when it was started, in seconds since the epoch. Sizes are in
+    bytes; `files` and `size` count what has been listed so far.
+    """
+
+    def __init__(self, path: str, since: float) -> None:
+        self.path = path
+        self.since = since
+        self.scope = trio.CancelScope()
+        self.is_listed = False
+        self.has_ended = False
+        self.is_full = False
+        self.files = 0
+        self.size = 0
+        self.done_files = 0
+        self.done = 0
+        self.fetched = 0
+        self.left_out_files = 0
+        self.left_out = 0
+        self.failed_files = 0
+        self.failed: list[str] = []
+        self.error: str | None = None
+        # How much had been fetched at which time of the monotonic clock.
+        self._samples = deque([(time.monotonic(), 0)], maxlen=SPEED_OVER_S)
+
+    @property
+    def is_ending(self) -> bool:
+        return self.has_ended or self.scope.cancel_called
+
+    def is_within(self, path: str) -> bool:
+        return not path or self.path == path or self.path.startswith(path + "/")
+
+    def found(self, infos: Sequence[ObjectInfo], *, is_last: bool) -> None:
+        """Count the files of a page of the listing."""
+        self.files += len(infos)
+        self.size += sum(info.size for info in infos)
+        self.is_listed = is_last
+
+    def has(self, size: int) -> None:
+        """Count a file that is in the cache already."""
+        self.done_files += 1
+        self.done += size
+
+    def arrived(self, size: int, fetched: int) -> None:
+        """Count bytes that are in the cache now, of which `fetched` were missing."""
+        self.done += size
+        self.fetched += fetched
+        now = time.monotonic()
+        if now - self._samples[-1][0] >= 1:
+            self._samples.append((now, self.fetched))
+
+    def leave_out(self, size: int) -> None:
+        """Count a file, or the rest of one, for which there is no room."""
+        self.left_out_files += 1
+        self.left_out += size
+
+    def lost(self, size: int, arrived: int) -> None:
+        """Take back a file that has changed since it was listed; some of it had `arrived`."""
+        self.files -= 1
+        self.size -= size
+        self.done -= arrived
+
+    def fail(self, path: str, error: StoreError) -> None:
+        """Count a file that can't be read."""
+        self.failed_files += 1
+        if len(self.failed) < MOST_NAMED:
+            self.failed.append(f"{path} ({error})")
+
+    def end(self) -> None:
+        self.has_ended = True
+
+    def describe(self, limit: int) -> dict[str, Any]:
+        """The job as JSON can hold it; `limit` is how many bytes the cache may hold."""
+        return {
+            "path": self.path,
+            "state": self._state(),
+            "is_listed": self.is_listed,
+            "files": self.files,
+            "bytes": self.size,
+            "done_files": self.done_files,
+            "done_bytes": self.done,
+            "fetched_bytes": self.fetched,
+            "left_out_files": self.left_out_files,
+            "left_out_bytes": self.left_out,
+            "limit_bytes": limit,
+            "failed_files": self.failed_files,
+            "failed": self.failed,
+            "why": self.error,
+            "eta_s": self._eta_s(),
+        }
+
+    def _state(self) -> str:
+        if not self.has_ended:
+            return "under way" if self.files or self.is_listed else "listing"
+        return "cancelled" if self.scope.cancelled_caught else "ended"
+
+    def _eta_s(self) -> float | None:
+        """Seconds until the end at the recent speed; None if that is not known."""
+        began, fetched = self._samples[0]
+        passed_s = time.monotonic() - began
+        if self.has_ended or not self.is_listed or self.fetched == fetched or passed_s <= 0:
+            return None
+        remaining = self.size - self.done - self.left_out
+        return max(0, remaining) * passed_s / (self.fetched - fetched)
+
+
+class CacheWarmer:
     """The jobs of one mount. Belongs to the event loop."""
 
     def __init__(
@@ -64,7 +176,7 @@ class Warming:
         self._prefix = settings.source.prefix
         self._record = state_directory(settings) / "warming.json"
         self._recording = trio.Lock()
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, WarmJob] = {}
         self._nursery: trio.Nursery
         self._learner: Learner
         self._has_begun = trio.Event()
@@ -73,26 +185,26 @@ class Warming:
         self._listing = trio.CapacityLimiter(LISTINGS)
 
     async def run(self, handover: Handover | None, learner: Learner) -> None:
-        """Do the jobs until cancelled; where a mount was taken over, its jobs first."""
+        """Do the jobs until cancelled; after a takeover, those of the last daemon first."""
         self._learner = learner
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             if handover is not None and not handover.is_fresh:
                 for path, since in await trio.to_thread.run_sync(self._read):
-                    self._begin(Job(path, since))
+                    self._begin(WarmJob(path, since))
             await self._write()
             self._has_begun.set()
             await trio.sleep_forever()
 
-    async def start(self, path: str) -> Job:
-        """The job of a path ("" is the mount's root), on record when this returns.
+    async def start(self, path: str) -> WarmJob:
+        """Start the job of a path ("" is the mount's root), or join it if it is under way.
 
-        One that is under way is joined.
+        It is on record when this returns.
         """
         await self._has_begun.wait()
         job = self._jobs.get(path)
         if job is None or job.is_ending:
-            job = Job(path, time.time())
+            job = WarmJob(path, time.time())
             self._begin(job)
         await self._write()
         return job
@@ -105,10 +217,10 @@ class Warming:
         return bool(jobs)
 
     def describe(self) -> list[dict[str, Any]]:
-        """What is to be told of the jobs, the latest last."""
+        """The jobs as JSON can hold them, the latest last."""
         return [job.describe(self._cache.quota.limit) for job in self._jobs.values()]
 
-    def _begin(self, job: Job) -> None:
+    def _begin(self, job: WarmJob) -> None:
         self._jobs.pop(job.path, None)
         ended = [path for path, other in self._jobs.items() if other.has_ended]
         for path in ended[: -MOST_ENDED or None]:
@@ -126,20 +238,20 @@ class Warming:
         except FileNotFoundError:
             return []
         except (OSError, ValueError, TypeError) as error:
-            logger.warning("what was being warmed can't be read: %s", error)
+            logger.warning("the jobs of the cache warmer can't be read: %s", error)
             return []
 
     async def _write(self) -> None:
         """Put the jobs that are under way on record."""
 
-        def write(told: str) -> None:
+        def write(content: str) -> None:
             try:
                 self._record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 unfinished = self._record.with_suffix(".new")
-                unfinished.write_text(told)
+                unfinished.write_text(content)
                 unfinished.replace(self._record)
             except OSError as error:
-                logger.warning("what is being warmed can't be put on record: %s", error)
+                logger.warning("the jobs of the cache warmer can't be put on record: %s", error)
 
         async with self._recording:
             jobs = [(job.path, job.since) for job in self._jobs.values() if not job.has_ended]
@@ -147,7 +259,7 @@ class Warming:
 
     # One job
 
-    async def _run(self, job: Job) -> None:
+    async def _run(self, job: WarmJob) -> None:
         logger.info("warming %r", job.path)
         with job.scope:
             send, receive = trio.open_memory_channel[list[ObjectInfo]](PAGES_AHEAD)
@@ -160,8 +272,8 @@ class Warming:
         logger.info("warmed %r: %s", job.path, job.describe(self._cache.quota.limit))
         await self._write()
 
-    async def _list(self, job: Job, send: trio.MemorySendChannel[list[ObjectInfo]]) -> None:
-        """Tell the job's files page by page."""
+    async def _list(self, job: WarmJob, send: trio.MemorySendChannel[list[ObjectInfo]]) -> None:
+        """Send the job's files page by page."""
         key = self._prefix + job.path
         after = ""
         async with send:
@@ -180,7 +292,7 @@ class Warming:
                 await send.send(infos)
 
     async def _page(self, key: str, prefix: str, after: str) -> ListPage:
-        """A page of what is below `prefix`; of the file `key`, if there is nothing."""
+        """A page of what is below `prefix`, or of the file `key` if nothing is."""
         async with self._listing:
             page = await self._store.list_page(prefix, delimiter="", start_after=after)
             if page.objects or after or prefix == key:
@@ -195,7 +307,7 @@ class Warming:
         return not is_private and all(names.is_expressible(name) for name in path)
 
     async def _bring(
-        self, job: Job, nursery: trio.Nursery, info: ObjectInfo, *, is_again: bool = False
+        self, job: WarmJob, nursery: trio.Nursery, info: ObjectInfo, *, is_again: bool = False
     ) -> None:
         """Begin the requests for one file, as slots get free."""
         if self._learner.lacks_version(info):
@@ -203,7 +315,7 @@ class Warming:
             nursery.start_soon(self._learn, info)
         known = self._cache.find(info.version)
         if not info.size or (known is not None and known.is_complete):
-            self._cache.unpin(self._cache.pin(info.version))  # used, and so not evicted soon
+            self._cache.unpin(self._cache.pin(info.version))  # counts as a use
             job.has(info.size)
             if job.done_files % TURN == 0:
                 await trio.lowlevel.checkpoint()
@@ -257,12 +369,12 @@ class Warming:
             self._cache.unpin(work.file)
             work.end(self._prefix)
 
-    async def _bring_again(self, job: Job, nursery: trio.Nursery, key: str) -> None:
+    async def _bring_again(self, job: WarmJob, nursery: trio.Nursery, key: str) -> None:
         """Bring the version that an object has by now."""
         try:
             info = await self._store.head(key)
         except NotFoundError:
-            return  # nothing to be missed
+            return  # it was removed
         except StoreError as error:
             job.fail(key[len(self._prefix) :], error)
             return
@@ -271,12 +383,12 @@ class Warming:
 
 
 class _Work:
-    """One file of a job while parts of it are `under_way`, whose beginner counts as one.
+    """One file of a job. `under_way` counts its parts that are, and the task that begins them.
 
-    `again`, if there is one, is called for an object that has changed since it was listed.
+    `again`, if not None, is called for an object that has changed since it was listed.
     """
 
-    def __init__(self, job: Job, info: ObjectInfo, file: CacheFile) -> None:
+    def __init__(self, job: WarmJob, info: ObjectInfo, file: CacheFile) -> None:
         self.job = job
         self.info = info
         self.file = file
@@ -291,7 +403,7 @@ class _Work:
         return self.error is not None or self.job.is_full
 
     def end(self, prefix: str) -> None:
-        """Tell the job how it went."""
+        """Count the file in its job."""
         job, size = self.job, self.info.size
         if self.arrived == size:
             job.done_files += 1

@@ -1,10 +1,10 @@
-"""The daemon's log: lines on standard error, of a bounded size where nobody else looks after it.
+"""The daemon's log: lines on standard error, of a bounded size if it is fusefs's own file.
 
 Keeper, broker and daemons, one after the other, append to one file whose
-directory may be root's: they have its descriptor and no more, so nobody can
-rename it without the others writing on to where nobody looks. Instead the
-oldest part is taken out of the file, in one step of the file system, while all
-go on appending: no line but the oldest is lost.
+directory may be root's: they have its descriptor and no more, so none can
+rename it without the others writing on to the renamed file. Instead the oldest
+part is cut out of the file, in one step of the file system, while all go on
+appending: only the oldest lines are lost.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from typing import TextIO
 from fusefs.linux import libc
 from fusefs.settings.mount import MountSettings
 
-# What a full log is cut by, and twice that is the most that it has.
+# A full log is cut by this many bytes, and has at most twice as many.
 PART = 10 << 20
-# How many lines may be written before the size is looked at.
+# How many lines may be written before the size is checked.
 LOOK_EVERY = 256
 
 
 class BoundedHandler(logging.StreamHandler[TextIO]):
-    """Writes to a descriptor of a file, and keeps the file below twice `part` bytes."""
+    """Writes to the descriptor of a file, and keeps the file below twice `part` bytes."""
 
     def __init__(self, fd: int, part: int = PART) -> None:
         super().__init__(os.fdopen(fd, "w", closefd=False))
         self._fd = fd
         self._part = part
         self._lines = 0
-        # From where on a file has data that can't be made shorter.
+        # Where the data begins in a file that can't be made shorter.
         self._start = 0
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -51,7 +51,7 @@ class BoundedHandler(logging.StreamHandler[TextIO]):
             except OSError as error:
                 if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                     raise
-                # This file system can only give the blocks back.
+                # This file system can only free the blocks.
                 self._start = size - self._part
                 libc.punch(self._fd, 0, self._start)
         except OSError:

@@ -22,9 +22,10 @@ import hashlib
 import json
 import logging
 import os
+import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -34,9 +35,9 @@ from fusefs.cache.disk import CacheDirectoryError, usable
 from fusefs.cache.downloader import Fetcher
 from fusefs.cache.evictor import Evictor
 from fusefs.cache.integrity.scrub import Scrub
-from fusefs.daemon import preloading, setup, signals, status
-from fusefs.daemon.access_guard import Revocation
-from fusefs.daemon.cache_warmer import Warming
+from fusefs.daemon import preloading, setup, status
+from fusefs.daemon.access_guard import AccessGuard
+from fusefs.daemon.cache_warmer import CacheWarmer
 from fusefs.daemon.takeover import (
     Handover,
     TakeOverError,
@@ -145,8 +146,8 @@ class Daemon:
                     self.store, self.cache, self.fetcher, self.settings.source.prefix, nursery,
                     self._unsent,
                 )  # fmt: skip
-                self.warming = Warming(self.store, self.cache, self.fetcher, self.settings)
-                nursery.start_soon(signals.watch, self._unmount, partial(status.log_waiting, self))
+                self.warmer = CacheWarmer(self.store, self.cache, self.fetcher, self.settings)
+                nursery.start_soon(_watch_signals, self._unmount, partial(status.log_waiting, self))
                 try:
                     await self._serve(nursery, ready)
                 finally:
@@ -230,7 +231,7 @@ class Daemon:
                     nursery.start_soon(self.pages.run)
                     nursery.start_soon(self.forgetting.run)
                     nursery.start_soon(self.scrub.run)
-                    nursery.start_soon(self.warming.run, self._handover, self.operations.learner)
+                    nursery.start_soon(self.warmer.run, self._handover, self.operations.learner)
                     if self.operations.mutations is not None:
                         nursery.start_soon(self.operations.mutations.writer.run)
                         nursery.start_soon(self.operations.mutations.changes.run)
@@ -262,12 +263,12 @@ class Daemon:
     def _watch_rights(self, nursery: trio.Nursery) -> None:
         """See to it that nothing is served from the cache once S3 refuses everything."""
         settings = self.settings
-        self.revocation = Revocation(
-            self.store, settings.source.prefix, settings.revoke_after,
-            registry.mount_directory(settings.mountpoint) / "refused", self._shut,
-        )  # fmt: skip
-        self.revocation.recall()
-        nursery.start_soon(self.revocation.run)
+        record = registry.mount_directory(settings.mountpoint) / "refused"
+        self.access_guard = AccessGuard(
+            self.store, settings.source.prefix, settings.revoke_after, record, self._shut
+        )
+        self.access_guard.recall()
+        nursery.start_soon(self.access_guard.run)
 
     def _shut(self, is_shut: bool) -> None:
         self.operations.is_shut = is_shut
@@ -435,6 +436,23 @@ class Daemon:
         except UnmountError as error:
             logger.warning("can't unmount, detaching instead: %s", error)
             await trio.to_thread.run_sync(lambda: umount_path(mountpoint, is_lazy=True))
+
+
+async def _watch_signals(
+    unmount: Callable[[], Awaitable[None]], log_waiting: Callable[[], None]
+) -> None:
+    """Unmount on the first signal to end, exit on the second, log on SIGUSR2; until cancelled."""
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGUSR2) as received:
+        is_ending = False
+        async for number in received:
+            if number == signal.SIGUSR2:
+                log_waiting()
+            elif is_ending:
+                logger.warning("ending with the mount still in use")
+                os._exit(1)
+            else:
+                is_ending = True
+                await unmount()
 
 
 def run(settings: MountSettings, ready: Ready) -> None:

@@ -1,4 +1,4 @@
-"""What a template (keeper/template.py) of this program imports, and how it is told from another."""
+"""Makes this process a template (keeper/template.py): imports done, changed files noticed."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fusefs.store.s3 import clients
 
 
 def serve() -> None:
-    """Be a template; return in a process that is to be a daemon. Blocks."""
+    """Serve as a template; return in a forked process that is to be a daemon. Blocks."""
     program = _program()
-    installed = _look_at(program)
-    # What fails here fails again when it is needed, and is told then.
+    installed = _identities(program)
+    # What fails here fails again when it is needed, and is reported then.
     with contextlib.suppress(Exception):
         clients.prepare()
-    gc.freeze()  # so that less of the memory is written to, which is shared
-    template.serve(lambda: _look_at(program) != installed)
+    gc.freeze()  # so that less of the shared memory is written to
+    template.serve(lambda: _identities(program) != installed)
 
 
 def _program() -> list[str]:
@@ -31,14 +31,14 @@ def _program() -> list[str]:
     return [sys.executable, *site.getsitepackages(), *files]
 
 
-def _look_at(paths: Iterable[str]) -> list[tuple[int, int, int] | None]:
-    """What tells each of the files from another of its name; None where there is none."""
-    found: list[tuple[int, int, int] | None] = []
-    for path in paths:
-        try:
-            status = os.stat(path)
-        except OSError:
-            found.append(None)
-        else:
-            found.append((status.st_ino, status.st_size, status.st_mtime_ns))
-    return found
+def _identities(paths: Iterable[str]) -> list[tuple[int, int, int] | None]:
+    """Inode, size and modification time of each file; None where there is none."""
+    return [_identity(path) for path in paths]
+
+
+def _identity(path: str) -> tuple[int, int, int] | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns

@@ -1,4 +1,4 @@
-"""What a daemon's process needs before it does anything: its input, its log, its limits."""
+"""Sets up a daemon's process: its input, log and limits, its cache and the settings of parts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger("fusefs.daemon")
 def set_up(settings: MountSettings) -> None:
     """Log to standard error, which the launcher opened; allow many descriptors."""
     log_handlers.set_up(settings)
-    # The keeper asks a daemon that is silent where it hangs; works in a busy loop, too.
+    # The keeper sends this to a daemon that is silent, for the log; it works in a busy loop, too.
     faulthandler.register(signal.SIGUSR1)
     _raise_descriptor_limit()
     # Files are created for this user alone, whatever the shell's umask is.
@@ -37,15 +37,15 @@ def set_up(settings: MountSettings) -> None:
 
 def read_input(text: str) -> MountSettings:
     """The settings that the launcher wrote, and the AWS configuration as files of this process."""
-    told = json.loads(text)
-    # A standby has begun with next to none.
-    os.environ.update(told.get("environment", {}))
-    for variable, content in told["files"].items():
+    given = json.loads(text)
+    # A standby was started with next to no environment.
+    os.environ.update(given.get("environment", {}))
+    for variable, content in given["files"].items():
         # In memory alone: it holds secrets.
         fd = os.memfd_create(variable)
         os.write(fd, content.encode())
         os.environ[variable] = f"/proc/self/fd/{fd}"
-    return MountSettings.from_json(told["settings"], is_newer=True)
+    return MountSettings.from_json(given["settings"], is_newer=True)
 
 
 def _raise_descriptor_limit() -> None:
@@ -56,9 +56,9 @@ def _raise_descriptor_limit() -> None:
 def open_cache(
     settings: MountSettings, directory: Path, identity: str, *, in_any_case: bool
 ) -> tuple[FileCache, RememberedPages | NoPages]:
-    """The part of the cache in `directory`, and the listings that are remembered there. Blocks.
+    """Open the part of the cache in `directory`, and the listings that are kept there. Blocks.
 
-    A mount that is taken over goes on `in_any_case`, also with a disk that is full.
+    With `in_any_case`, for a mount that is taken over, also on a disk that is full.
 
     Raises:
         CacheDirectoryError: it can't be used.
@@ -81,7 +81,7 @@ def open_cache(
 
 
 def s3_settings(settings: MountSettings) -> S3Settings:
-    """What the store has to know; as many connections as the memory allows."""
+    """The settings of the store, with as many connections as the memory allows."""
     fitting = MemoryBudget.of(settings.memory_limit).requests
     return S3Settings(
         bucket=settings.source.bucket,
@@ -99,7 +99,7 @@ def s3_settings(settings: MountSettings) -> S3Settings:
 
 
 def writing_rules(settings: MountSettings) -> Rules:
-    """How the mount writes."""
+    """The settings of the writer."""
     return Rules(
         is_local=settings.durability == Durability.LOCAL,
         fails_on_conflict=settings.conflict == Conflict.FAIL,

@@ -1,4 +1,4 @@
-"""What a daemon answers when the commands ask: what it tells about itself, and how uploads go."""
+"""The daemon's side of `fusefs status`, `sync`, `warm` and `verify`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ import fusefs
 from fusefs.cache.downloader import Fetcher
 from fusefs.cache.file_cache import FileCache
 from fusefs.cache.integrity.scrub import Scrub
-from fusefs.cache.quota import Space
-from fusefs.daemon.access_guard import Revocation
-from fusefs.daemon.cache_warmer import Warming
+from fusefs.daemon.access_guard import AccessGuard
+from fusefs.daemon.cache_warmer import CacheWarmer
 from fusefs.daemon.verifier import Verifier
 from fusefs.fuse.passthrough import NoPassthrough, Passthrough
 from fusefs.fuse.session import RunningSession
@@ -37,39 +36,39 @@ from fusefs.store.s3.store import S3Store
 
 logger = logging.getLogger("fusefs.daemon")
 
-# More would say no more.
+# How many items an answer names; it counts the others.
 MOST_PENDING = 20
 MOST_JOBS = 10
-# Of what has been warmed.
-MOST_ENDED = 3
+MOST_ENDED_JOBS = 3
 
 
-class Daemon(Protocol):
-    """The parts of one mount that status reads (daemon/main.py)."""
+class MountParts(Protocol):
+    """The parts of one mount that its status is read from."""
 
     settings: MountSettings
     started: float
     session: RunningSession | None
     backing: Passthrough | NoPassthrough
-    operations: Operations
     store: S3Store
-    watched: WatchedStore | None
-    directories: Directories
-    forgetting: Forgetting
     cache: FileCache
-    space: Space
     fetcher: Fetcher
+    directories: Directories
+    operations: Operations
+    forgetting: Forgetting
+    watched: WatchedStore | None
     scrub: Scrub
     verifier: Verifier
-    warming: Warming
-    revocation: Revocation
+    warmer: CacheWarmer
+    access_guard: AccessGuard
 
 
-def answer(daemon: Daemon, request: dict[str, Any]) -> dict[str, Any] | Awaitable[dict[str, Any]]:
+def answer(
+    daemon: MountParts, request: dict[str, Any]
+) -> dict[str, Any] | Awaitable[dict[str, Any]]:
     """Answer `fusefs status`, `fusefs sync`, `fusefs warm` or `fusefs verify`.
 
     Raises:
-        ControlError: it is something else.
+        ControlError: it is another command.
     """
     match request:
         case {"command": "status"}:
@@ -82,26 +81,26 @@ def answer(daemon: Daemon, request: dict[str, Any]) -> dict[str, Any] | Awaitabl
         case {"command": "warm", "path": str(path)}:
             return _warm(daemon, path)
         case {"command": "cancel warming", "path": str(path)}:
-            return {"was_under_way": daemon.warming.cancel(path)}
+            return {"was_under_way": daemon.warmer.cancel(path)}
         case {"command": "verify", "path": str(path), "start": bool(is_first)}:
             job = daemon.verifier.start(path) if is_first else daemon.verifier.find(path)
             return job.describe()
         case {"command": "warming"}:
-            return {"jobs": daemon.warming.describe()}
+            return {"jobs": daemon.warmer.describe()}
     raise ControlError("no such command")
 
 
-async def _warm(daemon: Daemon, path: str) -> dict[str, Any]:
+async def _warm(daemon: MountParts, path: str) -> dict[str, Any]:
     if names.decode(os.fsencode(path)) is None:
         raise ControlError("no object has such a name")
-    job = await daemon.warming.start(path)
+    job = await daemon.warmer.start(path)
     return job.describe(daemon.cache.quota.limit)
 
 
-def collect(daemon: Daemon) -> dict[str, Any]:
+def collect(daemon: MountParts) -> dict[str, Any]:
     """The daemon's facts: bytes, seconds and counts, by section."""
     settings = daemon.settings
-    session, revocation = daemon.session, daemon.revocation
+    session, guard = daemon.session, daemon.access_guard
     assert session is not None
     return {
         "version": fusefs.__version__,
@@ -113,7 +112,7 @@ def collect(daemon: Daemon) -> dict[str, Any]:
         "survival": dict(zip(("on", "why"), session.survival, strict=True)),
         "cache": _cache(daemon),
         "integrity": _integrity(daemon),
-        "access": {"is_shut": revocation.is_shut, "refused_s": revocation.refused_s},
+        "access": {"is_shut": guard.is_shut, "refused_s": guard.refused_s},
         "s3": daemon.store.counters(),
         "conditions": daemon.store.fence.describe(),
         "metadata": {
@@ -136,15 +135,15 @@ def collect(daemon: Daemon) -> dict[str, Any]:
     }
 
 
-def _warming(daemon: Daemon) -> list[dict[str, Any]]:
-    """What is being warmed, and what has been at last."""
-    jobs = daemon.warming.describe()
+def _warming(daemon: MountParts) -> list[dict[str, Any]]:
+    """The jobs that are under way, and the last that have ended."""
+    jobs = daemon.warmer.describe()
     under_way = [job for job in jobs if job["state"] in ("listing", "under way")]
     ended = [job for job in jobs if job not in under_way]
-    return [*ended[-MOST_ENDED:], *under_way[:MOST_JOBS]]
+    return [*ended[-MOST_ENDED_JOBS:], *under_way[:MOST_JOBS]]
 
 
-def _writing(daemon: Daemon) -> dict[str, Any] | None:
+def _writing(daemon: MountParts) -> dict[str, Any] | None:
     """What is written and not in the bucket yet; None on a read-only mount."""
     writer = daemon.operations.writer
     mutations = daemon.operations.mutations
@@ -160,45 +159,45 @@ def _writing(daemon: Daemon) -> dict[str, Any] | None:
     }
 
 
-def _late_requests(daemon: Daemon) -> dict[str, int]:
-    """Keys that a request without an answer may still change, and what was repaired."""
+def _late_requests(daemon: MountParts) -> dict[str, int]:
+    """How many keys are uncertain, and how many changes were repaired."""
     late = daemon.watched.late if daemon.watched is not None else None
     return {"uncertain": len(late or ()), "repairs": late.repairs if late is not None else 0}
 
 
 def pending(writer: Writer, prefix: str) -> dict[str, Any]:
-    """What is staged at or below a key and not in the bucket, oldest first; the first of it."""
+    """The oldest staged files at or below a key that are not in the bucket, and their count."""
     now = trio.current_time()
-    found = sorted(writer.unsent(prefix), key=lambda staged: staged.since)
+    unsent = sorted(writer.unsent(prefix), key=lambda staged: staged.since)
     return {
         "pending": [
             {
-                "key": one.key,
-                "bytes": one.size(),
-                "since_s": now - one.since,
-                "state": writer.state(one),
-                "error": str(one.error) if one.error is not None else None,
+                "key": staged.key,
+                "bytes": staged.size(),
+                "since_s": now - staged.since,
+                "state": writer.state(staged),
+                "error": str(staged.error) if staged.error is not None else None,
             }
-            for one in found[:MOST_PENDING]
+            for staged in unsent[:MOST_PENDING]
         ],
-        "pending_files": len(found),
-        "pending_bytes": sum(one.size() for one in found),
-        "under_way": sum(writer.state(one) == UPLOADING for one in found),
+        "pending_files": len(unsent),
+        "pending_bytes": sum(staged.size() for staged in unsent),
+        "under_way": sum(writer.state(staged) == UPLOADING for staged in unsent),
     }
 
 
 def sync(mutations: Mutations, key: str, *, is_first: bool) -> dict[str, Any]:
-    """As `pending`, with renames of directories; the first time they are all begun."""
+    """As `pending`, with renames of directories; all are begun if it `is_first`."""
     if is_first:
         mutations.writer.begin_sync(key)
     renames = mutations.changes.pending_renames(key, hurry=is_first)
     answer = pending(mutations.writer, key)
     answer["pending"] = renames + answer["pending"]
-    answer["under_way"] += sum(one["error"] is None for one in renames)
+    answer["under_way"] += sum(rename["error"] is None for rename in renames)
     return answer
 
 
-def _cache(daemon: Daemon) -> dict[str, Any]:
+def _cache(daemon: MountParts) -> dict[str, Any]:
     counters = daemon.operations.counters
     return {
         "directory": str(daemon.cache.directory),
@@ -215,7 +214,7 @@ def _cache(daemon: Daemon) -> dict[str, Any]:
     }
 
 
-def _integrity(daemon: Daemon) -> dict[str, Any]:
+def _integrity(daemon: MountParts) -> dict[str, Any]:
     """What was found wrong with cached bytes."""
     integrity = daemon.cache.integrity
     return {
@@ -226,7 +225,7 @@ def _integrity(daemon: Daemon) -> dict[str, Any]:
     }
 
 
-def _process(daemon: Daemon) -> dict[str, Any]:
+def _process(daemon: MountParts) -> dict[str, Any]:
     used = resource.getrusage(resource.RUSAGE_SELF)
     resident = _resident_bytes()
     return {
@@ -245,12 +244,12 @@ def _resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def log_waiting(daemon: Daemon) -> None:
-    """Answer SIGUSR2."""
+def log_waiting(daemon: MountParts) -> None:
+    """Log the requests that wait, and the downloads, on SIGUSR2."""
     now = time.monotonic()
     waiting = daemon.session.waiting if daemon.session is not None else []
     logger.warning("%d requests wait", len(waiting))
-    for request in sorted(waiting, key=lambda one: one.since):
+    for request in sorted(waiting, key=lambda request: request.since):
         logger.warning("%s", request.describe(now, daemon.operations))
     for line in daemon.fetcher.describe():
         logger.warning("%s", line)

@@ -1,9 +1,9 @@
-"""Cached copies compared with their checksums by request: `fusefs verify`, the daemon's side.
+"""Compares cached copies with their checksums on request: `fusefs verify`, the daemon's side.
 
 What is at or below a path is listed in the bucket, and the cached copies of the
 versions that the listing names are read from the disk. What differs is dropped
 and fetched again at once, so the answer says whether the bucket still has it.
-What is not in the bucket yet is compared as well, and kept whatever is found.
+What is not in the bucket yet is compared as well, and kept even if it differs.
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ logger = logging.getLogger("fusefs.verify")
 
 # Files that are named in an answer; the others are counted.
 MOST_NAMED = 1000
-# Requests of verification that are remembered after they have ended.
+# Verifications that can still be described after they have ended.
 MOST_ENDED = 100
 
 
 class Verification:
-    """One path that is verified. `differed` and `lost` name files, `why` says what prevented it."""
+    """The verification of one path.
+
+    `differed` and `lost` name files, `size` counts bytes, and `why` is the error that ended it.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -92,7 +95,7 @@ class Verifier:
         self._jobs: dict[str, Verification] = {}
 
     def start(self, path: str) -> Verification:
-        """The verification of a path ("" is the mount's root); one that is under way is joined."""
+        """Start the verification of a path ("" is the mount's root), or join it if under way."""
         job = self._jobs.get(path)
         if job is None or job.has_ended:
             ended = [old for old, other in self._jobs.items() if other.has_ended]
@@ -103,7 +106,7 @@ class Verifier:
         return job
 
     def find(self, path: str) -> Verification:
-        """The verification of a path; begun if this process does not know it."""
+        """The verification of a path, started if this process does not know it."""
         return self._jobs.get(path) or self.start(path)
 
     async def _run(self, job: Verification) -> None:
@@ -130,7 +133,7 @@ class Verifier:
         job.size += size
 
     async def _verify_listed(self, job: Verification, key: str, prefix: str) -> None:
-        """Verify what is below a prefix; the file `key`, if there is nothing."""
+        """Verify what is below a prefix, or the file `key` if nothing is."""
         after, is_any = "", False
         while True:
             page = await self._store.list_page(prefix, delimiter="", start_after=after)
@@ -161,14 +164,14 @@ class Verifier:
         except NotKeptError:
             pass  # there is no room: readers get it from the bucket
         except (StaleVersionError, NotFoundError):
-            pass  # it was replaced or removed: this version is needed no more
+            pass  # it was replaced or removed: this version is not needed
         except StoreError as error:
             job.note_lost(name, str(error))
             return
         job.note_differing(name)
 
     async def _fetch(self, info: ObjectInfo, ranges: list[tuple[int, int]]) -> None:
-        """Have what was dropped in the cache again."""
+        """Fetch ranges that were dropped into the cache again."""
         file = self._cache.pin(info.version)
         try:
             for start, stop in ranges:

@@ -15,7 +15,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from fusefs.daemon.access_guard import Revocation
+from fusefs.daemon.access_guard import AccessGuard
 from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.mounting import Mount, fusefs
@@ -25,7 +25,7 @@ from tests.support.waiting import until
 AFTER_S = 120.0
 
 
-class Door:
+class Probe:
     """A store that says what the test wants, and counts how often it is asked."""
 
     def __init__(self) -> None:
@@ -41,58 +41,58 @@ class Door:
 
 
 class Watched:
-    """A door and who watches it."""
+    """A probe, the guard that uses it, and what the guard reports."""
 
     def __init__(self, record: Path, after_s: float = AFTER_S) -> None:
-        self.door = Door()
+        self.probe = Probe()
         self.said: list[bool] = []
-        self.revocation = Revocation(self.door, "", after_s, record, self.said.append)
+        self.guard = AccessGuard(self.probe, "", after_s, record, self.said.append)
 
 
 @pytest.fixture
 def watched(tmp_path: Path, nursery: trio.Nursery) -> Watched:
     one = Watched(tmp_path / "refused")
-    nursery.start_soon(one.revocation.run)
+    nursery.start_soon(one.guard.run)
     return one
 
 
 async def test_an_identity_that_is_refused_for_long_is_shut_out(
     watched: Watched, autojump_clock: MockClock
 ) -> None:
-    watched.door.is_closed = True
+    watched.probe.is_closed = True
     await trio.sleep(AFTER_S)
     assert watched.said == []
     await trio.sleep(AFTER_S)
     assert watched.said == [True]
-    assert watched.revocation.is_shut
+    assert watched.guard.is_shut
 
 
 async def test_it_is_let_in_again_as_soon_as_it_is_not_refused(
     watched: Watched, autojump_clock: MockClock
 ) -> None:
-    watched.door.is_closed = True
+    watched.probe.is_closed = True
     await trio.sleep(3 * AFTER_S)
-    watched.door.is_closed = False
+    watched.probe.is_closed = False
     await trio.sleep(AFTER_S / 4)
     assert watched.said == [True, False]
-    assert watched.revocation.refused_s is None
+    assert watched.guard.refused_s is None
 
 
 async def test_a_store_that_tells_nothing_shuts_nobody_out(
     watched: Watched, autojump_clock: MockClock
 ) -> None:
-    watched.door.is_closed = None
+    watched.probe.is_closed = None
     await trio.sleep(10 * AFTER_S)
-    assert watched.door.asked
+    assert watched.probe.asked
     assert watched.said == []
 
 
 async def test_a_store_that_tells_nothing_lets_nobody_in_either(
     watched: Watched, autojump_clock: MockClock
 ) -> None:
-    watched.door.is_closed = True
+    watched.probe.is_closed = True
     await trio.sleep(3 * AFTER_S)
-    watched.door.is_closed = None
+    watched.probe.is_closed = None
     await trio.sleep(3 * AFTER_S)
     assert watched.said == [True]
 
@@ -101,9 +101,9 @@ async def test_one_request_that_succeeds_starts_the_time_anew(
     watched: Watched, autojump_clock: MockClock
 ) -> None:
     for _ in range(10):
-        watched.door.is_closed = True
+        watched.probe.is_closed = True
         await trio.sleep(AFTER_S)
-        watched.door.answered = trio.current_time()
+        watched.probe.answered = trio.current_time()
     assert watched.said == []
 
 
@@ -111,19 +111,19 @@ async def test_while_others_are_answered_nothing_is_asked(
     watched: Watched, autojump_clock: MockClock
 ) -> None:
     for _ in range(100):
-        watched.door.answered = trio.current_time()
+        watched.probe.answered = trio.current_time()
         await trio.sleep(AFTER_S / 10)
-    assert watched.door.asked == 0
+    assert watched.probe.asked == 0
 
 
 async def test_the_next_daemon_does_not_start_with_trust(
     watched: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
     monkeypatch.setattr("fusefs.daemon.access_guard.time.monotonic", trio.current_time)
-    watched.door.is_closed = True
+    watched.probe.is_closed = True
     await trio.sleep(3 * AFTER_S)
     following = Watched(tmp_path / "refused")
-    following.revocation.recall()
+    following.guard.recall()
     assert following.said == [True]
 
 
@@ -131,8 +131,8 @@ async def test_without_the_setting_nobody_is_asked(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
     one = Watched(tmp_path / "refused", math.inf)
-    await one.revocation.run()
-    assert one.door.asked == 0
+    await one.guard.run()
+    assert one.probe.asked == 0
 
 
 # --- through a mount ------------------------------------------------------------------
