@@ -1,4 +1,4 @@
-"""What is on the cache disk, kept across restarts: one sqlite3 table.
+"""The catalog: what is on the cache disk, kept across restarts in a sqlite3 database.
 
 A row says which file holds which object version and which ranges of it have
 arrived. Rows are written after the bytes: a range in a row is in the file,
@@ -11,10 +11,10 @@ the file's generation and inode number (another mount may have evicted and
 fetched it again), ranges are merged with what the row holds, and the sum of
 all sizes is a row of its own that changes in the same transaction.
 
-Each row carries a checksum. A database that is damaged, by SQLite's own
-checks or by these, is set aside (cache/integrity/damage.py), and the rows of it that check out
-are known to the next. While a mount is served, and when one is taken over,
-its catalog goes on in memory instead: other mounts may use the same file.
+Each row carries a checksum. A database that is damaged, by SQLite's own checks
+or by these, is set aside (integrity/damage.py), and its rows that check out are
+copied into the next. While a mount is served, and when one is taken over, its
+catalog goes on in memory instead: other mounts may use the same file.
 
 The checksums of what has arrived are in a table of their own, by the file's
 inode number and generation, which a rename does not change, and by the part of
@@ -76,7 +76,7 @@ _UNSAFE = "boot_id != ? AND NOT is_synced"
 
 
 class DamagedCatalogError(sqlite3.DatabaseError):
-    """What is in the database is not what was written there."""
+    """The content of the database is not what was written there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class Catalog:
         self._boot_id = boot_id
         self._lock = threading.RLock()
         self._is_in_memory = False
-        # All files, least recently used first, for whoever opens the catalog.
+        # All files, least recently used first, as they were when the catalog was opened.
         self.at_start: list[Row] = []
         try:
             self._open(path)
@@ -134,7 +134,7 @@ class Catalog:
         self._data_version = self._read_data_version()
 
     def go_on_in_memory(self, error: sqlite3.Error, rows: Iterable[Row]) -> bool:
-        """After damage, know these rows and leave the file; False if this is no help."""
+        """After damage, leave the file and keep these rows in memory; False if it is no help."""
         with self._lock:
             if self._is_in_memory or not is_damage(error):
                 return self._is_in_memory and is_damage(error)
@@ -169,7 +169,7 @@ class Catalog:
         self._prepare()
 
     def _open_another(self, path: Path) -> None:
-        """Set a damaged database aside and begin with what can be read of it."""
+        """Set a damaged database aside and begin another with what can be read of it."""
         with alone_in(path.parent):
             try:
                 self._open(path)
@@ -185,8 +185,11 @@ class Catalog:
         self.at_start = self.rows()
         logger.warning(
             "%s is damaged (%s) and was renamed to %s: %d of its files are still known",
-            path, why, aside.name, len(self.at_start),
-        )  # fmt: skip
+            path,
+            why,
+            aside.name,
+            len(self.at_start),
+        )
 
     def _prepare(self) -> None:
         with self._transaction():
@@ -198,7 +201,7 @@ class Catalog:
             if version == 1:
                 self._add_checksums()
             self._db.execute(f"PRAGMA user_version={FORMAT}")
-            # A row that was cut somewhere tells nothing.
+            # A row whose ranges were cut off is of no use.
             self._delete("length(ranges) % 16")
             # What was not on the disk when the machine stopped is not to be trusted.
             self._delete(_UNSAFE, self._boot_id)
@@ -220,7 +223,7 @@ class Catalog:
             self._db.execute("UPDATE files SET crc = ? WHERE name = ?", (crc, row.name))
 
     def _copy(self, path: Path) -> None:
-        """Know what a database tells without its log; a row whose file is gone does no harm."""
+        """Copy what a database has without its log; a row whose file is gone does no harm."""
         rows = []
         sums: list[tuple[object, ...]] = []
         try:
@@ -260,15 +263,15 @@ class Catalog:
         return _row(values) if values is not None else None
 
     def sums(self, st_ino: int, generation: str, start: int, stop: int) -> list[Sum]:
-        """The checksums of a file that tell of some of the bytes [start, stop), in order."""
+        """The checksums of a file for some of the bytes [start, stop), in order."""
         with self._lock, readable_errors():
             parts = self._db.execute(
                 "SELECT sums FROM sums"
                 " WHERE st_ino = ? AND generation = ? AND part BETWEEN ? AND ?",
                 (st_ino, generation, start // SUMS_PART, (stop - 1) // SUMS_PART),
             ).fetchall()
-        found = [one for (packed,) in parts for one in checksums.unpack(packed)]
-        return [one for one in found if checksums.is_within(one, start, stop)]
+        sums = [found for (packed,) in parts for found in checksums.unpack(packed)]
+        return [found for found in sums if checksums.is_within(found, start, stop)]
 
     def record(self, rows: Iterable[Row]) -> tuple[list[bool], int]:
         """Insert or extend rows; return for each whether it is the row's file, and the total bytes.
@@ -283,19 +286,19 @@ class Catalog:
             return accepted, self.total_bytes()
 
     def mark_synced(self, rows: Iterable[Row]) -> None:
-        """These files with these ranges are safely on the disk; more ranges make them unsafe."""
+        """Mark files as synced with these ranges; further ranges make them unsafe again."""
         with self._transaction():
+            updates = []
+            for row in rows:
+                crc = self._checksum_of(row, row.ranges, is_synced=True)
+                updates.append(
+                    (self._boot_id, crc, row.name, row.generation, row.st_ino, row.ranges)
+                )
             self._db.executemany(
                 "UPDATE files SET is_synced = 1, boot_id = ?, crc = ?"
                 " WHERE name = ? AND generation = ? AND st_ino = ? AND ranges = ?",
-                [
-                    (
-                        self._boot_id, self._checksum_of(row, row.ranges, is_synced=True),
-                        row.name, row.generation, row.st_ino, row.ranges,
-                    )
-                    for row in rows
-                ],
-            )  # fmt: skip
+                updates,
+            )
 
     def touch(self, times: Iterable[tuple[float, str, str]]) -> None:
         """Set when files were last used: (seconds since the epoch, name, generation) of each."""
@@ -330,7 +333,7 @@ class Catalog:
             self._remove(*file)
 
     def total_bytes(self) -> int:
-        """The bytes that all rows of all mounts stand for."""
+        """The bytes in the files of all rows, of all mounts."""
         with self._lock, readable_errors():
             totals = self._db.execute("SELECT bytes FROM total").fetchall()
         if len(totals) != 1 or not isinstance(totals[0][0], int):
@@ -338,7 +341,7 @@ class Catalog:
         return int(totals[0][0])
 
     def has_changed(self) -> bool:
-        """Whether another mount has written since this was last asked."""
+        """Whether another mount has written since the last call."""
         before, self._data_version = self._data_version, self._read_data_version()
         return self._data_version != before
 
@@ -346,16 +349,16 @@ class Catalog:
         self._db.close()
 
     def _remove(self, name: str, generation: str, st_ino: int) -> None:
-        found = self._db.execute(
+        size = self._db.execute(
             "SELECT bytes FROM files WHERE name = ? AND generation = ? AND st_ino = ?",
             (name, generation, st_ino),
         ).fetchone()
-        if found is not None:
+        if size is not None:
             self._db.execute("DELETE FROM files WHERE name = ?", (name,))
             self._db.execute(
                 "DELETE FROM sums WHERE st_ino = ? AND generation = ?", (st_ino, generation)
             )
-            self._db.execute("UPDATE total SET bytes = bytes - ?", found)
+            self._db.execute("UPDATE total SET bytes = bytes - ?", size)
 
     def _read_data_version(self) -> int:
         with self._lock, readable_errors():
@@ -402,8 +405,8 @@ class Catalog:
             yield row.st_ino, row.generation, part, checksums.pack(row.sums)
             return
         parts: dict[int, list[Sum]] = {}
-        for one in row.sums:
-            parts.setdefault(one.start // SUMS_PART, []).append(one)
+        for found in row.sums:
+            parts.setdefault(found.start // SUMS_PART, []).append(found)
         for part, sums in parts.items():
             place = (row.st_ino, row.generation, part)
             if not is_new:
@@ -415,7 +418,7 @@ class Catalog:
             yield *place, packed
 
     def _checksum_of(self, row: Row, ranges: bytes, *, is_synced: bool) -> int:
-        """What goes with a row that is written in this boot."""
+        """The checksum of a row that is written in this boot."""
         return _checksum(
             row.name, row.generation, row.st_ino, row.size, ranges, is_synced, self._boot_id
         )
@@ -448,7 +451,7 @@ def _check_header(path: Path) -> None:
     except FileNotFoundError:
         return
     if any(version not in (1, 2) for version in versions):
-        raise DamagedCatalogError("its header tells of an unknown format")
+        raise DamagedCatalogError("its header has an unknown format")
 
 
 def _connected(path: Path) -> sqlite3.Connection:
@@ -464,7 +467,7 @@ def _connected(path: Path) -> sqlite3.Connection:
 
 
 def _switch_to_wal(db: sqlite3.Connection) -> None:
-    """Turn on the write-ahead log; while others do, SQLite does not wait by itself."""
+    """Turn on the write-ahead log; SQLite does not wait for others that do the same."""
     deadline = monotonic() + BUSY_S
     while True:
         try:
@@ -482,10 +485,10 @@ _TYPES = [str, str, int, int, bytes, int, str, float, int, int]
 
 
 def _row(values: tuple[Any, ...], *, is_checked: bool = True) -> Row:
-    """A row as the database has it.
+    """A row of the database.
 
     Raises:
-        DamagedCatalogError: it is not what was written, which its checksum tells.
+        DamagedCatalogError: it is not what was written, by its checksum.
     """
     # First: 0.5 is as good as 1 for SQLite's conditions, and as 0 for the checksum.
     if [*map(type, values)] != _TYPES:

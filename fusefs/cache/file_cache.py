@@ -406,7 +406,7 @@ class FileCache:
         rows = await self._catalog_writer.in_catalog(self._catalog.rows)
         others = [row for row in rows or [] if row.name not in self._files]
         known = {row.name: CacheFile.from_row(row) for row in others}
-        # What others used is as good as ours: behind what nobody has used for long.
+        # In front: the files of other mounts go first.
         self._files = known | self._files
 
     # Eviction, for evictor.py.

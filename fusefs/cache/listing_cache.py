@@ -1,10 +1,9 @@
-"""Listings that a restart may reuse, and may forget: diskcache, JSON values.
+"""Listings that the next daemon reuses: diskcache with JSON values.
 
-Each LIST page is remembered under its prefix and the key that it starts
-behind, for as long as listings are believed. A new daemon finds there what
-the old one knew and spares the requests. Nothing depends on it: pages are
-written when there is time, dropped when there is none, and diskcache removes
-the oldest when there are too many.
+Each LIST page is stored under its prefix and the key that it starts behind, for
+the metadata TTL. A new daemon finds there what the old one knew and spares the
+requests. Nothing depends on it: pages are written when there is time, dropped
+when there is none, and diskcache removes the oldest when there are too many.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ QUEUE = 64
 
 
 class NoPages:
-    """For a mount that changes its listings itself: what was listed before may not hold."""
+    """Stores no pages, for a writable mount: its own changes make earlier listings wrong."""
 
     async def load(self, prefix: str, start_after: str) -> tuple[ListPage, float] | None:
         return None
@@ -43,9 +42,9 @@ class NoPages:
 
 
 class RememberedPages:
-    """The remembered pages of one store, in a directory that others may share.
+    """The stored pages of one bucket, in a directory that other mounts may share.
 
-    `identity` tells the store; `ttl_s` is how long a page is believed.
+    `identity` tells buckets apart; `ttl_s` is for how many seconds a page is used.
     """
 
     def __init__(self, directory: Path, identity: str, ttl_s: float) -> None:
@@ -70,7 +69,7 @@ class RememberedPages:
         return cache, {key for key in cache.iterkeys() if key.startswith(own)}
 
     async def load(self, prefix: str, start_after: str) -> tuple[ListPage, float] | None:
-        """A page that an earlier daemon left and its age in seconds; each page once."""
+        """A page that an earlier daemon stored, and its age in seconds; each page once."""
         key = self._key(prefix, start_after)
         if key not in self._left:
             return None
@@ -83,14 +82,14 @@ class RememberedPages:
             return None
 
     def save(self, prefix: str, start_after: str, page: ListPage) -> None:
-        """Remember a page some time soon, unless there is too much to remember."""
+        """Queue a page to be stored; it is dropped if the queue is full."""
         try:
             self._send.send_nowait((self._key(prefix, start_after), page, time.time()))
         except trio.WouldBlock:
-            logger.debug("too many listings at once, one is not remembered")
+            logger.debug("too many listings at once, one is not stored")
 
     async def run(self) -> None:
-        """Write pages as they come, until cancelled."""
+        """Write queued pages, until cancelled."""
         async for key, page, fetched_at in self._receive:
             try:
                 await trio.to_thread.run_sync(

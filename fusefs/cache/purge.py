@@ -1,15 +1,15 @@
-"""Removes a cache directory that nobody uses any more: what it is given, and nothing else.
+"""Removes a cache directory that is no longer used, and nothing outside of it.
 
     python -m fusefs.cache.purge look DIRECTORY
     python -m fusefs.cache.purge cache|all DIRECTORY
 
-`look` tells, as JSON, whether a mount is at work there (`is_used`), and how many
-files were written there and never uploaded (`leftovers`); those are not for us
-to remove. `cache` removes what can be fetched again, `all` everything.
+`look` prints, as JSON, whether a mount uses the directory (`is_used`), and how
+many files were written there and never uploaded (`leftovers`); the caller keeps
+those. `cache` removes what can be fetched again, `all` everything.
 
-Whoever asks runs it as the directory's owner, so it gets at nothing of others.
-It goes by descriptors from one directory into the next, follows no link, and
-enters no other file system.
+The caller runs it as the directory's owner, so it can't remove files of other
+users. It goes by descriptors from one directory into the next, follows no link,
+and enters no other file system.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def look(directory: Path) -> dict[str, object]:
-    """What there is that forbids to remove a cache directory. Blocks.
+    """What forbids the removal of a cache directory. Blocks.
 
     Raises:
         OSError: it can't be read.
@@ -46,7 +46,7 @@ def look(directory: Path) -> dict[str, object]:
 
 
 def remove(directory: Path, *, keeps_state: bool) -> None:
-    """Remove what is in a cache directory, but not what mounts left if that is to be kept. Blocks.
+    """Remove what is in a cache directory; what mounts left stays if `keeps_state`. Blocks.
 
     Raises:
         OSError: something can't be removed.
@@ -61,8 +61,8 @@ def remove(directory: Path, *, keeps_state: bool) -> None:
 def _empty(directory: int, device: int, depth: int, but: set[str]) -> None:
     """Remove what is in an open directory. What is on another device makes its rmdir fail."""
     with os.scandir(directory) as entries:
-        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
-    for name, is_directory in found:
+        content = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for name, is_directory in content:
         if name in but:
             continue
         if not is_directory:

@@ -1,4 +1,4 @@
-"""Which bytes of a file are there: a set of disjoint, ordered ranges [start, stop)."""
+"""Which bytes of a file are present: a set of disjoint, ordered ranges [start, stop)."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ class RangeMap:
         return new
 
     def covers(self, start: int, stop: int) -> bool:
-        """Whether every byte of [start, stop) is there."""
+        """Whether every byte of [start, stop) is present."""
         if start >= stop:
             return True
         index = bisect_right(self._starts, start) - 1
         return index >= 0 and stop <= self._stops[index]
 
     def run_at(self, offset: int) -> tuple[int, int] | None:
-        """The range that has the byte at `offset`; None if it is not there."""
+        """The range with the byte at `offset`; None if that byte is missing."""
         index = bisect_right(self._starts, offset) - 1
         if index < 0 or self._stops[index] <= offset:
             return None
         return self._starts[index], self._stops[index]
 
     def part(self, start: int, stop: int) -> RangeMap:
-        """What of [start, stop) is there."""
+        """The ranges within [start, stop)."""
         low, high = bisect_right(self._stops, start), bisect_left(self._starts, stop)
         return RangeMap(
             (max(start, self._starts[index]), min(stop, self._stops[index]))
@@ -65,7 +65,7 @@ class RangeMap:
         )
 
     def first_missing(self, start: int, stop: int) -> tuple[int, int] | None:
-        """The first stretch of [start, stop) that is not there; None if there is none."""
+        """The first missing range of [start, stop); None if all is present."""
         index = bisect_right(self._starts, start) - 1
         if index >= 0:
             start = max(start, self._stops[index])

@@ -1,4 +1,4 @@
-"""What will be wanted next: windows that grow with success and stop with failure.
+"""Readahead: windows that grow with success and stop with failure.
 
 Two guesses are made, and both are dropped as soon as they turn out wrong.
 
@@ -46,12 +46,12 @@ class Window:
         self._fetcher = fetcher
         self._file = file
         self._expected = 0  # where a sequential reader reads next
-        self._ahead = 0  # up to where downloads have been asked for
+        self._ahead = 0  # up to where downloads have been started
         self._size = 0
         self._downloads: list[Download] = []
 
     def reads(self, start: int, stop: int) -> None:
-        """Note a read of [start, stop) and ask for what comes next. Does not wait."""
+        """Note a read of [start, stop) and start to download what comes next. Does not wait."""
         distance = start - self._expected
         if not -TOLERANCE <= distance <= TOLERANCE:
             self._size = 0
@@ -71,7 +71,7 @@ class Window:
         self._want(max(stop, self._ahead), ahead)
 
     def close(self) -> None:
-        """Lose interest in everything that nobody reads."""
+        """End the interest in all downloads; those without readers stop."""
         for download in self._downloads:
             download.unwant()
         self._downloads = []
@@ -85,28 +85,28 @@ class Window:
 
 
 class Siblings:
-    """The small files of one directory that have not been asked for yet.
+    """Fetches small files of one directory ahead. Belongs to the event loop.
 
-    `order` tells the directory's files, as far as they are known.
+    `order` iterates over the directory's files, as far as they are known.
     """
 
     def __init__(self, fetcher: Fetcher, cache: FileCache, order: Iterator[ObjectInfo]) -> None:
         self._fetcher = fetcher
         self._cache = cache
         self._order = order
-        self._ahead: dict[str, Download] = {}  # by key: asked for, and not yet opened
+        self._ahead: dict[str, Download] = {}  # by key: started, and the file not yet opened
         self._opened = 0
         self._useful = 0
 
     def opened(self, info: ObjectInfo, *, was_there: bool) -> None:
         """Note that a small file of the directory is being opened; fetch others.
 
-        `was_there` tells whether all of it was in the cache.
+        `was_there` says whether all of it was in the cache.
         """
         if self._ahead.pop(info.key, None) is not None:
             self._useful += 1
         elif was_there:
-            return  # no credit to us
+            return  # it was not fetched ahead: this says nothing about the guess
         self._opened += 1
         if self._opened < SIBLINGS_AFTER:
             return

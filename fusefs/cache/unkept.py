@@ -1,8 +1,8 @@
 """The memory for bytes that are read past the cache, however many readers there are.
 
-Where the cache has no room, what a reader asks for is downloaded into memory,
-with some more for its next reads. All such buffers together have one limit.
-A download waits until its bytes fit; what was kept for next reads makes room
+Where the cache has no room, each read is downloaded into memory, with some more
+bytes for the reader's next reads. All such buffers together have one limit. A
+download waits until its bytes fit; what was kept for next reads makes room
 first, the least recently read before. The more readers there are, the less is
 read ahead for each, so that none drops what another is about to read.
 """
@@ -20,8 +20,8 @@ import trio
 AHEAD = 2 << 20
 
 
-class Reader(Protocol):
-    """Keeps what was last read past the cache: where it begins in the file, and the bytes."""
+class UnkeptReader(Protocol):
+    """A reader with what it last read past the cache: an offset in the file, and the bytes."""
 
     unkept: tuple[int, bytearray]
 
@@ -34,7 +34,7 @@ class UnkeptBuffers:
         self._under_way = 0
         self._kept = 0
         # All that have read past the cache and are open, the least recent first.
-        self._readers: OrderedDict[int, Reader] = OrderedDict()
+        self._readers: OrderedDict[int, UnkeptReader] = OrderedDict()
         self._changed = trio.Event()
 
     @property
@@ -42,14 +42,14 @@ class UnkeptBuffers:
         """Bytes that are downloaded or kept."""
         return self._under_way + self._kept
 
-    def ahead(self, reader: Reader) -> int:
-        """How many bytes to read for a reader who asks for fewer."""
+    def ahead(self, reader: UnkeptReader) -> int:
+        """How many bytes to download at least for a read of `reader`."""
         readers = len(self._readers) + (id(reader) not in self._readers)
         return min(AHEAD, self.limit // readers)
 
     @asynccontextmanager
     async def taken(self, size: int) -> AsyncIterator[None]:
-        """Have room for a download of `size` bytes; one that is too large has all of it alone."""
+        """Wait for room for `size` bytes; a download above the limit runs alone."""
         while self.used + size > self.limit and self.used:
             if self._kept:
                 self._drop_oldest()
@@ -63,7 +63,7 @@ class UnkeptBuffers:
             self._changed.set()
             self._changed = trio.Event()
 
-    def keep(self, reader: Reader, start: int, data: bytearray) -> None:
+    def keep(self, reader: UnkeptReader, start: int, data: bytearray) -> None:
         """Keep what was downloaded for a reader's next reads, as long as there is room."""
         self.drop(reader)
         self._readers[id(reader)] = reader
@@ -71,8 +71,8 @@ class UnkeptBuffers:
             reader.unkept = start, data
             self._kept += len(data)
 
-    def drop(self, reader: Reader) -> None:
-        """A reader reads no more, or something else."""
+    def drop(self, reader: UnkeptReader) -> None:
+        """Drop what was kept for a reader, which has ended or reads elsewhere."""
         if self._readers.pop(id(reader), None) is not None:
             self._empty(reader)
 
@@ -82,6 +82,6 @@ class UnkeptBuffers:
                 self._empty(reader)
                 return
 
-    def _empty(self, reader: Reader) -> None:
+    def _empty(self, reader: UnkeptReader) -> None:
         self._kept -= len(reader.unkept[1])
         reader.unkept = 0, bytearray()

@@ -1,9 +1,9 @@
-"""Checksums of what is in cache files, so that bytes that a disk has changed are noticed.
+"""Checksums of cache files, so that bytes that a disk has changed are noticed.
 
 Each download sums what it writes, in pieces that end where a mebibyte of the
-file ends. A sum therefore says something about a range [start, stop) of at
-most a mebibyte, and whoever compares reads that range whole. Sums of one file
-may overlap where two mounts have downloaded the same range.
+file ends. A sum therefore covers a range [start, stop) of at most a mebibyte,
+and a comparison reads that range whole. Sums of one file may overlap where two
+mounts have downloaded the same range.
 
 The sum is CRC32, computed by ISA-L: 94 GB/s for a mebibyte in the processor's
 cache, zlib 5 GB/s, and its wheels exist for every platform that fusefs runs on.
@@ -101,9 +101,9 @@ def merged(sums: Iterable[Sum]) -> list[Sum]:
     if len(sums) < 2:
         return sums  # most files
     kept: list[Sum] = []
-    for one in sorted(sums, key=lambda one: (one.start, -one.stop)):
-        if not kept or one.stop > kept[-1].stop:
-            kept.append(one)
+    for sum_ in sorted(sums, key=lambda sum_: (sum_.start, -sum_.stop)):
+        if not kept or sum_.stop > kept[-1].stop:
+            kept.append(sum_)
     return kept
 
 
@@ -112,11 +112,11 @@ def pack(sums: Iterable[Sum]) -> bytes:
 
 
 def unpack(data: object) -> list[Sum]:
-    """What `pack` packed; nothing of data that is cut off or of another kind."""
+    """The sums that `pack` packed; none of data that is cut off or of another kind."""
     if not isinstance(data, bytes) or len(data) % _SUM.size:
         return []
     sums = (Sum(start, start + size, crc) for start, size, crc in _SUM.iter_unpack(data))
-    return [one for one in sums if one.start < one.stop <= one.start + BLOCK]
+    return [sum_ for sum_ in sums if sum_.start < sum_.stop <= sum_.start + BLOCK]
 
 
 def reader(fd: int) -> Read:
@@ -141,31 +141,32 @@ def sums_of(read: Read, start: int, stop: int) -> list[Sum]:
 
 
 def unsummed(present: RangeMap, sums: Iterable[Sum]) -> Iterator[tuple[int, int]]:
-    """The ranges that are present and that no sum tells of."""
-    known = RangeMap((one.start, one.stop) for one in sums)
+    """The ranges that are present and have no sum."""
+    known = RangeMap((sum_.start, sum_.stop) for sum_ in sums)
     for start, stop in present:
         while (gap := known.first_missing(start, stop)) is not None:
             yield gap
             start = gap[1]
 
 
-def is_within(one: Sum, start: int, stop: int) -> bool:
-    """Whether a sum tells of some of the bytes [start, stop)."""
-    return one.start < stop and start < one.stop
+def is_within(sum_: Sum, start: int, stop: int) -> bool:
+    """Whether a sum covers some of the bytes [start, stop)."""
+    return sum_.start < stop and start < sum_.stop
 
 
 def first_wrong(read: Read, sums: Iterable[Sum], present: RangeMap) -> Sum | None:
-    """The first sum that the bytes of a file do not have; None if there is none. Blocks.
+    """The first sum that the bytes of a file do not match; None if all match. Blocks.
 
-    A sum of bytes that are not known to be there is passed over.
+    Sums of bytes that are not present are passed over.
 
     Raises:
         OSError: they can't be read.
     """
-    for one in sums:
-        if not present.covers(one.start, one.stop):
+    for sum_ in sums:
+        size = sum_.stop - sum_.start
+        if not present.covers(sum_.start, sum_.stop):
             continue
-        data = read(one.stop - one.start, one.start)
-        if len(data) < one.stop - one.start or crc32(data) != one.crc:
-            return one
+        data = read(size, sum_.start)
+        if len(data) < size or crc32(data) != sum_.crc:
+            return sum_
     return None

@@ -1,4 +1,4 @@
-"""Databases of the cache that are damaged: how that is recognised, and where they go.
+"""Damaged databases of the cache: how they are recognised, and where they are moved.
 
 A disk that flips bits, or a program that writes into the cache directory, can
 leave anything in a database. SQLite reports most of it (SQLITE_CORRUPT,
@@ -16,27 +16,36 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-# How many damaged databases are kept for whoever wants to look at them.
+# How many damaged databases are kept for inspection.
 KEPT = 2
 _MARK = "damaged-"
 # What belongs to a database. Its file goes last: a write-ahead log that a kill
 # leaves without it would be read into the next database of that name.
 _PARTS = ("-wal", "-shm", "")
 
-# What the surroundings cause (https://sqlite.org/rescode.html): the disk is
-# full or fails, or another process is in the way. All else is the content.
+# Errors that the content does not cause (https://sqlite.org/rescode.html): the
+# disk is full or fails, or another process is in the way.
 _OUTER_CAUSES = {
-    sqlite3.SQLITE_PERM, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM,
-    sqlite3.SQLITE_READONLY, sqlite3.SQLITE_INTERRUPT, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL,
-    sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PROTOCOL, sqlite3.SQLITE_NOLFS, sqlite3.SQLITE_AUTH,
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_NOMEM,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_INTERRUPT,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_PROTOCOL,
+    sqlite3.SQLITE_NOLFS,
+    sqlite3.SQLITE_AUTH,
     sqlite3.SQLITE_MISUSE,
-}  # fmt: skip
+}
 # A file that is shorter than its header says, or that its file system finds damaged.
 _DAMAGED_FILE = (sqlite3.SQLITE_IOERR_SHORT_READ, sqlite3.SQLITE_IOERR_CORRUPTFS)
 
 
 def is_damage(error: sqlite3.Error) -> bool:
-    """Whether an error is about what is in the database, and not about its surroundings."""
+    """Whether an error is about the content of the database, and not about disk or processes."""
     if isinstance(error, (sqlite3.ProgrammingError, sqlite3.InterfaceError)):
         return False  # a wrong call: of a closed database, for example
     # Python's own errors, about text that is no UTF-8 for example, carry no code.
@@ -46,7 +55,7 @@ def is_damage(error: sqlite3.Error) -> bool:
 
 @contextmanager
 def readable_errors() -> Iterator[None]:
-    """Make damage of what Python can't express: a message that quotes a damaged name."""
+    """Raise damaged text that Python can't decode as an error of the database."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -55,7 +64,7 @@ def readable_errors() -> Iterator[None]:
 
 @contextmanager
 def alone_in(directory: Path) -> Iterator[None]:
-    """Keep other processes out that would set something aside here. Blocks."""
+    """Keep out other processes that would set a database aside here. Blocks."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""Reads cache files past the page cache: what is really on the disk, and whether it can be read."""
+"""Reads cache files past the page cache: what is on the disk, and whether it can be read."""
 
 from __future__ import annotations
 
@@ -18,10 +18,17 @@ ALIGNMENT = 4096
 
 # What a disk or its file system answers for bytes that it has lost. Other errors (no
 # memory, too many open files) say nothing about a file.
-_LOST = frozenset(
-    (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA, errno.EREMOTEIO, errno.EILSEQ,
-     errno.ENXIO, errno.ENODEV, errno.ETIMEDOUT)
-)  # fmt: skip
+_LOST = {
+    errno.EIO,
+    errno.EBADMSG,
+    errno.EUCLEAN,
+    errno.ENODATA,
+    errno.EREMOTEIO,
+    errno.EILSEQ,
+    errno.ENXIO,
+    errno.ENODEV,
+    errno.ETIMEDOUT,
+}
 
 # ioprio_set(2), which the C library does not have: include/uapi/linux/ioprio.h.
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
@@ -101,5 +108,5 @@ def idle_priority() -> Iterator[None]:
 def _set_priority(priority: int) -> None:
     number = _IOPRIO_SET.get(platform.machine())
     if number is not None:
-        # It is a wish: a kernel that refuses it serves the thread like others.
+        # An error is ignored: the thread is then served like others.
         ctypes.CDLL(None).syscall(number, *_THIS_THREAD, priority)

@@ -26,17 +26,17 @@ from fusefs.cache.integrity.verify import Integrity
 
 logger = logging.getLogger("fusefs.cache")
 
-# What is read first after a start should have the machine for itself.
+# The first reads after a start should not compete with the scrub.
 START_AFTER_S = 30.0
 EVERY_S = 7 * 86400.0
-# How long it rests, in the time that it worked.
+# How long it rests after each part, as a multiple of the time that the part took.
 REST = 3.0
 
 
 class Scrub:
     """The scrub of one cache. Belongs to the event loop.
 
-    `files` gives the files of the cache; with `is_on` they are scrubbed, else
+    `files` returns the files of the cache. Without `is_on` they are scrubbed
     only if the last end was not a clean one.
     """
 
@@ -58,7 +58,7 @@ class Scrub:
         self._ended: float | None = None
 
     def describe(self) -> dict[str, Any]:
-        """How far it is; `state` is off, waiting, under way or done, `ended` in epoch seconds."""
+        """Its progress; `state` is off, waiting, under way or done, `ended` in epoch seconds."""
         return {
             "state": self._state,
             "was_unclean": self._was_unclean,
@@ -101,7 +101,7 @@ class Scrub:
 
 
 class UseMark:
-    """Says whether the last user of a cache directory ended as it should have.
+    """Says whether the last user of a cache directory ended cleanly.
 
     The file has a byte while the directory is used; each user holds a lock on
     it, and the last one takes the byte away. Where the disk takes no file the
@@ -140,7 +140,7 @@ class UseMark:
             logger.info("the use of the cache can't be noted: %s", error.strerror)
 
     def end(self) -> None:
-        """Use it no more, after a clean end."""
+        """Note a clean end."""
         if self._fd >= 0:
             if self._is_alone():
                 self._write(b"")

@@ -1,9 +1,9 @@
-"""Finds cache files that the disk can't read, which the kernel reads by itself.
+"""Finds cache files that the kernel reads by itself and the disk can't read.
 
-The kernel tells the daemon nothing of an error that a program gets from a file
-that is open for passthrough. But such a program mostly opens the file again: so
-a file that is opened again soon after its last close is tried first, as is,
-once there was an error, each file before it is handed to the kernel.
+The daemon does not learn of an error that a program gets from a file that is
+open for passthrough. But such a program mostly opens the file again: so a file
+that is opened again soon after its last close is tried first, as is, after an
+error, each file before it is opened for passthrough.
 
 To try a file is to read samples of it past the page cache. What a program has
 read is in the page cache up to the place where reading failed, so the samples
@@ -29,13 +29,13 @@ from fusefs.cache.integrity.verify import Integrity
 AGAIN_WITHIN_S = 5.0
 # The files that were closed last: a program that tries again opens few others meanwhile.
 MOST_CLOSED = 16
-# So many are remembered until the old ones are forgotten.
+# When more files than this have been tried, the old ones are forgotten.
 MOST_TRIED = 4096
-# A program may open one file again and again, which is not to cost a probe each
+# A program may open one file again and again, which must not cost a probe each
 # time: the next one comes after twenty times the time that the last one took.
 SHARE = 20
 LONGEST_PAUSE_S = 1.0
-# After an error each file is tried as often.
+# After an error each file is tried this often.
 ALARMED_EVERY_S = 60.0
 SAMPLE = 64 << 10
 # Files up to this size are read whole.
@@ -49,17 +49,17 @@ _PAGE = mmap.PAGESIZE
 
 
 class Probing:
-    """When files are tried, and the trying. Belongs to the event loop.
+    """Tries files before the kernel reads them. Belongs to the event loop.
 
-    `refuse` has a version read past the cache.
+    `disable` has a version read past the cache.
     """
 
     def __init__(
-        self, disk: Disk, integrity: Integrity, refuse: Callable[[CacheFile, OSError], None]
+        self, disk: Disk, integrity: Integrity, disable: Callable[[CacheFile, OSError], None]
     ) -> None:
         self._disk = disk
         self._integrity = integrity
-        self._refuse = refuse
+        self._disable = disable
         # The names of files that could not be read once.
         self._failed: set[str] = set()
         self._threads = trio.CapacityLimiter(4)
@@ -69,7 +69,7 @@ class Probing:
         self._tried: dict[CacheFile, tuple[float, float]] = {}
 
     def closed(self, file: CacheFile) -> None:
-        """A program has closed a file that the kernel read."""
+        """Note that a program has closed a file that the kernel read."""
         closed = self._closed
         closed.pop(file, None)
         closed[file] = time.monotonic()
@@ -77,7 +77,7 @@ class Probing:
             del closed[next(iter(closed))]
 
     def is_due(self, file: CacheFile) -> bool:
-        """Whether a file is to be tried before it is opened."""
+        """Whether a file has to be tried before it is opened for passthrough."""
         if self._integrity.unreadable:
             at, _ = self._tried.get(file, (-math.inf, 0.0))
             return time.monotonic() - at > ALARMED_EVERY_S
@@ -89,7 +89,7 @@ class Probing:
         return now - closed <= AGAIN_WITHIN_S and now - at > pause_s
 
     async def passes(self, file: CacheFile) -> bool:
-        """Try a pinned file; one that can't be read is dropped from the cache."""
+        """Try a pinned file; return whether it can be read. If not, it leaves the cache."""
         began = time.monotonic()
         self._tried[file] = began, LONGEST_PAUSE_S
         name, generation = file.name, file.generation
@@ -102,8 +102,8 @@ class Probing:
         if fault is None:
             return True
         if name in self._failed:
-            # Where it was fetched again it can't be read either: better not to keep it.
-            self._refuse(file, fault)
+            # Fetched again, it can't be read either: do not keep it.
+            self._disable(file, fault)
         else:
             self._failed.add(name)
             self._integrity.drop(file, fault)
@@ -114,7 +114,9 @@ class Probing:
         self._tried[file] = now, min(SHARE * took_s, LONGEST_PAUSE_S)
         if len(self._tried) > MOST_TRIED:
             self._tried = {
-                one: tried for one, tried in self._tried.items() if now - tried[0] < ALARMED_EVERY_S
+                file: tried
+                for file, tried in self._tried.items()
+                if now - tried[0] < ALARMED_EVERY_S
             }
 
     def _try(self, name: str, generation: str, size: int) -> OSError | None:
@@ -133,7 +135,7 @@ class Probing:
 
 
 def samples(file: DirectReader, size: int) -> Iterator[int]:
-    """Where a file is to be read to find out whether it can be."""
+    """The offsets at which a file is read to find out whether it can be."""
     if size <= READ_WHOLE:
         yield from range(0, size, SAMPLE)
         return
@@ -144,14 +146,13 @@ def samples(file: DirectReader, size: int) -> Iterator[int]:
 
 
 def _cache_ends(file: DirectReader, size: int) -> list[int]:
-    """The offsets from which on pages are not in the page cache, while those before are."""
+    """The offsets at which a run of pages in the page cache ends."""
     if size > MOST_MAPPED:
         return []
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [
-        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
-    ]  # fmt: skip
+    integers = [ctypes.c_int] * 3
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *integers, ctypes.c_long]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
     address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)

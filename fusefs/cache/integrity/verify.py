@@ -2,8 +2,8 @@
 
 What differs, or what the disk cannot read, is dropped: the version has no
 cached copy any more, and the next reader downloads it. The dropped file keeps
-its bytes for programs that the kernel reads it for, and goes with the last of
-them; it is never rewritten.
+its bytes for programs that have it open for passthrough, and is removed with
+the last of them; it is never rewritten.
 
 Ranges without a checksum (an earlier version of fusefs kept none, and a killed
 process may not have recorded the last ones) count as right. The scrub computes
@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import trio
@@ -34,15 +35,15 @@ from fusefs.cache.ranges import RangeMap
 
 logger = logging.getLogger("fusefs.cache")
 
-# What the event loop sums by itself when a file that was written is closed: it
-# takes 15 µs, and handing it to a thread would take longer.
+# Files up to this size are summed by the event loop when they are closed after
+# writing: it takes 15 µs, and handing it to a thread would take longer.
 SUMMED_AT_ONCE = 128 << 10
 # The latest faults that `fusefs status` names.
 MOST_NAMED = 10
 
 
 class Examined(NamedTuple):
-    """How many bytes of a file were compared, what is wrong, and whether that was all of it."""
+    """How many bytes of a file were compared, what is wrong, and whether all were compared."""
 
     size: int
     fault: OSError | Sum | None
@@ -52,9 +53,9 @@ class Examined(NamedTuple):
 class Integrity:
     """The comparisons of one cache's files. Belongs to the event loop.
 
-    `discard` drops a file from the cache, and `summed` is given checksums of
-    bytes that had none. `differed` and `unreadable` count the files that were
-    dropped, and `latest` names the last of them.
+    `discard` drops a file from the cache, and `summed` stores checksums of bytes
+    that had none. `differed` and `unreadable` count the files that were dropped,
+    and `latest` names the last of them.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Integrity:
         # Files that were written here, and have no checksums yet.
         self._written: list[CacheFile] = []
         self._has_written = trio.Event()
-        # One reads enough: the disk is for who reads files.
+        # One thread is enough: programs that read files need the disk.
         self._examiners = trio.CapacityLimiter(1)
         self.differed = 0
         self.unreadable = 0
@@ -95,7 +96,7 @@ class Integrity:
         self._discard(file)
 
     def sum_written(self, file: CacheFile, fd: int) -> None:
-        """Have checksums of a file that was written here, and is in the page cache."""
+        """Compute checksums of a file that was written here; those of a large one follow later."""
         if file.size <= SUMMED_AT_ONCE and file.is_complete:
             self._summed(file, checksums.sums_of(checksums.reader(fd), 0, file.size))
             return
@@ -103,7 +104,7 @@ class Integrity:
         self._has_written.set()
 
     async def run(self) -> None:
-        """Sum what was written here, until cancelled."""
+        """Compute checksums of files that were written here, until cancelled."""
         while True:
             await self._has_written.wait()
             self._has_written = trio.Event()
@@ -127,13 +128,12 @@ class Integrity:
             if not present.total:
                 continue
             pending = [
-                one for one in file.sums or () if one.start // SUMS_PART == start // SUMS_PART
+                sum_ for sum_ in file.sums or () if sum_.start // SUMS_PART == start // SUMS_PART
             ]
+            place = (file.name, generation, file.st_ino)
             began = time.monotonic()
-            outcome = await trio.to_thread.run_sync(
-                self._examine_part, file.name, generation, file.st_ino, start, present, pending,
-                is_direct, limiter=self._examiners,
-            )  # fmt: skip
+            examine_part = partial(self._examine_part, *place, start, present, pending, is_direct)
+            outcome = await trio.to_thread.run_sync(examine_part, limiter=self._examiners)
             if outcome is None or file.generation != generation or not file.is_kept:
                 return Examined(examined, None, is_whole=False)
             fault, new = outcome
@@ -148,9 +148,15 @@ class Integrity:
         return Examined(examined, None, is_whole=True)
 
     def _examine_part(
-        self, name: str, generation: str, st_ino: int, start: int, present: RangeMap,
-        pending: list[Sum], is_direct: bool,
-    ) -> tuple[OSError | Sum | None, list[Sum]] | None:  # fmt: skip
+        self,
+        name: str,
+        generation: str,
+        st_ino: int,
+        start: int,
+        present: RangeMap,
+        pending: list[Sum],
+        is_direct: bool,
+    ) -> tuple[OSError | Sum | None, list[Sum]] | None:
         sums = sums_in(self._catalog, st_ino, generation, pending, start, start + SUMS_PART)
         try:
             file = self._disk.open_to_examine(name, generation, is_direct=is_direct)
@@ -164,10 +170,11 @@ class Integrity:
             file.close()
 
     async def copy(self, file: CacheFile, target: int, start: int, stop: int) -> bool:
-        """Copy the bytes [start, stop), which are in a file, if they are right.
+        """Copy the bytes [start, stop) of a file that is pinned and open, if they are right.
 
-        The file is pinned and open. If they are not, it is dropped and the
-        answer is False; `target` may then have some bytes of the copy.
+        If they are not, the file is dropped and the result is False; `target`
+        may then have some bytes of the copy. It is also False if the file does
+        not have all of them.
 
         Raises:
             OSError: `target` can't be written.
@@ -175,7 +182,7 @@ class Integrity:
         run = file.present.run_at(start)
         if run is None or run[1] < stop:
             return False
-        pending = [one for one in file.sums or () if checksums.is_within(one, start, stop)]
+        pending = [sum_ for sum_ in file.sums or () if checksums.is_within(sum_, start, stop)]
         place = (file.st_ino, file.generation)
 
         def work() -> OSError | Sum | None:
@@ -206,16 +213,17 @@ def sums_in(
 def examine(
     read: Read, sums: list[Sum], present: RangeMap
 ) -> tuple[OSError | Sum | None, list[Sum]]:
-    """What is wrong with a file, and checksums of those of its bytes that had none. Blocks.
+    """Compare a file; return what is wrong, and checksums of bytes that had none. Blocks.
 
-    What is wrong is a checksum that its bytes do not have, or the disk's error.
+    What is wrong is a checksum that its bytes do not match, or the disk's error.
     """
     try:
         fault = checksums.first_wrong(read, sums, present)
         if fault is not None:
             return fault, []
         ranges = list(checksums.unsummed(present, sums))
-        return None, [one for start, stop in ranges for one in checksums.sums_of(read, start, stop)]
+        new = [sum_ for gap in ranges for sum_ in checksums.sums_of(read, *gap)]
+        return None, new
     except OSError as error:
         return (error if is_lost(error) else None), []
 
@@ -227,8 +235,7 @@ def _copy(
 
     What is compared is what is written: the file is read once.
     """
-    for one in _pieces(sums, run, start, stop):
-        first, last = one.start, one.stop
+    for first, last, crc in _pieces(sums, run, start, stop):
         try:
             data = os.pread(source, last - first, first)
         except OSError as error:
@@ -236,8 +243,8 @@ def _copy(
         if len(data) < last - first:
             return OSError(errno.EIO, "the cache file is too short")
         view = memoryview(data)
-        if one.crc is not None and checksums.crc32(view) != one.crc:
-            return Sum(first, last, one.crc)
+        if crc is not None and checksums.crc32(view) != crc:
+            return Sum(first, last, crc)
         view = view[max(0, start - first) : stop - first]
         at = max(start, first)
         while view:
@@ -255,11 +262,11 @@ class _Piece(NamedTuple):
 
 
 def _pieces(sums: list[Sum], run: tuple[int, int], start: int, stop: int) -> Iterator[_Piece]:
-    """The ranges to be read for the bytes [start, stop): those of sums, and what is between."""
+    """The ranges to read for the bytes [start, stop): those with sums, and those between."""
     present = RangeMap(iter([run]))
-    usable = [one for one in sums if present.covers(one.start, one.stop)]
-    for one in usable:
-        yield _Piece(one.start, one.stop, one.crc)
+    usable = [sum_ for sum_ in sums if present.covers(sum_.start, sum_.stop)]
+    for sum_ in usable:
+        yield _Piece(*sum_)
     for first, last in checksums.unsummed(RangeMap(iter([(start, stop)])), usable):
         for at in range(first, last, BLOCK):
             yield _Piece(at, min(at + BLOCK, last), None)
