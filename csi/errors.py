@@ -28,7 +28,7 @@ class InvalidArgumentError(CsiError):
     code = grpc.StatusCode.INVALID_ARGUMENT
 
 
-class NotFoundError(CsiError):
+class VolumeNotFoundError(CsiError):
     """There is no such volume, or not at that path."""
 
     code = grpc.StatusCode.NOT_FOUND

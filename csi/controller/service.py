@@ -23,8 +23,8 @@ from csi.errors import (
     AlreadyExistsError,
     FailedPreconditionError,
     InvalidArgumentError,
-    NotFoundError,
     OutOfRangeError,
+    VolumeNotFoundError,
 )
 from csi.generated import csi_pb2, csi_pb2_grpc
 from csi.identities.keys import keys_from
@@ -207,7 +207,7 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
 
         Raises:
             InvalidArgumentError: there is no id.
-            NotFoundError: there is no such volume.
+            VolumeNotFoundError: there is no such volume.
         """
         if not volume_id:
             raise InvalidArgumentError("volume_id: missing")
@@ -219,7 +219,7 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
             except RecordError as error:
                 raise FailedPreconditionError(f"volume {volume}: its record {error}") from error
         if record is None:
-            raise NotFoundError(f"there is no volume {volume_id!r}")
+            raise VolumeNotFoundError(f"there is no volume {volume_id!r}")
         return record
 
     def _bucket(

@@ -31,8 +31,8 @@ from csi.errors import (
     CsiError,
     FailedPreconditionError,
     InvalidArgumentError,
-    NotFoundError,
     UnavailableError,
+    VolumeNotFoundError,
 )
 from csi.generated import csi_pb2, csi_pb2_grpc
 from csi.identities.cache_domains import Domains
@@ -383,7 +383,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         top = table.top(path)
         record = self._mounts.behind(top, table) if top is not None else None
         if record is None or record.volume_id != request.volume_id:
-            raise NotFoundError(f"volume {request.volume_id} is not at {path}")
+            raise VolumeNotFoundError(f"volume {request.volume_id} is not at {path}")
         return self._stats.of(record)
 
     def NodeGetInfo(
@@ -408,7 +408,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
 
         Raises:
             InvalidArgumentError: the field is missing.
-            NotFoundError: no volume can be there, whatever is wrong with the path.
+            VolumeNotFoundError: no volume can be there, whatever is wrong with the path.
         """
         directory = self._configuration.kubelet_directory
         try:
@@ -416,7 +416,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         except InvalidArgumentError as error:
             if not text:
                 raise
-            raise NotFoundError(str(error)) from error
+            raise VolumeNotFoundError(str(error)) from error
 
     @property
     def _own(self) -> Path:

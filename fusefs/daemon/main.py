@@ -46,7 +46,7 @@ from fusefs.daemon.takeover import (
     staging_directory,
 )
 from fusefs.daemon.verifier import Verifier
-from fusefs.fuse.passthrough import NoPassthrough, Passthrough
+from fusefs.fuse.passthrough import NoPassthrough, PassthroughFiles
 from fusefs.fuse.session import RunningSession, Session, UnsupportedKernelError
 from fusefs.keeper import template
 from fusefs.keeper.client import KeeperClient, KeeperError
@@ -102,7 +102,7 @@ class Daemon:
         self._budget = MemoryBudget.of(settings.memory_limit)
         self.started = time.monotonic()
         self.session: RunningSession | None = None
-        self.backing: Passthrough | NoPassthrough = NoPassthrough("not mounted yet")
+        self.backing: PassthroughFiles | NoPassthrough = NoPassthrough("not mounted yet")
         # None on a read-only mount.
         self.watched: WatchedStore | None = None
         self._handover: Handover | None = None
@@ -376,14 +376,14 @@ class Daemon:
         except UnsupportedKernelError as error:
             raise TakeOverError(str(error)) from error
 
-    def _passthrough(self, handover: Handover) -> Passthrough | None:
+    def _passthrough(self, handover: Handover) -> PassthroughFiles | None:
         if self.settings.passthrough == "off":
             self.backing = NoPassthrough("turned off by --passthrough off")
             return None
         if handover.is_fresh and not handover.is_privileged:
             self.backing = NoPassthrough("needs CAP_SYS_ADMIN: mount as root")
             return None
-        passthrough = self.backing = Passthrough(handover.keeper)
+        passthrough = self.backing = PassthroughFiles(handover.keeper)
         self.cache.on_evict = passthrough.drop
 
         def move(keeper: KeeperClient) -> None:

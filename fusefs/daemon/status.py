@@ -20,7 +20,7 @@ from fusefs.cache.integrity.scrub import Scrub
 from fusefs.daemon.access_guard import AccessGuard
 from fusefs.daemon.cache_warmer import CacheWarmer
 from fusefs.daemon.verifier import Verifier
-from fusefs.fuse.passthrough import NoPassthrough, Passthrough
+from fusefs.fuse.passthrough import NoPassthrough, PassthroughFiles
 from fusefs.fuse.session import RunningSession
 from fusefs.launch.control import ControlError
 from fusefs.posix.directory.listings import Directories
@@ -48,7 +48,7 @@ class MountParts(Protocol):
     settings: MountSettings
     started: float
     session: RunningSession | None
-    backing: Passthrough | NoPassthrough
+    backing: PassthroughFiles | NoPassthrough
     store: S3Store
     cache: FileCache
     fetcher: Fetcher

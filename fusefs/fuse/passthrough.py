@@ -67,7 +67,7 @@ class NoPassthrough:
         return []
 
 
-class Passthrough:
+class PassthroughFiles:
     """The backing ids of one mount. Belongs to the event loop."""
 
     def __init__(self, registrar: Registrar, most: int = MOST_IDS) -> None:

@@ -42,7 +42,7 @@ class PyfuseSession:
 
     def __init__(self, request: MountRequest, operations: Operations) -> None:
         self._request = request
-        self._handlers = Handlers(operations)
+        self._handlers = Pyfuse3Handlers(operations)
         operations.invalidate_attributes = _invalidate_attributes
 
     @property
@@ -82,7 +82,7 @@ class PyfuseSession:
         return True
 
 
-class Handlers(pyfuse3.Operations):
+class Pyfuse3Handlers(pyfuse3.Operations):
     """pyfuse3's methods, in the protocol's order, each a call of ours."""
 
     supports_dot_lookup = False
@@ -161,7 +161,7 @@ class Handlers(pyfuse3.Operations):
 
     async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
         with self._errors():
-            buffer = _Entries(self, token)
+            buffer = _Pyfuse3Entries(self, token)
             read = self._operations.readdir(fh, start_id, buffer)
             await self._result(Opcode.READDIR, self._listed(fh), read)
 
@@ -350,14 +350,14 @@ class Handlers(pyfuse3.Operations):
             raise pyfuse3.FUSEError(errno.EIO) from error
 
 
-class _Entries:
+class _Pyfuse3Entries:
     """Where pyfuse3 collects the entries of one reply; always with their inodes."""
 
     is_plus = True
     is_empty = True
     takes_names = False
 
-    def __init__(self, handlers: Handlers, token: pyfuse3.ReaddirToken) -> None:
+    def __init__(self, handlers: Pyfuse3Handlers, token: pyfuse3.ReaddirToken) -> None:
         self._handlers = handlers
         self._token = token
 

@@ -89,7 +89,7 @@ def test_a_probe_finds_it_ready(served: tuple[StandIn, Driver]) -> None:
     ("error", "code"),
     [
         (errors.InvalidArgumentError("why"), Code.INVALID_ARGUMENT),
-        (errors.NotFoundError("why"), Code.NOT_FOUND),
+        (errors.VolumeNotFoundError("why"), Code.NOT_FOUND),
         (errors.AlreadyExistsError("why"), Code.ALREADY_EXISTS),
         (errors.FailedPreconditionError("why"), Code.FAILED_PRECONDITION),
         (errors.OutOfRangeError("why"), Code.OUT_OF_RANGE),

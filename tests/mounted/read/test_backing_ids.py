@@ -8,7 +8,7 @@ import os
 import trio
 
 from fusefs.cache.cached_file import CacheFile
-from fusefs.fuse.passthrough import Passthrough
+from fusefs.fuse.passthrough import PassthroughFiles
 from tests.support.buckets import Bucket
 from tests.support.mounting import Mounter
 from tests.support.sharing import stamped
@@ -32,9 +32,9 @@ class CountingRegistrar:
         return trio.Event()
 
 
-def counted_ids(most: int) -> tuple[Passthrough, set[int]]:
+def counted_ids(most: int) -> tuple[PassthroughFiles, set[int]]:
     registrar = CountingRegistrar()
-    ids = Passthrough(registrar, most)
+    ids = PassthroughFiles(registrar, most)
     ids.is_on = True
     return ids, registrar.given
 

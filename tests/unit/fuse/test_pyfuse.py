@@ -10,7 +10,7 @@ from typing import Any
 import pyfuse3
 import pytest
 
-from fusefs.fuse.pyfuse3_session import Handlers
+from fusefs.fuse.pyfuse3_session import Pyfuse3Handlers
 
 
 async def test_a_request_that_meets_a_fault_of_ours_is_eio_and_the_mount_goes_on(
@@ -22,6 +22,6 @@ async def test_a_request_that_meets_a_fault_of_ours_is_eio_and_the_mount_goes_on
     operations: Any = SimpleNamespace(lookup=fail)
     caller: Any = SimpleNamespace(uid=0, gid=0, pid=1)
     with caplog.at_level(logging.ERROR), pytest.raises(pyfuse3.FUSEError) as told:
-        await Handlers(operations).lookup(1, b"name", caller)
+        await Pyfuse3Handlers(operations).lookup(1, b"name", caller)
     assert told.value.errno == errno.EIO
     assert "so it goes" in caplog.text
