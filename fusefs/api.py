@@ -29,9 +29,11 @@ from fusefs.launch.mount_requests import (
     keeper_status,
 )
 from fusefs.launch.preflight import LaunchError, check
-from fusefs.launch.registry import KernelMount, MountsError, kernel_mounts
+from fusefs.launch.registry import MountsError
 from fusefs.launch.registry import resolve as resolve_path
 from fusefs.linux.libc import MNT_DETACH, UMOUNT_NOFOLLOW, umount
+from fusefs.linux.mountinfo import KernelMount, kernel_mounts
+from fusefs.linux.processes import has_ended
 from fusefs.linux.unmount import UnmountError
 from fusefs.posix.nodes.names import PRIVATE
 from fusefs.settings.memory import LEAST as LEAST_MEMORY
@@ -120,6 +122,7 @@ __all__ = [
     "describe_duration",
     "describe_warming",
     "from_code",
+    "has_ended",
     "keeper_pid",
     "keeper_request",
     "keeper_status",

@@ -10,13 +10,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 from pathlib import Path
 
-from fusefs.keeper import control as keeper_control
 from fusefs.keeper import fd_store, supervisor_protocol
 from fusefs.launch import control, launcher, registry
-from fusefs.launch.registry import KernelMount
+from fusefs.linux import sockets
+from fusefs.linux.mountinfo import KernelMount
 
 ANSWER_TIMEOUT_S = 2.0
 
@@ -62,12 +61,9 @@ def _name(root: KernelMount) -> str:
 
 def _hand(keeper: Path) -> int:
     """A copy of a keeper's descriptor."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.settimeout(ANSWER_TIMEOUT_S)
-        with keeper_control.short_name(os.fspath(keeper)) as name:
-            sock.connect(name)
+    with sockets.connect(keeper, ANSWER_TIMEOUT_S) as sock:
         sock.sendall(json.dumps({"do": "hand"}).encode() + b"\n")
-        _, descriptors, _, _ = socket.recv_fds(sock, 1 << 16, 1)
+        _, descriptors, _ = sockets.receive(sock, 1 << 16, 1)
     if not descriptors:
         raise ConnectionError("the keeper has no connection to hand out")
     return descriptors[0]

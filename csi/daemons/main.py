@@ -29,7 +29,7 @@ from csi.daemons.migration import Moving
 from csi.daemons.supervisor import Supervisor
 from csi.node.config import DESCRIPTOR_STORE, SUPERVISOR
 from fusefs.keeper import fd_store, supervisor_protocol
-from fusefs.keeper.system import close_all_but, die_with_parent
+from fusefs.linux.processes import close_all_but, die_with_parent
 
 # From the fork to a service that answers: it has only to bind its socket.
 START_S = 30.0

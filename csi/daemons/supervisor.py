@@ -26,10 +26,11 @@ from pathlib import Path
 from types import FrameType
 
 from fusefs.keeper import protocol, supervisor_protocol
-from fusefs.keeper.control import Listener, Loop, is_trusted
+from fusefs.keeper.control import Listener, Loop
 from fusefs.keeper.supervisor_protocol import SupervisorMessage
-from fusefs.keeper.system import Credentials, spawn
 from fusefs.launch import launcher
+from fusefs.linux.processes import Credentials, has_ended, spawn
+from fusefs.linux.sockets import is_trusted
 
 log = logging.getLogger(__name__)
 
@@ -265,9 +266,7 @@ class Supervisor:
             child.doomed = child.doomed or now
             child.signal(signal.SIGKILL)
         for child in self._of(mount):
-            going = select.poll()
-            going.register(child.pidfd, select.POLLIN)
-            if going.poll(1000 * max(0.0, now + GOING_S - time.monotonic())):
+            if has_ended(child.pidfd, now + GOING_S - time.monotonic()):
                 self._on_exit(child)
         left = sum(now - (child.doomed or now) < HANGING_S for child in self._of(mount))
         if self._old is None:

@@ -16,7 +16,6 @@ import contextlib
 import json
 import logging
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -43,6 +42,7 @@ from fusefs.api import (
     SupervisorAddress,
     daemon_pid,
     daemon_request,
+    has_ended,
     keeper_pid,
     keeper_status,
     remove_registration,
@@ -267,13 +267,7 @@ class Mounts:
 
 def _have_ended(processes: list[int], deadline: float) -> bool:
     """Wait until they all have, or `deadline` of the monotonic clock has passed."""
-    return all(_has_ended(process, deadline) for process in processes)
-
-
-def _has_ended(process: int, deadline: float) -> bool:
-    ended = select.poll()  # select takes no descriptors from 1024 on
-    ended.register(process, select.POLLIN)
-    return bool(ended.poll(1000 * max(0.0, deadline - time.monotonic())))
+    return all(has_ended(process, deadline - time.monotonic()) for process in processes)
 
 
 def _run_starter(

@@ -16,7 +16,8 @@ from fusefs.cli import status_report
 from fusefs.launch import control, registry
 from fusefs.launch.control import CommandError
 from fusefs.launch.mount_requests import keeper_status
-from fusefs.linux import unmount
+from fusefs.linux import mountinfo
+from fusefs.linux.fuse_connection import FUSECTL
 
 ANSWER_TIMEOUT_S = 2.0
 ENDED = "the daemon has died; fusefs mount mounts anew, fusefs umount --force unmounts"
@@ -28,7 +29,7 @@ def all_statuses() -> list[dict[str, Any]]:
     registrations = registry.all_mounts()
     statuses = [_status_of(registration) for registration in registrations]
     known = {registration.mountpoint for registration in registrations}
-    mounted = [mount for mount in registry.kernel_mounts() if mount.is_fusefs]
+    mounted = [mount for mount in mountinfo.kernel_mounts() if mount.is_fusefs]
     # Bind mounts have the device of what they show.
     shown = {mount.device for mount in mounted if str(mount.mountpoint) in known}
     return statuses + [_unregistered(mount) for mount in mounted if mount.device not in shown]
@@ -43,7 +44,7 @@ def mount_status(mountpoint: Path) -> dict[str, Any]:
     registration = registry.registration_of(mountpoint)
     if registration is not None:
         return _status_of(registration)
-    mount = registry.find_mount(mountpoint)
+    mount = mountinfo.find_mount(mountpoint)
     if mount is None or not mount.is_fusefs:
         raise CommandError(f"{mountpoint} is not a mount of fusefs; fusefs status lists them")
     return _unregistered(mount)
@@ -72,16 +73,16 @@ def _status_of(registration: registry.Registration) -> dict[str, Any]:
 
 def _waiting_in_kernel(mountpoint: Path) -> int | None:
     """The number of requests without an answer, where the kernel shows it (fusectl)."""
-    mount = registry.find_mount(mountpoint)
+    mount = mountinfo.find_mount(mountpoint)
     if mount is None:
         return None
     try:
-        return int((unmount.FUSECTL / str(mount.connection) / "waiting").read_text())
+        return int(Path(FUSECTL, str(mount.connection), "waiting").read_text())
     except (OSError, ValueError):
         return None
 
 
-def _unregistered(mount: registry.KernelMount) -> dict[str, Any]:
+def _unregistered(mount: mountinfo.KernelMount) -> dict[str, Any]:
     is_ours = mount.owner in (None, os.geteuid())
     why = NOT_REGISTERED if is_ours else f"the mount belongs to user {mount.owner}"
     return {"mountpoint": str(mount.mountpoint), "source": mount.source, "not_answering": why}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import select
 import signal
 import sys
 import threading
@@ -17,7 +16,7 @@ from fusefs.cli import sync
 from fusefs.launch import control, registry
 from fusefs.launch.control import CommandError
 from fusefs.launch.mount_requests import keeper_pid, keeper_status
-from fusefs.linux import unmount
+from fusefs.linux import mountinfo, processes, unmount
 
 ANSWER_TIMEOUT_S = 2.0
 # The daemon retries failed uploads once more before it ends.
@@ -32,7 +31,7 @@ def end_mount(mountpoint: Path, *, is_forced: bool, is_lazy: bool) -> None:
     Raises:
         CommandError, UnmountError: it is not a mount of fusefs, is in use, or does not end.
     """
-    mount = registry.find_mount(mountpoint)
+    mount = mountinfo.find_mount(mountpoint)
     registration = registry.registration_of(mountpoint)
     if mount is None or not mount.is_fusefs:
         raise CommandError(f"{mountpoint} is not a mount of fusefs")
@@ -104,7 +103,7 @@ def _users_text(mountpoint: Path) -> str:
     return f" by {shown}{more}"
 
 
-def _end_by_force(mount: registry.KernelMount, registration: registry.Registration | None) -> None:
+def _end_by_force(mount: mountinfo.KernelMount, registration: registry.Registration | None) -> None:
     """Abort the connection, unmount, and end the daemon and the keeper.
 
     Where this user may not abort the connection (an ordinary user in a container),
@@ -142,9 +141,7 @@ def _has_ended(pid: int, timeout_s: float) -> bool:
     except ProcessLookupError:
         return True
     try:
-        ended = select.poll()  # select takes no descriptors from 1024 on
-        ended.register(process, select.POLLIN)
-        return bool(ended.poll(1000 * timeout_s))
+        return processes.has_ended(process, timeout_s)
     finally:
         os.close(process)
 

@@ -52,7 +52,7 @@ from fusefs.keeper import template
 from fusefs.keeper.client import KeeperClient, KeeperError
 from fusefs.keeper.protocol import CANNOT_TAKE_OVER
 from fusefs.launch import control, registry
-from fusefs.linux import mount
+from fusefs.linux import mount, mountinfo
 from fusefs.linux.libc import forbid_inspection
 from fusefs.linux.mount import MountError, MountRequest
 from fusefs.linux.unmount import UnmountError, umount_path
@@ -258,7 +258,7 @@ class Daemon:
         """Whether the mount has ended. It may be out of this container's sight."""
         if self._handover is not None:
             return self._handover.is_disconnected
-        return registry.find_mount(self.settings.mountpoint) is None
+        return mountinfo.find_mount(self.settings.mountpoint) is None
 
     def _watch_rights(self, nursery: trio.Nursery) -> None:
         """See to it that nothing is served from the cache once S3 refuses everything."""

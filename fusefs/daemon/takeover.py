@@ -33,9 +33,9 @@ from fusefs.fuse.session import TEST_VARIABLE
 from fusefs.keeper import supervisor_protocol
 from fusefs.keeper.client import KeeperClient, KeeperError, Taken
 from fusefs.keeper.protocol import FRESH, PREPARE
-from fusefs.keeper.system import is_disconnected
 from fusefs.launch import launcher, registry
-from fusefs.linux import mount
+from fusefs.linux import files, mount
+from fusefs.linux.fuse_connection import is_disconnected
 from fusefs.linux.mount import MountError, MountRequest
 from fusefs.posix.journal.journal import Journal, NoJournal
 from fusefs.posix.journal.replay import KernelState, UnusableJournalError, replay
@@ -138,9 +138,7 @@ class Handover:
         """
         with usable(self._settings.cache_dir):
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            unfinished = self._directory / "cache.new"
-            unfinished.write_text(cache)
-            unfinished.replace(self._directory / "cache")
+            files.replace(self._directory / "cache", cache)
 
     def recall(self) -> str:
         """The name that was put on record.

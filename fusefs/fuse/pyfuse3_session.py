@@ -21,8 +21,8 @@ import trio
 
 from fusefs.fuse.protocol import Opcode
 from fusefs.fuse.session import Waiting
-from fusefs.launch.registry import FILESYSTEM_TYPE
 from fusefs.linux.mount import MountError, MountRequest
+from fusefs.linux.mountinfo import FILESYSTEM_TYPE
 from fusefs.posix.namespace.mutations import Mutations
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.operations import Operations

@@ -137,7 +137,10 @@ class Session:
         self._log = log
         self._max_stack_depth = max_stack_depth
         self._memory = mmap.mmap(-1, BUFFER_SIZE)
-        lock_memory(self._memory)
+        try:
+            lock_memory(self._memory)
+        except OSError as error:
+            logger.debug("can't lock memory: %s", error.strerror)
         self._buffer = memoryview(self._memory)
         # By their unique numbers, without the mark.
         self._waiting: dict[int, Waiting] = {}

@@ -36,12 +36,9 @@ from collections import deque
 from fusefs.keeper import protocol as wire
 from fusefs.keeper.state import Configuration, KeeperState, log
 from fusefs.keeper.supervisor_protocol import Process
-from fusefs.keeper.system import (
-    FUSE_DEVICE,
-    lower_privileges,
-    raise_privileges,
-)
+from fusefs.keeper.system import lower_privileges, raise_privileges
 from fusefs.linux import callers
+from fusefs.linux.fuse_connection import FUSE_DEVICE
 
 # To the keeper: a file was registered (b: id, c: st_ino), or the daemon is cut
 # off (a: 1 if it broke the protocol, 0 if it closed its socket).

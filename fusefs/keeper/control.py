@@ -11,17 +11,16 @@ answered in that; without one it is the first, whose answers had none either.
 
 from __future__ import annotations
 
-import array
 import contextlib
 import json
 import os
 import select
 import socket
-import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from fusefs.keeper.state import log
+from fusefs.linux import sockets
 
 TYPE_CHECKING = False  # typing itself is not imported: it is large
 if TYPE_CHECKING:
@@ -35,8 +34,6 @@ MOST_CLIENTS = 16
 CLIENT_S = 5.0
 # poll(2) takes no more than 2^31 ms; to wake up now and then costs nothing.
 LONGEST_WAIT_S = 86_400.0
-
-_PEER_CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
 
 
 def version_of(request: dict[str, Any]) -> int:
@@ -81,16 +78,6 @@ class Loop:
                 handler()
 
 
-@contextlib.contextmanager
-def short_name(path: str) -> Iterator[str]:
-    """A name of `path` that fits into sockaddr_un, which has room for 107 bytes."""
-    directory = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{directory}/{os.path.basename(path)}"
-    finally:
-        os.close(directory)
-
-
 class Listener:
     """A listening socket for this user alone.
 
@@ -102,7 +89,7 @@ class Listener:
         self._path = path
         self.socket = socket.socket(socket.AF_UNIX, kind)
         self.socket.setblocking(False)
-        with short_name(path) as name:
+        with sockets.short_name(path) as name:
             # By another name first: whoever finds the socket finds it listening.
             unfinished = f"{os.path.dirname(name)}/.{os.getpid()}.new"
             with contextlib.suppress(FileNotFoundError):
@@ -141,13 +128,6 @@ def listen(path: str) -> Listener | None:
         return None
 
 
-def is_trusted(connection: socket.socket) -> bool:
-    """Whether the peer is root, or the user that this process runs as."""
-    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
-    _, uid, _ = _PEER_CREDENTIALS.unpack(packed)
-    return uid in (0, os.geteuid())
-
-
 class Client:
     """One connection: a request, and at some time its answer."""
 
@@ -180,9 +160,8 @@ class Client:
         self._answer = json.dumps(in_version(self.version, answer)).encode() + b"\n"
         self.deadline = time.monotonic() + CLIENT_S
         if fd >= 0:
-            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))
             try:
-                sent = self.connection.sendmsg([self._answer], [rights], socket.MSG_NOSIGNAL)
+                sent = sockets.send(self.connection, self._answer, [fd])
             except OSError:
                 sent = len(self._answer)
             self._answer = self._answer[sent:]
@@ -245,7 +224,7 @@ class Control:
         except OSError:
             return
         connection.setblocking(False)
-        if len(self._clients) >= MOST_CLIENTS or not is_trusted(connection):
+        if len(self._clients) >= MOST_CLIENTS or not sockets.is_trusted(connection):
             connection.close()
             return
         client = Client(self, connection)

@@ -31,7 +31,6 @@ in its own version. Only root, or the user that runs the service, is answered.
 
 from __future__ import annotations
 
-import array
 import contextlib
 import json
 import os
@@ -45,7 +44,8 @@ from types import FrameType
 from fusefs.keeper import control
 from fusefs.keeper.control import Loop
 from fusefs.keeper.state import NEVER
-from fusefs.keeper.system import FUSE_DEVICE, is_disconnected
+from fusefs.linux import sockets
+from fusefs.linux.fuse_connection import FUSE_DEVICE, is_disconnected
 
 TYPE_CHECKING = False  # the keeper imports this module, and does without typing
 if TYPE_CHECKING:
@@ -113,10 +113,7 @@ def drop(path: str, name: str) -> None:
 
 def _exchange(path: str, request: dict[str, Any], fd: int = -1) -> int:
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            sock.settimeout(CLIENT_S)
-            with control.short_name(path) as name:
-                sock.connect(name)
+        with sockets.connect(path, CLIENT_S) as sock:
             _send(sock, {**request, "version": VERSION}, fd)
             answer, descriptors = _receive(sock, MAX_ANSWER)
     except OSError as error:
@@ -127,12 +124,11 @@ def _exchange(path: str, request: dict[str, Any], fd: int = -1) -> int:
 
 
 def _send(sock: socket.socket, message: dict[str, Any], fd: int = -1) -> None:
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd >= 0 else []
-    sock.sendmsg([json.dumps(message).encode() + b"\n"], rights, socket.MSG_NOSIGNAL)
+    sockets.send(sock, json.dumps(message).encode() + b"\n", [fd] if fd >= 0 else [])
 
 
 def _receive(sock: socket.socket, size: int) -> tuple[dict[str, Any], list[int]]:
-    data, fds, _, _ = socket.recv_fds(sock, size, 1, socket.MSG_CMSG_CLOEXEC)
+    data, fds, _ = sockets.receive(sock, size, 1)
     return _parse(data), fds
 
 
@@ -182,7 +178,7 @@ class Service:
             visitor, _ = self._listener.accept()
         except OSError:
             return
-        if len(self._visitors) >= MOST_VISITORS or not control.is_trusted(visitor):
+        if len(self._visitors) >= MOST_VISITORS or not sockets.is_trusted(visitor):
             visitor.close()
             return
         visitor.setblocking(False)
@@ -227,7 +223,7 @@ class Service:
 
     def _pass_on(self, name: str, visitor: socket.socket) -> None:
         try:
-            socket.send_fds(self._helpers[name], [VISITOR], [visitor.fileno()], socket.MSG_NOSIGNAL)
+            sockets.send(self._helpers[name], VISITOR, [visitor.fileno()])
         except OSError:
             self._answer(visitor, {"error": f"who holds {name} does not answer"})
 
@@ -294,13 +290,10 @@ def _be_helper(visitor: socket.socket, service: socket.socket) -> int | None:
             return None
         if service.fileno() not in ready:
             continue
-        said = b""
-        connections: list[int] = []
-        with contextlib.suppress(ConnectionResetError):
-            said, connections, _, _ = socket.recv_fds(service, 1, 1, socket.MSG_CMSG_CLOEXEC)
-        if not said:
+        command, connections, _ = sockets.receive(service, 1, 1)
+        if not command:
             return fds[0]
-        if said == LET_GO or not _answer(connections, fds[0]):
+        if command == LET_GO or not _answer(connections, fds[0]):
             return None
 
 

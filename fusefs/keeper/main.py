@@ -28,13 +28,13 @@ import os
 import socket
 
 from fusefs.keeper import protocol as wire
-from fusefs.keeper import system
 from fusefs.keeper.broker import Broker
 from fusefs.keeper.control import Listener, listen
 from fusefs.keeper.policy import Keeper
 from fusefs.keeper.processes import BecomeBroker, DaemonProcess, point_to_null
 from fusefs.keeper.state import Configuration, KeeperState, Program, log
 from fusefs.keeper.supervisor_protocol import Process
+from fusefs.linux import fuse_connection, mountinfo, processes
 
 TYPE_CHECKING = False  # typing itself is not imported: it is large
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def begin(given: dict[str, Any], configuration: Configuration, listener: Listene
     if "fuse_fd" in given:
         state.fuse_fd = given["fuse_fd"]
         os.set_inheritable(state.fuse_fd, False)
-        state.connection = system.connection_at(configuration.mountpoint) or 0
+        state.connection = mountinfo.connection_at(configuration.mountpoint) or 0
         state.has_served = state.has_resend = True
         for backing_id, inode in given["table"]:
             state.opened(backing_id, inode)
@@ -101,7 +101,7 @@ def _process_elsewhere(given: dict[str, Any]) -> Process:
     supervisor = socket.socket(fileno=given["supervisor_fd"])
     supervisor.set_inheritable(False)
     supervisor.setblocking(False)
-    return Process(system.pid_behind(pidfd), pidfd, supervisor, given["supervisor"])
+    return Process(processes.pid_behind(pidfd), pidfd, supervisor, given["supervisor"])
 
 
 def succeed(broker: Broker, listener: Listener | None) -> Keeper | int:
@@ -114,7 +114,7 @@ def succeed(broker: Broker, listener: Listener | None) -> Keeper | int:
         log("the mount is given up: its keepers fail one after the other")
         broker.process.kill()
         with contextlib.suppress(OSError):
-            system.abort_connection(broker.state.connection)
+            fuse_connection.abort(broker.state.connection)
         return 1
     log("the keeper is dead; its broker goes on in its place")
     keeper = Keeper(broker.configuration, broker.state, listener)

@@ -36,7 +36,7 @@ from fusefs.keeper.state import (
     shell_status,
     was_killed,
 )
-from fusefs.linux import libc
+from fusefs.linux import fuse_connection, libc, mountinfo
 
 TYPE_CHECKING = False  # typing itself is not imported: it is large
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ class Keeper:
             libc.mount(
                 configuration.source,
                 configuration.mountpoint,
-                system.FILESYSTEM_TYPE,
+                mountinfo.FILESYSTEM_TYPE,
                 configuration.mount_flags,
                 data,
             )
@@ -229,10 +229,10 @@ class Keeper:
 
     def _mounted(self, daemon: DaemonProcess) -> None:
         state, configuration = self._state, self._configuration
-        state.connection = system.connection_at(configuration.mountpoint) or 0
+        state.connection = mountinfo.connection_at(configuration.mountpoint) or 0
         state.is_ours = True
         if configuration.is_privileged and configuration.read_ahead_kib is not None:
-            system.raise_read_ahead(state.connection, configuration.read_ahead_kib)
+            fuse_connection.raise_read_ahead(state.connection, configuration.read_ahead_kib)
         if daemon.broker is not None:
             daemon.broker.tell(wire.pack(MOUNT_MADE, state.connection))
         self._deposit()
@@ -253,7 +253,7 @@ class Keeper:
             system.unmount(self._configuration.mountpoint)
 
     def _is_in_place(self) -> bool:
-        found = system.connection_at(self._configuration.mountpoint)
+        found = mountinfo.connection_at(self._configuration.mountpoint)
         return found is not None and found == self._state.connection
 
     def _serving(self, daemon: DaemonProcess, has_resend: bool) -> None:
@@ -287,9 +287,9 @@ class Keeper:
 
     def _is_over(self, daemon: DaemonProcess) -> bool:
         """Whether the mount is gone; one that was detached is, once its daemon has left it."""
-        if system.is_disconnected(self._state.fuse_fd):
+        if fuse_connection.is_disconnected(self._state.fuse_fd):
             return True
-        return daemon.is_ending and not system.is_mounted(self._state.connection)
+        return daemon.is_ending and not mountinfo.is_connection_mounted(self._state.connection)
 
     def _has_made_way(self, daemon: DaemonProcess) -> bool:
         """Whether the daemon of an upgrade can go on where this one has ended.
@@ -337,7 +337,7 @@ class Keeper:
 
     def _start_again(self) -> None:
         self._start_at = NEVER
-        if system.is_disconnected(self._state.fuse_fd):
+        if fuse_connection.is_disconnected(self._state.fuse_fd):
             self._exit_code = 0
             return
         self._standby.prepare()
@@ -408,7 +408,7 @@ class Keeper:
         self._exit_code = 1
         self._answer_upgrade({"error": f"the mount was given up: {why}"})
         try:
-            system.abort_connection(self._state.connection)
+            fuse_connection.abort(self._state.connection)
         except OSError as error:
             # It ends all the same when its last descriptor is closed.
             log(f"its connection cannot be aborted: {error.strerror}")
@@ -425,7 +425,7 @@ class Keeper:
 
     def _clean_up(self) -> None:
         self._standby.dismiss("the mount ends")
-        if self._state.connection and not system.is_disconnected(self._state.fuse_fd):
+        if self._state.connection and not fuse_connection.is_disconnected(self._state.fuse_fd):
             self._send_to_descriptor_store(fd_store.drop)
         self._processes.end()
         self._control.close()

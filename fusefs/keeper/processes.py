@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from fusefs.keeper import protocol as wire
-from fusefs.keeper import supervisor_protocol, system
+from fusefs.keeper import supervisor_protocol
 from fusefs.keeper.broker import CUT_OFF, FROM_BROKER, REGISTERED, Broker
 from fusefs.keeper.control import Loop
 from fusefs.keeper.state import NEVER, Configuration, KeeperState, Program, log
 from fusefs.keeper.supervisor_protocol import Process
-from fusefs.keeper.system import spawn
+from fusefs.linux.processes import has_ended, spawn
 
 TYPE_CHECKING = False  # typing itself is not imported: it is large
 if TYPE_CHECKING:
@@ -290,7 +290,7 @@ class ProcessTable:
         self._loop.watch(daemon.pidfd, select.POLLIN, partial(self._die, daemon))
 
     def _new_broker(self, daemon: DaemonProcess, task: int) -> Broker:
-        is_lingering = any(not system.has_ended(pidfd) for pidfd in self._lingering)
+        is_lingering = any(not has_ended(pidfd) for pidfd in self._lingering)
         return Broker(
             self._configuration, self._state, daemon.socket, daemon.process, task, is_lingering
         )

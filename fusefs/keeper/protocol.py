@@ -57,9 +57,10 @@ keeper.
 
 from __future__ import annotations
 
-import array
 import socket
 import struct
+
+from fusefs.linux import sockets
 
 ENVIRONMENT = "FUSEFS_KEEPER_FD"
 VERSION = 1
@@ -106,11 +107,6 @@ FROM_DAEMON = frozenset(range(HELLO, LOOK + 1))
 FROM_KEEPER = frozenset(range(WELCOME, LOOKED + 1))
 _WITH_DESCRIPTOR = frozenset((DEPOSIT, BACKING_OPEN, MOUNTED, TAKE))
 
-_INT_SIZE = array.array("i").itemsize
-# CMSG_SPACE pads to eight bytes, so a second descriptor would be received and
-# noticed; the kernel drops any more, and says so by MSG_CTRUNC.
-_ANCILLARY_SIZE = socket.CMSG_SPACE(_INT_SIZE)
-
 
 class ProtocolError(Exception):
     """The peer sent what the protocol does not have; the message says what."""
@@ -143,13 +139,7 @@ def send(sock: socket.socket, message: bytes, fd: int = -1) -> None:
         BlockingIOError: the socket is non-blocking and full; nothing was sent.
         OSError: the peer is gone.
     """
-    if fd < 0:
-        sock.send(message, socket.MSG_NOSIGNAL)
-        return
-    descriptors = array.array("i", [fd])
-    sock.sendmsg(
-        [message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)], socket.MSG_NOSIGNAL
-    )
+    sockets.send(sock, message, [fd] if fd >= 0 else [])
 
 
 def receive(sock: socket.socket, kinds: frozenset[int]) -> KeeperMessage | None:
@@ -162,26 +152,16 @@ def receive(sock: socket.socket, kinds: frozenset[int]) -> KeeperMessage | None:
         BlockingIOError: the socket is non-blocking and empty.
         ProtocolError: it was anything else.
     """
-    try:
-        data, ancillary, flags, _ = sock.recvmsg(
-            MESSAGE.size + 1, _ANCILLARY_SIZE, socket.MSG_CMSG_CLOEXEC
-        )
-    except ConnectionResetError:
+    data, fds, is_cut = sockets.receive(sock, MESSAGE.size + 1, 1)
+    if not data and not fds:
         return None
-    descriptors = array.array("i")
-    for level, kind, content in ancillary:
-        if (level, kind) != (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            raise ProtocolError(f"ancillary data of kind {level}, {kind}")
-        descriptors.frombytes(content[: len(content) - len(content) % _INT_SIZE])
-    if not data and not descriptors:
-        return None
-    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(data) != MESSAGE.size:
-        raise ProtocolError(f"a message of {len(data)} bytes, flags {flags:#x}")
-    message = KeeperMessage(data, descriptors[0] if descriptors else -1)
+    if is_cut or len(data) != MESSAGE.size:
+        raise ProtocolError(f"a message of {len(data)} bytes, with {len(fds)} descriptors")
+    message = KeeperMessage(data, fds[0] if fds else -1)
     if message.kind not in kinds:
         raise ProtocolError(f"a message of kind {message.kind}")
     is_refusal = message.kind == MOUNTED and message.error != 0
     due = 1 if message.kind in _WITH_DESCRIPTOR and not is_refusal else 0
-    if len(descriptors) != due:
-        raise ProtocolError(f"{len(descriptors)} descriptors with a message of kind {message.kind}")
+    if len(fds) != due:
+        raise ProtocolError(f"{len(fds)} descriptors with a message of kind {message.kind}")
     return message

@@ -24,11 +24,12 @@ import time
 from collections.abc import Callable
 
 from fusefs.keeper import protocol as wire
-from fusefs.keeper import system, template
+from fusefs.keeper import template
 from fusefs.keeper.control import Loop
 from fusefs.keeper.processes import DaemonProcess
 from fusefs.keeper.state import NEVER, Configuration, KeeperState, Program, log
 from fusefs.keeper.supervisor_protocol import Process
+from fusefs.linux import processes
 
 # For the imports, or a fork: while a mount waits for it, and by itself.
 WAIT_S = 10.0
@@ -147,7 +148,7 @@ class Standby:
         started = _Waiting(program, ours, None)
         with stdin:
             try:
-                pid = system.spawn(
+                pid = processes.spawn(
                     program.command,
                     stdin=stdin.fileno(),
                     stdout=1,
@@ -174,7 +175,7 @@ class Standby:
             sock.setblocking(False)
         self._standby = _Waiting(origin.program, ours_too, ours)
         self._expect(time.monotonic())
-        system.adopt_orphans(True)
+        processes.adopt_orphans(True)
         with channel, stdin:
             fds = [channel.fileno(), stdin.fileno()]
             socket.send_fds(origin.socket, [template.FORK], fds)
@@ -203,7 +204,7 @@ class Standby:
     def _on_standby_forked(self, standby: _Waiting, pid: int) -> None:
         # Nothing else of ours may be taken for it, and it is there until it is waited for.
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        system.adopt_orphans(False)
+        processes.adopt_orphans(False)
         standby.is_at(pid)
         self._expect(NEVER)
         self._loop.watch(standby.pidfd, select.POLLIN, self._on_standby_exit)
@@ -222,7 +223,7 @@ class Standby:
         try:
             told = json.loads(standby.program.settings) | {"environment": _environment(("",))}
             text = json.dumps(told).encode()
-            has_got_it = not system.has_ended(standby.pidfd) and (
+            has_got_it = not processes.has_ended(standby.pidfd) and (
                 standby.socket.send(text) == len(text)
             )
         except (OSError, ValueError, TypeError):
@@ -232,7 +233,7 @@ class Standby:
             return None
         standby.socket.close()
         if _may_order_by_memory():
-            system.copy_memory_order(standby.pid)
+            processes.copy_memory_order(standby.pid)
         return DaemonProcess(Process(standby.pid, standby.pidfd), standby.channel, standby.program)
 
     def dismiss(self, why: str) -> None:
@@ -258,7 +259,7 @@ class Standby:
             Process(one.pid, one.pidfd).kill()
             self._reap(one.pid)
         else:
-            system.adopt_orphans(False)
+            processes.adopt_orphans(False)
         one.close()
 
     def _on_template_exit(self) -> None:

@@ -18,8 +18,8 @@ import time
 from collections.abc import Iterator
 
 from fusefs.keeper.protocol import CANNOT_TAKE_OVER
-from fusefs.keeper.system import Credentials
 from fusefs.linux.libc import MS_RDONLY
+from fusefs.linux.processes import Credentials
 
 TYPE_CHECKING = False  # typing itself is not imported: it is large
 if TYPE_CHECKING:

@@ -33,15 +33,14 @@ From the supervisor:
 
 from __future__ import annotations
 
-import array
 import json
 import os
 import signal
 import socket
 import struct
 
-from fusefs.keeper.control import short_name
-from fusefs.keeper.system import pid_behind, send_signal
+from fusefs.linux import sockets
+from fusefs.linux.processes import pid_behind, send_signal
 
 VERSION = 1
 SPOKEN = frozenset((1,))
@@ -61,7 +60,6 @@ COUNTED = 35
 
 _DESCRIPTORS = {LAUNCH: 4, ADOPT: 1, STARTED: 1}
 _MOST_DESCRIPTORS = 4
-_INT_SIZE = array.array("i").itemsize
 
 # Under this variable a daemon finds the socket on which it hears of another keeper.
 ENVIRONMENT = "FUSEFS_SUPERVISOR_FD"
@@ -109,8 +107,7 @@ def send(sock: socket.socket, packed: bytes, *fds: int) -> None:
     Raises:
         OSError: the other side is gone, or does not take it.
     """
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-    sock.sendmsg([packed], rights, socket.MSG_NOSIGNAL)
+    sockets.send(sock, packed, fds)
 
 
 def receive(sock: socket.socket) -> SupervisorMessage | None:
@@ -120,19 +117,11 @@ def receive(sock: socket.socket) -> SupervisorMessage | None:
         BlockingIOError, TimeoutError: there is none.
         LaunchingError: it is something else.
     """
-    room = socket.CMSG_SPACE(_MOST_DESCRIPTORS * _INT_SIZE)
-    try:
-        data, ancillary, flags, _ = sock.recvmsg(MESSAGE.size + 1, room, socket.MSG_CMSG_CLOEXEC)
-    except ConnectionResetError:
-        return None
-    fds = array.array("i")
-    for level, kind, content in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            fds.frombytes(content[: len(content) - len(content) % _INT_SIZE])
+    data, fds, is_cut = sockets.receive(sock, MESSAGE.size + 1, _MOST_DESCRIPTORS)
     if not data and not fds:
         return None
-    is_cut = flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(data) != MESSAGE.size
-    message = SupervisorMessage(bytes(MESSAGE.size) if is_cut else data, list(fds))
+    is_whole = len(data) == MESSAGE.size and not is_cut
+    message = SupervisorMessage(data if is_whole else bytes(MESSAGE.size), fds)
     if message.version in SPOKEN and len(fds) == _DESCRIPTORS.get(message.kind, 0):
         return message
     message.close()
@@ -246,15 +235,7 @@ def connect(path: str) -> socket.socket:
     Raises:
         OSError: nobody does.
     """
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sock.settimeout(ANSWER_S)
-    try:
-        with short_name(path) as name:
-            sock.connect(name)
-    except OSError:
-        sock.close()
-        raise
-    return sock
+    return sockets.connect(path, ANSWER_S, socket.SOCK_SEQPACKET)
 
 
 def ask(sock: socket.socket, question: bytes, *fds: int) -> SupervisorMessage:

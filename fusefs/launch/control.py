@@ -20,15 +20,14 @@ import contextlib
 import inspect
 import json
 import logging
-import os
 import socket
-import struct
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fusefs.keeper.control import PROTOCOL, in_version, version_of
+from fusefs.linux import sockets
 
 if TYPE_CHECKING:
     import trio
@@ -42,8 +41,6 @@ MAX_REQUEST = 4096
 MAX_ANSWER = 4 << 20
 CLIENT_TIMEOUT_S = 5.0
 
-_PEER_CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
-
 
 class ControlError(Exception):
     """The daemon cannot be asked, or refused to answer."""
@@ -55,16 +52,6 @@ class CommandError(Exception):
 
 class NotAnsweringError(ControlError):
     """No answer came in time, or nobody listens."""
-
-
-@contextlib.contextmanager
-def _short_name(path: Path) -> Iterator[str]:
-    """A name of `path` that fits into sockaddr_un, which ends at 107 bytes."""
-    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{directory}/{path.name}"
-    finally:
-        os.close(directory)
 
 
 # --- the daemon's side --------------------------------------------------------
@@ -97,7 +84,7 @@ async def serve(
 def _listening(path: Path) -> Iterator[socket.socket]:
     path.unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
-        with _short_name(path) as name:
+        with sockets.short_name(path) as name:
             listening.bind(name)
         try:
             path.chmod(0o600)  # nobody can connect before listen()
@@ -122,7 +109,8 @@ async def _serve_client(stream: trio.SocketStream, answer: Answer) -> None:
 async def _reply(stream: trio.SocketStream, answer: Answer) -> Message:
     try:
         message = await _receive(stream)  # first: who is still sending would miss a refusal
-        _check_peer(stream.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if not sockets.is_trusted(stream.socket):
+            raise ControlError("only the mount's owner and root are answered")
         version = _version_of(message)
         result = answer(message)
         return in_version(version, await result if inspect.isawaitable(result) else result)
@@ -131,12 +119,6 @@ async def _reply(stream: trio.SocketStream, answer: Answer) -> Message:
     except Exception as error:  # a fault in a report must not end the mount
         log.exception("the status socket could not answer")
         return {"error": f"{type(error).__name__}: {error}"}
-
-
-def _check_peer(credentials: bytes) -> None:
-    _, uid, _ = _PEER_CREDENTIALS.unpack(credentials)
-    if uid not in (0, os.geteuid()):
-        raise ControlError("only the mount's owner and root are answered")
 
 
 async def _receive(stream: trio.SocketStream) -> Message:
@@ -177,16 +159,10 @@ def request(path: Path, command: str, timeout_s: float) -> Message:
 def peer(path: Path) -> int | None:
     """The process that listens on `path`, whether it answers or not; None if nobody does."""
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            sock.settimeout(CLIENT_TIMEOUT_S)
-            with _short_name(path) as name:
-                sock.connect(name)
-            credentials = sock.getsockopt(
-                socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size
-            )
+        with sockets.connect(path, CLIENT_TIMEOUT_S) as sock:
+            return sockets.peer_of(sock)[0]
     except OSError:
         return None
-    return int(_PEER_CREDENTIALS.unpack(credentials)[0])
 
 
 def exchange(path: Path, message: Message, timeout_s: float) -> Message:
@@ -198,10 +174,7 @@ def exchange(path: Path, message: Message, timeout_s: float) -> Message:
     """
     deadline = time.monotonic() + timeout_s
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            sock.settimeout(timeout_s)
-            with _short_name(path) as name:
-                sock.connect(name)
+        with sockets.connect(path, timeout_s) as sock:
             sock.sendall(json.dumps({**message, "protocol": PROTOCOL}).encode() + b"\n")
             answer = _message(_read_line(sock, deadline))
     except OSError as error:

@@ -33,7 +33,7 @@ from typing import IO, Any
 from fusefs.keeper import fd_store, supervisor_protocol
 from fusefs.launch import control, log_location, registry, users
 from fusefs.launch.preflight import LaunchError, refuse_mounted
-from fusefs.linux import unmount
+from fusefs.linux import mountinfo, unmount
 from fusefs.linux.mount import READ_AHEAD_KIB, MountRequest, may_mount, mount_arguments
 from fusefs.settings.mount import MountSettings
 from fusefs.settings.types import SessionKind
@@ -103,7 +103,7 @@ def resume(settings: MountSettings, supervisor: SupervisorAddress | None = None)
         LaunchError: it is, and no daemon came up for it; the descriptor store still holds it.
     """
     mountpoint = settings.mountpoint
-    mount = registry.find_mount(mountpoint)
+    mount = mountinfo.find_mount(mountpoint)
     if settings.descriptor_store is None or mount is None or not mount.is_fusefs:
         return False
     if control.peer(registry.keeper_socket(mountpoint)):
@@ -386,7 +386,7 @@ def _clean_up(daemon: subprocess.Popen[bytes], mountpoint: Path) -> None:
         daemon.wait(END_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         daemon.kill()
-    mount = registry.find_mount(mountpoint)
+    mount = mountinfo.find_mount(mountpoint)
     if mount is not None and mount.is_fusefs:
         with contextlib.suppress(unmount.UnmountError):
             unmount.umount_path(mountpoint, is_lazy=True)

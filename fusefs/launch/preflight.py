@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from fusefs.launch import registry
-from fusefs.linux import unmount
+from fusefs.linux import mountinfo, unmount
 from fusefs.linux.mount import may_mount
 from fusefs.settings.mount import MountSettings
 from fusefs.settings.types import SessionKind
@@ -81,7 +81,7 @@ def _check_mountpoint(mountpoint: Path) -> None:
 
 def refuse_mounted(mountpoint: Path) -> None:
     """Refuse a directory that something is mounted on."""
-    mount = registry.find_mount(mountpoint)
+    mount = mountinfo.find_mount(mountpoint)
     if mount is not None:
         raise LaunchError(
             f"{mountpoint} is already a mount ({mount.filesystem}, {mount.source}); "
@@ -98,7 +98,7 @@ def _check_directories(settings: MountSettings) -> None:
     for name, given in named.items():
         # As it is written first, so that no other mount is looked at where that is enough.
         for directory in (Path(os.path.abspath(given)), registry.resolve(given)):
-            above = registry.mount_above(directory)
+            above = mountinfo.mount_above(directory)
             if above is not None and above.is_fusefs:
                 raise LaunchError(
                     f"{name}: {given} is inside the fusefs mount on {above.mountpoint}; "
@@ -165,7 +165,7 @@ def _has_user_allow_other() -> bool:
 
 def _clear_dead_mount(mountpoint: Path) -> None:
     """Take away a mount of ours that nobody serves any more, and say so."""
-    mount = registry.find_mount(mountpoint)
+    mount = mountinfo.find_mount(mountpoint)
     if mount is None or not mount.is_fusefs or not _is_dead(mountpoint):
         return
     try:

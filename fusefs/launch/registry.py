@@ -1,15 +1,15 @@
-"""Which mounts there are: what the kernel says, and what their daemons left on record.
+"""The mounts of this user and their daemons, as the daemons have registered them.
 
-Two sources. /proc/self/mountinfo tells what is mounted, and asking it touches
-no mount: a stat of a mountpoint whose daemon hangs would hang as well, so
-nothing here (and nothing in the commands) stats or opens one. The runtime
-directory (/run/fusefs for root, $XDG_RUNTIME_DIR/fusefs or /tmp/fusefs-UID for
-others) has one directory per mount, named by a hash of the mountpoint, with
-`mount.json` (who serves it) and `status.sock` (see `control`).
+The runtime directory (/run/fusefs for root, $XDG_RUNTIME_DIR/fusefs or
+/tmp/fusefs-UID for others) has one directory for each mount, named by a hash of
+the mountpoint, with `mount.json` (the daemon's process) and `status.sock` (see
+`control`). What is mounted is the kernel's to say (linux/mountinfo.py). Nothing
+here, and nothing in the commands, stats or opens a mountpoint: it would wait
+while the mount's daemon hangs.
 
-A record names its daemon by pid and start time, so that a pid that was given
-to somebody else is not taken for it. Records of the dead are removed by
-whoever comes across them.
+A record names its daemon by pid and start time, so that another process that
+has got the pid later is not taken for it. Records of dead daemons are removed by
+the next process that finds them.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ import errno
 import hashlib
 import json
 import os
-import re
 import shutil
 import stat
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-FILESYSTEM_TYPE = "fuse.fusefs"
+from fusefs.linux import files, mountinfo
 
 RUNTIME_VARIABLE = "FUSEFS_RUNTIME_DIRECTORY"
 MAX_LINKS = 40  # as many symbolic links as the kernel itself follows
@@ -35,94 +34,7 @@ class MountsError(Exception):
     """The record of mounts cannot be used; the message is for the user."""
 
 
-# --- what the kernel says -----------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class KernelMount:
-    """One line of mountinfo. `device` is "major:minor".
-
-    `options` are the file system's, `flags` those of this mount of it.
-    """
-
-    mountpoint: Path
-    device: str
-    filesystem: str
-    source: str
-    options: str
-    flags: str = ""
-
-    @property
-    def is_fusefs(self) -> bool:
-        return self.filesystem == FILESYSTEM_TYPE
-
-    @property
-    def is_read_only(self) -> bool:
-        """Whether this mount of it refuses changes; another mount of it may not."""
-        return "ro" in self.flags.split(",")
-
-    @property
-    def connection(self) -> int:
-        """The number of the FUSE connection: the device's minor."""
-        return int(self.device.partition(":")[2])
-
-    @property
-    def owner(self) -> int | None:
-        """The uid that mounted it, where the file system tells."""
-        match = re.search(r"(?:^|,)user_id=(\d+)", self.options)
-        return int(match[1]) if match else None
-
-
-def parse_mountinfo(text: str) -> list[KernelMount]:
-    """The mounts in the text of /proc/PID/mountinfo, in its order."""
-    mounts = []
-    for line in text.splitlines():
-        before, separator, after = line.partition(" - ")
-        if separator:
-            device, _, mountpoint, flags = before.split(" ")[2:6]
-            filesystem, source, options = after.split(" ", 2)
-            mounts.append(
-                KernelMount(
-                    Path(_unescape(mountpoint)),
-                    device,
-                    filesystem,
-                    _unescape(source),
-                    options,
-                    flags,
-                )
-            )
-    return mounts
-
-
-def _unescape(text: str) -> str:
-    """Undo the kernel's octal escapes of blank, tab, newline and backslash."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
-
-
-def kernel_mounts() -> list[KernelMount]:
-    """Everything that is mounted in this process' namespace."""
-    with open("/proc/self/mountinfo", errors="surrogateescape", newline="\n") as file:
-        return parse_mountinfo(file.read())
-
-
-def find_mount(mountpoint: Path) -> KernelMount | None:
-    """What is mounted at exactly `mountpoint`: the topmost, if several are."""
-    found = [mount for mount in kernel_mounts() if mount.mountpoint == mountpoint]
-    return found[-1] if found else None
-
-
-def mount_above(path: Path) -> KernelMount | None:
-    """The mount that `path` is on: absolute and without symbolic links. It need not exist."""
-    found = None
-    for mount in kernel_mounts():
-        is_above = path.is_relative_to(mount.mountpoint)
-        if is_above and (found is None or mount.mountpoint.is_relative_to(found.mountpoint)):
-            found = mount
-    return found
-
-
-def is_mountpoint(path: Path) -> bool:
-    return find_mount(path) is not None
+# --- paths ---------------------------------------------------------------------
 
 
 def resolve(path: Path) -> Path:
@@ -276,9 +188,7 @@ def register(mountpoint: Path, source: str, pid: int) -> Registration:
         raise MountsError(f"there is no process {pid}")
     registration = Registration(str(mountpoint), source, pid, started)
     directory = mount_directory(mountpoint)
-    unfinished = directory / "mount.json.new"
-    unfinished.write_text(json.dumps(asdict(registration)) + "\n")
-    unfinished.replace(directory / "mount.json")
+    files.replace(directory / "mount.json", json.dumps(asdict(registration)) + "\n")
     return registration
 
 
@@ -301,7 +211,7 @@ def registration_of(mountpoint: Path) -> Registration | None:
     """
     registration = _read(runtime_directory() / _hashed(mountpoint))
     if registration is not None and not registration.is_alive():
-        mount = find_mount(mountpoint)
+        mount = mountinfo.find_mount(mountpoint)
         if mount is not None and mount.is_fusefs:
             return registration
         unregister(mountpoint)

@@ -1,8 +1,61 @@
-"""Locks of files, as every layer may use them."""
+"""Files that appear whole or not at all, and locks of files."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import os
+
+
+def replace(
+    path: str | os.PathLike[str],
+    content: str | bytes,
+    *,
+    mode: int = 0o600,
+    is_durable: bool = False,
+    suffix: str = ".new",
+) -> None:
+    """Give a file this content, in one step for its readers. Blocks.
+
+    It is written beside its place, under its name with `suffix`: where several
+    processes may write at the same time, each has a suffix of its own. What an
+    earlier writer left there is removed, so that no link is followed. With
+    `is_durable` the content is on the disk when this returns, and so is the name.
+
+    Raises:
+        OSError: the disk does not take it; the earlier content is still there.
+    """
+    data = content.encode(errors="surrogateescape") if isinstance(content, str) else content
+    path = os.fspath(path)
+    unfinished = path + suffix
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(unfinished)
+    fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    try:
+        with open(fd, "wb") as file:
+            file.write(data)
+            if is_durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.rename(unfinished, path)
+    except OSError:
+        os.unlink(unfinished)
+        raise
+    if is_durable:
+        sync_directory(os.path.dirname(path))
+
+
+def sync_directory(path: str | os.PathLike[str]) -> None:
+    """Have the names of a directory on the disk. Blocks.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def try_lock(fd: int) -> bool:

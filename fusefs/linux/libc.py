@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import logging
-import mmap
 import os
 
-logger = logging.getLogger("fusefs.session")
+TYPE_CHECKING = False  # the keeper imports this module, and does without large ones
+if TYPE_CHECKING:
+    import mmap
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -18,9 +18,13 @@ MNT_FORCE = 1
 MNT_DETACH = 2
 UMOUNT_NOFOLLOW = 8
 _PR_SET_DUMPABLE = 4
-_FALLOC_FL_KEEP_SIZE = 1
-_FALLOC_FL_PUNCH_HOLE = 2
-_FALLOC_FL_COLLAPSE_RANGE = 8
+_PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
+# Modes of fallocate(2).
+KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE = 0x01, 0x02, 0x10
+_COLLAPSE_RANGE = 0x08
+# The others move what is behind, which would be another object altogether.
+ALLOCATION_MODES = KEEP_SIZE | PUNCH_HOLE | ZERO_RANGE
+_SYNC_FILE_RANGE_WRITE = 0x02
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str) -> None:
@@ -29,7 +33,7 @@ def mount(source: str, target: str, kind: str, flags: int, options: str) -> None
     Raises:
         OSError: with the kernel's errno.
     """
-    _check(
+    check(
         _libc.mount(
             source.encode(),
             os.fsencode(target),
@@ -47,16 +51,19 @@ def umount(target: str, flags: int) -> None:
     Raises:
         OSError: with the kernel's errno.
     """
-    _check(_libc.umount2(os.fsencode(target), flags), target)
+    check(_libc.umount2(os.fsencode(target), flags), target)
 
 
 def lock_memory(memory: mmap.mmap) -> None:
-    """Make private memory resident, and keep it so where the limits allow it."""
-    for at in range(0, len(memory), mmap.PAGESIZE):
+    """Make private memory resident, and keep it so.
+
+    Raises:
+        OSError: the limits do not allow the latter.
+    """
+    for at in range(0, len(memory), _PAGE_SIZE):
         memory[at] = 0
     start = ctypes.c_char.from_buffer(memory)
-    if _libc.mlock(ctypes.byref(start), ctypes.c_size_t(len(memory))) < 0:
-        logger.debug("can't lock memory: %s", os.strerror(ctypes.get_errno()))
+    check(_libc.mlock(ctypes.byref(start), ctypes.c_size_t(len(memory))), "mlock")
 
 
 def collapse(fd: int, size: int) -> None:
@@ -65,7 +72,7 @@ def collapse(fd: int, size: int) -> None:
     Raises:
         OSError: EOPNOTSUPP or EINVAL where the file system can't do that.
     """
-    _fallocate(fd, _FALLOC_FL_COLLAPSE_RANGE, 0, size)
+    allocate(fd, _COLLAPSE_RANGE, 0, size)
 
 
 def punch(fd: int, start: int, size: int) -> None:
@@ -74,12 +81,27 @@ def punch(fd: int, start: int, size: int) -> None:
     Raises:
         OSError: EOPNOTSUPP where the file system can't do that.
     """
-    _fallocate(fd, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, start, size)
+    allocate(fd, PUNCH_HOLE | KEEP_SIZE, start, size)
 
 
-def _fallocate(fd: int, mode: int, start: int, size: int) -> None:
-    result = _libc.fallocate64(fd, mode, ctypes.c_longlong(start), ctypes.c_longlong(size))
-    _check(result, "fallocate")
+def allocate(fd: int, mode: int, offset: int, length: int) -> None:
+    """fallocate(2): give a part of a file disk space or zeros. Blocks.
+
+    Raises:
+        OSError: EOPNOTSUPP, the file system can't; ENOSPC, the disk is full.
+    """
+    arguments = (ctypes.c_int(mode), ctypes.c_int64(offset), ctypes.c_int64(length))
+    check(_libc.fallocate64(fd, *arguments), "fallocate")
+
+
+def begin_writing(fd: int, start: int, stop: int) -> None:
+    """Have the disk begin to write a range of a file, without waiting for its end. Blocks.
+
+    It waits where the disk has all it can take. There is no promise and no error:
+    fsync has both.
+    """
+    offset, size = ctypes.c_int64(start), ctypes.c_int64(stop - start)
+    _libc.sync_file_range(fd, offset, size, ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
 
 
 def forbid_inspection() -> None:
@@ -87,10 +109,20 @@ def forbid_inspection() -> None:
 
     Its files in /proc belong to root from here on.
     """
-    _check(_libc.prctl(_PR_SET_DUMPABLE, ctypes.c_ulong(0), 0, 0, 0), "PR_SET_DUMPABLE")
+    set_process_option(_PR_SET_DUMPABLE, 0)
 
 
-def _check(result: int, target: str) -> None:
+def set_process_option(option: int, value: int) -> None:
+    """prctl(2).
+
+    Raises:
+        OSError: with the kernel's errno.
+    """
+    check(_libc.prctl(option, *(ctypes.c_ulong(n) for n in (value, 0, 0, 0))), "prctl")
+
+
+def check(result: int, target: str) -> None:
+    """Raise the error of a call that has returned less than 0; `target` is named in it."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), target)

@@ -11,7 +11,6 @@ of this very process.
 
 from __future__ import annotations
 
-import array
 import os
 import shutil
 import socket
@@ -19,8 +18,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from fusefs.launch.registry import FILESYSTEM_TYPE, find_mount, kernel_mounts
-from fusefs.linux import libc
+from fusefs.linux import fuse_connection, libc, sockets
+from fusefs.linux.mountinfo import FILESYSTEM_TYPE, find_mount, kernel_mounts
 
 CAP_SYS_ADMIN = 21
 # What the kernel reads ahead of a sequential reader; a new mount has 128. With
@@ -88,12 +87,12 @@ def mount_by_helper(request: MountRequest) -> int:
             check=False,
         )
         its.close()
-        fd = _receive_descriptor(ours) if result.returncode == 0 else -1
-    if fd < 0:
+        fds = sockets.receive(ours, 1, 1)[1] if result.returncode == 0 else []
+    if not fds:
         why = result.stderr.strip().splitlines()
         raise MountError(why[-1] if why else "fusermount3 failed without a message")
-    os.set_blocking(fd, False)
-    return fd
+    os.set_blocking(fds[0], False)
+    return fds[0]
 
 
 def _helper_options(request: MountRequest) -> str:
@@ -113,28 +112,10 @@ def _helper_options(request: MountRequest) -> str:
     return ",".join(options)
 
 
-def _receive_descriptor(sock: socket.socket) -> int:
-    descriptors = array.array("i")
-    _, ancillary, _, _ = sock.recvmsg(1, socket.CMSG_LEN(descriptors.itemsize))
-    for level, kind, data in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
-    if not descriptors:
-        return -1
-    os.set_inheritable(descriptors[0], False)
-    return descriptors[0]
-
-
 def raise_read_ahead(mountpoint: Path) -> bool:
-    """Let the kernel read ahead further, where this process may; tell if it did."""
+    """Let the kernel read ahead further, where this process may; return whether it may."""
     mount = find_mount(mountpoint)
-    if mount is None:
-        return False
-    try:
-        Path(f"/sys/class/bdi/{mount.device}/read_ahead_kb").write_text(str(READ_AHEAD_KIB))
-    except OSError:
-        return False
-    return True
+    return mount is not None and fuse_connection.raise_read_ahead(mount.connection, READ_AHEAD_KIB)
 
 
 def stack_depth(cache: Path) -> int:

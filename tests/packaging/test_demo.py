@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from examples import demo
-from fusefs.launch import registry
+from fusefs.linux import mountinfo
 from tests.support.s3_server import S3Server
 from tests.support.sharing import skip_without_fuse
 
@@ -33,7 +33,7 @@ def test_the_demo_shows_what_it_says_and_leaves_nothing(
         "everything is in the bucket",
     ):  # fmt: skip
         assert part in said
-    assert not registry.is_mountpoint(tmp_path / "data")
+    assert not mountinfo.is_mountpoint(tmp_path / "data")
 
 
 def test_the_demo_says_so_if_the_bytes_are_others(tmp_path: Path) -> None:

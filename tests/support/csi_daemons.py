@@ -64,7 +64,7 @@ class DaemonsProcess:
 
 
 def has_ended(pidfd: int) -> bool:
-    from fusefs.keeper.system import has_ended
+    from fusefs.linux.processes import has_ended
 
     return has_ended(pidfd)
 

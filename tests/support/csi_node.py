@@ -18,8 +18,7 @@ import grpc
 import pytest
 
 from csi.generated import csi_pb2, csi_pb2_grpc
-from fusefs.launch import registry
-from fusefs.linux import libc, unmount
+from fusefs.linux import libc, mountinfo, unmount
 from tests.support.ordinary_user import runnable_by_all
 from tests.support.s3_server import ACCESS_KEY, SECRET_KEY
 from tests.support.sharing import PATIENCE_S, skip_without_fuse
@@ -163,15 +162,15 @@ class Node:
 
     # --- what is there ---
 
-    def mounted(self) -> list[registry.KernelMount]:
+    def mounted(self) -> list[mountinfo.KernelMount]:
         """The mounts below kubelet's directory."""
         return [
             mount
-            for mount in registry.kernel_mounts()
+            for mount in mountinfo.kernel_mounts()
             if mount.mountpoint.is_relative_to(self.kubelet)
         ]
 
-    def roots(self) -> list[registry.KernelMount]:
+    def roots(self) -> list[mountinfo.KernelMount]:
         return [mount for mount in self.mounted() if mount.mountpoint.parent == self.mounts]
 
     def processes(self) -> dict[int, str]:
@@ -265,7 +264,7 @@ def running_node(*options: str, serves: str = "node", **stores: str) -> Iterator
             finally:
                 node.clean_up()
     finally:
-        if not any(one.mountpoint.is_relative_to(directory) for one in registry.kernel_mounts()):
+        if not any(one.mountpoint.is_relative_to(directory) for one in mountinfo.kernel_mounts()):
             shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from fusefs.keeper import protocol
-from fusefs.keeper.system import connection_at
 from fusefs.linux import unmount
 from fusefs.linux.mount import stack_depth
+from fusefs.linux.mountinfo import connection_at
 from tests.support.ordinary_user import public_directory
 from tests.support.waiting import until
 

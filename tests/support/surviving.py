@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from fusefs.launch import control, registry
+from fusefs.linux import mountinfo
 from tests.support import survival_data as data
 from tests.support.buckets import Bucket
 from tests.support.mounting import Mount
@@ -86,7 +87,7 @@ def survival(filled: Bucket, tmp_path: Path, request: pytest.FixtureRequest) -> 
         keeper = keeper_status(mount)["pid"]
         mount.end()
         until(lambda: not Path(f"/proc/{keeper}").exists(), "the keeper has not ended")
-        assert registry.find_mount(mount.path) is None
+        assert mountinfo.find_mount(mount.path) is None
     finally:
         mount.clean_up()
     assert not processes_with(str(mount.path))

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from fusefs.launch import registry
+from fusefs.linux import mountinfo
 from tests.support.buckets import Bucket
 from tests.support.disks import fill, small_disk
 from tests.support.mounting import LIMIT_S, Mount, Mounter
@@ -279,7 +280,7 @@ def test_a_cache_of_another_user_is_refused(
     os.chown(tmp_path / "cache", 12345, 12345)
     with pytest.raises(AssertionError, match="belongs to another user"):
         mounter()
-    assert not registry.is_mountpoint(tmp_path / "mnt0")
+    assert not mountinfo.is_mountpoint(tmp_path / "mnt0")
 
 
 def test_a_signal_while_reading_ends_without_a_traceback(bucket: Bucket, mounter: Mounter) -> None:

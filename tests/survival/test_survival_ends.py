@@ -81,14 +81,14 @@ def test_an_upgrade_changes_the_settings_that_are_given(survival: Mount) -> None
 
 @states("A file that is read by passthrough is read on while there is no daemon, without a pause.")
 def test_passthrough_needs_no_daemon(filled: Bucket, mounter_of: Mounter) -> None:
-    mount = mounter_of(filled)
+    mount = mounter_of(filled, FUSEFS_HANG_TIMEOUT="10min")
     if not mount.status()["passthrough"]["on"]:
         pytest.skip(mount.status()["passthrough"]["why"])
     warm(mount)
     with open(mount.path / data.large_name(data.HELD), "rb", buffering=0) as file:
         os.sync()
         Path("/proc/sys/vm/drop_caches").write_text("1")
-        # Nobody answers from now on, and the keeper waits for half a minute before it acts.
+        # No process answers from now on, and the keeper waits for longer than this takes.
         stopped = serving_pid(mount)
         os.kill(stopped, signal.SIGSTOP)
         for at in range(0, data.LARGE_SIZE, 1 << 20):

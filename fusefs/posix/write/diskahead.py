@@ -10,7 +10,7 @@ import os
 
 import trio
 
-from fusefs.linux.allocating import begin_writing
+from fusefs.linux.libc import begin_writing
 from fusefs.posix.nodes.inode import StagedFile
 
 # The disk is told after so many bytes: enough for it to write them in one go.

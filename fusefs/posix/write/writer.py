@@ -21,7 +21,7 @@ import trio
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.downloader import Fetcher
 from fusefs.cache.file_cache import FileCache
-from fusefs.linux.allocating import KEEP_SIZE, MODES, allocate
+from fusefs.linux.libc import ALLOCATION_MODES, KEEP_SIZE, allocate
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.directory.segment import Absent
 from fusefs.posix.metadata.object_metadata import PERMISSIONS, Meta
@@ -362,7 +362,7 @@ class Writer(Writeback):
         staged = self._handle(fh).inode.staged
         if staged is None:
             raise OSError(errno.EBADF, "not open for writing")
-        if mode & ~MODES:
+        if mode & ~ALLOCATION_MODES:
             raise OSError(errno.EOPNOTSUPP, "not supported")
         async with staged.lock:
             if offset + length > staged.charged and not mode & KEEP_SIZE:

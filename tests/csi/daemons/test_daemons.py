@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from fusefs.launch import control, registry
+from fusefs.linux import mountinfo
 from tests.support.buckets import Bucket
 from tests.support.csi_daemons import daemons_of
 from tests.support.csi_node import Node, running_node
@@ -36,7 +37,7 @@ def target(node: Node, shared: Bucket) -> Path:
     return node.target("pod")
 
 
-def status_of(root: registry.KernelMount) -> dict[str, object]:
+def status_of(root: mountinfo.KernelMount) -> dict[str, object]:
     """What the mount's keeper says, once there is one."""
 
     def ask() -> dict[str, object] | None:

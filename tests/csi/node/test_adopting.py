@@ -17,8 +17,8 @@ from csi.in_flight import Claims
 from csi.node import reconciler
 from csi.node.mount_record import MountRecord
 from csi.node.reconciler import AT_ONCE, Caretaker
-from fusefs.keeper.system import has_ended
 from fusefs.launch import control
+from fusefs.linux.processes import has_ended
 from tests.support.buckets import Bucket
 from tests.support.csi_daemons import daemons_of
 from tests.support.csi_node import START, Node, running_node

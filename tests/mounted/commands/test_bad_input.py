@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fusefs.launch import registry
+from fusefs.linux import mountinfo
 from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.mounting import FUSEFS, Mounter, fusefs
@@ -69,7 +69,7 @@ class Attempts:
         (line,) = result.stderr.splitlines()
         assert line.startswith("fusefs: ")
         assert "Traceback" not in line
-        left = registry.find_mount(self.mountpoint)
+        left = mountinfo.find_mount(self.mountpoint)
         assert left is None or not left.is_fusefs
         assert not list(_processes_with(mark))
         return line.removeprefix("fusefs: ")
@@ -88,7 +88,7 @@ def _processes_with(mark: str) -> Iterator[str]:
 def attempts(shared: Bucket, tmp_path: Path) -> Iterator[Attempts]:
     skip_without_fuse()
     yield (made := Attempts(shared, tmp_path))
-    if registry.is_mountpoint(made.mountpoint):
+    if mountinfo.is_mountpoint(made.mountpoint):
         fusefs("umount", "--force", made.mountpoint, check=False)
 
 
@@ -177,7 +177,7 @@ def test_a_command_that_is_ended_while_it_waits_leaves_nothing(
         process.send_signal(number)
         _, said = process.communicate(timeout=60)
     assert (process.returncode, said) == (130, "fusefs: interrupted\n")
-    assert not registry.is_mountpoint(attempts.mountpoint)
+    assert not mountinfo.is_mountpoint(attempts.mountpoint)
     assert not list(_processes_with(mark))
 
 

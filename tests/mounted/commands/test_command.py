@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from fusefs.launch import registry
+from fusefs.linux import mountinfo
 from tests.support.buckets import Bucket
 from tests.support.gate import Gate
 from tests.support.mounting import FUSEFS, LIMIT_S, Mount, Mounter, fusefs
@@ -26,7 +27,7 @@ MIB = 1 << 20
 def nothing_is_left(mount: Mount, pid: int) -> bool:
     """No mount, no process, no record of it."""
     return (
-        registry.find_mount(mount.path) is None
+        mountinfo.find_mount(mount.path) is None
         and registry.start_time(pid) is None
         and not registry.Registration(str(mount.path), "", pid, 0).directory.exists()
     )
@@ -109,7 +110,7 @@ def test_a_signal_detaches_a_mount_that_is_in_use(
     pid = one.pid
     with (one.path / "a").open("rb") as file:
         os.kill(pid, signal.SIGTERM)
-        until(lambda: registry.find_mount(one.path) is None, "the mount is detached")
+        until(lambda: mountinfo.find_mount(one.path) is None, "the mount is detached")
         assert len(file.read()) == 3 * MIB
         assert registry.start_time(pid) is not None
     until(lambda: nothing_is_left(one, pid), "nothing is left")
@@ -206,7 +207,7 @@ def test_a_mount_in_the_foreground_ends_with_an_interrupt(
         _, said = process.communicate(timeout=LIMIT_S)
         assert process.returncode == 0
         assert "Traceback" not in said
-        assert registry.find_mount(path) is None
+        assert mountinfo.find_mount(path) is None
         assert registry.registration_of(path) is None
     finally:
         process.kill()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fusefs.launch import registry
+from fusefs.linux import mountinfo
 from fusefs.linux.mount import READ_AHEAD_KIB
 from tests.support.buckets import Bucket
 from tests.support.mounting import Mount
@@ -26,7 +26,7 @@ def here(shared: Bucket, tmp_path_factory: pytest.TempPathFactory) -> Iterator[M
 
 @pytest.mark.root
 def test_the_kernel_reads_further_ahead_than_it_does_by_itself(here: Mount) -> None:
-    mount = registry.find_mount(here.path)
+    mount = mountinfo.find_mount(here.path)
     assert mount is not None
     setting = Path(f"/sys/class/bdi/{mount.device}/read_ahead_kb")
     assert int(setting.read_text()) == READ_AHEAD_KIB == 1024

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fusefs.launch import registry
-from fusefs.linux import callers, libc, unmount
+from fusefs.linux import callers, libc, mountinfo, unmount
 from tests.support.buckets import Bucket
 from tests.support.csi_container import container_reading
 from tests.support.csi_daemons import daemons_of
@@ -86,7 +85,7 @@ def mounted_apart(bucket: Bucket, slow: FaultyS3, directory: Path) -> Iterator[P
         assert first.stdout.readline() == "ready\n"
         yield path
     finally:
-        found = registry.find_mount(path)
+        found = mountinfo.find_mount(path)
         if found is not None:
             unmount.abort_connection(found.connection)
             unmount.umount_path(path, is_lazy=True)

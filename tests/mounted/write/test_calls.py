@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fusefs.linux.allocating import allocate
+from fusefs.linux.libc import allocate
 from tests.support.buckets import Bucket, stored
 from tests.support.mounting import Mount
 from tests.support.s3_server import S3Server

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fusefs.linux.allocating import KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE, allocate
+from fusefs.linux.libc import KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE, allocate
 from tests.support.buckets import Bucket, keys, stored
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.mounting import Mounter

@@ -17,8 +17,8 @@ import pytest
 
 from fusefs.keeper import fd_store
 from fusefs.keeper.fd_store import FdStoreError
-from fusefs.keeper.system import has_ended
 from fusefs.launch import control
+from fusefs.linux.processes import has_ended
 from tests.support.keeping import LIMIT_S, PROJECT, Kept, needs_fuse, needs_root
 from tests.support.waiting import until
 

@@ -19,7 +19,7 @@ import pytest
 
 from fusefs.daemon import setup as process
 from fusefs.keeper import fd_store, protocol, supervisor_protocol
-from fusefs.keeper.system import has_ended
+from fusefs.linux.processes import has_ended
 from tests.support.keeping import LIMIT_S, PROJECT, needs_root
 from tests.support.ordinary_user import NOBODY, public_python
 from tests.support.waiting import until

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -14,6 +13,7 @@ import pytest
 
 from fusefs.cli import status_report
 from fusefs.launch import registry
+from fusefs.linux import mountinfo
 from tests.support.commands import MOUNTINFO, run
 from tests.support.commands import runtime as runtime
 from tests.support.commands import sleeper as sleeper
@@ -51,7 +51,7 @@ STATUS_COMMAND = [
 
 @pytest.fixture
 def no_mounts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "kernel_mounts", list)
+    monkeypatch.setattr(mountinfo, "kernel_mounts", list)
 
 
 def test_umount_of_something_else_is_refused(
@@ -89,7 +89,7 @@ def test_a_mount_that_does_not_answer_is_shown_with_its_pid(
 def test_a_mount_of_somebody_else_is_shown_as_such(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "kernel_mounts", lambda: registry.parse_mountinfo(MOUNTINFO)[1:2])
+    monkeypatch.setattr(mountinfo, "kernel_mounts", lambda: mountinfo.parse(MOUNTINFO)[1:2])
     assert run("status") == 0
     assert "the mount belongs to user 4242" in capsys.readouterr().out
 
@@ -98,7 +98,7 @@ def test_a_mount_of_somebody_else_is_shown_as_such(
 def test_a_mount_that_is_not_on_record_is_not_said_to_have_ended(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "kernel_mounts", lambda: registry.parse_mountinfo(MOUNTINFO)[3:])
+    monkeypatch.setattr(mountinfo, "kernel_mounts", lambda: mountinfo.parse(MOUNTINFO)[3:])
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert run("status") == 0
     said = capsys.readouterr().out
@@ -113,9 +113,10 @@ def test_a_mount_is_shown_once_however_often_it_is_bound_elsewhere(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    mounted = registry.parse_mountinfo(MOUNTINFO)[3]
-    bound = dataclasses.replace(mounted, mountpoint=Path("/mnt/bound"))
-    monkeypatch.setattr(registry, "kernel_mounts", lambda: [mounted, bound])
+    mounted = mountinfo.parse(MOUNTINFO)[3]
+    bound = mountinfo.parse(MOUNTINFO)[3]
+    bound.path = "/mnt/bound"
+    monkeypatch.setattr(mountinfo, "kernel_mounts", lambda: [mounted, bound])
     registry.register(mounted.mountpoint, mounted.source, sleeper.pid)
     assert run("status", "--json") == 0
     assert [one["mountpoint"] for one in json.loads(capsys.readouterr().out)] == ["/mnt/a"]

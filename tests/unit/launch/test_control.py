@@ -7,13 +7,13 @@ import json
 import os
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import trio
 
 from fusefs.launch import control
+from fusefs.linux import sockets
 
 
 async def ask(path: Path, command: str = "status") -> dict[str, Any]:
@@ -64,10 +64,8 @@ async def test_only_the_owner_and_root_are_answered(
 ) -> None:
     path = tmp_path / "status.sock"
     await nursery.start(functools.partial(control.serve, path, lambda request: request))
-    told = control._PEER_CREDENTIALS
     for uid, is_answered in ((os.geteuid(), True), (0, True), (54321, False)):
-        peer = SimpleNamespace(unpack=lambda _, uid=uid: (1, uid, uid), size=told.size)
-        monkeypatch.setattr(control, "_PEER_CREDENTIALS", peer)
+        monkeypatch.setattr(sockets, "peer_of", lambda _, uid=uid: (1, uid))
         if is_answered:
             assert await ask(path) == {"command": "status"}
         else:

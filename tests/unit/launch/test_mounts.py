@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from fusefs.launch import registry, users
+from fusefs.linux import mountinfo
 from tests.support.commands import MOUNTINFO
 from tests.support.commands import runtime as runtime
 from tests.support.commands import sleeper as sleeper
 
 
 def test_mountinfo_is_read_with_its_escapes() -> None:
-    blank = registry.parse_mountinfo(MOUNTINFO)[1]
+    blank = mountinfo.parse(MOUNTINFO)[1]
     assert blank.mountpoint == Path("/mnt/with blank")
     assert blank.source == "s3://bucket/a b/"
     assert blank.is_fusefs
@@ -25,11 +26,11 @@ def test_mountinfo_is_read_with_its_escapes() -> None:
 
 
 def test_the_topmost_of_several_mounts_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "kernel_mounts", lambda: registry.parse_mountinfo(MOUNTINFO))
-    found = registry.find_mount(Path("/mnt/a"))
+    monkeypatch.setattr(mountinfo, "kernel_mounts", lambda: mountinfo.parse(MOUNTINFO))
+    found = mountinfo.find_mount(Path("/mnt/a"))
     assert found is not None
     assert found.device == "0:32"
-    assert not registry.is_mountpoint(Path("/mnt"))
+    assert not mountinfo.is_mountpoint(Path("/mnt"))
 
 
 def test_a_mountpoint_is_resolved_like_the_kernel_does(

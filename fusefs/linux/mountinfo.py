@@ -1,0 +1,127 @@
+"""The kernel's table of mounts: /proc/self/mountinfo.
+
+Reading it touches no mount: a stat of a mountpoint whose daemon hangs would hang
+as well. The keeper reads it too, so this module imports nothing that is large.
+"""
+
+from __future__ import annotations
+
+import re
+
+TYPE_CHECKING = False  # typing itself is not imported: it is large
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FILESYSTEM_TYPE = "fuse.fusefs"
+
+
+class KernelMount:
+    """One line of mountinfo. `device` is "major:minor".
+
+    `options` are the file system's, `flags` those of this mount of it.
+    """
+
+    __slots__ = ("device", "filesystem", "flags", "options", "path", "source")
+
+    def __init__(
+        self, path: str, device: str, filesystem: str, source: str, options: str, flags: str = ""
+    ) -> None:
+        self.path = path
+        self.device = device
+        self.filesystem = filesystem
+        self.source = source
+        self.options = options
+        self.flags = flags
+
+    @property
+    def mountpoint(self) -> Path:
+        from pathlib import Path
+
+        return Path(self.path)
+
+    @property
+    def is_fuse(self) -> bool:
+        return self.filesystem == "fuse" or self.filesystem.startswith("fuse.")
+
+    @property
+    def is_fusefs(self) -> bool:
+        return self.filesystem == FILESYSTEM_TYPE
+
+    @property
+    def is_read_only(self) -> bool:
+        """Whether this mount of it refuses changes; another mount of it may not."""
+        return "ro" in self.flags.split(",")
+
+    @property
+    def connection(self) -> int:
+        """The number of the FUSE connection: the device's minor."""
+        return int(self.device.partition(":")[2])
+
+    @property
+    def owner(self) -> int | None:
+        """The uid that mounted it, if the file system shows that."""
+        match = re.search(r"(?:^|,)user_id=(\d+)", self.options)
+        return int(match[1]) if match else None
+
+
+def parse(text: str) -> list[KernelMount]:
+    """The mounts in the text of /proc/PID/mountinfo, in its order."""
+    mounts = []
+    for line in text.split("\n"):
+        before, separator, after = line.partition(" - ")
+        if separator:
+            device, _, path, flags = before.split(" ")[2:6]
+            filesystem, source, options = after.split(" ", 2)
+            mounts.append(
+                KernelMount(_unescape(path), device, filesystem, _unescape(source), options, flags)
+            )
+    return mounts
+
+
+def _unescape(text: str) -> str:
+    """Undo the kernel's octal escapes of blank, tab, newline, # and backslash."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
+
+def kernel_mounts() -> list[KernelMount]:
+    """Everything that is mounted in this process' namespace."""
+    with open("/proc/self/mountinfo", errors="surrogateescape", newline="\n") as file:
+        return parse(file.read())
+
+
+def find_mount(mountpoint: Path) -> KernelMount | None:
+    """What is mounted at exactly `mountpoint`: the topmost, if several are."""
+    return _find(str(mountpoint))
+
+
+def _find(path: str) -> KernelMount | None:
+    found = [mount for mount in kernel_mounts() if mount.path == path]
+    return found[-1] if found else None
+
+
+def mount_above(path: Path) -> KernelMount | None:
+    """The mount that `path` is on: absolute and without symbolic links. It need not exist."""
+    found = None
+    for mount in kernel_mounts():
+        is_above = path.is_relative_to(mount.mountpoint)
+        if is_above and (found is None or mount.mountpoint.is_relative_to(found.mountpoint)):
+            found = mount
+    return found
+
+
+def is_mountpoint(path: Path) -> bool:
+    return find_mount(path) is not None
+
+
+def connection_at(path: str) -> int | None:
+    """The number of the FUSE connection that is mounted on top at `path`."""
+    mount = _find(path)
+    return mount.connection if mount is not None and mount.is_fuse else None
+
+
+def is_connection_mounted(connection: int) -> bool:
+    """Whether the FUSE connection has a mount in this namespace."""
+    return any(
+        mount.device == f"0:{connection}" and mount.filesystem.startswith("fuse")
+        for mount in kernel_mounts()
+    )

@@ -1,0 +1,146 @@
+"""Processes: starting them with a user, signals and waits by pidfd, and what ends with what.
+
+Nothing large is imported, for the keeper uses this too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+from collections.abc import Sequence
+
+from fusefs.linux.libc import set_process_option
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_NO_NEW_PRIVS = 38
+# Where memory is short, a daemon goes before the process that starts the next one.
+_OOM_SCORE_ADJUSTMENT = 500
+
+
+class Credentials:
+    """Whom a daemon runs as. Nothing is dropped for a uid that is our own."""
+
+    __slots__ = ("gid", "groups", "uid")
+
+    def __init__(self, uid: int, gid: int, groups: Sequence[int]) -> None:
+        self.uid = uid
+        self.gid = gid
+        self.groups = list(groups)
+
+
+def spawn(
+    command: Sequence[str],
+    *,
+    stdin: int,
+    stdout: int,
+    kept: Sequence[int],
+    environment: dict[str, str],
+    credentials: Credentials,
+    yields_memory: bool = False,
+) -> int:
+    """Start a program in a session of its own, with `kept` as its only further descriptors.
+
+    One that yields memory is ended first where that is short. Returns its pid,
+    once it has been executed.
+
+    Raises:
+        OSError: it could not be.
+    """
+    receiver, sender = os.pipe()
+    try:
+        pid = os.fork()
+    except OSError:
+        os.close(receiver)
+        os.close(sender)
+        raise
+    if pid == 0:
+        try:
+            os.dup2(stdin, 0)
+            os.dup2(stdout, 1)
+            for fd in kept:
+                os.set_inheritable(fd, True)
+            if yields_memory:
+                _volunteer()
+            _become(credentials)
+            close_all_but(sender, *kept)
+            os.execvpe(command[0], list(command), environment)
+        except OSError as error:
+            os.write(sender, str(error.errno).encode())
+        finally:
+            os._exit(127)
+    os.close(sender)
+    with open(receiver, "rb") as answer:
+        number = answer.read()
+    if number:
+        os.waitpid(pid, 0)
+        raise OSError(int(number), os.strerror(int(number)), command[0])
+    return pid
+
+
+def _become(credentials: Credentials) -> None:
+    os.setsid()
+    for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
+    if credentials.uid == os.geteuid():
+        return
+    os.setgroups(credentials.groups)
+    os.setresgid(credentials.gid, credentials.gid, credentials.gid)
+    os.setresuid(credentials.uid, credentials.uid, credentials.uid)
+    set_process_option(_PR_SET_NO_NEW_PRIVS, 1)
+
+
+def _volunteer() -> None:
+    """Be what the kernel ends first when memory is short, where that can be said."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write(str(_OOM_SCORE_ADJUSTMENT))
+
+
+def copy_memory_order(pid: int) -> None:
+    """Undo `yields_memory`: where memory is short, the process goes no sooner than this one."""
+    with contextlib.suppress(OSError):
+        with open("/proc/self/oom_score_adj") as file:
+            own = file.read()
+        with open(f"/proc/{pid}/oom_score_adj", "w") as file:
+            file.write(own)
+
+
+def die_with_parent() -> None:
+    """Have this process killed when the one that has forked it ends, which has its user."""
+    set_process_option(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def adopt_orphans(is_on: bool) -> None:
+    """Have descendants whose parents end become children of this process, or no more."""
+    set_process_option(_PR_SET_CHILD_SUBREAPER, int(is_on))
+
+
+def close_all_but(*kept: int) -> None:
+    """Close all descriptors but the three standard ones and these."""
+    for name in os.listdir("/proc/self/fd"):
+        fd = int(name)
+        if fd > 2 and fd not in kept:
+            with contextlib.suppress(OSError):  # the one that listed them is closed
+                os.close(fd)
+
+
+def has_ended(pidfd: int, timeout_s: float = 0.0) -> bool:
+    """Whether the process is gone, all of its threads included, after a wait if need be."""
+    poll = select.poll()  # select takes no descriptors from 1024 on
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(1000 * max(0.0, timeout_s)))
+
+
+def send_signal(pidfd: int, number: int) -> None:
+    """Signal a process that may have ended already, or is out of this one's reach."""
+    with contextlib.suppress(OSError):
+        signal.pidfd_send_signal(pidfd, number)
+
+
+def pid_behind(pidfd: int) -> int:
+    """The number that a process has here; 0 if it is in another PID namespace, or gone."""
+    with open(f"/proc/self/fdinfo/{pidfd}") as file:
+        fields = dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
+    return max(0, int(fields["Pid"]))

@@ -1,0 +1,94 @@
+"""Unix sockets: names of any length, the peer's identity, descriptors as passengers."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+
+TYPE_CHECKING = False  # typing itself is not imported: it is large
+if TYPE_CHECKING:
+    from typing import Any
+
+_PEER_CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
+_INT_SIZE = array.array("i").itemsize
+
+
+@contextlib.contextmanager
+def short_name(path: str | os.PathLike[str]) -> Iterator[str]:
+    """A name of `path` that fits into sockaddr_un, which has room for 107 bytes."""
+    parent, name = os.path.split(path)
+    directory = os.open(parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{directory}/{name}"
+    finally:
+        os.close(directory)
+
+
+def connect(
+    path: str | os.PathLike[str], timeout_s: float, kind: int = socket.SOCK_STREAM
+) -> socket.socket:
+    """A connection to the process that listens on `path`, with this timeout for each call.
+
+    Raises:
+        OSError: no process does.
+    """
+    sock = socket.socket(socket.AF_UNIX, kind)
+    try:
+        sock.settimeout(timeout_s)
+        with short_name(path) as name:
+            sock.connect(name)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def peer_of(sock: Any) -> tuple[int, int]:
+    """The pid and the uid of the process at the other end, when it connected or listened."""
+    packed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    pid, uid, _ = _PEER_CREDENTIALS.unpack(packed)
+    return pid, uid
+
+
+def is_trusted(sock: Any) -> bool:
+    """Whether the peer is root, or the user that this process runs as."""
+    return peer_of(sock)[1] in (0, os.geteuid())
+
+
+def send(sock: socket.socket, data: bytes, fds: Sequence[int] = ()) -> int:
+    """Send data, with descriptors if there are any; return how many bytes were sent.
+
+    Raises:
+        BlockingIOError: the socket is non-blocking and full; nothing was sent.
+        OSError: the peer is gone.
+    """
+    if not fds:
+        return sock.send(data, socket.MSG_NOSIGNAL)
+    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))
+    return sock.sendmsg([data], [rights], socket.MSG_NOSIGNAL)
+
+
+def receive(sock: socket.socket, size: int, most_fds: int) -> tuple[bytes, list[int], bool]:
+    """Data, the non-inheritable descriptors with it, and whether any of that was cut off.
+
+    A closed connection is no data and no descriptor. One descriptor more than
+    `most_fds` may come, as the kernel pads; the rest is cut off.
+
+    Raises:
+        BlockingIOError, TimeoutError: there is nothing.
+        OSError: the socket cannot be used.
+    """
+    room = socket.CMSG_SPACE(most_fds * _INT_SIZE)
+    try:
+        data, ancillary, flags, _ = sock.recvmsg(size, room, socket.MSG_CMSG_CLOEXEC)
+    except ConnectionResetError:
+        return b"", [], False
+    fds = array.array("i")
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(content[: len(content) - len(content) % _INT_SIZE])
+    return data, list(fds), bool(flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC))
