@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fusefs import __version__
-from fusefs.keeper.fd_store import FdStoreError
 from fusefs.launch import registry
 from fusefs.launch.control import ControlError, Message, NotAnsweringError
 from fusefs.launch.launcher import SupervisorAddress, resume, start
@@ -91,7 +90,6 @@ __all__ = [
     "ControlError",
     "CredentialsError",
     "ExistsError",
-    "FdStoreError",
     "KernelMount",
     "LaunchError",
     "Layer",

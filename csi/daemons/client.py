@@ -8,13 +8,12 @@ brought to it, now and then, with the keeper's copy.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from pathlib import Path
 
 from fusefs.keeper import fd_store, supervisor_protocol
+from fusefs.keeper.exchange import exchange_fds
 from fusefs.launch import control, launcher, registry
-from fusefs.linux import sockets
 from fusefs.linux.mountinfo import KernelMount
 
 ANSWER_TIMEOUT_S = 2.0
@@ -41,10 +40,10 @@ class FdStoreClient:
         """Have it hold the connection of a mount whose keeper answers.
 
         Raises:
-            OSError: the keeper does not.
-            FdStoreError: it does not.
+            ControlError: the keeper does not, or the descriptor store refuses.
         """
-        fd = _hand(registry.keeper_socket(root.mountpoint))
+        keeper = registry.keeper_socket(root.mountpoint)
+        _, [fd] = exchange_fds(keeper, {"do": "hand"}, ANSWER_TIMEOUT_S)
         try:
             fd_store.hold(os.fspath(self._path), _name(root), fd)
         finally:
@@ -57,16 +56,6 @@ class FdStoreClient:
 
 def _name(root: KernelMount) -> str:
     return fd_store.name_of(os.fspath(root.mountpoint), root.connection)
-
-
-def _hand(keeper: Path) -> int:
-    """A copy of a keeper's descriptor."""
-    with sockets.connect(keeper, ANSWER_TIMEOUT_S) as sock:
-        sock.sendall(json.dumps({"do": "hand"}).encode() + b"\n")
-        _, descriptors, _ = sockets.receive(sock, 1 << 16, 1)
-    if not descriptors:
-        raise ConnectionError("the keeper has no connection to hand out")
-    return descriptors[0]
 
 
 class Daemons:

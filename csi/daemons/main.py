@@ -29,6 +29,7 @@ from csi.daemons.migration import Moving
 from csi.daemons.supervisor import Supervisor
 from csi.node.config import DESCRIPTOR_STORE, SUPERVISOR
 from fusefs.keeper import fd_store, supervisor_protocol
+from fusefs.keeper.exchange import ControlError
 from fusefs.linux.processes import close_all_but, die_with_parent
 
 # From the fork to a service that answers: it has only to bind its socket.
@@ -114,13 +115,13 @@ class FdStoreProcess:
         for name in FdStoreClient(self._path).names():
             try:
                 held[name] = fd_store.fetch(os.fspath(self._path), name)
-            except fd_store.FdStoreError as error:
+            except ControlError as error:
                 log.warning("%s: %s", name, error)  # its mount has just ended
         self.start()
         for name, descriptor in held.items():
             try:
                 fd_store.hold(os.fspath(self._path), name, descriptor)
-            except fd_store.FdStoreError as error:
+            except ControlError as error:
                 log.warning("%s: %s", name, error)
             os.close(descriptor)
         log.info("%d descriptors are held, as before", len(held))

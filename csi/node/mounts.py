@@ -178,7 +178,7 @@ class Mounts:
 
         Raises:
             CsiError: no daemon came up.
-            OSError, FdStoreError: its connection could not be handed over.
+            OSError, ControlError: its connection could not be handed over.
         """
         table = Table()
         root = table.top(Path(record.root))

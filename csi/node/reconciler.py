@@ -21,7 +21,7 @@ from csi.node.drain import Draining
 from csi.node.mount_record import MountRecord
 from csi.node.mounts import Mounts
 from csi.node.warmup import Warming
-from fusefs.api import FdStoreError
+from fusefs.api import ControlError
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class Caretaker(threading.Thread):
             self._look_after(record)
         except AbortedError:
             pass  # it takes its time
-        except (CsiError, OSError, FdStoreError) as error:
+        except (CsiError, OSError, ControlError) as error:
             log.warning("%s: %s", record.source, error)
         except Exception:
             log.exception("looking after %s failed", record.source)

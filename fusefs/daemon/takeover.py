@@ -114,12 +114,8 @@ class Handover:
 
     @property
     def is_all_answered(self) -> bool:
-        """Whether the last daemon has left no request unanswered.
-
-        A keeper of 0.1.0 does not say. One that is to prepare itself follows on a daemon
-        that has ended by itself, or was killed as it would not: the latter is not known.
-        """
-        return self.taken is None or self.taken.is_all_answered or self._task == PREPARE
+        """Whether the last daemon has left no request unanswered."""
+        return self.taken is None or self.taken.is_all_answered
 
     @property
     def checks_first(self) -> bool:

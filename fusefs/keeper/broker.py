@@ -274,9 +274,7 @@ class Broker:
         self._allowed = ATTACHED
         self.state.serving(bool(message.a))
         self._report(message)
-        if message.b & wire.ABILITIES:
-            namespace = callers.namespace() if self.state.is_ours else 0
-            self._post(wire.pack(wire.ABLE, 0, namespace))
+        self._post(wire.pack(wire.ABLE, 0, callers.namespace() if self.state.is_ours else 0))
 
     def _look(self, message: wire.KeeperMessage) -> None:
         is_privileged = self.configuration.is_privileged

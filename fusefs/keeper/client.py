@@ -44,8 +44,7 @@ class Welcome:
 class Taken:
     """What the last daemon leaves: the /dev/fuse descriptor, and {id: (st_dev, st_ino)}.
 
-    `is_all_answered` tells that it has left no request unanswered; a keeper of 0.1.0
-    never says so.
+    `is_all_answered`: it has left no request unanswered.
     """
 
     fd: int
@@ -133,7 +132,7 @@ class KeeperClient:
     # While serving.
 
     def serving(self, *, has_resend: bool) -> None:
-        self._send(wire.pack(wire.SERVING, has_resend, wire.ABILITIES))
+        self._send(wire.pack(wire.SERVING, has_resend))
 
     def known(self, backing_id: int, inode: int) -> None:
         """Tell a keeper that is new of a file that another has registered."""

@@ -12,13 +12,14 @@ answered in that; without one it is the first, whose answers had none either.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import socket
 import time
 from collections.abc import Callable
 
+from fusefs.keeper import exchange
+from fusefs.keeper.exchange import ControlError
 from fusefs.keeper.state import log
 from fusefs.linux import sockets
 
@@ -26,31 +27,11 @@ TYPE_CHECKING = False  # typing itself is not imported: it is large
 if TYPE_CHECKING:
     from typing import Any
 
-PROTOCOL = 2
-SPOKEN = (1, 2)
-
 MAX_REQUEST = 1 << 20  # settings and a command are a few KiB
 MOST_CLIENTS = 16
 CLIENT_S = 5.0
 # poll(2) takes no more than 2^31 ms; to wake up now and then costs nothing.
 LONGEST_WAIT_S = 86_400.0
-
-
-def version_of(request: dict[str, Any]) -> int:
-    """The version of the protocol in which a request is.
-
-    Raises:
-        ValueError: it is not spoken here.
-    """
-    version = request.get("protocol", 1)
-    if version not in SPOKEN:
-        raise ValueError(f"version {version} of the protocol is not spoken here")
-    return int(version)
-
-
-def in_version(version: int, answer: dict[str, Any]) -> dict[str, Any]:
-    """The answer as that version has it."""
-    return answer if version == 1 else {**answer, "protocol": version}
 
 
 class Loop:
@@ -135,7 +116,6 @@ class Client:
         self._control = control
         self.connection = connection
         self.deadline = time.monotonic() + CLIENT_S
-        self.version = PROTOCOL
         self._request = b""
         self._answer = b""
 
@@ -157,7 +137,7 @@ class Client:
 
     def answer(self, answer: dict[str, Any], fd: int = -1) -> None:
         """Send the answer, with a descriptor if there is one; then the connection ends."""
-        self._answer = json.dumps(in_version(self.version, answer)).encode() + b"\n"
+        self._answer = exchange.encode(answer)
         self.deadline = time.monotonic() + CLIENT_S
         if fd >= 0:
             try:
@@ -233,10 +213,8 @@ class Control:
 
     def ask(self, client: Client, line: bytes) -> None:
         try:
-            request = json.loads(line)
-            if not isinstance(request, dict):
-                raise TypeError("not a JSON object")
-            client.version = version_of(request)
+            request = exchange.parse(line)
+            exchange.check_version(request)
             self._ask(client, request)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ControlError, ValueError, TypeError, KeyError) as error:
             client.answer({"error": f"not a request: {error}"})

@@ -1,38 +1,37 @@
-"""A second descriptor store of mounts: `fusefs keeper --socket PATH`.
+"""The descriptor store: a process that holds mounts for others (`fusefs keeper --socket PATH`).
 
-A FUSE mount lives for as long as anybody holds its /dev/fuse descriptor. A
-keeper that is told to (`descriptor store` in its configuration) leaves a copy here, so
-that the mount outlives keeper, broker and daemon all at once, as when the
-container that they run in is replaced. Whoever mounts there again fetches it.
+A FUSE mount lives for as long as any process holds its /dev/fuse descriptor. A
+keeper whose configuration names a `descriptor_store` leaves a copy there, so that
+the mount outlives keeper, broker and daemon all at once, as when the container
+that they run in is replaced. A process that mounts there again fetches the copy.
 
-Each descriptor is held by a process of its own, which also receives and
-answers for it: should anything hang, it is that one. The service only looks at
-requests, and gives the connection on. A holding process ends when its
-descriptor is dropped, when the mount is gone, and when the service is told to.
-If that dies instead, the process gives what it holds to the next service at
-PATH, unless whoever had started the dead one, and its container, is gone too.
+Each descriptor is held by a helper process of its own, which also receives it
+and hands out copies: should anything hang, it is the helper. The service only
+looks at requests, and passes the connection on. A helper ends when its
+descriptor is dropped, when the mount is gone, and when the service is told to
+end. If the service dies instead, the helper gives its descriptor to the next
+service at PATH, unless the process that had started the dead service is gone
+too, and its container with it.
 
-Who gets it when: the keeper opens it, and its broker is forked with it; once
-mounted, the daemon and this service get it, each within moments. A daemon that
-follows gets it from a broker, when this service has been given it once more; a
-keeper that follows gets it from here. So each of the three may die, and be
-replaced, while the other two have it.
+When each process gets the descriptor: the keeper opens it, and its broker is
+forked with it; once it is mounted, the daemon and this store get it, each within
+moments. The next daemon gets it from a broker, after this store has been given
+it once more; the next keeper gets it from here. So each of the three may die,
+and be replaced, while the other two have it.
 
-A request is one JSON line in one message, and so is its answer:
+Requests and answers are those of exchange.py, each in one message:
 
     {"do": "hold", "name": …} + the descriptor   keep it, instead of one of that name
     {"do": "fetch", "name": …}                   answered with a copy
     {"do": "drop", "name": …}
     {"do": "list"}                               answered with the names
 
-Each has a `version`; without one it is 1, which had none. A request is answered
-in its own version. Only root, or the user that runs the service, is answered.
+Only root, or the user that runs the service, is answered.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import signal
@@ -41,36 +40,32 @@ import stat
 import time
 from types import FrameType
 
-from fusefs.keeper import control
+from fusefs.keeper import control, exchange
 from fusefs.keeper.control import Loop
-from fusefs.keeper.state import NEVER
+from fusefs.keeper.exchange import ControlError
+from fusefs.keeper.state import NEVER, log
 from fusefs.linux import sockets
 from fusefs.linux.fuse_connection import FUSE_DEVICE, is_disconnected
+from fusefs.linux.processes import close_all_but
 
 TYPE_CHECKING = False  # the keeper imports this module, and does without typing
 if TYPE_CHECKING:
     from typing import Any
 
-VERSION = 2
-SPOKEN = (1, 2)
-
 MAX_REQUEST = 8192
-MAX_ANSWER = 1 << 20
-MOST_VISITORS = 64
-VISITOR_S = 5.0
+MOST_CLIENTS = 64
+REQUEST_S = 5.0
 ANSWER_S = 1.0
 CLIENT_S = 5.0
 # For another service to come in the place of one that was killed.
-LOOKING_S = 60.0
-LOOK_MS = 100
+NEXT_SERVICE_S = 60.0
+RETRY_MS = 100
 
-# What a service says to a process that holds something.
-VISITOR = b"\n"  # + the connection of one who asks for it
+# From the service to a helper.
+CLIENT = b"\n"  # + the connection of a client that fetches or drops
 LET_GO = b"."
 
-
-class FdStoreError(Exception):
-    """The descriptor store can't be reached, or refused; the message says why."""
+OK = exchange.encode({"ok": True})
 
 
 def name_of(mountpoint: str, connection: int) -> str:
@@ -85,59 +80,30 @@ def hold(path: str, name: str, fd: int) -> None:
     """Have the service at `path` hold a copy of the descriptor.
 
     Raises:
-        FdStoreError: it does not.
+        ControlError: it does not.
     """
-    _exchange(path, {"do": "hold", "name": name}, fd)
+    exchange.exchange_fds(path, {"do": "hold", "name": name}, CLIENT_S, [fd])
 
 
 def fetch(path: str, name: str) -> int:
     """A copy of what is held under the name; non-inheritable.
 
     Raises:
-        FdStoreError: nothing is, or nobody answers.
+        ControlError: nothing is, or the service does not answer.
     """
-    fd = _exchange(path, {"do": "fetch", "name": name})
-    if fd < 0:
-        raise FdStoreError("no descriptor came")
-    return fd
+    _, fds = exchange.exchange_fds(path, {"do": "fetch", "name": name}, CLIENT_S)
+    if not fds:
+        raise ControlError("no descriptor came")
+    return fds[0]
 
 
 def drop(path: str, name: str) -> None:
     """Have it held no longer.
 
     Raises:
-        FdStoreError: nothing is, or nobody answers.
+        ControlError: nothing is, or the service does not answer.
     """
-    _exchange(path, {"do": "drop", "name": name})
-
-
-def _exchange(path: str, request: dict[str, Any], fd: int = -1) -> int:
-    try:
-        with sockets.connect(path, CLIENT_S) as sock:
-            _send(sock, {**request, "version": VERSION}, fd)
-            answer, descriptors = _receive(sock, MAX_ANSWER)
-    except OSError as error:
-        raise FdStoreError(f"{path}: {error.strerror or error}") from error
-    if "ok" not in answer:
-        raise FdStoreError(str(answer.get("error", "no answer")))
-    return descriptors[0] if descriptors else -1
-
-
-def _send(sock: socket.socket, message: dict[str, Any], fd: int = -1) -> None:
-    sockets.send(sock, json.dumps(message).encode() + b"\n", [fd] if fd >= 0 else [])
-
-
-def _receive(sock: socket.socket, size: int) -> tuple[dict[str, Any], list[int]]:
-    data, fds, _ = sockets.receive(sock, size, 1)
-    return _parse(data), fds
-
-
-def _parse(line: bytes) -> dict[str, Any]:
-    with contextlib.suppress(ValueError):
-        message = json.loads(line)
-        if isinstance(message, dict):
-            return message
-    return {}
+    exchange.exchange(path, {"do": "drop", "name": name}, CLIENT_S)
 
 
 # --- the service --------------------------------------------------------------------
@@ -155,18 +121,18 @@ class Service:
         self._parent = parent
         self._loop = Loop()
         self._loop.watch(listener.fileno(), select.POLLIN, self._accept)
-        self._visitors: dict[socket.socket, float] = {}  # deadlines
+        self._clients: dict[socket.socket, float] = {}  # deadlines
         self._helpers: dict[str, socket.socket] = {}
 
     def run(self) -> None:
         """Serve until the process is ended."""
         while True:
-            soonest = min(self._visitors.values(), default=NEVER)
+            soonest = min(self._clients.values(), default=NEVER)
             self._loop.run_once(None if soonest == NEVER else soonest - time.monotonic())
             now = time.monotonic()
-            for visitor, deadline in list(self._visitors.items()):
+            for client, deadline in list(self._clients.items()):
                 if now >= deadline:
-                    self._see_off(visitor)
+                    self._close_client(client)
 
     def end(self) -> None:
         """Hold nothing any more."""
@@ -175,79 +141,84 @@ class Service:
 
     def _accept(self) -> None:
         try:
-            visitor, _ = self._listener.accept()
+            client, _ = self._listener.accept()
         except OSError:
             return
-        if len(self._visitors) >= MOST_VISITORS or not sockets.is_trusted(visitor):
-            visitor.close()
+        if len(self._clients) >= MOST_CLIENTS or not sockets.is_trusted(client):
+            client.close()
             return
-        visitor.setblocking(False)
-        self._visitors[visitor] = time.monotonic() + VISITOR_S
-        self._loop.watch(visitor.fileno(), select.POLLIN, lambda: self._hear(visitor))
+        client.setblocking(False)
+        self._clients[client] = time.monotonic() + REQUEST_S
+        self._loop.watch(client.fileno(), select.POLLIN, lambda: self._on_request(client))
 
-    def _see_off(self, visitor: socket.socket) -> None:
-        del self._visitors[visitor]
-        self._loop.forget(visitor.fileno())
-        visitor.close()
+    def _close_client(self, client: socket.socket) -> None:
+        del self._clients[client]
+        self._loop.forget(client.fileno())
+        client.close()
 
-    def _hear(self, visitor: socket.socket) -> None:
+    def _on_request(self, client: socket.socket) -> None:
         try:
             # Only a look: what comes with it is for the process that shall hold it.
-            line = visitor.recv(MAX_REQUEST, socket.MSG_PEEK)
+            line = client.recv(MAX_REQUEST, socket.MSG_PEEK)
         except OSError:
             line = b""
-        request = _parse(line)
-        version = request.get("version", 1)
+        try:
+            self._handle(exchange.parse(line), client)
+        except ControlError as error:
+            self._answer(client, {"error": str(error)})
+        self._close_client(client)
+
+    def _handle(self, request: dict[str, Any], client: socket.socket) -> None:
+        exchange.check_version(request)
         name = str(request.get("name", ""))
         match request.get("do"):
-            case _ if version not in SPOKEN:
-                why = f"version {version} is not spoken here"
-                self._answer(visitor, {"error": why, "version": VERSION})
             case "hold" if name:
-                self._hold(name, visitor)
+                self._hold(name, client)
             case "fetch" | "drop" if name in self._helpers:
-                self._pass_on(name, visitor)
+                self._pass_on(name, client)
             case "fetch" | "drop":
-                self._answer(visitor, _in(version, {"error": f"nothing is held as {name}"}))
+                raise ControlError(f"nothing is held as {name}")
             case "list":
-                names = {"ok": True, "names": sorted(self._helpers)}
-                self._answer(visitor, _in(version, names))
+                self._answer(client, {"ok": True, "names": sorted(self._helpers)})
             case _:
-                self._answer(visitor, _in(version, {"error": "not a request"}))
-        self._see_off(visitor)
+                raise ControlError("not a request")
 
-    def _answer(self, visitor: socket.socket, answer: dict[str, Any]) -> None:
+    def _answer(self, client: socket.socket, answer: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):
-            visitor.settimeout(ANSWER_S)
-            _send(visitor, answer)
+            client.settimeout(ANSWER_S)
+            sockets.send(client, exchange.encode(answer))
 
-    def _pass_on(self, name: str, visitor: socket.socket) -> None:
+    def _pass_on(self, name: str, client: socket.socket) -> None:
         try:
-            sockets.send(self._helpers[name], VISITOR, [visitor.fileno()])
+            sockets.send(self._helpers[name], CLIENT, [client.fileno()])
         except OSError:
-            self._answer(visitor, {"error": f"who holds {name} does not answer"})
+            self._answer(client, {"error": f"the process that holds {name} does not answer"})
 
-    def _hold(self, name: str, visitor: socket.socket) -> None:
+    def _hold(self, name: str, client: socket.socket) -> None:
         ours, its = socket.socketpair()
         if os.fork() == 0:
             try:
-                for other in (ours, self._listener, *self._helpers.values(), *self._visitors):
-                    if other is not visitor:
-                        other.close()
-                held = _be_helper(visitor, its)
+                # A copy of another helper's socket would keep the service's end from it.
+                close_all_but(client.fileno(), its.fileno(), self._parent)
+                held = _run_helper(client, its)
                 if held is not None:
-                    _take_elsewhere(held, self._path, name, self._parent)
+                    _hand_to_next_service(held, self._path, name, self._parent)
+            except Exception as error:
+                log(f"{name} is not held: {error}")
             finally:
                 os._exit(0)
         its.close()
         ours.setblocking(False)
-        self._loop.watch(ours.fileno(), select.POLLIN, lambda: self._hear_helper(name, ours))
+        self._loop.watch(ours.fileno(), select.POLLIN, lambda: self._on_helper_message(name, ours))
 
-    def _hear_helper(self, name: str, helper: socket.socket) -> None:
+    def _on_helper_message(self, name: str, helper: socket.socket) -> None:
         """It holds what it was to hold, or it has ended."""
-        has_ended = True
-        with contextlib.suppress(OSError):
+        try:
             has_ended = not helper.recv(1)
+        except BlockingIOError:
+            return
+        except OSError:
+            has_ended = True
         if has_ended:
             if self._helpers.get(name) is helper:
                 del self._helpers[name]
@@ -265,22 +236,22 @@ class Service:
         helper.close()
 
 
-def _be_helper(visitor: socket.socket, service: socket.socket) -> int | None:
-    """Hold one descriptor, from the visitor that brings it until it is to be let go.
+def _run_helper(client: socket.socket, service: socket.socket) -> int | None:
+    """Hold one descriptor, from the client that brings it until it is to be let go.
 
     Returns it if the service dies instead.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the service decides
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    visitor.settimeout(ANSWER_S)
-    request, fds = _receive(visitor, MAX_REQUEST)
-    version = request.get("version", 1)
+    client.settimeout(ANSWER_S)
+    _, fds, _ = sockets.receive(client, MAX_REQUEST, 1)
     if len(fds) != 1 or not _is_fuse(fds[0]):
-        _send(visitor, _in(version, {"error": "only a descriptor of /dev/fuse is held"}))
+        refusal = {"error": "only a descriptor of /dev/fuse is held"}
+        sockets.send(client, exchange.encode(refusal))
         return None
     service.send(b"\n")
-    _send(visitor, _in(version, {"ok": True}))
-    visitor.close()
+    sockets.send(client, OK)
+    client.close()
     poll = select.poll()
     poll.register(service, select.POLLIN)
     poll.register(fds[0], 0)
@@ -299,35 +270,30 @@ def _be_helper(visitor: socket.socket, service: socket.socket) -> int | None:
 
 def _answer(connections: list[int], fd: int) -> bool:
     """Answer one client that the service has passed on; False when it has dropped what is held."""
-    with socket.socket(fileno=connections[0]) as visitor, contextlib.suppress(OSError):
-        visitor.settimeout(ANSWER_S)
-        request, _ = _receive(visitor, MAX_REQUEST)
-        answer = _in(request.get("version", 1), {"ok": True})
+    with socket.socket(fileno=connections[0]) as client, contextlib.suppress(OSError, ControlError):
+        client.settimeout(ANSWER_S)
+        request = exchange.parse(client.recv(MAX_REQUEST))
         if request.get("do") == "drop":
-            _send(visitor, answer)
+            sockets.send(client, OK)
             return False
-        _send(visitor, answer, fd)
+        sockets.send(client, OK, [fd])
     return True
 
 
-def _take_elsewhere(fd: int, path: str, name: str, parent: int) -> None:
+def _hand_to_next_service(fd: int, path: str, name: str, parent: int) -> None:
     """Have the next service hold what a dead one's process held.
 
-    Who has gone with the whole container leaves nothing, as its namespace would.
+    Where the whole container has ended, the process that started the service is gone too,
+    and nothing is held any more.
     """
-    deadline = time.monotonic() + LOOKING_S
+    deadline = time.monotonic() + NEXT_SERVICE_S
     ends = select.poll()
     ends.register(parent, select.POLLIN)
     ends.register(fd, 0)
-    while time.monotonic() < deadline and not ends.poll(LOOK_MS):
-        with contextlib.suppress(FdStoreError):
+    while time.monotonic() < deadline and not ends.poll(RETRY_MS):
+        with contextlib.suppress(ControlError):
             hold(path, name, fd)
             return
-
-
-def _in(version: int, answer: dict[str, Any]) -> dict[str, Any]:
-    """The answer as that version has it."""
-    return answer if version == 1 else {**answer, "version": version}
 
 
 def _is_fuse(fd: int) -> bool:
@@ -342,7 +308,7 @@ def main(socket_path: str | os.PathLike[str]) -> int:
     listener = control.listen(path)
     if listener is None:
         return 1
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # its children need no burial
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are not waited for
 
     def end(_number: int, _frame: FrameType | None) -> None:
         raise SystemExit(0)

@@ -32,9 +32,9 @@ from fusefs.keeper.broker import Broker
 from fusefs.keeper.control import Listener, listen
 from fusefs.keeper.policy import Keeper
 from fusefs.keeper.processes import BecomeBroker, DaemonProcess, point_to_null
-from fusefs.keeper.state import Configuration, KeeperState, Program, log
+from fusefs.keeper.state import Configuration, KeeperState, Program, abort_own, log
 from fusefs.keeper.supervisor_protocol import Process
-from fusefs.linux import fuse_connection, mountinfo, processes
+from fusefs.linux import mountinfo, processes
 
 TYPE_CHECKING = False  # typing itself is not imported: it is large
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def succeed(broker: Broker, listener: Listener | None) -> Keeper | int:
         log("the mount is given up: its keepers fail one after the other")
         broker.process.kill()
         with contextlib.suppress(OSError):
-            fuse_connection.abort(broker.state.connection)
+            abort_own(broker.state)
         return 1
     log("the keeper is dead; its broker goes on in its place")
     keeper = Keeper(broker.configuration, broker.state, listener)

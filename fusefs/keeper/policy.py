@@ -30,6 +30,7 @@ from fusefs.keeper.state import (
     Configuration,
     KeeperState,
     Program,
+    abort_own,
     cannot_take_over,
     describe_end,
     log,
@@ -408,7 +409,7 @@ class Keeper:
         self._exit_code = 1
         self._answer_upgrade({"error": f"the mount was given up: {why}"})
         try:
-            fuse_connection.abort(self._state.connection)
+            abort_own(self._state)
         except OSError as error:
             # It ends all the same when its last descriptor is closed.
             log(f"its connection cannot be aborted: {error.strerror}")

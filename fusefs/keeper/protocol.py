@@ -14,9 +14,8 @@ Daemon to keeper, in the order in which they come:
     MOUNT         once, only after FRESH; answered by MOUNTED
     DEPOSIT       + the /dev/fuse descriptor of a mount that the daemon made;
                   once, only after FRESH, and only where d of WELCOME is 0
-    SERVING       a: 1 if the kernel can resend requests; b: ABILITIES if it
-                  understands ABLE (0.1.0 leaves it 0). Requests are answered from
-                  now on.
+    SERVING       a: 1 if the kernel can resend requests, which are answered from now on.
+                  Answered by ABLE.
     BACKING_OPEN  a: a number of the daemon's; + the file. Answered by BACKING_OPENED.
     BACKING_CLOSE a: a number of the daemon's, b: id. Answered by BACKING_CLOSED.
     TICK          a: requests in flight. Each second, from the event loop.
@@ -37,14 +36,13 @@ Keeper to daemon:
     TAKE           + the /dev/fuse descriptor; a: how many ENTRY follow; b: 1 if the
                    process before this one lingers in the kernel; c: 1 if whatever
                    was read from the descriptor has been answered, so that nothing
-                   has to be sent again (a keeper of 0.1.0 leaves it 0). Follows
+                   has to be sent again. Follows
                    TAKE_OVER at once, and PREPARE when the old daemon is gone.
     ENTRY          a: id, b: st_dev, c: st_ino of a registered file
     BACKING_OPENED error; a: as asked, b: id
     BACKING_CLOSED error; a: as asked
     ABLE           b: the PID namespace in which requests' processes have their numbers,
-                   if the keeper is in it and looks at them, else 0. Answers a
-                   SERVING that has ABILITIES; a keeper of 0.1.0 never says it.
+                   if the keeper is in it and looks at them, else 0. Answers SERVING.
     LOOKED         a: as asked, b: what becomes of the process, as in linux/callers.py
     QUIESCE        read no more requests, answer those in flight, say ENDING, exit 0
 
@@ -96,9 +94,6 @@ LOOKED = 40
 FRESH = 0
 TAKE_OVER = 1
 PREPARE = 2
-
-# What b of SERVING says about the daemon: it understands ABLE.
-ABILITIES = 1
 
 # The exit status of a daemon for which the mount's state cannot be used.
 CANNOT_TAKE_OVER = 3

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 
 from fusefs.keeper.protocol import CANNOT_TAKE_OVER
+from fusefs.linux import fuse_connection
 from fusefs.linux.libc import MS_RDONLY
 from fusefs.linux.processes import Credentials
 
@@ -249,6 +250,16 @@ class KeeperState:
         self.last_death_ns = time.time_ns()
         self.last_reason = reason
         self.in_flight = 0
+
+
+def abort_own(state: KeeperState) -> None:
+    """Abort the mount's connection, unless it has ended: its number may be another mount's then.
+
+    Raises:
+        OSError: it is not this process's to abort.
+    """
+    if state.fuse_fd < 0 or not fuse_connection.is_disconnected(state.fuse_fd):
+        fuse_connection.abort(state.connection)
 
 
 def describe_end(status: int | None) -> str:

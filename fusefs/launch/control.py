@@ -21,12 +21,18 @@ import inspect
 import json
 import logging
 import socket
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fusefs.keeper.control import PROTOCOL, in_version, version_of
+from fusefs.keeper.exchange import (
+    ControlError,
+    NotAnsweringError,
+    check_version,
+    exchange,
+    parse,
+    peer,
+)
 from fusefs.linux import sockets
 
 if TYPE_CHECKING:
@@ -34,24 +40,27 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+__all__ = [
+    "Answer",
+    "CommandError",
+    "ControlError",
+    "Message",
+    "NotAnsweringError",
+    "exchange",
+    "peer",
+    "request",
+    "serve",
+]
+
 Message = dict[str, Any]
 Answer = Callable[[Message], Message | Awaitable[Message]]
 
 MAX_REQUEST = 4096
-MAX_ANSWER = 4 << 20
 CLIENT_TIMEOUT_S = 5.0
-
-
-class ControlError(Exception):
-    """The daemon cannot be asked, or refused to answer."""
 
 
 class CommandError(Exception):
     """A command failed; the message is one line for the user."""
-
-
-class NotAnsweringError(ControlError):
-    """No answer came in time, or nobody listens."""
 
 
 # --- the daemon's side --------------------------------------------------------
@@ -111,9 +120,9 @@ async def _reply(stream: trio.SocketStream, answer: Answer) -> Message:
         message = await _receive(stream)  # first: who is still sending would miss a refusal
         if not sockets.is_trusted(stream.socket):
             raise ControlError("only the mount's owner and root are answered")
-        version = _version_of(message)
+        check_version(message)
         result = answer(message)
-        return in_version(version, await result if inspect.isawaitable(result) else result)
+        return await result if inspect.isawaitable(result) else result
     except ControlError as error:
         return {"error": str(error)}
     except Exception as error:  # a fault in a report must not end the mount
@@ -128,24 +137,7 @@ async def _receive(stream: trio.SocketStream) -> Message:
         line += chunk
         if not chunk or len(line) > MAX_REQUEST:
             raise ControlError("a request is one JSON line of at most 4096 bytes")
-    return _message(line)
-
-
-def _version_of(message: Message) -> int:
-    try:
-        return version_of(message)
-    except ValueError as error:
-        raise ControlError(str(error)) from None
-
-
-def _message(line: bytes) -> Message:
-    try:
-        message = json.loads(line)
-    except ValueError:
-        message = None
-    if not isinstance(message, dict):
-        raise ControlError("not a JSON object")
-    return message
+    return parse(line)
 
 
 # --- the commands' side -------------------------------------------------------
@@ -154,46 +146,3 @@ def _message(line: bytes) -> Message:
 def request(path: Path, command: str, timeout_s: float) -> Message:
     """Ask the daemon behind `path`; see `exchange`."""
     return exchange(path, {"command": command}, timeout_s)
-
-
-def peer(path: Path) -> int | None:
-    """The process that listens on `path`, whether it answers or not; None if nobody does."""
-    try:
-        with sockets.connect(path, CLIENT_TIMEOUT_S) as sock:
-            return sockets.peer_of(sock)[0]
-    except OSError:
-        return None
-
-
-def exchange(path: Path, message: Message, timeout_s: float) -> Message:
-    """Send one message to whoever listens on `path`, and return the answer.
-
-    Raises:
-        NotAnsweringError: there was none within `timeout_s`.
-        ControlError: the daemon refused, or answered nonsense.
-    """
-    deadline = time.monotonic() + timeout_s
-    try:
-        with sockets.connect(path, timeout_s) as sock:
-            sock.sendall(json.dumps({**message, "protocol": PROTOCOL}).encode() + b"\n")
-            answer = _message(_read_line(sock, deadline))
-    except OSError as error:
-        raise NotAnsweringError(error.strerror or str(error)) from error
-    if "error" in answer:
-        raise ControlError(str(answer["error"]))
-    answer.pop("protocol", None)
-    return answer
-
-
-def _read_line(sock: socket.socket, deadline: float) -> bytes:
-    line = bytearray()
-    while not line.endswith(b"\n"):
-        remaining_s = deadline - time.monotonic()
-        if remaining_s <= 0:
-            raise TimeoutError("timed out")
-        sock.settimeout(remaining_s)
-        chunk = sock.recv(1 << 16)
-        line += chunk
-        if not chunk or len(line) > MAX_ANSWER:
-            raise NotAnsweringError("the answer is cut off or too long")
-    return bytes(line)

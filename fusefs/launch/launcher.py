@@ -111,7 +111,7 @@ def resume(settings: MountSettings, supervisor: SupervisorAddress | None = None)
     name = fd_store.name_of(os.fspath(mountpoint), mount.connection)
     try:
         fuse_fd = fd_store.fetch(os.fspath(settings.descriptor_store), name)
-    except fd_store.FdStoreError:
+    except control.ControlError:
         return False
     with os.fdopen(fuse_fd), log_location.opened(log_location.path_of(settings)) as log:
         user = _choose_user(settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ import pytest
 
 from fusefs.keeper import protocol
 from fusefs.linux import unmount
+from fusefs.linux.fuse_connection import is_disconnected
 from fusefs.linux.mount import stack_depth
 from fusefs.linux.mountinfo import connection_at
 from tests.support.ordinary_user import public_directory
@@ -25,6 +27,7 @@ from tests.support.waiting import until
 PROJECT = Path(__file__).parents[2]
 STANDIN = PROJECT / "tests" / "support" / "standin_daemon.py"
 LIMIT_S = 60.0
+PIDFD_GETFD = 438  # pidfd_getfd(2)
 # What the stand-in answers to who reads "held", once it may.
 HELD = b"held content"
 
@@ -276,7 +279,7 @@ class Kept:
         """Whatever the test did: no mount and no process afterwards."""
         print(self.said())  # pytest shows it where a test failed
         connection = self.connection_now()
-        if connection is None and self.processes():
+        if connection is None and any(map(holds_a_connection, self.processes())):
             connection = self.connection  # detached; otherwise it may be another one's by now
         if connection:
             with contextlib.suppress(unmount.UnmountError):
@@ -289,6 +292,21 @@ class Kept:
         until(lambda: not self.processes())
         for process in self._started:
             process.wait(LIMIT_S)
+
+
+def holds_a_connection(pid: int) -> bool:
+    """Whether a process has a descriptor of a FUSE connection that has not ended."""
+    with contextlib.suppress(OSError), open(os.pidfd_open(pid), "rb") as process:
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if os.readlink(path) == "/dev/fuse":
+                    numbers = (process.fileno(), int(path.name), 0)
+                    fd = ctypes.CDLL(None).syscall(PIDFD_GETFD, *numbers)
+                    if fd >= 0:
+                        with open(fd, "rb", buffering=0):
+                            if not is_disconnected(fd):
+                                return True
+    return False
 
 
 @contextlib.contextmanager

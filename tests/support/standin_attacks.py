@@ -323,7 +323,7 @@ def look(standin: Standin) -> dict[str, Any]:
     from fusefs.linux import callers
 
     pids = standin.settings["looked_at"]
-    standin.say(protocol.SERVING, 1, protocol.ABILITIES)
+    standin.say(protocol.SERVING, 1)
     namespace = standin.hear(protocol.ABLE).b
     fates = []
     for pid in pids:

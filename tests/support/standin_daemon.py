@@ -83,10 +83,12 @@ class Standin:
                 self.say(protocol.PREPARED)
                 self.misbehave("prepared")
             self.take()
+            self.tell_facts()
             self.misbehave("taken")
             if self.has_resend:
                 self.write(0, 7)  # FUSE_NOTIFY_RESEND
         self.say(protocol.SERVING, int(self.has_resend))
+        self.hear(protocol.ABLE)
         os.write(1, b'{"ready": true}\n')
         os.close(1)
         if state == protocol.FRESH:
@@ -185,6 +187,7 @@ class Standin:
         self.channel.close()
         self.channel = ours
         self.say(protocol.SERVING, 1)
+        self.hear(protocol.ABLE)
 
     # --- with the kernel ---
 

@@ -81,7 +81,7 @@ def test_an_upgrade_changes_the_settings_that_are_given(survival: Mount) -> None
 
 @states("A file that is read by passthrough is read on while there is no daemon, without a pause.")
 def test_passthrough_needs_no_daemon(filled: Bucket, mounter_of: Mounter) -> None:
-    mount = mounter_of(filled, FUSEFS_HANG_TIMEOUT="10min")
+    mount = mounter_of(filled, FUSEFS_HANG_TIMEOUT="600s")
     if not mount.status()["passthrough"]["on"]:
         pytest.skip(mount.status()["passthrough"]["why"])
     warm(mount)

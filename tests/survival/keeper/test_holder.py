@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from fusefs.keeper import fd_store
-from fusefs.keeper.fd_store import FdStoreError
+from fusefs.keeper.exchange import ControlError
 from fusefs.launch import control
 from fusefs.linux.processes import has_ended
 from tests.support.keeping import LIMIT_S, PROJECT, Kept, needs_fuse, needs_root
@@ -142,7 +142,7 @@ def test_a_copy_can_be_fetched_more_than_once_and_dropped(kept: Kept, service: s
     assert names(service) == ["one", "two"]
     fd_store.drop(service, "one")
     until(lambda: names(service) == ["two"])
-    with pytest.raises(FdStoreError, match="nothing is held as one"):
+    with pytest.raises(ControlError, match="nothing is held as one"):
         fd_store.fetch(service, "one")
     assert is_fuse(fd_store.fetch(service, "two"))
 
@@ -234,7 +234,7 @@ def test_what_a_service_held_goes_with_it_and_who_had_started_it(kept: Kept) -> 
 
 
 def test_nothing_but_fuse_is_held(service: str) -> None:
-    with open("/dev/null", "rb") as file, pytest.raises(FdStoreError, match="/dev/fuse"):
+    with open("/dev/null", "rb") as file, pytest.raises(ControlError, match="/dev/fuse"):
         fd_store.hold(service, "one", file.fileno())
     assert names(service) == []
 

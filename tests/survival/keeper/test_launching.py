@@ -248,7 +248,7 @@ def test_a_daemon_leaves_out_the_settings_of_a_newer_driver() -> None:
     ("request_", "answer"),
     [
         (b'{"do": "list"}\n', b'{"ok": true, "names": []}\n'),
-        (b'{"do": "list", "version": 2}\n', b'{"ok": true, "names": [], "version": 2}\n'),
+        (b'{"do": "list", "protocol": 1}\n', b'{"ok": true, "names": []}\n'),
     ],
 )
 def test_the_descriptor_store_answers_in_the_version_in_which_it_is_asked(
@@ -263,8 +263,9 @@ def test_the_descriptor_store_answers_in_the_version_in_which_it_is_asked(
 def test_the_descriptor_store_refuses_a_version_that_it_does_not_know(tmp_path: Path) -> None:
     with holding(tmp_path) as path, socket.socket(socket.AF_UNIX) as sock:
         sock.connect(path)
-        sock.send(b'{"do": "list", "version": 99}\n')
-        assert sock.recv(1000) == b'{"error": "version 99 is not spoken here", "version": 2}\n'
+        sock.send(b'{"do": "list", "protocol": 99}\n')
+        refusal = b'{"error": "version 99 of the protocol is not spoken here"}\n'
+        assert sock.recv(1000) == refusal
 
 
 def test_a_descriptor_store_of_the_first_version_is_understood(tmp_path: Path) -> None:

@@ -1,0 +1,129 @@
+"""One request and its answer over a Unix socket, each a JSON object in one line.
+
+Keepers (control.py), daemons (launch/control.py) and the descriptor store
+(fd_store.py) are spoken to in this way. A request may bring descriptors, and so
+may its answer. It names the version of the protocol (`protocol`; version 1 if it
+names none) and is answered in that one or refused, so that a later version can
+go on speaking to processes of this one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+
+from fusefs.linux import sockets
+
+TYPE_CHECKING = False  # typing itself is not imported: it is large
+if TYPE_CHECKING:
+    import socket
+    from typing import Any
+
+PROTOCOL = 1
+SPOKEN = (1,)
+
+MAX_ANSWER = 4 << 20
+PEER_TIMEOUT_S = 5.0
+
+
+class ControlError(Exception):
+    """The process refused the request, or its answer makes no sense."""
+
+
+class NotAnsweringError(ControlError):
+    """No answer came in time, or no process listens."""
+
+
+def encode(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def parse(line: bytes) -> dict[str, Any]:
+    """The object in one line.
+
+    Raises:
+        ControlError: it has none.
+    """
+    try:
+        message = json.loads(line)
+    except ValueError:
+        message = None
+    if not isinstance(message, dict):
+        raise ControlError("not a JSON object")
+    return message
+
+
+def check_version(request: dict[str, Any]) -> None:
+    """Refuse a request in a version that is not spoken here.
+
+    Raises:
+        ControlError: it is.
+    """
+    version = request.get("protocol", 1)
+    if version not in SPOKEN:
+        raise ControlError(f"version {version} of the protocol is not spoken here")
+
+
+def peer(path: str | os.PathLike[str]) -> int | None:
+    """The pid of the process that listens on `path`, whether it answers or not."""
+    try:
+        with sockets.connect(path, PEER_TIMEOUT_S) as sock:
+            return sockets.peer_of(sock)[0]
+    except OSError:
+        return None
+
+
+def exchange(
+    path: str | os.PathLike[str], request: dict[str, Any], timeout_s: float
+) -> dict[str, Any]:
+    """Send one request to the process that listens on `path`; return the answer.
+
+    Raises:
+        NotAnsweringError: there was none within `timeout_s`.
+        ControlError: the process refused, or answered nonsense.
+    """
+    answer, fds = exchange_fds(path, request, timeout_s)
+    for fd in fds:
+        os.close(fd)
+    return answer
+
+
+def exchange_fds(
+    path: str | os.PathLike[str],
+    request: dict[str, Any],
+    timeout_s: float,
+    fds: Sequence[int] = (),
+) -> tuple[dict[str, Any], list[int]]:
+    """As `exchange`, with descriptors; at most one comes with the answer, non-inheritable."""
+    deadline = time.monotonic() + timeout_s
+    data = encode({**request, "protocol": PROTOCOL})
+    try:
+        with sockets.connect(path, timeout_s) as sock:
+            if remaining := data[sockets.send(sock, data, fds) :]:
+                sock.sendall(remaining)
+            line, received = _read_line(sock, deadline)
+    except OSError as error:
+        raise NotAnsweringError(error.strerror or str(error)) from error
+    answer = parse(line)
+    if "error" in answer:
+        raise ControlError(str(answer["error"]))
+    answer.pop("protocol", None)  # a later version may name the one that it answers in
+    return answer, received
+
+
+def _read_line(sock: socket.socket, deadline: float) -> tuple[bytes, list[int]]:
+    line = bytearray()
+    fds: list[int] = []
+    while not line.endswith(b"\n"):
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
+            raise TimeoutError("timed out")
+        sock.settimeout(remaining_s)
+        chunk, more, _ = sockets.receive(sock, 1 << 16, 1)
+        line += chunk
+        fds += more
+        if not chunk or len(line) > MAX_ANSWER:
+            raise NotAnsweringError("the answer is cut off or too long")
+    return bytes(line), fds
