@@ -1,8 +1,8 @@
-"""What `fusefs-csi daemons` has of the mounts: their daemons, and their connections.
+"""The clients of `fusefs-csi daemons`: for its descriptor store, and for its supervisor.
 
-It holds copies of their /dev/fuse descriptors, each under the name of mount
-point and connection, and loses them when it dies. So what it has not is
-brought to it, now and then, with the keeper's copy.
+The descriptor store has copies of the mounts' /dev/fuse descriptors, each under the
+name of mountpoint and connection, and loses them when it dies. So missing ones are
+brought to it now and then, as copies of the keepers' descriptors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ANSWER_TIMEOUT_S = 2.0
 
 
 class FdStoreClient:
-    """What the process that listens on `path` has."""
+    """The descriptor store that listens on `path`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -28,10 +28,10 @@ class FdStoreClient:
     def names(self) -> frozenset[str]:
         """What it holds; nothing if it does not answer."""
         try:
-            told = control.exchange(self._path, {"do": "list"}, ANSWER_TIMEOUT_S)
+            answer = control.exchange(self._path, {"do": "list"}, ANSWER_TIMEOUT_S)
         except control.ControlError:
             return frozenset()
-        return frozenset(told["names"])
+        return frozenset(answer["names"])
 
     def has(self, root: KernelMount) -> bool:
         return _name(root) in self.names()
@@ -65,7 +65,7 @@ class Daemons:
         self.supervisor = supervisor
 
     def serve(self, root: Path) -> bool:
-        """Whether there is one for the mount at `root`; not if nobody answers."""
+        """Whether there is one for the mount at `root`; not if the supervisor does not answer."""
         if self.supervisor is None:
             return False
         number = launcher.mount_number(root)

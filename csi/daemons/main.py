@@ -1,16 +1,17 @@
 """`fusefs-csi daemons`: where the daemons of the node's mounts run, without privilege.
 
-`fusefs-csi node` mounts and keeps; the daemons are in a container, and a pod,
-of their own, so that each side may die or be replaced without the other. They
-are started here (`supervisor`), as the users of their identities. Beside them
-copies of the mounts' /dev/fuse descriptors are held (`fusefs.keeper.fd_store`):
-each keeper has one as well, and each daemon, so a mount lives while any of the
-three does.
+`fusefs-csi node` mounts and has the keepers; the daemons are in a container, and a
+pod, of their own, so that each side may die or be replaced without the other. They
+are started here (supervisor.py), as the users of their identities. The descriptor
+store (fusefs/keeper/fd_store.py) runs here too and has copies of the mounts'
+/dev/fuse descriptors. Each keeper and each daemon has one as well, so a mount lives
+while any of the three does.
 
-One that starts beside another takes over: first what that holds, then its
-place, then its daemons (`moving`), and is ready when all of them have moved.
-The old one, told to end, ends when its last daemon has; it knows no limit for
-that, as kubelet has one. If the new one ends instead, the old one comes back.
+A process that starts beside an earlier one takes over: first the descriptors, then
+the sockets, then the daemons (migration.py), and is ready when all of them have
+moved. The earlier process, when it gets SIGTERM, ends after its last daemon; it
+waits without a limit, as kubelet has one. If the new process ends instead, the
+earlier one comes back.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class FdStoreProcess:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._pid = 0
-        self.helpers: list[int] = []  # to be buried
+        self.helpers: list[int] = []  # to be waited for
 
     def take_over(self) -> None:
         """Start it with what the one before it holds.
@@ -140,11 +141,11 @@ class FdStoreProcess:
         deadline = time.monotonic() + START_S
         while _identity(self._path) in (None, before):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{self._path}: nobody listens")
+                raise TimeoutError(f"{self._path}: no process listens")
             time.sleep(POLL_S)
 
     def look(self) -> None:
-        """Start another where it has died, and bury who is dead."""
+        """Start another if it has died, and wait for the processes that have ended."""
         self.helpers = [pid for pid in self.helpers if not os.waitpid(pid, os.WNOHANG)[0]]
         if os.waitpid(self._pid, os.WNOHANG)[0]:
             log.warning("what held the descriptors is gone: starting another")

@@ -1,15 +1,14 @@
 """Moves a node's mounts from one `fusefs-csi daemons` to the next, as `fusefs upgrade` does.
 
-The keepers do it, one mount at a time each: they start the new daemon, which
-from now on is with the new supervisor, let the old one finish what it has
-begun, and have the new one take over. What fails before that leaves the old one
-serving, and is tried again.
+Each keeper moves its own mount: it starts a new daemon, under the new supervisor,
+lets the old daemon finish what it has begun, and has the new one take over. If a step
+before that fails, the old daemon goes on serving, and the move is tried again.
 
-A mount whose new daemon can't begin for long, while its old one is there, moves
-without being asked for that: its daemon is replaced as after a death. So a
-volume whose bucket refuses it does not hold a node's roll-out up. Only where
-the new daemon can't read what the old one knows, as after a roll-back over too
-many versions, or where the kernel could not send requests again, nothing moves.
+If the new daemon of a mount cannot begin for long, the old one is killed, and
+replaced as after any death. So a volume whose bucket refuses the new daemon does not
+hold a node's roll-out up. A mount does not move at all if the new daemon cannot read
+the old one's state, as after a roll-back over too many versions, or if the kernel
+could not send requests again.
 """
 
 from __future__ import annotations
@@ -69,8 +68,8 @@ class Moving:
             if status.get("supervisor") == self._number or not status["is_serving"]:
                 return
             mountpoint = status["mountpoint"]
-            told = control.exchange(keeper, {"do": "settings"}, STATUS_S)
-            control.exchange(keeper, {"do": "upgrade", **told}, UPGRADE_S)
+            program = control.exchange(keeper, {"do": "settings"}, STATUS_S)
+            control.exchange(keeper, {"do": "upgrade", **program}, UPGRADE_S)
             log.info("%s has moved", mountpoint)
         except control.NotAnsweringError as error:
             log.info("%s: %s", keeper.name, error)  # its end, or its keeper's

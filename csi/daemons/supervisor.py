@@ -1,13 +1,13 @@
 """Starts the daemons of a node's mounts for their keepers, and watches them.
 
 The keepers are in another container, which is privileged; this process is not,
-but for setting its children's users. They ask over a named socket
-(`fusefs.keeper.supervisor_protocol` has the messages). What a daemon works with reaches
-it through the socket to its keeper, /dev/fuse above all. A daemon whose keeper
-is gone goes on, and is given to the next that asks for it.
+but for setting its children's users. Keepers send their requests over a named
+socket (fusefs/keeper/supervisor_protocol.py has the messages). A daemon gets what it
+works with, /dev/fuse above all, through the socket to its keeper. A daemon whose
+keeper is gone goes on, and is given to the next keeper that adopts it.
 
-Daemons end themselves when this process is gone, and are ended before it where
-memory is short. None of them is listened to: what they hold may be hostile.
+Daemons end themselves when this process is gone, and the kernel ends them before it
+where memory is short. This process reads nothing from them, as they may be hostile.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Supervisor:
         try:
             supervisor_protocol.connect(os.fspath(self._path)).close()
         except OSError:
-            log.info("nobody listens in this one's place any more")
+            log.info("the process that had taken this one's place is gone")
             self._loop.forget(self._listener.socket.fileno())
             self._listener.socket.close()
             self._listen()
@@ -244,7 +244,7 @@ class Supervisor:
         return child
 
     def _give(self, message: SupervisorMessage) -> Child:
-        """The mount's daemon that has no keeper, which is told of the new one."""
+        """The mount's daemon that has no keeper, which gets the new one's socket."""
         orphans = [child for child in self._of(message.mount) if child.keeper is None]
         if not message.mount or not orphans:
             raise ProcessLookupError(errno.ESRCH, "it has none without a keeper")
@@ -322,9 +322,9 @@ def _own_environment() -> dict[str, str]:
 
 def _given_environment(fd: int) -> dict[str, str]:
     with open(fd, "rb", closefd=False) as file:
-        told = dict(json.load(file))
+        given = dict(json.load(file))
     return {
         str(name): str(text)
-        for name, text in told.items()
+        for name, text in given.items()
         if str(name).startswith(supervisor_protocol.INHERITED)
     }

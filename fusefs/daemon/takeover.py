@@ -279,7 +279,7 @@ async def _hear_supervisor(
 ) -> None:
     """Pass on the sockets to new keepers, for as long as there is a supervisor.
 
-    Nobody could give this process another keeper afterwards, nor end it. So it
+    No process could give this one another keeper afterwards, nor end it. So it
     goes as it would if its container did; the keeper has the next one started.
     """
     while True:

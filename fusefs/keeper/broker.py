@@ -1,23 +1,23 @@
-"""The broker: the process that deals with a daemon, so that the keeper need not.
+"""The broker: the process that reads what a daemon sends, so that the keeper need not.
 
-A daemon may have been taken over, and what it sends can hang whoever touches
-it: fstat or close of a descriptor waits for ever if the file is on a mount
-whose daemon does not answer. So a child of the keeper, a new one for each
-daemon, reads its messages, looks at its descriptors and asks the kernel to
-register them. The keeper only gets numbers, over a private socket, and
+A daemon may have been taken over by an attacker, and what it sends can hang the
+process that touches it: fstat or close of a descriptor waits for ever if the
+file is on a mount whose daemon does not answer. So a child of the keeper, a new
+one for each daemon, reads its messages, checks its descriptors and asks the
+kernel to register them. The keeper only gets numbers, over a private socket, and
 replaces a broker that hangs together with its daemon.
 
 While it is a broker its file-system ids are the daemon's, and CAP_SYS_ADMIN is
 its only effective capability: the kernel reads a registered file later with
-the credentials of whoever registered it, as they were in effect. What it may
-do otherwise stays permitted, and so does its real uid, which keeps the daemon
-from signalling or tracing it; both are needed for the second task:
+the credentials that were in effect when it was registered. The broker's other
+capabilities stay permitted, and its real uid stays root's, which keeps the daemon
+from signalling or tracing it; both are needed for its second task:
 
 When its keeper dies, the broker becomes the keeper. It has all that this takes:
-the descriptor of the mount, the socket to the daemon, and its own state.
+the descriptor of the mount, the socket to the daemon, and its copy of the state.
 
-To the keeper it says what the daemon said, in the daemon's own kinds, and the
-few below.
+The broker passes the daemon's messages on to the keeper under their own kinds,
+and adds the few kinds below.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Broker:
         self._allowed = ATTACHED | {wire.KNOWN}
 
     def take(self) -> None:
-        """Give the mount to a daemon that has said HELLO, and PREPARED if it had to."""
+        """Give the mount to a daemon that has sent HELLO, and PREPARED if it had to."""
         self.task = wire.TAKE_OVER
         self._allowed = ATTACHED
         self._sweep()
@@ -142,7 +142,7 @@ class Broker:
             poll = select.poll()
             poll.register(keeper, select.POLLIN)
             if not self.is_cut_off and self._allowed:
-                # Nothing is read before all is said, so a daemon that does not
+                # Nothing is read before all is sent, so a daemon that does not
                 # listen can't make us remember more and more.
                 poll.register(self.daemon, select.POLLOUT if self._outbox else select.POLLIN)
             ready = [fd for fd, _ in poll.poll()]
@@ -317,7 +317,7 @@ class Broker:
     def _check(self, fd: int) -> int:
         """The inode's number, if the kernel may read and write this file for the daemon.
 
-        The kernel opens it again by itself and asks nobody's permission: a
+        The kernel opens it again by itself and checks no permission: a
         descriptor that can only be read would be written to all the same.
         """
         configuration = self.configuration

@@ -1,9 +1,9 @@
 """The daemon's end of the socket to its keeper; the protocol is in protocol.py.
 
-What the socket does not take at once goes through one task, so that messages
-keep their order and nobody waits for the keeper who does not need its answer. When the keeper's end
-is gone, everything that waits for it fails with ECONNRESET and `gone` is set:
-the mount goes on, and a new keeper can be given the same object's other end.
+What the socket does not take at once is sent by one task, so that messages keep
+their order and no caller waits for the keeper that does not need its answer. When
+the keeper's end is gone, everything that waits for an answer fails with ECONNRESET
+and `gone` is set: the mount goes on without a keeper until there is another one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LOOK_LIMIT_S = 2.0
 
 
 class KeeperError(Exception):
-    """The keeper said something unexpected, or is gone while it is needed."""
+    """The keeper sent something unexpected, or is gone while it is needed."""
 
 
 @dataclass(slots=True)

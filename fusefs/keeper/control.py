@@ -1,12 +1,9 @@
-"""How a keeper is asked and told things: a Unix socket, one JSON line each way.
+"""The keeper's named socket: requests and answers of one JSON line each (exchange.py).
 
 The socket belongs to the keeper's user alone, and the peer's credentials are
-looked at as well. Nobody can hold the keeper up: sockets do not block, and a
-client that does not ask, or does not take its answer, within `CLIENT_S` is
-sent away.
-
-A request may say in which version of the protocol it is (`protocol`), and is
-answered in that; without one it is the first, whose answers had none either.
+checked as well. No client can hold the keeper up: sockets do not block, and a
+client that does not send its request, or does not take its answer, within
+`CLIENT_S` is disconnected.
 """
 
 from __future__ import annotations
@@ -87,7 +84,7 @@ class Listener:
 
     @property
     def has_name(self) -> bool:
-        """Whether its name is still there, and nobody else's by now."""
+        """Whether its name is still there, and not another process's by now."""
         try:
             return self._look() == self._identity
         except OSError:

@@ -1,18 +1,18 @@
 """The keeper: a process that lets a mount outlive its daemon.
 
 It holds the /dev/fuse descriptor, starts the daemon (or has a supervisor in
-another container start it, see `launching`), and starts it again when it dies;
-requests wait meanwhile instead of failing. It is the only privileged part: it
-mounts, and has files registered for passthrough, so that the daemon can be an
-ordinary user's process. And it sees to it that a pause has an end: a daemon
-that says nothing for `hang_s` is replaced, and a mount that nobody serves for
-`max_pause_s`, or whose daemons die one after the other, is aborted, so that
-whoever waits for it gets an error and can die.
+another container start it, see supervisor_protocol.py), and starts it again when
+it dies; requests wait meanwhile instead of failing. It is the only privileged
+part: it mounts, and has files registered for passthrough, so that the daemon can
+be an ordinary user's process. It also limits every pause: a daemon that sends
+nothing for `hang_s` is replaced, and a mount that no daemon serves for
+`max_pause_s`, or whose daemons die one after the other, is aborted, so that the
+programs that wait for it get an error and can end.
 
 The keeper is one loop over descriptors and deadlines, and touches nothing that
-could wait: what comes from a daemon goes through a broker (`keeper_broker`), a
-child that also takes the keeper's place if that is killed. If both are, the
-daemon starts a keeper that adopts it.
+could wait: what comes from a daemon goes through a broker (broker.py), a child
+that also takes the keeper's place if the keeper is killed. If both are killed,
+the daemon starts a keeper, which adopts it.
 
 It is started by `python -I -S -c`, calls `main`, and is configured by one JSON
 object on standard input (`Configuration` and `begin`). Standard output belongs

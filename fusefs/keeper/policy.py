@@ -1,11 +1,11 @@
 """What the keeper decides: when a daemon is started, replaced or given up.
 
 A death is followed by a new daemon at once, unless the mount is gone, the
-kernel could not send its requests again, or daemon after daemon died by
-itself within seconds. A kernel that cannot is no obstacle where the last
-daemon has answered all that it read, as in an upgrade. Being killed is nothing
-that a daemon can help (the kernel does it when memory is short), so that counts
-for nothing but the pause.
+kernel cannot send its requests again, or daemon after daemon died by itself
+within seconds. A kernel that cannot send them again is no obstacle if the last
+daemon has answered all that it read, as in an upgrade. A daemon that was killed is
+not to blame (the kernel kills when memory is short), so its death counts for
+nothing but the pause.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Keeper:
         if now >= self._start_at and self._exit_code is None:
             self._start_again()
         if now >= self._pause_end():
-            self._abort(f"nobody has served it for {self._configuration.max_pause_s:.0f} s")
+            self._abort(f"no daemon has served it for {self._configuration.max_pause_s:.0f} s")
         if self._processes.count_lingering(now) > MOST_LINGERING:
             self._abort("too many of its processes hang in the kernel")
 
@@ -402,7 +402,7 @@ class Keeper:
     # --- the end ---
 
     def _abort(self, why: str) -> None:
-        """Let whoever waits for the mount fail. It stays, so that nobody writes below it."""
+        """Let all programs that wait for the mount fail. It stays, so that none writes below it."""
         if self._exit_code is not None:
             return
         log(f"the mount is given up: {why}")
@@ -441,8 +441,8 @@ class Keeper:
         program = self._state.program
         match request["do"]:
             case "status":
-                told = describe(self._configuration, self._state, self._processes.current)
-                client.answer(told | self._standby.describe())
+                status = describe(self._configuration, self._state, self._processes.current)
+                client.answer(status | self._standby.describe())
             case "settings":
                 client.answer({"settings": program.settings, "command": program.command})
             case "upgrade":

@@ -43,7 +43,7 @@ BATCH = 64
 # How far a daemon is on its way out.
 ALIVE = 0
 WARNED = 1  # silent for too long; writing its stacks to the log
-LEAVING = 2  # told to go, or its socket is closed
+LEAVING = 2  # sent QUIESCE, or its socket is closed
 KILLED = 3
 DEAD = 4  # its broker may still have something to say
 
@@ -111,8 +111,8 @@ class DaemonProcess:
         self.is_incoming = False  # it is to take over from another one
         self.is_prepared = False
         self.is_quiesced = False
-        self.is_ending = False  # it said so
-        self.is_drained = False  # whatever it said has been heard
+        self.is_ending = False  # it has sent ENDING
+        self.is_drained = False  # all its messages are handled
         self.is_faulty = False  # killed for what it did, so its death counts as a crash
         self.reason = ""
         self.status: int | None = None
@@ -137,7 +137,7 @@ def start_daemon(
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
-    # Like a pipe to the reader, but nobody waits for one who does not read.
+    # Like a pipe to the reader, but no writer waits for a reader that is slow.
     settings = os.memfd_create("settings")
     try:
         os.write(settings, program.settings.encode())
@@ -252,7 +252,7 @@ class ProcessTable:
 
     def adopt(self, daemon: DaemonProcess, broker: Broker) -> None:
         """Watch a daemon that serves already, and give it a broker."""
-        point_to_null(1)  # nobody waits to hear that it serves
+        point_to_null(1)  # no launcher waits for it to serve
         self.current = daemon
         daemon.is_child = False
         daemon.deadline = time.monotonic() + self._configuration.hang_s
@@ -410,7 +410,7 @@ class ProcessTable:
     # --- ending ---
 
     def kill(self, daemon: DaemonProcess, reason: str) -> None:
-        """End a daemon; `reason` is what is told about it, unless there is one already."""
+        """End a daemon; `reason` is logged, unless it has one already."""
         daemon.reason = daemon.reason or reason
         daemon.step = KILLED
         daemon.deadline = time.monotonic() + LINGER_S
@@ -520,7 +520,7 @@ class ProcessTable:
             self.kill(daemon, "lost its broker")
 
     def _abandon(self, daemon: DaemonProcess) -> None:
-        """Take what a broker has said so far, and no more: it hangs, or still has a peer."""
+        """Handle what a broker has sent so far, and no more: it hangs, or still has a peer."""
         broker, daemon.broker = daemon.broker, None
         if broker is None:
             return

@@ -1,4 +1,4 @@
-"""What the keeper and a daemon say to each other, over one inherited socket.
+"""The messages between the keeper and a daemon, over one inherited socket.
 
 The daemon finds its end of a connected AF_UNIX, SOCK_SEQPACKET pair under the
 number in the environment variable `FUSEFS_KEEPER_FD`. Every message is one
@@ -10,7 +10,7 @@ process that may have been taken over.
 Daemon to keeper, in the order in which they come:
 
     HELLO         a: VERSION. The first message.
-    PREPARED      ready to take over; only after WELCOME said PREPARE
+    PREPARED      ready to take over; only after a WELCOME with PREPARE
     MOUNT         once, only after FRESH; answered by MOUNTED
     DEPOSIT       + the /dev/fuse descriptor of a mount that the daemon made;
                   once, only after FRESH, and only where d of WELCOME is 0
@@ -21,7 +21,7 @@ Daemon to keeper, in the order in which they come:
     TICK          a: requests in flight. Each second, from the event loop.
     UNMOUNT       have the mount taken away, or out of sight if it is in use. Not
                   answered: the daemon serves until the kernel says that it is gone.
-    ENDING        the daemon ends on purpose: unmounted, told to, or quiesced
+    ENDING        the daemon ends on purpose: unmounted, by SIGTERM, or quiesced
     KNOWN         b: id, c: st_ino of a file that the last keeper had registered. From a
                   daemon that has got another keeper, before SERVING.
     LOOK          a: a number of the daemon's, b: the number of a thread, as requests
@@ -39,16 +39,16 @@ Keeper to daemon:
                    has to be sent again. Follows
                    TAKE_OVER at once, and PREPARE when the old daemon is gone.
     ENTRY          a: id, b: st_dev, c: st_ino of a registered file
-    BACKING_OPENED error; a: as asked, b: id
-    BACKING_CLOSED error; a: as asked
+    BACKING_OPENED error; a: as in the request, b: id
+    BACKING_CLOSED error; a: as in the request
     ABLE           b: the PID namespace in which requests' processes have their numbers,
                    if the keeper is in it and looks at them, else 0. Answers SERVING.
-    LOOKED         a: as asked, b: what becomes of the process, as in linux/callers.py
+    LOOKED         a: as in the request, b: what becomes of the process, as in linux/callers.py
     QUIESCE        read no more requests, answer those in flight, say ENDING, exit 0
 
 A daemon that exits with CANNOT_TAKE_OVER is not followed by another one.
 
-The socket's end before TAKE or MOUNTED means that nobody wants this daemon any
+The socket's end before TAKE or MOUNTED means that this daemon is not wanted any
 more; afterwards, that keeper and broker are dead and the mount needs a new
 keeper.
 """

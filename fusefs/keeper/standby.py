@@ -2,16 +2,16 @@
 
 Most of the time between a daemon's death and the first answer of the next one
 goes into imports. After quick deaths (`KeeperState.note_death`) the keeper has them
-done beforehand, once: it starts a *template* (`template`), which imports what a
-daemon needs, and has a standby forked from that. It gives the standby what a
-daemon reads when that is to take over, and has another one forked afterwards.
+done beforehand, once: it starts a *template* (template.py), which imports what a
+daemon needs, and has a standby forked from that. When the standby is to take over,
+the keeper sends it a daemon's standard input, and has another one forked afterwards.
 
 Neither of them has a mount, a file of the cache, settings, or more of the
 environment than an interpreter needs, for there may be keys in it.
 
-A standby is no daemon yet: its death, or the template's, is no daemon's, and is
-not made up for before a daemon dies. Where they do not come to anything, as with
-a program of a version before, the daemon is started as at any other time.
+A standby is no daemon yet: its death, or the template's, does not count as a
+daemon's, and neither is started again before a daemon dies. If they do not come up,
+as with the program of an earlier version, the daemon is started without them.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class Standby:
             elif len(packet) == template.PID.size and self._standby is not None:
                 self._on_standby_forked(self._standby, *template.PID.unpack(packet))
             else:
-                raise OSError("it said what no template says")
+                raise OSError("it sent what no template sends")
         except OSError as error:
             self._fail(f"does not come up: {error}")
             self._on_change()
@@ -221,8 +221,8 @@ class Standby:
         self._standby = None
         self._loop.forget(standby.pidfd)
         try:
-            told = json.loads(standby.program.settings) | {"environment": _environment(("",))}
-            text = json.dumps(told).encode()
+            given = json.loads(standby.program.settings) | {"environment": _environment(("",))}
+            text = json.dumps(given).encode()
             has_got_it = not processes.has_ended(standby.pidfd) and (
                 standby.socket.send(text) == len(text)
             )

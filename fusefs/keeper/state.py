@@ -1,8 +1,8 @@
 """What a keeper knows about its mount: the part that outlives daemons and keepers.
 
 The keeper has one state; each broker is forked with a copy and keeps it up to
-date from what it sees, so that it can go on as the keeper. Both do it through
-the same few methods.
+date from the messages that it passes on, so that it can go on as the keeper. Both
+change it through the same few methods.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 NEVER = math.inf
 
-# Who fails so soon after another met what its successor will meet as well.
+# A keeper that fails so soon after another met what its successor will meet as well.
 QUICK_FAILURE_S = 5.0
 # A daemon that dies so soon after another one's death is not the last to do so.
 SOON_S = 10.0
@@ -40,7 +40,7 @@ def log(sentence: str) -> None:
     line = f"{time.strftime('%Y-%m-%dT%H:%M:%S')} keeper: {sentence}\n"
     poll = select.poll()
     poll.register(2, select.POLLOUT)
-    # A full disk, or a pipe that nobody reads, must not end or hang a mount.
+    # A full disk, or a pipe without a reader, must not end or hang a mount.
     with contextlib.suppress(OSError):
         if poll.poll(0):
             os.write(2, line.encode(errors="surrogateescape"))
@@ -95,7 +95,7 @@ class Configuration:
 class Launcher:
     """A supervisor's named socket, and the mount's number there.
 
-    Without `is_needed` the keeper starts a daemon itself where nobody listens.
+    Without `is_needed` the keeper starts a daemon itself if no process listens.
     """
 
     __slots__ = ("is_needed", "mount", "socket")
@@ -233,7 +233,7 @@ class KeeperState:
 
     @property
     def can_go_on(self) -> bool:
-        """Whether another daemon could answer all that nobody has answered yet."""
+        """Whether another daemon could answer all requests that are unanswered."""
         return self.has_resend or self.is_all_answered
 
     def note_death(self, now: float, standby_s: float) -> None:
@@ -263,7 +263,7 @@ def abort_own(state: KeeperState) -> None:
 
 
 def describe_end(status: int | None) -> str:
-    """The end of a process, from what waitpid told; None where it was not our child."""
+    """The end of a process, from waitpid's status; None where it was not our child."""
     if status is None:
         return "ended while somebody else watched it"
     code = os.waitstatus_to_exitcode(status)
@@ -271,12 +271,12 @@ def describe_end(status: int | None) -> str:
 
 
 def was_killed(status: int | None) -> bool:
-    """Whether it is not to blame for its end: SIGKILL, or nobody knows."""
+    """Whether it was killed by another process: SIGKILL, or unknown."""
     return status is None or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL)
 
 
 def cannot_take_over(status: int | None) -> bool:
-    """Whether it said that another one would fare no better."""
+    """Whether it reported that another daemon would fail as well."""
     return status is not None and os.waitstatus_to_exitcode(status) == CANNOT_TAKE_OVER
 
 

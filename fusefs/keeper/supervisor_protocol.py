@@ -1,4 +1,4 @@
-"""How a keeper has its daemon started by another process: a supervisor in another container.
+"""The messages between keepers and the supervisor that starts their daemons elsewhere.
 
 The supervisor (`csi.daemons.supervisor`) listens on a named AF_UNIX, SOCK_SEQPACKET
 socket, for root alone. A keeper connects for each daemon that it wants, and the
@@ -8,7 +8,7 @@ the keeper's: the daemon goes on without one, until another adopts it.
 
 Every message is one `MESSAGE`: version, kind, the mount's number and three
 numbers; the size and the place of the version are the same for ever. Each is
-answered in the version in which it was asked.
+answered in its own version.
 
 To the supervisor:
 
@@ -27,7 +27,7 @@ From the supervisor:
 
     STARTED  a: the supervisor's number; + a pidfd
     REFUSED  a: errno
-    ENDED    a: what waitpid told of the daemon
+    ENDED    a: the daemon's status from waitpid
     COUNTED  the mount's number, a: how many
 """
 
@@ -162,7 +162,7 @@ class Process:
         self.signal(signal.SIGKILL)
 
     def hear_end(self) -> int | None:
-        """What waitpid has told its supervisor, once that socket is readable; else None."""
+        """Its status from waitpid, once the supervisor's socket is readable; else None."""
         assert self.supervisor is not None
         try:
             message = receive(self.supervisor)
@@ -187,12 +187,12 @@ def launch(
     It is the mount's only one, unless it is to be beside another, in an upgrade.
 
     Raises:
-        OSError: nobody listens there, or it could not be started.
+        OSError: no process listens there, or it could not be started.
     """
-    told = {name: text for name, text in os.environ.items() if name.startswith(INHERITED)}
+    inherited = {name: text for name, text in os.environ.items() if name.startswith(INHERITED)}
     environment = os.memfd_create("environment")
     try:
-        os.write(environment, json.dumps(told).encode())
+        os.write(environment, json.dumps(inherited).encode())
         os.lseek(environment, 0, os.SEEK_SET)
         question = pack(LAUNCH, mount, uid, gid, is_beside)
         return _begin(path, question, channel, stdin, stdout, environment)
@@ -204,7 +204,7 @@ def adopt(path: str, mount: int, channel: int) -> Process:
     """Be the keeper of the mount's daemon, whose own is gone.
 
     Raises:
-        OSError: nobody listens there, or there is no such daemon.
+        OSError: no process listens there, or there is no such daemon.
     """
     return _begin(path, pack(ADOPT, mount), channel)
 
@@ -213,7 +213,7 @@ def count(path: str, mount: int = 0) -> int:
     """How many daemons of the mount, or of all mounts, the supervisor has.
 
     Raises:
-        OSError: nobody listens there.
+        OSError: no process listens there.
     """
     with connect(path) as sock:
         return ask(sock, pack(COUNT, mount)).a
@@ -223,7 +223,7 @@ def end(path: str, mount: int) -> int:
     """Kill the mount's daemons; tell how many have not gone yet, though they could.
 
     Raises:
-        OSError: nobody listens there.
+        OSError: no process listens there.
     """
     with connect(path) as sock:
         return ask(sock, pack(END, mount)).a
@@ -233,7 +233,7 @@ def connect(path: str) -> socket.socket:
     """A connection to the supervisor that listens on `path`.
 
     Raises:
-        OSError: nobody does.
+        OSError: no process does.
     """
     return sockets.connect(path, ANSWER_S, socket.SOCK_SEQPACKET)
 

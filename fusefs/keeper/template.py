@@ -1,6 +1,6 @@
 """A template: a process with a daemon's imports done, from which standbys are forked.
 
-The keeper starts it (`keeper_standby`) as it starts a daemon, but for a variable
+The keeper starts it (standby.py) as it starts a daemon, but for a variable
 in the environment and a SOCK_SEQPACKET socket as standard input:
 
     template to keeper:  READY, when it can fork; then a pid for each FORK

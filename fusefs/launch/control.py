@@ -1,17 +1,13 @@
-"""How the commands ask a running daemon: a Unix socket, one JSON line each way.
+"""Requests to a running daemon: a Unix socket, one JSON line each way.
 
-The daemon serves `status.sock` in the mount's runtime directory (see
-`mounts`). A client sends `{"command": "status"}` and a newline, gets one line
-back and the connection ends. Answers never wait for the mount, so that a
-status can be asked of a mount on which everything hangs.
+The daemon serves `status.sock` in the mount's runtime directory (registry.py). A
+client sends `{"command": "status"}` and a newline, gets one line back and the
+connection ends (keeper/exchange.py, which has the clients' side). Answers never
+wait for the mount, so the status of a mount on which everything hangs can be had.
 
 The directory and the socket are the mount owner's only, and the peer's
-credentials are looked at as well: the owner and root are answered. Requests
+credentials are checked as well: the owner and root are answered. Requests
 are bounded in size and time, so a client cannot hold the daemon up.
-
-Each request says in which version of the protocol it is (`protocol`; without
-one it is the first), and is answered in that: a driver and its mounts' daemons
-may be of different versions. Keepers' sockets are spoken to in the same way.
 """
 
 from __future__ import annotations

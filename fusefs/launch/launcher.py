@@ -1,15 +1,14 @@
 """Starting a mount, and the wait for it.
 
-When `checks` has found nothing, `start` runs the
-keeper (keeper/main.py), which starts `python -m fusefs.daemon.main`; under
-pyfuse3 there is no keeper. The settings go to the standard input as JSON; the
-daemon answers with one JSON line on the standard output, `{"ready": true}` or
-`{"error": "..."}`, and closes that. Its standard error is the log. A daemon
-that ends without that line has said why in the log, whose last line is then
-shown.
+When `preflight` has found no obstacle, `start` runs the keeper (keeper/main.py),
+which starts `python -m fusefs.daemon.main`; under pyfuse3 there is no keeper. The
+settings go to the standard input as JSON; the daemon answers with one JSON line on
+the standard output, `{"ready": true}` or `{"error": "..."}`, and closes that. Its
+standard error is the log. If a daemon ends without that line, the last line of the
+log is shown.
 
-Whatever goes wrong, nothing is left: the daemon is ended, and a mount that it
-had already made is taken away.
+After a failure nothing is left: the daemon is ended, and a mount that it had
+already made is unmounted.
 """
 
 from __future__ import annotations
@@ -52,11 +51,12 @@ MOST_BACKING_IDS = 20_000
 
 @dataclass(frozen=True, slots=True)
 class SupervisorAddress:
-    """Who starts the daemons of mounts: whoever listens on `socket`.
+    """The socket of the process that starts the daemons of mounts.
 
     See keeper/supervisor_protocol.py.
 
-    Where nobody does, the keeper waits if it `is_needed`, and else starts one itself.
+    If no process listens there, the keeper waits if it `is_needed`, and else starts a
+    daemon itself.
     """
 
     socket: Path
@@ -115,14 +115,14 @@ def resume(settings: MountSettings, supervisor: SupervisorAddress | None = None)
         return False
     with os.fdopen(fuse_fd), log_location.opened(log_location.path_of(settings)) as log:
         user = _choose_user(settings)
-        told = _keeper_configuration(_with_owner(settings), user, supervisor)
-        told |= {"fuse_fd": fuse_fd, "table": []}
-        if supervisor is not None and _adopt(told, supervisor, log):
+        configuration = _keeper_configuration(_with_owner(settings), user, supervisor)
+        configuration |= {"fuse_fd": fuse_fd, "table": []}
+        if supervisor is not None and _adopt(configuration, supervisor, log):
             return True
         registration = registry.registration_of(mountpoint)
         if registration is not None and registration.is_alive():
             return False  # it starts another keeper itself
-        process = _popen(KEEPER, json.dumps(told), log, pass_fds=(fuse_fd,))
+        process = _popen(KEEPER, json.dumps(configuration), log, pass_fds=(fuse_fd,))
         try:
             _wait_until_ready(process, START_TIMEOUT_S)
         except _DiedError:
@@ -131,7 +131,7 @@ def resume(settings: MountSettings, supervisor: SupervisorAddress | None = None)
     return True
 
 
-def _adopt(told: dict[str, Any], supervisor: SupervisorAddress, log: IO[bytes]) -> bool:
+def _adopt(configuration: dict[str, Any], supervisor: SupervisorAddress, log: IO[bytes]) -> bool:
     """Start a keeper for a mount whose daemon goes on without one; False if there is none.
 
     Raises:
@@ -139,7 +139,7 @@ def _adopt(told: dict[str, Any], supervisor: SupervisorAddress, log: IO[bytes]) 
     """
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, its:
-        number = told["launcher"]["mount"]
+        number = configuration["launcher"]["mount"]
         try:
             process = supervisor_protocol.adopt(os.fspath(supervisor.socket), number, its.fileno())
         except (ProcessLookupError, FileNotFoundError, ConnectionRefusedError):
@@ -154,11 +154,14 @@ def _adopt(told: dict[str, Any], supervisor: SupervisorAddress, log: IO[bytes]) 
                 "supervisor_fd": connection.fileno(),
                 "pidfd": process.pidfd,
             }
-            told = {**told, **fds, "supervisor": process.supervisor_number}
+            configuration = {**configuration, **fds, "supervisor": process.supervisor_number}
             keeper = _popen(
-                KEEPER, json.dumps(told), log, pass_fds=(told["fuse_fd"], *fds.values())
+                KEEPER,
+                json.dumps(configuration),
+                log,
+                pass_fds=(configuration["fuse_fd"], *fds.values()),
             )
-    _wait_until_listening(keeper, Path(told["control"]))
+    _wait_until_listening(keeper, Path(configuration["control"]))
     return True
 
 
@@ -220,7 +223,7 @@ def _spawn(
 
 
 def _popen(
-    command: Sequence[str], told: str, log: IO[bytes], pass_fds: tuple[int, ...] = ()
+    command: Sequence[str], configuration: str, log: IO[bytes], pass_fds: tuple[int, ...] = ()
 ) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
         command,
@@ -234,7 +237,7 @@ def _popen(
     )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin:
-        process.stdin.write(told.encode())
+        process.stdin.write(configuration.encode())
     return process
 
 
@@ -265,7 +268,7 @@ def _prepare_cache(directory: Path, user: users.User) -> None:
 
 
 def daemon_input(settings: MountSettings, user: users.User | None) -> str:
-    """What a daemon that runs as `user` is told on its standard input.
+    """The standard input of a daemon that runs as `user`.
 
     With the contents of AWS's configuration, which another user can't read, nor
     can any find a relative path. A file that is there for that user stays a
@@ -287,7 +290,7 @@ def mount_number(mountpoint: Path) -> int:
 def _keeper_configuration(
     settings: MountSettings, user: users.User, supervisor: SupervisorAddress | None = None
 ) -> dict[str, Any]:
-    """What a keeper is told; see keeper/main.py."""
+    """The configuration of a keeper; see keeper/main.py."""
     flags, data = mount_arguments(
         MountRequest(
             str(settings.source), settings.mountpoint, settings.allow_other, settings.read_only
@@ -331,7 +334,7 @@ def revive_keeper(
     files, as (id, st_ino).
     """
     own = users.User("", os.geteuid(), os.getegid(), tuple(os.getgroups()))
-    told = _keeper_configuration(settings, own) | {
+    configuration = _keeper_configuration(settings, own) | {
         "adopt_pid": os.getpid(),
         "fuse_fd": fuse_fd,
         "daemon_fd": daemon_fd,
@@ -347,7 +350,7 @@ def revive_keeper(
     )
     assert process.stdin is not None
     with process.stdin:
-        process.stdin.write(json.dumps(told).encode())
+        process.stdin.write(json.dumps(configuration).encode())
 
 
 def _wait_until_ready(daemon: subprocess.Popen[bytes], timeout_s: float) -> None:

@@ -59,5 +59,5 @@ def last_line(path: Path, start: int) -> str:
         log.seek(start)
         lines = log.read().decode(errors="replace").splitlines()
     # Without the frames in which Python shows groups of exceptions.
-    told = (line.strip(" |+-") for line in reversed(lines))
-    return next(filter(None, told), "")
+    lines_of_text = (line.strip(" |+-") for line in reversed(lines))
+    return next(filter(None, lines_of_text), "")

@@ -1,4 +1,4 @@
-"""What can be told about a mount before anything is started, without asking S3.
+"""Checks of a mount before anything is started, without a request to S3.
 
 The usual mistakes get their sentence here. Nothing stats a mountpoint that may
 be a mount: it could wait for ever.
@@ -164,7 +164,7 @@ def _has_user_allow_other() -> bool:
 
 
 def _clear_dead_mount(mountpoint: Path) -> None:
-    """Take away a mount of ours that nobody serves any more, and say so."""
+    """Unmount a mount of ours that no daemon serves any more, and print that."""
     mount = mountinfo.find_mount(mountpoint)
     if mount is None or not mount.is_fusefs or not _is_dead(mountpoint):
         return
@@ -176,7 +176,7 @@ def _clear_dead_mount(mountpoint: Path) -> None:
 
 
 def _is_dead(mountpoint: Path) -> bool:
-    """Whether nobody holds the mount any more, so that every call on it fails.
+    """Whether no process holds the mount any more, so that every call on it fails.
 
     Asked in a child, since the call waits for ever while somebody holds the
     mount and does not answer.

@@ -40,7 +40,7 @@ class MountsError(Exception):
 def resolve(path: Path) -> Path:
     """`path` absolute and without symbolic links, as mountinfo shows it.
 
-    Only readlink is asked, which the kernel answers for the root of a mount
+    Only readlink is used, which the kernel answers for the root of a mount
     without its daemon. What does not exist is kept as written.
     """
     resolved = Path("/")
@@ -115,12 +115,12 @@ class Registration:
 def runtime_directory() -> Path:
     """Where this user's mounts are on record; it need not exist.
 
-    A daemon runs as another user than the one who mounts, and is told by the
-    environment.
+    A daemon runs as another user than the one who mounts, and gets the directory
+    from the environment.
     """
-    told = os.environ.get(RUNTIME_VARIABLE)
-    if told:
-        return Path(told)
+    given = os.environ.get(RUNTIME_VARIABLE)
+    if given:
+        return Path(given)
     uid = os.geteuid()
     if uid == 0:
         return Path("/run/fusefs")

@@ -20,12 +20,12 @@ from fusefs.settings.mount import MountSettings
 
 DEFAULT_USERS = ("fusefs", "nobody")
 NO_ID = 2**32 - 1  # what chown(2) takes for "leave it"
-# What these name is asked again and again while mounted, from the home directory.
+# What these name is used again and again while mounted, from the home directory.
 _HOME_BOUND = ("sso_", "credential_process", "web_identity_token_file")
 
 
 class UserError(Exception):
-    """The daemon cannot run as the user that was asked for; the message is for the user."""
+    """The daemon cannot run as the user of the settings; the message is for the user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def choose(settings: MountSettings) -> User:
     """The user that a mount's daemon is to run as.
 
     Raises:
-        UserError: the one that was asked for cannot.
+        UserError: the user of the settings cannot.
     """
     if os.geteuid() != 0:
         if settings.user is not None:

@@ -33,7 +33,7 @@ FATES = frozenset((UNKNOWN, LIVES, IS_KILLED, WAS_KILLED, EXITS))
 
 _PF_EXITING = 0x4  # include/linux/sched.h
 _SIGKILL = 1 << (signal.SIGKILL - 1)
-# What ends a program that has not said otherwise, and is still pending when it does. Those
+# What ends a program that has no handler for it, and is still pending when it does. Those
 # that dump a core are not: there only the exit code tells.
 _FATAL = sum(
     1 << (number - 1)

@@ -68,7 +68,7 @@ def mount_arguments(request: MountRequest) -> tuple[int, str]:
 def mount_by_helper(request: MountRequest) -> int:
     """Mount as an ordinary user; return the non-blocking descriptor. Blocks shortly.
 
-    Nobody answers on it yet: whoever touches the mountpoint waits.
+    No process answers on it yet: a program that touches the mountpoint waits.
 
     Raises:
         MountError: with one sentence that says why.

@@ -93,7 +93,7 @@ def _become(credentials: Credentials) -> None:
 
 
 def _volunteer() -> None:
-    """Be what the kernel ends first when memory is short, where that can be said."""
+    """Be what the kernel ends first when memory is short, where that can be set."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write(str(_OOM_SCORE_ADJUSTMENT))
 

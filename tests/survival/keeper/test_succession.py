@@ -157,7 +157,7 @@ sys.path.insert(0, {project!r})
 from fusefs.keeper import main, policy
 def fail(self, now):
     check(self, now)
-    if self._ledger.has_served:
+    if self._state.has_served:
         raise RuntimeError("it fails")
 check, policy.Keeper._check_clock = policy.Keeper._check_clock, fail
 sys.exit(main.main())
