@@ -2,7 +2,7 @@
 
 `Bucket` keeps no bytes: an object's content follows from its key and version,
 so tests can compare whatever they read. It can be held up (`hold`), fail
-(`fault`), and counts what it is asked.
+(`fault`), and records the requests.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Bucket:
     """A store in memory. It lists `keys`, and gives any version of anything.
 
     `page_size` is the most that one answer lists; `lists` and `heads` count
-    the questions, `asked` and `running` tell the ranges (key, start, stop).
+    the requests; `requested` and `running` have the ranges (key, start, stop).
     """
 
     def __init__(self, keys: Iterable[str] = (), page_size: int = 1000) -> None:
@@ -55,7 +55,7 @@ class Bucket:
         self.page_size = page_size
         self.lists = 0
         self.heads = 0
-        self.asked: list[tuple[str, int, int]] = []
+        self.requested: list[tuple[str, int, int]] = []
         self.running: list[tuple[str, int, int]] = []
         self.overlapped = False
         self.open = trio.Event()
@@ -75,7 +75,7 @@ class Bucket:
     ) -> None:
         assert 0 <= start < stop <= version.size
         mine = (version.key, start, stop)
-        self.asked.append(mine)
+        self.requested.append(mine)
         for key, other_start, other_stop in self.running:
             if key == version.key and start < other_stop and other_start < stop:
                 self.overlapped = True
@@ -179,9 +179,13 @@ class Parts:
 
 @asynccontextmanager
 async def cache_in(
-    directory: Path, *, limit: int | None = None, floor: int = 0, inode_floor: int = 0,
+    directory: Path,
+    *,
+    limit: int | None = None,
+    floor: int = 0,
+    inode_floor: int = 0,
     bucket: Bucket | None = None,
-) -> AsyncIterator[Parts]:  # fmt: skip
+) -> AsyncIterator[Parts]:
     """The cache of a new mount in `directory`, ended cleanly with the block."""
     os.makedirs(directory, exist_ok=True)
     quota = Quota(directory, limit, lambda _size: floor, lambda _count: inode_floor)

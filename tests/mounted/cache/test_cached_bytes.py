@@ -117,9 +117,13 @@ def test_an_edit_that_needs_damaged_bytes_without_the_store_fails(
 ) -> None:
     bucket.put("file", SMALL)
     made = mounter(
-        WRITABLE, "--retry-time", "1s", "--metadata-ttl", "indefinite",
+        WRITABLE,
+        "--retry-time",
+        "1s",
+        "--metadata-ttl",
+        "indefinite",
         endpoint_url=faulty.endpoint_url,
-    )  # fmt: skip
+    )
     path = made.path / "file"
     assert path.read_bytes() == SMALL
     (copy,) = cached(made.cache)
@@ -248,9 +252,13 @@ def test_what_was_never_uploaded_and_differs_is_kept_and_not_uploaded(
     bucket: Bucket, mounter: Mounter, faulty: FaultyS3, durability: str
 ) -> None:
     made = mounter(
-        WRITABLE, "--durability", durability, "--retry-time", "1s",
+        WRITABLE,
+        "--durability",
+        durability,
+        "--retry-time",
+        "1s",
         endpoint_url=faulty.endpoint_url,
-    )  # fmt: skip
+    )
     faulty.add("PUT", status=500)
     path = made.path / "file"
     with contextlib.suppress(OSError):

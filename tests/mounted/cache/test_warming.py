@@ -1,4 +1,4 @@
-"""`fusefs warm`: what is fetched before anybody reads it, and what is said of the rest."""
+"""`fusefs warm`: what is fetched ahead of its first read, and what is reported of the rest."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tree(shared: Bucket) -> Bucket:
         shared.put(key, data)
     shared.put("large", LARGE)
     shared.put("tree/empty", b"")
-    shared.put(".fusefs/volumes/v.json", b"nobody sees this")
+    shared.put(".fusefs/volumes/v.json", b"not shown")
     return shared
 
 
@@ -51,9 +51,9 @@ def kept(mounter: Mounter, tree: Bucket, faulty: FaultyS3) -> Iterator[Mount]:
     """As `here`, with passthrough and a keeper of root's."""
     faulty.clear()
     made = mounter("--session", "kernel", bucket=tree, endpoint_url=faulty.endpoint_url)
-    told = made.status()["passthrough"]
-    if not told["on"]:
-        pytest.skip(f"no passthrough: {told['why']}")
+    status = made.status()["passthrough"]
+    if not status["on"]:
+        pytest.skip(f"no passthrough: {status['why']}")
     yield made
     faulty.clear()
 
@@ -63,8 +63,8 @@ def warm(*arguments: str | bytes | Path) -> subprocess.CompletedProcess[str]:
 
 
 def jobs(mount: Mount) -> list[dict[str, Any]]:
-    told: list[dict[str, Any]] = mount.status()["warming"]
-    return told
+    status: list[dict[str, Any]] = mount.status()["warming"]
+    return status
 
 
 def fetched(mount: Mount) -> int:
@@ -208,9 +208,7 @@ def test_a_job_that_is_cancelled_fetches_no_more(here: Mount, faulty: FaultyS3) 
     assert "is not being warmed" in result.stderr
 
 
-def test_a_job_that_was_just_cancelled_can_be_asked_for_again(
-    here: Mount, faulty: FaultyS3
-) -> None:
+def test_a_job_that_was_just_cancelled_can_be_started_again(here: Mount, faulty: FaultyS3) -> None:
     stalled = faulty.add("GET", stall=True)
     assert warm(here.path / "tree").returncode == 0
     assert warm("--cancel", here.path / "tree").returncode == 0
@@ -222,13 +220,14 @@ def test_interrupting_who_waits_leaves_it_going_on(here: Mount, faulty: FaultyS3
     stalled = faulty.add("GET", stall=True)
     waiting = subprocess.Popen(
         [str(FUSEFS), "warm", "--wait", str(here.path / "tree")],
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     until(lambda: jobs(here) and faulty.requests("GET"), "its beginning")
     waiting.send_signal(signal.SIGINT)
-    _, said = waiting.communicate(timeout=30)
+    _, output = waiting.communicate(timeout=30)
     assert waiting.returncode == 130
-    assert "the job goes on" in said
+    assert "the job goes on" in output
     faulty.remove(stalled)
     until(lambda: jobs(here)[-1]["state"] == "ended", "its end")
     assert jobs(here)[-1]["done_files"] == 41
@@ -247,9 +246,9 @@ def test_the_next_daemon_goes_on_with_what_a_killed_one_was_fetching(
     os.kill(pid, signal.SIGKILL)
     until(lambda: serving_pid(kept) != pid, "the next daemon")
     faulty.remove(stalled)
-    said, _ = waiting.communicate(timeout=30)
+    output, _ = waiting.communicate(timeout=30)
     assert waiting.returncode == 0
-    assert "41 files" in said
+    assert "41 files" in output
     faulty.add("GET", code="AccessDenied")
     assert read_all(kept.path / "tree/d1/f1") == SMALL["tree/d1/f1"]
 
@@ -279,11 +278,11 @@ def test_a_writable_mount_knows_the_attributes_of_what_is_warm(
     youngest = tree.client.head_object(Bucket=tree.name, Key="tree/empty")["LastModified"]
     until(lambda: time.time() - youngest.timestamp() > 6, "objects that are old enough")
     assert warm(here.path / "tree", "--wait").returncode == 0
-    asked = len(faulty.requests("HEAD", "tree/*/f*"))
-    assert asked == len(SMALL)
+    heads = len(faulty.requests("HEAD", "tree/*/f*"))
+    assert heads == len(SMALL)
     for key, data in SMALL.items():
         assert read_all(here.path / key) == data
-    assert len(faulty.requests("HEAD", "tree/*/f*")) == asked
+    assert len(faulty.requests("HEAD", "tree/*/f*")) == heads
     faulty.clear()
 
 
@@ -314,11 +313,12 @@ def test_progress_is_one_line_of_a_terminal(here: Mount, faulty: FaultyS3) -> No
     ours, its = pty.openpty()
     waiting = subprocess.Popen(
         [str(FUSEFS), "warm", "--wait", str(here.path / "tree")],
-        stdout=subprocess.DEVNULL, stderr=its,
-    )  # fmt: skip
+        stdout=subprocess.DEVNULL,
+        stderr=its,
+    )
     os.close(its)
     shown = b""
-    with contextlib.suppress(OSError):  # EIO, when nobody has it open any more
+    with contextlib.suppress(OSError):  # EIO, when it is not open any more
         while chunk := os.read(ours, 4096):
             shown += chunk
     os.close(ours)

@@ -41,12 +41,12 @@ class Probe:
 
 
 class Watched:
-    """A probe, the guard that uses it, and what the guard reports."""
+    """A probe, the guard that uses it, and the changes that it reports."""
 
     def __init__(self, record: Path, after_s: float = AFTER_S) -> None:
         self.probe = Probe()
-        self.said: list[bool] = []
-        self.guard = AccessGuard(self.probe, "", after_s, record, self.said.append)
+        self.changes: list[bool] = []
+        self.guard = AccessGuard(self.probe, "", after_s, record, self.changes.append)
 
 
 @pytest.fixture
@@ -61,9 +61,9 @@ async def test_an_identity_that_is_refused_for_long_is_shut_out(
 ) -> None:
     watched.probe.is_closed = True
     await trio.sleep(AFTER_S)
-    assert watched.said == []
+    assert watched.changes == []
     await trio.sleep(AFTER_S)
-    assert watched.said == [True]
+    assert watched.changes == [True]
     assert watched.guard.is_shut
 
 
@@ -74,7 +74,7 @@ async def test_it_is_let_in_again_as_soon_as_it_is_not_refused(
     await trio.sleep(3 * AFTER_S)
     watched.probe.is_closed = False
     await trio.sleep(AFTER_S / 4)
-    assert watched.said == [True, False]
+    assert watched.changes == [True, False]
     assert watched.guard.refused_s is None
 
 
@@ -84,7 +84,7 @@ async def test_a_store_that_tells_nothing_shuts_nobody_out(
     watched.probe.is_closed = None
     await trio.sleep(10 * AFTER_S)
     assert watched.probe.asked
-    assert watched.said == []
+    assert watched.changes == []
 
 
 async def test_a_store_that_tells_nothing_lets_nobody_in_either(
@@ -94,7 +94,7 @@ async def test_a_store_that_tells_nothing_lets_nobody_in_either(
     await trio.sleep(3 * AFTER_S)
     watched.probe.is_closed = None
     await trio.sleep(3 * AFTER_S)
-    assert watched.said == [True]
+    assert watched.changes == [True]
 
 
 async def test_one_request_that_succeeds_starts_the_time_anew(
@@ -104,7 +104,7 @@ async def test_one_request_that_succeeds_starts_the_time_anew(
         watched.probe.is_closed = True
         await trio.sleep(AFTER_S)
         watched.probe.answered = trio.current_time()
-    assert watched.said == []
+    assert watched.changes == []
 
 
 async def test_while_others_are_answered_nothing_is_asked(
@@ -124,7 +124,7 @@ async def test_the_next_daemon_does_not_start_with_trust(
     await trio.sleep(3 * AFTER_S)
     following = Watched(tmp_path / "refused")
     following.guard.recall()
-    assert following.said == [True]
+    assert following.changes == [True]
 
 
 async def test_without_the_setting_nobody_is_asked(

@@ -24,7 +24,7 @@ async def test_what_was_fetched_is_not_fetched_again(tmp_path: Path) -> None:
     async with cache_in(tmp_path) as parts:
         await parts.fetch(A)
         await parts.fetch(A)
-        assert len(parts.bucket.asked) == 1
+        assert len(parts.bucket.requested) == 1
 
 
 async def test_what_was_fetched_is_there_after_a_restart(tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ async def test_what_was_fetched_is_there_after_a_restart(tmp_path: Path) -> None
         assert parts.quota.used >= 2 * MIB
         await parts.fetch(A)
         await parts.read(version("big", 9 * MIB), 4 * MIB, 5 * MIB)
-        assert parts.bucket.asked == []
+        assert parts.bucket.requested == []
 
 
 async def test_another_version_of_a_key_is_another_file(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ async def test_a_file_cut_behind_our_back_is_fetched_again(tmp_path: Path) -> No
     os.truncate(path, 100)
     async with cache_in(tmp_path) as parts:
         await parts.fetch(A)
-        assert parts.bucket.asked == [("a", 0, MIB)]
+        assert parts.bucket.requested == [("a", 0, MIB)]
 
 
 async def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ async def test_what_was_recorded_survives_a_daemon_that_is_killed(tmp_path: Path
         async with cache_in(tmp_path / "killed") as successor:
             await successor.fetch(A)
             await successor.fetch(version("b", MIB))
-            assert {key for key, _, _ in successor.bucket.asked} == {"b"}
+            assert {key for key, _, _ in successor.bucket.requested} == {"b"}
 
 
 async def test_files_without_a_row_are_swept_when_they_are_old(
@@ -113,7 +113,7 @@ async def test_two_mounts_see_what_either_fetched(tmp_path: Path) -> None:
         for parts in (one, other):
             await parts.cache.record()  # each does so by itself every other second
         await other.fetch(A)
-        assert other.bucket.asked == []
+        assert other.bucket.requested == []
         assert len(one.files()) == 1
 
 
@@ -127,7 +127,7 @@ async def test_what_another_mount_evicted_is_fetched_again(tmp_path: Path) -> No
         assert file is not None
         assert await other.cache.evict(file) == -1
         await one.fetch(A)
-        assert len(one.bucket.asked) == 2
+        assert len(one.bucket.requested) == 2
         await one.cache.record()
         assert one.quota.used == MIB
 
@@ -146,7 +146,7 @@ async def test_a_file_that_two_mounts_fetch_at_once_is_right_for_both(tmp_path: 
         assert one.quota.reserved == other.quota.reserved == 0
     async with cache_in(tmp_path) as parts:
         await parts.fetch(A)
-        assert parts.bucket.asked == []
+        assert parts.bucket.requested == []
         assert parts.quota.used == MIB
 
 
@@ -177,7 +177,7 @@ async def test_opening_is_all_or_nothing_however_it_is_cancelled(tmp_path: Path)
             assert file.fd == -1
         assert len(set(os.listdir("/proc/self/fd")) - before) <= 1
         await parts.fetch(A)
-        assert len(parts.bucket.asked) == 1
+        assert len(parts.bucket.requested) == 1
 
 
 def test_a_file_is_unused_when_nobody_has_it_open_or_mapped(tmp_path: Path) -> None:

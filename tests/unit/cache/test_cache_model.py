@@ -23,13 +23,16 @@ STEP = st.one_of(
     st.tuples(st.just("open"), st.integers(0, 5)),
     st.tuples(st.just("close"), st.integers(0, 5)),
     st.tuples(
-        st.just("read"), st.integers(0, 5), st.integers(0, 2**31), st.integers(1, 800_000),
+        st.just("read"),
+        st.integers(0, 5),
+        st.integers(0, 2**31),
+        st.integers(1, 800_000),
         st.integers(0, 60),
     ),
     st.tuples(st.just("limit"), st.integers(0, 8 * MIB)),
     st.tuples(st.just("record")),
     st.tuples(st.just("tend")),
-)  # fmt: skip
+)
 
 
 class Model:

@@ -40,4 +40,4 @@ async def test_a_slow_disk_does_not_hold_up_the_end(
     async with cache_in(tmp_path) as parts:
         for number in range(FILES):
             await parts.fetch(version(str(number), 100))
-        assert parts.bucket.asked == []
+        assert parts.bucket.requested == []

@@ -127,8 +127,8 @@ async def test_the_floor_of_free_inodes_is_kept(tmp_path: Path) -> None:
 async def test_a_disk_that_counts_no_inodes_has_enough(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = os.statvfs(tmp_path)
-    fields = list(told)
+    status = os.statvfs(tmp_path)
+    fields = list(status)
     fields[5:8] = [0, 0, 0]  # f_files, f_ffree and f_favail, as btrfs tells them
     monkeypatch.setattr("fusefs.cache.quota.os.statvfs", lambda _path: os.statvfs_result(fields))
     async with cache_in(tmp_path, inode_floor=0) as parts:

@@ -1,4 +1,4 @@
-"""Downloads: joined, woken as bytes arrive, ended when nobody wants them, and never half done."""
+"""Downloads: joined, woken as bytes arrive, ended when unwanted, and never half done."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def test_many_readers_of_a_range_cost_one_request(tmp_path: Path) -> None:
     async with cache_in(tmp_path) as parts, trio.open_nursery() as nursery:
         for _ in range(20):
             nursery.start_soon(parts.fetch, version("a", MIB))
-    assert parts.bucket.asked == [("a", 0, MIB)]
+    assert parts.bucket.requested == [("a", 0, MIB)]
 
 
 async def test_a_reader_is_woken_when_its_bytes_are_there(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ async def test_a_first_read_brings_the_first_bytes_and_a_jump_a_block(tmp_path: 
         await parts.read(BIG, 0, 10)
         await parts.read(BIG, 10 * MIB + 5, 10 * MIB + 10)
         await parts.quiet()
-    first, second = parts.bucket.asked
+    first, second = parts.bucket.requested
     assert first == ("big", 0, FIRST_BYTES)
     assert second[1] == 10 * MIB + 5
     assert second[2] - second[1] <= 2 * BLOCK
@@ -65,22 +65,24 @@ async def test_a_read_asks_only_for_what_is_missing(tmp_path: Path) -> None:
         await parts.read(BIG, 4 * MIB, 5 * MIB)
         await parts.read(BIG, 3 * MIB, 6 * MIB)
         await parts.quiet()
-        asked = sorted((start, stop) for _, start, stop in parts.bucket.asked)
-        assert all(one[1] <= other[0] for one, other in itertools.pairwise(asked))
+        requested = sorted((start, stop) for _, start, stop in parts.bucket.requested)
+        assert all(one[1] <= other[0] for one, other in itertools.pairwise(requested))
 
 
-async def test_a_range_is_asked_for_ahead_in_parts(tmp_path: Path) -> None:
+async def test_a_range_is_wanted_ahead_in_parts(tmp_path: Path) -> None:
     async with cache_in(tmp_path) as parts:
         file = parts.cache.pin(BIG)
         started = parts.fetcher.want(file, 0, BIG.size)
-        # Who wants the same joins, and nothing is asked for twice.
+        # A second interest joins the downloads, and no range is requested twice.
         assert parts.fetcher.want(file, 0, BIG.size) == started
         await parts.quiet()
         assert file.is_complete
         parts.cache.unpin(file)
-    assert sorted(parts.bucket.asked) == [
-        ("big", 0, PART), ("big", PART, 2 * PART), ("big", 2 * PART, BIG.size)
-    ]  # fmt: skip
+    assert sorted(parts.bucket.requested) == [
+        ("big", 0, PART),
+        ("big", PART, 2 * PART),
+        ("big", 2 * PART, BIG.size),
+    ]
 
 
 async def test_a_download_ends_with_its_last_reader(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Windows and siblings: what is asked for ahead, and what is not."""
+"""Windows and siblings: what is fetched ahead, and what is not."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ from tests.support.waiting import eventually
 MIB = 1 << 20
 
 
-class Asked:
-    """A fetcher that notes what it is asked for; nothing arrives unless `bring` says so."""
+class RecordingFetcher:
+    """A fetcher that records what is wanted; nothing arrives until `bring`."""
 
     def __init__(self, file: CacheFile) -> None:
         self.file = file
-        self.asked: list[tuple[int, int]] = []
+        self.ranges: list[tuple[int, int]] = []
         self.downloads: list[Download] = []
 
     def want(self, file: CacheFile, start: int, stop: int) -> list[Download]:
         assert file is self.file
-        self.asked.append((start, stop))
+        self.ranges.append((start, stop))
         download = Download(file, start, stop, lambda: None)
         download.wanted = 1
         self.downloads.append(download)
         return [download]
 
     def bring(self) -> None:
-        """Everything that was asked for arrives."""
+        """Everything that was wanted arrives."""
         for download in self.downloads:
             self.file.present.add(download.start, download.stop)
             download.finish(None)
 
 
-def window_on(size: int) -> tuple[Window, Asked]:
-    asked = Asked(CacheFile("x", size))
-    return Window(asked, asked.file), asked  # type: ignore[arg-type]
+def window_on(size: int) -> tuple[Window, RecordingFetcher]:
+    fetcher = RecordingFetcher(CacheFile("x", size))
+    return Window(fetcher, fetcher.file), fetcher  # type: ignore[arg-type]
 
 
 def read_all(window: Window, start: int, stop: int, step: int = 128 << 10) -> None:
@@ -64,17 +64,17 @@ def read_all(window: Window, start: int, stop: int, step: int = 128 << 10) -> No
 
 
 def test_the_first_read_at_the_start_asks_for_what_follows() -> None:
-    window, asked = window_on(1 << 30)
+    window, fetcher = window_on(1 << 30)
     window.reads(0, 4096)
-    assert asked.asked == [(4096, 4096 + FIRST_WINDOW)]
+    assert fetcher.ranges == [(4096, 4096 + FIRST_WINDOW)]
 
 
 def test_reading_in_order_doubles_the_window_up_to_its_largest() -> None:
-    window, asked = window_on(1 << 40)
+    window, fetcher = window_on(1 << 40)
     ahead = [0]
     for at in range(0, 4 * LAST_WINDOW, MIB):
         window.reads(at, at + MIB)
-        ahead.append(max(stop for _, stop in asked.asked) - at - MIB)
+        ahead.append(max(stop for _, stop in fetcher.ranges) - at - MIB)
     assert max(ahead) > LAST_WINDOW - PART
     assert max(ahead) <= LAST_WINDOW
     # Never further behind than half of the window.
@@ -82,44 +82,44 @@ def test_reading_in_order_doubles_the_window_up_to_its_largest() -> None:
 
 
 def test_a_jump_makes_the_window_small_again() -> None:
-    window, asked = window_on(1 << 40)
+    window, fetcher = window_on(1 << 40)
     read_all(window, 0, 256 * MIB)
-    asked.asked.clear()
+    fetcher.ranges.clear()
     window.reads(1 << 33, (1 << 33) + 4096)
-    assert asked.asked == []
+    assert fetcher.ranges == []
     window.reads((1 << 33) + 4096, (1 << 33) + 8192)
-    assert asked.asked == [((1 << 33) + 8192, (1 << 33) + 8192 + FIRST_WINDOW)]
+    assert fetcher.ranges == [((1 << 33) + 8192, (1 << 33) + 8192 + FIRST_WINDOW)]
 
 
 def test_random_reads_ask_for_nothing_ahead() -> None:
-    window, asked = window_on(1 << 40)
+    window, fetcher = window_on(1 << 40)
     for number in range(1, 200):
         at = number * 7919 * 64 * MIB % (1 << 40)
         window.reads(at, at + 4096)
-    assert asked.asked == []
+    assert fetcher.ranges == []
 
 
 def test_reads_slightly_out_of_order_count_as_in_order() -> None:
-    window, asked = window_on(1 << 30)
+    window, fetcher = window_on(1 << 30)
     step = 128 << 10
     for at in range(0, 64 * MIB, 4 * step):
         for shift in (2, 0, 3, 1):
             window.reads(at + shift * step, at + (shift + 1) * step)
-    assert max(stop for _, stop in asked.asked) > 64 * MIB + 8 * MIB
+    assert max(stop for _, stop in fetcher.ranges) > 64 * MIB + 8 * MIB
 
 
 def test_a_complete_file_needs_nothing_ahead() -> None:
-    window, asked = window_on(10 * MIB)
-    asked.file.present.add(0, 10 * MIB)
+    window, fetcher = window_on(10 * MIB)
+    fetcher.file.present.add(0, 10 * MIB)
     read_all(window, 0, 10 * MIB)
-    assert asked.asked == []
+    assert fetcher.ranges == []
 
 
 def test_closing_loses_interest_in_everything_under_way() -> None:
-    window, asked = window_on(1 << 30)
+    window, fetcher = window_on(1 << 30)
     read_all(window, 0, 32 * MIB)
     window.close()
-    assert not any(download.wanted for download in asked.downloads)
+    assert not any(download.wanted for download in fetcher.downloads)
 
 
 @given(
@@ -139,22 +139,22 @@ def test_closing_loses_interest_in_everything_under_way() -> None:
 def test_a_window_asks_for_each_byte_once_and_for_none_behind_the_end(
     size: int, reads: list[tuple[int, int, bool]]
 ) -> None:
-    window, asked = window_on(size)
+    window, fetcher = window_on(size)
     at, jumped = 0, 0
     for distance, length, arrives in reads:
         start = min(max(0, at + distance), size - 1)
         stop = min(size, start + length)
         if abs(start - at) > TOLERANCE:
-            jumped = len(asked.asked)
+            jumped = len(fetcher.ranges)
         window.reads(start, stop)
         at = stop if abs(start - at) > TOLERANCE else max(at, stop)
         if arrives:
-            asked.bring()
-    for start, stop in asked.asked:
+            fetcher.bring()
+    for start, stop in fetcher.ranges:
         assert 0 <= start < stop <= size
         assert stop - start <= LAST_WINDOW + PART + TOLERANCE + MIB
     seen = RangeMap()
-    for start, stop in asked.asked[jumped:]:
+    for start, stop in fetcher.ranges[jumped:]:
         assert seen.add(start, stop) == stop - start
 
 
@@ -178,8 +178,8 @@ def start_reading(parts: Parts, info: ObjectInfo) -> None:
     parts.cache.unpin(file)
 
 
-def asked_for(parts: Parts) -> set[str]:
-    return {key for key, _, _ in parts.bucket.asked}
+def requested_keys(parts: Parts) -> set[str]:
+    return {key for key, _, _ in parts.bucket.requested}
 
 
 async def test_a_few_files_of_a_directory_bring_others(tmp_path: Path) -> None:
@@ -189,9 +189,9 @@ async def test_a_few_files_of_a_directory_bring_others(tmp_path: Path) -> None:
         for info in files[: SIBLINGS_AFTER - 1]:
             siblings.opened(info, was_there=False)
         await wait_all_tasks_blocked()
-        assert asked_for(parts) == set()
+        assert requested_keys(parts) == set()
         siblings.opened(files[SIBLINGS_AFTER - 1], was_there=False)
-        await eventually(lambda: len(asked_for(parts)) >= SIBLINGS_AFTER)
+        await eventually(lambda: len(requested_keys(parts)) >= SIBLINGS_AFTER)
         siblings.close()
 
 
@@ -201,9 +201,9 @@ async def test_siblings_that_nobody_opens_stay_few(tmp_path: Path) -> None:
         siblings = Siblings(parts.fetcher, parts.cache, iter(infos(500)))
         for info in others:
             siblings.opened(info, was_there=False)
-        await eventually(lambda: len(asked_for(parts)) == SIBLINGS_AFTER)
+        await eventually(lambda: len(requested_keys(parts)) == SIBLINGS_AFTER)
         await wait_all_tasks_blocked()
-        assert len(asked_for(parts)) == SIBLINGS_AFTER
+        assert len(requested_keys(parts)) == SIBLINGS_AFTER
         siblings.close()
 
 
@@ -214,7 +214,7 @@ async def test_siblings_that_are_opened_bring_more(tmp_path: Path) -> None:
         for info in files[:60]:
             siblings.opened(info, was_there=False)
             start_reading(parts, info)
-        await eventually(lambda: len(asked_for(parts)) > 60 + 2 * SIBLINGS_AFTER)
+        await eventually(lambda: len(requested_keys(parts)) > 60 + 2 * SIBLINGS_AFTER)
         siblings.close()
 
 
@@ -225,7 +225,7 @@ async def test_large_and_empty_files_are_no_siblings(tmp_path: Path) -> None:
         for number in range(10):
             siblings.opened(ObjectInfo(f"other{number}", 10, '"1"', 0), was_there=False)
         await wait_all_tasks_blocked()
-        assert asked_for(parts) == set()
+        assert requested_keys(parts) == set()
         siblings.close()
 
 
@@ -244,7 +244,7 @@ async def test_closed_siblings_end_their_downloads(tmp_path: Path) -> None:
         assert len(parts.cache) == 0
 
 
-async def test_a_reader_goes_on_when_the_window_that_asked_has_closed(tmp_path: Path) -> None:
+async def test_a_reader_goes_on_when_the_window_that_wanted_it_has_closed(tmp_path: Path) -> None:
     async with cache_in(tmp_path) as parts:
         big = version("big", 64 * MIB)
         parts.bucket.hold()
@@ -279,4 +279,4 @@ async def test_reading_in_order_never_asks_twice_for_what_is_under_way(tmp_path:
         await parts.quiet()
         parts.cache.unpin(file)
         assert not parts.bucket.overlapped
-        assert sum(stop - start for _, start, stop in parts.bucket.asked) == big.size
+        assert sum(stop - start for _, start, stop in parts.bucket.requested) == big.size

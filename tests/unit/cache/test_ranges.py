@@ -14,7 +14,7 @@ RANGE = st.tuples(st.integers(0, 60), st.integers(0, 60)).map(lambda pair: tuple
 
 @given(st.lists(RANGE), RANGE)
 def test_a_range_map_is_a_set_of_bytes(
-    added: list[tuple[int, int]], asked: tuple[int, int]
+    added: list[tuple[int, int]], wanted_range: tuple[int, int]
 ) -> None:
     present = RangeMap()
     model: set[int] = set()
@@ -25,9 +25,9 @@ def test_a_range_map_is_a_set_of_bytes(
     assert present.total == len(model)
     assert {byte for start, stop in present for byte in range(start, stop)} == model
 
-    wanted = range(*asked)
-    assert present.covers(*asked) == model.issuperset(wanted)
-    missing = present.first_missing(*asked)
+    wanted = range(*wanted_range)
+    assert present.covers(*wanted_range) == model.issuperset(wanted)
+    missing = present.first_missing(*wanted_range)
     absent = [byte for byte in wanted if byte not in model]
     if missing is None:
         assert not absent
@@ -35,7 +35,7 @@ def test_a_range_map_is_a_set_of_bytes(
         start, stop = missing
         assert start == absent[0]
         assert not model.intersection(range(start, stop))
-        assert stop == asked[1] or stop in model
+        assert stop == wanted_range[1] or stop in model
 
 
 @given(st.lists(RANGE))

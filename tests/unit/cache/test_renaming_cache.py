@@ -22,11 +22,11 @@ async def test_what_was_cached_is_cached_under_the_new_key(tmp_path: Path) -> No
         assert parts.cache.find(OLD) is None
         assert await parts.read(NEW, 0, MIB) == content(OLD)
         assert len(parts.files()) == 1
-        assert len(parts.bucket.asked) == 1
+        assert len(parts.bucket.requested) == 1
 
 
 async def test_a_restart_finds_it_under_the_new_key(tmp_path: Path) -> None:
-    """Also where the catalog was to be told of both names at once, or had known the old one."""
+    """Also where both names reach the catalog in one batch, or the catalog had the old one."""
     other, newer, newest = version("other", MIB), version("newer", MIB), version("newest", MIB)
     async with cache_in(tmp_path) as parts:
         await parts.fetch(OLD)
@@ -42,7 +42,7 @@ async def test_a_restart_finds_it_under_the_new_key(tmp_path: Path) -> None:
         assert parts.quota.used == used
         assert await parts.read(newest, 0, MIB) == content(OLD)
         assert await parts.read(newer, 0, MIB) == content(other)
-        assert parts.bucket.asked == []
+        assert parts.bucket.requested == []
 
 
 async def test_what_is_missing_comes_from_the_new_key(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ async def test_what_is_missing_comes_from_the_new_key(tmp_path: Path) -> None:
         assert parts.cache.pin(new) is file
         assert await parts.read_pinned(file, 4 * MIB, 5 * MIB) == content(old)[4 * MIB : 5 * MIB]
         await parts.read_pinned(file, 0, 1)
-        assert [key for key, *_ in parts.bucket.asked] == ["old", "new"]
+        assert [key for key, *_ in parts.bucket.requested] == ["old", "new"]
 
 
 async def test_a_download_that_is_under_way_goes_on_from_the_new_key(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ async def test_a_download_that_is_under_way_goes_on_from_the_new_key(tmp_path: P
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(move)
                 await parts.read_pinned(file, 0, MIB)
-        assert parts.bucket.asked == [("old", 0, MIB), ("new", 3 * CHUNK, MIB)]
+        assert parts.bucket.requested == [("old", 0, MIB), ("new", 3 * CHUNK, MIB)]
         parts.cache.unpin(file)
 
 
@@ -114,7 +114,7 @@ async def test_a_copy_that_has_a_file_in_use_keeps_it(tmp_path: Path) -> None:
         file = parts.cache.pin(NEW)
         assert not await parts.cache.move(OLD, NEW)
         parts.cache.unpin(file)
-        # What nobody uses gives way.
+        # A file that is not in use gives way.
         assert await parts.cache.move(OLD, NEW)
         assert await parts.read(NEW, 0, MIB) == content(OLD)
         assert len(parts.files()) == 1

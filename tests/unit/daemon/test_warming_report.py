@@ -1,4 +1,4 @@
-"""What is said of files that are fetched before they are read."""
+"""The report of files that are fetched ahead of their first read."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ GIB = 1 << 30
 LIMIT = 100 * GIB
 
 
-def job(**told: Any) -> dict[str, Any]:
+def job(**facts: Any) -> dict[str, Any]:
     plain = WarmJob("a", 0.0).describe(LIMIT)
-    return {**plain, "state": "under way", "is_listed": True, **told}
+    return {**plain, "state": "under way", "is_listed": True, **facts}
 
 
 @pytest.mark.parametrize(
-    ("told", "text"),
+    ("facts", "text"),
     [
-        ({"bytes": 15 * GIB // 2, "done_bytes": 31 * GIB // 10, "eta_s": 125.0},
-         "41%, 3.1 of 7.5 GiB, ETA 2 min"),
+        (
+            {"bytes": 15 * GIB // 2, "done_bytes": 31 * GIB // 10, "eta_s": 125.0},
+            "41%, 3.1 of 7.5 GiB, ETA 2 min",
+        ),
         ({"bytes": GIB, "done_bytes": GIB // 2, "eta_s": 0.2}, "50%, 512 MiB of 1.0 GiB, ETA 1 s"),
         ({"bytes": GIB, "done_bytes": 0}, "0%, 0 B of 1.0 GiB"),
         ({"bytes": 2 * GIB, "done_bytes": GIB, "is_listed": False}, "1.0 of at least 2.0 GiB"),
         ({"bytes": 3 * GIB, "left_out_bytes": GIB, "done_bytes": GIB}, "50%, 1.0 of 2.0 GiB"),
         ({}, "100%, 0 of 0 B"),
     ],
-)  # fmt: skip
-def test_progress_is_a_share_sizes_and_the_time_left(told: dict[str, Any], text: str) -> None:
-    assert status_report.progress(job(**told)) == text
+)
+def test_progress_is_a_share_sizes_and_the_time_left(facts: dict[str, Any], text: str) -> None:
+    assert status_report.progress(job(**facts)) == text
 
 
 def test_several_paths_are_shown_as_one() -> None:
@@ -49,9 +51,9 @@ def test_files_that_cannot_be_read_are_named_up_to_a_number() -> None:
     one = WarmJob("a", 0.0)
     for number in range(MOST_NAMED + 3):
         one.fail(f"a/{number}", AccessDeniedError("access denied"))
-    said = status_report.warmth({**one.describe(LIMIT), "state": "ended"})
-    assert "13 files can't be read: a/0 (access denied), a/1 " in said
-    assert said.endswith("a/9 (access denied) and 3 more")
+    report = status_report.warmth({**one.describe(LIMIT), "state": "ended"})
+    assert "13 files can't be read: a/0 (access denied), a/1 " in report
+    assert report.endswith("a/9 (access denied) and 3 more")
 
 
 def test_the_time_left_is_told_from_the_speed_of_late(monkeypatch: pytest.MonkeyPatch) -> None:
