@@ -11,7 +11,7 @@ All functions block; none of them touches a mount itself, which may be wedged.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,7 +125,6 @@ __all__ = [
     "keeper_request",
     "keeper_status",
     "kernel_mounts",
-    "prepare_client",
     "remove_registration",
     "resolve_path",
     "runtime_environment",
@@ -215,10 +214,11 @@ def certificates_for(endpoint_url: str | None, bundle: str | None, configured: s
     return trust.find_for(endpoint_url, bundle, configured)
 
 
-def prepare_client(client: Any, certificates: Trust | None) -> None:
-    """Have a boto3 client use the proxies that mounts use, and refuse foreign redirects.
+def make_s3_client(make: Callable[[dict[str, Any]], Any], certificates: Trust | None) -> Any:
+    """A boto3 client that uses the proxies that mounts use, and refuses foreign redirects.
 
-    So a bucket that the client reaches is one that mounts reach.
+    So a bucket that the client reaches is one that mounts reach. `make` makes it
+    with more parameters of botocore's `Config`.
 
     Raises:
         StoreError: a proxy of the environment cannot be used.
@@ -226,5 +226,6 @@ def prepare_client(client: Any, certificates: Trust | None) -> None:
     from fusefs.store.http import proxies, redirects
 
     path = certificates.path if certificates else None
-    proxies.install(client, proxies.Proxies.of(os.environ), path)
+    client = proxies.make_client(make, proxies.Proxies.of(os.environ), path)
     redirects.install(client)
+    return client

@@ -28,7 +28,7 @@ from fusefs.api import (
     UnsupportedError,
     certificates_for,
     from_code,
-    prepare_client,
+    make_s3_client,
     translate,
 )
 
@@ -222,12 +222,14 @@ def make_client(
     ca_bundle = str(store.ca_bundle) if store.ca_bundle else None
     configured = session._session.get_config_variable("ca_bundle")
     trusted = certificates_for(store.endpoint_url, ca_bundle, configured)
-    client = session.client(
-        "s3",
-        endpoint_url=store.endpoint_url,
-        region_name=session.region_name or DEFAULT_REGION,
-        verify=trusted.path if trusted else None,
-        config=Config(**options),
-    )
-    prepare_client(client, trusted)
-    return client, trusted
+
+    def make(parameters: dict[str, Any]) -> Any:
+        return session.client(
+            "s3",
+            endpoint_url=store.endpoint_url,
+            region_name=session.region_name or DEFAULT_REGION,
+            verify=trusted.path if trusted else None,
+            config=Config(**options, **parameters),
+        )
+
+    return make_s3_client(make, trusted), trusted

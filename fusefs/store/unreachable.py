@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import ssl
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -81,6 +82,23 @@ def of_botocore(error: Any) -> Cause:
     return Cause(f"no connection to {whom}: {why}" if why else f"no connection to {whom}")
 
 
+def of_connecting(error: Exception, origin: str, proxy: str | None) -> Cause:
+    """Why a connection of our own to `origin` was not opened; `proxy` if that is the reason."""
+    if proxy is not None:
+        return _of_proxy(str(error), urlsplit(proxy))
+    if isinstance(error, ssl.SSLError):
+        return _of_openssl(str(error), origin)
+    return of_exchange(error, origin)
+
+
+def of_exchange(error: Exception, origin: str) -> Cause:
+    """Why there was no whole answer on a connection of our own."""
+    if isinstance(error, TimeoutError):
+        return Cause(f"no answer from {origin} in time")
+    why = _of_network(str(error))
+    return Cause(f"no connection to {origin}: {why}" if why else f"no connection to {origin}")
+
+
 def of_obstore(text: str) -> Cause:
     """The cause of an error of obstore's that is about a request without an answer."""
     uri = _URI.search(text)
@@ -135,7 +153,7 @@ def _of_proxy(reason: str, proxy: Any) -> Cause:
 
 def _of_network(reason: str) -> str:
     """What the kernel or the resolver said."""
-    if "resolve" in reason:
+    if "resolve" in reason or "[Errno -" in reason:  # urllib3's text, and getaddrinfo's numbers
         return "the name is not known"
     number = re.search(r"\[Errno (\d+)\]", reason)
     return os.strerror(int(number[1])).lower() if number else ""

@@ -6,7 +6,7 @@ of a small object, and has the two wait for the interpreter's lock: a PUT of
 obstore's thread costs 75 waits for that lock.
 
 This is one attempt, over a connection that is open. Whatever is not a plain
-success is left to the patient way, in a thread.
+success is left to a thread, with retries.
 """
 
 from __future__ import annotations
@@ -14,36 +14,34 @@ from __future__ import annotations
 import math
 import socket
 import ssl
-from typing import Any
 
 import trio
 
 from fusefs.store.http import exchange as wire
 from fusefs.store.http.exchange import Answer
+from fusefs.store.http.pool import Borrowed, ConnectionPool
 
 # What an answer takes beside the bytes that were asked for.
 HEAD_ROOM = 16 << 10
 
 
 async def exchange(
-    pool: Any, head: bytes, body: bytes | bytearray, *, is_head: bool, size: int = 0
+    pool: ConnectionPool, head: bytes, body: bytes | bytearray, *, is_head: bool, size: int = 0
 ) -> Answer | None:
-    """Send a request and return its answer; None if the pool has no open connection.
+    """Send a request and return its answer; None if the pool has no idle connection.
 
-    `size` is how many bytes are asked for; telling a failure takes no more than HEAD_ROOM.
-
-    Cancelled, the request may have been sent.
+    `size` is how many bytes the body of the answer has; that of a failure has at
+    most HEAD_ROOM. Cancelled, the request may have been sent.
 
     Raises:
         WireError: the answer broke off, or was none.
-        OSError: the connection broke, or was silent for the time that urllib3 has set.
+        OSError: the connection broke, or was silent for its time-out.
     """
-    connection = wire.borrow(pool)
-    if connection is None:
+    sock = pool.take_idle()
+    if sock is None:
         return None
-    is_reusable = False
+    borrowed = Borrowed(sock)
     try:
-        sock: socket.socket = connection.sock
         limit_s = sock.gettimeout()
         sock.setblocking(False)
         with trio.CancelScope() as scope:
@@ -51,13 +49,12 @@ async def exchange(
             await _send(sock, head + body)
             answer, is_reusable = await _receive(sock, HEAD_ROOM + size, is_head=is_head)
         if scope.cancelled_caught:
-            raise TimeoutError("the server said nothing")
+            raise TimeoutError("the server sent nothing")
         sock.settimeout(limit_s)
+        borrowed.is_reusable = is_reusable
         return answer
     finally:
-        if not is_reusable:
-            connection.close()
-        pool._put_conn(connection)
+        pool.give_back(borrowed)
 
 
 async def _send(sock: socket.socket, data: bytes) -> None:
@@ -83,7 +80,7 @@ async def _receive(sock: socket.socket, room: int, *, is_head: bool) -> tuple[An
     head = wire.read_head(bytes(view[:stop]))
     size = head.body_size(is_head=is_head)
     if head.status < 200 or size is None:
-        # Rare, and mostly the telling of a failure.
+        # Rare, and mostly a failure.
         return await _receive_piecemeal(sock, bytes(view[:filled]), is_head=is_head)
     start, stop = stop + 4, stop + 4 + size
     while filled < stop:
@@ -95,11 +92,11 @@ async def _receive(sock: socket.socket, room: int, *, is_head: bool) -> tuple[An
 async def _receive_piecemeal(
     sock: socket.socket, data: bytes, *, is_head: bool
 ) -> tuple[Answer, bool]:
-    """An answer that does not tell how long it is, of which `data` has come."""
+    """An answer of unknown length, of which `data` has come."""
     room = bytearray(wire.READ_SIZE)
     while True:
         try:
-            return wire.read(_Received(data), is_head=is_head)
+            return wire.read(wire.Stream(_Received(data)), is_head=is_head)
         except _NotYetError:
             data += room[: await _receive_some(sock, memoryview(room))]
 

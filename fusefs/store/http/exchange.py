@@ -3,8 +3,8 @@
 urllib3 and http.client take a third of a millisecond for an exchange, most of
 it for reading the answer's headers as if they were a mail's. Here a request is
 one write, and an answer some reads: the status line, the headers, and a body of
-a known length, in chunks, or until the end (RFC 9112). Connections are opened
-by urllib3, which knows of proxies and certificates, and borrowed from its pool.
+a known length, in chunks, or until the end (RFC 9112). The connections are those
+of pool.py.
 
 A long body without TLS goes from the socket into one buffer, and from there into
 its file: two system calls for a MiB, both without the interpreter's lock.
@@ -13,13 +13,17 @@ its file: two system calls for a MiB, both without the interpreter's lock.
 from __future__ import annotations
 
 import socket
+import ssl
 import struct
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from queue import Empty
-from typing import Any, Protocol
+from typing import Protocol
 
 READ_SIZE = 1 << 16
+# Bodies of at most so many bytes are sent without asking whether they are wanted.
+SMALL = 128 << 10
+CONTINUE_WAIT_S = 1.0
 # What a long body is handed on in.
 PIECE = 1 << 20
 _TIMEVAL = struct.Struct("@ll")
@@ -84,63 +88,74 @@ class RequestBody(Protocol):
         """The next piece, valid until the one after; empty at the end. Blocks."""
 
 
-def exchange(pool: Any, head: bytes, body: bytes, *, is_head: bool) -> Answer | None:
-    """Send a request and return its answer; None if the pool has no open connection. Blocks.
+def exchange(
+    sock: socket.socket, head: bytes, body: RequestBody | None, *, is_head: bool
+) -> tuple[Answer, bool]:
+    """Send a request; return its answer, and whether the connection can be used again. Blocks.
+
+    The head of a request with a body larger than `SMALL` says `expect: 100-continue`.
 
     Raises:
         WireError: the answer broke off, or was none.
-        OSError: the connection broke, or was silent for the time that urllib3 has set.
+        OSError: the connection broke, or was silent for its time-out.
     """
-    connection = borrow(pool)
-    if connection is None:
-        return None
-    is_reusable = False
-    try:
-        sock: socket.socket = connection.sock
-        try:
-            sock.sendall(head + body)
-        except (BrokenPipeError, ConnectionResetError):
-            # A server that says no need not wait for the body: its answer may be there.
-            answer, _ = read(sock, is_head=is_head)
+    stream = Stream(sock)
+    is_large = body is not None and len(body) > SMALL
+    is_sent = False
+    # A server that refuses the body need not wait for it: its answer may be there.
+    with suppress(BrokenPipeError, ConnectionResetError):
+        if body is None or not is_large:
+            sock.sendall(head if body is None else head + body.whole())
+            is_sent = True
         else:
-            answer, is_reusable = read(sock, is_head=is_head)
-        return answer
-    finally:
-        if not is_reusable:
-            connection.close()
-        pool._put_conn(connection)
+            sock.sendall(head)
+            answer = _answer_instead_of_continue(sock, stream, is_head=is_head)
+            if answer is not None:
+                return answer, False
+            body.seek(0)
+            while piece := body.read():
+                sock.sendall(piece)
+            is_sent = True
+    answer, is_reusable = read(stream, is_head=is_head)
+    return answer, is_reusable and is_sent
 
 
-def borrow(pool: Any) -> Any:
-    """An open connection, for nobody else until it is given back."""
+def _answer_instead_of_continue(
+    sock: socket.socket, stream: Stream, *, is_head: bool
+) -> Answer | None:
+    """The final answer of a server that does not want the body; None if it is to be sent.
+
+    Servers that know no `expect` wait for the body: after a second it is sent.
+    """
+    limit_s = sock.gettimeout()
+    sock.settimeout(CONTINUE_WAIT_S)
     try:
-        connection = pool.pool.get(block=False)
-    except (Empty, AttributeError):  # the latter is of a pool that was closed
+        head = read_head(stream.until(b"\r\n\r\n"))
+    except TimeoutError:
         return None
-    if connection is not None and connection.is_connected:
-        return connection
-    if connection is not None:
-        connection.close()
-    pool._put_conn(connection)
-    return None
+    finally:
+        sock.settimeout(limit_s)
+    if head.status < 200:
+        return None
+    content, _ = _content(stream, head, is_head=is_head)
+    return Answer(head.status, head.headers, content)
 
 
-def read(sock: Source, *, is_head: bool) -> tuple[Answer, bool]:
+def read(stream: Stream, *, is_head: bool) -> tuple[Answer, bool]:
     """An answer, and whether another may come on the same connection."""
-    stream = _Stream(sock)
     head = _final_head(stream)
     content, is_whole = _content(stream, head, is_head=is_head)
     return Answer(head.status, head.headers, content), is_whole and head.is_reusable
 
 
-def _final_head(stream: _Stream) -> Head:
+def _final_head(stream: Stream) -> Head:
     while True:
         head = read_head(stream.until(b"\r\n\r\n"))
         if head.status >= 200:
             return head
 
 
-def _content(stream: _Stream, head: Head, *, is_head: bool) -> tuple[bytes, bool]:
+def _content(stream: Stream, head: Head, *, is_head: bool) -> tuple[bytes, bool]:
     """A body, and whether nothing else can be on its way."""
     size = head.body_size(is_head=is_head)
     if size is not None:
@@ -153,67 +168,67 @@ def _content(stream: _Stream, head: Head, *, is_head: bool) -> tuple[bytes, bool
 
 
 def download(
-    pool: Any, request: bytes, size: int, begin: Callable[[Head], None],
+    sock: socket.socket,
+    request: bytes,
+    size: int,
+    begin: Callable[[Mapping[str, str]], None],
     take: Callable[[memoryview], None],
-) -> Answer | None:  # fmt: skip
-    """Send a GET and hand `size` bytes of its body on, a MiB each; return the answer. Blocks.
+) -> tuple[Answer | None, bool]:
+    """Send a GET and hand `size` bytes of its body to `take`, up to a MiB each. Blocks.
 
-    Not for TLS. `begin` may refuse what an answer's head tells. What tells of a
-    failure is in the answer. None, and nothing was handed on, if the server does
-    not say how long the body is.
+    Returns the answer, and whether the connection can be used again. `begin` may
+    refuse the answer's headers. The answer to a failure has its content. None, and
+    nothing was handed on, if the server does not say how long the body is.
 
     Raises:
         WireError: the answer broke off, or was none; what came of it was handed on.
-        OSError: the connection broke, or was silent for the time that urllib3 has set.
+        OSError: the connection broke, or was silent for its time-out.
     """
-    connection = pool._get_conn()
-    is_reusable = False
-    try:
-        if not connection.is_connected:
-            connection.connect()
-        sock: socket.socket = connection.sock
-        limit_s = sock.gettimeout()
-        sock.sendall(request)
-        stream = _Stream(sock)
-        head = _final_head(stream)
-        told = head.body_size(is_head=False)
-        if head.status < 300 and told is None:
-            return None
-        if told is None or head.status >= 300:
-            content, is_whole = _content(stream, head, is_head=False)
-            is_reusable = is_whole and head.is_reusable
-            return Answer(head.status, head.headers, content)
-        begin(head)
-        # The kernel fills a whole buffer in one call, and watches the time.
-        sock.settimeout(None)
-        _set_receive_limit(sock, limit_s or 0.0)
-        _hand_on(sock, stream.left(), min(told, size), take)
-        _set_receive_limit(sock, 0.0)
-        sock.settimeout(limit_s)
-        is_reusable = head.is_reusable and told <= size
-        return Answer(head.status, head.headers, b"")
-    finally:
-        if not is_reusable:
-            connection.close()
-        pool._put_conn(connection)
+    sock.sendall(request)
+    stream = Stream(sock)
+    head = _final_head(stream)
+    length = head.body_size(is_head=False)
+    if head.status < 300 and length is None:
+        return None, False
+    if length is None or head.status >= 300:
+        content, is_whole = _content(stream, head, is_head=False)
+        return Answer(head.status, head.headers, content), is_whole and head.is_reusable
+    begin(head.headers)
+    _hand_on(sock, stream.buffered(), min(length, size), take)
+    return Answer(head.status, head.headers, b""), head.is_reusable and length <= size
 
 
 def _hand_on(
     sock: socket.socket, first: bytes, size: int, take: Callable[[memoryview], None]
 ) -> None:
-    buffer = memoryview(bytearray(PIECE))
+    if isinstance(sock, ssl.SSLSocket):
+        _hand_on_pieces(sock, first, size, take, 0)
+        return
+    # The kernel fills a whole buffer in one call, and watches the time.
+    limit_s = sock.gettimeout()
+    sock.settimeout(None)
+    _set_receive_limit(sock, limit_s or 0.0)
+    _hand_on_pieces(sock, first, size, take, socket.MSG_WAITALL)
+    _set_receive_limit(sock, 0.0)
+    sock.settimeout(limit_s)
+
+
+def _hand_on_pieces(
+    sock: socket.socket, first: bytes, size: int, take: Callable[[memoryview], None], flags: int
+) -> None:
+    buffer = memoryview(bytearray(max(min(size, PIECE), len(first))))
     buffer[: len(first)] = first
     filled = min(len(first), size)
     while size:
         wanted = min(size, PIECE)
         try:
             while filled < wanted:
-                count = sock.recv_into(buffer[filled:wanted], 0, socket.MSG_WAITALL)
+                count = sock.recv_into(buffer[filled:wanted], 0, flags)
                 if not count:
                     raise WireError("the answer broke off")
                 filled += count
         except BlockingIOError as error:
-            raise TimeoutError("the server said nothing more") from error
+            raise TimeoutError("the server sent nothing more") from error
         finally:
             if filled:
                 take(buffer[:filled])
@@ -247,7 +262,7 @@ def read_head(text: bytes) -> Head:
     return Head(int(rest[:3]), headers, is_reusable)
 
 
-def _read_chunks(stream: _Stream) -> bytes:
+def _read_chunks(stream: Stream) -> bytes:
     chunks = []
     while True:
         line = stream.until(b"\r\n").partition(b";")[0]
@@ -264,7 +279,7 @@ def _read_chunks(stream: _Stream) -> bytes:
     return b"".join(chunks)
 
 
-class _Stream:
+class Stream:
     """What arrives on a connection."""
 
     def __init__(self, sock: Source) -> None:
@@ -297,7 +312,7 @@ class _Stream:
             missing -= len(piece)
         return b"".join(pieces)
 
-    def left(self) -> bytes:
+    def buffered(self) -> bytes:
         """What has come already."""
         data, self._data = self._data, b""
         return data

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 from fusefs.store.errors import StoreError
 
-_PORTS = {"http": 80, "https": 443}
+PORTS = {"http": 80, "https": 443}
 _BRACKETED = re.compile(r"\[([^\]]*)\](?::(\d+))?")
 
 
@@ -60,7 +60,7 @@ class Proxies:
         """
         parts = urlsplit(url)
         proxy = self.https if parts.scheme == "https" else self.http
-        port = parts.port or _PORTS.get(parts.scheme, 0)
+        port = parts.port or PORTS.get(parts.scheme, 0)
         if not proxy or self._is_excluded((parts.hostname or "").rstrip("."), port):
             return None
         return _usable(proxy)
@@ -69,23 +69,26 @@ class Proxies:
         return any(element and _fits(element, host, port) for element in self.excluded)
 
 
-def install(client: Any, proxies: Proxies, ca_bundle: str | None) -> None:
-    """Have a boto3 client's connections go through what `proxies` chooses.
+def make_client(
+    make: Callable[[dict[str, Any]], Any], proxies: Proxies, ca_file: str | None
+) -> Any:
+    """A boto3 client that takes the proxy which `proxies` chooses for its endpoint, or none.
 
-    `ca_bundle` is what is trusted for a proxy with https.
+    `make` makes it with more parameters of botocore's `Config`. The endpoint may
+    come from boto3's configuration, so only a client knows it. `ca_file` has the
+    authorities that are trusted for a proxy with https.
 
     Raises:
         ProxyError: no proxy of its kind can be used.
     """
-    from botocore.httpsession import ProxyConfiguration
-
-    proxies.choose(client.meta.endpoint_url)
-    is_secure = any(proxy.startswith("https:") for proxy in (proxies.http, proxies.https))
-    settings = {"proxy_ca_bundle": ca_bundle} if is_secure and ca_bundle else {}
-    chosen: Any = ProxyConfiguration(proxies_settings=settings)
-    chosen.proxy_url_for = proxies.choose
-    # botocore offers no public way to decide for each URL.
-    client._endpoint.http_session._proxy_config = chosen
+    client = make({"proxies": {}})  # without this botocore takes those of the environment
+    proxy = proxies.choose(client.meta.endpoint_url)
+    if proxy is None:
+        return client
+    chosen: dict[str, Any] = {"proxies": {"http": proxy, "https": proxy}}
+    if proxy.startswith("https:") and ca_file:
+        chosen["proxies_config"] = {"proxy_ca_bundle": ca_file}
+    return make(chosen)
 
 
 def shown(proxy: str) -> str:
@@ -99,7 +102,7 @@ def _usable(proxy: str) -> str:
         proxy = f"http://{proxy.removeprefix('//')}"
     try:
         parts = urlsplit(proxy)
-        is_usable = parts.scheme in _PORTS and parts.hostname and parts.port != 0
+        is_usable = parts.scheme in PORTS and parts.hostname and parts.port != 0
     except ValueError:  # of the address or the port
         raise ProxyError(
             "the proxy of the environment is no URL; write it like http://proxy.example.org:3128"

@@ -21,6 +21,7 @@ from fusefs.settings.types import ConditionalWrites
 from fusefs.store.errors import NO_CREDENTIALS, AttemptError, UnreachableError, translate
 from fusefs.store.http import proxies, redirects, trust
 from fusefs.store.http.client import Direct, unsigned_body
+from fusefs.store.http.pool import Network
 from fusefs.store.s3.list import Lister
 from fusefs.store.s3.threads import Attempt
 
@@ -88,12 +89,20 @@ class Clients:
         self._settings = settings
         self._refusals = refusals or Refusals()
         self._proxies = proxies.Proxies.of(os.environ)
-        session = self._session()
-        configured = session._session.get_config_variable("ca_bundle")
+        core = _core_session()
+        session = self._session(core)
+        configured = core.get_config_variable("ca_bundle")
         self._trust = trust.find_for(settings.endpoint_url, settings.ca_bundle, configured)
         if settings.ca_bundle is None and self._trust is not None:
             # For those that give out credentials, too.
-            session._session.set_config_variable("ca_bundle", self._trust.path)
+            core.set_config_variable("ca_bundle", self._trust.path)
+        self._network = Network(
+            self._proxies,
+            self._trust.path if self._trust else None,
+            settings.connect_timeout_s,
+            settings.read_timeout_s,
+            settings.max_connections,
+        )
         self._credentials: Credentials | None = None
         if not settings.anonymous:
             self._credentials = session.get_credentials()
@@ -103,24 +112,24 @@ class Clients:
         if settings.requester_pays:
             self.request["RequestPayer"] = "requester"
         self.s3 = self._make_s3(session)
-        self.direct = Direct(self.s3, self._credentials)
+        self.direct = Direct(self.s3, self._credentials, self._network)
         self.lister = Lister(self.s3, self.direct, self.request)
         self.principal = self._name_principal(session)
         self.is_confined = bool(self._refusals.known) or self._is_confined()
         self.objects = None if self.is_confined else self._make_objects(session)
 
-    def _session(self) -> boto3.Session:
+    def _session(self, core: BotocoreSession) -> boto3.Session:
         import boto3
 
         # boto3 knows AWS_DEFAULT_REGION alone, other programs for AWS know this name too.
         region = self._settings.region or os.environ.get("AWS_REGION")
         return boto3.Session(
-            profile_name=self._settings.profile, region_name=region, botocore_session=_prepared()
+            profile_name=self._settings.profile, region_name=region, botocore_session=core
         )
 
     def has_other_credentials(self) -> bool:
         """Whether boto3 would find other credentials now. Blocks, and may ask for them far away."""
-        found, known = self._session().get_credentials(), self._credentials
+        found, known = self._session(_core_session()).get_credentials(), self._credentials
         if found is None or known is None:
             return False
         return bool(found.get_frozen_credentials() != known.get_frozen_credentials())
@@ -141,6 +150,7 @@ class Clients:
         addressing = settings.addressing
         if addressing == "auto" and settings.endpoint_url is not None:
             addressing = "path"
+        ca_file = self._network.ca_file
         config = Config(
             max_pool_connections=settings.max_connections,
             connect_timeout=settings.connect_timeout_s,
@@ -150,14 +160,17 @@ class Clients:
             user_agent_extra="fusefs",
             **quiet,
         )
-        client = session.client(
-            "s3",
-            endpoint_url=settings.endpoint_url,
-            region_name=session.region_name or DEFAULT_REGION,
-            verify=self._trust.path if self._trust else None,
-            config=config,
-        )
-        proxies.install(client, self._proxies, self._trust.path if self._trust else None)
+
+        def make(parameters: dict[str, Any]) -> Any:
+            return session.client(
+                "s3",
+                endpoint_url=settings.endpoint_url,
+                region_name=session.region_name or DEFAULT_REGION,
+                verify=ca_file,
+                config=config.merge(Config(**parameters)),
+            )
+
+        client = proxies.make_client(make, self._proxies, ca_file)
         redirects.install(client)
         for operation in ("PutObject", "UploadPart"):
             client.meta.events.register(f"before-sign.s3.{operation}", _leave_body_unsigned)
@@ -240,10 +253,8 @@ class Clients:
 
     @property
     def uses_obstore(self) -> bool:
-        """Whether long reads go through obstore's connections: over TLS, or to a proxy."""
-        url = self.s3.meta.endpoint_url
-        is_long_way = url.startswith("https:") or self._proxies.choose(url) is not None
-        return is_long_way and not self.is_confined
+        """Whether long reads go through obstore's connections: over TLS."""
+        return self.s3.meta.endpoint_url.startswith("https:") and not self.is_confined
 
     def try_objects(self, key: str) -> None:
         """See whether obstore's connections reach S3, and do without them otherwise. Blocks.
@@ -377,6 +388,7 @@ class ClientSource:
     def close(self) -> None:
         """Give up the connections."""
         if self.clients is not None:
+            self.clients.direct.close()
             self.clients.s3.close()
 
 
@@ -393,6 +405,7 @@ def prepare() -> None:
     import boto3
     from botocore import UNSIGNED
     from botocore.config import Config
+    from botocore.session import get_session
 
     for name in ("botocore.awsrequest", "botocore.httpsession", "obstore.store"):
         importlib.import_module(name)
@@ -400,23 +413,23 @@ def prepare() -> None:
     no_keys = dict.fromkeys(("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"), os.devnull)
     os.environ.update(no_keys)
     try:
-        session = boto3.Session(region_name=DEFAULT_REGION)
+        core = get_session()
+        session = boto3.Session(region_name=DEFAULT_REGION, botocore_session=core)
         session.client("s3", config=Config(signature_version=UNSIGNED)).close()
     finally:
         for name in no_keys:
             del os.environ[name]
-    _loaders.append(session._session.get_component("data_loader"))
+    _loaders.append(core.get_component("data_loader"))
 
 
-def _prepared() -> BotocoreSession | None:
-    """A session with the loader that was prepared, once; None if there is none."""
+def _core_session() -> BotocoreSession:
+    """botocore's session below one of boto3's, with the loader that was prepared, once."""
     from botocore.session import get_session
 
-    # With a directory of descriptions of their own, users get a loader for that.
-    if not _loaders or "AWS_DATA_PATH" in os.environ:
-        return None
     session = get_session()
-    session.register_component("data_loader", _loaders.pop())
+    # A user with a directory of descriptions of his own gets a loader for that.
+    if _loaders and "AWS_DATA_PATH" not in os.environ:
+        session.register_component("data_loader", _loaders.pop())
     return session
 
 

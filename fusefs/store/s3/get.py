@@ -148,7 +148,8 @@ class Stream:
         Raises:
             AttemptError: it is not what was asked for, or not all of it.
         """
-        chunk = self._checked(answer)[: self.missing]
+        self._check(answer.headers)
+        chunk = memoryview(answer.content)[: self.missing]
         self._write(self._position, chunk)
         self._position += len(chunk)
         self._counted["bytes_fetched"] += len(chunk)
@@ -160,12 +161,9 @@ class Stream:
         Raises:
             AttemptError: the stream broke, or is not what was asked for.
         """
-        is_for_obstore = is_plain(self.version.key) and not clients.is_confined
-        is_short = self.missing <= (SMALL if is_for_obstore else CHUNK)
-        is_done = (is_short and self._run_direct(clients)) or self._run_plain(clients)
-        if not is_done and is_for_obstore:
-            is_done = self._run_obstore(clients)
-        if not is_done:
+        is_for_obstore = clients.uses_obstore and is_plain(self.version.key)
+        is_done = is_for_obstore and self.missing > SMALL and self._run_obstore(clients)
+        if not is_done and not self._run_direct(clients):
             self._run_boto(clients)
         self._check_end()
 
@@ -176,7 +174,7 @@ class Stream:
             )
 
     def _run_obstore(self, clients: Clients) -> bool:
-        """False if obstore can't connect: its TLS may refuse what Python's does not."""
+        """Over TLS, without holding the GIL; False if obstore can't connect."""
         import obstore
 
         assert clients.objects is not None
@@ -198,7 +196,7 @@ class Stream:
         return True
 
     def _run_boto(self, clients: Clients) -> None:
-        """For keys that obstore's paths can't hold, and where it must not follow redirects."""
+        """Before the first LIST, after a redirect, and where requests are signed in other ways."""
         condition = {"IfMatch": self.version.etag} if self.has_if_match else {}
         answer = clients.s3.get_object(
             **clients.request, **condition, Key=self.version.key, Range=self._range
@@ -208,25 +206,13 @@ class Stream:
             self._take(memoryview(chunk))
 
     def _run_direct(self, clients: Clients) -> bool:
-        """For one chunk, in a third of the time; False if one of the libraries has to ask."""
-        answer = clients.direct.send("GET", self.version.key, headers=self.request_headers())
-        if answer is None:
-            return False
-        self._take(self._checked(answer))
-        return True
-
-    def _run_plain(self, clients: Clients) -> bool:
-        """Without TLS the kernel does nearly all of it; False if a library has to ask."""
+        """Over our own connections; False if botocore has to send the request."""
         return clients.direct.download(
             self.version.key, self.request_headers(), self.missing, self._check, self._take
         )
 
     def _check(self, headers: Mapping[str, str]) -> None:
         self._compare(headers.get("etag"), _first_byte(headers.get("content-range")))
-
-    def _checked(self, answer: Answer) -> memoryview:
-        self._check(answer.headers)
-        return memoryview(answer.content)
 
     def _compare(self, etag: str | None, start: int) -> None:
         """Some servers ignore If-Match, and some ignore ranges."""

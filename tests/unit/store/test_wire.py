@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import queue
 import socket
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 from botocore import auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import ReadOnlyCredentials
 
-from fusefs.store.http.exchange import Answer, WireError, exchange
+from fusefs.store.errors import AttemptError
+from fusefs.store.http import exchange as exchange_module
+from fusefs.store.http.exchange import SMALL, Answer, RequestBody, WireError, exchange
+from fusefs.store.http.pool import Borrowed, ConnectionPool, Network
+from fusefs.store.http.proxies import Proxies
 from fusefs.store.http.sigv4 import Signer
 
 HOST = "store.example:8333"
@@ -53,56 +56,71 @@ def test_signatures_are_botocores(
     assert signed == {"host": HOST, **theirs}
 
 
-@dataclass
-class Connection:
-    """One of urllib3's connections, as far as it is used."""
-
-    sock: socket.socket
-    is_connected: bool = True
-
-    def close(self) -> None:
-        self.is_connected = False
-        self.sock.close()
-
-
-class Pool:
-    """A pool of one connection, whose other end is `server`."""
+class Server:
+    """A server that answers one request on each of its connections as the test says, and a pool."""
 
     def __init__(self) -> None:
-        self.server, client = socket.socketpair()
-        client.settimeout(10)
-        self.connection = Connection(client)
-        self.pool: queue.LifoQueue[Connection] = queue.LifoQueue()
-        self._put_conn = self.pool.put
-        self.pool.put(self.connection)
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.pool = pool_of(f"http://127.0.0.1:{self.listener.getsockname()[1]}")
+        self.accepted: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the pool has a connection that can be used again."""
+        sock = self.pool.take_idle()
+        if sock is not None:
+            self.pool.give_back(Borrowed(sock, is_reusable=True))
+        return sock is not None
 
     def answer(self, *pieces: bytes, ends: bool = False) -> None:
-        """Answer the next request, some bytes at a time."""
+        """Answer the next request, some bytes at a time, on a new connection if there is none."""
 
         def work() -> None:
-            self.server.recv(1 << 16)
+            if not self.accepted:
+                self.accepted.append(self.listener.accept()[0])
+            sock = self.accepted[-1]
+            sock.recv(1 << 16)
             for piece in pieces:
                 with contextlib.suppress(ConnectionError):
-                    self.server.sendall(piece)
+                    sock.sendall(piece)
             if ends:
-                self.server.close()
+                sock.close()
 
-        self.thread = threading.Thread(target=work)
-        self.thread.start()
+        self.run(work)
+
+    def run(self, work: Callable[[], None]) -> None:
+        self._threads.append(threading.Thread(target=work))
+        self._threads[-1].start()
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join()
+
+    def close(self) -> None:
+        self.pool.close()
+        self.join()
+        for sock in (*self.accepted, self.listener):
+            sock.close()
+
+
+def pool_of(origin: str) -> ConnectionPool:
+    pool = Network(Proxies.of({}), None, 10, 10, 2).pool(origin)
+    assert pool is not None
+    return pool
 
 
 @pytest.fixture
-def pool() -> Iterator[Pool]:
-    pool = Pool()
-    yield pool
-    pool.connection.close()
-    pool.thread.join()
-    pool.server.close()
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.close()
 
 
-def ask(pool: Pool, *, is_head: bool = False) -> Answer:
-    answer = exchange(pool, HEAD, b"", is_head=is_head)
-    assert answer is not None
+def ask(server: Server, *, is_head: bool = False, body: RequestBody | None = None) -> Answer:
+    with server.pool.connection() as connection:
+        answer, connection.is_reusable = exchange(connection.sock, HEAD, body, is_head=is_head)
+    server.join()
     return answer
 
 
@@ -117,27 +135,26 @@ def ask(pool: Pool, *, is_head: bool = False) -> Answer:
     ],
 )  # fmt: skip
 def test_an_answer_is_read_to_its_end_and_the_connection_serves_again(
-    pool: Pool, pieces: tuple[bytes, ...]
+    server: Server, pieces: tuple[bytes, ...]
 ) -> None:
     for _ in range(2):
-        pool.answer(*pieces)
-        answer = ask(pool)
+        server.answer(*pieces)
+        answer = ask(server)
         assert (answer.status, answer.content) == (200, b"body")
-        pool.thread.join()
-    assert pool.connection.is_connected
+    assert server.is_idle
 
 
-def test_what_ends_with_the_connection_is_whole(pool: Pool) -> None:
-    pool.answer(b"HTTP/1.1 200 OK\r\nETag: x\r\n\r\nbo", b"dy", ends=True)
-    answer = ask(pool)
+def test_what_ends_with_the_connection_is_whole(server: Server) -> None:
+    server.answer(b"HTTP/1.1 200 OK\r\nETag: x\r\n\r\nbo", b"dy", ends=True)
+    answer = ask(server)
     assert (answer.content, answer.headers) == (b"body", {"etag": "x"})
-    assert not pool.connection.is_connected
+    assert not server.is_idle
 
 
-def test_the_answer_to_a_head_has_no_body(pool: Pool) -> None:
-    pool.answer(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\nX: a\r\nx: b\r\n\r\n")
-    assert ask(pool, is_head=True).headers == {"content-length": "4", "x": "a, b"}
-    assert pool.connection.is_connected
+def test_the_answer_to_a_head_has_no_body(server: Server) -> None:
+    server.answer(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\nX: a\r\nx: b\r\n\r\n")
+    assert ask(server, is_head=True).headers == {"content-length": "4", "x": "a, b"}
+    assert server.is_idle
 
 
 @pytest.mark.parametrize(
@@ -148,10 +165,10 @@ def test_the_answer_to_a_head_has_no_body(pool: Pool) -> None:
         b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nbody and more",
     ],
 )
-def test_a_connection_that_cannot_be_trusted_is_closed(pool: Pool, answer: bytes) -> None:
-    pool.answer(answer)
-    assert ask(pool).content == b"body"
-    assert not pool.connection.is_connected
+def test_a_connection_that_cannot_be_trusted_is_closed(server: Server, answer: bytes) -> None:
+    server.answer(answer)
+    assert ask(server).content == b"body"
+    assert not server.is_idle
 
 
 @pytest.mark.parametrize(
@@ -164,21 +181,109 @@ def test_a_connection_that_cannot_be_trusted_is_closed(pool: Pool, answer: bytes
         b"HTTP/1.1 200 OK\r\nno header\r\n\r\n",
     ],
 )  # fmt: skip
-def test_half_an_answer_is_none(pool: Pool, answer: bytes) -> None:
-    pool.answer(answer, ends=True)
+def test_half_an_answer_is_none(server: Server, answer: bytes) -> None:
+    server.answer(answer, ends=True)
     with pytest.raises((WireError, ConnectionError)):
-        ask(pool)
-    assert not pool.connection.is_connected
+        ask(server)
+    assert not server.is_idle
 
 
-def test_an_endless_header_is_given_up(pool: Pool) -> None:
-    pool.answer(b"HTTP/1.1 200 OK\r\nX: ", b"x" * (1 << 19), ends=True)
+def test_an_endless_header_is_given_up(server: Server) -> None:
+    server.answer(b"HTTP/1.1 200 OK\r\nX: ", b"x" * (1 << 19), ends=True)
     with pytest.raises(WireError):
-        ask(pool)
+        ask(server)
 
 
-def test_without_an_open_connection_nothing_is_sent(pool: Pool) -> None:
-    pool.connection.is_connected = False
-    pool.answer()
-    assert exchange(pool, HEAD, b"", is_head=False) is None
-    assert pool.pool.qsize() == 1
+def test_a_connection_that_the_server_has_closed_is_not_used_again(server: Server) -> None:
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nbody"
+    server.answer(answer)
+    ask(server)
+    assert server.is_idle
+    server.accepted.pop().close()
+    while server.is_idle:
+        time.sleep(0.01)  # until the kernel has passed it on
+    server.answer(answer)
+    assert ask(server).content == b"body"
+
+
+def test_no_more_connections_are_kept_than_the_setting_says(server: Server) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(server.pool.connection()).is_reusable = True
+    assert [server.pool.take_idle() is None for _ in range(3)] == [False, False, True]
+
+
+def test_a_closed_pool_keeps_no_connection(server: Server) -> None:
+    with server.pool.connection() as connection:
+        server.pool.close()
+        connection.is_reusable = True
+    assert not server.is_idle
+    assert connection.sock.fileno() == -1
+
+
+class Body:
+    """A body of three pieces."""
+
+    def __init__(self) -> None:
+        self.is_read = False
+        self._pieces: Iterator[memoryview] = iter(())
+
+    def __len__(self) -> int:
+        return 3 * SMALL
+
+    def seek(self, offset: int) -> None:
+        assert offset == 0
+        self._pieces = iter([memoryview(bytes(SMALL))] * 3)
+
+    def whole(self) -> bytes:
+        raise AssertionError("it is large")
+
+    def read(self, _size: int = -1) -> memoryview:
+        self.is_read = True
+        return next(self._pieces, memoryview(b""))
+
+
+@pytest.mark.parametrize("says_continue", [True, False])
+def test_a_large_body_is_sent_once_the_server_wants_it_or_after_a_second(
+    server: Server, monkeypatch: pytest.MonkeyPatch, *, says_continue: bool
+) -> None:
+    monkeypatch.setattr(exchange_module, "CONTINUE_WAIT_S", 10.0 if says_continue else 0.05)
+    got = []
+
+    def serve() -> None:
+        sock = server.listener.accept()[0]
+        server.accepted.append(sock)
+        assert sock.recv(len(HEAD)) == HEAD
+        if says_continue:
+            sock.sendall(b"HTTP/1.1 100 Continue\r\nServer: x\r\n\r\n")
+        got.append(len(sock.recv(3 * SMALL, socket.MSG_WAITALL)))
+        sock.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+    server.run(serve)
+    assert ask(server, body=Body()).status == 200
+    assert got == [3 * SMALL]
+    assert server.is_idle
+
+
+def test_a_large_body_that_the_server_refuses_is_not_read(server: Server) -> None:
+    server.answer(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 2\r\n\r\nno")
+    body = Body()
+    answer = ask(server, body=body)
+    assert (answer.status, answer.content, body.is_read) == (403, b"no", False)
+    assert not server.is_idle
+
+
+def test_who_connects_without_a_listener_learns_the_reason() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        origin = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with (
+        pytest.raises(AttemptError, match="connection refused") as raised,
+        pool_of(origin).connection(),
+    ):
+        pass
+    assert raised.value.failure.is_retryable
+
+
+def test_a_proxy_over_tls_is_left_to_boto3() -> None:
+    proxies = Proxies.of({"HTTPS_PROXY": "https://proxy.example.org:3128"})
+    assert Network(proxies, None, 10, 10, 2).pool("https://s3.example.org") is None
