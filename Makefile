@@ -36,6 +36,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy --strict fusefs csi
+	$(BIN)/lint-imports
 
 storm: $(STAMP)
 	SURVIVAL_ROUNDS=100 SURVIVAL_KILLS=300 SURVIVAL_UPGRADES=20 SURVIVAL_TREE=20000 WRITING_ROUNDS=200 \
