@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from fusefs.cli.status_report import human_size
-from fusefs.launch import registry
+from fusefs.linux import mountinfo
 from tests.support.s3_server import S3Server, ServerError
 
 MIB = 1 << 20
@@ -160,7 +160,7 @@ def scratch_directory() -> Iterator[Path]:
     try:
         yield directory
     finally:
-        if not registry.is_mountpoint(directory / "data"):
+        if not mountinfo.is_mountpoint(directory / "data"):
             shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -169,7 +169,7 @@ def unmounted_at_last(mountpoint: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if registry.is_mountpoint(mountpoint):
+        if mountinfo.is_mountpoint(mountpoint):
             subprocess.run([FUSEFS, "umount", "--force", mountpoint], check=False)
 
 
