@@ -32,7 +32,7 @@ from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.downloader import PART, Fetcher, NotKeptError
 from fusefs.cache.file_cache import FileCache
 from fusefs.daemon.takeover import Handover, state_directory
-from fusefs.posix.metadata.head_cache import Learner
+from fusefs.posix.metadata.head_cache import HeadCache
 from fusefs.posix.nodes import names
 from fusefs.settings.mount import MountSettings
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
@@ -178,15 +178,15 @@ class CacheWarmer:
         self._recording = trio.Lock()
         self._jobs: dict[str, WarmJob] = {}
         self._nursery: trio.Nursery
-        self._learner: Learner
+        self._head_cache: HeadCache
         self._has_begun = trio.Event()
         connections = store.counters()["connections"]
         self._slots = trio.Semaphore(max(1, min(MOST_REQUESTS, connections * 3 // 4)))
         self._listing = trio.CapacityLimiter(LISTINGS)
 
-    async def run(self, handover: Handover | None, learner: Learner) -> None:
+    async def run(self, handover: Handover | None, head_cache: HeadCache) -> None:
         """Do the jobs until cancelled; after a takeover, those of the last daemon first."""
-        self._learner = learner
+        self._head_cache = head_cache
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             if handover is not None and not handover.is_fresh:
@@ -310,7 +310,7 @@ class CacheWarmer:
         self, job: WarmJob, nursery: trio.Nursery, info: ObjectInfo, *, is_again: bool = False
     ) -> None:
         """Begin the requests for one file, as slots get free."""
-        if self._learner.lacks_version(info):
+        if self._head_cache.lacks_version(info):
             await self._slots.acquire()
             nursery.start_soon(self._learn, info)
         known = self._cache.find(info.version)
@@ -340,7 +340,7 @@ class CacheWarmer:
 
     async def _learn(self, info: ObjectInfo) -> None:
         try:
-            await self._learner.learn_version(info)
+            await self._head_cache.learn_version(info)
         finally:
             self._slots.release()
 

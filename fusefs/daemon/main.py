@@ -62,13 +62,15 @@ from fusefs.posix.journal.restore import restore
 from fusefs.posix.late.repair import Repairer, show_repaired
 from fusefs.posix.late.requests import LateRequests
 from fusefs.posix.late.watched_store import WatchedStore
-from fusefs.posix.metadata.head_policy import Presumption
+from fusefs.posix.metadata.head_policy import HeadPolicy
+from fusefs.posix.mount_state import MountState, Writing
 from fusefs.posix.nodes.forgetting import Forgetting
+from fusefs.posix.nodes.handles import HandleTable
 from fusefs.posix.nodes.inode import StagedFile
-from fusefs.posix.nodes.inode_table import Ownership
+from fusefs.posix.nodes.inode_table import InodeTable, Ownership
+from fusefs.posix.nodes.notifier import Notifier
 from fusefs.posix.operations import Operations
 from fusefs.posix.write import recovery
-from fusefs.posix.write.flush import Writing
 from fusefs.posix.write.staging import Staging
 from fusefs.settings.memory import MemoryBudget
 from fusefs.settings.mount import MountSettings, SettingsError
@@ -131,21 +133,30 @@ class Daemon:
                 self._nursery = nursery
                 changed = self.cache.directory / "changed"
                 self.directories = Directories(
-                    self.store, self.settings.metadata_ttl, self.pages, nursery,
-                    Presumption(self.settings.object_attributes, changed),
-                )  # fmt: skip
+                    self.store,
+                    self.settings.metadata_ttl,
+                    self.pages,
+                    nursery,
+                    HeadPolicy(self.settings.object_attributes, changed),
+                )
                 self.directories.most_entries = self._budget.entries
                 self.fetcher = Fetcher(
                     self.store, self.cache, self.evictor, nursery, unkept=self._budget.unkept
                 )
                 self.scrub = Scrub(
-                    self.cache.files, self.cache.integrity,
-                    is_on=self.settings.scrub == Scrubbing.ON, was_unclean=self.cache.was_unclean,
-                )  # fmt: skip
+                    self.cache.files,
+                    self.cache.integrity,
+                    is_on=self.settings.scrub == Scrubbing.ON,
+                    was_unclean=self.cache.was_unclean,
+                )
                 self.verifier = Verifier(
-                    self.store, self.cache, self.fetcher, self.settings.source.prefix, nursery,
+                    self.store,
+                    self.cache,
+                    self.fetcher,
+                    self.settings.source.prefix,
+                    nursery,
                     self._unsent,
-                )  # fmt: skip
+                )
                 self.warmer = CacheWarmer(self.store, self.cache, self.fetcher, self.settings)
                 nursery.start_soon(_watch_signals, self._unmount, partial(status.log_waiting, self))
                 try:
@@ -165,7 +176,7 @@ class Daemon:
     def _unsent(self, key: str) -> list[StagedFile]:
         """What was written at or below a key and is not in the bucket."""
         writer = self.operations.writer
-        return writer.pending(key) if writer is not None else []
+        return writer.backlog.files(key) if writer is not None else []
 
     async def _open_cache(self) -> None:
         settings = self.settings
@@ -231,9 +242,9 @@ class Daemon:
                     nursery.start_soon(self.pages.run)
                     nursery.start_soon(self.forgetting.run)
                     nursery.start_soon(self.scrub.run)
-                    nursery.start_soon(self.warmer.run, self._handover, self.operations.learner)
+                    nursery.start_soon(self.warmer.run, self._handover, self.operations.head_cache)
                     if self.operations.mutations is not None:
-                        nursery.start_soon(self.operations.mutations.writer.run)
+                        nursery.start_soon(self.operations.mutations.writer.backlog.run)
                         nursery.start_soon(self.operations.mutations.changes.run)
                         probing = partial(self.prober.run, fails_on_conflict=self._is_strict)
                         nursery.start_soon(probing)
@@ -246,7 +257,7 @@ class Daemon:
                     registry.unregister(mountpoint, pid=os.getpid())
 
     def _warnings(self) -> list[str]:
-        """What is to be said to whoever mounts, though it works."""
+        """Warnings for the user, though the mount works."""
         source = self.settings.source
         if not source.prefix or not self.store.is_prefix_empty:
             return []
@@ -274,12 +285,12 @@ class Daemon:
         self.operations.is_shut = is_shut
         self.backing.drop_unused()
         # What the kernel knows of names it knows no more.
-        self.operations.invalidate_names()
+        self.operations.notifier.invalidate_names()
 
     async def _until_ended(self, session: RunningSession, serving: trio.Nursery) -> None:
         self._is_unmounted = await session.run()
         if self._is_unmounted and self.operations.writer is not None:
-            await self.operations.writer.drain(self.settings.retry_time)
+            await self.operations.writer.backlog.drain(self.settings.retry_time)
         how = "unmounted" if self._is_unmounted else "leaving to another daemon:"
         logger.info("%s %s", how, self.settings.mountpoint)
         serving.cancel_scope.cancel()
@@ -296,26 +307,34 @@ class Daemon:
         )
         self._log = log
         writing = None if settings.read_only else self._writing(mounted_ns)
-        self.operations = Operations(
-            self.watched or self.store, self.directories, self.cache, self.fetcher,
-            self.backing, log, owner, settings.source.prefix, ids_are_inos=ids_are_inos,
-            writing=writing, mounted_ns=mounted_ns,
-        )  # fmt: skip
-        operations = self.operations
-        self.forgetting = Forgetting(
-            operations.inodes, self._budget.names, lambda nodeids: operations.prune_names(nodeids)
+        notifier = Notifier()
+        state = MountState(
+            store=self.watched or self.store,
+            directories=self.directories,
+            cache=self.cache,
+            downloader=self.fetcher,
+            backing=self.backing,
+            journal=log,
+            inodes=InodeTable(settings.source.prefix, log, notifier, ids_are_inos=ids_are_inos),
+            handles=HandleTable(log),
+            owner=owner,
+            mounted_ns=mounted_ns or time.time_ns(),
+            notifier=notifier,
         )
-        return operations
+        self.operations = Operations(state, writing)
+        self.forgetting = Forgetting(state.inodes, self._budget.names, notifier.prune_names)
+        return self.operations
 
     def _writing(self, mounted_ns: int) -> Writing:
         settings, identity = self.settings, self._identity
         with usable(settings.cache_dir):
             late = LateRequests(
-                late_requests_directory(settings, mounted_ns), identity,
+                late_requests_directory(settings, mounted_ns),
+                identity,
                 settings.late_request_checks,
-            )  # fmt: skip
+            )
             staged = staging_directory(settings, mounted_ns)
-            staging = Staging(staged, identity, settings.staging_size)
+            staging = Staging(staged, identity, settings.staging_size, self.cache)
             renames = renames_directory(settings)
         self.watched = WatchedStore(self.store, late)
         self.directories.settled_at = time.monotonic() + late.unsettled_s
@@ -337,14 +356,12 @@ class Daemon:
         operations = self._operations(log, mounted_ns=mounted_ns)
         session = Session(handover.fd, operations, log, max_stack_depth=depth)
         session.callers.keeper = handover
-        if operations.writer is not None:
-            operations.writer.was_killed = session.callers.was_killed
         nursery.start_soon(handover.keep, lambda: len(session.waiting))
         try:
             if state is None:
                 with trio.fail_after(INIT_TIMEOUT_S):
                     await session.negotiate()
-                operations.tell_table(log)
+                operations.log_table(log)
                 if operations.writer is not None:
                     recovery.adopt(operations.writer)
             else:
@@ -423,7 +440,7 @@ class Daemon:
             await trio.sleep(10)
             if log.wants_compaction:
                 log.begin_compaction()
-                await self.operations.retell(log)
+                await self.operations.write_all(log)
                 log.finish_compaction()
 
     async def _unmount(self) -> None:

@@ -16,7 +16,7 @@ from fusefs.cache.file_cache import FileCache
 from fusefs.cache.listing_cache import NoPages, RememberedPages
 from fusefs.cache.quota import Quota
 from fusefs.daemon import log_handlers
-from fusefs.posix.write.flush import Rules
+from fusefs.posix.mount_state import Rules
 from fusefs.settings.memory import MemoryBudget
 from fusefs.settings.mount import MountSettings
 from fusefs.settings.types import Conflict, Durability, ExclusiveCreate

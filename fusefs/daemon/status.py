@@ -29,7 +29,7 @@ from fusefs.posix.namespace.mutations import Mutations
 from fusefs.posix.nodes import names
 from fusefs.posix.nodes.forgetting import Forgetting
 from fusefs.posix.operations import Operations
-from fusefs.posix.write.flush import UPLOADING
+from fusefs.posix.write.backlog import UPLOADING
 from fusefs.posix.write.writer import Writer
 from fusefs.settings.mount import MountSettings
 from fusefs.store.s3.store import S3Store
@@ -168,28 +168,28 @@ def _late_requests(daemon: MountParts) -> dict[str, int]:
 def pending(writer: Writer, prefix: str) -> dict[str, Any]:
     """The oldest staged files at or below a key that are not in the bucket, and their count."""
     now = trio.current_time()
-    unsent = sorted(writer.unsent(prefix), key=lambda staged: staged.since)
+    unsent = sorted(writer.backlog.unsent(prefix), key=lambda staged: staged.since)
     return {
         "pending": [
             {
                 "key": staged.key,
                 "bytes": staged.size(),
                 "since_s": now - staged.since,
-                "state": writer.state(staged),
+                "state": writer.backlog.state(staged),
                 "error": str(staged.error) if staged.error is not None else None,
             }
             for staged in unsent[:MOST_PENDING]
         ],
         "pending_files": len(unsent),
         "pending_bytes": sum(staged.size() for staged in unsent),
-        "under_way": sum(writer.state(staged) == UPLOADING for staged in unsent),
+        "under_way": sum(writer.backlog.state(staged) == UPLOADING for staged in unsent),
     }
 
 
 def sync(mutations: Mutations, key: str, *, is_first: bool) -> dict[str, Any]:
     """As `pending`, with renames of directories; all are begun if it `is_first`."""
     if is_first:
-        mutations.writer.begin_sync(key)
+        mutations.writer.backlog.hurry(key)
     renames = mutations.changes.pending_renames(key, hurry=is_first)
     answer = pending(mutations.writer, key)
     answer["pending"] = renames + answer["pending"]

@@ -10,7 +10,7 @@ that comes after this one.
 An id belongs to a cache file, and all inodes and handles of that version share
 it. Registering costs an open and a message to the keeper, so ids are kept
 after the last close, the least recently used going first when there are too
-many. An id is only given back while nobody has the file open: the kernel would
+many. An id is only given back while no program has the file open: the kernel would
 refuse every further open of such an inode.
 """
 
@@ -157,7 +157,7 @@ class PassthroughFiles:
                 self.registrar.close_backing(backing_id)
 
     def drop(self, file: CacheFile) -> trio.Event | None:
-        """Give a file's id back; nobody has the file open.
+        """Give a file's id back; no program has the file open.
 
         The event, if there was an id, is set when the kernel has let the file go.
         """
@@ -165,7 +165,7 @@ class PassthroughFiles:
         return self.registrar.close_backing(backing_id) if backing_id else None
 
     def drop_unused(self) -> None:
-        """Give back the ids of all files that nobody has open."""
+        """Give back the ids of all files that no program has open."""
         for file in [file for file in self._ids if not file.pins]:
             self.drop(file)
 

@@ -40,8 +40,7 @@ class Layout:
 
 
 IN_HEADER = Layout(
-    "fuse_in_header",
-    "len:I opcode:I unique:Q nodeid:Q uid:I gid:I pid:I total_extlen:H padding:H",
+    "fuse_in_header", "len:I opcode:I unique:Q nodeid:Q uid:I gid:I pid:I total_extlen:H padding:H"
 )
 OUT_HEADER = Layout("fuse_out_header", "len:I error:i unique:Q")
 INIT_IN = Layout("fuse_init_in", "major:I minor:I max_readahead:I flags:I flags2:I unused:44s")
@@ -67,13 +66,9 @@ ATTR_OUT_HEAD = Layout("fuse_attr_out", "attr_valid:Q attr_valid_nsec:I dummy:I"
 OPEN_IN = Layout("fuse_open_in", "flags:I open_flags:I")
 OPEN_OUT = Layout("fuse_open_out", "fh:Q open_flags:I backing_id:i")
 RELEASE_IN = Layout("fuse_release_in", "fh:Q flags:I release_flags:I lock_owner:Q")
-READ_IN = Layout(
-    "fuse_read_in",
-    "fh:Q offset:Q size:I read_flags:I lock_owner:Q flags:I padding:I",
-)
+READ_IN = Layout("fuse_read_in", "fh:Q offset:Q size:I read_flags:I lock_owner:Q flags:I padding:I")
 WRITE_IN = Layout(
-    "fuse_write_in",
-    "fh:Q offset:Q size:I write_flags:I lock_owner:Q flags:I padding:I",
+    "fuse_write_in", "fh:Q offset:Q size:I write_flags:I lock_owner:Q flags:I padding:I"
 )
 WRITE_OUT = Layout("fuse_write_out", "size:I padding:I")
 FSYNC_IN = Layout("fuse_fsync_in", "fh:Q fsync_flags:I padding:I")

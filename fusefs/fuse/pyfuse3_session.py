@@ -25,6 +25,7 @@ from fusefs.linux.mount import MountError, MountRequest
 from fusefs.linux.mountinfo import FILESYSTEM_TYPE
 from fusefs.posix.namespace.mutations import Mutations
 from fusefs.posix.nodes.inode_table import Inode
+from fusefs.posix.nodes.notifier import KernelNotifications
 from fusefs.posix.operations import Operations
 from fusefs.posix.types import Answer, Caller, NewAttributes
 
@@ -35,7 +36,7 @@ T = TypeVar("T")
 MOST_TASKS = 99
 
 
-class PyfuseSession:
+class PyfuseSession(KernelNotifications):
     """One mount under pyfuse3, which allows one to a process."""
 
     name = "pyfuse3"
@@ -43,7 +44,7 @@ class PyfuseSession:
     def __init__(self, request: MountRequest, operations: Operations) -> None:
         self._request = request
         self._handlers = Pyfuse3Handlers(operations)
-        operations.invalidate_attributes = _invalidate_attributes
+        operations.notifier.connect(self)
 
     @property
     def requests(self) -> int:
@@ -75,6 +76,9 @@ class PyfuseSession:
     def survival(self) -> tuple[bool, str]:
         """Whether the mount outlives this process, and why."""
         return False, "a mount of the pyfuse3 session ends with its daemon"
+
+    def invalidate_attributes(self, nodeid: int) -> None:
+        pyfuse3.invalidate_inode(nodeid, attr_only=True)
 
     async def run(self) -> bool:
         """Answer requests until the file system is unmounted."""
@@ -241,9 +245,14 @@ class Pyfuse3Handlers(pyfuse3.Operations):
             await self._waited(Opcode.RMDIR, parent, done, context.pid)
 
     async def rename(
-        self, parent: int, name: bytes, to: int, new_name: bytes, flags: int,
+        self,
+        parent: int,
+        name: bytes,
+        to: int,
+        new_name: bytes,
+        flags: int,
         context: pyfuse3.RequestContext,
-    ) -> None:  # fmt: skip
+    ) -> None:
         with self._errors():
             done = self._mutations.rename(parent, name, to, new_name, flags, _caller(context))
             await self._waited(Opcode.RENAME2, parent, done, context.pid)
@@ -254,9 +263,13 @@ class Pyfuse3Handlers(pyfuse3.Operations):
         raise pyfuse3.FUSEError(errno.EPERM)  # an object has one key
 
     async def setattr(
-        self, nodeid: int, attributes: pyfuse3.EntryAttributes, fields: pyfuse3.SetattrFields,
-        fh: int | None, context: pyfuse3.RequestContext,
-    ) -> pyfuse3.EntryAttributes:  # fmt: skip
+        self,
+        nodeid: int,
+        attributes: pyfuse3.EntryAttributes,
+        fields: pyfuse3.SetattrFields,
+        fh: int | None,
+        context: pyfuse3.RequestContext,
+    ) -> pyfuse3.EntryAttributes:
         new = NewAttributes(
             mode=attributes.st_mode if fields.update_mode else None,
             uid=attributes.st_uid if fields.update_uid else None,
@@ -288,12 +301,12 @@ class Pyfuse3Handlers(pyfuse3.Operations):
     async def flush(self, fh: int) -> None:
         if self._operations.writer is not None:
             with self._errors():
-                flushed = self._operations.writer.flush(fh)
+                flushed = self._operations.writer.flusher.flush(fh)
                 await self._result(Opcode.FLUSH, self._opened(fh), flushed)
 
     async def fsync(self, fh: int, datasync: bool) -> None:
         with self._errors():
-            synced = self._mutations.writer.fsync(fh)
+            synced = self._mutations.writer.flusher.fsync(fh)
             await self._result(Opcode.FSYNC, self._opened(fh), synced)
 
     def pack(self, inode: Inode, valid_s: float) -> pyfuse3.EntryAttributes:
@@ -379,10 +392,6 @@ class _Pyfuse3Entries:
 
 def _caller(context: pyfuse3.RequestContext) -> Caller:
     return Caller(0, context.uid, context.gid, context.pid)
-
-
-def _invalidate_attributes(nodeid: int) -> None:
-    pyfuse3.invalidate_inode(nodeid, attr_only=True)
 
 
 def _options(request: MountRequest) -> set[str]:

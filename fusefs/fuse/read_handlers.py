@@ -22,10 +22,23 @@ from fusefs.posix.types import Caller, Found, Opened
 FOREVER_S = 1 << 40
 
 _CHANGING = (
-    Opcode.SETATTR, Opcode.SYMLINK, Opcode.MKNOD, Opcode.MKDIR, Opcode.UNLINK, Opcode.RMDIR,
-    Opcode.RENAME, Opcode.RENAME2, Opcode.LINK, Opcode.WRITE, Opcode.SETXATTR,
-    Opcode.REMOVEXATTR, Opcode.CREATE, Opcode.FALLOCATE, Opcode.COPY_FILE_RANGE, Opcode.TMPFILE,
-)  # fmt: skip
+    Opcode.SETATTR,
+    Opcode.SYMLINK,
+    Opcode.MKNOD,
+    Opcode.MKDIR,
+    Opcode.UNLINK,
+    Opcode.RMDIR,
+    Opcode.RENAME,
+    Opcode.RENAME2,
+    Opcode.LINK,
+    Opcode.WRITE,
+    Opcode.SETXATTR,
+    Opcode.REMOVEXATTR,
+    Opcode.CREATE,
+    Opcode.FALLOCATE,
+    Opcode.COPY_FILE_RANGE,
+    Opcode.TMPFILE,
+)
 
 Buffer = bytes | bytearray | memoryview
 Payload = Buffer | None  # None: no reply is due
@@ -98,9 +111,23 @@ class Handlers:
         shown = self._operations.attributes(inode)
         seconds, rest = divmod(shown.mtime_ns, 1_000_000_000)
         packed = protocol.ATTR.pack(
-            shown.ino, shown.size, shown.blocks, seconds, seconds, seconds,
-            rest, rest, rest, shown.mode, shown.nlink, shown.uid, shown.gid, 0, 4096, 0,
-        )  # fmt: skip
+            shown.ino,
+            shown.size,
+            shown.blocks,
+            seconds,
+            seconds,
+            seconds,
+            rest,
+            rest,
+            rest,
+            shown.mode,
+            shown.nlink,
+            shown.uid,
+            shown.gid,
+            0,
+            4096,
+            0,
+        )
         if inode.staged is None and inode.lead is None:
             inode.packed = packed
         return packed

@@ -46,6 +46,7 @@ from fusefs.fuse.read_handlers import Buffer, Handler, Handlers, Payload
 from fusefs.fuse.write_handlers import ChangingHandlers
 from fusefs.linux.libc import lock_memory
 from fusefs.posix.nodes.inode_table import NodeLog
+from fusefs.posix.nodes.notifier import KernelNotifications
 from fusefs.posix.operations import Operations
 from fusefs.posix.types import Caller
 
@@ -120,7 +121,7 @@ class RunningSession(Protocol):
     async def run(self) -> bool: ...
 
 
-class Session:
+class Session(KernelNotifications):
     """One mount's conversation with the kernel, over its /dev/fuse descriptor.
 
     `max_stack_depth` is 0 to leave passthrough alone, 1 to negotiate it, 2 if
@@ -156,9 +157,7 @@ class Session:
         }
         if operations.mutations is not None:
             self._handlers |= ChangingHandlers(handlers, operations.mutations).table
-        operations.invalidate_attributes = self.invalidate_attributes
-        operations.invalidate_names = self.invalidate_names
-        operations.prune_names = self.prune_names
+        operations.notifier.connect(self)
 
     @property
     def waiting(self) -> list[Waiting]:
@@ -355,6 +354,10 @@ class Session:
         if error.errno not in (errno.ENOENT, errno.ENODEV):
             logger.warning("the kernel refused a reply: %s", error.strerror)
 
+    async def was_killed(self, pid: int) -> bool:
+        """Whether a thread closes its files because its process is being killed."""
+        return await self.callers.was_killed(pid)
+
     def invalidate_attributes(self, nodeid: int) -> None:
         """Have the kernel ask for a node's attributes again; returns at once."""
         size = protocol.OUT_HEADER.size + protocol.NOTIFY_INVAL_INODE.size
@@ -415,10 +418,21 @@ class Session:
             wanted &= ~Init.HAS_RESEND
         self.negotiated = Init(flags & wanted)
         answer = protocol.INIT_OUT.pack(
-            protocol.MAJOR, protocol.MINOR, max_readahead, self.negotiated & 0xFFFFFFFF,
-            64, 48, MAX_WRITE, 1, MAX_PAGES, 0, self.negotiated >> 32,
-            self._max_stack_depth if self.has_passthrough else 0, 0, bytes(22),
-        )  # fmt: skip
+            protocol.MAJOR,
+            protocol.MINOR,
+            max_readahead,
+            self.negotiated & 0xFFFFFFFF,
+            64,
+            48,
+            MAX_WRITE,
+            1,
+            MAX_PAGES,
+            0,
+            self.negotiated >> 32,
+            self._max_stack_depth if self.has_passthrough else 0,
+            0,
+            bytes(22),
+        )
         self._log.negotiated(answer)
         return answer
 

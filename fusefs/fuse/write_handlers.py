@@ -111,9 +111,9 @@ class ChangingHandlers:
     # Attributes
 
     def _setattr(self, nodeid: int, body: memoryview, _caller: Caller) -> Result:
-        (
-            valid, _, _, size, _, _, mtime, _, _, mtime_rest, _, mode, _, uid, gid, _,
-        ) = protocol.SETATTR_IN.unpack_from(body)  # fmt: skip
+        (valid, _, _, size, _, _, mtime, _, _, mtime_rest, _, mode, _, uid, gid, _) = (
+            protocol.SETATTR_IN.unpack_from(body)
+        )
         new = NewAttributes()
         if valid & Setattr.MODE:
             new.mode = mode
@@ -154,11 +154,13 @@ class ChangingHandlers:
         return _written(answer)
 
     def _flush(self, _nodeid: int, body: memoryview, caller: Caller) -> Result:
-        answer = self._mutations.writer.flush(protocol.FLUSH_IN.unpack_from(body)[0], caller.pid)
+        answer = self._mutations.writer.flusher.flush(
+            protocol.FLUSH_IN.unpack_from(body)[0], caller.pid
+        )
         return b"" if answer is None else _done(answer)
 
     def _fsync(self, _nodeid: int, body: memoryview, _caller: Caller) -> Result:
-        answer = self._mutations.writer.fsync(protocol.FSYNC_IN.unpack_from(body)[0])
+        answer = self._mutations.writer.flusher.fsync(protocol.FSYNC_IN.unpack_from(body)[0])
         return b"" if answer is None else _done(answer)
 
     def _fsyncdir(self, nodeid: int, _body: memoryview, _caller: Caller) -> Result:

@@ -6,8 +6,8 @@ answers. What is in memory or in the page cache is answered at once, so most
 requests cost no task and no switch. Errors are OSErrors whose errno is the
 answer.
 
-How an open is decided is told in posix/read/open.py, how a read is answered in
-posix/read/read.py, and how a directory is in posix/directory/readdir.py.
+How an open is decided: posix/read/open.py; how a read is answered:
+posix/read/read.py; how a directory is read: posix/directory/readdir.py.
 
 The object belongs to the event loop.
 """
@@ -15,127 +15,88 @@ The object belongs to the event loop.
 from __future__ import annotations
 
 import errno
-import math
 import os
 import stat
 import time
-from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import trio
 
 from fusefs.cache.cached_file import CacheFile
-from fusefs.cache.downloader import Fetcher
-from fusefs.cache.file_cache import FileCache
-from fusefs.posix.directory.listings import Absent, Directories, Directory, Entry
+from fusefs.posix.directory.listings import Absent, Directory, Entry
 from fusefs.posix.directory.readdir import Streams, resolved
-from fusefs.posix.metadata.head_cache import Learner
+from fusefs.posix.metadata.head_cache import HeadCache
 from fusefs.posix.metadata.object_metadata import LONGEST_TARGET
 from fusefs.posix.metadata.xattrs import Xattrs
+from fusefs.posix.mount_state import MountState, Writing
 from fusefs.posix.namespace.mutations import Mutations
 from fusefs.posix.namespace.removals import Removals
 from fusefs.posix.namespace.rename import Changes
 from fusefs.posix.namespace.settled_store import SettledStore
 from fusefs.posix.nodes import names
-from fusefs.posix.nodes.handles import DirectoryHandle, HandleTable
-from fusefs.posix.nodes.inode_table import Attributes, Inode, InodeTable, NodeLog, Ownership
+from fusefs.posix.nodes.handles import DirectoryHandle
+from fusefs.posix.nodes.inode_table import Attributes, Inode, NodeLog
 from fusefs.posix.read.open import Opener
 from fusefs.posix.read.read import Reader
-from fusefs.posix.types import (
-    Answer,
-    BackingFiles,
-    Caller,
-    DirectoryBuffer,
-    Found,
-    Opened,
-    ReadCounters,
-    waiting,
-)
-from fusefs.posix.write.flush import Writing
+from fusefs.posix.types import Answer, Caller, DirectoryBuffer, Found, Opened, waiting
 from fusefs.posix.write.writer import Writer
-from fusefs.store.interface import ObjectInfo, Store
+from fusefs.store.interface import ObjectInfo
 
 # Who asks for listings younger than this also wants rewinddir to ask again.
 CACHED_DIRECTORY_TTL_S = 10.0
 
 
 class Operations:
-    """The read side of a mounted prefix; see the module's text."""
+    """The file system of one mount; `writing` is None on a read-only one."""
 
-    def __init__(
-        self,
-        store: Store,
-        directories: Directories,
-        cache: FileCache,
-        fetcher: Fetcher,
-        backing: BackingFiles,
-        log: NodeLog,
-        owner: Ownership,
-        prefix: str,
-        *,
-        ids_are_inos: bool = False,
-        writing: Writing | None = None,
-        mounted_ns: int = 0,
-    ) -> None:
-        self._store = store
-        self._directories = directories
-        self.cache = cache
-        self.fetcher = fetcher
-        self.owner = owner
-        self.mounted_ns = mounted_ns or time.time_ns()
-        self.inodes = InodeTable(prefix, log, ids_are_inos=ids_are_inos)
-        self.handles = HandleTable(log)
-        self.counters = ReadCounters()
+    def __init__(self, state: MountState, writing: Writing | None = None) -> None:
+        self._state = state
+        self._directories = state.directories
+        self.cache = state.cache
+        self.fetcher = state.downloader
+        self.owner = state.owner
+        self.mounted_ns = state.mounted_ns
+        self.inodes = state.inodes
+        self.handles = state.handles
+        self.counters = state.counters
+        self.notifier = state.notifier
         # Whether names and bytes are refused, because S3 refuses them; see daemon/access_guard.py.
         self.is_shut = False
-        nursery = writing.nursery if writing is not None else None
-        self.learner = Learner(store, directories, self.inodes, owner, nursery)
-        self._streams = Streams(directories, self.inodes, self.handles, self.learner)
-        self._xattrs = Xattrs(store, self.inodes, self.learner)
-        # Asks the kernel to forget a node's attributes; set by the session.
-        self.invalidate_attributes: Callable[[int], None] = lambda _nodeid: None
-        self.inodes.on_removal = lambda nodeid: self.invalidate_attributes(nodeid)
-        # Has the kernel look all names up again; set by a session that can.
-        self.invalidate_names: Callable[[], None] = lambda: None
-        # Has the kernel forget nodes that no program uses, if it can; set by such a session.
-        self.prune_names: Callable[[Sequence[int]], bool] = lambda _nodeids: False
-        self._opener = Opener(
-            store, directories, cache, fetcher, backing, log,
-            self.inodes, self.handles, self.counters,
-            lambda nodeid: self.invalidate_attributes(nodeid),
-        )  # fmt: skip
-        self._reader = Reader(
-            cache, fetcher, self.handles, self.counters, outdate=self._opener.outdate
+        settled, writer = state, None
+        if writing is not None:
+            removals = Removals(
+                state.store, writing.staging.directory, writing.nursery, writing.late
+            )
+            settled = replace(state, store=SettledStore(state.store, removals))
+            writer = Writer(settled, writing, removals)
+        self.writer = writer
+        self.head_cache = HeadCache(
+            state.store,
+            state.directories,
+            state.inodes,
+            state.owner,
+            writing.nursery if writing is not None else None,
+            deferred=writer.deferred.get if writer is not None else None,
         )
-        cache.on_discard = self._discarded
+        self._streams = Streams(state, self.head_cache)
+        self._xattrs = Xattrs(state.store, state.inodes, self.head_cache)
+        self._opener = Opener(state, writer.open_staged if writer is not None else None)
+        self._reader = Reader(state, writer.editor if writer is not None else None)
+        state.cache.on_discard = self._discarded
         # None on a read-only mount.
-        self.mutations = self._mutations(writing, log) if writing is not None else None
-        self.writer = self.mutations.writer if self.mutations is not None else None
-
-    def _mutations(self, writing: Writing, log: NodeLog) -> Mutations:
-        """The part that writes, known to those that read what is being written."""
-        owner = self.owner
-        removals = Removals(self._store, writing.staging.directory, writing.nursery, writing.late)
-        settled = SettledStore(self._store, removals)
-        writer = Writer(
-            settled, removals, self._directories, self.cache, self.fetcher, writing,
-            self.inodes, self.handles,
-            lambda inode: inode.default_meta(owner), self._opener.outdate,
-        )  # fmt: skip
-        self._reader.editor = writer.editor
-        self.learner.deferred = writer.deferred.get
-        self._opener.open_staged = writer.open_staged
-        changes = Changes(
-            settled, self._directories, self.cache, self.inodes, self.handles, writer, log,
-            writing.renames, may_delete=writing.rules.may_delete, late=writing.late,
-        )  # fmt: skip
-        return Mutations(self, writer, changes, log, writing.nursery)
+        self.mutations: Mutations | None = None
+        if writing is not None and writer is not None:
+            changes = Changes(settled, writing, writer)
+            self.mutations = Mutations(
+                settled, writing.nursery, writer, changes, self.head_cache, self.release
+            )
 
     # Names
 
     def lookup(self, parent_id: int, name: bytes, caller: Caller) -> Answer[Found]:
         """What a name stands for."""
         self._refuse_if_shut()
-        parent = self.directory(parent_id)
+        parent = self.inodes.directory(parent_id)
         text = names.decode(name)
         if text is None or not names.is_expressible(text):
             return Found(None, 0.0) if len(name) <= names.NAME_MAX else _too_long()
@@ -170,7 +131,7 @@ class Operations:
     async def _lookup_later(self, parent: Inode, directory: Directory, name: str) -> Found:
         entry, expires = await self._directories.lookup(directory, name)
         if self.writer is not None and not isinstance(entry, Absent):
-            await self.learner.show(resolved(self.inodes, parent, directory, name, entry))
+            await self.head_cache.show(resolved(self.inodes, parent, directory, name, entry))
         return self._found(parent, directory, name, entry, expires)
 
     def _lacks_meta(
@@ -178,7 +139,7 @@ class Operations:
     ) -> bool:
         if self.writer is None or isinstance(entry, Absent):
             return False
-        return self.learner.must_ask(resolved(self.inodes, parent, directory, name, entry))
+        return self.head_cache.needs_head(resolved(self.inodes, parent, directory, name, entry))
 
     def _found(
         self, parent: Inode, directory: Directory, name: str, entry: Entry | Absent, expires: float
@@ -195,13 +156,13 @@ class Operations:
 
     async def getattr_later(self, nodeid: int) -> tuple[Inode, float]:
         """As `getattr`, where `lacks_meta` says so."""
-        await waiting(self.learner.show(self.inodes.get(nodeid)))
+        await waiting(self.head_cache.show(self.inodes.get(nodeid)))
         return self.getattr(nodeid)
 
     def lacks_meta(self, nodeid: int) -> bool:
-        """Whether `getattr_later` has to be asked."""
+        """Whether `getattr` would lack attributes, and `getattr_later` is to be used."""
         inode = self.inodes.find(nodeid)
-        return inode is not None and self.learner.must_ask(inode)
+        return inode is not None and self.head_cache.needs_head(inode)
 
     def getattr(self, nodeid: int) -> tuple[Inode, float]:
         """The inode whose attributes to show, and for how many seconds they hold.
@@ -210,12 +171,7 @@ class Operations:
         a name stands for is the business of lookups.
         """
         inode = self.inodes.get(nodeid)
-        if inode.staged is not None or inode.is_removed:
-            return inode, 0.0
-        if inode.info is None:
-            # A directory always looks the same, and every path leads through the root.
-            return inode, math.inf
-        return inode, max(0.0, inode.believed_until - time.monotonic())
+        return inode, inode.valid_s
 
     def attributes(self, inode: Inode) -> Attributes:
         return inode.attributes(self.owner, self.mounted_ns)
@@ -232,7 +188,7 @@ class Operations:
                 return Opened(known, keep_cache=False, may_write=bool(is_writing))
             if not inode.is_current:
                 self._opener.redirect(inode, caller)
-            if self.learner.lacks(inode):
+            if self.head_cache.lacks(inode):
                 return waiting(self._open_learned(self.writer, inode, flags, caller))
             return self.writer.open(inode, flags, caller)
         return self._opener.open(inode, flags, caller)
@@ -241,12 +197,12 @@ class Operations:
         self, writer: Writer, inode: Inode, flags: int, caller: Caller
     ) -> Opened:
         """Open a file for writing once it is known what is to be written with it."""
-        await self.learner.learn(inode)
+        await self.head_cache.learn(inode)
         answer = writer.open(inode, flags, caller)
         return answer if isinstance(answer, Opened) else await answer
 
     def recall_stale(self, nodeid: int, pid: int) -> None:
-        """A process was told ESTALE for a node, and may have no name to look up."""
+        """A process got ESTALE for a node, and may have no name to look up."""
         inode = self.inodes.find(nodeid)
         if inode is not None:
             self._opener.redirects.recall(inode, pid)
@@ -272,7 +228,7 @@ class Operations:
             self.cache.probing.closed(handle.file)
         self.cache.unpin(handle.file)
         if self.writer is not None:
-            self.writer.released(handle.inode)
+            self.writer.flusher.released(handle.inode)
 
     def _discarded(self, file: CacheFile) -> None:
         """Give the names of a cache file that was dropped new nodes; open handles go on.
@@ -294,7 +250,7 @@ class Operations:
     def opendir(self, nodeid: int, caller: Caller) -> tuple[DirectoryHandle, bool]:
         """Open a directory; also tell whether what the kernel has cached of it still holds."""
         self._refuse_if_shut()
-        return self._streams.open(self.directory(nodeid), caller)
+        return self._streams.open(self.inodes.directory(nodeid), caller)
 
     def readdir(self, fh: int, offset: int, buffer: DirectoryBuffer) -> Answer[None]:
         """Add the entries behind `offset` to the buffer, as many as it holds; none at the end."""
@@ -317,12 +273,12 @@ class Operations:
 
     # Helpers
 
-    async def retell(self, log: NodeLog) -> None:
+    async def write_all(self, log: NodeLog) -> None:
         """Write every inode and handle to a new log, a few at a time."""
-        self.tell_table(log)
+        self.log_table(log)
         for index, inode in enumerate(self.inodes.all()):
-            is_told = inode.parent is not None or inode.entries_changed_ns
-            if is_told and self.inodes.find(inode.nodeid) is inode:
+            is_known = inode.parent is not None or inode.entries_changed_ns
+            if is_known and self.inodes.find(inode.nodeid) is inode:
                 log.node(inode)
                 if not inode.is_current:
                     log.superseded(inode.nodeid)
@@ -330,30 +286,19 @@ class Operations:
                 await trio.lowlevel.checkpoint()
         for handle in list(self.handles.files.values()):
             if handle.fh in self.handles.files:
-                self.handles.tell_file(handle)
+                self.handles.log_file(handle)
         for directory in list(self.handles.directories.values()):
-            self.handles.tell_directory(directory)
+            self.handles.log_directory(directory)
         if self.mutations is not None:
-            self.mutations.changes.retell(log)
+            self.mutations.changes.write_all(log)
 
-    def tell_table(self, log: NodeLog) -> None:
+    def log_table(self, log: NodeLog) -> None:
         """Put on record which numbers may have been used, and when the mount was made."""
         log.table(self.inodes.next_id, self.handles.next_fh, self.mounted_ns)
 
     def _refuse_if_shut(self) -> None:
         if self.is_shut:
             raise OSError(errno.EACCES, "S3 refuses everything")
-
-    def directory(self, nodeid: int) -> Inode:
-        """The inode of a directory.
-
-        Raises:
-            OSError: ENOTDIR, it is none.
-        """
-        inode = self.inodes.get(nodeid)
-        if inode.children is None:
-            raise OSError(errno.ENOTDIR, "not a directory")
-        return inode
 
 
 def _too_long() -> Found:

@@ -1,4 +1,4 @@
-"""What operations are asked with, and what they answer: the types that sessions share with them.
+"""The arguments and answers of operations: the types that sessions share with them.
 
 An operation answers at once, or returns a coroutine when it has to wait.
 """
@@ -22,7 +22,7 @@ Answer: TypeAlias = Result | Coroutine[Any, Any, Result]
 
 @dataclass(slots=True)
 class Caller:
-    """Who asks: the request's id, and the process as the mount's namespace sees it.
+    """The origin of a request: its id, and the process as the mount's namespace sees it.
 
     `pid` is a thread's, and 0 where that namespace has no number for it.
     """
@@ -114,7 +114,7 @@ class DirectoryBuffer(Protocol):
 
 @dataclass(slots=True)
 class ReadCounters:
-    """What was asked of the cache: requests and bytes that it had, and that it had not."""
+    """Requests and bytes that the cache had (hits) and had not (misses)."""
 
     hits: int = 0
     hit_bytes: int = 0

@@ -30,10 +30,12 @@ from fusefs.posix.directory.listings import Directories
 from fusefs.posix.journal.journal import Journal
 from fusefs.posix.journal.replay import KernelState
 from fusefs.posix.journal.restore import restore
-from fusefs.posix.nodes.inode_table import Inode, Ownership
+from fusefs.posix.mount_state import MountState, Rules, Writing
+from fusefs.posix.nodes.handles import HandleTable
+from fusefs.posix.nodes.inode_table import Inode, InodeTable, Ownership
+from fusefs.posix.nodes.notifier import Notifier
 from fusefs.posix.operations import Operations
 from fusefs.posix.types import Caller
-from fusefs.posix.write.flush import Rules, Writing
 from fusefs.posix.write.staging import Staging
 from fusefs.store.errors import ExistsError, NotFoundError, StaleVersionError, StoreError
 from fusefs.store.fencing import ChangeToken, TokenSource
@@ -303,7 +305,7 @@ class Process:
         assert (answer if isinstance(answer, int) else await answer) == len(data)
 
     async def close(self, fh: int) -> None:
-        await _answered(self.writer.flush(fh))
+        await _answered(self.writer.flusher.flush(fh))
         await _answered(self.operations.release(fh))
 
     async def save(self, path: str, data: bytes) -> None:
@@ -369,18 +371,27 @@ class MortalMount:
         try:
             async with trio.open_nursery() as nursery:
                 directories = Directories(self.store, 60.0, NoPages(), nursery)
-                fetcher = Fetcher(self.store, cache, Evictor(cache), nursery)
-                operations = Operations(
-                    self.store, directories, cache, fetcher,
-                    NoPassthrough("no kernel"), journal, Ownership(0, 0, 0o644, 0o755), "",
-                    writing=self._writing(nursery, Rules(**rules)), mounted_ns=self._mounted_ns,
-                )  # fmt: skip
+                notifier = Notifier()
+                mount_state = MountState(
+                    store=self.store,
+                    directories=directories,
+                    cache=cache,
+                    downloader=Fetcher(self.store, cache, Evictor(cache), nursery),
+                    backing=NoPassthrough("no kernel"),
+                    journal=journal,
+                    inodes=InodeTable("", journal, notifier),
+                    handles=HandleTable(journal),
+                    owner=Ownership(0, 0, 0o644, 0o755),
+                    mounted_ns=self._mounted_ns,
+                    notifier=notifier,
+                )
+                operations = Operations(mount_state, self._writing(nursery, cache, Rules(**rules)))
                 assert operations.mutations is not None
                 ended.callback(os.close, operations.mutations.writer.empty)
                 if state is not None:
                     await restore(operations, state, {})
                 else:
-                    operations.tell_table(journal)
+                    operations.log_table(journal)
                 try:
                     yield Process(operations, self._uniques)
                 finally:
@@ -408,7 +419,7 @@ class MortalMount:
         self._is_mounted = True
         return Journal(path), None
 
-    def _writing(self, nursery: trio.Nursery, rules: Rules) -> Writing:
+    def _writing(self, nursery: trio.Nursery, cache: FileCache, rules: Rules) -> Writing:
         staging = self.directory / "staging" / str(self._mounted_ns)
         renames = self.directory / "renames"
         for directory in (staging, renames):
@@ -417,7 +428,7 @@ class MortalMount:
         async def make_room() -> None:
             pass
 
-        return Writing(Staging(staging, "test"), renames, nursery, rules, make_room)
+        return Writing(Staging(staging, "test", cache=cache), renames, nursery, rules, make_room)
 
 
 async def _answered(answer: Any) -> Any:

@@ -38,7 +38,7 @@ from fusefs.posix.directory.segment import (
     start_after,
 )
 from fusefs.posix.directory.walk import Walk, Walks, unasked
-from fusefs.posix.metadata.head_policy import Presumption
+from fusefs.posix.metadata.head_policy import HeadPolicy
 from fusefs.store.errors import NotFoundError
 from fusefs.store.interface import ListPage, ObjectInfo, Store
 
@@ -72,17 +72,17 @@ class Directories:
         ttl_s: float,
         memory: PageMemory,
         nursery: trio.Nursery,
-        presumption: Presumption | None = None,
+        head_policy: HeadPolicy | None = None,
     ) -> None:
         self.ttl_s = ttl_s
         # Of all listings together, as far as the memory allows.
         self.most_entries = MAX_ENTRIES
         # Until then an earlier process' requests may take effect; in monotonic seconds.
         self.settled_at = -math.inf
-        self.presumption = presumption or Presumption()
+        self.head_policy = head_policy or HeadPolicy()
         self.hidden = HiddenKeys()
         self.local = LocalNames()
-        # Told of the directories that a program is about to walk through.
+        # Called with the directories that a program is about to walk through.
         self.expect: Callable[[str, Segment], None] = lambda _prefix, _segment: None
         self._store = store
         self._memory = memory
@@ -103,7 +103,7 @@ class Directories:
         return directory
 
     def lookup_now(self, directory: Directory, name: str) -> tuple[Entry | Absent, float] | None:
-        """What is known and believed of a name, and until when; None if it must be asked for."""
+        """What is known and believed of a name, and until when; None if that takes a request."""
         here = self.local.get(directory.prefix, name)
         if here is not None:
             return here, math.inf
@@ -118,7 +118,7 @@ class Directories:
         Raises:
             StoreError: the bucket could not tell.
         """
-        asked = time.monotonic()
+        began = time.monotonic()
         for _ in range(3):
             known = self.lookup_now(directory, name)
             if known is not None:
@@ -126,7 +126,7 @@ class Directories:
             await self._load_around(directory, name)
             segment = directory.holding(name)
             # With a TTL of 0 the answer is out of date at once, but newer than the question.
-            if segment is not None and segment.fetched >= asked:
+            if segment is not None and segment.fetched >= began:
                 known = segment.answer(name)
                 if known is not None:
                     return known
@@ -173,7 +173,7 @@ class Directories:
         return segment
 
     def correct(self, directory: Directory, name: str, info: ObjectInfo | None) -> None:
-        """A newer answer than the listing's: what a HEAD told about one file."""
+        """A newer answer than the listing's: a HEAD of one file."""
         segment = directory.holding(name)
         if segment is None:
             return
@@ -190,7 +190,7 @@ class Directories:
         """This mount has changed what there is under a name; `lasting` if the bucket lacks it."""
         directory = self.get(prefix)
         if not isinstance(entry, Absent):
-            self.presumption.changed(prefix)
+            self.head_policy.changed(prefix)
         self.local.set(prefix, name, entry, lasting=lasting)
         directory.generation += 1
         for segment in directory.segments:
@@ -200,7 +200,7 @@ class Directories:
                 break
 
     def settled(self, prefix: str, name: str) -> None:
-        """What was said to last under a name is in the bucket, and listings tell it."""
+        """A lasting change of a name is in the bucket, and listings show it."""
         self.local.settle(prefix, name)
 
     def has_other(self, prefix: str, name: str) -> bool:
@@ -220,8 +220,8 @@ class Directories:
         self._add(directory, segment)
 
     def moved(self, old: str, new: str) -> None:
-        """This mount has renamed a directory: nothing that listings told of it holds."""
-        self.presumption.moved(old, new)
+        """This mount has renamed a directory: nothing that listings had of it holds."""
+        self.head_policy.moved(old, new)
         self.local.move(old, new)
         for directory in self._known.values():
             if directory.prefix.startswith((old, new)):
@@ -238,7 +238,7 @@ class Directories:
             self._nursery.start_soon(unasked, self._load, directory, stop)
 
     async def _walk_to(self, directory: Directory) -> bool:
-        """Whether a walk that leads to a directory has told anything of it."""
+        """Whether a walk that leads to a directory had anything of it."""
         known = directory.additions
         await self._walks.step(directory.prefix)
         return directory.additions != known
@@ -306,7 +306,7 @@ class Directories:
         return segment
 
     def _believed_until(self, fetched: float) -> float:
-        """How long what the bucket has told then is believed, in monotonic seconds."""
+        """How long an answer of the bucket of then is believed, in monotonic seconds."""
         until = fetched + self.ttl_s
         return min(until, self.settled_at) if fetched < self.settled_at else until
 

@@ -52,7 +52,7 @@ class LocalNames:
         self._order.append((now, prefix, name, not is_only_begun))
 
     def settle(self, prefix: str, name: str) -> None:
-        """What was last said of a name, which the bucket has by now, does not last any more."""
+        """The last change of a name is in the bucket by now, and does not last any more."""
         _drop(self._lasting, prefix, name)
 
     def _forget_before(self, oldest: float) -> None:

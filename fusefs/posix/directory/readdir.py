@@ -14,10 +14,11 @@ import errno
 import time
 from itertools import islice
 
-from fusefs.posix.directory.listings import Directories, Directory, Entry, Segment
-from fusefs.posix.metadata.head_cache import MOST_AHEAD, Learner
+from fusefs.posix.directory.listings import Directory, Entry, Segment
+from fusefs.posix.metadata.head_cache import MOST_AHEAD, HeadCache
+from fusefs.posix.mount_state import MountState
 from fusefs.posix.nodes import names
-from fusefs.posix.nodes.handles import DirectoryHandle, HandleTable
+from fusefs.posix.nodes.handles import DirectoryHandle
 from fusefs.posix.nodes.inode_table import Inode, InodeTable
 from fusefs.posix.types import Answer, Caller, DirectoryBuffer, waiting
 
@@ -28,13 +29,11 @@ DOT, DOT_DOT = 2, 3
 class Streams:
     """The open directories of one mount. Belongs to the event loop."""
 
-    def __init__(
-        self, directories: Directories, inodes: InodeTable, handles: HandleTable, learner: Learner
-    ) -> None:
-        self._directories = directories
-        self._inodes = inodes
-        self._handles = handles
-        self._learner = learner
+    def __init__(self, state: MountState, head_cache: HeadCache) -> None:
+        self._directories = state.directories
+        self._inodes = state.inodes
+        self._handles = state.handles
+        self._head_cache = head_cache
 
     def open(self, inode: Inode, caller: Caller) -> tuple[DirectoryHandle, bool]:
         """Open a directory; also tell whether what the kernel has cached of it still holds."""
@@ -78,13 +77,13 @@ class Streams:
 
     def _shows_meta(self, buffer: DirectoryBuffer) -> bool:
         """Whether entries come with attributes that a listing does not tell."""
-        return buffer.is_plus and self._learner.is_on
+        return buffer.is_plus and self._head_cache.is_on
 
     def _asks(self, handle: DirectoryHandle, buffer: DirectoryBuffer) -> bool:
-        """Whether the bucket may have to be asked for attributes before entries are added."""
+        """Whether attributes may take a HEAD before entries are added."""
         if not self._shows_meta(buffer):
             return False
-        return not buffer.takes_names or self._learner.wants_sample(handle.inode)
+        return not buffer.takes_names or self._head_cache.wants_sample(handle.inode)
 
     async def _learn_next(
         self,
@@ -100,9 +99,9 @@ class Streams:
         ]
         try:
             if buffer.takes_names:
-                await self._learner.sample(handle.inode, inodes)
+                await self._head_cache.sample(handle.inode, inodes)
             else:
-                await self._learner.show_all(handle.inode, inodes)
+                await self._head_cache.show_all(handle.inode, inodes)
         finally:
             for inode in inodes:
                 self._inodes.drop_unknown(inode)
@@ -145,10 +144,12 @@ class Streams:
         expires = segment.expires
         valid_s = max(0.0, expires - time.monotonic())
         shows_meta = self._shows_meta(buffer)
-        silent_until = self._learner.silent_until(handle.inode) if shows_meta else 0.0
+        no_attributes_until = (
+            self._head_cache.no_attributes_until(handle.inode) if shows_meta else 0.0
+        )
         for name in islice(segment.ordered, segment.after(handle.position), None):
             inode = resolved(self._inodes, handle.inode, directory, name, segment.entries[name])
-            is_bare = shows_meta and self._learner.must_ask_of(inode, silent_until)
+            is_bare = shows_meta and self._head_cache.needs_head_of(inode, no_attributes_until)
             if is_bare and not buffer.takes_names:
                 self._inodes.drop_unknown(inode)
                 return buffer.is_empty

@@ -10,7 +10,7 @@ hidden if the prefix `a/` turns up. Files whose position lies behind the end
 of a page are carried into the next segment (`pending`). A segment that was
 not reached from its neighbour can't know what it would have been carried:
 names that are prefixes of its start, at most a few, are `doubtful` and have to
-be asked for by name, or are handed on as such if they stand behind its end.
+be requested by name, or are handed on as such if they stand behind its end.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Segment:
 
 
 class HiddenKeys:
-    """Keys that no file name can express: each counted once, the first one told."""
+    """Keys that no file name can express: each counted once, the first one logged."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()

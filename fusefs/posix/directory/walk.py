@@ -38,7 +38,7 @@ def _parent_of(prefix: str) -> str:
 class Start:
     """Where a flat page is to begin: behind the key `after`.
 
-    `begun` are the folders that the page before ended in, with what it told of
+    `begun` are the folders that the page before ended in, with what it had of
     them; `fetched` is when, in monotonic seconds.
     """
 
@@ -67,7 +67,7 @@ class Walk:
 class Walks:
     """The walks of late.
 
-    `fill(walk, prefix, page, fetched)` is told each directory that a flat page
+    `fill(walk, prefix, page, fetched)` is called with each directory that a flat page
     tells all of, as a page of its own.
     """
 
@@ -123,8 +123,8 @@ class Walks:
             begun = _cut_off(pages, page)
             for prefix, part in pages.items():
                 if prefix not in begun:
-                    told = start.fetched if prefix in start.begun else fetched
-                    self._fill(walk, prefix, part, told)
+                    fetched_at = start.fetched if prefix in start.begun else fetched
+                    self._fill(walk, prefix, part, fetched_at)
             # A folder that needs more than a page by itself is better listed alone.
             walk.pays = len(begun) < len(pages)
             if page.next_token is not None and walk.pays and _count(begun) <= MOST_BEGUN:
@@ -136,7 +136,7 @@ class Walks:
 
 
 async def unasked(load: Callable[..., Awaitable[object]], *args: object) -> None:
-    """Fetch something that nobody waits for yet; if it fails, who wants it will ask again."""
+    """Fetch something that no request waits for yet; an error is left to the next request."""
     try:
         await load(*args)
     except StoreError as error:

@@ -78,7 +78,7 @@ class NoJournal:
     def count(self, inode: Inode) -> None: ...
     def gone(self, nodeid: int) -> None: ...
     def superseded(self, nodeid: int) -> None: ...
-    def stale(self, nodeid: int, pid: int, *, is_told: bool) -> None: ...
+    def stale(self, nodeid: int, pid: int, *, is_pending: bool) -> None: ...
     def opened(
         self, unique: int, fh: int, nodeid: int, flags: int, mode: int, backing_id: int
     ) -> None: ...
@@ -205,8 +205,8 @@ class Journal:
     def superseded(self, nodeid: int) -> None:
         self._append(SUPERSEDED_TYPE, ID.pack(nodeid))
 
-    def stale(self, nodeid: int, pid: int, *, is_told: bool) -> None:
-        self._append(STALE_TYPE, STALE.pack(nodeid, pid, is_told))
+    def stale(self, nodeid: int, pid: int, *, is_pending: bool) -> None:
+        self._append(STALE_TYPE, STALE.pack(nodeid, pid, is_pending))
 
     def opened(
         self, unique: int, fh: int, nodeid: int, flags: int, mode: int, backing_id: int
@@ -225,7 +225,7 @@ class Journal:
         self._append(TABLE_TYPE, TABLE.pack(next_id, next_fh, mounted_ns))
 
     def begun(self, unique: int) -> None:
-        """A change is about to be made: asked for again, it may have been made."""
+        """A change is about to be made: if its request comes again, it may have been made."""
         self._append(BEGUN_TYPE, ID.pack(unique))
 
     @property

@@ -83,25 +83,25 @@ class LineLog:
             self._path.unlink(missing_ok=True)
 
 
-def line(told: list[Any]) -> bytes:
-    """A key and what there is to say of it, as a line; of a key alone nothing is left."""
-    return json.dumps(told).encode() + b"\n"
+def line(fields: list[Any]) -> bytes:
+    """A line of the log: a key and its fields; a key without fields is off the record."""
+    return json.dumps(fields).encode() + b"\n"
 
 
 def load_lines(path: Path) -> dict[str, list[Any]]:
-    """What a log says last of each key of which something is left. Blocks."""
+    """The last fields of each key that is on record. Blocks."""
     try:
         lines = path.read_bytes().splitlines()
     except FileNotFoundError:
         return {}
-    found: dict[str, list[Any]] = {}
+    by_key: dict[str, list[Any]] = {}
     for text in lines:
         try:
             key, *rest = json.loads(text)
             if rest:
-                found[str(key)] = rest
+                by_key[str(key)] = rest
             else:
-                found.pop(key, None)
+                by_key.pop(key, None)
         except (ValueError, TypeError):
             logger.warning("%s: a line that can't be read is passed over", path)
-    return found
+    return by_key

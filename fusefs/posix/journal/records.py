@@ -1,4 +1,4 @@
-"""The records of the journal, as bytes: one for each thing that the kernel is told.
+"""The records of the journal, as bytes: one for each thing that the kernel gets to know.
 
 Each tells the whole state of one item, never a change of it. The first one of
 a log carries the format and the boot id.
@@ -46,12 +46,21 @@ COUNT = struct.Struct("<QQ")
 ID = struct.Struct("<Q")
 OPEN = struct.Struct("<QQQIii")  # unique, fh, node id, flags, mode, backing id
 TABLE = struct.Struct("<QQq")  # next node id, next fh, when mounted in ns since the epoch
-STALE = struct.Struct("<QII")  # node id, pid, 1 if told and 0 if that is settled
+STALE = struct.Struct("<QII")  # node id, pid, 1 while a lookup is awaited, 0 after it
 
 (
-    START_TYPE, NODE_TYPE, COUNT_TYPE, GONE_TYPE, OPEN_TYPE, CLOSED_TYPE, INIT_TYPE,
-    TABLE_TYPE, SUPERSEDED_TYPE, STALE_TYPE, BEGUN_TYPE,
-) = range(1, 12)  # fmt: skip
+    START_TYPE,
+    NODE_TYPE,
+    COUNT_TYPE,
+    GONE_TYPE,
+    OPEN_TYPE,
+    CLOSED_TYPE,
+    INIT_TYPE,
+    TABLE_TYPE,
+    SUPERSEDED_TYPE,
+    STALE_TYPE,
+    BEGUN_TYPE,
+) = range(1, 12)
 _DIRECTORY = 0xFFFF  # stands for the length of the ETag of a directory
 
 
@@ -143,15 +152,29 @@ def node_payload(inode: Inode) -> bytes:
     info = inode.info
     if info is None:
         head = NODE.pack(
-            inode.nodeid, parent, inode.ino, inode.nlookup, 0, inode.entries_changed_ns,
-            len(name), _DIRECTORY, 0,
-        )  # fmt: skip
+            inode.nodeid,
+            parent,
+            inode.ino,
+            inode.nlookup,
+            0,
+            inode.entries_changed_ns,
+            len(name),
+            _DIRECTORY,
+            0,
+        )
         return head + name
     etag, storage_class = info.etag.encode(), info.storage_class.encode()
     head = NODE.pack(
-        inode.nodeid, parent, inode.ino, inode.nlookup, info.size, info.mtime_ns,
-        len(name), len(etag), len(storage_class),
-    )  # fmt: skip
+        inode.nodeid,
+        parent,
+        inode.ino,
+        inode.nlookup,
+        info.size,
+        info.mtime_ns,
+        len(name),
+        len(etag),
+        len(storage_class),
+    )
     return b"".join((head, name, etag, storage_class, info.key.encode()))
 
 

@@ -45,7 +45,7 @@ class KernelState:
 
     `next_id` and `next_fh` have never been used; `mounted_ns` is 0 if unknown.
     `superseded` are nodes that their names no longer stand for; `stale` are
-    (node id, pid) of openers that were told ESTALE and have not looked up since;
+    (node id, pid) of openers that got ESTALE and have not looked up since;
     `begun` are the requests of changes that may have been made.
     """
 
@@ -89,8 +89,8 @@ class KernelState:
         elif kind == BEGUN_TYPE:
             self.begun.add(ID.unpack(payload)[0])
         elif kind == STALE_TYPE:
-            nodeid, pid, is_told = STALE.unpack(payload)
-            (self.stale.add if is_told else self.stale.discard)((nodeid, pid))
+            nodeid, pid, is_pending = STALE.unpack(payload)
+            (self.stale.add if is_pending else self.stale.discard)((nodeid, pid))
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ async def restore(operations: Operations, state: KernelState, backing: Backing) 
         for nodeid in writer.staging.on_disk():
             inode = operations.inodes.find(nodeid)
             if inode is not None:
-                writer.restore(inode)
+                recovery.restore(writer, inode)
             else:
                 path = writer.staging.directory / str(nodeid)
                 recovery.adopt_file(writer, path, may_be_open=False)
@@ -47,7 +47,7 @@ async def restore(operations: Operations, state: KernelState, backing: Backing) 
         if index % 200 == 0:
             await trio.lowlevel.checkpoint()
     if operations.writer is not None:
-        operations.writer.let_go_unlinked()
+        recovery.let_go_unlinked(operations.writer)
     for nodeid, pid in state.stale:
         operations.recall_stale(nodeid, pid)
     operations.inodes.prune()
@@ -55,7 +55,7 @@ async def restore(operations: Operations, state: KernelState, backing: Backing) 
 
 
 def restore_table(inodes: InodeTable, state: KernelState) -> None:
-    """Take up the nodes that an earlier process told the kernel of.
+    """Take up the nodes that the kernel knows from an earlier process.
 
     Of the nodes of one name the youngest is current, unless it is on record as
     superseded. Nothing is believed yet: an open asks the bucket.

@@ -39,26 +39,26 @@ class AttributeLog(LineLog):
     def __init__(self, directory: Path) -> None:
         super().__init__(directory / NAME)
 
-    def put(self, one: Recorded) -> None:
+    def put(self, record: Recorded) -> None:
         """Put on record what an object is to say.
 
         Raises:
             OSError: the disk does not take it.
         """
-        self.append(one.line())
+        self.append(record.line())
 
-    def rewrite(self, left: Iterable[Recorded]) -> None:
+    def rewrite(self, remaining: Iterable[Recorded]) -> None:
         """Have nothing on record but this."""
-        self.write_anew(one.line() for one in left)
+        self.write_anew(record.line() for record in remaining)
 
 
 def load(directory: Path) -> list[Recorded]:
     """What is on record in a staging directory. Blocks."""
-    found: list[Recorded] = []
-    for key, told in load_lines(directory / NAME).items():
+    records: list[Recorded] = []
+    for key, fields in load_lines(directory / NAME).items():
         try:
-            etag, size, mtime_ns, metadata = told
-            found.append(Recorded(ObjectInfo(key, size, etag, mtime_ns), dict(metadata)))
+            etag, size, mtime_ns, metadata = fields
+            records.append(Recorded(ObjectInfo(key, size, etag, mtime_ns), dict(metadata)))
         except (ValueError, TypeError):
             logger.warning("%s: what is on record of %s can't be read", directory / NAME, key)
-    return found
+    return records

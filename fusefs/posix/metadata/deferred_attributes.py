@@ -141,7 +141,11 @@ class DeferredAttributes:
         if not self._by_key:
             return []
         below = key if not key or key.endswith("/") else key + "/"
-        return [one for one in self._by_key.values() if one.key == key or one.key.startswith(below)]
+        return [
+            entry
+            for entry in self._by_key.values()
+            if entry.key == key or entry.key.startswith(below)
+        ]
 
     # Changing
 
@@ -151,43 +155,44 @@ class DeferredAttributes:
         Raises:
             OSError: the disk does not take the record.
         """
-        one = self._by_key.get(info.key)
-        is_known = one is not None and one.info.etag == info.etag
-        self._log.put(Recorded(one.info if one and is_known else info, meta.as_metadata()))
-        if one is not None and is_known:
-            one.meta = meta
-            one.changes += 1
+        entry = self._by_key.get(info.key)
+        is_known = entry is not None and entry.info.etag == info.etag
+        self._log.put(Recorded(entry.info if entry and is_known else info, meta.as_metadata()))
+        if entry is not None and is_known:
+            entry.meta = meta
+            entry.changes += 1
         else:
             self._add(Deferred(info, meta))
 
-    def _note(self, one: Recorded) -> None:
+    def _note(self, record: Recorded) -> None:
         """Put a change on record if the disk takes it; it is sent in any case."""
         try:
-            self._log.put(one)
+            self._log.put(record)
         except OSError as error:
             logger.warning(
                 "the attributes of %s are not on record, and lost if this process dies: %s",
-                one.info.key, error.strerror,
-            )  # fmt: skip
+                record.info.key,
+                error.strerror,
+            )
 
-    def _add(self, one: Deferred) -> None:
-        self._by_key[one.key] = one
-        self._wait_for(one)
+    def _add(self, entry: Deferred) -> None:
+        self._by_key[entry.key] = entry
+        self._wait_for(entry)
 
-    def _wait_for(self, one: Deferred) -> None:
-        if self._queue and one.due < self._queue[0][0]:
+    def _wait_for(self, entry: Deferred) -> None:
+        if self._queue and entry.due < self._queue[0][0]:
             self._is_sooner.set()
-        heapq.heappush(self._queue, (one.due, next(self._numbers), one))
+        heapq.heappush(self._queue, (entry.due, next(self._numbers), entry))
         if not self._is_running:
             self._is_running = True
             self._nursery.start_soon(self._run)
 
     def renamed(self, key: str, info: ObjectInfo | None) -> None:
         """What was changed while an object got another key is the new object's."""
-        one = self._by_key.pop(key, None)
-        if one is not None:
+        entry = self._by_key.pop(key, None)
+        if entry is not None:
             if info is not None:
-                new = Deferred(info, one.meta)
+                new = Deferred(info, entry.meta)
                 self._note(new.recorded())
                 self._add(new)
             self._note_done(key)
@@ -199,9 +204,9 @@ class DeferredAttributes:
 
     def _note_done(self, key: str) -> None:
         self._log.done([key])
-        left = [*self._taken, *self._by_key.values()]
-        if not left or self._log.is_large:
-            self._log.rewrite(one.recorded() for one in left)
+        remaining = [*self._taken, *self._by_key.values()]
+        if not remaining or self._log.is_large:
+            self._log.rewrite(entry.recorded() for entry in remaining)
 
     @asynccontextmanager
     async def taken(self, key: str) -> AsyncIterator[Deferred | None]:
@@ -211,29 +216,29 @@ class DeferredAttributes:
         waits to be sent again.
         """
         await self.settle(key)
-        one = self._by_key.pop(key, None)
-        if one is None:
+        entry = self._by_key.pop(key, None)
+        if entry is None:
             yield None
             return
-        self._taken.add(one)
+        self._taken.add(entry)
         is_done = False
         try:
-            yield one
+            yield entry
             is_done = True
         finally:
-            self._taken.remove(one)
+            self._taken.remove(entry)
             if key not in self._by_key:
                 if is_done:
                     self._note_done(key)
                 else:
-                    self._add(one)
+                    self._add(entry)
 
     # Sending
 
     async def settle(self, key: str) -> None:
         """Wait until no request for a key is under way."""
-        while (one := self._by_key.get(key)) is not None and one.sending is not None:
-            await one.sending.wait()
+        while (entry := self._by_key.get(key)) is not None and entry.sending is not None:
+            await entry.sending.wait()
 
     async def flush(self, key: str) -> None:
         """Have the bucket say what an object is to say.
@@ -241,11 +246,11 @@ class DeferredAttributes:
         Raises:
             StoreError: it could not be sent; it stays on record.
         """
-        while (one := self._by_key.get(key)) is not None:
-            one.error = None
-            await self._send(one)
-            if one.error is not None:
-                raise one.error
+        while (entry := self._by_key.get(key)) is not None:
+            entry.error = None
+            await self._send(entry)
+            if entry.error is not None:
+                raise entry.error
 
     async def flush_below(self, prefix: str) -> None:
         """As `flush`, for everything below a prefix, or at it.
@@ -262,92 +267,94 @@ class DeferredAttributes:
                 errors.append(error)
 
         async with trio.open_nursery() as nursery:
-            for one in self.pending(prefix):
-                nursery.start_soon(flush, one.key)
+            for entry in self.pending(prefix):
+                nursery.start_soon(flush, entry.key)
         if errors:
             raise errors[0]
 
     def hurry(self, key: str) -> None:
         """Have everything at or below a key sent now."""
-        for one in self.pending(key):
-            one.error = None
-            self._nursery.start_soon(self._send, one)
+        for entry in self.pending(key):
+            entry.error = None
+            self._nursery.start_soon(self._send, entry)
 
     async def _run(self) -> None:
         """Send what is due, until there is nothing left."""
         try:
             while self._queue:
-                due, _, one = self._queue[0]
+                due, _, entry = self._queue[0]
                 if due > trio.current_time():
                     self._is_sooner = trio.Event()
                     with trio.move_on_at(due):
                         await self._is_sooner.wait()
                     continue
                 heapq.heappop(self._queue)
-                if self._by_key.get(one.key) is one and one.sending is None:
-                    self._nursery.start_soon(self._send, one)
+                if self._by_key.get(entry.key) is entry and entry.sending is None:
+                    self._nursery.start_soon(self._send, entry)
         finally:
             self._is_running = False
 
-    async def _send(self, one: Deferred) -> None:
+    async def _send(self, entry: Deferred) -> None:
         """Send a change; one that is under way is waited for."""
-        if one.sending is not None:
-            await one.sending.wait()
+        if entry.sending is not None:
+            await entry.sending.wait()
             return
-        one.sending = trio.Event()
+        entry.sending = trio.Event()
         try:
             async with self._at_once:
-                if self._by_key.get(one.key) is one:
-                    await self._send_now(one)
+                if self._by_key.get(entry.key) is entry:
+                    await self._send_now(entry)
         except trio.Cancelled:
             # The program that waited was killed. `_run` may have passed this change over, as it
             # was being sent. Not due at once: while the mount ends this is cancelled again.
-            if self._by_key.get(one.key) is one:
-                one.due = trio.current_time() + DEFER_S
-                self._wait_for(one)
+            if self._by_key.get(entry.key) is entry:
+                entry.due = trio.current_time() + DEFER_S
+                self._wait_for(entry)
             raise
         finally:
-            one.sending.set()
-            one.sending = None
+            entry.sending.set()
+            entry.sending = None
 
-    async def _send_now(self, one: Deferred) -> None:
-        old, changes = one.info, one.changes
+    async def _send_now(self, entry: Deferred) -> None:
+        old, changes = entry.info, entry.changes
         try:
-            info = await self._copy(one.info, one.meta)
+            info = await self._copy(entry.info, entry.meta)
         except (NotFoundError, StaleVersionError):
-            logger.warning("%s was replaced or removed: its attributes are given up", one.key)
-            self.drop(one.key)
+            logger.warning("%s was replaced or removed: its attributes are given up", entry.key)
+            self.drop(entry.key)
             self._lost(old)
         except (StoreError, OSError) as error:
-            if one.error is None:
-                logger.warning("the attributes of %s are not in the bucket yet: %s", one.key, error)
-            one.error = error
-            one.due = trio.current_time() + RETRY_S
-            self._wait_for(one)
+            if entry.error is None:
+                logger.warning(
+                    "the attributes of %s are not in the bucket yet: %s", entry.key, error
+                )
+            entry.error = error
+            entry.due = trio.current_time() + RETRY_S
+            self._wait_for(entry)
         else:
-            if one.changes == changes:
-                self.drop(one.key)
+            if entry.changes == changes:
+                self.drop(entry.key)
             else:
-                one.info, one.error = info, None
-                one.due = trio.current_time() + DEFER_S
-                self._note(one.recorded())
-                self._wait_for(one)
+                entry.info, entry.error = info, None
+                entry.due = trio.current_time() + DEFER_S
+                self._note(entry.recorded())
+                self._wait_for(entry)
             await self._landed(old, info)
 
     # Another process's
 
-    def adopt(self, one: Recorded, meta: Meta) -> None:
+    def adopt(self, record: Recorded, meta: Meta) -> None:
         """Take up what an earlier process was to send."""
-        if one.info.key not in self._by_key:
-            self._note(one)
-            self._add(Deferred(one.info, meta))
+        if record.info.key not in self._by_key:
+            self._note(record)
+            self._add(Deferred(record.info, meta))
 
     async def drain(self) -> None:
         """Send everything once. What fails stays on record."""
-        while waiting := [one for one in self._by_key.values() if one.error is None]:
+        while waiting := [entry for entry in self._by_key.values() if entry.error is None]:
             async with trio.open_nursery() as nursery:
-                for one in waiting:
-                    nursery.start_soon(self._send, one)
+                for entry in waiting:
+                    nursery.start_soon(self._send, entry)
 
     def close(self) -> None:
         """The mount has ended."""

@@ -1,10 +1,10 @@
-"""What listings do not tell: the mode, owner, time and attributes that an object's metadata says.
+"""Modes, owners, times and attributes of objects, which listings lack: from HEAD requests.
 
-A writable mount asks for them with a HEAD for each name that is looked up, where
-objects are not presumed to say nothing (see head_policy.py). A program that looks at
-one name after the other in the order of the listing (`ls -l`, `rsync`) gets the
-following ones asked for at the same time: one, two, four, and at most MOST_AHEAD. Of
-the folders that a walk is about to come to, the one file is asked ahead that may be enough.
+A writable mount sends a HEAD for each name that is looked up, unless the object is
+assumed to have no attributes (head_policy.py). When a program looks at one name after
+the other in the order of the listing (`ls -l`, `rsync`), HEADs of the following names
+are sent along: one, two, four, and at most MOST_AHEAD. In each folder that a walk is
+about to reach, one file has its HEAD ahead where that may decide for all of them.
 """
 
 from __future__ import annotations
@@ -26,45 +26,53 @@ from fusefs.store.interface import ObjectInfo, Store
 
 # As many as requests may run at once by default.
 MOST_AHEAD = 32
-# Fewer, for a connection that is open costs less than a new one, and the first may say it all.
+# Fewer, for a connection that is open costs less than a new one, and the first may be enough.
 SAMPLED_AT_ONCE = 16
-# Answers that nobody has wanted yet, and directories that are walked through.
+# Answers that no request has used yet, and directories that are walked through.
 MOST_KEPT = 4096
-MOST_STREAKS = 64
-# Versions of which it is remembered what they say, at about 100 bytes for each.
+MOST_SCANS = 64
+# Versions whose attributes are remembered, at about 100 bytes for each.
 MOST_REMEMBERED = 200_000
-# S3 tells times in whole seconds, and by a clock of its own.
+# S3 has times in whole seconds, and by a clock of its own.
 SETTLED_NS = 5 * SECOND_NS
 
 
-class Question:
-    """One HEAD, under way or answered. `info` None: there is no such object."""
+class PendingHead:
+    """One HEAD, under way or answered. `info` is None if there is no such object.
 
-    __slots__ = ("asked", "done", "error", "info")
+    `sent` is in seconds of the monotonic clock.
+    """
+
+    __slots__ = ("done", "error", "info", "sent")
 
     def __init__(self) -> None:
-        self.asked = time.monotonic()
+        self.sent = time.monotonic()
         self.done = trio.Event()
         self.info: ObjectInfo | None = None
         self.error: StoreError | None = None
 
 
-class Streak:
-    """A program on its way through a directory: where it is, and how far it is ahead of it."""
+class ScanState:
+    """A program that goes through a directory in order, with HEADs sent ahead of it.
 
-    __slots__ = ("last", "left", "width")
+    `last` is the name it looked at last, `width` how many names were sent ahead
+    at the last step, and `remaining` how many of them it has not reached.
+    """
+
+    __slots__ = ("last", "remaining", "width")
 
     def __init__(self) -> None:
         self.last = ""
         self.width = 0
-        self.left = 0  # of the names that were asked for ahead
+        self.remaining = 0
 
 
-class Learner:
-    """The metadata of one mount. Belongs to the event loop.
+class HeadCache:
+    """The attributes of one mount's objects. Belongs to the event loop.
 
-    Questions run in `nursery`; None on a read-only mount, where all is as the
-    mount's settings say.
+    HEADs run in `nursery`; None on a read-only mount, where all attributes are
+    those of the settings. `deferred` has the attributes of a version that its
+    object does not have yet.
     """
 
     def __init__(
@@ -74,54 +82,54 @@ class Learner:
         inodes: InodeTable,
         owner: Ownership,
         nursery: trio.Nursery | None,
+        deferred: Callable[[ObjectInfo], Meta | None] | None = None,
     ) -> None:
         self._store = store
         self._directories = directories
         self._inodes = inodes
         self._owner = owner
         self._nursery = nursery
-        self._presumption = directories.presumption
-        self._questions: OrderedDict[str, Question] = OrderedDict()
-        self._streaks: OrderedDict[str, Streak] = OrderedDict()
-        # What a version is to say that its object does not say yet; set by who writes.
-        self.deferred: Callable[[ObjectInfo], Meta | None] = lambda _info: None
-        # Directories of which a file is just asked ahead.
+        self._policy = directories.head_policy
+        self._pending: OrderedDict[str, PendingHead] = OrderedDict()
+        self._scans: OrderedDict[str, ScanState] = OrderedDict()
+        self._deferred = deferred
+        # Directories in which the HEAD of a first file is under way.
         self._sampled: dict[str, trio.Event] = {}
         if nursery is not None:
             directories.expect = self._sample_ahead
-        # What versions say, None for nothing, by what tells them apart: the kernel
-        # forgets names, and asks for them again, sooner than anything of it changes.
+        # The attributes of versions, None for no attributes, by `_version`: the kernel
+        # forgets names, and looks them up again, sooner than the attributes change.
         self._remembered: OrderedDict[int, Meta | None] = OrderedDict()
 
     @property
     def is_on(self) -> bool:
-        """Whether objects tell of modes and owners at all."""
+        """Whether objects have modes and owners at all."""
         return self._nursery is not None
 
-    def must_ask(self, inode: Inode) -> bool:
-        """Whether the bucket has to be asked before an inode's attributes are shown."""
+    def needs_head(self, inode: Inode) -> bool:
+        """Whether an inode's attributes take a HEAD before they are shown."""
         if not self.lacks(inode):
             return False
-        return inode.parent is None or _modified_ns(inode) > self.silent_until(inode.parent)
+        return inode.parent is None or _modified_ns(inode) > self.no_attributes_until(inode.parent)
 
-    def must_ask_of(self, inode: Inode, silent_until: float) -> bool:
-        """As `must_ask`, of one of a directory that `silent_until` is of."""
-        return self.lacks(inode) and _modified_ns(inode) > silent_until
+    def needs_head_of(self, inode: Inode, no_attributes_until: float) -> bool:
+        """As `needs_head`, with the `no_attributes_until` of the inode's directory."""
+        return self.lacks(inode) and _modified_ns(inode) > no_attributes_until
 
-    def silent_until(self, directory: Inode) -> float:
-        """How young what is in a directory may be to be taken to say nothing (head_policy.py)."""
-        return self._presumption.silent_until(self._inodes.key(directory))
+    def no_attributes_until(self, directory: Inode) -> float:
+        """See `HeadPolicy.no_attributes_until`."""
+        return self._policy.no_attributes_until(self._inodes.key(directory))
 
     def lacks(self, inode: Inode) -> bool:
-        """Whether it is not known what an inode's object says."""
+        """Whether the attributes of an inode's object are not known."""
         if self._nursery is None or inode.meta is not None or inode.staged is not None:
             return False
         if inode.is_removed:
-            return False  # there is no object any more
+            return False  # its object is gone
         if inode.info is None:
-            # A whole bucket's root has no key, and so no object that could tell of it.
+            # A whole bucket's root has no key, and so no object with attributes.
             return bool(inode.parent is not None or self._inodes.prefix)
-        waiting = self.deferred(inode.info)
+        waiting = self._deferred(inode.info) if self._deferred is not None else None
         if waiting is not None:
             inode.meta, inode.packed = waiting, None
             return False
@@ -134,71 +142,71 @@ class Learner:
         return False
 
     def meta(self, inode: Inode) -> Meta:
-        """What is kept with an inode, as far as it is known."""
+        """An inode's attributes, as far as they are known."""
         inode = inode.lead or inode
         if inode.staged is not None:
             return inode.staged.meta
         return inode.meta or inode.default_meta(self._owner)
 
     async def show(self, inode: Inode) -> None:
-        """Know what to show of an inode: what its object says, or is presumed to.
+        """Have the attributes of an inode that stat shows, which may be assumed.
 
         Raises:
-            StoreError: the bucket could not tell.
+            StoreError: the HEAD failed.
         """
-        if self.must_ask(inode):
+        if self.needs_head(inode):
             await self.learn(inode)
 
     async def learn(self, inode: Inode) -> None:
-        """Know what an inode's object says, as whoever changes it has to.
+        """Have the attributes of an inode's object, before any of them is changed.
 
         Raises:
-            StoreError: the bucket could not tell.
+            StoreError: the HEAD failed.
         """
         if not self.lacks(inode):
             return
         key = self._inodes.key(inode)
-        question = self._questions.pop(key, None)
-        if question is not None and not self._is_about(question, inode):
-            question = None
-        self._look_ahead(inode, is_expected=question is not None)
-        await self._take(inode, question or self._ask(key))
+        head = self._pending.pop(key, None)
+        if head is not None and not self._is_about(head, inode):
+            head = None
+        self._look_ahead(inode, is_expected=head is not None)
+        await self._take(inode, head or self._send(key))
 
     async def show_all(self, directory: Inode, inodes: Sequence[Inode]) -> None:
         """As `show`, for several of one directory at once."""
         prefix = self._inodes.key(directory)
-        while asked := [inode for inode in inodes if self.must_ask(inode)]:
-            asked = asked[: max(1, self._presumption.left(prefix))]
-            questions = [self._ask(self._inodes.key(inode)) for inode in asked]
-            for inode, question in zip(asked, questions, strict=True):
-                await self._take(inode, question)
+        while batch := [inode for inode in inodes if self.needs_head(inode)]:
+            batch = batch[: max(1, self._policy.remaining(prefix))]
+            heads = [self._send(self._inodes.key(inode)) for inode in batch]
+            for inode, head in zip(batch, heads, strict=True):
+                await self._take(inode, head)
 
     def wants_sample(self, directory: Inode) -> bool:
-        """Whether a few of a directory's files should be asked, to see if any say anything."""
-        return self._presumption.is_undecided(self._inodes.key(directory))
+        """Whether HEADs of a few of a directory's files may spare those of the others."""
+        return self._policy.is_undecided(self._inodes.key(directory))
 
     async def sample(self, directory: Inode, inodes: Sequence[Inode]) -> None:
-        """Ask a few of a directory's files, to see if the others need not be asked."""
+        """Send HEADs of a few of a directory's files, which may spare those of the others."""
         prefix = self._inodes.key(directory)
         if prefix in self._sampled:
             await self._sampled[prefix].wait()
-        asked = [inode for inode in inodes if self.must_ask(inode)]
-        while asked and self._presumption.is_undecided(prefix):
-            few = asked[: min(SAMPLED_AT_ONCE, self._presumption.left(prefix))]
-            del asked[: len(few)]
-            questions = [self._ask(self._inodes.key(inode)) for inode in few]
-            for inode, question in zip(few, questions, strict=True):
+        unknown = [inode for inode in inodes if self.needs_head(inode)]
+        while unknown and self._policy.is_undecided(prefix):
+            few = unknown[: min(SAMPLED_AT_ONCE, self._policy.remaining(prefix))]
+            del unknown[: len(few)]
+            heads = [self._send(self._inodes.key(inode)) for inode in few]
+            for inode, head in zip(few, heads, strict=True):
                 try:
-                    await self._take(inode, question)
+                    await self._take(inode, head)
                 except StoreError:
-                    continue  # whoever wants its attributes is told
+                    continue  # a request for its attributes will fail
 
     def _sample_ahead(self, prefix: str, segment: Segment) -> None:
-        """Have the one file asked that may show the others of a directory to be silent."""
-        if not self._presumption.is_undecided(prefix) or len(self._sampled) >= MOST_AHEAD:
+        """Send the HEAD of one file where that may spare those of its whole directory."""
+        if not self._policy.is_undecided(prefix) or len(self._sampled) >= MOST_AHEAD:
             return
         first = next((entry for entry in segment.entries.values() if entry is not None), None)
-        if self._presumption.left(prefix) == 1 and first is not None and self.lacks_version(first):
+        if self._policy.remaining(prefix) == 1 and first is not None and self.lacks_version(first):
             assert self._nursery is not None
             self._sampled[prefix] = trio.Event()
             self._nursery.start_soon(self._sample_one, prefix, first)
@@ -210,115 +218,115 @@ class Learner:
             self._sampled.pop(prefix).set()
 
     def lacks_version(self, info: ObjectInfo) -> bool:
-        """Whether `learn_version` would ask."""
+        """Whether `learn_version` would send a HEAD."""
         has_room = len(self._remembered) < MOST_REMEMBERED
         if self._nursery is None or not has_room or _version(info) in self._remembered:
             return False
-        return not self._presumption.is_silent(_directory(info.key), info.mtime_ns)
+        return not self._policy.has_no_attributes(_directory(info.key), info.mtime_ns)
 
     async def learn_version(self, info: ObjectInfo) -> None:
-        """Remember what a listed object's metadata says, before anybody looks its name up.
+        """Remember a listed object's attributes before its name is looked up.
 
-        If the bucket can't tell, or has another version by now, nothing is remembered.
+        Where the HEAD fails, or finds another version, nothing is remembered.
         """
         try:
-            told = await self._store.head(info.key)
+            current = await self._store.head(info.key)
         except StoreError:
             return
-        self._heard(told)
+        self._observe(current)
         default = self._owner.file
-        if _is_same(told, info) and _is_settled(told):
-            said = meta.read(told.metadata or {}, default)
-            self._remember(told, None if said == default else said)
+        if _is_same(current, info) and _is_settled(current):
+            known = meta.read(current.metadata or {}, default)
+            self._remember(current, None if known == default else known)
 
-    async def _take(self, inode: Inode, question: Question) -> None:
+    async def _take(self, inode: Inode, head: PendingHead) -> None:
         """Wait for an answer, and have the inode keep it."""
-        await question.done.wait()
-        if question.error is not None:
-            raise question.error
+        await head.done.wait()
+        if head.error is not None:
+            raise head.error
         if self.lacks(inode):
             # Without an object: a directory that has no marker, or a file that is just going.
-            told = question.info.metadata if question.info is not None else None
+            metadata = head.info.metadata if head.info is not None else None
             default = inode.default_meta(self._owner)
-            inode.meta = meta.read(told or {}, default)
+            inode.meta = meta.read(metadata or {}, default)
             inode.packed = None
-            info = question.info
+            info = head.info
             if info is not None and _is_same(info, inode.info) and _is_settled(info):
                 self._remember(info, None if inode.meta == default else inode.meta)
 
-    def _remember(self, info: ObjectInfo, said: Meta | None) -> None:
-        self._remembered[_version(info)] = said
+    def _remember(self, info: ObjectInfo, known: Meta | None) -> None:
+        self._remembered[_version(info)] = known
         if len(self._remembered) > MOST_REMEMBERED:
             self._remembered.popitem(last=False)
 
-    def _is_about(self, question: Question, inode: Inode) -> bool:
-        """Whether a question was asked about what an inode stands for, and not too long ago."""
-        if time.monotonic() - question.asked > self._directories.ttl_s or question.error:
+    def _is_about(self, head: PendingHead, inode: Inode) -> bool:
+        """Whether a HEAD is of the version that an inode stands for, and not too old."""
+        if time.monotonic() - head.sent > self._directories.ttl_s or head.error:
             return False
-        info = question.info
+        info = head.info
         return inode.info is None or info is None or info.etag == inode.info.etag
 
-    def _ask(self, key: str) -> Question:
+    def _send(self, key: str) -> PendingHead:
         assert self._nursery is not None
-        question = Question()
-        self._nursery.start_soon(self._run, key, question)
-        return question
+        head = PendingHead()
+        self._nursery.start_soon(self._run, key, head)
+        return head
 
-    async def _run(self, key: str, question: Question) -> None:
+    async def _run(self, key: str, head: PendingHead) -> None:
         try:
-            question.info = await self._store.head(key)
-            self._heard(question.info)
+            head.info = await self._store.head(key)
+            self._observe(head.info)
         except NotFoundError:
-            self._presumption.heard(_directory(key), 0, says=False)
+            self._policy.observe(_directory(key), 0, has_attributes=False)
         except StoreError as error:
-            question.error = error
+            head.error = error
         finally:
-            question.done.set()
+            head.done.set()
 
-    def _heard(self, info: ObjectInfo) -> None:
+    def _observe(self, info: ObjectInfo) -> None:
         modified_ns = 0 if info.key.endswith("/") else info.mtime_ns
-        says = meta.tells_attributes(info.metadata or {})
-        self._presumption.heard(_directory(info.key), modified_ns, says=says)
+        has_attributes = meta.tells_attributes(info.metadata or {})
+        self._policy.observe(_directory(info.key), modified_ns, has_attributes=has_attributes)
 
     # Ahead
 
     def _look_ahead(self, inode: Inode, *, is_expected: bool) -> None:
-        """Ask for the next names of a directory if one name after the other is wanted."""
+        """Send HEADs of the next names of a directory if it is read in order."""
         if inode.parent is None or not self._directories.ttl_s:
             return
         prefix = self._inodes.key(inode.parent)
         segment = self._directories.get(prefix).holding(inode.name)
         if segment is None or segment.expires <= time.monotonic():
             return
-        streak = self._streak(prefix)
+        scan = self._scan(prefix)
         behind = segment.after(names.position(inode.name))
-        before = segment.ordered[behind - 2] if behind > 1 else streak.last
-        is_in_order = is_expected or (bool(streak.last) and before == streak.last)
-        streak.last = inode.name
-        streak.left = max(0, streak.left - 1)
+        before = segment.ordered[behind - 2] if behind > 1 else scan.last
+        is_in_order = is_expected or (bool(scan.last) and before == scan.last)
+        scan.last = inode.name
+        scan.remaining = max(0, scan.remaining - 1)
         if not is_in_order:
-            streak.width = streak.left = 0
-        elif 2 * streak.left <= streak.width:
-            most = min(MOST_AHEAD, self._presumption.left(prefix))
-            streak.width = streak.left = min(most, max(1, 2 * streak.width))
-            for name in segment.ordered[behind : behind + streak.width]:
-                self._ask_ahead(inode.parent, prefix, name, segment.entries[name])
+            scan.width = scan.remaining = 0
+        elif 2 * scan.remaining <= scan.width:
+            most = min(MOST_AHEAD, self._policy.remaining(prefix))
+            scan.width = scan.remaining = min(most, max(1, 2 * scan.width))
+            for name in segment.ordered[behind : behind + scan.width]:
+                self._send_ahead(inode.parent, prefix, name, segment.entries[name])
 
-    def _streak(self, prefix: str) -> Streak:
-        streak = self._streaks.setdefault(prefix, Streak())
-        self._streaks.move_to_end(prefix)
-        if len(self._streaks) > MOST_STREAKS:
-            self._streaks.popitem(last=False)
-        return streak
+    def _scan(self, prefix: str) -> ScanState:
+        scan = self._scans.setdefault(prefix, ScanState())
+        self._scans.move_to_end(prefix)
+        if len(self._scans) > MOST_SCANS:
+            self._scans.popitem(last=False)
+        return scan
 
-    def _ask_ahead(self, parent: Inode, prefix: str, name: str, entry: Entry) -> None:
+    def _send_ahead(self, parent: Inode, prefix: str, name: str, entry: Entry) -> None:
         key = prefix + name if entry is not None else prefix + name + "/"
         known = (parent.children or {}).get(name)
-        if key in self._questions or (known is not None and not self.lacks(known)):
+        if key in self._pending or (known is not None and not self.lacks(known)):
             return
-        self._questions[key] = self._ask(key)
-        if len(self._questions) > MOST_KEPT:
-            self._questions.popitem(last=False)
+        self._pending[key] = self._send(key)
+        if len(self._pending) > MOST_KEPT:
+            self._pending.popitem(last=False)
 
 
 def _directory(key: str) -> str:
@@ -331,8 +339,8 @@ def _modified_ns(inode: Inode) -> int:
 
 
 def _version(info: ObjectInfo) -> int:
-    """What tells an object from others and from itself after each change of its metadata."""
-    # Some servers list parts of seconds, which a HEAD does not tell.
+    """A number that no other object has, nor this one after its metadata is changed."""
+    # Some servers list parts of seconds, which a HEAD lacks.
     return hash((info.key, info.etag, info.size, info.mtime_ns // SECOND_NS))
 
 
@@ -341,5 +349,5 @@ def _is_settled(info: ObjectInfo) -> bool:
     return time.time_ns() - info.mtime_ns > SETTLED_NS
 
 
-def _is_same(told: ObjectInfo, known: ObjectInfo | None) -> bool:
-    return known is not None and _version(told) == _version(known)
+def _is_same(info: ObjectInfo, known: ObjectInfo | None) -> bool:
+    return known is not None and _version(info) == _version(known)

@@ -1,15 +1,15 @@
-"""Objects that are taken to say nothing about themselves, without being asked.
+"""Decides which objects need no HEAD.
 
-A listing tells no metadata, and a HEAD for each file costs as much as reading it. Most
-buckets were filled by programs that keep none. So a directory whose first files say
-nothing is presumed to hold more of the kind: SAMPLE of them, or one alone once
-EXPERIENCE in a row, of whatever directories, said nothing.
+Listings carry no user metadata, and a HEAD for each file costs as much as reading it.
+Most buckets were filled by programs that keep none. If the first SAMPLE objects of a
+directory have no attributes, the others of the same age are assumed to have none; one
+object is enough once EXPERIENCE objects in a row, of any directories, had none.
 
-What makes that safe enough: one object that says something ends it for its directory;
-an object is asked all the same if it is younger than those that were (a data set is
-uploaded at one time, and what others write beside it later is not of that kind); and a
-directory in which this mount, or an earlier one with its cache, changed something is never
-presumed of. Before anything is changed, its object is always asked.
+What makes that safe enough: one object with attributes ends it for its directory; an
+object that is younger than those of the sample has its HEAD (a data set is uploaded at
+one time, and what is written beside it later is of another kind); and nothing is assumed
+of a directory in which this mount, or an earlier one with its cache, changed something.
+Before anything is changed, its object always has its HEAD.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ logger = logging.getLogger("fusefs.posix")
 
 SAMPLE = 32
 EXPERIENCE = 128
-# How much younger an object may be than those that said nothing, in nanoseconds.
+# How much younger an object may be than those without attributes, in nanoseconds.
 SAME_TIME_NS = 600 * 10**9
-# Directories that something is known of, at about 200 bytes for each.
+# Directories that are remembered, at about 200 bytes for each.
 MOST_DIRECTORIES = 100_000
-# With more of them on record, nothing is presumed.
+# With more of them on record, nothing is assumed.
 MOST_CHANGED = 20_000
 
 
 class _Directory:
-    __slots__ = ("silent", "tells", "youngest_ns")
+    __slots__ = ("has_attributes", "without", "youngest_ns")
 
     def __init__(self) -> None:
-        self.silent = 0
+        self.without = 0
         self.youngest_ns = 0
-        self.tells = False
+        self.has_attributes = False
 
 
-class Presumption:
-    """What is presumed of one bucket. Belongs to the event loop.
+class HeadPolicy:
+    """What is assumed of the objects of one bucket. Belongs to the event loop.
 
     The directories that were changed are on `record`, a file of the cache that is read
     once, by the next mounts; without one they are known to this mount alone.
@@ -57,69 +57,71 @@ class Presumption:
         self._mode = mode
         self._record = record
         self._directories: OrderedDict[str, _Directory] = OrderedDict()
-        self._silent_in_a_row = 0
+        self._without_in_a_row = 0
         self._changed = _read(record) if record is not None else set()
         if len(self._changed) > MOST_CHANGED:
             self._mode = ObjectAttributes.ALWAYS
 
-    def is_silent(self, prefix: str, modified_ns: int) -> bool:
-        """Whether an object of a directory is taken to say nothing.
+    def has_no_attributes(self, prefix: str, modified_ns: int) -> bool:
+        """Whether an object of a directory is assumed to have no attributes.
 
         `modified_ns` is its Last-Modified, 0 for a marker, of which none is listed.
         """
-        return modified_ns <= self.silent_until(prefix)
+        return modified_ns <= self.no_attributes_until(prefix)
 
-    def silent_until(self, prefix: str) -> float:
-        """When the youngest object of a directory that is taken to say nothing was modified.
+    def no_attributes_until(self, prefix: str) -> float:
+        """Up to which Last-Modified the objects of a directory are assumed to have no attributes.
 
-        In nanoseconds since the epoch; before any time if none is.
+        In nanoseconds since the epoch; minus infinity where each has its HEAD.
         """
         if self._mode != ObjectAttributes.AUTO:
             return math.inf if self._mode == ObjectAttributes.NEVER else -math.inf
         directory = self._directories.get(prefix)
-        if directory is None or directory.tells or prefix in self._changed:
+        if directory is None or directory.has_attributes or prefix in self._changed:
             return -math.inf
-        if directory.silent < self._sample():
+        if directory.without < self._sample():
             return -math.inf
         return directory.youngest_ns + SAME_TIME_NS
 
-    def heard(self, prefix: str, modified_ns: int, *, says: bool) -> None:
-        """An object was asked; `says` whether it had anything to say."""
+    def observe(self, prefix: str, modified_ns: int, *, has_attributes: bool) -> None:
+        """Take note of an object's HEAD, which had attributes or had none."""
         directory = self._directories.setdefault(prefix, _Directory())
         if len(self._directories) > MOST_DIRECTORIES:
             self._directories.popitem(last=False)
-        if says:
-            directory.tells = True
-            self._silent_in_a_row = 0
+        if has_attributes:
+            directory.has_attributes = True
+            self._without_in_a_row = 0
             return
-        directory.silent += 1
+        directory.without += 1
         directory.youngest_ns = max(directory.youngest_ns, modified_ns)
-        self._silent_in_a_row += 1
+        self._without_in_a_row += 1
 
     def is_undecided(self, prefix: str) -> bool:
-        """Whether asking a few more of a directory would spare asking the others."""
+        """Whether a few more HEADs in a directory could spare those of the others."""
         directory = self._directories.get(prefix)
         if self._mode != ObjectAttributes.AUTO or prefix in self._changed:
             return False
-        return directory is None or (not directory.tells and directory.silent < self._sample())
+        return directory is None or (
+            not directory.has_attributes and directory.without < self._sample()
+        )
 
-    def left(self, prefix: str) -> int:
-        """How many objects of a directory are worth asking at once, for all that is known."""
+    def remaining(self, prefix: str) -> int:
+        """How many HEADs are worth sending at once in a directory."""
         directory = self._directories.get(prefix)
         if self._mode != ObjectAttributes.AUTO or prefix in self._changed:
             return SAMPLE
-        if directory is not None and directory.tells:
+        if directory is not None and directory.has_attributes:
             return SAMPLE
-        return max(0, self._sample() - (directory.silent if directory is not None else 0))
+        return max(0, self._sample() - (directory.without if directory is not None else 0))
 
     def _sample(self) -> int:
-        return 1 if self._silent_in_a_row >= EXPERIENCE else SAMPLE
+        return 1 if self._without_in_a_row >= EXPERIENCE else SAMPLE
 
     def moved(self, old: str, new: str) -> None:
         """A directory was renamed, with all that is below it."""
-        for prefix in [one for one in self._directories if one.startswith((old, new))]:
+        for prefix in [known for known in self._directories if known.startswith((old, new))]:
             del self._directories[prefix]
-        for prefix in [one for one in self._changed if one.startswith(old)]:
+        for prefix in [known for known in self._changed if known.startswith(old)]:
             self.changed(new + prefix[len(old) :])
 
     def changed(self, prefix: str) -> None:

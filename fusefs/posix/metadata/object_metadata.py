@@ -62,20 +62,22 @@ class Meta:
 
     def as_metadata(self) -> dict[str, str]:
         """The object metadata that says this."""
-        said = dict(self.other)
-        said |= {"mode": str(self.mode), "uid": str(self.uid), "gid": str(self.gid)}
+        metadata = dict(self.other)
+        metadata |= {"mode": str(self.mode), "uid": str(self.uid), "gid": str(self.gid)}
         if self.mtime_ns is not None:
             seconds, rest = divmod(abs(self.mtime_ns), SECOND_NS)
-            said["mtime"] = f"{'-' if self.mtime_ns < 0 else ''}{seconds}.{rest:09}"
+            metadata["mtime"] = f"{'-' if self.mtime_ns < 0 else ''}{seconds}.{rest:09}"
         if self.xattrs:
-            said["xattr"] = _written(self.xattrs)
-        return said
+            metadata["xattr"] = _written(self.xattrs)
+        return metadata
 
     @property
     def fits(self) -> bool:
         """Whether S3 takes that much."""
-        said = self.changed(mtime_ns=0 if self.mtime_ns is None else self.mtime_ns).as_metadata()
-        size = sum(len(_HEADER_PREFIX) + len(name) + len(value) for name, value in said.items())
+        metadata = self.changed(
+            mtime_ns=0 if self.mtime_ns is None else self.mtime_ns
+        ).as_metadata()
+        size = sum(len(_HEADER_PREFIX) + len(name) + len(value) for name, value in metadata.items())
         return size + len(_HEADER_PREFIX) + CHANGE_SIZE <= METADATA_LIMIT
 
 
@@ -145,16 +147,16 @@ def _time(text: str | None) -> int | None:
 
 
 def _written(xattrs: tuple[tuple[str, bytes], ...]) -> str:
-    told = {name: base64.b64encode(value).decode() for name, value in xattrs}
-    return quote(json.dumps(told, separators=(",", ":"), ensure_ascii=False))
+    values = {name: base64.b64encode(value).decode() for name, value in xattrs}
+    return quote(json.dumps(values, separators=(",", ":"), ensure_ascii=False))
 
 
 def _read_xattrs(text: str | None) -> tuple[tuple[str, bytes], ...]:
     if text is None:
         return ()
     try:
-        told = json.loads(unquote(text, errors="strict"))
-        return tuple((name, base64.b64decode(value)) for name, value in dict(told).items())
+        values = json.loads(unquote(text, errors="strict"))
+        return tuple((name, base64.b64decode(value)) for name, value in dict(values).items())
     except (ValueError, TypeError, RecursionError):
         return ()
 

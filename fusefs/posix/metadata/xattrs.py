@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 
-from fusefs.posix.metadata.head_cache import Learner
+from fusefs.posix.metadata.head_cache import HeadCache
 from fusefs.posix.nodes.inode_table import Inode, InodeTable
 from fusefs.posix.types import Answer, waiting
 from fusefs.store.interface import ObjectInfo, Store
@@ -28,10 +28,10 @@ Pairs = tuple[tuple[str, bytes], ...]
 class Xattrs:
     """The attributes of all inodes of one mount. Belongs to the event loop."""
 
-    def __init__(self, store: Store, inodes: InodeTable, learner: Learner) -> None:
+    def __init__(self, store: Store, inodes: InodeTable, head_cache: HeadCache) -> None:
         self._store = store
         self._inodes = inodes
-        self._learner = learner
+        self._head_cache = head_cache
 
     def get(self, inode: Inode, name: str) -> Answer[bytes]:
         """The value of one attribute.
@@ -40,43 +40,43 @@ class Xattrs:
             OSError: ENODATA, there is none of this name.
         """
         if name.startswith(OURS):
-            return self._told(inode, name)
-        if self._learner.lacks(inode):
+            return self._of_object(inode, name)
+        if self._head_cache.lacks(inode):
             return waiting(self._kept_later(inode, name))
         return self._kept(inode, name)
 
     def names(self, inode: Inode) -> Answer[tuple[str, ...]]:
         """The names that an object has; asks nothing that stat did not ask."""
-        if self._learner.lacks(inode):
+        if self._head_cache.lacks(inode):
             return waiting(self._names_later(inode))
         return self._names(inode)
 
     # What programs gave it
 
     def _kept(self, inode: Inode, name: str) -> bytes:
-        value = dict(self._learner.meta(inode).xattrs).get(name) if _is_settable(name) else None
+        value = dict(self._head_cache.meta(inode).xattrs).get(name) if _is_settable(name) else None
         if value is None:
             raise OSError(errno.ENODATA, name)
         return value
 
     async def _kept_later(self, inode: Inode, name: str) -> bytes:
-        await self._learner.learn(inode)
+        await self._head_cache.learn(inode)
         return self._kept(inode, name)
 
     def _names(self, inode: Inode) -> tuple[str, ...]:
         info = inode.info
-        kept = [name for name, _ in self._learner.meta(inode).xattrs if _is_settable(name)]
+        kept = [name for name, _ in self._head_cache.meta(inode).xattrs if _is_settable(name)]
         if info is None or not info.etag:
             return (*NAMES[:1], *kept)
         return (*NAMES, *([VERSION] if info.version_id is not None else []), *kept)
 
     async def _names_later(self, inode: Inode) -> tuple[str, ...]:
-        await self._learner.learn(inode)
+        await self._head_cache.learn(inode)
         return self._names(inode)
 
     # What the bucket tells
 
-    def _told(self, inode: Inode, name: str) -> Answer[bytes]:
+    def _of_object(self, inode: Inode, name: str) -> Answer[bytes]:
         info = inode.info
         if name == "user.s3.key":
             return self._inodes.key(inode).encode()
@@ -111,7 +111,7 @@ def changed(
     `is_repeated`: it may have been done already.
 
     Raises:
-        OSError: EPERM, EOPNOTSUPP or EINVAL for a name that nobody can set;
+        OSError: EPERM, EOPNOTSUPP or EINVAL for a name that cannot be set;
             EEXIST or ENODATA as `flags` say, and for what cannot be removed.
     """
     if name.startswith(OURS):

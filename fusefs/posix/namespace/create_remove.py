@@ -19,17 +19,16 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from fusefs.posix.directory.listings import Directories
 from fusefs.posix.directory.segment import ABSENT, Absent, Entry
-from fusefs.posix.late.requests import LateRequests, State
+from fusefs.posix.late.requests import State
 from fusefs.posix.metadata.object_metadata import PERMISSIONS, Meta
+from fusefs.posix.mount_state import MountState, Writing
 from fusefs.posix.namespace.prefix_lock import Gate
-from fusefs.posix.nodes.handles import HandleTable
-from fusefs.posix.nodes.inode import StagedFile
-from fusefs.posix.nodes.inode_table import Inode, InodeTable, NodeLog
+from fusefs.posix.nodes.inode import FileState, StagedFile
+from fusefs.posix.nodes.inode_table import Inode, NodeLog
 from fusefs.posix.types import Caller
 from fusefs.posix.write.writer import Writer
-from fusefs.store.interface import Expect, ObjectInfo, Store
+from fusefs.store.interface import Expect, ObjectInfo
 
 # What stores tell of an empty object, as most markers are: the MD5 of nothing. Where
 # one has another ETag, the first change over it learns that from a HEAD.
@@ -39,34 +38,23 @@ MARKER_ETAG = '"d41d8cd98f00b204e9800998ecf8427e"'
 class Naming:
     """What makes and removes the names of one mount. Belongs to the event loop."""
 
-    def __init__(
-        self,
-        store: Store,
-        directories: Directories,
-        inodes: InodeTable,
-        handles: HandleTable,
-        writer: Writer,
-        log: NodeLog,
-        *,
-        may_delete: bool,
-        late: LateRequests | None = None,
-    ) -> None:
-        self._store = store
-        self._directories = directories
-        self._inodes = inodes
-        self._handles = handles
+    def __init__(self, state: MountState, writing: Writing, writer: Writer) -> None:
+        self._store = state.store
+        self._directories = state.directories
+        self._inodes = state.inodes
+        self._handles = state.handles
+        self._log = state.journal
         self._writer = writer
-        self._log = log
-        self._may_delete = may_delete
-        self._late = late
-        self._gate = Gate(inodes.key)
+        self._may_delete = writing.rules.may_delete
+        self._late = writing.late
+        self._gate = Gate(state.inodes.key)
         # Requests that an earlier process had begun, and those that this one has not ended.
         self.begun: set[int] = set()
         self._under_way: set[int] = set()
         # The nodes of files that an earlier process had staged.
         self._inherited: set[int] | None = None
 
-    def retell(self, log: NodeLog) -> None:
+    def write_all(self, log: NodeLog) -> None:
         """Tell a new log what the old one knows and the kernel may ask for again."""
         for unique in self._under_way:
             log.begun(unique)
@@ -131,10 +119,10 @@ class Naming:
             return inode
         if inode.parent is None or inode.is_removed:
             return inode
-        found = await self._find(inode.parent, inode.name)
-        if isinstance(found, Absent) or found is None:
+        entry = await self._find(inode.parent, inode.name)
+        if isinstance(entry, Absent) or entry is None:
             return inode
-        return self._inodes.resolve(inode.parent, inode.name, found, found.key)
+        return self._inodes.resolve(inode.parent, inode.name, entry, entry.key)
 
     # Making
 
@@ -166,9 +154,13 @@ class Naming:
                 file.write(target)
                 file.flush()
                 info = await self._store.put_file(
-                    prefix + name, file.fileno(), len(target), metadata=meta.as_metadata(),
-                    content_type=None, condition=Expect(None),
-                )  # fmt: skip
+                    prefix + name,
+                    file.fileno(),
+                    len(target),
+                    metadata=meta.as_metadata(),
+                    content_type=None,
+                    condition=Expect(None),
+                )
             self._directories.changed(prefix, name, info)
             inode = self._inodes.create(parent, name, info, prefix + name)
             inode.meta = meta
@@ -197,9 +189,9 @@ class Naming:
         key = prefix + name
         if not self._writer.removals.may_wait(key) or not self._gate.is_open(parent):
             return False
-        found = self._directories.lookup_now(self._directories.get(prefix), name)
+        known = self._directories.lookup_now(self._directories.get(prefix), name)
         inode = self._current(parent, name)
-        if found is None or not isinstance(found[0], ObjectInfo) or not self._may_delete:
+        if known is None or not isinstance(known[0], ObjectInfo) or not self._may_delete:
             return False
         if (inode is not None and inode.staged is not None) or self._writer.deferred.has(key):
             return False
@@ -208,43 +200,43 @@ class Naming:
             return False
         self._note_inherited()
         self._log.begun(caller.unique)
-        if not self._writer.removals.takes(key, found[0].etag):
+        if not self._writer.removals.takes(key, known[0].etag):
             return False
         self._gone(parent, name)
         return True
 
     async def unlink(self, parent: Inode, name: str, caller: Caller) -> None:
         async with self._changing(caller, parent):
-            found = await self._find(parent, name)
-            if isinstance(found, Absent):
+            entry = await self._find(parent, name)
+            if isinstance(entry, Absent):
                 if self._is_repeated(caller):
                     self._found_done(self._inodes.key(parent) + name, ABSENT)
                     return
                 raise OSError(errno.ENOENT, name)
-            if found is None:
+            if entry is None:
                 raise OSError(errno.EISDIR, name)
             self._check_deleting(name)
             self._begin(caller)
             await self._keep_directory(parent, name)
-            await self._delete_file(parent, name, found)
+            await self._delete_file(parent, name, entry)
             self._gone(parent, name)
 
-    async def _delete_file(self, parent: Inode, name: str, found: ObjectInfo) -> None:
+    async def _delete_file(self, parent: Inode, name: str, entry: ObjectInfo) -> None:
         inode = self._current(parent, name)
         key = self._inodes.key(parent) + name
         async with self._writer.deferred.taken(key), AsyncExitStack() as stack:
             staged = await self._held(stack, inode)
             if staged is None or self._may_be_there(staged):
-                await self._delete(key, staged, found)
+                await self._delete(key, staged, entry)
             if staged is not None:
                 self._unlink_staged(staged)
         self._let_go(staged)
 
-    async def _delete(self, key: str, staged: StagedFile | None, found: ObjectInfo) -> None:
+    async def _delete(self, key: str, staged: StagedFile | None, entry: ObjectInfo) -> None:
         """Delete a file's object, or put it on record that it is to be deleted."""
         if staged is None:
             # What was waited for meanwhile may have given it another ETag.
-            etag = found.etag
+            etag = entry.etag
             if self._writer.removals.takes(key, etag):
                 return
         else:
@@ -255,13 +247,13 @@ class Naming:
     async def rmdir(self, parent: Inode, name: str, caller: Caller) -> None:
         async with self._changing(caller, parent):
             prefix = self._inodes.key(parent) + name + "/"
-            found = await self._find(parent, name)
-            if isinstance(found, Absent):
+            entry = await self._find(parent, name)
+            if isinstance(entry, Absent):
                 if self._is_repeated(caller):
                     self._found_done(prefix, ABSENT)
                     return
                 raise OSError(errno.ENOENT, name)
-            if found is not None:
+            if entry is not None:
                 raise OSError(errno.ENOTDIR, name)
             if not await self._is_empty(prefix):
                 raise OSError(errno.ENOTEMPTY, name)
@@ -322,7 +314,7 @@ class Naming:
         """Keep a node's staged file, if it has one, from being written or uploaded."""
         while inode is not None and inode.staged is not None:
             staged = inode.staged
-            held = self._writer.held(staged)
+            held = self._writer.uploads.held(staged)
             await held.__aenter__()
             if inode.staged is staged:
                 stack.push_async_exit(held.__aexit__)
@@ -331,7 +323,7 @@ class Naming:
         return None
 
     def _unlink_staged(self, staged: StagedFile) -> None:
-        staged.is_unlinked = True
+        staged.state = FileState.UNLINKED
         self._writer.staging.record(staged)
 
     def _let_go(self, staged: StagedFile | None) -> None:

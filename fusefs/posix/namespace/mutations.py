@@ -1,7 +1,7 @@
 """The requests that change something, on a writable mount.
 
-Each runs apart from who asked (uncancelled.py), so that none is cut in half. One
-that must not be applied twice is put on record before it is begun: when it
+Each goes on when its request is cancelled (uncancelled.py), so that none is left half
+done. One that must not be applied twice is put on record before it is begun: when it
 is sent again, finding it done is success.
 """
 
@@ -11,21 +11,20 @@ import errno
 import os
 import stat
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import trio
 
 from fusefs.posix.metadata import xattrs
+from fusefs.posix.metadata.head_cache import HeadCache
 from fusefs.posix.metadata.object_metadata import MOST_NS, PERMISSIONS, Meta
+from fusefs.posix.mount_state import MountState
 from fusefs.posix.namespace.rename import Changes
-from fusefs.posix.namespace.uncancelled import Apart
+from fusefs.posix.namespace.uncancelled import UncancelledRunner
 from fusefs.posix.nodes import names
-from fusefs.posix.nodes.inode_table import Inode, NodeLog
+from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.types import Answer, Caller, NewAttributes, Opened, waiting
 from fusefs.posix.write.writer import Writer
-
-if TYPE_CHECKING:
-    from fusefs.posix.operations import Operations
 
 # What S3 takes, in bytes of UTF-8.
 LONGEST_KEY = 1024
@@ -36,16 +35,18 @@ class Mutations:
 
     def __init__(
         self,
-        operations: Operations,
+        state: MountState,
+        nursery: trio.Nursery,
         writer: Writer,
         changes: Changes,
-        log: NodeLog,
-        nursery: trio.Nursery,
+        head_cache: HeadCache,
+        release: Callable[[int], None],
     ) -> None:
-        self._operations = operations
-        self._inodes = operations.inodes
-        self._log = log
-        self._apart = Apart(nursery, lambda: operations.invalidate_names())
+        self._state = state
+        self._inodes = state.inodes
+        self._head_cache = head_cache
+        self._release = release
+        self._uncancelled = UncancelledRunner(nursery, state.notifier.invalidate_names)
         self.writer = writer
         self.changes = changes
 
@@ -59,18 +60,18 @@ class Mutations:
         inode = self._inodes.get(nodeid)
         is_plain = inode.info is not None and inode.lead is None and new.size is None
         is_named = inode.is_current or inode.staged is not None
-        if not (is_plain and is_named) or self._operations.learner.lacks(inode):
+        if not (is_plain and is_named) or self._head_cache.lacks(inode):
             return None
         mtime_ns = _limited(new.mtime_ns)
-        if inode.staged is not None and mtime_ns == self._operations.attributes(inode).mtime_ns:
+        if inode.staged is not None and mtime_ns == self._state.attributes(inode).mtime_ns:
             mtime_ns = None
-        old = self._operations.learner.meta(inode)
+        old = self._head_cache.meta(inode)
         changed = _changed(old, new, mtime_ns)
         if changed != old:
             _check_size(changed)
             self.writer.change_meta(inode, changed)
             inode.packed = None
-        return self._operations.getattr(nodeid)
+        return self._shown(nodeid)
 
     async def setattr(self, nodeid: int, new: NewAttributes) -> tuple[Inode, float]:
         """Change what stat shows, and with it the content where that is the size.
@@ -78,40 +79,44 @@ class Mutations:
         Answers as `Operations.getattr`.
         """
         inode = self._inodes.get(nodeid)
-        await self._apart.run(waiting(self._setattr(inode, new)))
-        return self._operations.getattr(nodeid)
+        await self._uncancelled.run(waiting(self._setattr(inode, new)))
+        return self._shown(nodeid)
 
-    async def _setattr(self, asked: Inode, new: NewAttributes) -> None:
+    def _shown(self, nodeid: int) -> tuple[Inode, float]:
+        inode = self._inodes.get(nodeid)
+        return inode, inode.valid_s
+
+    async def _setattr(self, requested: Inode, new: NewAttributes) -> None:
         mtime_ns = _limited(new.mtime_ns)
-        inode = await self.changes.file_now(asked)
+        inode = await self.changes.file_now(requested)
         # What is staged now would go up with what is known now.
         await self._learn(inode)
         if new.size is not None:
-            if _is_left_behind(asked):
+            if _is_left_behind(requested):
                 raise OSError(errno.ESTALE, "the name is another node's now")
             if inode.info is None:
                 raise OSError(errno.EISDIR, "a directory")
-            if new.size != self._operations.attributes(inode).size:
+            if new.size != self._state.attributes(inode).size:
                 mtime_ns = None  # truncate(2) asks for the current time, which it gets anyway
             await self.writer.truncate(inode, new.size)
-        old = self._operations.learner.meta(inode)
-        if inode.staged is not None and mtime_ns == self._operations.attributes(inode).mtime_ns:
+        old = self._head_cache.meta(inode)
+        if inode.staged is not None and mtime_ns == self._state.attributes(inode).mtime_ns:
             mtime_ns = None
         changed = _changed(old, new, mtime_ns)
         if changed != old:
             await self._keep(inode, changed)
         if mtime_ns is not None and inode.info is None:
             self._inodes.set_entries_changed(inode, 0)
-        if inode is not asked:
-            asked.meta = _changed(self._operations.learner.meta(asked), new, mtime_ns)
-            asked.packed = None
-            self._operations.invalidate_attributes(inode.nodeid)
+        if inode is not requested:
+            requested.meta = _changed(self._head_cache.meta(requested), new, mtime_ns)
+            requested.packed = None
+            self._state.notifier.invalidate_attributes(inode.nodeid)
             self._inodes.drop_unknown(inode)
 
     async def _learn(self, inode: Inode) -> None:
-        """Know what an object says that is to be changed."""
+        """Have the attributes of an object that is to be changed."""
         if not _is_left_behind(inode):
-            await self._operations.learner.learn(inode)
+            await self._head_cache.learn(inode)
 
     async def setxattr(
         self, nodeid: int, name: bytes, value: bytes, flags: int, caller: Caller
@@ -125,7 +130,7 @@ class Mutations:
     async def _change_xattrs(
         self, nodeid: int, name: bytes, value: bytes | None, flags: int, caller: Caller
     ) -> None:
-        asked = self._inodes.get(nodeid)
+        requested = self._inodes.get(nodeid)
         try:
             text = name.decode()
         except UnicodeDecodeError:
@@ -133,25 +138,25 @@ class Mutations:
         is_repeated = caller.unique in self.changes.begun
 
         async def act() -> None:
-            inode = await self.changes.file_now(asked)
+            inode = await self.changes.file_now(requested)
             await self._learn(inode)
-            old = self._operations.learner.meta(inode)
+            old = self._head_cache.meta(inode)
             pairs = xattrs.changed(old.xattrs, text, value, flags, is_repeated=is_repeated)
             if pairs != old.xattrs:
-                self._log.begun(caller.unique)
+                self._state.journal.begun(caller.unique)
                 await self._keep(inode, old.changed(xattrs=pairs))
-            if inode is not asked:
-                asked.meta = self._operations.learner.meta(asked).changed(xattrs=pairs)
-                self._operations.invalidate_attributes(inode.nodeid)
+            if inode is not requested:
+                requested.meta = self._head_cache.meta(requested).changed(xattrs=pairs)
+                self._state.notifier.invalidate_attributes(inode.nodeid)
                 self._inodes.drop_unknown(inode)
 
-        await self._apart.run(waiting(act()))
+        await self._uncancelled.run(waiting(act()))
 
     async def _keep(self, inode: Inode, meta: Meta) -> None:
         """Have the bucket keep other attributes of an inode."""
         _check_size(meta)
         if _is_left_behind(inode):
-            inode.meta = meta  # for who has it open
+            inode.meta = meta  # for programs that have it open
         elif inode.info is not None:
             self.writer.change_meta(inode, meta)
         elif self._inodes.key(inode):
@@ -163,28 +168,34 @@ class Mutations:
     # Names
 
     def create(
-        self, parent_id: int, name: bytes, mode: int, flags: int, caller: Caller,
-        *, is_reserved: bool = False,
-    ) -> Answer[tuple[Inode, Opened]]:  # fmt: skip
+        self,
+        parent_id: int,
+        name: bytes,
+        mode: int,
+        flags: int,
+        caller: Caller,
+        *,
+        is_reserved: bool = False,
+    ) -> Answer[tuple[Inode, Opened]]:
         """Make a new file and open it; `is_reserved` as for `Writer.create`."""
-        if known := self._operations.handles.opened_by(caller.unique):
-            handle = self._operations.handles.files[known]
+        if known := self._state.handles.opened_by(caller.unique):
+            handle = self._state.handles.files[known]
             return handle.inode, Opened(known, keep_cache=False, may_write=True)
-        parent = self._operations.directory(parent_id)
+        parent = self._inodes.directory(parent_id)
         answer = self.writer.create(
             parent, self._new_name(parent, name), mode, flags, caller, is_reserved=is_reserved
         )
         if isinstance(answer, tuple):
             return answer
-        return self._apart.run(answer, unwanted=lambda made: self._forget_opened(*made))
+        return self._uncancelled.run(answer, unwanted=lambda made: self._forget_opened(*made))
 
     def _forget_opened(self, inode: Inode, opened: Opened) -> None:
-        self._operations.release(opened.fh)
+        self._release(opened.fh)
         self._forget(inode)
 
     def _forget(self, inode: Inode) -> None:
-        """The kernel was not told of a node after all."""
-        self._operations.forget(inode.nodeid, 1)
+        """The kernel did not get to know a node after all."""
+        self._inodes.forget(inode.nodeid, 1)
 
     async def mknod(self, parent_id: int, name: bytes, mode: int, caller: Caller) -> Inode:
         if not stat.S_ISREG(mode):
@@ -192,48 +203,46 @@ class Mutations:
         flags = os.O_WRONLY | os.O_EXCL
         answer = self.create(parent_id, name, mode, flags, caller, is_reserved=True)
         inode, opened = answer if isinstance(answer, tuple) else await answer
-        self._operations.release(opened.fh)
+        self._release(opened.fh)
         return inode
 
     async def mkdir(self, parent_id: int, name: bytes, mode: int, caller: Caller) -> Inode:
-        parent = self._operations.directory(parent_id)
+        parent = self._inodes.directory(parent_id)
         made = self.changes.mkdir(parent, self._new_name(parent, name), mode, caller)
-        inode = await self._apart.run(waiting(made), unwanted=self._inodes.drop_unknown)
+        inode = await self._uncancelled.run(waiting(made), unwanted=self._inodes.drop_unknown)
         self._inodes.count(inode, time.monotonic())
         return inode
 
     async def symlink(self, parent_id: int, name: bytes, target: bytes, caller: Caller) -> Inode:
-        parent = self._operations.directory(parent_id)
+        parent = self._inodes.directory(parent_id)
         made = self.changes.symlink(parent, self._new_name(parent, name), target, caller)
-        inode = await self._apart.run(waiting(made), unwanted=self._inodes.drop_unknown)
+        inode = await self._uncancelled.run(waiting(made), unwanted=self._inodes.drop_unknown)
         self._inodes.count(inode, time.monotonic())
         return inode
 
     async def readlink(self, nodeid: int) -> bytes:
         inode = self._inodes.get(nodeid)
-        await waiting(self._operations.learner.learn(inode))
-        if inode.info is None or not self._operations.learner.meta(inode).is_symlink:
+        await waiting(self._head_cache.learn(inode))
+        if inode.info is None or not self._head_cache.meta(inode).is_symlink:
             raise OSError(errno.EINVAL, "not a symbolic link")
         info = inode.info
-        return bytes(
-            await waiting(self._operations.fetcher.read_unkept(info.version, 0, info.size))
-        )
+        return bytes(await waiting(self._state.downloader.read_unkept(info.version, 0, info.size)))
 
     def unlink(self, parent_id: int, name: bytes, caller: Caller) -> Answer[None]:
-        parent = self._operations.directory(parent_id)
+        parent = self._inodes.directory(parent_id)
         text = self._known_name(name)
         if self.changes.unlink_now(parent, text, caller):
             return None
-        return self._apart.run(waiting(self.changes.unlink(parent, text, caller)))
+        return self._uncancelled.run(waiting(self.changes.unlink(parent, text, caller)))
 
     async def rmdir(self, parent_id: int, name: bytes, caller: Caller) -> None:
-        parent = self._operations.directory(parent_id)
+        parent = self._inodes.directory(parent_id)
         removed = self.changes.rmdir(parent, self._known_name(name), caller)
-        await self._apart.run(waiting(removed))
+        await self._uncancelled.run(waiting(removed))
 
     def fsync_directory(self, nodeid: int) -> Answer[None]:
         """Have the bucket be without what was removed below a directory."""
-        directory = self._operations.directory(nodeid)
+        directory = self._inodes.directory(nodeid)
         if not self.writer.removals.pending(self._inodes.key(directory)):
             return None
         return waiting(self.changes.fsync(directory))
@@ -241,11 +250,11 @@ class Mutations:
     async def rename(
         self, parent_id: int, name: bytes, to_id: int, new_name: bytes, flags: int, caller: Caller
     ) -> None:
-        parent, to = self._operations.directory(parent_id), self._operations.directory(to_id)
+        parent, to = self._inodes.directory(parent_id), self._inodes.directory(to_id)
         renamed = self.changes.rename(
             parent, self._known_name(name), to, self._new_name(to, new_name), flags, caller
         )
-        await self._apart.run(waiting(renamed))
+        await self._uncancelled.run(waiting(renamed))
 
     def _new_name(self, parent: Inode, name: bytes) -> str:
         """A name that an object may have; what no listing could show again is refused."""

@@ -135,11 +135,15 @@ class Copies:
 
     async def _make_marker(self, source: str, key: str, condition: Condition) -> ObjectInfo:
         """Not every server copies a directory's marker."""
-        told = await self._store.head(source)
+        marker = await self._store.head(source)
         return await self._store.put_file(
-            key, self._empty, 0, metadata=told.metadata or {}, content_type=told.content_type,
+            key,
+            self._empty,
+            0,
+            metadata=marker.metadata or {},
+            content_type=marker.content_type,
             condition=condition,
-        )  # fmt: skip
+        )
 
     async def undo(self, *, keep: str = "") -> None:
         """Remove the copies, except the one of the key `keep`.
@@ -165,9 +169,8 @@ def _depth(info: ObjectInfo) -> int:
 
 
 async def copy_current(
-    store: Store, source: ObjectInfo, key: str, is_dated: IsDated,
-    condition: Condition = None,
-) -> tuple[ObjectInfo, ObjectInfo]:  # fmt: skip
+    store: Store, source: ObjectInfo, key: str, is_dated: IsDated, condition: Condition = None
+) -> tuple[ObjectInfo, ObjectInfo]:
     """Copy an object as it is now, which need not be as it was listed; return both.
 
     A copy is as young as it is, so its metadata is to say how old the content is.
@@ -189,16 +192,14 @@ async def copy_current(
 
 
 async def delete_all(
-    store: Store,
-    known: Mapping[str, str | None],
-    note: Callable[[int], None] = lambda _count: None,
+    store: Store, known: Mapping[str, str | None], note: Callable[[int], None] = lambda _count: None
 ) -> None:
     """Delete objects, the markers of directories after what is in them.
 
     `known` has their ETags by their keys, None where any is to go: where another
     client has replaced one since, that stays. Markers go without: they are all the
     same, and SeaweedFS refuses an ETag for one whose directory is left alone.
-    `note` is told how many were deleted, as it goes on.
+    `note` is called with how many were deleted, as it goes on.
 
     Raises:
         StoreError: some could not be deleted; all others are.
@@ -212,7 +213,7 @@ async def delete_all(
     async def delete(batch: list[str]) -> None:
         failed = await store.delete_many(batch, etags)
         note(len(batch) - len(failed))
-        errors.extend(one.error for one in failed if isinstance(one.error, StoreError))
+        errors.extend(failure.error for failure in failed if isinstance(failure.error, StoreError))
 
     await _each(delete, _batches(files))
     for batch in _batches(markers):

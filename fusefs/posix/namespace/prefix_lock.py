@@ -1,7 +1,7 @@
 """Changes of names that are under way, and directories that are just getting another name.
 
 A change reads the prefix that it works below and then waits for the bucket.
-If that prefix became another meanwhile, the change would land where nobody
+If that prefix became another meanwhile, the change would land where no program
 looks for it. So the moment in which a directory's nodes get their new keys
 waits for the changes below it, and new ones wait for that moment.
 """

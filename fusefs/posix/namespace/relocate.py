@@ -11,13 +11,11 @@ from collections.abc import Mapping
 
 import trio
 
-from fusefs.cache.file_cache import FileCache
-from fusefs.posix.directory.listings import Directories
 from fusefs.posix.directory.segment import ABSENT
+from fusefs.posix.mount_state import MountState
 from fusefs.posix.namespace.prefix_copy import Copies
-from fusefs.posix.nodes.handles import HandleTable
 from fusefs.posix.nodes.inode import StagedFile, stable_ino
-from fusefs.posix.nodes.inode_table import Inode, InodeTable
+from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.write.staging import Staging
 from fusefs.store.interface import ObjectInfo, ObjectVersion
 
@@ -30,19 +28,12 @@ CACHED_AT_ONCE = 64
 class Mover:
     """Has one mount's state follow its renames. Belongs to the event loop."""
 
-    def __init__(
-        self,
-        directories: Directories,
-        cache: FileCache,
-        staging: Staging,
-        inodes: InodeTable,
-        handles: HandleTable,
-    ) -> None:
-        self._directories = directories
-        self._cache = cache
+    def __init__(self, state: MountState, staging: Staging) -> None:
+        self._directories = state.directories
+        self._cache = state.cache
         self._staging = staging
-        self._inodes = inodes
-        self._handles = handles
+        self._inodes = state.inodes
+        self._handles = state.handles
 
     def is_dated(self, info: ObjectInfo) -> bool:
         """Whether an object is known to say in its metadata when it was modified."""
@@ -55,19 +46,25 @@ class Mover:
 
     async def move_cached(self, moved: Moved) -> set[ObjectVersion]:
         """Keep what is cached of the versions for their copies; return those it can't be for."""
-        left = set()
+        uncached = set()
         for index, (version, copy) in enumerate(moved.items()):
             if self._cache.find(version) is not None:
                 if not await self._cache.move(version, copy.version):
-                    left.add(copy.version)
+                    uncached.add(copy.version)
                 if index % CACHED_AT_ONCE == 0:
                     await trio.lowlevel.checkpoint()
-        return left
+        return uncached
 
     def move_file(
-        self, inode: Inode | None, parent: Inode, name: str, to: Inode, new_name: str,
-        moved: Moved, left: set[ObjectVersion],
-    ) -> None:  # fmt: skip
+        self,
+        inode: Inode | None,
+        parent: Inode,
+        name: str,
+        to: Inode,
+        new_name: str,
+        moved: Moved,
+        uncached: set[ObjectVersion],
+    ) -> None:
         """Let a name be another one; its copy, if there is one, is what `moved` tells."""
         old, new = self._inodes.key(parent), self._inodes.key(to)
         entry = next(iter(moved.values()), None)
@@ -90,7 +87,7 @@ class Mover:
         self._directories.changed(old, name, ABSENT)
         assert entry is not None
         self._directories.changed(new, new_name, entry, lasting=is_staged)
-        self._follow(moved, left)
+        self._follow(moved, uncached)
 
     def _take_along(self, inode: Inode, to: Inode, name: str) -> None:
         """Have a node with an old content of a file know the name that the file has now."""
@@ -105,27 +102,27 @@ class Mover:
         else:
             self._inodes.replace_version(inode, copy)
 
-    def move_directory(self, copies: Copies, left: set[ObjectVersion]) -> None:
+    def move_directory(self, copies: Copies, uncached: set[ObjectVersion]) -> None:
         """Let everything below a prefix be below another one."""
         old, new = copies.old, copies.new
         moved = copies.by_version()
         inode, to = self._inodes.at(old), self._inodes.at(_parent(new))
-        staged = [one for one in self._staging if one.key.startswith(old)]
-        for one in staged:
-            _follow_copy(one, copies)
+        staged = [file for file in self._staging if file.key.startswith(old)]
+        for file in staged:
+            _follow_copy(file, copies)
         if inode is not None and to is not None:
             self._inodes.move(inode, to, _name(new), moved)
         elif inode is not None:
             self._inodes.supersede(inode)
-        for one in staged:
-            self._staging.record(one)
+        for file in staged:
+            self._staging.record(file)
         for parent in (self._inodes.at(_parent(old)), to):
             if parent is not None:
                 self._inodes.entries_changed(parent)
         self._directories.moved(old, new)
         self._directories.changed(_parent(old), _name(old), ABSENT)
         self._directories.changed(_parent(new), _name(new), None)
-        self._follow(moved, left)
+        self._follow(moved, uncached)
 
     def distrust(self, old: str, new: str) -> None:
         """Believe no listing that may have shown a directory's rename half done."""
@@ -134,11 +131,11 @@ class Mover:
             above = self._directories.get(_parent(prefix))
             self._directories.correct(above, _name(prefix), None)
 
-    def _follow(self, moved: Moved, left: set[ObjectVersion]) -> None:
+    def _follow(self, moved: Moved, uncached: set[ObjectVersion]) -> None:
         """Have handles of nodes that their names no longer stand for go on with the copies.
 
-        Where the cached file could not go along, the kernel must not be told
-        of another for the same node.
+        Where the cached file could not go along, the kernel must not get
+        another for the same node.
         """
         for handle in self._handles.files.values():
             inode = handle.inode
@@ -149,7 +146,7 @@ class Mover:
                 if not inode.is_removed:
                     inode.ino = stable_ino(copy.key)
                 self._inodes.follow(inode, copy, copy.key)
-            elif inode.is_current and handle.backing_id and inode.info.version in left:
+            elif inode.is_current and handle.backing_id and inode.info.version in uncached:
                 self._inodes.supersede(inode)
 
 

@@ -6,7 +6,7 @@ A program that removes many files (rm -rf) waits for each call, and a DELETE for
 each would take a round trip. So only the first files of a directory are deleted
 while their program waits. Of those that follow the removal is put on record, and
 a task sends what has come meanwhile as one DeleteObjects request. What S3 refuses
-in one directory it refuses at its first file, which is told.
+in one directory it refuses at its first file, which fails the call.
 
 The object is deleted over its ETag. What could not be deleted, and what an earlier
 process has left, is looked at first: another object that somebody has put there
@@ -91,7 +91,7 @@ class Removals:
         self._log = LineLog(directory / NAME)
         self._nursery = nursery
         self._late = late
-        # Is told of the keys that are gone; set by who shows their names.
+        # Called with the keys that are gone.
         self.landed: Callable[[str], None] = lambda _key: None
         self._by_key: dict[str, Removal] = {}
         # Those of which no request was made yet.
@@ -114,7 +114,11 @@ class Removals:
         if not self._by_key:
             return []
         below = key if not key or key.endswith("/") else key + "/"
-        return [one for one in self._by_key.values() if one.key == key or one.key.startswith(below)]
+        return [
+            removal
+            for removal in self._by_key.values()
+            if removal.key == key or removal.key.startswith(below)
+        ]
 
     def keys(self, prefix: str) -> set[str]:
         """The keys with a prefix whose objects wait to be deleted."""
@@ -135,13 +139,13 @@ class Removals:
         self._last = now
         if not may_wait or not etag:
             return False
-        one = Removal(key, etag, time.time_ns())
+        removal = Removal(key, etag, time.time_ns())
         try:
-            self._log.append(one.line())
+            self._log.append(removal.line())
         except OSError as error:
             logger.info("%s is deleted at once: %s", key, error)
             return False
-        self._by_key[key] = self._new[key] = one
+        self._by_key[key] = self._new[key] = removal
         if not self._is_running:
             self._is_running = True
             self._nursery.start_soon(self._run)
@@ -179,13 +183,13 @@ class Removals:
         Raises:
             StoreError, OSError: it could not be; it stays on record.
         """
-        while (one := self._by_key.get(key)) is not None:
-            attempted = one.attempted
-            one.hurry.set()
+        while (removal := self._by_key.get(key)) is not None:
+            attempted = removal.attempted
+            removal.hurry.set()
             self._is_sooner.set()
             await attempted.wait()
-            if one.error is not None and self._by_key.get(key) is one:
-                raise one.error
+            if removal.error is not None and self._by_key.get(key) is removal:
+                raise removal.error
 
     async def flush_at(self, key: str) -> None:
         """As `flush`, for a key that is to be changed: also where it is to be below a file.
@@ -205,21 +209,21 @@ class Removals:
         """As `flush`, for everything at or below a prefix."""
         while waiting := self.pending(prefix):
             self.hurry(prefix)
-            for one in waiting:
-                await self.flush(one.key)
+            for removal in waiting:
+                await self.flush(removal.key)
 
     def hurry(self, key: str) -> None:
         """Have everything at or below a key deleted now."""
-        for one in self.pending(key):
-            one.hurry.set()
+        for removal in self.pending(key):
+            removal.hurry.set()
             self._is_sooner.set()
 
     async def drain(self) -> None:
         """Send everything once. What fails stays on record."""
         self.hurry("")
-        for one in self.pending(""):
-            if self._by_key.get(one.key) is one and one.error is None:
-                await one.attempted.wait()
+        for removal in self.pending(""):
+            if self._by_key.get(removal.key) is removal and removal.error is None:
+                await removal.attempted.wait()
 
     # Sending
 
@@ -231,61 +235,61 @@ class Removals:
                     await self._is_sooner.wait()
                 self._is_sooner = trio.Event()
                 batch = list(self._new.values())[:AT_ONCE]
-                for one in batch:
-                    del self._new[one.key]
+                for removal in batch:
+                    del self._new[removal.key]
                 await self._send(batch)
         finally:
             self._is_running = False
 
     async def _send(self, batch: list[Removal]) -> None:
-        etags = {one.key: one.etag for one in batch}
+        etags = {removal.key: removal.etag for removal in batch}
         failed: dict[str, Exception] = {}
         try:
             failures = await self._store.delete_many(list(etags), etags)
             failed = {failure.key: failure.error for failure in failures}
         except Exception as error:
             failed = dict.fromkeys(etags, self._judged(error))
-        self._done([one for one in batch if one.key not in failed])
-        for one in batch:
-            why = failed.get(one.key)
+        self._done([removal for removal in batch if removal.key not in failed])
+        for removal in batch:
+            why = failed.get(removal.key)
             if isinstance(why, UnsupportedError):
                 self._has_batches = False
-                self._nursery.start_soon(self._retry, one, 0.0)
+                self._nursery.start_soon(self._retry, removal, 0.0)
             elif why is not None:
-                self._note_failed(one, why)
-                self._nursery.start_soon(self._retry, one, RETRY_S)
+                self._note_failed(removal, why)
+                self._nursery.start_soon(self._retry, removal, RETRY_S)
 
-    async def _retry(self, one: Removal, delay_s: float) -> None:
+    async def _retry(self, removal: Removal, delay_s: float) -> None:
         """Delete an object by itself, as often as that takes."""
-        while self._by_key.get(one.key) is one:
+        while self._by_key.get(removal.key) is removal:
             with trio.move_on_after(delay_s):
-                await one.hurry.wait()
-            one.hurry = trio.Event()
+                await removal.hurry.wait()
+            removal.hurry = trio.Event()
             try:
                 async with self._retrying:
-                    await self._delete(one)
+                    await self._delete(removal)
             except Exception as error:
-                self._note_failed(one, self._judged(error))
+                self._note_failed(removal, self._judged(error))
                 delay_s = RETRY_S
             else:
-                self._done([one])
+                self._done([removal])
                 return
 
-    async def _delete(self, one: Removal) -> None:
-        """Delete an object that nobody has replaced meanwhile.
+    async def _delete(self, removal: Removal) -> None:
+        """Delete an object, unless it was replaced meanwhile.
 
         Raises:
             StoreError: it could not be deleted.
         """
         try:
-            found = await self._store.head(one.key)
+            found = await self._store.head(removal.key)
         except NotFoundError:
             return
-        is_newer = found.mtime_ns > one.removed_ns + CLOCKS_NS
-        if found.etag == one.etag and not is_newer:
-            await self._store.delete(one.key, one.etag)
+        is_newer = found.mtime_ns > removal.removed_ns + CLOCKS_NS
+        if found.etag == removal.etag and not is_newer:
+            await self._store.delete(removal.key, removal.etag)
         else:
-            logger.warning("%s was removed, and replaced by somebody else: it stays", one.key)
+            logger.warning("%s was removed, and replaced by somebody else: it stays", removal.key)
 
     def _judged(self, error: Exception) -> Exception:
         """What a request failed with; the next process would meet a fault of ours as well."""
@@ -294,14 +298,14 @@ class Removals:
             return OSError(errno.EIO, f"a fault of fusefs: {error!r}")
         return error
 
-    def _note_failed(self, one: Removal, error: Exception) -> None:
-        if one.error is None:
-            logger.warning("%s is not deleted in the bucket yet: %s", one.key, error)
-        one.error = error
-        self._attempted(one)
+    def _note_failed(self, removal: Removal, error: Exception) -> None:
+        if removal.error is None:
+            logger.warning("%s is not deleted in the bucket yet: %s", removal.key, error)
+        removal.error = error
+        self._attempted(removal)
 
-    def _attempted(self, one: Removal) -> None:
-        attempted, one.attempted = one.attempted, trio.Event()
+    def _attempted(self, removal: Removal) -> None:
+        attempted, removal.attempted = removal.attempted, trio.Event()
         attempted.set()
 
     def _done(self, gone: list[Removal]) -> None:
@@ -312,19 +316,19 @@ class Removals:
         """
         try:
             if len(gone) < len(self._by_key):
-                self._log.append(b"".join(line([one.key]) for one in gone))
+                self._log.append(b"".join(line([removal.key]) for removal in gone))
         except OSError as error:
-            for one in gone:
-                self._note_failed(one, error)
-                self._nursery.start_soon(self._retry, one, RETRY_S)
+            for removal in gone:
+                self._note_failed(removal, error)
+                self._nursery.start_soon(self._retry, removal, RETRY_S)
             return
-        for one in gone:
-            del self._by_key[one.key]
-            self.allowed(one.key)
-            self.landed(one.key)
-            self._attempted(one)
+        for removal in gone:
+            del self._by_key[removal.key]
+            self.allowed(removal.key)
+            self.landed(removal.key)
+            self._attempted(removal)
         if not self._by_key or self._log.is_large:
-            self._log.write_anew(one.line() for one in self._by_key.values())
+            self._log.write_anew(removal.line() for removal in self._by_key.values())
 
     # Another process's
 
@@ -335,11 +339,11 @@ class Removals:
             OSError: the disk does not take the record.
         """
         if key not in self._by_key:
-            one = Removal(key, etag, removed_ns)
+            removal = Removal(key, etag, removed_ns)
             if not is_on_record:
-                self._log.append(one.line())
-            self._by_key[key] = one
-            self._nursery.start_soon(self._retry, one, 0.0)
+                self._log.append(removal.line())
+            self._by_key[key] = removal
+            self._nursery.start_soon(self._retry, removal, 0.0)
 
     def close(self) -> None:
         """The mount has ended."""
@@ -348,14 +352,14 @@ class Removals:
 
 def load(directory: Path) -> list[tuple[str, str, int]]:
     """What is to be deleted, from a staging directory: keys, ETags, when. Blocks."""
-    found: list[tuple[str, str, int]] = []
-    for key, told in load_lines(directory / NAME).items():
+    loaded: list[tuple[str, str, int]] = []
+    for key, fields in load_lines(directory / NAME).items():
         try:
-            etag, removed_ns = told
-            found.append((key, str(etag), int(removed_ns)))
+            etag, removed_ns = fields
+            loaded.append((key, str(etag), int(removed_ns)))
         except (ValueError, TypeError):
             logger.warning("%s: what is on record of %s can't be read", directory / NAME, key)
-    return found
+    return loaded
 
 
 def _directory_of(key: str) -> str:

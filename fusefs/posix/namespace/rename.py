@@ -11,36 +11,25 @@ from __future__ import annotations
 import errno
 import logging
 from contextlib import AsyncExitStack, suppress
-from pathlib import Path
 from typing import Any
 
 import trio
 
-from fusefs.cache.file_cache import FileCache
-from fusefs.posix.directory.listings import Directories
 from fusefs.posix.directory.segment import ABSENT, Absent, Entry
-from fusefs.posix.late.requests import LateRequests
 from fusefs.posix.metadata.deferred_attributes import Deferred
 from fusefs.posix.metadata.object_metadata import Meta
+from fusefs.posix.mount_state import MountState, Writing
 from fusefs.posix.namespace.create_remove import Naming
 from fusefs.posix.namespace.prefix_copy import Copies, copy_current
 from fusefs.posix.namespace.relocate import Mover
 from fusefs.posix.namespace.rename_job import Renames
 from fusefs.posix.nodes import names
-from fusefs.posix.nodes.handles import HandleTable
 from fusefs.posix.nodes.inode import StagedFile
-from fusefs.posix.nodes.inode_table import Inode, InodeTable, NodeLog
+from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.types import Caller
 from fusefs.posix.write.writer import Writer
 from fusefs.store.errors import ExistsError, NotFoundError, StaleVersionError, StoreError
-from fusefs.store.interface import (
-    IF_ABSENT,
-    Condition,
-    Expect,
-    ObjectInfo,
-    ObjectVersion,
-    Store,
-)
+from fusefs.store.interface import IF_ABSENT, Condition, Expect, ObjectInfo, ObjectVersion
 
 logger = logging.getLogger("fusefs.attributes")
 
@@ -50,35 +39,25 @@ RENAME_NOREPLACE = 1
 class Changes(Naming):
     """The changes of one mount's names. Belongs to the event loop.
 
-    `renames` is the directory of the records of renames; `run` takes care of
-    those that nobody waits for.
+    `run` takes care of renames that no request waits for.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        directories: Directories,
-        cache: FileCache,
-        inodes: InodeTable,
-        handles: HandleTable,
-        writer: Writer,
-        log: NodeLog,
-        renames: Path,
-        *,
-        may_delete: bool = True,
-        late: LateRequests | None = None,
-    ) -> None:
-        super().__init__(
-            store, directories, inodes, handles, writer, log, may_delete=may_delete, late=late
-        )
-        self._mover = Mover(directories, cache, writer.staging, inodes, handles)
+    def __init__(self, state: MountState, writing: Writing, writer: Writer) -> None:
+        super().__init__(state, writing, writer)
+        self._mover = Mover(state, writing.staging)
         self._renames = Renames(
-            store, renames, writer.staging.source, inodes.prefix, writer.empty,
-            self._mover.is_dated, self._switch, self._mover.distrust,
-        )  # fmt: skip
+            state.store,
+            writing.renames,
+            writing.staging.source,
+            state.inodes.prefix,
+            writer.empty,
+            self._mover.is_dated,
+            self._switch,
+            self._mover.distrust,
+        )
 
     async def run(self) -> None:
-        """Finish renames that nobody waits for, until cancelled."""
+        """Finish renames that no request waits for, until cancelled."""
         self._note_inherited()
         await self._renames.run()
 
@@ -91,7 +70,7 @@ class Changes(Naming):
         below = key if not key or key.endswith("/") else key + "/"
         if hurry:
             self._renames.hurry(below)
-        return [one.pending() for one in self._renames.unfinished(below)]
+        return [renaming.pending() for renaming in self._renames.unfinished(below)]
 
     async def rename(
         self, parent: Inode, name: str, to: Inode, new_name: str, flags: int, caller: Caller
@@ -106,18 +85,18 @@ class Changes(Naming):
         if await self._finish_others(parent, name, to, new_name) and is_repeated:
             return
         async with self._changing(caller, parent, to):
-            found, target = await self._find(parent, name), await self._find(to, new_name)
-            if isinstance(found, Absent) and (isinstance(target, Absent) or not is_repeated):
+            entry, target = await self._find(parent, name), await self._find(to, new_name)
+            if isinstance(entry, Absent) and (isinstance(target, Absent) or not is_repeated):
                 raise OSError(errno.ENOENT, name)
             if not is_repeated:
-                await self._check_target(found, target, to, new_name, flags)
+                await self._check_target(entry, target, to, new_name, flags)
             self._begin(caller)
             await self._keep_directory(parent, name)
-            if found is None:
+            if entry is None:
                 await self._rename_directory(parent, name, to, new_name, target)
             elif target is not None:
                 is_new = bool(flags & RENAME_NOREPLACE) and not is_repeated
-                await self._rename_file(parent, name, to, new_name, found, target, is_strict=is_new)
+                await self._rename_file(parent, name, to, new_name, entry, target, is_strict=is_new)
 
     async def _finish_others(self, parent: Inode, name: str, to: Inode, new_name: str) -> bool:
         """Have no unfinished rename in the way of a directory's; tell if this was one of them."""
@@ -125,24 +104,24 @@ class Changes(Naming):
             return False
         old = self._inodes.key(parent) + name + "/"
         new = self._inodes.key(to) + new_name + "/"
-        one = self._renames.find(old, new)
-        has_taken_place = one is not None and await self._renames.finish(one)
+        renaming = self._renames.find(old, new)
+        has_taken_place = renaming is not None and await self._renames.finish(renaming)
         if await self._find(parent, name) is None:
             await self._renames.finish_overlapping(old, new)
         return has_taken_place
 
     async def _check_target(
-        self, found: Entry | Absent, target: Entry | Absent, to: Inode, name: str, flags: int
+        self, entry: Entry | Absent, target: Entry | Absent, to: Inode, name: str, flags: int
     ) -> None:
         if isinstance(target, Absent):
-            if found is None and flags & RENAME_NOREPLACE:
+            if entry is None and flags & RENAME_NOREPLACE:
                 await self._look_again(to, name)
             return
         if flags & RENAME_NOREPLACE:
             raise OSError(errno.EEXIST, name)
-        if found is None and target is not None:
+        if entry is None and target is not None:
             raise OSError(errno.ENOTDIR, name)
-        if found is not None and target is None:
+        if entry is not None and target is None:
             raise OSError(errno.EISDIR, name)
         if target is None and not await self._is_empty(self._inodes.key(to) + name + "/"):
             raise OSError(errno.ENOTEMPTY, name)
@@ -165,10 +144,17 @@ class Changes(Naming):
         raise OSError(errno.EEXIST, name)
 
     async def _rename_file(
-        self, parent: Inode, name: str, to: Inode, new_name: str,
-        found: ObjectInfo | Absent, target: ObjectInfo | Absent, *, is_strict: bool,
-    ) -> None:  # fmt: skip
-        """Rename a file; `found` is ABSENT if nothing is left to be done in the bucket.
+        self,
+        parent: Inode,
+        name: str,
+        to: Inode,
+        new_name: str,
+        entry: ObjectInfo | Absent,
+        target: ObjectInfo | Absent,
+        *,
+        is_strict: bool,
+    ) -> None:
+        """Rename a file; `entry` is ABSENT if nothing is left to be done in the bucket.
 
         With `is_strict` nothing is replaced, whoever may have made it.
         """
@@ -181,22 +167,22 @@ class Changes(Naming):
             rival = await self._held(stack, replaced)
             copied: tuple[ObjectInfo, ObjectInfo] | None = None
             condition = IF_ABSENT if is_strict else Expect(_known_etag(rival, target))
-            if isinstance(found, Absent):
+            if isinstance(entry, Absent):
                 self._found_done(old_key, ABSENT)
                 if inode is None or inode.info is None:
                     return
                 copied = inode.info, await self._store.head(new_key)
                 self._found_done(new_key, copied[1])
             elif staged is None:
-                said = _said(found, described)
-                copied = await self._copy(found, to, new_name, condition, said)
+                meta = _new_meta(entry, described)
+                copied = await self._copy(entry, to, new_name, condition, meta)
             elif inode is not None and inode.info is not None and staged.etag == inode.info.etag:
                 copied = await self._copy_staged(staged, inode.info, to, new_name, condition)
             moved = {copied[0].version: copied[1]} if copied is not None else {}
-            left = await self._mover.move_cached(moved)
+            uncached = await self._mover.move_cached(moved)
             may_be_there = staged is None or self._may_be_there(staged)
-            if may_be_there and not isinstance(found, Absent):
-                known = staged.etag if staged is not None else found.etag
+            if may_be_there and not isinstance(entry, Absent):
+                known = staged.etag if staged is not None else entry.etag
                 await self._delete_copied(old_key, known, copied, is_new=isinstance(target, Absent))
             if rival is not None:
                 self._unlink_staged(rival)
@@ -204,13 +190,13 @@ class Changes(Naming):
                 staged.etag = _etag_under(staged, copied, rival, target)
                 staged.exclusive = None  # it replaces what is there
                 staged.described_at = trio.current_time()
-            self._mover.move_file(inode, parent, name, to, new_name, moved, left)
+            self._mover.move_file(inode, parent, name, to, new_name, moved, uncached)
             if staged is not None:
                 self._writer.staging.record(staged)
             self._writer.deferred.renamed(old_key, copied[1] if copied is not None else None)
         self._let_go(rival)
         if inode is not None:
-            self._writer.released(inode)
+            self._writer.flusher.released(inode)
 
     async def _copy_staged(
         self, staged: StagedFile, source: ObjectInfo, to: Inode, name: str, condition: Condition
@@ -228,20 +214,19 @@ class Changes(Naming):
         return copied
 
     async def _copy(
-        self, source: ObjectInfo, to: Inode, name: str, condition: Condition,
-        said: Meta | None,
-    ) -> tuple[ObjectInfo, ObjectInfo]:  # fmt: skip
+        self, source: ObjectInfo, to: Inode, name: str, condition: Condition, meta: Meta | None
+    ) -> tuple[ObjectInfo, ObjectInfo]:
         """Copy an object; that it is gone may mean that it was copied and deleted before.
 
-        The copy has the attributes `said`, or where that is None those of the object.
+        The copy has the attributes `meta`, or where that is None those of the object.
         Of another version than `source` it is a copy as it is.
         """
         prefix = self._inodes.key(to)
         key = prefix + name
         try:
-            if said is not None:
+            if meta is not None:
                 with suppress(StaleVersionError):
-                    return source, await self._copy_described(source, key, condition, said)
+                    return source, await self._copy_described(source, key, condition, meta)
             return await copy_current(self._store, source, key, self._mover.is_dated, condition)
         except ExistsError:
             self._directories.correct(self._directories.get(prefix), name, None)
@@ -254,21 +239,28 @@ class Changes(Naming):
             return source, made
 
     async def _copy_described(
-        self, source: ObjectInfo, key: str, condition: Condition, said: Meta
+        self, source: ObjectInfo, key: str, condition: Condition, meta: Meta
     ) -> ObjectInfo:
         own = self._writer.uploads.own.get(source)
         copy = await self._store.copy(
-            own or source, key, metadata=said.as_metadata(), condition=condition,
+            own or source,
+            key,
+            metadata=meta.as_metadata(),
+            condition=condition,
             is_own=own is not None,
-        )  # fmt: skip
+        )
         if own is not None:
             self._writer.uploads.own.note(copy)
         return copy
 
     async def _delete_copied(
-        self, key: str, known: str | None, copied: tuple[ObjectInfo, ObjectInfo] | None, *,
+        self,
+        key: str,
+        known: str | None,
+        copied: tuple[ObjectInfo, ObjectInfo] | None,
+        *,
         is_new: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Delete what was renamed under its old key; if that can't be, there shall be no other.
 
         What another client has put under the old key since it was copied stays.
@@ -291,9 +283,9 @@ class Changes(Naming):
         await self._writer.deferred.flush_below(old)
         await self._writer.removals.flush_below(old)
         await self._writer.removals.flush_below(new)
-        one = await self._renames.begin(old, new, has_replaced=target is None)
+        renaming = await self._renames.begin(old, new, has_replaced=target is None)
         # Who waits for it, too, may have been faster, and has heard why it was undone.
-        if not await self._renames.finish(one):
+        if not await self._renames.finish(renaming):
             raise OSError(errno.EIO, "the rename could not be done")
 
     async def _switch(self, copies: Copies) -> None:
@@ -301,7 +293,7 @@ class Changes(Naming):
 
         What was changed since it was listed is brought after.
         """
-        left: set[ObjectVersion] = set()
+        uncached: set[ObjectVersion] = set()
         cached: set[ObjectVersion] = set()
         local = self._directories.local
         async with self._gate.closed(copies.old, copies.new), AsyncExitStack() as stack:
@@ -310,8 +302,8 @@ class Changes(Naming):
             while True:
                 for staged in self._writer.staging:
                     if staged not in held and staged.key.startswith(copies.old):
-                        one = await self._held(stack, staged.inode)
-                        held |= {one} if one is not None else set()
+                        file = await self._held(stack, staged.inode)
+                        held |= {file} if file is not None else set()
                 if self._writer.deferred.pending(copies.old):
                     await self._writer.deferred.flush_below(copies.old)
                     continue
@@ -322,7 +314,7 @@ class Changes(Naming):
                     await copies.bring()
                     continue
                 moved = copies.by_version()
-                left |= await self._mover.move_cached(
+                uncached |= await self._mover.move_cached(
                     {version: moved[version] for version in moved.keys() - cached}
                 )
                 cached |= moved.keys()
@@ -332,33 +324,35 @@ class Changes(Naming):
                     await self._store.delete(copies.old, marker.etag if marker else None)
                     may_delete = True
                 elif self._is_settled(copies, held):
-                    self._mover.move_directory(copies, left)
+                    self._mover.move_directory(copies, uncached)
                     if self._late is not None:
                         self._late.renamed_below(copies.old)
                     return
 
     def _is_settled(self, copies: Copies, held: set[StagedFile]) -> bool:
         """Whether nothing below a prefix has changed since it was copied."""
-        below = {one for one in self._writer.staging if one.key.startswith(copies.old)}
+        below = {file for file in self._writer.staging if file.key.startswith(copies.old)}
         return below <= held and not self._directories.local.has_changed(
             copies.old, copies.listed_at
         )
 
 
-def _said(found: ObjectInfo, described: Deferred | None) -> Meta | None:
-    """What a copy of an object is to say where that was changed and not sent yet."""
+def _new_meta(entry: ObjectInfo, described: Deferred | None) -> Meta | None:
+    """The attributes of a copy of an object where they were changed and not sent yet."""
     if described is None:
         return None
-    if described.info.etag == found.etag:
+    if described.info.etag == entry.etag:
         return described.meta
-    logger.warning("%s was replaced: its attributes are given up", found.key)
+    logger.warning("%s was replaced: its attributes are given up", entry.key)
     return None
 
 
 def _etag_under(
-    staged: StagedFile, copied: tuple[ObjectInfo, ObjectInfo] | None, rival: StagedFile | None,
+    staged: StagedFile,
+    copied: tuple[ObjectInfo, ObjectInfo] | None,
+    rival: StagedFile | None,
     target: ObjectInfo | Absent,
-) -> str | None:  # fmt: skip
+) -> str | None:
     """What the bucket has under the new key of a staged file."""
     if copied is not None:
         # What somebody else has put there meanwhile is for the upload to find.

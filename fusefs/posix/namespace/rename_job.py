@@ -6,10 +6,10 @@
   removed (*undoing*) and the rename has not taken place.
 - *deleting*: everything is there under the new prefix, and the old objects go.
 
-At every moment each file is there under its old or its new name. Whoever
-finds a record of which nobody takes care goes on with it: a daemon that is
-asked again for a rename that the last one died over, or, after a crash of the
-machine, the next mount. Then what is copied is not copied again (prefix_copy.py),
+At every moment each file is there under its old or its new name. A record that
+no request waits for is finished by the process that finds it: a daemon that gets
+the request again that the last one died over, or, after a crash of the machine,
+the next mount. Then what is copied is not copied again (prefix_copy.py),
 and what came into being under the old name after all had been copied stays.
 """
 
@@ -43,16 +43,22 @@ class Phase(enum.StrEnum):
 
 
 class Renaming:
-    """One rename on record. `since_ns` is when it began; `lock` is held by who works on it.
+    """One rename on record. `since_ns` is when it began; its task holds `lock`.
 
     `has_replaced` says that there was a directory of the new name, an empty
     one; `is_ours` that this process began it.
     """
 
     def __init__(
-        self, path: Path, old: str, new: str, *, phase: Phase = Phase.COPYING,
-        has_replaced: bool, is_ours: bool,
-    ) -> None:  # fmt: skip
+        self,
+        path: Path,
+        old: str,
+        new: str,
+        *,
+        phase: Phase = Phase.COPYING,
+        has_replaced: bool,
+        is_ours: bool,
+    ) -> None:
         self.path = path
         self.old = old
         self.new = new
@@ -111,7 +117,7 @@ class Renames:
 
     `source` says which bucket the mount is of and `prefix` what of it; `empty`
     and `is_dated` are for `Copies`. `switch` is called when everything is
-    copied: it has this mount's nodes go along. `ended` is told of what another
+    copied: it has this mount's nodes go along. `ended` is called for what another
     process had begun.
     """
 
@@ -144,32 +150,36 @@ class Renames:
             try:
                 record = json.loads(path.read_text())
                 source = record["source"]
-                one = Renaming(
-                    path, record["old"], record["new"], phase=Phase(record["phase"]),
-                    has_replaced=record["has_replaced"], is_ours=False,
-                )  # fmt: skip
-                is_here = one.old.startswith(prefix) and one.new.startswith(prefix)
+                renaming = Renaming(
+                    path,
+                    record["old"],
+                    record["new"],
+                    phase=Phase(record["phase"]),
+                    has_replaced=record["has_replaced"],
+                    is_ours=False,
+                )
+                is_here = renaming.old.startswith(prefix) and renaming.new.startswith(prefix)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 logger.error("%s is damaged, a rename may be half done: %r", path, error)
                 continue
             if source == self._source and is_here:
-                found.append(one)
+                found.append(renaming)
             else:
                 logger.warning("%s: a rename of %s is not finished", path, source)
         return found
 
     def describe(self) -> list[dict[str, Any]]:
         """All that are not finished, as plain data: names, counts and seconds."""
-        return [one.describe() for one in self._unfinished]
+        return [renaming.describe() for renaming in self._unfinished]
 
     def unfinished(self, prefix: str) -> list[Renaming]:
         """Those that move something at, above or below a prefix."""
-        return [one for one in self._unfinished if one.overlaps(prefix)]
+        return [renaming for renaming in self._unfinished if renaming.overlaps(prefix)]
 
     def hurry(self, prefix: str) -> None:
         """Have `run` try now what could not be finished."""
-        for one in self.unfinished(prefix):
-            one.error = None
+        for renaming in self.unfinished(prefix):
+            renaming.error = None
         self._is_wanted.set()
 
     @property
@@ -178,9 +188,9 @@ class Renames:
 
     def find(self, old: str, new: str) -> Renaming | None:
         """An unfinished rename."""
-        for one in self._unfinished:
-            if (one.old, one.new) == (old, new):
-                return one
+        for renaming in self._unfinished:
+            if (renaming.old, renaming.new) == (old, new):
+                return renaming
         return None
 
     async def finish_overlapping(self, *prefixes: str) -> None:
@@ -189,11 +199,13 @@ class Renames:
         Raises:
             StoreError: one can't be finished now.
         """
-        while (one := self._overlapping(*prefixes)) is not None:
-            await self.finish(one)
+        while (renaming := self._overlapping(*prefixes)) is not None:
+            await self.finish(renaming)
 
     def _overlapping(self, *prefixes: str) -> Renaming | None:
-        return next((one for one in self._unfinished if one.overlaps(*prefixes)), None)
+        return next(
+            (renaming for renaming in self._unfinished if renaming.overlaps(*prefixes)), None
+        )
 
     async def begin(self, old: str, new: str, *, has_replaced: bool) -> Renaming:
         """Put a rename on record, safe against a power cut.
@@ -202,18 +214,18 @@ class Renames:
             OSError: the disk does not take it.
         """
         path = self._directory / f"{time.time_ns()}.json"
-        one = Renaming(path, old, new, has_replaced=has_replaced, is_ours=True)
-        self._unfinished.append(one)
-        # `run` would take it for one that nobody waits for.
-        async with one.lock:
+        renaming = Renaming(path, old, new, has_replaced=has_replaced, is_ours=True)
+        self._unfinished.append(renaming)
+        # `run` would take it for one that no request waits for.
+        async with renaming.lock:
             try:
-                await self._record(one, Phase.COPYING)
+                await self._record(renaming, Phase.COPYING)
             except OSError:
-                self._end(one)
+                self._end(renaming)
                 raise
-        return one
+        return renaming
 
-    async def finish(self, one: Renaming) -> bool:
+    async def finish(self, renaming: Renaming) -> bool:
         """Take a rename to its end; if another task does already, wait for that.
 
         Tells whether it has taken place; else it was undone. It has when
@@ -224,99 +236,101 @@ class Renames:
             StoreError: it has not taken place. If this process has begun
                 it, it is undone; else it stays on record.
         """
-        async with one.lock:
-            if one in self._unfinished:
-                if one.phase == Phase.COPYING:
-                    await self._copy(one)
-                if one.phase == Phase.UNDOING:
-                    await self._undo(one)
+        async with renaming.lock:
+            if renaming in self._unfinished:
+                if renaming.phase == Phase.COPYING:
+                    await self._copy(renaming)
+                if renaming.phase == Phase.UNDOING:
+                    await self._undo(renaming)
                 else:
-                    await self._delete(one)
-            return one.phase == Phase.DELETING
+                    await self._delete(renaming)
+            return renaming.phase == Phase.DELETING
 
-    def _copies(self, one: Renaming) -> Copies:
-        return Copies(self._store, one.old, one.new, self._empty, self._is_dated)
+    def _copies(self, renaming: Renaming) -> Copies:
+        return Copies(self._store, renaming.old, renaming.new, self._empty, self._is_dated)
 
-    async def _copy(self, one: Renaming) -> None:
-        copies = one.copies = self._copies(one)
+    async def _copy(self, renaming: Renaming) -> None:
+        copies = renaming.copies = self._copies(renaming)
         try:
-            await copies.bring(None if one.is_ours else await copies.recall())
+            await copies.bring(None if renaming.is_ours else await copies.recall())
             await self._switch(copies)
         except StoreError:
             # What another process may have deleted from cannot be taken back.
-            if one.is_ours:
-                await self._record(one, Phase.UNDOING)
-                await self._undo(one)
+            if renaming.is_ours:
+                await self._record(renaming, Phase.UNDOING)
+                await self._undo(renaming)
             raise
-        await self._record(one, Phase.DELETING)
+        await self._record(renaming, Phase.DELETING)
 
-    async def _undo(self, one: Renaming) -> None:
-        copies = one.copies
+    async def _undo(self, renaming: Renaming) -> None:
+        copies = renaming.copies
         if copies is None:
-            copies = one.copies = self._copies(one)
+            copies = renaming.copies = self._copies(renaming)
             await copies.recall()
         try:
             with trio.CancelScope(shield=True):
-                await copies.undo(keep=one.new if one.has_replaced else "")
+                await copies.undo(keep=renaming.new if renaming.has_replaced else "")
         except StoreError as error:
-            logger.warning("copies are left below %s, and removed later: %s", one.new, error)
-            one.error = error
+            logger.warning("copies are left below %s, and removed later: %s", renaming.new, error)
+            renaming.error = error
             return
-        self._end(one)
+        self._end(renaming)
 
-    async def _delete(self, one: Renaming) -> None:
-        copies = one.copies
+    async def _delete(self, renaming: Renaming) -> None:
+        copies = renaming.copies
         kept: set[str] = set()
-        if copies is None or one.has_left_some:
-            copies = one.copies = self._copies(one)
+        if copies is None or renaming.has_left_some:
+            copies = renaming.copies = self._copies(renaming)
             # What has no copy came into being since.
             kept = {info.key for info in await copies.recall()} - copies.sources.keys()
             copies.total = len(copies.sources)
 
         def note(count: int) -> None:
-            one.deleted += count
+            renaming.deleted += count
 
         try:
             known = {key: source.etag for key, source in copies.sources.items()}
             await delete_all(self._store, known, note)
             await delete_all(self._store, dict.fromkeys(copies.folders() - kept))
         except StoreError as error:
-            logger.warning("objects are left below %s, and removed later: %s", one.old, error)
-            one.has_left_some, one.error = True, error
+            logger.warning("objects are left below %s, and removed later: %s", renaming.old, error)
+            renaming.has_left_some, renaming.error = True, error
             return
-        self._end(one)
+        self._end(renaming)
 
     async def run(self) -> None:
-        """Finish what nobody waits for, until cancelled."""
+        """Finish renames that no request waits for, until cancelled."""
         while True:
             self._is_wanted = trio.Event()
-            for one in list(self._unfinished):
-                if not one.lock.locked():
-                    await self._finish_later(one)
+            for renaming in list(self._unfinished):
+                if not renaming.lock.locked():
+                    await self._finish_later(renaming)
             with trio.move_on_after(RETRY_S):
                 await self._is_wanted.wait()
 
-    async def _finish_later(self, one: Renaming) -> None:
-        logger.info("going on with the rename of %s to %s (%s)", one.old, one.new, one.phase)
+    async def _finish_later(self, renaming: Renaming) -> None:
+        logger.info(
+            "going on with the rename of %s to %s (%s)", renaming.old, renaming.new, renaming.phase
+        )
         try:
-            await self.finish(one)
+            await self.finish(renaming)
         except StoreError as error:
-            logger.warning("the rename of %s to %s waits: %s", one.old, one.new, error)
-            one.error = error
+            logger.warning("the rename of %s to %s waits: %s", renaming.old, renaming.new, error)
+            renaming.error = error
 
     # Records
 
-    async def _record(self, one: Renaming, phase: Phase) -> None:
+    async def _record(self, renaming: Renaming, phase: Phase) -> None:
         """Put on record how far a rename is, safe against a power cut."""
-        one.phase = phase
+        renaming.phase = phase
         with trio.CancelScope(shield=True):
-            await trio.to_thread.run_sync(self._write, one.path, self._told(one))
+            await trio.to_thread.run_sync(self._write, renaming.path, self._as_json(renaming))
 
-    def _write(self, path: Path, told: str) -> None:
+    def _write(self, path: Path, text: str) -> None:
         """Write a record, whole or not at all. Blocks."""
         unfinished = path.with_suffix(".new")
         with unfinished.open("w") as file:
-            file.write(told)
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(path)
@@ -326,14 +340,19 @@ class Renames:
         finally:
             os.close(fd)
 
-    def _told(self, one: Renaming) -> str:
-        return json.dumps({
-            "source": self._source, "old": one.old, "new": one.new, "phase": str(one.phase),
-            "has_replaced": one.has_replaced,
-        })  # fmt: skip
+    def _as_json(self, renaming: Renaming) -> str:
+        return json.dumps(
+            {
+                "source": self._source,
+                "old": renaming.old,
+                "new": renaming.new,
+                "phase": str(renaming.phase),
+                "has_replaced": renaming.has_replaced,
+            }
+        )
 
-    def _end(self, one: Renaming) -> None:
-        self._unfinished.remove(one)
-        one.path.unlink(missing_ok=True)
-        if not one.is_ours:
-            self._ended(one.old, one.new)
+    def _end(self, renaming: Renaming) -> None:
+        self._unfinished.remove(renaming)
+        renaming.path.unlink(missing_ok=True)
+        if not renaming.is_ours:
+            self._ended(renaming.old, renaming.new)

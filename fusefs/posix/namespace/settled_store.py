@@ -52,7 +52,7 @@ class SettledStore:
         leaving |= self._removals.keys(prefix)
         if not leaving:
             return page
-        return replace(page, objects=[one for one in page.objects if one.key not in leaving])
+        return replace(page, objects=[info for info in page.objects if info.key not in leaving])
 
     async def head(self, key: str) -> ObjectInfo:
         """As `Store.head`."""
@@ -60,20 +60,36 @@ class SettledStore:
         return await self._store.head(key)
 
     async def put_file(
-        self, key: str, fd: int, size: int, *, metadata: Mapping[str, str],
-        content_type: str | None, condition: Condition = None, token: ChangeToken | None = None,
-    ) -> ObjectInfo:  # fmt: skip
+        self,
+        key: str,
+        fd: int,
+        size: int,
+        *,
+        metadata: Mapping[str, str],
+        content_type: str | None,
+        condition: Condition = None,
+        token: ChangeToken | None = None,
+    ) -> ObjectInfo:
         """As `Store.put_file`."""
         await self._removals.flush_at(key)
         return await self._store.put_file(
-            key, fd, size, metadata=metadata, content_type=content_type, condition=condition,
+            key,
+            fd,
+            size,
+            metadata=metadata,
+            content_type=content_type,
+            condition=condition,
             token=token,
-        )  # fmt: skip
+        )
 
     async def begin_upload(
-        self, key: str, *, metadata: Mapping[str, str], content_type: str | None,
+        self,
+        key: str,
+        *,
+        metadata: Mapping[str, str],
+        content_type: str | None,
         token: ChangeToken | None = None,
-    ) -> Upload:  # fmt: skip
+    ) -> Upload:
         """As `Store.begin_upload`; what is completed has been begun after the removal."""
         await self._removals.flush_at(key)
         return await self._store.begin_upload(
@@ -86,16 +102,27 @@ class SettledStore:
         return await self._store.resume_upload(state)
 
     async def copy(
-        self, source: ObjectInfo | ObjectVersion, key: str, *,
-        metadata: Mapping[str, str] | None = None, keeps_mtime: bool = False,
-        condition: Condition = None, token: ChangeToken | None = None, is_own: bool = False,
-    ) -> ObjectInfo:  # fmt: skip
+        self,
+        source: ObjectInfo | ObjectVersion,
+        key: str,
+        *,
+        metadata: Mapping[str, str] | None = None,
+        keeps_mtime: bool = False,
+        condition: Condition = None,
+        token: ChangeToken | None = None,
+        is_own: bool = False,
+    ) -> ObjectInfo:
         """As `Store.copy`."""
         await self._removals.flush_at(key)
         return await self._store.copy(
-            source, key, metadata=metadata, keeps_mtime=keeps_mtime, condition=condition,
-            token=token, is_own=is_own,
-        )  # fmt: skip
+            source,
+            key,
+            metadata=metadata,
+            keeps_mtime=keeps_mtime,
+            condition=condition,
+            token=token,
+            is_own=is_own,
+        )
 
     async def delete(self, key: str, etag: str | None = None, *, adopts: bool = False) -> None:
         """As `Store.delete`."""
@@ -114,5 +141,5 @@ class SettledStore:
             except (StoreError, OSError) as error:
                 failures.append(DeleteFailure(key, error))
         failed = {failure.key for failure in failures}
-        left = [key for key in wanted if key not in failed]
-        return failures + await self._store.delete_many(left, etags)
+        remaining = [key for key in wanted if key not in failed]
+        return failures + await self._store.delete_many(remaining, etags)

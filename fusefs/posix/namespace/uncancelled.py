@@ -1,8 +1,8 @@
-"""Changes run apart from who asked for them, so that none is cut in half.
+"""Runs changes so that cancelling a request leaves none half done.
 
-The wait of a process that is being killed is cancelled; its change goes on to
-its end in the daemon's nursery. The kernel does not hear of it then, and is
-made to look names up again.
+A request of a process that is being killed is cancelled; its change goes on to
+its end in the daemon's nursery. The kernel gets no answer then, and has to look
+names up again.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ logger = logging.getLogger("fusefs.apart")
 Result = TypeVar("Result")
 
 
-class Apart:
-    """Where changes run; `unseen` is called after one of which nobody waited to hear."""
+class UncancelledRunner:
+    """Runs changes in `nursery`; `unseen` is called after each whose request was cancelled."""
 
     def __init__(self, nursery: trio.Nursery, unseen: Callable[[], None]) -> None:
         self._nursery = nursery
@@ -55,9 +55,10 @@ class Apart:
             if errors:
                 is_fault = not isinstance(errors[0], OSError)
                 logger.warning(
-                    "a change that nobody waited for any more failed: %s",
-                    errors[0], exc_info=errors[0] if is_fault else None,
-                )  # fmt: skip
+                    "a change whose request was cancelled failed: %s",
+                    errors[0],
+                    exc_info=errors[0] if is_fault else None,
+                )
             else:
                 unwanted(results[0])
 

@@ -53,7 +53,7 @@ class Base:
         return any(self.lacks(first, last) for first, last in page_edges(start, stop))
 
     def keeps(self, start: int, stop: int) -> bool:
-        """Whether the object has the bytes [start, stop), and nobody wrote to them."""
+        """Whether the object has the bytes [start, stop), and no program wrote to them."""
         return stop <= self.size and self.changed.first_missing(start, stop) == (start, stop)
 
     def own(self, size: int) -> RangeMap:

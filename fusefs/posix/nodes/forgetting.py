@@ -72,8 +72,9 @@ class Forgetting:
         if self.pruned > before:
             logger.debug(
                 "the kernel was notified to forget %d names; %d are left",
-                self.pruned - before, len(self._inodes),
-            )  # fmt: skip
+                self.pruned - before,
+                len(self._inodes),
+            )
 
     def _unused(self) -> Iterator[int]:
         """Node ids that this mount has no use for, the oldest first; files before directories.

@@ -42,9 +42,15 @@ class FileHandle:
     )
 
     def __init__(
-        self, fh: int, inode: Inode, version: ObjectVersion, file: CacheFile, backing_id: int,
-        flags: int, unique: int,
-    ) -> None:  # fmt: skip
+        self,
+        fh: int,
+        inode: Inode,
+        version: ObjectVersion,
+        file: CacheFile,
+        backing_id: int,
+        flags: int,
+        unique: int,
+    ) -> None:
         self.fh = fh
         self.flags = flags
         self.unique = unique  # the request that opened it
@@ -116,14 +122,19 @@ class HandleTable:
         return self._restored.pop(unique, 0) if self._restored else 0
 
     def open_file(
-        self, inode: Inode, version: ObjectVersion, file: CacheFile, backing_id: int,
-        flags: int, unique: int,
-    ) -> FileHandle:  # fmt: skip
+        self,
+        inode: Inode,
+        version: ObjectVersion,
+        file: CacheFile,
+        backing_id: int,
+        flags: int,
+        unique: int,
+    ) -> FileHandle:
         """Add a handle; a backing id of 0 means that it is served."""
         handle = FileHandle(self._next, inode, version, file, backing_id, flags, unique)
         self._next += 1
         self._add_file(handle)
-        self.tell_file(handle)
+        self.log_file(handle)
         return handle
 
     def _add_file(self, handle: FileHandle) -> None:
@@ -133,7 +144,7 @@ class HandleTable:
         else:
             handle.inode.served += 1
 
-    def tell_file(self, handle: FileHandle) -> None:
+    def log_file(self, handle: FileHandle) -> None:
         mode = PASSTHROUGH if handle.backing_id else SERVED
         self._log.opened(
             handle.unique, handle.fh, handle.inode.nodeid, handle.flags, mode, handle.backing_id
@@ -153,9 +164,10 @@ class HandleTable:
     def former(self, parent: Inode, name: str) -> set[Inode]:
         """The nodes that are open, and that a name stood for before it had another one."""
         return {
-            one.inode
-            for one in self.files.values()
-            if not one.inode.is_current and (one.inode.parent, one.inode.name) == (parent, name)
+            handle.inode
+            for handle in self.files.values()
+            if not handle.inode.is_current
+            and (handle.inode.parent, handle.inode.name) == (parent, name)
         }
 
     def open_directory(self, inode: Inode, generation: int, unique: int) -> DirectoryHandle:
@@ -163,10 +175,10 @@ class HandleTable:
         self._next += 1
         self.directories[handle.fh] = handle
         inode.served += 1
-        self.tell_directory(handle)
+        self.log_directory(handle)
         return handle
 
-    def tell_directory(self, handle: DirectoryHandle) -> None:
+    def log_directory(self, handle: DirectoryHandle) -> None:
         self._log.opened(handle.unique, handle.fh, handle.inode.nodeid, 0, DIRECTORY, 0)
 
     def close_directory(self, fh: int) -> DirectoryHandle | None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import enum
+import math
 import os
 import stat
+import time
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
@@ -21,7 +24,7 @@ FIRST_ID = 16
 class Ownership:
     """Who owns what has no owner of its own, and with which permissions.
 
-    `file` and `directory` are what each has of which nothing else is told.
+    `file` and `directory` are the attributes of each where its object has none.
     """
 
     uid: int
@@ -63,7 +66,7 @@ class Inode:
     the kernel refuses to mix them in one inode. A directory's are all served,
     and `offsets` are the children that only its open streams may still name,
     by their node ids as offsets. `believed_until` is in seconds
-    of the monotonic clock; `looked_up` says that the kernel asked for the name
+    of the monotonic clock; `looked_up` says that the kernel looked the name up
     since the last open. `packed` is the session's own form of the attributes.
 
     `is_removed` says that a file's name was taken from it here. Of the nodes
@@ -116,7 +119,7 @@ class Inode:
         self.is_removed = False
         self.lead: Inode | None = None
         self.entries_changed_ns = 0
-        # What the object's metadata says, on a writable mount; None until it was asked for.
+        # The attributes of its object, on a writable mount; None until they are known.
         self.meta: Meta | None = None
         self.staged: StagedFile | None = None
         self.packed: bytes | None = None
@@ -130,8 +133,22 @@ class Inode:
     def is_open(self) -> bool:
         return bool(self.served or self.passthrough)
 
+    @property
+    def valid_s(self) -> float:
+        """For how many seconds the kernel may believe its attributes.
+
+        They are those of the version that the node stands for; what a name
+        stands for is the business of lookups.
+        """
+        if self.staged is not None or self.is_removed:
+            return 0.0
+        if self.info is None:
+            # A directory always looks the same, and every path leads through the root.
+            return math.inf
+        return max(0.0, self.believed_until - time.monotonic())
+
     def default_meta(self, owner: Ownership) -> Meta:
-        """What it has where the object says nothing."""
+        """Its attributes where the object has none."""
         return owner.directory if self.info is None else owner.file
 
     def attributes(self, owner: Ownership, mounted_ns: int) -> Attributes:
@@ -148,9 +165,15 @@ class Inode:
             # Holes of a file that is edited are the object's bytes, and not to be skipped.
             blocks = found.st_blocks if staged.base is None else -(-found.st_size // 512)
             return Attributes(
-                self.ino, found.st_size, found.st_mtime_ns, meta.mode, int(not staged.is_unlinked),
-                meta.uid, meta.gid, blocks,
-            )  # fmt: skip
+                self.ino,
+                found.st_size,
+                found.st_mtime_ns,
+                meta.mode,
+                int(not staged.is_unlinked),
+                meta.uid,
+                meta.gid,
+                blocks,
+            )
         if info is None:
             size, mtime_ns, nlink = 4096, mounted_ns, 2
         else:
@@ -162,6 +185,28 @@ class Inode:
         return Attributes(
             self.ino, size, mtime_ns, meta.mode, nlink, meta.uid, meta.gid, -(-size // 512)
         )
+
+
+class FileState(enum.Enum):
+    """Where a staged file is in its life; what of it the bucket lacks is counted apart.
+
+    OPEN       no program was promised yet that its content is kept
+    ABANDONED  as OPEN, and the last program that stopped writing to it was killed
+    CLOSED     a program was promised, or waited for, its content to be kept:
+               it is uploaded whatever happens to the mount
+    LEFTOVER   as CLOSED, by an earlier mount: another client may have been faster
+    UNLINKED   its name is gone; the content is for programs that have it open
+    """
+
+    OPEN = enum.auto()
+    ABANDONED = enum.auto()
+    CLOSED = enum.auto()
+    LEFTOVER = enum.auto()
+    UNLINKED = enum.auto()
+
+
+# A class's attribute takes longer to find, and each write looks for it.
+_UNLINKED = FileState.UNLINKED
 
 
 class StagedFile:
@@ -176,13 +221,10 @@ class StagedFile:
     `exclusive` is set while the bucket has not decided yet that a file created
     with O_EXCL is new: it marks this file's reservation (exclusive.py).
     `creator` is the process that created it so, 0 if that is not known.
-    `is_leftover`: an earlier mount had staged it, so others may have been faster.
-    `is_closed` says that a program was told, or waited to be told, that its
-    content is kept: it is uploaded whatever happens to the mount. `is_rewrite`
-    says that its node stood for an object before it was written to, and
-    `is_abandoned` that the last program that stopped writing was killed. `before` is what
-    the object said, or was to say, when it was opened to be rewritten. `begun_ns` is
-    when an upload in parts was begun whose id is not known yet. `sum` is the
+    `is_rewrite` says that its node stood for an object before it was written to.
+    `before` are the attributes that the object had, or was to have, when it was opened to be
+    rewritten. `begun_ns` is when an upload in parts was begun whose id is not known yet,
+    in ns since the epoch. `sum` is the
     content's CRC32, None if it is not known (staged_sums.py). `is_named`: a power cut
     leaves the file its name in the staging directory.
     """
@@ -202,19 +244,16 @@ class StagedFile:
         "free",
         "has_record_file",
         "inode",
-        "is_abandoned",
-        "is_closed",
-        "is_leftover",
         "is_meta_dirty",
         "is_named",
         "is_rewrite",
-        "is_unlinked",
         "lock",
         "meta",
         "meta_changes",
         "path",
         "recorded",
         "since",
+        "state",
         "sum",
         "to_disk",
         "upload",
@@ -238,11 +277,8 @@ class StagedFile:
         self.uploaded = 0
         self.is_meta_dirty = False
         self.meta_changes = 0
-        self.is_unlinked = False
-        self.is_closed = False
-        self.is_leftover = False
         self.is_rewrite = False
-        self.is_abandoned = False
+        self.state = FileState.OPEN
         # What the last upload failed with.
         self.error: Exception | None = None
         self.upload: Upload | None = None
@@ -251,7 +287,7 @@ class StagedFile:
         self.begun_ns: int | None = None
         # How far the content was written from its start on without a gap.
         self.written_to = 0
-        # How far of that the disk was told to write.
+        # How far of that the disk began to write.
         self.to_disk = 0
         # The bytes that count as held, and those of them that are the object's.
         self.charged = 0
@@ -270,7 +306,35 @@ class StagedFile:
 
     @property
     def is_dirty(self) -> bool:
-        return (self.changes != self.uploaded or self.is_meta_dirty) and not self.is_unlinked
+        return (self.changes != self.uploaded or self.is_meta_dirty) and self.state is not _UNLINKED
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether its content is uploaded whatever happens to the mount."""
+        return self.state in (FileState.CLOSED, FileState.LEFTOVER)
+
+    @property
+    def is_leftover(self) -> bool:
+        return self.state is FileState.LEFTOVER
+
+    @property
+    def is_unlinked(self) -> bool:
+        return self.state is _UNLINKED
+
+    def close(self) -> None:
+        """A program relies on its content from now on."""
+        if self.state in (FileState.OPEN, FileState.ABANDONED):
+            self.state = FileState.CLOSED
+
+    def stopped_writing(self, *, was_killed: bool) -> None:
+        """A program has stopped writing to it, of its own will or not."""
+        if self.state in (FileState.OPEN, FileState.ABANDONED):
+            self.state = FileState.ABANDONED if was_killed else FileState.OPEN
+
+    def mark_uploaded(self) -> None:
+        """The bucket has its content: what is written from now on was promised to no program."""
+        if self.state is not _UNLINKED:
+            self.state = FileState.OPEN
 
     @property
     def key(self) -> str:
@@ -291,11 +355,11 @@ class StagedFile:
 
     def described(self) -> Meta:
         """What belongs to the content as it is now, with its time."""
-        said = self.meta
+        meta = self.meta
         # What others have noted there, a digest say, is about another content.
-        other = () if self.is_content_dirty else said.other
+        other = () if self.is_content_dirty else meta.other
         mtime_ns = os.fstat(self.fd).st_mtime_ns
-        return Meta(said.mode, said.uid, said.gid, mtime_ns, said.xattrs, other)
+        return Meta(meta.mode, meta.uid, meta.gid, mtime_ns, meta.xattrs, other)
 
     def touch(self) -> None:
         """The content has changed."""

@@ -6,7 +6,7 @@ the old one lives on for the handles that hold it; `ino`, which programs see
 as st_ino, is a stable hash of the key and stays the same. Node ids are never
 used twice while mounted.
 
-Each inode counts how often the kernel was told its id (`nlookup`) and goes
+Each inode counts how often the kernel got its id (`nlookup`) and goes
 when the kernel has forgotten it as often. What the table holds is written to
 the journal before the reply that tells the kernel about it, so that another
 process can go on with the same ids.
@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Protocol
 
 from fusefs.posix.nodes.inode import FIRST_ID, Attributes, Inode, Ownership, stable_ino
+from fusefs.posix.nodes.notifier import Notifier
 from fusefs.store.interface import ObjectInfo, ObjectVersion
 
 __all__ = ["FIRST_ID", "Attributes", "Inode", "InodeTable", "NodeLog", "Ownership", "stable_ino"]
@@ -43,7 +44,7 @@ class NodeLog(Protocol):
     def count(self, inode: Inode) -> None: ...
     def gone(self, nodeid: int) -> None: ...
     def superseded(self, nodeid: int) -> None: ...
-    def stale(self, nodeid: int, pid: int, *, is_told: bool) -> None: ...
+    def stale(self, nodeid: int, pid: int, *, is_pending: bool) -> None: ...
     def opened(
         self, unique: int, fh: int, nodeid: int, flags: int, mode: int, backing_id: int
     ) -> None: ...
@@ -61,7 +62,14 @@ class InodeTable:
     the stable number as node id wherever it is free.
     """
 
-    def __init__(self, prefix: str, log: NodeLog, *, ids_are_inos: bool = False) -> None:
+    def __init__(
+        self,
+        prefix: str,
+        log: NodeLog,
+        notifier: Notifier | None = None,
+        *,
+        ids_are_inos: bool = False,
+    ) -> None:
         self.prefix = prefix
         self._log = log
         self._ids_are_inos = ids_are_inos
@@ -69,8 +77,7 @@ class InodeTable:
         self.root = Inode(ROOT_ID, ROOT_ID, None, "", None)
         self.root.nlookup = 1
         self._by_id: dict[int, Inode] = {ROOT_ID: self.root}
-        # Called with nodes whose attributes have changed without the kernel's knowing it.
-        self.on_removal: Callable[[int], None] = lambda _nodeid: None
+        self._notifier = notifier or Notifier()
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -88,7 +95,7 @@ class InodeTable:
         self._next_id = next_id
 
     def adopt(self, inode: Inode) -> None:
-        """Take up a node that an earlier process told the kernel of."""
+        """Take up a node that the kernel knows from an earlier process."""
         self._by_id[inode.nodeid] = inode
 
     def adopt_name(self, inode: Inode, parent_id: int, *, is_current: bool) -> None:
@@ -120,6 +127,17 @@ class InodeTable:
             return self._by_id[nodeid]
         except KeyError:
             raise OSError(errno.ESTALE, f"unknown node id {nodeid}") from None
+
+    def directory(self, nodeid: int) -> Inode:
+        """Return the inode of a directory.
+
+        Raises:
+            OSError: ENOTDIR, it is none; ESTALE, as for `get`.
+        """
+        inode = self.get(nodeid)
+        if inode.children is None:
+            raise OSError(errno.ENOTDIR, "not a directory")
+        return inode
 
     def find(self, nodeid: int) -> Inode | None:
         return self._by_id.get(nodeid)
@@ -163,7 +181,7 @@ class InodeTable:
         return inode
 
     def count(self, inode: Inode, believed_until: float) -> None:
-        """Log that the kernel is about to be told this node id once more."""
+        """Log that the kernel is about to get this node id once more."""
         inode.nlookup += 1
         inode.believed_until = believed_until
         inode.looked_up = True
@@ -198,7 +216,7 @@ class InodeTable:
             del siblings[inode.name]
 
     def replace_version(self, inode: Inode, info: ObjectInfo) -> None:
-        """Let an inode that nobody has open stand for another version from now on."""
+        """Let an inode that is not open stand for another version from now on."""
         inode.info = info
         inode.packed = None
         self._log.node(inode)
@@ -238,7 +256,7 @@ class InodeTable:
                 inode.ino = stable_ino(f"{lead.info.key}\0{lead.nodeid}")
                 self._log.node(inode)
             if inode is not lead:
-                self.on_removal(inode.nodeid)
+                self._notifier.invalidate_attributes(inode.nodeid)
 
     def entries_changed(self, directory: Inode) -> None:
         """This mount has changed which names a directory has: that is its time from now on."""
@@ -341,5 +359,5 @@ def choose_lead(nodes: list[Inode]) -> Inode:
     return lead
 
 
-def _same_version(one: ObjectInfo, other: ObjectInfo) -> bool:
-    return one.etag == other.etag and one.size == other.size and one.key == other.key
+def _same_version(known: ObjectInfo, info: ObjectInfo) -> bool:
+    return known.etag == info.etag and known.size == info.size and known.key == info.key

@@ -8,7 +8,7 @@
 2. Is the version whole in the cache? A small one is fetched first.
 3. Whole, and no handle of the node is served: passthrough. Whole, but an
    older handle of the node is served: the name gets a new node (ESTALE as in
-   1), so that a handle from before the fetch keeps nobody else from
+   1), so that a handle from before the fetch keeps no other handle from
    passthrough. Not whole: served.
 """
 
@@ -21,17 +21,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 from fusefs.cache.cached_file import CacheFile
-from fusefs.cache.downloader import BLOCK, Fetcher, NotKeptError
-from fusefs.cache.file_cache import FileCache
+from fusefs.cache.downloader import BLOCK, NotKeptError
 from fusefs.cache.readahead import SMALL, Siblings, Window
-from fusefs.posix.directory.listings import Directories, Directory
-from fusefs.posix.nodes.handles import HandleTable
-from fusefs.posix.nodes.inode_table import Inode, InodeTable, NodeLog
-from fusefs.posix.types import Answer, BackingFiles, Caller, Opened, ReadCounters, waiting
+from fusefs.posix.directory.listings import Directory
+from fusefs.posix.mount_state import MountState
+from fusefs.posix.nodes.inode_table import Inode, NodeLog
+from fusefs.posix.types import Answer, Caller, Opened, waiting
 from fusefs.store.errors import NotFoundError, StaleVersionError
-from fusefs.store.interface import ObjectInfo, Store
+from fusefs.store.interface import ObjectInfo
 
-# Openers who were told ESTALE; more are not needed than opens are under way.
+# Openers that got ESTALE; more are not needed than opens are under way.
 MOST_STALE = 4096
 # Directories whose small files are fetched ahead.
 MOST_FOLDERS = 64
@@ -42,34 +41,23 @@ _WRITING = os.O_WRONLY | os.O_RDWR
 class Opener:
     """The opens of one mount. Belongs to the event loop.
 
-    `invalidate_attributes` asks the kernel to forget a node's attributes.
+    `open_staged` opens a file that is being written; None on a read-only mount.
     """
 
     def __init__(
-        self,
-        store: Store,
-        directories: Directories,
-        cache: FileCache,
-        fetcher: Fetcher,
-        backing: BackingFiles,
-        log: NodeLog,
-        inodes: InodeTable,
-        handles: HandleTable,
-        counters: ReadCounters,
-        invalidate_attributes: Callable[[int], None],
+        self, state: MountState, open_staged: Callable[[Inode, int, Caller], Opened] | None
     ) -> None:
-        self._store = store
-        self._directories = directories
-        self._cache = cache
-        self._fetcher = fetcher
-        self._backing = backing
-        self._inodes = inodes
-        self._handles = handles
-        self._counters = counters
-        self._invalidate_attributes = invalidate_attributes
-        # Opens a file that is being written; set by who writes.
-        self.open_staged: Callable[[Inode, int, Caller], Opened]
-        self.redirects = Redirects(log)
+        self._state = state
+        self._store = state.store
+        self._directories = state.directories
+        self._cache = state.cache
+        self._fetcher = state.downloader
+        self._backing = state.backing
+        self._inodes = state.inodes
+        self._handles = state.handles
+        self._counters = state.counters
+        self._open_staged = open_staged
+        self.redirects = Redirects(state.journal)
         self._siblings: OrderedDict[str, Siblings] = OrderedDict()
 
     def open(self, inode: Inode, flags: int, caller: Caller) -> Answer[Opened]:
@@ -89,13 +77,6 @@ class Opener:
                     self._counters.hit(file.size)
                     return self._opened_passthrough(inode, file, backing_id, flags, caller)
         return waiting(self._open_later(inode, flags, caller, is_believed))
-
-    def outdate(self, inode: Inode, info: ObjectInfo | None = None) -> None:
-        """The bucket has another version than the inode's: `info`, or one to be asked for."""
-        if inode.parent is not None:
-            directory = self._directories.get(self._inodes.key(inode.parent))
-            self._directories.correct(directory, inode.name, info)
-        self._inodes.supersede(inode)
 
     def _opened_before(self, fh: int) -> Opened:
         """An open that the last process had logged, but not answered."""
@@ -121,14 +102,15 @@ class Opener:
         try:
             is_whole = await self._prepare(inode, inode.info, file)
             # A file that is not whole is registered for its lock, which the
-            # kernel keeps when this process dies: nobody evicts it then.
+            # kernel keeps when this process dies: no mount evicts it then.
             is_usable = file.fd >= 0 and file.is_kept
             if is_usable and is_whole and self._cache.probing.is_due(file):
                 is_usable = await self._cache.probing.passes(file)
             backing_id = await self._backing.register(file) if is_usable else 0
             if inode.staged is not None:
                 # Somebody has begun to write to it meanwhile.
-                return self.open_staged(inode, flags, caller)
+                assert self._open_staged is not None
+                return self._open_staged(inode, flags, caller)
             if not inode.is_current:
                 return await self._open_elsewhere(inode, flags, caller)
             if self._cache.find(inode.info.version) is not file:
@@ -137,7 +119,7 @@ class Opener:
             if is_whole and backing_id:
                 if not inode.served:
                     return self._opened_passthrough(inode, file, backing_id, flags, caller)
-                if not self.redirects.was_told(inode, caller.program):
+                if not self.redirects.is_redirected(inode, caller.program):
                     self._inodes.supersede(inode)
                     return await self._open_elsewhere(inode, flags, caller)
             keep_cache = file.name not in self._cache.discarded
@@ -152,7 +134,7 @@ class Opener:
         if info is not None and info.version == inode.info.version:
             inode.believed_until = time.monotonic() + self._directories.ttl_s
         else:
-            self.outdate(inode, info)
+            self._state.mark_stale(inode, info)
 
     async def _open_elsewhere(self, inode: Inode, flags: int, caller: Caller) -> Opened:
         """Send the opener to the name's new node, or give it what the old one has.
@@ -169,15 +151,15 @@ class Opener:
         Raises:
             OSError: ESTALE, for the kernel to look the name up again.
         """
-        if not self.redirects.was_told(inode, caller.program):
-            self.redirects.tell(inode, caller.program)
+        if not self.redirects.is_redirected(inode, caller.program):
+            self.redirects.add(inode, caller.program)
             raise OSError(errno.ESTALE, "the name stands for something else now")
 
     async def _open_anyway(self, inode: Inode, flags: int, caller: Caller) -> Opened:
         """Open an old node for a program that has no name to look up.
 
         It gets the old version if that is whole in the cache, else the
-        current one under the old node if nobody has that open.
+        current one under the old node if that is not open.
 
         Raises:
             OSError: ESTALE, neither is possible.
@@ -195,7 +177,7 @@ class Opener:
         is_new = info.version != inode.info.version
         if is_new:
             self._inodes.replace_version(inode, info)
-            self._invalidate_attributes(inode.nodeid)
+            self._state.notifier.invalidate_attributes(inode.nodeid)
         file = self._cache.pin(info.version)
         try:
             await self._prepare(inode, info, file)
@@ -238,7 +220,7 @@ class Opener:
         except NotKeptError:
             await self._ask_again(inode)
         except (StaleVersionError, NotFoundError):
-            self.outdate(inode)  # it changed since it was listed
+            self._state.mark_stale(inode)  # it changed since it was listed
         return file.is_complete
 
     async def _opened_either_way(
@@ -257,7 +239,7 @@ class Opener:
     def _is_read(self, inode: Inode, file: CacheFile) -> bool:
         """Whether the kernel reads this file for an old node, and not one that was dropped."""
         handles = self._handles.files.values()
-        return all(one.file is file for one in handles if one.inode is inode)
+        return all(handle.file is file for handle in handles if handle.inode is inode)
 
     def _opened_passthrough(
         self, inode: Inode, file: CacheFile, backing_id: int, flags: int, caller: Caller
@@ -301,33 +283,33 @@ class Opener:
 
 
 class Redirects:
-    """Opens that were told ESTALE and have not been followed by a lookup yet."""
+    """Opens that got ESTALE and have not been followed by a lookup yet."""
 
     def __init__(self, log: NodeLog) -> None:
         self._log = log
         # The node that was to be opened, by (directory, name, process).
-        self._told: OrderedDict[tuple[int, str, int], int] = OrderedDict()
+        self._pending: OrderedDict[tuple[int, str, int], int] = OrderedDict()
 
-    def was_told(self, inode: Inode, program: int) -> bool:
-        return _opener(inode, program) in self._told
+    def is_redirected(self, inode: Inode, program: int) -> bool:
+        return _opener(inode, program) in self._pending
 
-    def tell(self, inode: Inode, program: int) -> None:
+    def add(self, inode: Inode, program: int) -> None:
         """Note that a process is sent to look the inode's name up."""
         self.recall(inode, program)
-        self._log.stale(inode.nodeid, program, is_told=True)
-        while len(self._told) > MOST_STALE:
-            self._told.popitem(last=False)
+        self._log.stale(inode.nodeid, program, is_pending=True)
+        while len(self._pending) > MOST_STALE:
+            self._pending.popitem(last=False)
 
     def recall(self, inode: Inode, program: int) -> None:
-        """Know what an earlier process of this mount has told."""
-        self._told[_opener(inode, program)] = inode.nodeid
+        """Take up an answer of an earlier process of this mount."""
+        self._pending[_opener(inode, program)] = inode.nodeid
 
     def looked_up(self, parent_id: int, name: str, program: int) -> None:
         """Note a lookup: this process has a name to go by."""
-        if self._told:
-            nodeid = self._told.pop((parent_id, name, program), None)
+        if self._pending:
+            nodeid = self._pending.pop((parent_id, name, program), None)
             if nodeid is not None:
-                self._log.stale(nodeid, program, is_told=False)
+                self._log.stale(nodeid, program, is_pending=False)
 
 
 def _opener(inode: Inode, program: int) -> tuple[int, str, int]:
@@ -335,10 +317,10 @@ def _opener(inode: Inode, program: int) -> tuple[int, str, int]:
 
 
 def _known_files(directory: Directory) -> Iterator[ObjectInfo]:
-    """The files that listings have told of so far, in order."""
+    """The files that listings have shown so far, in order."""
     at = ""
     while True:
-        segment = next((one for one in directory.segments if one.start >= at), None)
+        segment = next((known for known in directory.segments if known.start >= at), None)
         if segment is None:
             return
         for name in segment.ordered:

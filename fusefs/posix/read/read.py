@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
 
 import trio
 
 from fusefs.cache.cached_file import CacheFile
-from fusefs.cache.downloader import Fetcher, NotKeptError
-from fusefs.cache.file_cache import FileCache
+from fusefs.cache.downloader import NotKeptError
 from fusefs.cache.integrity.probes import is_lost
+from fusefs.posix.mount_state import MountState
 from fusefs.posix.nodes.edit_base import Base
-from fusefs.posix.nodes.handles import FileHandle, HandleTable
+from fusefs.posix.nodes.handles import FileHandle
 from fusefs.posix.nodes.inode import StagedFile
-from fusefs.posix.nodes.inode_table import Inode
-from fusefs.posix.types import Answer, ReadCounters, waiting
+from fusefs.posix.types import Answer, waiting
 from fusefs.posix.write.sparse_edit import Editor
 from fusefs.store.errors import NotFoundError, StaleVersionError
 
@@ -32,27 +30,19 @@ MAX_READ = 1 << 20
 class Reader:
     """The reads of one mount. Belongs to the event loop.
 
-    `outdate` is told of an inode whose version the bucket has no more.
+    `editor` brings what an edited file lacks; None on a read-only mount.
     """
 
-    def __init__(
-        self,
-        cache: FileCache,
-        fetcher: Fetcher,
-        handles: HandleTable,
-        counters: ReadCounters,
-        outdate: Callable[[Inode], None],
-    ) -> None:
-        self._cache = cache
-        self._fetcher = fetcher
-        self._handles = handles
-        self._counters = counters
-        self._outdate = outdate
+    def __init__(self, state: MountState, editor: Editor | None) -> None:
+        self._cache = state.cache
+        self._fetcher = state.downloader
+        self._handles = state.handles
+        self._counters = state.counters
+        self._mark_stale = state.mark_stale
+        self._editor = editor
         self._buffer = memoryview(bytearray(MAX_READ))
         self._nowait = os.RWF_NOWAIT
         self._disk = trio.CapacityLimiter(16)
-        # Brings what an edited file lacks, on a writable mount.
-        self.editor: Editor | None = None
 
     def read(self, fh: int, offset: int, size: int) -> Answer[memoryview | bytes | bytearray]:
         """The bytes of a handle's version at [offset, offset + size); see `Operations.read`."""
@@ -93,9 +83,9 @@ class Reader:
         return self._pread_later(staged, offset, size)
 
     async def _read_edited(self, staged: StagedFile, base: Base, offset: int, size: int) -> bytes:
-        assert self.editor is not None
+        assert self._editor is not None
         async with staged.lock:
-            await self.editor.fill(base, staged.fd, offset, offset + size)
+            await self._editor.fill(base, staged.fd, offset, offset + size)
         return await self._pread_later(staged, offset, size)
 
     async def _pread_later(self, staged: StagedFile, offset: int, size: int) -> bytes:
@@ -131,10 +121,10 @@ class Reader:
                     pass
             return await self._read_unkept(handle, offset, stop)
         except NotFoundError:
-            self._outdate(handle.inode)
+            self._mark_stale(handle.inode)
             raise OSError(errno.ESTALE, "the object has been deleted") from None
         except StaleVersionError:
-            self._outdate(handle.inode)
+            self._mark_stale(handle.inode)
             raise
         finally:
             self._cache.unpin(file)
@@ -164,7 +154,7 @@ class Reader:
             raise NotKeptError from error
 
     async def _read_unkept(self, handle: FileHandle, offset: int, stop: int) -> memoryview:
-        """Read past the cache, somewhat more than asked for, which serves the next reads."""
+        """Read past the cache, somewhat more than requested, which serves the next reads."""
         buffers = self._fetcher.unkept
         start, data = handle.unkept
         if not (start <= offset and stop <= start + len(data)):

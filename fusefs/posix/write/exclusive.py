@@ -131,7 +131,7 @@ class ExclusiveCreates:
 
 
 def is_undecided(staged: StagedFile) -> bool:
-    """Whether a file is to be new and the bucket has not said yet that it is."""
+    """Whether a file is to be new and the bucket has not decided yet that it is."""
     return staged.exclusive is not None and not staged.is_unlinked and staged.inode.staged is staged
 
 

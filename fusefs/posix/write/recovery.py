@@ -1,10 +1,10 @@
 """What earlier mounts have left to be uploaded: found at the start, and brought to its end.
 
 A mount that ended before the bucket had everything leaves its staging
-directory behind (posix/write/staging.py). What a program had been told is kept, or
-had waited to be told, is staged again under its name and uploaded; where
-somebody else has replaced the object meanwhile, it is uploaded beside it. What
-nobody had closed yet, a file that a power cut has torn, say, is left where it
+directory behind (posix/write/staging.py). A file that a program had
+closed, or was closing, is staged again under its name and uploaded; where
+another client has replaced the object meanwhile, it is uploaded beside it. What
+no program had closed yet, a file that a power cut has torn, say, is left where it
 is, and the log says where.
 """
 
@@ -12,22 +12,25 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 import time
 from pathlib import Path
 
 from fusefs.linux.files import try_lock
-from fusefs.posix.metadata import attribute_log
+from fusefs.posix.directory.segment import ABSENT
+from fusefs.posix.metadata import attribute_log, object_metadata
+from fusefs.posix.metadata.object_metadata import Meta
 from fusefs.posix.namespace import removals
 from fusefs.posix.nodes import names
-from fusefs.posix.nodes.inode_table import Inode
-from fusefs.posix.write.flush import Writeback
+from fusefs.posix.nodes.inode import FileState, Inode
 from fusefs.posix.write.staging_record import load, on_record
+from fusefs.posix.write.writer import Writer
 from fusefs.store.interface import ObjectInfo
 
 logger = logging.getLogger("fusefs.leftovers")
 
 
-def adopt(writer: Writeback) -> int:
+def adopt(writer: Writer) -> int:
     """Stage again what earlier mounts of the same bucket have left; return how many files."""
     own = writer.staging.directory
     count = 0
@@ -38,7 +41,7 @@ def adopt(writer: Writeback) -> int:
     return count
 
 
-def _adopt_directory(writer: Writeback, directory: Path) -> int:
+def _adopt_directory(writer: Writer, directory: Path) -> int:
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         # Else it belongs to a mount that is out of sight and still being ended.
@@ -57,14 +60,15 @@ def _adopt_directory(writer: Writeback, directory: Path) -> int:
         os.close(fd)
 
 
-def adopt_attributes(writer: Writeback, directory: Path) -> None:
-    """Have objects say what an earlier process was to have them say. Blocks."""
-    for one in attribute_log.load(directory):
-        if one.info.key.startswith(writer.inodes.prefix):
-            writer.adopt_attributes(one)
+def adopt_attributes(writer: Writer, directory: Path) -> None:
+    """Take up the attributes that an earlier process was to send. Blocks."""
+    default = Meta(stat.S_IFREG | 0o644, os.geteuid(), os.getegid())
+    for record in attribute_log.load(directory):
+        if record.info.key.startswith(writer.inodes.prefix):
+            writer.deferred.adopt(record, object_metadata.read(record.metadata, default))
 
 
-def adopt_removals(writer: Writeback, directory: Path) -> bool:
+def adopt_removals(writer: Writer, directory: Path) -> bool:
     """Have objects deleted that an earlier process was to delete. Blocks.
 
     False if some of them are on record in `directory` alone.
@@ -72,11 +76,39 @@ def adopt_removals(writer: Writeback, directory: Path) -> bool:
     is_on_record = directory == writer.staging.directory
     try:
         for key, etag, removed_ns in removals.load(directory):
-            writer.adopt_removal(key, etag, removed_ns, is_on_record=is_on_record)
+            writer.removals.adopt(key, etag, removed_ns, is_on_record=is_on_record)
+            writer.deferred.drop(key)
+            prefix = key[: key.rfind("/") + 1]
+            writer.directories.changed(prefix, key[len(prefix) :], ABSENT)
     except OSError as error:
         logger.warning("%s has removals for a later mount: %s", directory, error.strerror)
         return False
     return True
+
+
+def restore(writer: Writer, inode: Inode) -> None:
+    """Take up what an earlier process had staged under a node."""
+    staged = writer.staging.restore(inode)
+    if staged is None:
+        return
+    if staged.is_unlinked:
+        if inode.is_current:
+            writer.inodes.supersede(inode)
+        state = staged.upload_state.plain() if staged.upload_state is not None else None
+        writer.uploads.abort_later(staged.key, state, staged.begun_ns)
+        staged.upload_state = staged.begun_ns = None
+    else:
+        writer.flusher.list_staged(inode)
+        if staged.exclusive is not None:
+            writer.exclusive.watch(staged)
+
+
+def let_go_unlinked(writer: Writer) -> None:
+    """Forget what an earlier process had unlinked, and no program has open."""
+    for staged in writer.staging:
+        if staged.is_unlinked and not staged.inode.served:
+            staged.inode.meta = staged.described()
+            writer.staging.release(staged)
 
 
 def _is_ours(directory: Path, source: str) -> bool:
@@ -91,9 +123,9 @@ def _is_ours(directory: Path, source: str) -> bool:
 
 def _remove(directory: Path) -> None:
     """Remove a staging directory unless something is left in it."""
-    left = [path for path in directory.iterdir() if path.name != "source"]
-    if left:
-        if removals.NAME in {path.name for path in left}:
+    remaining = [path for path in directory.iterdir() if path.name != "source"]
+    if remaining:
+        if removals.NAME in {path.name for path in remaining}:
             logger.warning("%s has removals for a mount that may delete", directory)
         else:
             logger.warning("%s keeps files that were never closed; remove it at will", directory)
@@ -102,39 +134,43 @@ def _remove(directory: Path) -> None:
     directory.rmdir()
 
 
-def adopt_file(writer: Writeback, path: Path, *, may_be_open: bool = True) -> bool:
+def adopt_file(writer: Writer, path: Path, *, may_be_open: bool = True) -> bool:
     """Stage a file of another node again, if it is to be uploaded; tell whether.
 
-    What was not closed is kept, unless nobody can have been told that it is open.
+    What was not closed is kept, unless no program can have it open.
     """
-    found = load(path)
-    if found is None:
+    loaded = load(path)
+    if loaded is None:
         path.with_suffix(".json").unlink(missing_ok=True)
         return False
-    fd, told = found
+    fd, record = loaded
     inode = None
-    if told["is_closed"] and not told["is_unlinked"]:
-        inode = _node(writer, told["key"], told["etag"], os.fstat(fd))
+    if record["is_closed"] and not record["is_unlinked"]:
+        inode = _node(writer, record["key"], record["etag"], os.fstat(fd))
     if inode is not None:
         # Under both names at first: a second adoption does no harm, none would.
         os.link(path, writer.staging.directory / str(inode.nodeid))
-        staged = writer.staging.take_up(inode, fd, told)
-        staged.is_leftover = True
+        staged = writer.staging.take_up(inode, fd, record)
+        staged.state = FileState.LEFTOVER
         writer.staging.record(staged)
-        writer.list_staged(inode)
+        writer.flusher.list_staged(inode)
         writer.uploads.start(staged)
-        logger.info("%s was left by an earlier mount, and is uploaded now", told["key"])
+        logger.info("%s was left by an earlier mount, and is uploaded now", record["key"])
     else:
         os.close(fd)
-        writer.uploads.abort_later(told["key"], told["upload"], told["begun_ns"])
-        if not told["is_unlinked"] and not told["uploaded"] and (told["is_closed"] or may_be_open):
+        writer.uploads.abort_later(record["key"], record["upload"], record["begun_ns"])
+        if (
+            not record["is_unlinked"]
+            and not record["uploaded"]
+            and (record["is_closed"] or may_be_open)
+        ):
             return False
     path.with_suffix(".json").unlink(missing_ok=True)
     path.unlink()
     return inode is not None
 
 
-def _node(writer: Writeback, key: str, etag: str | None, found: os.stat_result) -> Inode | None:
+def _node(writer: Writer, key: str, etag: str | None, status: os.stat_result) -> Inode | None:
     """A new node for a file under its name; None if there is none, or a younger one."""
     inodes = writer.inodes
     if not key.startswith(inodes.prefix):
@@ -156,7 +192,7 @@ def _node(writer: Writeback, key: str, etag: str | None, found: os.stat_result) 
     known = parent.children.get(name)
     if known is not None and known.staged is not None:
         return None
-    info = ObjectInfo(key, found.st_size, etag or "", found.st_mtime_ns)
+    info = ObjectInfo(key, status.st_size, etag or "", status.st_mtime_ns)
     inode = inodes.create(parent, name, info, key)
     inodes.count(inode, time.monotonic())
     return inode

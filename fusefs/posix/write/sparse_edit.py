@@ -3,7 +3,7 @@
 The staging file is as long as the object and empty (sparse); what a program
 writes goes into it, and the rest is the object's. A page that is written in
 part, and what is read, is brought from the object first, through the cache.
-When the file is uploaded, parts that nobody wrote to are copied on the server.
+When the file is uploaded, parts that no program wrote to are copied on the server.
 
 Which bytes are whose: posix/nodes/edit_base.py. Everything here runs with the
 file's lock held.

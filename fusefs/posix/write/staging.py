@@ -32,7 +32,7 @@ from fusefs.linux.files import try_lock
 from fusefs.posix.metadata import object_metadata as meta
 from fusefs.posix.metadata.object_metadata import Meta
 from fusefs.posix.nodes.edit_base import Base
-from fusefs.posix.nodes.inode import Inode, StagedFile
+from fusefs.posix.nodes.inode import FileState, Inode, StagedFile
 from fusefs.posix.write import staged_sums, staging_record
 from fusefs.store.interface import ObjectVersion, UploadState
 
@@ -70,20 +70,21 @@ class Staging:
     """All staged files of one mount, by node id.
 
     `source` says which bucket they are for; `limit` is the most bytes to hold,
-    and `charged` how many are held.
+    and `charged` how many are held. `cache` has the objects that are edited.
     """
 
-    def __init__(self, directory: Path, source: str, limit: int | None = None) -> None:
+    def __init__(
+        self, directory: Path, source: str, limit: int | None = None, cache: FileCache | None = None
+    ) -> None:
         self.directory = directory
         self.source = source
-        # Has the objects that are edited; set by who writes.
-        self.cache: FileCache | None = None
+        self.cache = cache
         self._limit = limit
         self._files: dict[int, StagedFile] = {}
         self.charged = 0
-        told = directory / "source"
-        if not told.exists() or told.read_bytes() != source.encode():
-            told.write_text(source)  # else it is there, also when the disk is full
+        source_file = directory / "source"
+        if not source_file.exists() or source_file.read_bytes() != source.encode():
+            source_file.write_text(source)  # else it is there, also when the disk is full
         # Held as long as a process looks after the directory.
         self._lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try_lock(self._lock)
@@ -115,9 +116,15 @@ class Staging:
         return os.open(self._path(inode), flags, 0o600)
 
     def begin(
-        self, inode: Inode, fd: int, meta: Meta, etag: str | None, base: Base | None = None,
-        *, is_exclusive: bool = False,
-    ) -> StagedFile:  # fmt: skip
+        self,
+        inode: Inode,
+        fd: int,
+        meta: Meta,
+        etag: str | None,
+        base: Base | None = None,
+        *,
+        is_exclusive: bool = False,
+    ) -> StagedFile:
         """Let a node's content be what was prepared; takes the descriptor and the base's pin.
 
         With `is_exclusive` the bucket is to decide that it is new.
@@ -170,11 +177,11 @@ class Staging:
         """Put on the disk whose content it is; blocks for as long as creating a file does."""
         if self._record_in_attribute(staged):
             return
-        told = staging_record.told(staged)
-        if told != staged.recorded or not staged.has_record_file:
-            staging_record.write(staged.path, told)
+        record = staging_record.full(staged)
+        if record != staged.recorded or not staged.has_record_file:
+            staging_record.write(staged.path, record)
             staged.has_record_file = True
-            staged.recorded = told
+            staged.recorded = record
 
     def _record_in_attribute(self, staged: StagedFile) -> bool:
         """Have a file's record in its attribute; False if it is to be in a file of its own."""
@@ -188,7 +195,7 @@ class Staging:
 
     def close(self, staged: StagedFile) -> None:
         """Put on record that a program relies on the file."""
-        staged.is_closed = True
+        staged.close()
         self.record(staged)
 
     async def make_safe(self, staged: StagedFile) -> None:
@@ -197,13 +204,13 @@ class Staging:
         Raises:
             OSError: the disk does not take it.
         """
-        staged.is_closed = True
+        staged.close()
         # The file may be uploaded, and released, while this waits for the disk.
         fd = os.dup(staged.fd)
         try:
             while True:
                 has_file = not self._record_in_attribute(staged)
-                record = staging_record.told(staged) if has_file else staged.recorded
+                record = staging_record.full(staged) if has_file else staged.recorded
                 await trio.to_thread.run_sync(self._sync, staged, fd, record if has_file else None)
                 now = staged.inode.staged
                 if now is not staged:
@@ -211,7 +218,7 @@ class Staging:
                 if has_file:
                     staged.has_record_file = True
                     staged.recorded = record
-                    if staging_record.told(staged) == record:
+                    if staging_record.full(staged) == record:
                         return
                 elif staged.recorded == record:
                     return
@@ -248,39 +255,40 @@ class Staging:
     def restore(self, inode: Inode) -> StagedFile | None:
         """Take up what an earlier process had staged under this node, if anything."""
         path = self.directory / str(inode.nodeid)
-        found = staging_record.load(path)
-        if found is None:
+        loaded = staging_record.load(path)
+        if loaded is None:
             # Its content had become the cached copy of what was uploaded, or
-            # nobody had been told of it.
+            # no program knew of it.
             path.with_suffix(".json").unlink(missing_ok=True)
             path.unlink(missing_ok=True)
             return None
-        return self.take_up(inode, *found)
+        return self.take_up(inode, *loaded)
 
-    def take_up(self, inode: Inode, fd: int, told: Mapping[str, Any]) -> StagedFile:
+    def take_up(self, inode: Inode, fd: int, record: Mapping[str, Any]) -> StagedFile:
         """Have a node's content be a file with a record."""
         default = Meta(stat.S_IFREG | 0o644, os.geteuid(), os.getegid())
-        known = meta.read(told["metadata"], default).changed(mtime_ns=None)
-        staged = StagedFile(inode, self._path(inode), fd, known, told["etag"])
-        staged.is_unlinked = told["is_unlinked"]
-        staged.is_meta_dirty = told["is_meta_dirty"]
-        staged.is_closed = told["is_closed"]
-        staged.is_leftover = told["is_leftover"]
+        known = meta.read(record["metadata"], default).changed(mtime_ns=None)
+        staged = StagedFile(inode, self._path(inode), fd, known, record["etag"])
+        if record["is_unlinked"]:
+            staged.state = FileState.UNLINKED
+        elif record["is_closed"]:
+            staged.state = FileState.LEFTOVER if record["is_leftover"] else FileState.CLOSED
+        staged.is_meta_dirty = record["is_meta_dirty"]
         staged.sum = staged_sums.recall(fd)
-        staged.is_rewrite = told["etag"] is not None
-        staged.begun_ns = told["begun_ns"]
-        mark = told.get("exclusive")
+        staged.is_rewrite = record["etag"] is not None
+        staged.begun_ns = record["begun_ns"]
+        mark = record.get("exclusive")
         staged.exclusive = self._mark(inode) if mark == staging_record.UNDECIDED else mark
-        if told["uploaded"] and tuple(told["uploaded"]) == staged.stamp():
+        if record["uploaded"] and tuple(record["uploaded"]) == staged.stamp():
             staged.uploaded = staged.changes
-        if told["upload"] is not None:
-            staged.upload_state = UploadState.from_plain(told["upload"])
+        if record["upload"] is not None:
+            staged.upload_state = UploadState.from_plain(record["upload"])
         staged.has_record_file = os.path.exists(f"{staged.path}.json")
         # As old as it was before: the record is not changed in between.
         staged.since -= max(0.0, time.time() - os.fstat(fd).st_ctime)
         staged.charged = staged.free = staged.size()
-        if told["base"] is not None and self.cache is not None:
-            key, etag, size, kept = told["base"]
+        if record["base"] is not None and self.cache is not None:
+            key, etag, size, kept = record["base"]
             staged.base = Base(self.cache.pin(ObjectVersion(key, etag, size)), kept)
             staged.base.recover(fd)
         self._add(staged)

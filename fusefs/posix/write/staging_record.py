@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from fusefs.posix.metadata.object_metadata import Meta
-from fusefs.posix.nodes.inode import StagedFile
+from fusefs.posix.nodes.inode import FileState, StagedFile
 
 logger = logging.getLogger("fusefs.staging")
 
-# A change is told by a file's size and time from an earlier one only if the
+# A change is known by a file's size and time from an earlier one only if the
 # clock that the file system reads has moved on; it ticks every 10 ms at least.
 TICK_NS = 20_000_000
 # Short as the name is, it fits with its value into the inode of ext4.
@@ -41,6 +41,8 @@ UNDECIDED = "*"
 _BRIEF = struct.Struct("<HIIQQ")
 # In the mode, where set-id bits would be: mode, owner or times are not in the bucket yet.
 _META_DIRTY = 0o2000
+# The states that a brief record stands for.
+_BRIEF_STATES = (FileState.OPEN, FileState.ABANDONED)
 
 
 def in_attribute(staged: StagedFile) -> bytes | None:
@@ -50,26 +52,30 @@ def in_attribute(staged: StagedFile) -> bytes | None:
     """
     if staged.upload is not None or staged.upload_state is not None:
         return None
-    record = brief(staged) or told(staged)
+    record = brief(staged) or full(staged)
     return record if len(record) <= LONGEST else None
 
 
 def brief(staged: StagedFile) -> bytes | None:
     """The record of a file of which there is not much to say; None for others."""
-    said = staged.meta
+    meta = staged.meta
     if (
-        staged.is_closed or staged.is_unlinked or staged.is_leftover
-        or staged.base is not None or staged.begun_ns is not None
-        or staged.upload is not None or staged.upload_state is not None
-        or said.xattrs or said.other or said.mtime_ns is not None
-    ):  # fmt: skip
+        staged.state not in _BRIEF_STATES
+        or staged.base is not None
+        or staged.begun_ns is not None
+        or staged.upload is not None
+        or staged.upload_state is not None
+        or meta.xattrs
+        or meta.other
+        or meta.mtime_ns is not None
+    ):
         return None
     size, mtime_ns = _clean_stamp(staged) or (0, 0)
     if mtime_ns < 0:
         return None
     etag = (staged.etag or (UNDECIDED if staged.exclusive is not None else "")).encode()
-    mode = said.mode & ~_META_DIRTY | (_META_DIRTY if staged.is_meta_dirty else 0)
-    return _BRIEF.pack(mode, said.uid, said.gid, size, mtime_ns) + etag
+    mode = meta.mode & ~_META_DIRTY | (_META_DIRTY if staged.is_meta_dirty else 0)
+    return _BRIEF.pack(mode, meta.uid, meta.gid, size, mtime_ns) + etag
 
 
 def _attribute_of(fd: int) -> dict[str, Any] | None:
@@ -106,24 +112,26 @@ def _clean_stamp(staged: StagedFile) -> tuple[int, int] | None:
     return stamp if _is_past(stamp) else None
 
 
-def told(staged: StagedFile) -> bytes:
+def full(staged: StagedFile) -> bytes:
     """A file's record."""
     base = staged.base
     state = staged.upload.state if staged.upload is not None else staged.upload_state
-    return json.dumps({
-        "key": staged.key,
-        "etag": staged.etag,
-        "exclusive": staged.exclusive,
-        "metadata": staged.meta.as_metadata(),
-        "is_unlinked": staged.is_unlinked,
-        "is_meta_dirty": staged.is_meta_dirty,
-        "is_closed": staged.is_closed,
-        "is_leftover": staged.is_leftover,
-        "uploaded": _clean_stamp(staged),
-        "begun_ns": staged.begun_ns,
-        "base": (*astuple(base.version), base.size) if base is not None else None,
-        "upload": state.plain() if state is not None else None,
-    }).encode()  # fmt: skip
+    return json.dumps(
+        {
+            "key": staged.key,
+            "etag": staged.etag,
+            "exclusive": staged.exclusive,
+            "metadata": staged.meta.as_metadata(),
+            "is_unlinked": staged.is_unlinked,
+            "is_meta_dirty": staged.is_meta_dirty,
+            "is_closed": staged.is_closed,
+            "is_leftover": staged.is_leftover,
+            "uploaded": _clean_stamp(staged),
+            "begun_ns": staged.begun_ns,
+            "base": (*astuple(base.version), base.size) if base is not None else None,
+            "upload": state.plain() if state is not None else None,
+        }
+    ).encode()
 
 
 def write_attribute(fd: int, record: bytes) -> bool:
@@ -135,7 +143,7 @@ def write_attribute(fd: int, record: bytes) -> bool:
     return True
 
 
-def write(path: str, told: bytes, *, is_safe: bool = False) -> None:
+def write(path: str, record: bytes, *, is_safe: bool = False) -> None:
     """Write a file's record, whole or not at all. Blocks.
 
     Raises:
@@ -144,7 +152,7 @@ def write(path: str, told: bytes, *, is_safe: bool = False) -> None:
     unfinished = path + (".safe" if is_safe else ".new")
     fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
-        if os.write(fd, told) < len(told):  # a full disk may take the first blocks
+        if os.write(fd, record) < len(record):  # a full disk may take the first blocks
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if is_safe:
             os.fsync(fd)
@@ -169,18 +177,18 @@ def load(path: Path) -> tuple[int, dict[str, Any]] | None:
     except FileNotFoundError:
         return None
     try:
-        told = json.loads(path.with_suffix(".json").read_text())
+        record = json.loads(path.with_suffix(".json").read_text())
     except FileNotFoundError:
-        told = _attribute_of(fd)
+        record = _attribute_of(fd)
     except ValueError as error:
         kept = path.with_name(f"damaged-{path.name}")
         path.rename(kept)
         logger.error("the record of a file is damaged (%s), its content is in %s", error, kept)
-        told = None
-    if told is None:
+        record = None
+    if record is None:
         os.close(fd)
         return None
-    return fd, told
+    return fd, record
 
 
 def _is_past(stamp: tuple[int, int]) -> bool:

@@ -3,7 +3,7 @@
 Attributes that changed alone are a copy of the object onto itself. A large
 file goes up in parts; its upload is on record before its first part, and
 another process goes on with it: what the bucket has, and the file still has,
-is not sent again. Of an object that is edited the parts that nobody wrote to
+is not sent again. Of an object that is edited the parts that no program wrote to
 are copied on the server.
 """
 
@@ -84,9 +84,13 @@ class Sender:
                 await self._editor.fill(staged.base, staged.fd, 0, size)
             commit()
             info = await self._store.put_file(
-                staged.key, staged.fd, size, metadata=staged.metadata(),
-                content_type=content_type(staged.key), condition=self._condition(staged),
-            )  # fmt: skip
+                staged.key,
+                staged.fd,
+                size,
+                metadata=staged.metadata(),
+                content_type=content_type(staged.key),
+                condition=self._condition(staged),
+            )
             self.own.note(info)
             return info
         return await self._send_parts(staged, commit, size)
@@ -100,9 +104,13 @@ class Sender:
         """
         assert staged.exclusive is not None
         return await self._store.put_file(
-            staged.key, staged.fd, 0, metadata=staged.metadata() | {CREATED_BY: staged.exclusive},
-            content_type=content_type(staged.key), condition=IF_ABSENT,
-        )  # fmt: skip
+            staged.key,
+            staged.fd,
+            0,
+            metadata=staged.metadata() | {CREATED_BY: staged.exclusive},
+            content_type=content_type(staged.key),
+            condition=IF_ABSENT,
+        )
 
     async def reserved(self, staged: StagedFile) -> ObjectInfo | None:
         """The reservation of this very file, if that is what the bucket has under its key."""
@@ -129,9 +137,11 @@ class Sender:
         own = self.own.get(version)
         try:
             info = await self._store.copy(
-                own or version.version, staged.key, metadata=staged.metadata(),
+                own or version.version,
+                staged.key,
+                metadata=staged.metadata(),
                 is_own=own is not None,
-            )  # fmt: skip
+            )
             if own is not None:
                 self.own.note(info)
             return info
@@ -141,9 +151,13 @@ class Sender:
             # Somebody else has removed or replaced it: the last one to change it is here.
             staged.changes += 1
             return await self._store.put_file(
-                staged.key, staged.fd, staged.size(), metadata=staged.metadata(),
-                content_type=content_type(staged.key), condition=Expect(staged.etag),
-            )  # fmt: skip
+                staged.key,
+                staged.fd,
+                staged.size(),
+                metadata=staged.metadata(),
+                content_type=content_type(staged.key),
+                condition=Expect(staged.etag),
+            )
 
     async def _send_parts(
         self, staged: StagedFile, commit: Callable[[], None], size: int
@@ -154,9 +168,13 @@ class Sender:
         if upload is None:
             commit()
             return await self._store.put_file(
-                staged.key, staged.fd, 0, metadata=staged.metadata(),
-                content_type=content_type(staged.key), condition=self._condition(staged),
-            )  # fmt: skip
+                staged.key,
+                staged.fd,
+                0,
+                metadata=staged.metadata(),
+                content_type=content_type(staged.key),
+                condition=self._condition(staged),
+            )
         for is_last in (False, True):
             try:
                 if staged.base is not None:
@@ -192,7 +210,7 @@ class Sender:
                 raise ConflictError("the object has been replaced")
 
     async def _copy_parts(self, staged: StagedFile, base: Base, upload: Upload, size: int) -> None:
-        """Have S3 copy the parts that nobody wrote to, and bring what the others lack."""
+        """Have S3 copy the parts that no program wrote to, and bring what the others lack."""
         errors: list[Exception] = []
         todo = iter(upload.missing(size))
 
@@ -220,12 +238,12 @@ class Sender:
 
     async def _corrected(self, staged: StagedFile, upload: Upload, info: ObjectInfo) -> ObjectInfo:
         """Have a new object say what was not known when its upload was begun."""
-        said, wanted = without_token(upload.state.metadata), staged.metadata()
-        if "mtime" not in said:
+        sent, wanted = without_token(upload.state.metadata), staged.metadata()
+        if "mtime" not in sent:
             wanted.pop("mtime", None)
-        if said != wanted:
+        if sent != wanted:
             info = await self._store.copy(info.version, staged.key, metadata=staged.metadata())
-        elif "mtime" not in said:
+        elif "mtime" not in sent:
             # The time that everybody else sees.
             os.utime(staged.fd, ns=(info.mtime_ns, info.mtime_ns))
         return info
@@ -308,17 +326,21 @@ class Sender:
         if staged.base is not None:
             await self._editor.fill(staged.base, staged.fd, 0, staged.size())
         info = await self._store.put_file(
-            key, staged.fd, staged.size(), metadata=staged.metadata(),
-            content_type=content_type(staged.key), condition=Expect(None),
-        )  # fmt: skip
+            key,
+            staged.fd,
+            staged.size(),
+            metadata=staged.metadata(),
+            content_type=content_type(staged.key),
+            condition=Expect(None),
+        )
         logger.error("%s was replaced by somebody else: this content is in %s", staged.key, key)
         return theirs, info
 
 
 def _is_content_of(info: ObjectInfo, staged: StagedFile) -> bool:
     """Whether an object says of itself what this file says, to the nanosecond."""
-    told = (info.metadata or {}).get("mtime")
-    return info.size == staged.size() and told == staged.metadata()["mtime"]
+    mtime = (info.metadata or {}).get("mtime")
+    return info.size == staged.size() and mtime == staged.metadata()["mtime"]
 
 
 def content_type(key: str) -> str | None:

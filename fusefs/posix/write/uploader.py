@@ -1,14 +1,14 @@
 """Staged files on their way into the bucket: when, and in whose task.
 
-An upload is a task of its own: who waits for it may be cancelled (a program
-that is killed in its close), and it goes on. It holds the file's lock, so
+An upload is a task of its own: a request that waits for it may be cancelled (of
+a program that is killed in its close), and it goes on. It holds the file's lock, so
 that writes wait and no object is a mix of two contents. What is sent, and how,
-is told in upload_steps.py.
+is in upload_steps.py.
 
 A file that grows from its start on is sent while it is being written: each
 part as soon as it is full, so that close has to wait for the last ones only.
 
-What failed stays staged and dirty, and whoever waits is told. Rejected
+What failed stays staged and dirty, and the requests that wait fail. Rejected
 credentials are no failure: the upload waits until they are renewed.
 """
 
@@ -69,9 +69,9 @@ class Ahead:
 class Uploads:
     """The uploads of one mount. Belongs to the event loop.
 
-    `landed` is told what the bucket has of a file, and `kept_apart` what it was
+    `landed` is called with what the bucket has of a file, `kept_apart` with what it was
     kept as because somebody else's object (or nothing) is under its key.
-    `set_aside` is told of an edited file whose rest nobody has any more.
+    `set_aside` is called with an edited file whose rest is lost.
     """
 
     def __init__(
@@ -278,7 +278,7 @@ class Uploads:
             staged.meta = replace(staged.meta, other=())
         staged.uploaded = staged.changes
         staged.is_meta_dirty = staged.meta_changes != described
-        staged.is_closed = staged.is_leftover = False
+        staged.mark_uploaded()
         staged.etag = info.etag
         staged.exclusive = None
         self._staging.rebase(staged, info.version)
@@ -348,7 +348,7 @@ class Uploads:
                 upload.drop(number)
 
     def _send_ahead(self, staged: StagedFile) -> None:
-        """Have the full parts sent, if nobody does that already."""
+        """Have the full parts sent, if no task does that already."""
         if staged in self._aheads or staged.upload_state is not None or staged.is_unlinked:
             return
         if staged.upload is None or _full_parts(staged, staged.upload):

@@ -3,7 +3,7 @@
 While a file is staged every handle of its node reads the staged content, so
 readers on this mount see writes at once. A handle that the kernel reads by
 passthrough goes on with the version that it opened: to write, the name gets a
-new node. How a content is kept is told in flush.py.
+new node. How a content is kept: flush.py.
 """
 
 from __future__ import annotations
@@ -13,32 +13,29 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Callable
 from weakref import WeakValueDictionary
 
 import trio
 
 from fusefs.cache.cached_file import CacheFile
-from fusefs.cache.downloader import Fetcher
-from fusefs.cache.file_cache import FileCache
 from fusefs.linux.libc import ALLOCATION_MODES, KEEP_SIZE, allocate
-from fusefs.posix.directory.listings import Directories
 from fusefs.posix.directory.segment import Absent
 from fusefs.posix.metadata.object_metadata import PERMISSIONS, Meta
+from fusefs.posix.mount_state import MountState, Writing
 from fusefs.posix.namespace.removals import Removals
 from fusefs.posix.nodes.edit_base import Base
-from fusefs.posix.nodes.handles import FileHandle, HandleTable
+from fusefs.posix.nodes.handles import FileHandle
 from fusefs.posix.nodes.inode import StagedFile
-from fusefs.posix.nodes.inode_table import Inode, InodeTable
+from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.types import Answer, Caller, Opened, waiting
 from fusefs.posix.write import staged_sums
-from fusefs.posix.write.diskahead import DiskAhead
+from fusefs.posix.write.backlog import Backlog
 from fusefs.posix.write.exclusive import is_undecided
-from fusefs.posix.write.flush import WRITING, Writeback, Writing
+from fusefs.posix.write.flush import WRITING, DiskAhead, Flusher
 from fusefs.posix.write.sparse_edit import Editor
 from fusefs.posix.write.upload_steps import CREATED_BY, IN_PARTS, content_type
 from fusefs.store.errors import ConflictError, NotFoundError, StaleVersionError
-from fusefs.store.interface import IF_ABSENT, Condition, ObjectInfo, Store
+from fusefs.store.interface import IF_ABSENT, Condition, ObjectInfo
 
 logger = logging.getLogger("fusefs.writing")
 
@@ -46,43 +43,49 @@ logger = logging.getLogger("fusefs.writing")
 ZEROS = 1 << 20
 
 
-class Writer(Writeback):
+class Writer:
     """The files of one mount that are written. Belongs to the event loop."""
 
-    def __init__(
-        self,
-        store: Store,
-        removals: Removals,
-        directories: Directories,
-        cache: FileCache,
-        fetcher: Fetcher,
-        writing: Writing,
-        inodes: InodeTable,
-        handles: HandleTable,
-        default_meta: Callable[[Inode], Meta],
-        outdate: Callable[[Inode], None],
-    ) -> None:
-        editor = Editor(cache, fetcher)
-        super().__init__(
-            store, removals, directories, cache, writing, inodes, handles, editor, outdate
-        )
-        self._store = store
-        self._default_meta = default_meta
-        self._outdate = outdate
+    def __init__(self, state: MountState, writing: Writing, removals: Removals) -> None:
+        self._state = state
+        self._store = state.store
+        self._cache = state.cache
+        self._handles = state.handles
+        self._rules = writing.rules
+        self.inodes = state.inodes
+        self.directories = state.directories
+        self.staging = writing.staging
+        self.editor = Editor(state.cache, state.downloader)
+        self.removals = removals
+        self.flusher = Flusher(state, writing, removals, self.editor)
+        self.uploads = self.flusher.uploads
+        self.exclusive = self.flusher.exclusive
+        self.deferred = self.flusher.deferred
+        self.backlog = Backlog(writing.staging, self.flusher)
         self._make_room = writing.make_room
-        self._disk_latency = fetcher.disk_latency
+        self._disk_latency = state.downloader.disk_latency
         self._disk_ahead = DiskAhead(writing.nursery)
         self._disk = trio.CapacityLimiter(16)
         # Nodes whose content is on its way into staging.
         self._preparing: WeakValueDictionary[int, trio.Lock] = WeakValueDictionary()
         self.empty = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
+    @property
+    def may_delete(self) -> bool:
+        return self._rules.may_delete
+
     # Opening
 
     def create(
-        self, parent: Inode, name: str, mode: int, flags: int, caller: Caller,
-        *, is_reserved: bool = False,
-    ) -> Answer[tuple[Inode, Opened]]:  # fmt: skip
+        self,
+        parent: Inode,
+        name: str,
+        mode: int,
+        flags: int,
+        caller: Caller,
+        *,
+        is_reserved: bool = False,
+    ) -> Answer[tuple[Inode, Opened]]:
         """Make a new file and open it.
 
         With `is_reserved`, or where exclusive.py says so, the bucket decides
@@ -119,7 +122,7 @@ class Writer(Writeback):
             info = await self._put_empty(info.key, meta.changed(mtime_ns=now), caller)
         made = (parent.children or {}).get(name)
         if made is not None and made.staged is not None and not made.staged.is_unlinked:
-            # By this very request, before somebody died over it, or by one that nobody heard of.
+            # By this very request, before a process died over it, or by one that was cancelled.
             if flags & os.O_TRUNC:
                 await self.stage(made, keep=0)
             self.inodes.count(made, time.monotonic())
@@ -141,7 +144,7 @@ class Writer(Writeback):
             self.exclusive.watch(staged)
         if staged.etag is not None:
             staged.uploaded = staged.changes
-        self.list_staged(inode)
+        self.flusher.list_staged(inode)
         self.inodes.entries_changed(parent)
         self.inodes.count(inode, time.monotonic())
         return inode, self.open_staged(inode, flags, caller)
@@ -157,9 +160,13 @@ class Writer(Writeback):
         token = f"{self.staging.directory.name}-{caller.unique}"
         try:
             return await self._store.put_file(
-                key, self.empty, 0, metadata=meta.as_metadata() | {CREATED_BY: token},
-                content_type=content_type(key), condition=IF_ABSENT,
-            )  # fmt: skip
+                key,
+                self.empty,
+                0,
+                metadata=meta.as_metadata() | {CREATED_BY: token},
+                content_type=content_type(key),
+                condition=IF_ABSENT,
+            )
         except ConflictError as error:
             found = await self._store.head(key)
             if found.size or (found.metadata or {}).get(CREATED_BY) != token:
@@ -169,9 +176,13 @@ class Writer(Writeback):
     async def put_marker(self, prefix: str, meta: Meta, condition: Condition = None) -> None:
         """Make a prefix a directory, as S3 consoles do."""
         await self._store.put_file(
-            prefix, self.empty, 0, metadata=meta.as_metadata(),
-            content_type="application/x-directory", condition=condition,
-        )  # fmt: skip
+            prefix,
+            self.empty,
+            0,
+            metadata=meta.as_metadata(),
+            content_type="application/x-directory",
+            condition=condition,
+        )
 
     def open(self, inode: Inode, flags: int, caller: Caller) -> Answer[Opened]:
         """Open a file for writing, or one that is staged."""
@@ -210,7 +221,7 @@ class Writer(Writeback):
         Raises:
             OSError: ESTALE, the kernel reads the node by passthrough: a new one is to be opened.
         """
-        if not self._may_be_written(inode):
+        if not self.flusher.may_be_written(inode):
             self._check_overwriting(inode)
         while True:
             if inode.staged is None:
@@ -268,16 +279,19 @@ class Writer(Writeback):
             except BaseException:
                 os.close(fd)
                 raise
-            meta = inode.meta or self._default_meta(inode)
+            meta = inode.meta or inode.default_meta(self._state.owner)
             if keep is None:
                 mtime_ns = info.mtime_ns if meta.mtime_ns is None else meta.mtime_ns
                 os.utime(fd, ns=(mtime_ns, mtime_ns))
             staged = self.staging.begin(
-                inode, fd, meta.changed(mtime_ns=None), inode.info.etag,
+                inode,
+                fd,
+                meta.changed(mtime_ns=None),
+                inode.info.etag,
                 base if base.lacks(0, wanted) else None,
-            )  # fmt: skip
+            )
         except (StaleVersionError, NotFoundError):
-            self._outdate(inode)
+            self._state.mark_stale(inode)
             raise OSError(errno.ESTALE, "the object has been replaced") from None
         finally:
             if staged is None or staged.base is None:
@@ -285,7 +299,7 @@ class Writer(Writeback):
         if keep is None:
             staged.uploaded = staged.changes
         staged.is_rewrite = bool(staged.etag)
-        self.list_staged(inode)
+        self.flusher.list_staged(inode)
         return staged
 
     # Changing
@@ -399,9 +413,9 @@ class Writer(Writeback):
             os.ftruncate(staged.fd, stop)
 
     async def truncate(self, inode: Inode, size: int) -> None:
-        """Make a file as long as `size`; one that nobody has open is uploaded at once."""
+        """Make a file as long as `size`; one that is not open is uploaded at once."""
         await self.stage(inode, keep=size)
-        await self.finish(inode)
+        await self.flusher.finish(inode)
 
     def change_meta(self, inode: Inode, meta: Meta) -> None:
         """Give a file another mode, owner or time."""
@@ -412,7 +426,7 @@ class Writer(Writeback):
             staged.meta = meta.changed(mtime_ns=None)
             staged.touch_meta()
             self.staging.record(staged)
-            self.described(inode)
+            self.flusher.described(inode)
             return
         assert inode.info is not None
         now = self._named_now(inode)

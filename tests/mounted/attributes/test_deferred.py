@@ -162,7 +162,7 @@ async def test_what_is_changed_while_it_is_sent_is_sent_as_well(mount: MortalMou
         def change_again(what: str, _key: str) -> None:
             if what == "COPY" and mount.store.count("COPY") == 1:
                 assert inode.info is not None
-                old = process.operations.learner.meta(inode)
+                old = process.operations.head_cache.meta(inode)
                 process.writer.deferred.put(inode.info, old.changed(uid=5))
 
         mount.store.before = change_again
@@ -276,11 +276,11 @@ async def test_what_is_refused_stays_and_is_sent_again(mount: MortalMount) -> No
         await describe(process, "file")
         with pytest.raises(StoreError, match="not now"):
             await process.writer.deferred.flush("file")
-        (waiting,) = process.writer.unsent("")
-        assert process.writer.state(waiting) == "failed"
+        (waiting,) = process.writer.backlog.unsent("")
+        assert process.writer.backlog.state(waiting) == "failed"
         mount.store.before = lambda _what, _key: None
         await process.writer.deferred.flush("file")
-        assert process.writer.unsent("") == []
+        assert process.writer.backlog.unsent("") == []
     check(mount, "file")
 
 
@@ -319,7 +319,7 @@ async def test_a_full_disk_ends_nothing_when_a_change_is_sent(
         def fill_and_change_again(what: str, _key: str) -> None:
             if what == "COPY" and mount.store.count("COPY") == 1:
                 assert inode.info is not None
-                old = process.operations.learner.meta(inode)
+                old = process.operations.head_cache.meta(inode)
                 process.writer.deferred.put(inode.info, old.changed(mtime_ns=TIME_NS))
                 monkeypatch.setattr(AttributeLog, "append", is_full)
 

@@ -17,8 +17,8 @@ from fusefs.posix.directory.listings import Directories
 from fusefs.posix.directory.segment import Segment
 from fusefs.posix.directory.walk import WALK_AFTER
 from fusefs.posix.journal.journal import NoJournal
-from fusefs.posix.metadata.head_cache import Learner
-from fusefs.posix.metadata.head_policy import EXPERIENCE, SAME_TIME_NS, SAMPLE, Presumption
+from fusefs.posix.metadata.head_cache import HeadCache
+from fusefs.posix.metadata.head_policy import EXPERIENCE, SAME_TIME_NS, SAMPLE, HeadPolicy
 from fusefs.posix.nodes.inode_table import Inode, InodeTable, Ownership
 from fusefs.settings.types import ObjectAttributes
 from tests.support.buckets import Bucket, stored
@@ -33,104 +33,105 @@ PLAIN = 3 * SAMPLE
 SAID = {"mode": str(stat.S_IFREG | 0o751), "uid": "7"}
 
 
-def heard_nothing(presumption: Presumption, prefix: str, count: int, modified_ns: int = 1) -> None:
+def heard_nothing(head_policy: HeadPolicy, prefix: str, count: int, modified_ns: int = 1) -> None:
     for _ in range(count):
-        presumption.heard(prefix, modified_ns, says=False)
+        head_policy.observe(prefix, modified_ns, has_attributes=False)
 
 
 def test_a_directory_is_presumed_silent_when_a_sample_of_it_was() -> None:
-    presumption = Presumption()
-    heard_nothing(presumption, "a/", SAMPLE - 1)
-    assert not presumption.is_silent("a/", 1)
-    heard_nothing(presumption, "a/", 1)
-    assert presumption.is_silent("a/", 1)
-    assert not presumption.is_silent("b/", 1)
+    head_policy = HeadPolicy()
+    heard_nothing(head_policy, "a/", SAMPLE - 1)
+    assert not head_policy.has_no_attributes("a/", 1)
+    heard_nothing(head_policy, "a/", 1)
+    assert head_policy.has_no_attributes("a/", 1)
+    assert not head_policy.has_no_attributes("b/", 1)
 
 
 def test_one_object_that_says_something_ends_the_presumption() -> None:
-    presumption = Presumption()
-    heard_nothing(presumption, "a/", SAMPLE)
-    presumption.heard("a/", 1, says=True)
-    heard_nothing(presumption, "a/", SAMPLE)
-    assert not presumption.is_silent("a/", 1)
+    head_policy = HeadPolicy()
+    heard_nothing(head_policy, "a/", SAMPLE)
+    head_policy.observe("a/", 1, has_attributes=True)
+    heard_nothing(head_policy, "a/", SAMPLE)
+    assert not head_policy.has_no_attributes("a/", 1)
 
 
 def test_with_experience_one_silent_object_is_enough() -> None:
-    presumption = Presumption()
-    heard_nothing(presumption, "a/", EXPERIENCE)
-    heard_nothing(presumption, "b/", 1)
-    assert presumption.is_silent("b/", 1)
-    presumption.heard("c/", 1, says=True)
-    assert not presumption.is_silent("b/", 1)
+    head_policy = HeadPolicy()
+    heard_nothing(head_policy, "a/", EXPERIENCE)
+    heard_nothing(head_policy, "b/", 1)
+    assert head_policy.has_no_attributes("b/", 1)
+    head_policy.observe("c/", 1, has_attributes=True)
+    assert not head_policy.has_no_attributes("b/", 1)
 
 
 def test_what_came_later_than_the_silent_ones_is_asked() -> None:
-    presumption = Presumption()
-    heard_nothing(presumption, "a/", SAMPLE, modified_ns=1000)
-    assert presumption.is_silent("a/", 1000 + SAME_TIME_NS)
-    assert not presumption.is_silent("a/", 1001 + SAME_TIME_NS)
+    head_policy = HeadPolicy()
+    heard_nothing(head_policy, "a/", SAMPLE, modified_ns=1000)
+    assert head_policy.has_no_attributes("a/", 1000 + SAME_TIME_NS)
+    assert not head_policy.has_no_attributes("a/", 1001 + SAME_TIME_NS)
 
 
 def test_what_was_changed_here_is_asked_by_the_next_mount_too(tmp_path: Path) -> None:
     record = tmp_path / "changed"
-    Presumption(record=record).changed("a/\n\u20ac/")
+    HeadPolicy(record=record).changed("a/\n\u20ac/")
     with record.open("a") as file:
         file.write('"cut o')
-    presumption = Presumption(record=record)
-    heard_nothing(presumption, "a/\n\u20ac/", SAMPLE)
-    assert not presumption.is_silent("a/\n\u20ac/", 1)
+    head_policy = HeadPolicy(record=record)
+    heard_nothing(head_policy, "a/\n\u20ac/", SAMPLE)
+    assert not head_policy.has_no_attributes("a/\n\u20ac/", 1)
 
 
 def test_a_renamed_directory_takes_along_what_is_known_of_it() -> None:
-    presumption = Presumption()
-    heard_nothing(presumption, "new/", SAMPLE)
-    presumption.changed("old/deep/")
-    presumption.moved("old/", "new/")
-    heard_nothing(presumption, "new/deep/", SAMPLE)
-    assert not presumption.is_silent("new/", 1)
-    assert not presumption.is_silent("new/deep/", 1)
+    head_policy = HeadPolicy()
+    heard_nothing(head_policy, "new/", SAMPLE)
+    head_policy.changed("old/deep/")
+    head_policy.moved("old/", "new/")
+    heard_nothing(head_policy, "new/deep/", SAMPLE)
+    assert not head_policy.has_no_attributes("new/", 1)
+    assert not head_policy.has_no_attributes("new/deep/", 1)
 
 
 @pytest.mark.parametrize(
-    ("mode", "is_silent"), [(ObjectAttributes.ALWAYS, False), (ObjectAttributes.NEVER, True)]
+    ("mode", "is_assumed"),
+    [(ObjectAttributes.ALWAYS, False), (ObjectAttributes.NEVER, True)],
 )
-def test_the_setting_can_decide_it(mode: ObjectAttributes, is_silent: bool) -> None:
-    presumption = Presumption(mode)
-    heard_nothing(presumption, "a/", SAMPLE)
-    presumption.heard("a/", 1, says=True)
-    assert presumption.is_silent("a/", 1) == is_silent
+def test_the_setting_can_decide_it(mode: ObjectAttributes, is_assumed: bool) -> None:
+    head_policy = HeadPolicy(mode)
+    heard_nothing(head_policy, "a/", SAMPLE)
+    head_policy.observe("a/", 1, has_attributes=True)
+    assert head_policy.has_no_attributes("a/", 1) == is_assumed
 
 
 @asynccontextmanager
-async def walk() -> AsyncIterator[tuple[InMemory, Learner, list[Inode], Segment]]:
+async def walk() -> AsyncIterator[tuple[InMemory, HeadCache, list[Inode], Segment]]:
     """A program has come to the third of nine silent folders, which is listed."""
     prefixes = [f"{folder}/" for folder in range(9)]
     store = InMemory(f"{prefix}{name}" for prefix in prefixes for name in range(5))
-    presumption = Presumption()
-    heard_nothing(presumption, "elsewhere/", EXPERIENCE)
+    head_policy = HeadPolicy()
+    heard_nothing(head_policy, "elsewhere/", EXPERIENCE)
     inodes = InodeTable("", NoJournal())
     async with trio.open_nursery() as nursery:
-        directories = Directories(store, math.inf, NoPages(), nursery, presumption)
-        learner = Learner(store, directories, inodes, Ownership(1, 2, 0o644, 0o755), nursery)
+        directories = Directories(store, math.inf, NoPages(), nursery, head_policy)
+        head_cache = HeadCache(store, directories, inodes, Ownership(1, 2, 0o644, 0o755), nursery)
         for prefix in prefixes[:WALK_AFTER]:
             segment = await directories.segment_behind(directories.get(prefix), "", 0.0)
         nodes = [inodes.resolve(inodes.root, prefix[:-1], None, prefix) for prefix in prefixes]
-        yield store, learner, nodes, segment
+        yield store, head_cache, nodes, segment
 
 
 async def test_a_file_of_each_folder_that_a_walk_comes_to_is_asked_ahead() -> None:
-    async with walk() as (store, learner, folders, _):
+    async with walk() as (store, head_cache, folders, _):
         pass
     # The first ones were listed by themselves.
-    assert [learner.wants_sample(one) for one in folders] == 2 * [True] + 7 * [False]
+    assert [head_cache.wants_sample(one) for one in folders] == 2 * [True] + 7 * [False]
     assert store.heads == 7
 
 
 async def test_a_folder_of_which_a_file_is_just_asked_asks_no_other() -> None:
-    async with walk() as (store, learner, folders, segment):
+    async with walk() as (store, head_cache, folders, segment):
         files = [Inode(0, 0, folders[2], name, info) for name, info in segment.entries.items()]
-        await learner.sample(folders[2], files)
-        assert not any(learner.must_ask(file) for file in files)
+        await head_cache.sample(folders[2], files)
+        assert not any(head_cache.needs_head(file) for file in files)
     assert store.heads == 7
 
 

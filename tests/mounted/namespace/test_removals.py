@@ -98,20 +98,20 @@ async def test_a_few_files_are_gone_from_the_bucket_at_once(mount: MortalMount) 
         for name in NAMES[:MANY]:
             await remove(process, [name])
             assert f"a/{name}" not in mount.store.objects
-        assert process.writer.unsent("") == []
+        assert process.writer.backlog.unsent("") == []
 
 
 async def test_many_files_are_deleted_together(mount: MortalMount) -> None:
     held = Held(mount)
     async with mount.serving() as process:
         await remove(process)
-        assert len(process.writer.unsent("")) == COUNT - MANY
+        assert len(process.writer.backlog.unsent("")) == COUNT - MANY
         assert await process.listing("a") == []
         with pytest.raises(FileNotFoundError):
             await process.node(f"a/{NAMES[-1]}")
         held.go_on.set()
         await process.changes.fsync(await process.node("a"))
-        assert process.writer.unsent("") == []
+        assert process.writer.backlog.unsent("") == []
         assert await process.listing("a") == []
     assert mount.store.contents() == {}
     # The first that is on record by itself, and the others with the next.
@@ -140,7 +140,7 @@ async def test_a_refusal_is_told_to_the_program(mount: MortalMount) -> None:
         for name in NAMES:
             with pytest.raises(OSError, match="not allowed"):
                 await remove(process, [name])
-        assert process.writer.unsent("") == []
+        assert process.writer.backlog.unsent("") == []
 
 
 @states("Later changes of such a name wait until the old object is gone.")
@@ -197,7 +197,7 @@ async def test_the_directory_waits_for_its_removals(mount: MortalMount, how: str
         assert not is_done.is_set()
         held.go_on.set()
         await is_done.wait()
-        assert process.writer.unsent("") == []
+        assert process.writer.backlog.unsent("") == []
     assert mount.store.contents() == {}
 
 
@@ -215,8 +215,8 @@ async def test_what_fails_stays_on_record_and_is_tried_again(mount: MortalMount)
         with pytest.raises(StoreError, match="not now"):
             await process.rmdir("a")
         assert await process.listing("a") == []
-        waiting = process.writer.unsent("")
-        assert {process.writer.state(one) for one in waiting} == {"failed"}
+        waiting = process.writer.backlog.unsent("")
+        assert {process.writer.backlog.state(one) for one in waiting} == {"failed"}
         mount.store.before = lambda _what, _key: None
         await process.writer.removals.drain()
         await process.rmdir("a")
@@ -322,7 +322,7 @@ async def test_an_equal_file_that_is_made_anew_is_not_taken_for_the_old_one(
         monkeypatch.setattr(removals.LineLog, "append", append)
         inode = await process.node(f"a/{name}")
         assert inode.staged is not None
-        await process.writer.upload(inode.staged)
+        await process.writer.flusher.upload(inode.staged)
     async with mount.serving() as process:
         await process.writer.removals.flush_below("")
     assert mount.store.contents() == {f"a/{name}": name.encode()}

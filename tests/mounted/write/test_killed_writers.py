@@ -210,10 +210,10 @@ async def test_no_other_close_costs_a_look_at_the_process(tmp_path: Path) -> Non
             looks.append(pid)
             return False
 
-        process.writer.was_killed = look
+        process.operations.notifier.was_killed = look
 
         async def close(fh: int) -> None:
-            answer = process.writer.flush(fh, 7)
+            answer = process.writer.flusher.flush(fh, 7)
             if answer is not None:
                 await answer
             answer = process.operations.release(fh)

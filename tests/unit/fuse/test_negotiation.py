@@ -15,6 +15,7 @@ import trio
 from fusefs.fuse import protocol
 from fusefs.fuse.protocol import Init, Opcode
 from fusefs.fuse.session import Session, UnsupportedKernelError
+from fusefs.posix.nodes.notifier import Notifier
 from tests.support.semantics import states
 
 EVERYTHING = (1 << 64) - 1
@@ -31,7 +32,7 @@ class Kernel:
         self.end, self._its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._its.setblocking(False)
         self.log: list[bytes] = []
-        self.operations: Any = SimpleNamespace(mutations=None)
+        self.operations: Any = SimpleNamespace(mutations=None, notifier=Notifier())
         self.start()
 
     def start(self) -> None:

@@ -8,7 +8,7 @@ import pytest
 import trio
 import trio.lowlevel
 
-from fusefs.posix.namespace.uncancelled import Apart
+from fusefs.posix.namespace.uncancelled import UncancelledRunner
 
 
 def never() -> None:
@@ -24,7 +24,7 @@ async def test_who_waits_gets_the_result_or_the_error() -> None:
         raise OSError(errno.ENOSPC, "full")
 
     async with trio.open_nursery() as nursery:
-        apart = Apart(nursery, never)
+        apart = UncancelledRunner(nursery, never)
         assert await apart.run(works()) == 7
         with pytest.raises(OSError, match="full"):
             await apart.run(fails())
@@ -41,7 +41,7 @@ async def test_what_nobody_waits_for_any_more_is_done_to_its_end() -> None:
 
     async with trio.open_nursery() as nursery:
         with trio.move_on_after(0) as scope:
-            apart = Apart(nursery, lambda: done.append("unseen"))
+            apart = UncancelledRunner(nursery, lambda: done.append("unseen"))
             await apart.run(work(), unwanted=done.append)
         assert scope.cancelled_caught
         assert done == []
@@ -59,7 +59,7 @@ async def test_a_failure_that_nobody_waits_for_ends_nothing_else() -> None:
 
     async with trio.open_nursery() as nursery:
         with trio.move_on_after(0):
-            await Apart(nursery, lambda: unseen.append(1)).run(work())
+            await UncancelledRunner(nursery, lambda: unseen.append(1)).run(work())
         gate.set()
     assert unseen == [1]
 
@@ -72,7 +72,7 @@ async def test_a_fault_ends_who_waits_for_it_and_nothing_else(
         raise ZeroDivisionError
 
     async with trio.open_nursery() as nursery:
-        apart = Apart(nursery, lambda: None)
+        apart = UncancelledRunner(nursery, lambda: None)
         with pytest.raises(ZeroDivisionError):
             await apart.run(fail())
         with trio.move_on_after(0):

@@ -18,7 +18,7 @@ import trio
 from fusefs.cache.listing_cache import NoPages
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.journal.journal import NoJournal
-from fusefs.posix.metadata.head_cache import SAMPLED_AT_ONCE, Learner
+from fusefs.posix.metadata.head_cache import SAMPLED_AT_ONCE, HeadCache
 from fusefs.posix.metadata.object_metadata import Meta
 from fusefs.posix.namespace.mutations import Mutations
 from fusefs.posix.nodes.inode_table import Inode, InodeTable, Ownership
@@ -66,7 +66,7 @@ async def shown(process: Process, path: str) -> tuple[int, int, int, int]:
 
 
 def kept(process: Process, inode: Inode) -> dict[str, bytes]:
-    return dict(process.operations.learner.meta(inode).xattrs)
+    return dict(process.operations.head_cache.meta(inode).xattrs)
 
 
 async def test_a_directory_keeps_what_was_set_in_its_marker(mount: MortalMount) -> None:
@@ -90,10 +90,10 @@ async def test_the_root_of_a_prefix_is_what_its_marker_says() -> None:
     inodes = InodeTable("data/set/", NoJournal())
     async with trio.open_nursery() as nursery:
         directories = Directories(store, 60.0, NoPages(), nursery)
-        learner = Learner(store, directories, inodes, Ownership(1, 2, 0o644, 0o755), nursery)
-        assert learner.lacks(inodes.root)
-        await learner.learn(inodes.root)
-    found = learner.meta(inodes.root)
+        head_cache = HeadCache(store, directories, inodes, Ownership(1, 2, 0o644, 0o755), nursery)
+        assert head_cache.lacks(inodes.root)
+        await head_cache.learn(inodes.root)
+    found = head_cache.meta(inodes.root)
     assert found == Meta(stat.S_IFDIR | 0o711, 1, 2, 7_000_000_000)
 
 
@@ -331,7 +331,7 @@ async def test_what_was_asked_once_is_known_when_the_kernel_has_forgotten_the_na
         for name, heads in (("old", 1), ("new", 2)):
             for _ in range(2):
                 inode = await process.node(name)
-                assert process.operations.learner.meta(inode).mode == stat.S_IFREG | 0o600
+                assert process.operations.head_cache.meta(inode).mode == stat.S_IFREG | 0o600
                 process.operations.forget(inode.nodeid, inode.nlookup)
             # What is new may change again within the second that S3 tells.
             assert mount.store.asked.count(("HEAD", name)) == heads

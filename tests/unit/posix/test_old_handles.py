@@ -41,7 +41,7 @@ async def change(process: Process, inode: Inode) -> tuple[int, int, int]:
     """Change everything of a node; return what it shows."""
     await mutations(process).setattr(inode.nodeid, CHANGES)
     await mutations(process).setxattr(inode.nodeid, b"user.a", b"1", 0, process.caller())
-    assert dict(process.operations.learner.meta(inode).xattrs) == {"user.a": b"1"}
+    assert dict(process.operations.head_cache.meta(inode).xattrs) == {"user.a": b"1"}
     shown = process.operations.attributes(inode)
     return stat.S_IMODE(shown.mode), shown.uid, shown.mtime_ns
 
@@ -202,7 +202,7 @@ async def test_all_nodes_of_a_removed_file_show_the_same(mount: MortalMount, end
         third = await process.node("file")
         await process.write(writing, 0, b"new")
         invalidated: list[int] = []
-        process.operations.invalidate_attributes = invalidated.append
+        process.operations.notifier.invalidate_attributes = invalidated.append
         if end == "replaced":
             await process.save("tmp", b"another file")
             await process.rename("tmp", "file")
@@ -221,12 +221,12 @@ async def test_all_nodes_of_a_removed_file_show_the_same(mount: MortalMount, end
             name = f"user.{number}"
             await mutations(process).setxattr(node.nodeid, name.encode(), b"1", 0, process.caller())
             for one in nodes:
-                assert name in dict(process.operations.learner.meta(one).xattrs)
+                assert name in dict(process.operations.head_cache.meta(one).xattrs)
         await process.close(writing)
         # What the writer leaves is what the others go on with.
         assert {shown(process, one)[1:4] for one in (first, second)} == {(0o602, 2, 2 * 10**9)}
         ino = shown(process, first)[0]
-        process.operations.tell_table(process.operations.inodes._log)
+        process.operations.log_table(process.operations.inodes._log)
     async with mount.serving() as process:
         again = [process.operations.inodes.get(one.nodeid) for one in (first, second)]
         assert {shown(process, one)[0] for one in again} == {ino}

@@ -10,7 +10,7 @@ import pytest
 
 from fusefs.posix.journal.journal import NoJournal
 from fusefs.posix.metadata.object_metadata import Meta
-from fusefs.posix.nodes.inode import StagedFile
+from fusefs.posix.nodes.inode import FileState, StagedFile
 from fusefs.posix.nodes.inode_table import Inode, InodeTable
 from fusefs.posix.write import staging_record
 from fusefs.posix.write.staging import Staging
@@ -81,7 +81,7 @@ async def test_what_is_safe_has_a_whole_record_until_the_bucket_has_it(
     found = staging_record.load(Path(staged.path))
     assert found is not None
     assert (found[1]["key"], found[1]["is_closed"]) == ("file", True)
-    staged.is_closed = False
+    staged.state = FileState.OPEN
     staging.record(staged)
     left = taken_up(tmp_path, inode)
     assert left is not None

@@ -200,7 +200,7 @@ async def test_what_is_under_way_is_known_after_the_journal_was_compacted(tmp_pa
                 log = process.operations.handles._log
                 assert isinstance(log, Journal)
                 log.begin_compaction()
-                process.changes.retell(log)
+                process.changes.write_all(log)
                 for inode in process.operations.inodes.all():
                     log.node(inode)
                 log.finish_compaction()

@@ -68,7 +68,7 @@ async def test_what_is_written_meanwhile_waits_and_is_no_part_of_the_object(
     async with mount.serving() as process:
         fh = await process.create("file", b"content")
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(process.writer.fsync, fh)
+            nursery.start_soon(process.writer.flusher.fsync, fh)
             await store.begun.wait()
             nursery.start_soon(process.write, fh, 0, b"CON")
             await trio.testing.wait_all_tasks_blocked()
@@ -94,12 +94,13 @@ async def test_who_writes_does_not_wait_for_credentials(
     async with mount.serving() as process:
         fh = await process.create("file", b"content")
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(process.writer.fsync, fh)
+            nursery.start_soon(process.writer.flusher.fsync, fh)
             with trio.fail_after(LIMIT_S):
                 while mount.store.count("PUT") < 2:
                     await trio.testing.wait_all_tasks_blocked(0.01)
                 await process.write(fh, 0, b"CON")
-            assert process.writer.state(process.writer.pending("")[0]) == "waiting for credentials"
+            backlog = process.writer.backlog
+            assert backlog.state(backlog.files("")[0]) == "waiting for credentials"
             is_refused = False
         assert mount.store.contents() == {"file": b"CONtent"}
 
@@ -117,7 +118,7 @@ async def test_a_fault_in_an_upload_is_a_failed_upload_and_no_more(
         fh = await process.create("file", b"content")
         mount.store.before = fail
         with pytest.raises(OSError, match="ZeroDivisionError") as caught:
-            await process.writer.fsync(fh)
+            await process.writer.flusher.fsync(fh)
         assert caught.value.errno == errno.EIO
         mount.store.before = lambda _what, _key: None
         await process.close(fh)

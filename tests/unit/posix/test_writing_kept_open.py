@@ -11,7 +11,7 @@ import trio
 import trio.testing
 
 from fusefs.posix.types import NewAttributes
-from fusefs.posix.write import flush
+from fusefs.posix.write import backlog
 from fusefs.store.errors import StoreError
 from tests.support.mortal_mount import MortalMount
 from tests.support.waiting import eventually
@@ -34,7 +34,7 @@ def landing(mount: MortalMount, path: str, content: bytes) -> trio.Event:
 async def test_what_could_not_be_uploaded_is_tried_again_while_a_reader_has_it_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flush, "RETRY_S", 0.05)
+    monkeypatch.setattr(backlog, "RETRY_S", 0.05)
     mount = MortalMount(tmp_path)
 
     def refuse(what: str, key: str) -> None:
@@ -44,7 +44,7 @@ async def test_what_could_not_be_uploaded_is_tried_again_while_a_reader_has_it_o
     async with mount.serving() as process, trio.open_nursery() as nursery:
         fh = await process.create("log", b"line")
         await process.open("log")  # and never closed
-        nursery.start_soon(process.writer.run)
+        nursery.start_soon(process.writer.backlog.run)
         mount.store.before = refuse
         with pytest.raises(OSError, match="log"):
             await process.close(fh)
@@ -60,7 +60,7 @@ async def test_the_last_close_does_not_wait_for_the_flush_interval(tmp_path: Pat
     mount = MortalMount(tmp_path)
     async with mount.serving(flush_interval_s=1000.0) as process:
         fh = await process.create("log", b"one")
-        await process.writer.flush(fh)  # a child that was forked has ended
+        await process.writer.flusher.flush(fh)  # a child that was forked has ended
         await process.write(fh, 3, b" two")
         landed = landing(mount, "log", b"one two")
         await process.close(fh)
@@ -103,7 +103,7 @@ async def test_what_waits_is_as_old_as_it_was_under_the_next_process(tmp_path: P
         begun = trio.current_time()
         await trio.sleep(0.3)
     async with mount.serving() as process:
-        (staged,) = process.writer.pending("log")
+        (staged,) = process.writer.backlog.files("log")
         # The file system's clock ticks every 10 ms at least.
         assert staged.since <= begun + 0.02
 
@@ -121,7 +121,7 @@ async def test_with_local_durability_each_close_is_safe_on_the_disk(
     monkeypatch.setattr(os, "fsync", fsync)
     async with mount.serving(is_local=True, flush_interval_s=1000.0) as process:
         fh = await process.create("log", b"one")
-        await process.writer.flush(fh)  # a child that was forked has ended
+        await process.writer.flusher.flush(fh)  # a child that was forked has ended
         await process.write(fh, 3, b" two")
-        await process.writer.flush(fh)
+        await process.writer.flusher.flush(fh)
     assert synced == [b"one", b"one two"]

@@ -17,7 +17,7 @@ import trio
 import trio.testing
 
 from fusefs.posix.namespace.rename_job import Renames
-from fusefs.posix.write import flush
+from fusefs.posix.write import backlog, flush
 from tests.support.fate import Fate, fate_of_records
 from tests.support.mortal_mount import DiedError, MortalMount, Process
 
@@ -56,7 +56,7 @@ class Program:
         elif call == "write":
             await process.write(self.fh, 0, name)
         elif call == "close":
-            await answered(process.writer.flush(self.fh))
+            await answered(process.writer.flusher.flush(self.fh))
             await answered(operations.release(self.fh))
         elif call == "unlink":
             await answered(mutations.unlink(root, name, caller))
@@ -100,7 +100,7 @@ def fate(monkeypatch: pytest.MonkeyPatch) -> Fate:
 async def test_a_program_finds_what_it_has_left_wherever_the_process_dies(
     tmp_path: Path, fate: Fate, monkeypatch: pytest.MonkeyPatch, name: str, *, is_local: bool
 ) -> None:
-    monkeypatch.setattr(flush, "RETRY_S", 0.001)
+    monkeypatch.setattr(backlog, "RETRY_S", 0.001)
     monkeypatch.setattr(flush, "LATER_S", 0.0)
     calls, expected = PROGRAMS[name]
     for point in range(MOST_POINTS):
@@ -128,7 +128,7 @@ async def test_a_program_finds_what_it_has_left_wherever_the_process_dies(
 async def check(process: Process, mount: MortalMount, expected: dict[str, bytes]) -> None:
     assert sorted(await process.listing()) == sorted(expected)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(process.writer.run)
+        nursery.start_soon(process.writer.backlog.run)
         with trio.fail_after(LIMIT_S):
             while process.writer.staging.pending:  # noqa: ASYNC110 - nobody sets an event
                 await trio.sleep(0.001)

@@ -1,0 +1,82 @@
+"""What the parts of one mount's file system share: built once, before any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import trio
+
+from fusefs.cache.downloader import Fetcher
+from fusefs.cache.file_cache import FileCache
+from fusefs.posix.directory.listings import Directories
+from fusefs.posix.late.requests import LateRequests
+from fusefs.posix.nodes.handles import HandleTable
+from fusefs.posix.nodes.inode_table import Attributes, Inode, InodeTable, NodeLog, Ownership
+from fusefs.posix.nodes.notifier import Notifier
+from fusefs.posix.types import BackingFiles, ReadCounters
+from fusefs.posix.write.staging import Staging
+from fusefs.store.interface import ObjectInfo, Store
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How a mount writes; see the settings of the same names."""
+
+    is_local: bool = False
+    fails_on_conflict: bool = False
+    may_delete: bool = True
+    flush_interval_s: float = 0.0
+    reserves_always: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """What a writable mount has beside a read-only one.
+
+    Uploads, and changes whose caller was killed, run in `nursery`. Renames of
+    directories are on record in the directory `renames`. `make_room` has the
+    cache give up what the disk needs. `late` are the keys that requests without
+    an answer may still change.
+    """
+
+    staging: Staging
+    renames: Path
+    nursery: trio.Nursery
+    rules: Rules
+    make_room: Callable[[], Awaitable[None]]
+    late: LateRequests | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MountState:
+    """The tables and services of one mount. Belongs to the event loop.
+
+    `mounted_ns` is when the mount was made, in ns since the epoch; `owner` owns
+    what has no owner of its own.
+    """
+
+    store: Store
+    directories: Directories
+    cache: FileCache
+    downloader: Fetcher
+    backing: BackingFiles
+    journal: NodeLog
+    inodes: InodeTable
+    handles: HandleTable
+    owner: Ownership
+    mounted_ns: int
+    notifier: Notifier
+    counters: ReadCounters = field(default_factory=ReadCounters)
+
+    def attributes(self, inode: Inode) -> Attributes:
+        """What stat shows of an inode."""
+        return inode.attributes(self.owner, self.mounted_ns)
+
+    def mark_stale(self, inode: Inode, info: ObjectInfo | None = None) -> None:
+        """The bucket has another version than the inode's: `info`, or an unknown one."""
+        if inode.parent is not None:
+            directory = self.directories.get(self.inodes.key(inode.parent))
+            self.directories.correct(directory, inode.name, info)
+        self.inodes.supersede(inode)

@@ -1,0 +1,114 @@
+"""What the bucket lacks of a mount's changes: described, hurried, tried again, sent at its end."""
+
+from __future__ import annotations
+
+import logging
+
+import trio
+
+from fusefs.posix.metadata.deferred_attributes import Deferred
+from fusefs.posix.namespace.removals import Removal
+from fusefs.posix.nodes.inode import StagedFile
+from fusefs.posix.write.flush import Flusher
+from fusefs.posix.write.staging import Staging
+from fusefs.store.errors import CredentialsError
+
+logger = logging.getLogger("fusefs.writing")
+
+# How often uploads that failed are tried again.
+RETRY_S = 5.0
+# An end that takes longer says what it waits for.
+SLOW_S = 3.0
+# The state of a file that is on its way.
+UPLOADING = "uploading"
+
+
+class Backlog:
+    """The staged files, attributes and removals that are not in the bucket yet.
+
+    Belongs to the event loop.
+    """
+
+    def __init__(self, staging: Staging, flusher: Flusher) -> None:
+        self._staging = staging
+        self._may_be_written = flusher.may_be_written
+        self._uploads = flusher.uploads
+        self._deferred = flusher.deferred
+        self._removals = flusher.removals
+
+    def files(self, key: str) -> list[StagedFile]:
+        """What is staged and not in the bucket of a file or of what is below a prefix.
+
+        That of everything for "".
+        """
+        below = key if not key or key.endswith("/") else key + "/"
+        return [
+            file for file in self._staging.pending if file.key == key or file.key.startswith(below)
+        ]
+
+    def unsent(self, key: str) -> list[StagedFile | Deferred | Removal]:
+        """As `files`, with the attributes that the bucket lacks, and what is to go from it."""
+        return [*self.files(key), *self._deferred.pending(key), *self._removals.pending(key)]
+
+    def state(self, staged: StagedFile | Deferred | Removal) -> str:
+        """What happens to a file that is not in the bucket, for people to read."""
+        if isinstance(staged, Deferred | Removal):
+            return UPLOADING if staged.error is None else "failed"
+        if self._uploads.is_under_way(staged):
+            is_refused = isinstance(staged.error, CredentialsError)
+            return "waiting for credentials" if is_refused else UPLOADING
+        if staged.error is not None:
+            return "failed"
+        return "open" if staged.inode.served else "waiting"
+
+    def hurry(self, key: str) -> None:
+        """Have everything at or below a key uploaded now, also what is open."""
+        self._deferred.hurry(key)
+        self._removals.hurry(key)
+        for staged in self.files(key):
+            staged.error = None
+            self._uploads.start(staged).hurry.set()
+
+    async def drain(self, limit_s: float) -> None:
+        """Upload what is pending, once, if that takes no longer; the rest stays on the disk.
+
+        What a program has still open, in a mount that was ended by force, is not whole.
+        """
+        finished = [
+            file for file in self._staging.pending if file.is_closed or not file.inode.served
+        ]
+        for staged in finished:
+            self._uploads.start(staged).hurry.set()
+        with trio.move_on_after(limit_s):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._say_if_slow, finished)
+                for staged in finished:
+                    await self._uploads.ended(staged)
+                await self._deferred.drain()
+                await self._removals.drain()
+                nursery.cancel_scope.cancel()
+        for staged in self._staging.pending:
+            if staged in finished:
+                self._staging.close(staged)
+            logger.error("%s is not in the bucket; kept in %s", staged.key, staged.path)
+        for entry in self._deferred.pending(""):
+            logger.error("the attributes of %s are not in the bucket; kept on record", entry.key)
+        for gone in self._removals.pending(""):
+            logger.error("%s is not deleted in the bucket; that is kept on record", gone.key)
+        self._deferred.close()
+        self._removals.close()
+        self._staging.remove_if_empty()
+
+    async def _say_if_slow(self, files: list[StagedFile]) -> None:
+        await trio.sleep(SLOW_S)
+        remaining = [file for file in files if file.is_dirty]
+        size = sum(file.size() for file in remaining)
+        logger.info("ending waits for uploads of %d files, %d bytes", len(remaining), size)
+
+    async def run(self) -> None:
+        """Try again what could not be uploaded, until cancelled."""
+        while True:
+            await trio.sleep(RETRY_S)
+            for staged in self._staging.pending:
+                if not self._may_be_written(staged.inode):
+                    self._uploads.start(staged)
