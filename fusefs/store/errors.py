@@ -18,7 +18,7 @@ from fusefs.store import unreachable
 
 
 class StoreError(Exception):
-    """S3 could not do what was asked; `errno` says how a system call answers."""
+    """A request failed; `errno` says how a system call answers."""
 
     errno = errno.EIO
 
@@ -40,7 +40,7 @@ class CredentialsError(AccessDeniedError):
 
 
 class StaleVersionError(StoreError):
-    """The object in the bucket is no longer the version that was asked for (412)."""
+    """The object in the bucket is no longer the requested version (412)."""
 
     errno = errno.ESTALE
 
@@ -58,7 +58,7 @@ class ExistsError(ConflictError):
 
 
 class UnsupportedError(StoreError):
-    """This store does not implement what was asked (501)."""
+    """This store does not implement the request (501)."""
 
     errno = errno.EOPNOTSUPP
 
@@ -77,7 +77,7 @@ class UnreachableError(StoreError):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One failed attempt: what it means, and what S3 said about it.
+    """One failed attempt: what it means, and S3's own words.
 
     `status` is 0 where there was no answer; `code` and `request_id` are S3's.
     `has_expired` says that other credentials may help, `longest_s` for how many
@@ -95,13 +95,13 @@ class Failure:
 
     @property
     def in_full(self) -> str:
-        """The sentence, and what S3 said."""
-        said = f"status {self.status} {self.code}, request {self.request_id or 'unknown'}"
-        return f"{self.sentence} [{said}]"
+        """The sentence, and S3's own words."""
+        detail = f"status {self.status} {self.code}, request {self.request_id or 'unknown'}"
+        return f"{self.sentence} [{detail}]"
 
     @property
     def is_refusal(self) -> bool:
-        """Whether S3, or who gives out credentials, said no to whom it knows or does not know."""
+        """Whether S3 or the source of the credentials refuses this identity."""
         is_about_time = self.code in _EXPIRED or self.code == "RequestTimeTooSkewed"
         is_no = self.status in (401, 403) or self.code in _REJECTED
         return is_no and issubclass(self.kind, AccessDeniedError) and not is_about_time
@@ -116,24 +116,37 @@ class AttemptError(Exception):
 
 
 _THROTTLING = {
-    "SlowDown", "TooManyRequests", "TooManyRequestsException", "Throttling",
-    "ThrottlingException", "RequestLimitExceeded", "ServiceUnavailable",
-}  # fmt: skip
+    "SlowDown",
+    "TooManyRequests",
+    "TooManyRequestsException",
+    "Throttling",
+    "ThrottlingException",
+    "RequestLimitExceeded",
+    "ServiceUnavailable",
+}
 # Credentials that their source or its administrator will renew.
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}
 _REJECTED = {
-    "InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "InvalidIdentityToken",
+    "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+    "InvalidToken",
+    "InvalidIdentityToken",
     "IDPRejectedClaim",
-}  # fmt: skip
+}
 # What a client sent did not arrive whole, or not in time.
 _DAMAGED = {"BadDigest", "XAmzContentSHA256Mismatch", "IncompleteBody", "RequestTimeout"}
 # Two writes of one key at the same time.
 _COLLIDED = {"ConditionalRequestConflict", "OperationAborted"}
 # The usual status of codes that come for single keys, without one.
 _STATUSES = {
-    "AccessDenied": 403, "InternalError": 500, "SlowDown": 503, "ServiceUnavailable": 503,
-    "NoSuchKey": 404, "NoSuchUpload": 404, "PreconditionFailed": 412,
-}  # fmt: skip
+    "AccessDenied": 403,
+    "InternalError": 500,
+    "SlowDown": 503,
+    "ServiceUnavailable": 503,
+    "NoSuchKey": 404,
+    "NoSuchUpload": 404,
+    "PreconditionFailed": 412,
+}
 
 _SENTENCES = {
     "NoSuchBucket": "there is no such bucket",
@@ -162,9 +175,14 @@ def from_status(status: int, code: str, request_id: str) -> Failure:
 
     if code in _EXPIRED:
         return Failure(
-            CredentialsError, _SENTENCES[code], status, code, request_id,
-            is_retryable=True, has_expired=True,
-        )  # fmt: skip
+            CredentialsError,
+            _SENTENCES[code],
+            status,
+            code,
+            request_id,
+            is_retryable=True,
+            has_expired=True,
+        )
     if code in _REJECTED:
         return failure(CredentialsError, "the credentials are rejected")
     if code in _COLLIDED:
@@ -256,10 +274,10 @@ def _from_botocore(error: Exception) -> Failure | None:
     return None
 
 
-def _from_answer(told: Mapping[str, Any]) -> Failure:
+def _from_answer(response: Mapping[str, Any]) -> Failure:
     """What botocore has read from an answer that is an error."""
-    answer = told.get("ResponseMetadata", {})
-    code = str(told.get("Error", {}).get("Code") or "")
+    answer = response.get("ResponseMetadata", {})
+    code = str(response.get("Error", {}).get("Code") or "")
     if code.isdigit():  # botocore's substitute where the answer has no body
         code = ""
     header = answer.get("HTTPHeaders", {}).get("x-amz-request-id", "")
@@ -282,8 +300,10 @@ _REQUEST_ID = re.compile(r"<RequestId>([^<]*)</RequestId>")
 
 def from_body(status: int, text: str, request_id: str = "") -> Failure:
     """What an answer with this status means, and with S3's error document somewhere in `text`."""
-    code, told_id = (match[1] if (match := p.search(text)) else "" for p in (_CODE, _REQUEST_ID))
-    return from_status(status, code, told_id or request_id)
+    code, document_id = (
+        match[1] if (match := p.search(text)) else "" for p in (_CODE, _REQUEST_ID)
+    )
+    return from_status(status, code, document_id or request_id)
 
 
 def _from_obstore(error: Exception) -> Failure | None:

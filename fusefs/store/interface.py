@@ -54,7 +54,7 @@ class ObjectVersion:
     size: int
 
 
-# Not frozen, though nobody changes one: to make it would take four times as long (0.9 us),
+# Not frozen, though none is ever changed: to make it would take four times as long (0.9 us),
 # and a page of a listing has a thousand.
 @dataclass(slots=True, unsafe_hash=True)
 class ObjectInfo:
@@ -161,9 +161,12 @@ class UploadState:
         """The state as JSON can hold it."""
         parts = [[part.number, part.size, part.etag, part.checksum] for part in self.parts]
         return {
-            "key": self.key, "upload_id": self.upload_id, "part_size": self.part_size,
-            "metadata": dict(self.metadata), "parts": parts,
-        }  # fmt: skip
+            "key": self.key,
+            "upload_id": self.upload_id,
+            "part_size": self.part_size,
+            "metadata": dict(self.metadata),
+            "parts": parts,
+        }
 
     @staticmethod
     def from_plain(plain: Mapping[str, Any]) -> UploadState:
@@ -232,7 +235,7 @@ class Upload(Protocol):
     async def send(self, fd: int, numbers: Iterable[int], size: int) -> None:
         """Send these parts of a file of `size` bytes, in parallel.
 
-        A part that somebody else sends is waited for; one that has been sent
+        A part that another task sends is waited for; one that has been sent
         and not been dropped is not sent again. Reads with pread; after the
         return, also by cancellation, `fd` is not used any more, and the parts
         that were done stay done.
@@ -367,9 +370,13 @@ class Store(Protocol):
         """
 
     async def begin_upload(
-        self, key: str, *, metadata: Mapping[str, str], content_type: str | None,
+        self,
+        key: str,
+        *,
+        metadata: Mapping[str, str],
+        content_type: str | None,
         token: ChangeToken | None = None,
-    ) -> Upload:  # fmt: skip
+    ) -> Upload:
         """Begin a multipart upload, of whatever size; its state is to be put on record.
 
         Key, metadata, content type and `token` (as of `put_file`) are what the

@@ -3,7 +3,7 @@
 The causes are in what the libraries say: OpenSSL's and urllib3's texts within
 botocore's exceptions, and the Rust structures in obstore's (rustls's
 `CertificateError`, hyper's `ConnectError`). A certificate that is not trusted
-or a proxy that refuses the password stays so until somebody changes it, and is
+or a proxy that refuses the password stays so until an administrator changes it, and is
 not tried again; a refused connection or a time-out may pass.
 """
 
@@ -37,13 +37,15 @@ _OPENSSL = (
     ("self-signed certificate in certificate chain", _UNTRUSTED),
     ("unable to get local issuer certificate", _UNTRUSTED),
     ("unable to get issuer certificate", _UNTRUSTED),
-    ("self-signed certificate", "its certificate is its own authority, and not trusted"
-     " (setting ca-bundle)"),
+    (
+        "self-signed certificate",
+        "its certificate is its own authority, and not trusted (setting ca-bundle)",
+    ),
     ("certificate has expired", _EXPIRED),
     ("certificate is not yet valid", _EARLY),
     ("WRONG_VERSION_NUMBER", _NO_TLS),
     ("HTTP_REQUEST", _NO_TLS),
-)  # fmt: skip
+)
 # What rustls says (its enum CertificateError, and webpki's Error).
 _RUSTLS = {
     "CaUsedAsEndEntity": "its certificate is that of an authority (CA:TRUE), which rustls refuses",
@@ -115,9 +117,9 @@ def of_obstore(text: str) -> Cause:
         return Cause(f"no connection to {whom}: the name is not known")
     if "TimedOut" in text or "deadline has elapsed" in text:
         return Cause(f"no answer from {whom} in time")
-    said = _MESSAGE.findall(text)
+    messages = _MESSAGE.findall(text)
     return Cause(
-        f"no connection to {whom}: {said[-1].lower()}" if said else f"no answer from {whom}"
+        f"no connection to {whom}: {messages[-1].lower()}" if messages else f"no answer from {whom}"
     )
 
 
@@ -142,9 +144,9 @@ def _of_proxy(reason: str, proxy: Any) -> Cause:
     if tunnel is not None and tunnel[1] == "407":
         return Cause(f"{PROXY_PASSWORD} ({whom})", may_pass=False)
     if tunnel is not None:
-        said = f"{tunnel[1]} {tunnel[2]}".strip()
+        status = f"{tunnel[1]} {tunnel[2]}".strip()
         is_refusal = tunnel[1].startswith("4")
-        return Cause(f"the proxy {whom} does not connect to S3: {said}", may_pass=not is_refusal)
+        return Cause(f"the proxy {whom} does not connect to S3: {status}", may_pass=not is_refusal)
     if "CERTIFICATE_VERIFY_FAILED" in reason or _OTHER_NAME.search(reason):
         return _of_openssl(reason, f"the proxy {whom}")
     why = _of_network(reason)
@@ -152,7 +154,7 @@ def _of_proxy(reason: str, proxy: Any) -> Cause:
 
 
 def _of_network(reason: str) -> str:
-    """What the kernel or the resolver said."""
+    """The error of the kernel or the resolver, in words."""
     if "resolve" in reason or "[Errno -" in reason:  # urllib3's text, and getaddrinfo's numbers
         return "the name is not known"
     number = re.search(r"\[Errno (\d+)\]", reason)

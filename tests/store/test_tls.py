@@ -13,7 +13,7 @@ import pytest
 
 from csi.controller.bucket_client import Bucket as CsiBucket
 from csi.identities.keys import Keys
-from csi.volume.stores import Store as CsiStore
+from csi.volume.stores import StoreSettings as CsiStore
 from fusefs.store.errors import StoreError
 from fusefs.store.http import trust
 from fusefs.store.s3.get import SMALL, Stream

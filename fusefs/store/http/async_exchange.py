@@ -21,7 +21,7 @@ from fusefs.store.http import exchange as wire
 from fusefs.store.http.exchange import Answer
 from fusefs.store.http.pool import Borrowed, ConnectionPool
 
-# What an answer takes beside the bytes that were asked for.
+# What an answer takes beside the requested bytes.
 HEAD_ROOM = 16 << 10
 
 

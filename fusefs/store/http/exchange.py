@@ -288,7 +288,7 @@ class Stream:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing has come that was not asked for."""
+        """Whether nothing more has come."""
         return not self._data
 
     def until(self, mark: bytes) -> bytes:

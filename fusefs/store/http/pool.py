@@ -104,7 +104,7 @@ class ConnectionPool:
             poll.register(sock, select.POLLIN)
             if not poll.poll(0):
                 return sock
-            sock.close()  # the server has closed it, or sent what nobody requested
+            sock.close()  # the server has closed it, or sent bytes without a request
         return None
 
     def give_back(self, borrowed: Borrowed) -> None:

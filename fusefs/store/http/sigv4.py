@@ -59,7 +59,7 @@ class Signer:
     ) -> dict[str, str]:
         """The headers, which have lower-case names and `host` among them, with a signature.
 
-            `path` and `query` are as they are sent: quoted, and the query sorted. Of
+        `path` and `query` are as they are sent: quoted, and the query sorted. Of
         the characters of the headers each is a byte (Latin-1).
         """
         moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
@@ -73,9 +73,9 @@ class Signer:
         day = moment[:8]
         scope = f"{day}/{self._region}/{self._service}/aws4_request"
         digest = hashlib.sha256(canonical.encode("latin-1")).hexdigest()
-        told = f"{_ALGORITHM}\n{moment}\n{scope}\n{digest}".encode()
+        text = f"{_ALGORITHM}\n{moment}\n{scope}\n{digest}".encode()
         mac = self._key_of(day, credentials.secret_key or "").mac.copy()
-        mac.update(told)
+        mac.update(text)
         signed["authorization"] = (
             f"{_ALGORITHM} Credential={credentials.access_key}/{scope}, "
             f"SignedHeaders={';'.join(names)}, Signature={mac.hexdigest()}"

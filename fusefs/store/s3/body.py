@@ -107,7 +107,7 @@ class Body:
     def read(self, _size: int = -1) -> memoryview:
         """The next piece, valid until the one after; empty at the end.
 
-        Whatever is asked for, it has up to `PIECE` bytes: urllib3 asks for
+        Whatever `_size` is, it has up to `PIECE` bytes: urllib3 asks for
         16 KiB at a time.
 
         Raises:

@@ -116,7 +116,7 @@ class Clients:
         self.lister = Lister(self.s3, self.direct, self.request)
         self.principal = self._name_principal(session)
         self.is_confined = bool(self._refusals.known) or self._is_confined()
-        self.objects = None if self.is_confined else self._make_objects(session)
+        self.objects = self._make_objects(session) if self.uses_obstore else None
 
     def _session(self, core: BotocoreSession) -> boto3.Session:
         import boto3
@@ -297,7 +297,7 @@ class Clients:
         """Whether a redirect could take a session token to another host.
 
         obstore follows redirects, and takes off the signature but not the
-        token; it has no setting for that. AWS sends nobody elsewhere; any
+        token; it has no setting for that. AWS redirects to itself alone; any
         other server might. boto3's connections follow none.
         """
         credentials = self._credentials

@@ -48,7 +48,7 @@ class Lister:
         """Send one LIST, with list_objects_v2's parameters but the bucket. Blocks.
 
         Raises:
-            AttemptError: S3 said no, or something else than a listing.
+            AttemptError: S3 refused it, or the answer is no listing.
             Exception: whatever botocore raises.
         """
         query = {"list-type": 2, **{_QUERY[name]: value for name, value in parameters.items()}}

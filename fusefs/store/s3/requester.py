@@ -71,9 +71,13 @@ _COUNTERS = {
     **_WRITES,
 }
 _SHOWN = (
-    *dict.fromkeys(_COUNTERS.values()), "bytes_fetched", "bytes_sent", "errors", "retries",
+    *dict.fromkeys(_COUNTERS.values()),
+    "bytes_fetched",
+    "bytes_sent",
+    "errors",
+    "retries",
     "throttled",
-)  # fmt: skip
+)
 # What does not say that a change was refused: no answer (0), and gateways' own failures.
 _NO_ANSWERS = frozenset((0, 500, 502, 504))
 
@@ -119,7 +123,7 @@ class Requester:
         self._threads = Threads(2 * settings.max_connections)
         self.source = ClientSource(settings)
         self.counted: Counter[str] = Counter()
-        # When S3 last did what it was asked, or could not for want of an object; trio's seconds.
+        # When S3 last fulfilled a request, or could not for want of an object; trio's seconds.
         self.last_answer = -math.inf
         # Called with the key of a change of which an attempt got no answer, or was cancelled:
         # the server may execute it at any later time.

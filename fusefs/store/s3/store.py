@@ -1,14 +1,12 @@
 """One bucket over S3: obstore for bytes, boto3 for credentials and whatever is rare.
 
-obstore (Rust) streams ranges without holding the GIL; its chunks are written
-to the cache file as they come. Without TLS there is nothing that it could do
-beside the kernel (store/http/exchange.py), and small ranges the event loop reads by itself
-(get.py), as it sends what is small (store/http/async_exchange.py). boto3 finds the credentials
-the way its users expect; obstore asks it for credentials, and again before they
-expire. Frequent requests are sent without boto3 (store/http/client.py). Keys that
-obstore's paths can't hold are read by boto3.
+Long ranges over TLS are streamed by obstore (Rust) without holding the GIL. All
+other frequent requests are signed and sent by ourselves (store/http/client.py), over
+connections of our own: small ones from the event loop (store/http/async_exchange.py),
+the rest from threads. boto3 finds the credentials the way its users expect, and sends
+what is rare; obstore gets the credentials from it, again before they expire.
 
-Both libraries block, so each of their requests runs in a thread. All have one
+obstore and boto3 block, so their requests run in threads. All requests have one
 connection of the budget (connection_budget.py), and retries are ours, for all requests
 alike (requester.py). Each verb has a module of its own.
 
@@ -76,7 +74,7 @@ class S3Store:
 
     @property
     def answered(self) -> float:
-        """When S3 last did what it was asked, in trio's seconds."""
+        """When S3 last fulfilled a request, in trio's seconds."""
         return self.requester.last_answer
 
     def hurry(self) -> None:
