@@ -1,8 +1,8 @@
 """The command `fusefs-csi`: node, controller, all, daemons.
 
-`node` serves what kubelet asks on each node, `controller` what the provisioner
-and the resizer ask once per cluster, and `all` both on one socket, for tests
-and machines of one's own. `daemons` looks after the mounts' daemons.
+`node` serves kubelet on each node, `controller` serves the provisioner and the resizer
+once per cluster, and `all` serves both on one socket, for tests and single machines.
+`daemons` runs the mounts' daemons.
 
 Every failure is one line on standard error that begins with `fusefs-csi: `.
 Exit status: 0 ended by SIGTERM, 1 it failed, 2 the command line or the stores'
@@ -30,7 +30,7 @@ try:
     from csi.server import Server, Service
     from csi.volume.stores import Stores, StoresError, read_stores
 except ModuleNotFoundError as error:
-    # An installation without the driver's packages has this command, too.
+    # The command is installed without the driver's optional packages, too.
     if (error.name or "").partition(".")[0] not in ("grpc", "google"):
         raise
     sys.exit(
@@ -42,7 +42,7 @@ Maker = Callable[[argparse.Namespace, Stores], Service]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command until it is told to end, and return its exit status."""
+    """Run one command until SIGTERM or SIGINT, and return its exit status."""
     options = make_parser().parse_args(arguments)
     _set_up_log(options.log_level.upper())
     try:
@@ -69,7 +69,7 @@ def _complain(what: object) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The whole command line, which manifests and tests can ask as well."""
+    """The parser of the whole command line; tests of the manifests use it, too."""
     parser = command_parser("fusefs-csi", "The fusefs CSI driver.")
     parser.add_argument("--version", action="version", version=f"fusefs-csi {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -82,12 +82,12 @@ def make_parser() -> argparse.ArgumentParser:
     _add_server_flags(once, [controller.make_service])
     controller.add_flags(once)
 
-    both = commands.add_parser("all", help="serve all of them on one socket")
+    both = commands.add_parser("all", help="serve both on one socket")
     _add_server_flags(both, [controller.make_service, node.make_service])
     controller.add_flags(both)
     node.add_flags(both)
 
-    supervisor = commands.add_parser("daemons", help="look after the mounts' daemons")
+    supervisor = commands.add_parser("daemons", help="run the daemons of the node's mounts")
     _add_common_flags(supervisor)
     daemons.add_flags(supervisor)
     supervisor.set_defaults(run=daemons.run)
@@ -111,16 +111,16 @@ def _add_common_flags(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("/run/fusefs-csi"),
         metavar="DIR",
-        help="what a reboot may take (default: %(default)s)",
+        help="directory for state that a reboot may remove (default: %(default)s)",
     )
     parser.add_argument(
-        "--stores", type=Path, metavar="FILE", help="the S3 stores beside aws (TOML)"
+        "--stores", type=Path, metavar="FILE", help="file with the S3 stores besides aws (TOML)"
     )
     parser.add_argument(
         "--log-level",
         choices=("debug", "info", "warning", "error"),
         default="info",
-        help="the least severe line to log (default: %(default)s)",
+        help="least severe level to log (default: %(default)s)",
     )
 
 
@@ -133,7 +133,7 @@ def _serve(options: argparse.Namespace, makers: list[Maker]) -> int:
         signal.signal(number, lambda *_: ending.set())
     server.start()
     logging.getLogger(__name__).info("serving %s at %s", options.command, server.path)
-    # A signal that another thread took is seen when this one wakes.
+    # Python runs signal handlers only in this thread, so it has to wake up.
     while not ending.wait(1.0):
         pass
     server.stop()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from csi.identities.keys import Keys
-from csi.volume.stores import StoreSettings
+from csi.volume.stores import StoreConfig
 from fusefs.api import (
     NO_CREDENTIALS,
     AccessDeniedError,
@@ -54,10 +54,10 @@ class Bucket:
     """One bucket of a store. Any thread may use it. Every method blocks."""
 
     def __init__(
-        self, store: StoreSettings, name: str, region: str | None, keys: Keys | None
+        self, store: StoreConfig, name: str, region: str | None, keys: Keys | None
     ) -> None:
         """Raises:
-        InvalidArgumentError, UnavailableError: as `StoreSettings.check_address` does.
+        InvalidArgumentError, UnavailableError: as `StoreConfig.check_address` does.
         StoreError: certificates or proxies that were named can't be used.
         """
         store.check_address()
@@ -188,7 +188,7 @@ class NoSuchBucketError(NotFoundError):
 
 @functools.lru_cache(maxsize=64)
 def make_client(
-    store: StoreSettings, region: str | None, keys: Keys | None
+    store: StoreConfig, region: str | None, keys: Keys | None
 ) -> tuple[Any, Trust | None]:
     """boto3's client of a store, the same for the same arguments, and what it trusts.
 

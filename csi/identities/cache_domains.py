@@ -118,11 +118,11 @@ class Domains:
         with self._locked():
             yield
 
-    def is_still(self, domain: Unused) -> bool:
+    def is_unchanged(self, domain: Unused) -> bool:
         """Whether nobody has used a domain since it was found unused."""
         return domain.directory.lstat().st_mtime_ns == domain.mtime_ns
 
-    def put_aside(self, domain: Unused) -> Path:
+    def set_aside(self, domain: Unused) -> Path:
         """Have no mount find a domain's directory any more; return where it is. Only `alone`."""
         aside = domain.directory.with_name(f"{domain.name}.{time.time_ns():x}{_LEAVING}")
         domain.directory.rename(aside)

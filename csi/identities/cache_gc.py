@@ -40,14 +40,14 @@ LOOK_TIMEOUT_S = 60.0
 REMOVAL = [sys.executable, "-P", "-m", "fusefs.cache.purge"]
 
 
-class Sweeper(threading.Thread):
+class CacheCollector(threading.Thread):
     """Looks at the domains now and then.
 
     `used` tells the settings of all mounts, as JSON; `shares` what caches leave free.
     """
 
     def __init__(self, domains: Domains, used: Callable[[], list[str]], shares: Shares) -> None:
-        super().__init__(name="sweeper", daemon=True)
+        super().__init__(name="cache collector", daemon=True)
         self._domains = domains
         self._used = used
         self._min_free = MIN_FREE.read(shares.min_free)
@@ -58,14 +58,14 @@ class Sweeper(threading.Thread):
     def run(self) -> None:
         while not self._ending.wait(EVERY_S):
             try:
-                self.look_round()
+                self.collect()
             except Exception:
                 log.exception("looking after unused caches failed")
 
     def stop(self) -> None:
         self._ending.set()
 
-    def look_round(self) -> None:
+    def collect(self) -> None:
         """Remove what has to go now."""
         for directory in self._domains.leaving():
             self._finish(directory)
@@ -75,7 +75,7 @@ class Sweeper(threading.Thread):
                 return
             is_old = domain.unused_s >= KEEP_S
             if is_old or (domain.unused_s >= KEEP_IF_SCARCE_S and self._is_scarce()):
-                self._let_go(domain)
+                self._remove_unused(domain)
 
     def _names_in_use(self) -> set[str]:
         # One that can't be read ends the round: it may be anybody's.
@@ -92,10 +92,10 @@ class Sweeper(threading.Thread):
             or status.f_favail < self._min_free_inodes.bytes_of(status.f_files)
         )
 
-    def _let_go(self, domain: Unused) -> None:
+    def _remove_unused(self, domain: Unused) -> None:
         with self._domains.alone():
             # Somebody may have come for it since.
-            if domain.name in self._names_in_use() or not self._domains.is_still(domain):
+            if domain.name in self._names_in_use() or not self._domains.is_unchanged(domain):
                 return
             if _has_mounts(domain.directory):
                 log.warning("%s stays: something is mounted there", domain.directory)
@@ -113,7 +113,7 @@ class Sweeper(threading.Thread):
                     )
                     _run("cache", domain.directory, domain.uid)
                 return
-            leaving = self._domains.put_aside(domain)
+            leaving = self._domains.set_aside(domain)
         log.info("%s was not used for %.0f h: removed", domain.directory, domain.unused_s / 3600)
         self._finish(leaving)
 

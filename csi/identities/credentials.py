@@ -35,7 +35,7 @@ from csi.errors import (
 )
 from csi.identities.keys import Keys, keys_from
 from csi.volume.options import Options
-from csi.volume.stores import StoreSettings
+from csi.volume.stores import StoreConfig
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def choose(
     secrets: Mapping[str, str],
     context: Mapping[str, str],
     options: Options,
-    store: StoreSettings,
+    store: StoreConfig,
     *,
     is_inline: bool,
 ) -> Identity:
@@ -107,7 +107,7 @@ def _refuse_control_characters(keys: Keys) -> None:
 
 
 def _of_role(
-    role_arn: str, secrets: Mapping[str, str], context: Mapping[str, str], store: StoreSettings
+    role_arn: str, secrets: Mapping[str, str], context: Mapping[str, str], store: StoreConfig
 ) -> Identity:
     if store.sts_url is None and store.endpoint_url is not None:
         raise InvalidArgumentError(f"roleArn: store {store.name} has no sts-url")
@@ -211,7 +211,7 @@ class CredentialFiles:
         elif identity.token is not None:
             _replace(directory / "token", identity.token, uid)
 
-    def environment(self, mount: str, identity: Identity, store: StoreSettings) -> dict[str, str]:
+    def environment(self, mount: str, identity: Identity, store: StoreConfig) -> dict[str, str]:
         """What boto3 in the daemon finds its credentials by. No secret is in it."""
         directory = self._directory / mount
         told = {

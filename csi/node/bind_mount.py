@@ -48,7 +48,7 @@ class _MountAttributes(ctypes.Structure):
     )
 
 
-class Table:
+class MountTable:
     """What was mounted in this process' namespace at one moment."""
 
     def __init__(self) -> None:
@@ -111,12 +111,12 @@ def pop_all(path: Path) -> None:
         OSError: one of them cannot be.
     """
     for _ in range(MOST_STACKED):
-        if Table().top(path) is None:
+        if MountTable().top(path) is None:
             return
         try:
             umount(os.fspath(path), UMOUNT_NOFOLLOW)
         except OSError as error:
-            if error.errno == errno.EINVAL and Table().top(path) is None:
+            if error.errno == errno.EINVAL and MountTable().top(path) is None:
                 return  # somebody else was faster
             if error.errno != errno.EBUSY:
                 raise

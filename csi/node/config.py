@@ -104,52 +104,64 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             help=f"{text} (default: %(default)s)",
         )
 
-    add("--kubelet-dir", Path, kubelet, "DIR", "kubelet's directory, which has all target paths")
+    add(
+        "--kubelet-dir",
+        Path,
+        kubelet,
+        "DIR",
+        "kubelet's directory, with all target paths",
+    )
     add(
         "--mounts-dir",
         Path,
         kubelet / "plugins/s3.csi.fusefs.dev/mounts",
         "DIR",
-        "where the mounts are that are bound to target paths",
+        "directory for the mounts that are bound to target paths",
     )
-    add("--cache-dir", Path, Path("/var/cache/fusefs"), "DIR", "where objects are kept")
+    add("--cache-dir", Path, Path("/var/cache/fusefs"), "DIR", "directory for cached objects")
     add(
         "--uid-range",
         _uids,
         f"{FIRST_UID}-{LAST_UID}",
         "FIRST-LAST",
-        "the users that mounts run as, one for each identity and bucket",
+        "users that daemons run as, one for each identity and bucket",
     )
     group.add_argument(
         "--daemons",
         choices=("there", "here", "either"),
         default="either",
         help="where the mounts' daemons run: there, in `fusefs-csi daemons`, for which mounts wait;"
-        " here; or there if it is there, else here (default: %(default)s)",
+        " here, in this container; or either, there if it runs (default: %(default)s)",
     )
     add(
         "--max-volumes",
         _positive,
         100,
         "N",
-        "the most mounts at a time; times what each may have, that is the node's budget",
+        "maximum number of mounts; times the limits of a mount, it is the node's budget",
     )
     add(
         "--memory-limit",
         at_least(LEAST_MEMORY, SIZE).read,
         256 * MIB,
         "SIZE",
-        "memory for each mount's data on its way",
+        "memory that the daemon of a mount may use",
     )
-    add("--max-connections", int, 32, "N", "the most requests to S3 at a time, for each mount")
-    add("--cache-size", SIZE.read, None, "SIZE", "the most that one identity's cache keeps")
-    add("--min-free", _text_of(MIN_FREE), "20%", "SIZE|N%", "disk space that caches leave free")
-    add("--min-free-inodes", _text_of(SHARE), "10%", "N%", "inodes that caches leave free")
+    add(
+        "--max-connections",
+        int,
+        32,
+        "N",
+        "maximum number of simultaneous S3 requests of a mount",
+    )
+    add("--cache-size", SIZE.read, None, "SIZE", "maximum size of the cache of one identity")
+    add("--min-free", _text_of(MIN_FREE), "20%", "SIZE|N%", "disk space that the caches leave free")
+    add("--min-free-inodes", _text_of(SHARE), "10%", "N%", "inodes that the caches leave free")
 
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 up")
     return int(text)
 
 
@@ -158,7 +170,7 @@ def _uids(text: str) -> tuple[int, int]:
     if not separator or not first.isdecimal() or not last.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not like 1900000000-1900009999")
     if not 0 < int(first) <= int(last) < 2**32 - 1 or int(last) - int(first) >= _MOST_UIDS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no range of at most {_MOST_UIDS} users")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range of at most {_MOST_UIDS} users")
     return int(first), int(last)
 
 

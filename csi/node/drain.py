@@ -1,9 +1,9 @@
-"""Ending a mount without losing what was written to it.
+"""Ends a mount after its uploads, so that no written file is lost.
 
-`close` returns when a file is in the bucket, so there is something left only
-where that failed, or where a volume has chosen not to wait for it. Then the end
-waits, for `drainTimeout` and over as many calls as that takes. What could not
-be uploaded even so stays on the node's disk, and the log says where.
+`close` returns when a file is in the bucket, so files wait for their upload only
+where that failed, or where a volume has chosen `durability=local`. Then the end of
+the mount waits for up to `drainTimeout`, over as many calls as that takes. Files
+that cannot be uploaded by then stay on the node's disk, and the log says where.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from csi.errors import AbortedError
-from csi.node.bind_mount import Table
+from csi.node.bind_mount import MountTable
 from csi.node.mount_record import MountRecord
 from csi.node.mounts import Mounts
 from fusefs.api import MIB, MountSettings
@@ -25,67 +25,67 @@ MOST_NAMED = 3
 
 
 class UploadingError(AbortedError):
-    """A mount has something to upload before it may end."""
+    """A mount has files to upload before it may end."""
 
 
-class Draining:
-    """The mounts that are about to end. One call at a time for each volume."""
+class Drains:
+    """The mounts that are about to end, and since when. One call at a time for each volume."""
 
     def __init__(self, mounts: Mounts) -> None:
         self._mounts = mounts
         self._began: dict[str, float] = {}
 
     def check(self, record: MountRecord) -> None:
-        """Return if nothing is left to upload, or it is given up.
+        """Return if no file waits for its upload, or the time for that is over.
 
         Raises:
-            UploadingError: there still is something; it says what.
+            UploadingError: files wait for their upload; the message names them.
         """
-        left = self._left(record)
-        if left and not self._is_given_up(record):
-            raise UploadingError(left)
-        if left:
+        pending = self._pending(record)
+        if pending and not self._is_given_up(record):
+            raise UploadingError(pending)
+        if pending:
             cache = MountSettings.from_json(record.settings).cache_dir
-            log.error("given up: %s; it is kept below %s", left, cache)
+            log.error("given up: %s; the files are kept below %s", pending, cache)
 
     def end(self, record: MountRecord, ends: float) -> None:
         """End the mount.
 
         Raises:
-            AbortedError: it is still at work at `ends`.
-            OSError: it cannot be unmounted.
+            AbortedError: the daemon still works at `ends` (monotonic clock).
+            OSError: the mount cannot be unmounted.
         """
         self._began.setdefault(record.key, time.monotonic())
         is_forced = self._is_given_up(record)
         self._mounts.end(record, ends, is_forced=is_forced)
         self._began.pop(record.key, None)
 
-    def is_used_again(self, record: MountRecord) -> None:
-        """Somebody uses a mount whose end was waited for: later that has all its time again."""
+    def reset(self, record: MountRecord) -> None:
+        """A pod uses the mount again: its next end has the whole `drainTimeout`."""
         self._began.pop(record.key, None)
 
     def _is_given_up(self, record: MountRecord) -> bool:
         began = self._began.setdefault(record.key, time.monotonic())
         return time.monotonic() - began >= record.drain_timeout_s
 
-    def _left(self, record: MountRecord) -> str:
-        """What the mount has still to upload, as a sentence; empty if there is nothing."""
-        table = Table()
+    def _pending(self, record: MountRecord) -> str:
+        """The files that wait for their upload, as a sentence; "" if there are none."""
+        table = MountTable()
         if table.top(Path(record.root)) is None or not self._mounts.is_alive(record, table):
             return ""
         status = self._mounts.ask(record)
         if status is None:
-            return f"the mount of {record.source} does not tell what it has still to upload"
+            return f"the mount of {record.source} does not report its uploads"
         writing = status["writing"]
         return _describe(writing, record) if writing and writing["pending_files"] else ""
 
 
 def _describe(writing: dict[str, Any], record: MountRecord) -> str:
     pending = writing["pending"]
-    size = sum(one["bytes"] for one in pending) / MIB
-    names = ", ".join(one["key"] for one in pending[:MOST_NAMED])
+    size = sum(file["bytes"] for file in pending) / MIB
+    names = ", ".join(file["key"] for file in pending[:MOST_NAMED])
     more = "" if len(pending) <= MOST_NAMED else " and others"
-    since_s = max(one["since_s"] for one in pending)
+    since_s = max(file["since_s"] for file in pending)
     return (
         f"{writing['pending_files']} files ({size:.1f} MiB) are on their way to {record.source},"
         f" for {since_s:.0f} s: {names}{more}"

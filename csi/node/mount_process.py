@@ -1,11 +1,11 @@
 """The process that starts one mount: `python -m csi.node.mount_process`.
 
-It is to the driver what `fusefs mount` is to a user: one process per mount,
-so that the driver, which has many threads, never forks by itself, and the
-mount's environment is nobody else's. It reads JSON from standard input: the
-mount's `settings`, and where its daemon is started (`supervisor`, a path, and
-whether it `is_needed`). It starts the mount, or goes on with one that has lost
-its keeper, and writes `{}` or `{"error": "..."}` when that is decided.
+The driver runs it as a user runs `fusefs mount`: one process per mount, so that the
+driver, which has many threads, never forks by itself, and each mount has its own
+environment. It reads JSON from standard input: the mount's `settings`, and where its
+daemon is started (`supervisor`, a path, and whether it `is_needed`). It starts the
+mount, or resumes one that has lost its keeper, and then writes `{}` or
+`{"error": "..."}`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def main() -> int:
     """Start the mount that standard input describes; return the exit status."""
     signal.signal(signal.SIGTERM, _stop)
     try:
-        told = json.load(sys.stdin)
-        settings = MountSettings.from_json(told["settings"])
+        request = json.load(sys.stdin)
+        settings = MountSettings.from_json(request["settings"])
         supervisor = None
-        if told["supervisor"] is not None:
-            supervisor = SupervisorAddress(Path(told["supervisor"]), told["is_needed"])
+        if request["supervisor"] is not None:
+            supervisor = SupervisorAddress(Path(request["supervisor"]), request["is_needed"])
         start_mount(settings, supervisor)
     except (LaunchError, MountsError, UnmountError, SettingsError) as error:
         return _fail(str(error))
@@ -52,7 +52,7 @@ def _fail(why: str) -> int:
 
 
 def _stop(_number: int, _frame: FrameType | None) -> NoReturn:
-    """Clean up, as for Ctrl-C, when the driver has waited for long enough."""
+    """Clean up as for Ctrl-C when the driver's deadline has passed."""
     raise KeyboardInterrupt
 
 

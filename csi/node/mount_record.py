@@ -1,8 +1,8 @@
-"""What the driver has on record about each of its mounts, below /run.
+"""The driver's records of its mounts, below /run.
 
-A record is written before its mount is made and removed after the last trace
-of it, so whatever a killed call leaves behind belongs to a record. None has a
-secret in it. They are lost together with the mounts, when the node starts anew.
+A record is written before its mount is made and removed after the last trace of it,
+so everything that a killed call leaves behind belongs to a record. Records hold no
+secrets. A reboot removes them together with the mounts.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ class MountRecords:
 
     @contextmanager
     def one_more(self, most: int) -> Iterator[None]:
-        """Have no other record added while one is written that was not there.
+        """Let no other thread add a record while the block adds one.
 
         Raises:
-            ResourceExhaustedError: there are `most` of them, or more.
+            ResourceExhaustedError: there are `most` records already.
         """
         with self._lock:
             if len(self._names()) >= most:
                 raise ResourceExhaustedError(
-                    f"this node has {most} mounts, and is to have no more: its --max-volumes"
+                    f"this node has {most} mounts, the maximum (--max-volumes)"
                 )
             yield
 

@@ -1,13 +1,13 @@
 """The mounts behind the volumes: one for each key, made once and bound to many target paths.
 
-Pods of a node that use a volume in the same way, as the same identity, share
-one mount of fusefs. How many still use it is read from mountinfo and counted
-nowhere else: the mounts of its file system but for its own root.
+Pods of a node that use a volume in the same way, as the same identity, share one mount
+of fusefs. The number of its uses is read from mountinfo and stored nowhere else: all
+mounts of its file system but its own root.
 
-A mount is *alive* while its keeper holds its connection, or its daemon does;
-they say so on their sockets, and the mount itself is never asked. A dead one is
-unmounted from its root and made anew; what was bound of it stays below the new
-bind (see `node`), for a running container sees only what is mounted on top.
+A mount is *alive* while its keeper or its daemon holds its connection, as their sockets
+show; the mount itself is never touched. A dead mount is unmounted from its root and made
+anew; its bind mounts stay below the new ones (see `service`), because a running container
+sees only what is mounted on top.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from csi.errors import (
 )
 from csi.identities.credentials import CredentialFiles
 from csi.node import bind_mount
-from csi.node.bind_mount import Table
+from csi.node.bind_mount import MountTable
 from csi.node.mount_record import MountRecord, MountRecords
 from fusefs.api import (
     ControlError,
@@ -53,13 +53,13 @@ log = logging.getLogger(__name__)
 
 START = [sys.executable, "-P", "-m", "csi.node.mount_process"]
 ANSWER_TIMEOUT_S = 1.0
-# For a starter that was told to stop, to take away what it made.
+# For a mount process to clean up after SIGTERM.
 STOP_S = 5.0
-# For the processes of a mount that is not waited for any longer.
+# For killed processes of a mount to end.
 KILL_S = 5.0
 POLL_S = 0.05
 
-# What the daemon says of a bucket that it can't list, and what that means.
+# Words of the daemon's error for a bucket that it cannot list, and the CSI error they mean.
 _REFUSALS: tuple[tuple[tuple[str, ...], type[CsiError]], ...] = (
     (("no such bucket", "not a valid name for a bucket"), InvalidArgumentError),
     (("access denied",), PermissionDeniedError),
@@ -94,39 +94,39 @@ class Mounts:
         return self._roots / key
 
     def unknown(self) -> list[str]:
-        """The directories for mounts that have no record."""
+        """The keys of the mount directories that have no record."""
         return [key for key in os.listdir(self._roots) if self.records.read(key) is None]
 
-    def key_behind(self, mount: KernelMount, table: Table) -> str | None:
-        """The key of the mount that another one, at a target path, is bound from."""
+    def key_behind(self, mount: KernelMount, table: MountTable) -> str | None:
+        """The key of the mount that is bound to a target path."""
         for one in table.of_device(mount.device):
             if one.mountpoint.parent == self._roots:
                 return one.mountpoint.name
         return None
 
-    def behind(self, mount: KernelMount, table: Table) -> MountRecord | None:
-        """The record of the mount that another one, at a target path, is bound from."""
+    def behind(self, mount: KernelMount, table: MountTable) -> MountRecord | None:
+        """The record of the mount that is bound to a target path."""
         key = self.key_behind(mount, table)
         return self.records.read(key) if key is not None else None
 
-    def is_used(self, key: str, table: Table) -> bool:
+    def is_used(self, key: str, table: MountTable) -> bool:
         """Whether a mount is bound to any path."""
         top = table.top(self.root_of(key))
         return top is not None and any(
             one.mountpoint.name != key for one in table.of_device(top.device)
         )
 
-    def references(self, record: MountRecord, table: Table) -> list[Path]:
-        """Where a record's mount is used."""
+    def references(self, record: MountRecord, table: MountTable) -> list[Path]:
+        """The target paths that the record's mount is bound to."""
         top = table.top(Path(record.root))
         if top is None:
             return []
         found = (one.mountpoint for one in table.of_device(top.device))
-        # By its name, as its root may be seen under several paths.
+        # Compared by name, as the root may be visible under several paths.
         return [path for path in found if path.name != record.key]
 
-    def is_alive(self, record: MountRecord, table: Table) -> bool:
-        """Whether somebody keeps the record's mount, or will; it is not touched itself."""
+    def is_alive(self, record: MountRecord, table: MountTable) -> bool:
+        """Whether the mount has a keeper, or will have one; the mount is not touched."""
         root = Path(record.root)
         top = table.top(root)
         if top is None or not top.is_fusefs:
@@ -142,7 +142,7 @@ class Mounts:
     def ask(
         self, record: MountRecord, timeout_s: float = ANSWER_TIMEOUT_S
     ) -> dict[str, Any] | None:
-        """What the mount's daemon tells about itself; None if it does not answer in time."""
+        """The daemon's status; None if it does not answer within `timeout_s`."""
         try:
             return daemon_request(Path(record.root), {"command": "status"}, timeout_s)
         except ControlError:
@@ -151,36 +151,36 @@ class Mounts:
     # --- beginning ---
 
     def start(self, record: MountRecord, deadline: float) -> None:
-        """Make a record's mount, or go on with it. `deadline` is of the monotonic clock.
+        """Make the record's mount, or resume it. `deadline` is of the monotonic clock.
 
         Raises:
-            CsiError: it could not be made; nothing of it is mounted.
+            CsiError: the mount could not be made; nothing of it is mounted.
         """
         root = Path(record.root)
-        top = Table().top(root)
+        top = MountTable().top(root)
         if top is not None and not self._fd_store.has(top):
             self._kill(root)
             bind_mount.pop_all(root)
             top = None
-        self.records.write(record)  # first: what has no record is taken away
+        self.records.write(record)  # first: a mount without a record is removed
         if top is None:
             bind_mount.make_directory(root, 0o700)
-        answer = _run_starter(record, self._daemons.supervisor, deadline)
+        answer = _run_mount_process(record, self._daemons.supervisor, deadline)
         if "error" in answer:
             why = str(answer["error"])
-            # What the bucket and the prefix are called says nothing.
+            # The bucket's name and the prefix must not match the words.
             kind = _refusal(why.replace(record.source.rstrip("/"), ""))
             raise kind(f"{why}, as {record.who}")
         log.info("%s is mounted for %s as uid %d", record.source, record.volume_id, record.uid)
 
-    def secure(self, record: MountRecord, deadline: float) -> None:
-        """Have a mount's connection held by the other process too, and somebody serve it.
+    def ensure_held(self, record: MountRecord, deadline: float) -> None:
+        """Make sure that the descriptor store holds the connection, and that a daemon serves it.
 
         Raises:
             CsiError: no daemon came up.
-            OSError, ControlError: its connection could not be handed over.
+            OSError, ControlError: the descriptor could not be deposited.
         """
-        table = Table()
+        table = MountTable()
         root = table.top(Path(record.root))
         if root is None or not self._fd_store.is_there:
             return
@@ -194,17 +194,17 @@ class Mounts:
     # --- ending ---
 
     def end(self, record: MountRecord, deadline: float, *, is_forced: bool = False) -> None:
-        """End a mount that nobody uses, and remove every trace of it.
+        """End an unused mount, and remove every trace of it.
 
         Raises:
-            AbortedError: its daemon is still at work at `deadline`.
-            OSError: it cannot be unmounted.
+            AbortedError: the daemon still works at `deadline` (monotonic clock).
+            OSError: the mount cannot be unmounted.
         """
         self.end_key(record.key, deadline, is_forced=is_forced)
         log.info("the mount of %s for %s has ended", record.source, record.volume_id)
 
     def end_key(self, key: str, deadline: float, *, is_forced: bool = False) -> None:
-        """`end` for a mount of which nothing but its directory may be left."""
+        """`end` for a mount of which only the directory may be left."""
         root = self.root_of(key)
         processes = self._processes(root)
         bind_mount.pop_all(root)
@@ -212,8 +212,8 @@ class Mounts:
             if not _have_ended(processes, deadline):
                 if not is_forced:
                     raise AbortedError(f"the mount at {root} is still ending")
-                self._see_out(processes)
-            self._see_daemons_out(root, deadline, is_forced=is_forced)
+                self._kill_and_wait(processes)
+            self._wait_for_daemons(root, deadline, is_forced=is_forced)
         finally:
             for process in processes:
                 os.close(process)
@@ -222,8 +222,8 @@ class Mounts:
         self._files.remove(key)
         self.records.remove(key)
 
-    def _see_daemons_out(self, root: Path, deadline: float, *, is_forced: bool) -> None:
-        """Wait for a supervisor's daemons, whose keepers may have been gone before."""
+    def _wait_for_daemons(self, root: Path, deadline: float, *, is_forced: bool) -> None:
+        """Wait for the supervisor's daemons of the mount, which may have outlived their keeper."""
         while self._daemons.serve(root):
             if time.monotonic() >= deadline:
                 if not is_forced:
@@ -233,9 +233,9 @@ class Mounts:
             time.sleep(POLL_S)
 
     def _processes(self, root: Path) -> list[int]:
-        """The processes of a mount as pidfds, the one that would start the others first.
+        """The processes of a mount as pidfds, the keeper first, as it would start others.
 
-        As far as they are to be seen from here.
+        Processes in other pid namespaces are not visible here.
         """
         pids: list[int | None]
         try:
@@ -251,37 +251,37 @@ class Mounts:
 
     def _kill(self, root: Path) -> None:
         processes = self._processes(root)
-        self._see_out(processes)
+        self._kill_and_wait(processes)
         self._daemons.end(root)
         for process in processes:
             os.close(process)
 
-    def _see_out(self, processes: list[int]) -> None:
-        """Kill what is left of a mount that is given up."""
+    def _kill_and_wait(self, processes: list[int]) -> None:
+        """Kill the processes of a mount, and wait until they have ended."""
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(process, signal.SIGKILL)
         if not _have_ended(processes, time.monotonic() + KILL_S):
-            log.error("a process of a mount that was given up hangs in the kernel")
+            log.error("a killed process of a mount hangs in the kernel")
 
 
 def _have_ended(processes: list[int], deadline: float) -> bool:
-    """Wait until they all have, or `deadline` of the monotonic clock has passed."""
+    """Wait until all have ended; False if `deadline` (monotonic clock) passes first."""
     return all(has_ended(process, deadline - time.monotonic()) for process in processes)
 
 
-def _run_starter(
+def _run_mount_process(
     record: MountRecord, supervisor: SupervisorAddress | None, deadline: float
 ) -> dict[str, Any]:
-    """What the process answers that starts a record's mount; see `starting`.
+    """The answer of the process that starts a record's mount; see `mount_process`.
 
     Raises:
-        AbortedError: it had not at `deadline`.
+        AbortedError: there was no answer at `deadline`.
     """
     inherited = {
         name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "FUSEFS"))
     }
-    given = {
+    request = {
         "settings": record.settings,
         "supervisor": os.fspath(supervisor.socket) if supervisor else None,
         "is_needed": supervisor is not None and supervisor.is_needed,
@@ -295,25 +295,25 @@ def _run_starter(
         start_new_session=True,
     ) as starter:
         try:
-            told, _ = starter.communicate(
-                json.dumps(given).encode(), max(0.0, deadline - time.monotonic())
+            output, _ = starter.communicate(
+                json.dumps(request).encode(), max(0.0, deadline - time.monotonic())
             )
         except subprocess.TimeoutExpired:
             starter.terminate()
             try:
-                told, _ = starter.communicate(timeout=STOP_S)
+                output, _ = starter.communicate(timeout=STOP_S)
             except subprocess.TimeoutExpired:
                 starter.kill()
             raise AbortedError(f"the mount of {record.source} is not up yet") from None
     try:
-        answer: dict[str, Any] = json.loads(told)
+        answer: dict[str, Any] = json.loads(output)
     except ValueError:
-        answer = {"error": f"what starts the mount of {record.source} died"}
+        answer = {"error": f"the process that starts the mount of {record.source} died"}
     return answer
 
 
 def _refusal(why: str) -> type[CsiError]:
-    """What the reason for which a mount could not be made means to kubelet."""
+    """The CSI error for the reason why a mount could not be made."""
     for words, kind in _REFUSALS:
         if any(word in why for word in words):
             return kind

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from csi.errors import InvalidArgumentError
 from csi.generated import csi_pb2
-from csi.node.bind_mount import Table
+from csi.node.bind_mount import MountTable
 from csi.volume.capabilities import Mode, check_capability, is_read_only
 from csi.volume.location import LOCATION_KEYS
 from fusefs.api import resolve_path
@@ -36,7 +36,7 @@ _MAX_GROUP = 2**32 - 2
 
 
 @dataclass(frozen=True, slots=True)
-class Publication:
+class PublishRequest:
     """One volume at one target path.
 
     `location` are the attributes that say where the volume is, `attributes` all
@@ -71,7 +71,7 @@ class Publication:
 
 def read_request(
     request: csi_pb2.NodePublishVolumeRequest, kubelet_directory: Path, own_directory: Path
-) -> Publication:
+) -> PublishRequest:
     """What `request` asks for.
 
     Raises:
@@ -91,7 +91,7 @@ def read_request(
     attributes = {name: value for name, value in own.items() if name not in LOCATION_KEYS}
     if is_inline and "endpoint" in location:
         raise InvalidArgumentError("endpoint: not for an inline volume, which names a store")
-    return Publication(
+    return PublishRequest(
         request.volume_id,
         target,
         request.readonly,
@@ -128,7 +128,7 @@ def target_of(text: str, kubelet_directory: Path, own_directory: Path, *, name: 
         raise InvalidArgumentError(f"{name}: {text!r} is not an absolute path in its normal form")
     if len(os.fsencode(text)) >= os.pathconf("/", "PC_PATH_MAX"):
         raise InvalidArgumentError(f"{name}: longer than a path can be")
-    above = Table().fusefs_above(path)
+    above = MountTable().fusefs_above(path)
     if above is not None:
         raise InvalidArgumentError(f"{name}: {text!r} is inside of a volume")
     path = resolve_path(path)

@@ -1,15 +1,15 @@
-"""What kubelet asks on each node: publish a volume at a path, and take it away again.
+"""The Node service: publishes a volume at a path for kubelet, and unpublishes it.
 
 There is no staging: the pod's identity, fresh tokens and fsGroup come with
 publish alone. Publishing finds or makes the mount for the volume (see `mounts`)
 and binds it to the target path. Kubelet publishes every minute or so what is
-published already, to bring fresh credentials; that stores them and asks nobody
-anything. What it finds dead it mounts anew, on top: only a mount that is
-stacked shows up in containers that run.
+published already, to bring fresh credentials; such a call only stores them. A dead
+mount it replaces by a new one on top: running containers see only mounts that are
+stacked.
 
 The state of a volume is what mountinfo and its mount records say. Each call
-starts from there and can be cut off anywhere: the next one, or the caretaker,
-goes on. No call touches a mount, below its root or at it.
+starts from there and can be cut off anywhere: the next one, or the reconciler,
+goes on. No call touches a mount, at its root or below it.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from csi.errors import (
 )
 from csi.generated import csi_pb2, csi_pb2_grpc
 from csi.identities.cache_domains import Domains
-from csi.identities.cache_gc import Sweeper
+from csi.identities.cache_gc import CacheCollector
 from csi.identities.credentials import DRIVER, CredentialFiles, Identity, choose
 from csi.in_flight import Claims
 from csi.node import bind_mount
-from csi.node.bind_mount import Table
+from csi.node.bind_mount import MountTable
 from csi.node.config import NodeConfiguration, add_flags, configuration_of
-from csi.node.drain import Draining, UploadingError
+from csi.node.drain import Drains, UploadingError
 from csi.node.mount_record import MountRecord, MountRecords
 from csi.node.mounts import Mounts
-from csi.node.publish_request import Publication, read_request, target_of
-from csi.node.reconciler import Caretaker
+from csi.node.publish_request import PublishRequest, read_request, target_of
+from csi.node.reconciler import Reconciler
 from csi.node.stats import Stats
-from csi.node.warmup import Warming
+from csi.node.warmup import Warmups
 from csi.server import end_of
 from csi.volume.location import Location, location_of
 from csi.volume.options import Options, Place, Warm, finished, mount_layer, read_options
@@ -103,26 +103,26 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             Daemons(configuration.supervisor),
         )
         self._stats = Stats(self._mounts)
-        self._draining = Draining(self._mounts)
+        self._drains = Drains(self._mounts)
         self._claims = Claims()
-        self._warming = Warming(state / "warming")
-        self._caretaker = Caretaker(self._mounts, self._claims, self._draining, self._warming)
-        self._caretaker.start()
-        self._sweeper = Sweeper(
+        self._warmups = Warmups(state / "warming")
+        self._reconciler = Reconciler(self._mounts, self._claims, self._drains, self._warmups)
+        self._reconciler.start()
+        self._collector = CacheCollector(
             self._domains,
             lambda: [record.settings for record in self._mounts.records.all()],
             configuration.shares,
         )
-        self._sweeper.start()
+        self._collector.start()
 
     def close(self) -> None:
-        """Stop what goes on beside the calls. The mounts go on."""
-        self._caretaker.stop()
-        self._sweeper.stop()
+        """Stop the background threads. The mounts go on."""
+        self._reconciler.stop()
+        self._collector.stop()
 
     @contextmanager
     def _claimed(self, volume_id: str, ends: float) -> Iterator[None]:
-        """Have a volume to oneself; the caretaker, the only other one, is soon done."""
+        """Hold the claim of a volume, waiting until `ends` for the reconciler to release it."""
         with ExitStack() as stack:
             while True:
                 try:
@@ -140,94 +140,96 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         self, request: Request, context: grpc.ServicerContext
     ) -> csi_pb2.NodePublishVolumeResponse:
         ends = end_of(context)
-        asked = read_request(request, self._configuration.kubelet_directory, self._own)
+        publish = read_request(request, self._configuration.kubelet_directory, self._own)
         while True:
-            with self._claimed(asked.volume_id, ends):
-                cold = self._publish_if_warm(request, asked, ends)
+            with self._claimed(publish.volume_id, ends):
+                cold = self._publish_if_warm(request, publish, ends)
             if cold is None:
                 return csi_pb2.NodePublishVolumeResponse()
-            # Without the claim: pods of the volume that run already are not to wait.
-            self._warming.wait(*cold, asked.target, ends)
+            # Without the claim, so that running pods of the volume need not wait.
+            self._warmups.wait(*cold, publish.target, ends)
 
     def _publish_if_warm(
-        self, request: Request, asked: Publication, ends: float
+        self, request: Request, publish: PublishRequest, ends: float
     ) -> tuple[MountRecord, Warm] | None:
-        """Publish, or return the mount whose warming is to be waited for first."""
-        table = Table()
-        if self._is_published(request, asked, table):
+        """Publish, or return the mount whose warm-up comes first."""
+        table = MountTable()
+        if self._refresh_if_published(request, publish, table):
             return None
-        self._refuse_second_target(asked, table)
-        return self._publish(request, asked, ends)
+        self._refuse_second_target(publish, table)
+        return self._publish(request, publish, ends)
 
-    def _is_published(self, request: Request, asked: Publication, table: Table) -> bool:
-        """Whether it is there and alive; its credentials are fresh then.
+    def _refresh_if_published(
+        self, request: Request, publish: PublishRequest, table: MountTable
+    ) -> bool:
+        """Whether the volume is published there and alive; then its credentials are renewed.
 
         Raises:
-            AlreadyExistsError: something else is there.
+            AlreadyExistsError: something else is mounted there.
         """
-        top = table.top(asked.target)
+        top = table.top(publish.target)
         if top is None:
             return False
         if not top.is_fusefs:
-            raise AlreadyExistsError(f"{asked.target}: {top.filesystem} is mounted there")
+            raise AlreadyExistsError(f"{publish.target}: {top.filesystem} is mounted there")
         record = self._mounts.behind(top, table)
         if record is None:
-            return False  # its mount has died and was made anew
+            return False  # the mount had died and was made anew
         root = table.top(Path(record.root))
-        is_read_only = asked.is_read_only or (root is not None and root.is_read_only)
-        if record.arguments != asked.arguments or top.is_read_only != is_read_only:
-            raise AlreadyExistsError(f"{asked.target}: published with other arguments")
+        is_read_only = publish.is_read_only or (root is not None and root.is_read_only)
+        if record.arguments != publish.arguments or top.is_read_only != is_read_only:
+            raise AlreadyExistsError(f"{publish.target}: published with other arguments")
         if not self._mounts.is_alive(record, table):
             return False
         try:
-            identity, _, _ = self._who(request, asked)
+            identity, _, _ = self._who(request, publish)
             if (identity.who == DRIVER) != (record.who == DRIVER):
                 raise InvalidArgumentError("its Secret is empty now")
             self._files.store(record.key, identity, record.uid)
         except (CsiError, OSError) as error:
-            # Kubelet would take the running pod's volume away.
-            log.warning("%s: its credentials stay as they are: %s", asked.volume_id, error)
+            # An error would make kubelet remove the running pod's volume.
+            log.warning("%s: its credentials stay as they are: %s", publish.volume_id, error)
         return True
 
-    def _refuse_second_target(self, asked: Publication, table: Table) -> None:
-        if not asked.has_one_target:
+    def _refuse_second_target(self, publish: PublishRequest, table: MountTable) -> None:
+        if not publish.has_one_target:
             return
-        for record in self._mounts.records.of_volume(asked.volume_id):
+        for record in self._mounts.records.of_volume(publish.volume_id):
             for path in self._mounts.references(record, table):
-                if path != asked.target and "volume-subpaths" not in path.parts:
+                if path != publish.target and "volume-subpaths" not in path.parts:
                     raise FailedPreconditionError(
-                        f"{asked.volume_id} is published at {path}, and its access mode"
-                        f" {asked.mode} allows one path on a node"
+                        f"{publish.volume_id} is published at {path}, and its access mode"
+                        f" {publish.mode} allows one path on a node"
                     )
 
     def _publish(
-        self, request: Request, asked: Publication, ends: float
+        self, request: Request, publish: PublishRequest, ends: float
     ) -> tuple[MountRecord, Warm] | None:
-        if not asked.target.parent.is_dir():
-            raise InvalidArgumentError(f"target_path: there is no {asked.target.parent}")
-        identity, record, warm = self._plan(request, asked)
-        if self._mounts.is_alive(record, Table()):
+        if not publish.target.parent.is_dir():
+            raise InvalidArgumentError(f"target_path: there is no {publish.target.parent}")
+        identity, record, warm = self._plan(request, publish)
+        if self._mounts.is_alive(record, MountTable()):
             self._mounts.records.write(record)  # it may have been lost
             self._files.store(record.key, identity, record.uid)
         else:
             self._begin(record, identity, ends)
-        if self._warming.is_awaited(record, warm):
+        if self._warmups.blocks_publish(record, warm):
             return record, warm
-        self._bind(record, asked)
-        self._draining.is_used_again(record)
-        self._warming.is_not_waited_for(record.key, asked.target)
-        self._warming.begin(record, warm)
-        self._sweep(asked.volume_id)
+        self._bind(record, publish)
+        self._drains.reset(record)
+        self._warmups.remove_waiter(record.key, publish.target)
+        self._warmups.begin(record, warm)
+        self._sweep(publish.volume_id)
         return None
 
-    def _bind(self, record: MountRecord, asked: Publication) -> None:
-        table = Table()
-        at_target, root = table.top(asked.target), table.top(Path(record.root))
+    def _bind(self, record: MountRecord, publish: PublishRequest) -> None:
+        table = MountTable()
+        at_target, root = table.top(publish.target), table.top(Path(record.root))
         if at_target is None:
-            bind_mount.make_directory(asked.target, TARGET_MODE)
+            bind_mount.make_directory(publish.target, TARGET_MODE)
         elif root is not None and at_target.device == root.device:
             return  # it was gone on with
-        bind_mount.bind(Path(record.root), asked.target, is_read_only=asked.is_read_only)
+        bind_mount.bind(Path(record.root), publish.target, is_read_only=publish.is_read_only)
 
     def _begin(self, record: MountRecord, identity: Identity, ends: float) -> None:
         self._files.store(record.key, identity, record.uid)
@@ -237,21 +239,23 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             self._mounts.end(record, time.monotonic(), is_forced=True)
             raise
 
-    def _who(self, request: Request, asked: Publication) -> tuple[Identity, Location, Options]:
-        location = location_of(asked.location, self._stores)
-        options = read_options(asked.attributes, asked.mount_flags, is_inline=asked.is_inline)
+    def _who(self, request: Request, publish: PublishRequest) -> tuple[Identity, Location, Options]:
+        location = location_of(publish.location, self._stores)
+        options = read_options(publish.attributes, publish.mount_flags, is_inline=publish.is_inline)
         identity = choose(
             request.secrets,
             request.volume_context,
             options,
             location.store,
-            is_inline=asked.is_inline,
+            is_inline=publish.is_inline,
         )
         return identity, location, options
 
-    def _plan(self, request: Request, asked: Publication) -> tuple[Identity, MountRecord, Warm]:
+    def _plan(
+        self, request: Request, publish: PublishRequest
+    ) -> tuple[Identity, MountRecord, Warm]:
         """The mount that a volume needs, whether it is there or not, and what of it to warm."""
-        identity, location, options = self._who(request, asked)
+        identity, location, options = self._who(request, publish)
         store = location.store
         place = Place(
             MountSource(location.bucket, location.prefix),
@@ -264,18 +268,18 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             options,
             place,
             self._configuration.shares,
-            is_read_only=asked.is_reader_mode,
-            fs_group=asked.fs_group,
+            is_read_only=publish.is_reader_mode,
+            fs_group=publish.fs_group,
         )
         where = (store.name, store.endpoint_url or "", location.bucket)
         shared = ("shared", options.cache_domain) if options.cache_domain else identity.proof
         name = self._domains.name_of("domain", *where, *shared)
         texts = sorted(f"{setting}={given.text}" for setting, given in layer.items())
-        key = self._domains.name_of("mount", name, asked.arguments, *identity.proof, "", *texts)
+        key = self._domains.name_of("mount", name, publish.arguments, *identity.proof, "", *texts)
         known = self._mounts.records.read(key)
         if known is not None:
             return identity, known, options.warm
-        self._warming.forget(key)  # an earlier mount's
+        self._warmups.forget(key)  # an earlier mount's
         store.check_address()
         with self._mounts.records.one_more(self._configuration.most_volumes):
             domain = self._domains.claim(name)
@@ -289,12 +293,12 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             )
             record = MountRecord(
                 key,
-                asked.volume_id,
+                publish.volume_id,
                 os.fspath(settings.mountpoint),
                 str(settings.source),
                 identity.who,
                 domain.uid,
-                asked.arguments,
+                publish.arguments,
                 settings.to_json(),
                 options.drain_timeout_s,
                 self._files.environment(key, identity, store),
@@ -319,11 +323,11 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             except UploadingError:
                 if time.monotonic() + UPLOADS_POLL_S > ends:
                     raise
-            # Without the claim: the volume's next pod is not to wait for this one's uploads.
+            # Without the claim, so that the volume's next pod need not wait for these uploads.
             time.sleep(UPLOADS_POLL_S)
 
     def _unpublish(self, volume_id: str, target: Path, ends: float) -> None:
-        table = Table()
+        table = MountTable()
         stack = table.stack(target)
         if any(not mount.is_fusefs for mount in stack):
             raise FailedPreconditionError(f"{target}: what is mounted there is not a volume")
@@ -337,11 +341,11 @@ class NodeService(csi_pb2_grpc.NodeServicer):
                 lost.add(key)
         records = self._mounts.records.of_volume(volume_id)
         for record in records:
-            self._warming.is_not_waited_for(record.key, target)
-            if self._warming.is_expected(record.key):
+            self._warmups.remove_waiter(record.key, target)
+            if self._warmups.is_awaited(record.key):
                 continue
             if all(path == target for path in self._mounts.references(record, table)):
-                self._draining.check(record)
+                self._drains.check(record)
         try:
             bind_mount.pop_all(target)
             bind_mount.remove_directory(target)
@@ -349,11 +353,11 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             raise UnavailableError(f"{target}: {error.strerror}") from error
         for record in records:
             if not self._is_needed(record):
-                self._draining.end(record, ends)
+                self._drains.end(record, ends)
                 self._stats.forget(record.key)
-                self._warming.forget(record.key)
+                self._warmups.forget(record.key)
         for key in lost:  # mounts whose records are no more
-            if not self._mounts.is_used(key, Table()):
+            if not self._mounts.is_used(key, MountTable()):
                 self._mounts.end_key(key, ends)
 
     def _sweep(self, volume_id: str) -> None:
@@ -361,17 +365,17 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         for record in self._mounts.records.of_volume(volume_id):
             if not self._is_needed(record):
                 try:
-                    self._draining.check(record)
-                    self._draining.end(record, time.monotonic())
+                    self._drains.check(record)
+                    self._drains.end(record, time.monotonic())
                 except (CsiError, OSError) as error:
-                    log.info("later: %s", error)  # the caretaker's
+                    log.info("tried again later: %s", error)  # by the reconciler
 
     def _is_needed(self, record: MountRecord) -> bool:
-        """Whether anybody uses a mount, or waits for its warming."""
-        is_used = bool(self._mounts.references(record, Table()))
-        return is_used or self._warming.is_expected(record.key)
+        """Whether a target uses the mount, or waits for its warm-up."""
+        is_used = bool(self._mounts.references(record, MountTable()))
+        return is_used or self._warmups.is_awaited(record.key)
 
-    # --- what is asked ---
+    # --- queries ---
 
     def NodeGetVolumeStats(
         self, request: csi_pb2.NodeGetVolumeStatsRequest, context: grpc.ServicerContext
@@ -379,7 +383,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         if not request.volume_id:
             raise InvalidArgumentError("volume_id: missing")
         path = self._published_path("volume_path", request.volume_path)
-        table = Table()
+        table = MountTable()
         top = table.top(path)
         record = self._mounts.behind(top, table) if top is not None else None
         if record is None or record.volume_id != request.volume_id:
@@ -404,11 +408,11 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         )
 
     def _published_path(self, field: str, text: str) -> Path:
-        """Where a volume is said to be.
+        """The path of a published volume.
 
         Raises:
             InvalidArgumentError: the field is missing.
-            VolumeNotFoundError: no volume can be there, whatever is wrong with the path.
+            VolumeNotFoundError: the path is wrong, so no volume can be there.
         """
         directory = self._configuration.kubelet_directory
         try:

@@ -1,10 +1,10 @@
-"""What a volume uses, as its mount's daemon knows it.
+"""A volume's usage, from the status of its mount's daemon.
 
-A bucket has no size, and counting what is in it would cost a LIST for every
-thousand objects, each minute and on each node. So `used` is what the node's
-cache holds of it, and the number of files that the mount knows; `total` is more
-than anybody will have. Nothing asks the bucket or touches the mount, and a
-daemon that does not answer within a second is answered for with its last words.
+A bucket has no size, and counting its objects would cost a LIST for every thousand of
+them, each minute and on each node. So `used` is the size of the volume's cached data and
+the number of files that the mount knows; `total` is larger than any volume. No request
+goes to the bucket or the mount. If the daemon does not answer within a second, its last
+answer counts.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ ENDLESS = 2**60
 
 
 class Stats:
-    """Answers for all volumes, and remembers."""
+    """The usage of all volumes, with the last answer of each daemon."""
 
     def __init__(self, mounts: Mounts) -> None:
         self._mounts = mounts
         self._last: dict[str, tuple[int, int]] = {}
 
     def of(self, record: MountRecord) -> csi_pb2.NodeGetVolumeStatsResponse:
-        """The numbers of the volume behind a record."""
+        """The usage of the volume of a record."""
         status = self._mounts.ask(record)
         if status is not None:
             self._last[record.key] = (
@@ -41,5 +41,5 @@ class Stats:
         )
 
     def forget(self, key: str) -> None:
-        """A mount has ended."""
+        """Drop the last answer of a mount that has ended."""
         self._last.pop(key, None)

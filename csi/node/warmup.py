@@ -1,14 +1,13 @@
-"""Volumes that are warmed: fetched into the node's cache before, or while, their pods start.
+"""Warms volumes: fetches them into the node's cache before, or while, their pods start.
 
-The mount's daemon does the work (`fusefs warm`); it is asked on its socket, never through
-the mount. A pod that is to wait for it is published in several calls: each waits as long as
-its caller does, and is then aborted with how far it is; the next goes on. The mount that
-nobody has bound yet is kept for them meanwhile. When the volume's time is over, the pod
-starts, and the warming goes on.
+The mount's daemon does the work (`fusefs warm`), at a request on its socket. A pod that
+waits for it is published in several calls: each call waits until its deadline and is then
+aborted with the progress; the next call goes on. Meanwhile the mount is kept although no
+target is bound to it. When `warmTimeout` is over, the pod starts and the warming goes on.
 
-A mount is warmed once, however many pods use it. Since when, and who waits, is on record
-beside the mounts' records, so that a driver that was restarted goes on counting. Times are
-of the monotonic clock, which all processes of a boot share.
+A mount is warmed once, however many pods use it. The beginning and the waiting targets are
+on record beside the mounts' records, so a restarted driver goes on counting. Times are of
+the monotonic clock, which all processes of a boot share.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ log = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 1.0
 POLL_S = 0.5
-# Kubelet calls again within two minutes; who has not for longer will not.
+# Kubelet calls again within two minutes; after five it has given the pod up.
 PATIENCE_S = 300.0
 
 
@@ -51,8 +50,8 @@ class _Record:
     waiting: dict[str, float] = field(default_factory=dict)
 
 
-class Warming:
-    """The warmings of the driver's mounts, on record below a directory. For any thread."""
+class Warmups:
+    """The warm-ups of the driver's mounts, with records below `directory`. Thread-safe."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -60,69 +59,69 @@ class Warming:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def begin(self, record: MountRecord, warm: Warm) -> None:
-        """Have a mount warmed that is served already, if it has not been; answers at once."""
+        """Start the warm-up of a served mount, if it has had none; does not wait for it."""
         if warm.paths and self._read(record.key) is None:
             self._write(record.key, _Record(time.monotonic(), is_over=True))
             try:
                 _jobs(record, warm)
             except ControlError as error:
-                log.warning("%s is not warmed: %s", record.source, error)
+                log.warning("%s cannot be warmed: %s", record.source, error)
 
-    def is_awaited(self, record: MountRecord, warm: Warm) -> bool:
-        """Whether a pod is to wait for a mount's warming before it starts."""
+    def blocks_publish(self, record: MountRecord, warm: Warm) -> bool:
+        """Whether a pod has to wait for the warm-up before it starts."""
         if not warm.is_first:
             return False
         known = self._read(record.key)
         return known is None or not known.is_over
 
     def wait(self, record: MountRecord, warm: Warm, target: Path, ends: float) -> None:
-        """Return when a mount is warm, or has had its time. `ends` is monotonic.
+        """Return when the mount is warm, or the volume's `warmTimeout` has passed.
 
         Raises:
-            AbortedError: it is not yet at `ends`; it says how far it is.
+            AbortedError: neither was so at `ends` (monotonic clock); it has the progress.
         """
         began = self._note(record.key, target)
-        said = "the mount is asked"
+        status = "is starting"
         while True:
             try:
                 jobs = _jobs(record, warm)
-                said = describe_warming(jobs)
+                status = describe_warming(jobs)
                 if all(job["state"] in ("ended", "cancelled") for job in jobs):
                     break
             except (NotAnsweringError, MountEndedError) as error:
-                said = f"the mount does not tell how far it is: {error}"
+                status = f"the mount does not report its progress: {error}"
             except ControlError as error:
-                said = str(error)
+                status = str(error)
                 break
             now = time.monotonic()
             if now - began >= warm.timeout_s:
                 waited = describe_duration(warm.timeout_s)
-                said = f"not done in {waited}, it goes on: {said}"
+                status = f"not done in {waited}, goes on in the background: {status}"
                 break
             if now + POLL_S > ends:
                 self._note(record.key, target)
-                raise AbortedError(f"warming {said}")
+                raise AbortedError(f"warming {status}")
             time.sleep(POLL_S)
-        log.info("warming %s for %s: %s", record.source, record.volume_id, said)
+        log.info("warming %s for %s: %s", record.source, record.volume_id, status)
         self._change(record.key, lambda known: replace(known, is_over=True))
 
-    def is_expected(self, key: str) -> bool:
-        """Whether a mount that nobody has bound is waited for."""
+    def is_awaited(self, key: str) -> bool:
+        """Whether a publish call waits for a mount that is not bound to a target yet."""
         known = self._read(key)
         since = max(known.waiting.values(), default=0.0) if known is not None else 0.0
         return bool(since) and time.monotonic() - since < PATIENCE_S
 
-    def is_not_waited_for(self, key: str, target: Path) -> None:
-        """A mount is bound to this target, or will not be."""
+    def remove_waiter(self, key: str, target: Path) -> None:
+        """The target waits no longer: the mount is bound to it, or the pod is gone."""
         if self._read(key) is not None:
             self._change(key, lambda known: _without(known, target))
 
     def forget(self, key: str) -> None:
-        """A mount has ended."""
+        """Remove the record of a mount that has ended."""
         self._path(key).unlink(missing_ok=True)
 
     def _note(self, key: str, target: Path) -> float:
-        """Note that a target's publish waits; return when the first one of all began."""
+        """Record that a target waits; return when the first publish call of the mount began."""
         now = time.monotonic()
 
         def add(known: _Record) -> _Record:
@@ -157,10 +156,10 @@ def _without(known: _Record, target: Path) -> _Record:
 
 
 def _jobs(record: MountRecord, warm: Warm) -> list[Message]:
-    """How far the daemon of a mount is; it begins with what it does not know of.
+    """The mount's jobs for the volume's paths; those that the daemon does not have are started.
 
     Raises:
-        ControlError: it does not answer, or can't do it.
+        ControlError: the daemon does not answer, or refuses.
     """
     root = Path(record.root)
     answer = daemon_request(root, {"command": "warming"}, ANSWER_TIMEOUT_S)

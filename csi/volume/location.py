@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from csi.errors import InvalidArgumentError
-from csi.volume.stores import Stores, StoreSettings, is_region
+from csi.volume.stores import StoreConfig, Stores, is_region
 from fusefs.api import PRIVATE
 
 # The attributes that say where a volume is; all others are settings of its mounts.
@@ -68,7 +68,7 @@ def new_volume_id(store: str, bucket: str, name: str) -> VolumeId:
 class Location:
     """Where a volume's data are. `prefix` is "" or ends with its only trailing slash."""
 
-    store: StoreSettings
+    store: StoreConfig
     bucket: str
     prefix: str
     region: str | None = None

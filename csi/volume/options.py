@@ -53,7 +53,7 @@ _FREE = frozenset(
         "conditional_writes",
     )
 )
-# Settings of which the node gives each mount a share: less may be asked for, more is not given.
+# Settings of which the node gives each mount a share: a volume may take less, never more.
 _SHARED = frozenset(("cache_size", "memory_limit", "max_connections"))
 _TAKEN = _FREE | _SHARED
 _OWN = frozenset(
@@ -136,7 +136,7 @@ def check_attributes(
 def read_options(
     attributes: Mapping[str, str], mount_flags: Sequence[str], *, is_inline: bool
 ) -> Options:
-    """What is asked for; see `check_attributes`.
+    """The options of a volume; see `check_attributes`.
 
     Raises:
         InvalidArgumentError: the sentence names the attribute or option.
@@ -316,16 +316,16 @@ def mount_layer(
 
 
 def _limited(settings: Layer, shares: Shares) -> dict[str, RawValue]:
-    asked = build(settings, _anywhere())
-    memory_limit = min(asked.memory_limit, shares.memory_limit)
-    connections = min(asked.max_connections, shares.max_connections)
-    retry_s = min(asked.retry_time, LONGEST_RETRY_S)
+    wanted = build(settings, _anywhere())
+    memory_limit = min(wanted.memory_limit, shares.memory_limit)
+    connections = min(wanted.max_connections, shares.max_connections)
+    retry_s = min(wanted.retry_time, LONGEST_RETRY_S)
     limits = {
         "memory_limit": SIZE.show(memory_limit),
         "max_connections": str(connections),
         "retry_time": DURATION.show(retry_s),
     }
-    sizes = [size for size in (asked.cache_size, shares.cache_size) if size is not None]
+    sizes = [size for size in (wanted.cache_size, shares.cache_size) if size is not None]
     if sizes:
         limits["cache_size"] = SIZE.show(min(sizes))
     return {name: RawValue(text, "the node's share") for name, text in limits.items()}

@@ -53,7 +53,7 @@ class StoresError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class StoreSettings:
+class StoreConfig:
     """Where a store is. `endpoint_url` is None for AWS, and the URLs have no path.
 
     `sts_url` is where tokens are exchanged; None is AWS' own for the region if
@@ -88,12 +88,12 @@ class StoreSettings:
 class Stores:
     """The configured stores, `aws` among them."""
 
-    by_name: Mapping[str, StoreSettings]
+    by_name: Mapping[str, StoreConfig]
 
-    def named(self, name: str) -> StoreSettings | None:
+    def named(self, name: str) -> StoreConfig | None:
         return self.by_name.get(name)
 
-    def choose(self, attributes: Mapping[str, str]) -> StoreSettings:
+    def choose(self, attributes: Mapping[str, str]) -> StoreConfig:
         """The store that a volume's `store` and `endpoint` say; without both, `aws`.
 
         Raises:
@@ -157,11 +157,11 @@ def is_forbidden(address: str) -> bool:
     )
 
 
-def _stores(made: Iterable[StoreSettings]) -> Stores:
-    return Stores({AWS: StoreSettings(AWS), **{store.name: store for store in made}})
+def _stores(made: Iterable[StoreConfig]) -> Stores:
+    return Stores({AWS: StoreConfig(AWS), **{store.name: store for store in made}})
 
 
-def _store(name: str, table: Any) -> StoreSettings:
+def _store(name: str, table: Any) -> StoreConfig:
     if not _NAME.fullmatch(name):
         raise ValueError(
             f"stores.{name}: a name has at most 20 characters, which are a-z, 0-9 and -"
@@ -186,7 +186,7 @@ def _store(name: str, table: Any) -> StoreSettings:
             raise ValueError(f"stores.{name}.{key}: {error}") from None
     if name != AWS and "endpoint_url" not in read:
         raise ValueError(f"stores.{name}: has no endpoint-url")
-    return StoreSettings(name, **read)
+    return StoreConfig(name, **read)
 
 
 def _read_url(text: str) -> str:

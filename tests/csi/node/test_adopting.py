@@ -16,7 +16,7 @@ from csi.generated import csi_pb2
 from csi.in_flight import Claims
 from csi.node import reconciler
 from csi.node.mount_record import MountRecord
-from csi.node.reconciler import AT_ONCE, Caretaker
+from csi.node.reconciler import AT_ONCE, Reconciler
 from fusefs.launch import control
 from fusefs.linux.processes import has_ended
 from tests.support.buckets import Bucket
@@ -73,14 +73,14 @@ class PlayedMounts:
 
 
 class PlayedWarming:
-    def is_expected(self, _key: str) -> bool:
+    def is_awaited(self, _key: str) -> bool:
         return False
 
 
-def caretaker_of(mounts: Any) -> Caretaker:
+def reconciler_of(mounts: Any) -> Reconciler:
     played: Any = PlayedWarming()
     draining: Any = None
-    return Caretaker(mounts, Claims(), draining, played)
+    return Reconciler(mounts, Claims(), draining, played)
 
 
 def names(count: int) -> list[str]:
@@ -91,10 +91,10 @@ def test_mounts_that_hang_keep_no_other_from_its_turn(monkeypatch: pytest.Monkey
     monkeypatch.setattr(reconciler, "WORKING_S", 0.1)
     hanging = names(2 * AT_ONCE)
     mounts = PlayedMounts(names(VOLUMES), hanging)
-    looking = caretaker_of(mounts)
+    looking = reconciler_of(mounts)
     try:
         for rounds in (1, 2):
-            looking.look_round()
+            looking.reconcile_all()
             wanted = {name: 1 if name in hanging else rounds for name in names(VOLUMES)}
             until(lambda wanted=wanted: mounts.begun == wanted, "all others have their turn")
             until(lambda: mounts.at_work == len(hanging), "they are done")
@@ -104,7 +104,7 @@ def test_mounts_that_hang_keep_no_other_from_its_turn(monkeypatch: pytest.Monkey
 
 def test_no_more_are_gone_on_with_at_a_time_than_the_processors_bear() -> None:
     mounts = PlayedMounts(names(VOLUMES), names(VOLUMES))
-    looking = threading.Thread(target=caretaker_of(mounts).look_round, daemon=True)
+    looking = threading.Thread(target=reconciler_of(mounts).reconcile_all, daemon=True)
     looking.start()
     try:
         until(lambda: mounts.at_work == AT_ONCE, "some are at work")
@@ -118,7 +118,7 @@ def test_no_more_are_gone_on_with_at_a_time_than_the_processors_bear() -> None:
 
 def test_all_mounts_of_one_volume_have_their_turn() -> None:
     mounts = PlayedMounts(["volume"] * 5)
-    caretaker_of(mounts).look_round()
+    reconciler_of(mounts).reconcile_all()
     until(lambda: mounts.begun.total() == 5 and not mounts.at_work, "all are done")
     assert mounts.most_at_work == 1
 

@@ -32,14 +32,14 @@ threading.settrace(look)
 # In the order in which a call comes to them.
 PUBLISHING = (
     "Domains.claim", "CredentialFiles.store", "MountRecords.write", "make_directory",
-    "_run_starter", "Warming.is_awaited", "bind", "Draining.is_used_again",
+    "_run_mount_process", "Warmups.blocks_publish", "bind", "Draining.reset",
 )  # fmt: skip
 UNPUBLISHING = (
-    "pop_all", "remove_directory", "Draining.end", "Mounts._processes", "Mounts._see_daemons_out",
+    "pop_all", "remove_directory", "Draining.end", "Mounts._processes", "Mounts._wait_for_daemons",
     "unregister", "CredentialFiles.remove", "MountRecords.remove",
 )  # fmt: skip
 PAIRS = list(zip(PUBLISHING, UNPUBLISHING, strict=True))
-FEW = [pair for pair in PAIRS if pair[0] in ("MountRecords.write", "Warming.is_awaited")]
+FEW = [pair for pair in PAIRS if pair[0] in ("MountRecords.write", "Warmups.blocks_publish")]
 
 
 @pytest.fixture(scope="module")

@@ -97,7 +97,7 @@ def test_a_mount_whose_daemon_hangs_ends_when_its_time_is_over(node: Node, data:
     target = node.target("pod")
     node.publish("hanging", target, bucket=data.name, prefix="a", drainTimeout="1s")
     os.kill(node.daemons()[0], signal.SIGSTOP)
-    with refused(Code.ABORTED, "does not tell"):
+    with refused(Code.ABORTED, "does not report"):
         node.unpublish("hanging", target, timeout_s=3.5)
     until_final(node.unpublish, "hanging", target, timeout_s=10)
     until(lambda: not node.leftovers(), "what was killed has gone")

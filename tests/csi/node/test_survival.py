@@ -135,7 +135,7 @@ def test_nothing_of_the_driver_looks_into_a_mount(node: Node, data: Bucket) -> N
             node.start()
             node.publish("volume", target, **volume)
             node.unpublish("volume", other)
-            with pytest.raises(grpc.RpcError, match="does not tell"):
+            with pytest.raises(grpc.RpcError, match="does not report"):
                 node.unpublish("volume", target, timeout_s=5)
             assert looking.poll() is None
             os.kill(daemon, signal.SIGCONT)

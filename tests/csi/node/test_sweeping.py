@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from csi.identities.cache_domains import Domain, Domains
-from csi.identities.cache_gc import KEEP_IF_SCARCE_S, KEEP_S, REMOVAL, Sweeper
+from csi.identities.cache_gc import KEEP_IF_SCARCE_S, KEEP_S, REMOVAL, CacheCollector
 from csi.volume.options import Shares
 from fusefs.settings.mount import MountSettings
 from fusefs.settings.types import MountSource
@@ -50,7 +50,7 @@ class Node:
     def __init__(self, domains: Domains) -> None:
         self.domains = domains
         self.used: list[str] = []
-        self.sweeper = Sweeper(domains, lambda: self.used, Shares(0, 0, None, "0%", "0%"))
+        self.collector = CacheCollector(domains, lambda: self.used, Shares(0, 0, None, "0%", "0%"))
 
     def domain(self, name: str, *, unused_s: float = 2 * KEEP_S) -> Domain:
         """A domain with something in its cache, unless it is read from here on."""
@@ -86,7 +86,7 @@ def node(domains: Domains) -> Node:
 
 def test_a_cache_that_nobody_has_used_for_long_is_removed(node: Node) -> None:
     old, recent = node.domain("old"), node.domain("recent", unused_s=KEEP_S / 2)
-    node.sweeper.look_round()
+    node.collector.collect()
     assert not old.directory.exists()
     assert (recent.directory / "shared/objects/ab/abcdef.1").exists()
     assert node.domains.leaving() == []
@@ -96,16 +96,16 @@ def test_a_cache_that_nobody_has_used_for_long_is_removed(node: Node) -> None:
 def test_a_cache_that_a_mount_uses_stays_however_old_it_is(node: Node) -> None:
     used = node.domain("used")
     node.mount(used)
-    node.sweeper.look_round()
+    node.collector.collect()
     node.used.clear()
-    node.sweeper.look_round()  # it counts from here on
+    node.collector.collect()  # it counts from here on
     assert (used.directory / "format").exists()
 
 
 def test_a_cache_that_is_claimed_again_stays(node: Node) -> None:
     old = node.domain("old")
     assert node.domains.claim(old.name) == old
-    node.sweeper.look_round()
+    node.collector.collect()
     assert (old.directory / "format").exists()
 
 
@@ -117,9 +117,9 @@ def test_what_was_never_uploaded_stays_and_is_said_once(
     node.put(old, staged, "mounts/m/staging/17000000/source")
     node.age(old, 2 * KEEP_S)
     with caplog.at_level(logging.WARNING, "csi"):
-        node.sweeper.look_round()
+        node.collector.collect()
         node.age(old, 2 * KEEP_S)
-        node.sweeper.look_round()
+        node.collector.collect()
     assert (old.directory / staged).read_text() == "cached"
     assert not (old.directory / "shared").exists()
     (record,) = caplog.records
@@ -134,11 +134,11 @@ def test_a_directory_that_a_daemon_still_looks_after_stays(node: Node) -> None:
     fd = os.open(old.directory / "mounts/m/staging/17000000", os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
-        node.sweeper.look_round()
+        node.collector.collect()
         assert (old.directory / "shared/objects/ab/abcdef.1").exists()
     finally:
         os.close(fd)
-    node.sweeper.look_round()
+    node.collector.collect()
     assert not old.directory.exists()
 
 
@@ -147,13 +147,13 @@ def test_when_something_is_scarce_the_longest_unused_goes_first(
 ) -> None:
     ages = {"a": 3.0, "b": 2.0, "c": 0.5}
     made = {name: node.domain(name, unused_s=age * KEEP_IF_SCARCE_S) for name, age in ages.items()}
-    node.sweeper.look_round()
+    node.collector.collect()
     assert all(domain.directory.exists() for domain in made.values())
     node.domains.lacks_uids = True
-    node.sweeper.look_round()
+    node.collector.collect()
     assert [name for name, domain in made.items() if domain.directory.exists()] == ["b", "c"]
-    monkeypatch.setattr(node.sweeper, "_is_scarce", lambda: True)
-    node.sweeper.look_round()
+    monkeypatch.setattr(node.collector, "_is_scarce", lambda: True)
+    node.collector.collect()
     assert [name for name, domain in made.items() if domain.directory.exists()] == ["c"]
 
 
@@ -161,12 +161,12 @@ def test_a_full_disk_is_scarce(public_path: Path) -> None:
     with small_disk(public_path / "disk", 4) as disk:
         os.chmod(disk, 0o711)
         node = Node(Domains(disk / "cache", FIRST_UID, FIRST_UID + 9))
-        node.sweeper = Sweeper(node.domains, list, Shares(0, 0, None, "50%", "0%"))
+        node.collector = CacheCollector(node.domains, list, Shares(0, 0, None, "50%", "0%"))
         old = node.domain("old", unused_s=2 * KEEP_IF_SCARCE_S)
-        node.sweeper.look_round()
+        node.collector.collect()
         assert old.directory.exists()
         (disk / "other").write_bytes(bytes(3 << 20))
-        node.sweeper.look_round()
+        node.collector.collect()
         assert not old.directory.exists()
 
 
@@ -180,7 +180,7 @@ def test_links_are_not_followed_and_nothing_of_others_goes(node: Node, public_pa
     for name in ("link", "mounts/link", "mounts/m/staging", "shared/objects/link"):
         (old.directory / name).symlink_to(outside)
     node.age(old, 2 * KEEP_S)
-    node.sweeper.look_round()
+    node.collector.collect()
     assert not old.directory.exists()
     assert (outside / "file").read_text() == "kept"
 
@@ -209,7 +209,7 @@ def test_nothing_goes_where_something_is_mounted(
     old = node.domain("old")
     mount = mounted_below(old.directory / "shared/objects/mount")
     node.age(old, 2 * KEEP_S)
-    node.sweeper.look_round()
+    node.collector.collect()
     assert (mount / "file").read_text() == "kept"
     assert (old.directory / "format").exists()
 
@@ -218,8 +218,8 @@ def test_what_was_put_aside_by_a_process_that_was_killed_goes_later(node: Node) 
     old = node.domain("old")
     (unused,) = node.domains.unused()
     with node.domains.alone():
-        aside = node.domains.put_aside(unused)
+        aside = node.domains.set_aside(unused)
     # Until it is gone, nobody else has its uid.
     assert node.domains.claim(node.domains.name_of("next")).uid != old.uid
-    node.sweeper.look_round()
+    node.collector.collect()
     assert not aside.exists()
