@@ -4,7 +4,7 @@ The code decides what the caller does next. After ABORTED, UNAVAILABLE,
 CANCELLED and DEADLINE_EXCEEDED kubelet and the provisioner take the operation
 for unfinished and call again; after any other code they take it for failed,
 clean up, and may never call again. So what is not known to be final, an
-exception that nobody foresaw included, is UNAVAILABLE.
+unexpected exceptions included, is UNAVAILABLE.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The Identity service: who the driver is, and that it lives.
 
 Every instance of a version answers the same, whichever services it has beside.
-Probe asks nobody: kubelet ends a container whose probe fails, and a store that
+Probe makes no request: kubelet ends a container whose probe fails, and a store that
 is down is no reason to end the mounts of another.
 """
 

@@ -1,9 +1,9 @@
-"""The gRPC server on a Unix socket, and what every call goes through.
+"""The gRPC server on a Unix socket, and the common part of every call.
 
-A call is logged in one line, holds the claim of its volume while it runs (on a
-node, of the volume at one target path), and ends with a status: an exception
-becomes the code that `csi.errors` gives it. The services below know nothing of
-this; a handler returns its response or raises.
+Each call is logged in one line, holds the claim of its volume while it runs (on a node,
+of the volume at one target path), and ends with a status: `csi.errors` gives the code
+for an exception. The services know nothing of this: a handler returns its response or
+raises.
 
 Calls may take minutes (uploads, warming, deletions), and a node's kubelet
 makes many at once. So there are more threads than calls that may run: what
@@ -37,7 +37,7 @@ DRIVER_NAME = "s3.csi.fusefs.dev"
 # The provisioner's own default is 100 workers for creating and as many for deleting.
 MAX_CALLS = 100
 QUICK_THREADS = 28
-# Kubelet gives a call two minutes; what it does not say is taken for less.
+# Kubelet gives a call two minutes; a call without a deadline gets a bit less.
 LONGEST_CALL_S = 110.0
 # A deadline further away than this is none.
 NO_DEADLINE_S = 86400.0
@@ -89,7 +89,7 @@ class Server:
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         _remove_socket(self.path)
-        # The sidecars have this group, and nobody else may call.
+        # Only the sidecars, which have this group, may call.
         before = os.umask(0o007)
         try:
             self._server.add_insecure_port(f"unix:{self.path}")
@@ -193,7 +193,7 @@ class _Interceptor(grpc.ServerInterceptor):
         except Exception as error:
             code, sentence = status_of(error)
             if not isinstance(error, CsiError | StoreError | NotImplementedError):
-                # Not its sentence, which may quote a header with a token.
+                # Without the message, which may quote a header with a token.
                 frames = "".join(traceback.format_tb(error.__traceback__))
                 log.error("%s failed: %s\n%s", method, type(error).__name__, frames)
             _log_end(method, request, code, sentence, began)
@@ -221,9 +221,9 @@ def _log_end(
 ) -> None:
     volume = getattr(request, "volume_id", "") or getattr(request, "name", "")
     took_ms = (time.monotonic() - began) * 1000
-    # What is asked all the time and worked is no news.
+    # Frequent calls that succeed are logged only for debugging.
     level = logging.INFO if volume or code is not grpc.StatusCode.OK else logging.DEBUG
     line = " ".join(filter(None, [method, volume, code.name, sentence]))
-    # A caller's text must not look like lines of its own.
+    # Text of a caller must not forge lines of the log.
     line = "".join(character if character.isprintable() else "?" for character in line)
     log.log(level, "%s (%.0f ms)", line, took_ms)

@@ -1,8 +1,8 @@
-"""What the controller does in a bucket: boto3, and every failure as a `StoreError`.
+"""The controller's requests to a bucket, by boto3, with every failure as a `StoreError`.
 
-Requests are signed with the keys of a Secret, or else as the driver itself.
-They go to the store's own host only, if need be through the environment's
-proxy: neither an answer nor the configuration of AWS sends them elsewhere.
+Requests are signed with the keys of a Secret, or else with the driver's credentials.
+They go only to the store's own host, through the environment's proxy where there is one:
+neither redirects nor the AWS configuration send them elsewhere.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from csi.identities.keys import Keys
-from csi.volume.stores import StoreConfig
+from csi.volume.stores import StoreSettings
 from fusefs.api import (
     NO_CREDENTIALS,
     AccessDeniedError,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from fusefs.api import Trust
 
 DEFAULT_REGION = "us-east-1"
-# The most that one LIST tells and one DeleteObjects takes.
+# The maximum number of keys of a LIST page and of a DeleteObjects request.
 PAGE = 1000
 
 log = logging.getLogger(__name__)
@@ -54,10 +54,10 @@ class Bucket:
     """One bucket of a store. Any thread may use it. Every method blocks."""
 
     def __init__(
-        self, store: StoreConfig, name: str, region: str | None, keys: Keys | None
+        self, store: StoreSettings, name: str, region: str | None, keys: Keys | None
     ) -> None:
         """Raises:
-        InvalidArgumentError, UnavailableError: as `StoreConfig.check_address` does.
+        InvalidArgumentError, UnavailableError: as `StoreSettings.check_address` does.
         StoreError: certificates or proxies that were named can't be used.
         """
         store.check_address()
@@ -72,7 +72,7 @@ class Bucket:
         Raises:
             ExistsError: it is.
         """
-        with self._told(key):
+        with self._translated(key):
             try:
                 self._client.put_object(
                     Bucket=self.name,
@@ -92,19 +92,19 @@ class Bucket:
         Raises:
             NotFoundError: there is none.
         """
-        with self._told(key):
+        with self._translated(key):
             return bytes(self._client.get_object(Bucket=self.name, Key=key)["Body"].read())
 
     def pages(self, prefix: str) -> Iterator[list[Listed]]:
         """The objects below `prefix`, up to `PAGE` at a time. No page is empty."""
         token: dict[str, Any] = {}
         while True:
-            with self._told(prefix):
+            with self._translated(prefix):
                 answer = self._client.list_objects_v2(
                     Bucket=self.name, Prefix=prefix, MaxKeys=PAGE, **token
                 )
             found = [Listed(item["Key"], item["ETag"]) for item in answer.get("Contents", [])]
-            # What is listed here may be deleted next.
+            # The caller may delete every listed key.
             if not all(item.key.startswith(prefix) for item in found):
                 raise StoreError(f"s3://{self.name}/{prefix}: the store lists other keys")
             if found:
@@ -115,22 +115,22 @@ class Bucket:
 
     def delete(self, key: str) -> None:
         """Delete one object, if it is there."""
-        with self._told(key):
+        with self._translated(key):
             self._client.delete_object(Bucket=self.name, Key=key)
 
     def delete_all(self, keys: Sequence[str]) -> None:
         """Delete up to `PAGE` objects. After a failure some may be gone."""
-        # XML cannot say a control character, a URL can.
-        speakable = [key for key in keys if key.isprintable()]
+        # XML cannot contain control characters, URLs can.
+        printable = [key for key in keys if key.isprintable()]
         for key in keys:
             if not key.isprintable():
                 self.delete(key)
-        if not speakable:
+        if not printable:
             return
-        with self._told(speakable[0]):
+        with self._translated(printable[0]):
             answer = self._client.delete_objects(
                 Bucket=self.name,
-                Delete={"Objects": [{"Key": key} for key in speakable], "Quiet": True},
+                Delete={"Objects": [{"Key": key} for key in printable], "Quiet": True},
             )
         for refused in answer.get("Errors", []):
             failure = from_code(refused.get("Code", ""))
@@ -139,13 +139,13 @@ class Bucket:
                 raise failure.kind(f"{failure.sentence} on {whom} as {self._whose}")
 
     def abort_uploads(self, prefix: str) -> None:
-        """Abort the multipart uploads below `prefix` that nobody has completed.
+        """Abort the unfinished multipart uploads below `prefix`.
 
-        They are no objects, and a store that does not let one list them or
-        cannot is left alone.
+        They are not objects: a store that cannot list them, or refuses to, only
+        gets a warning in the log.
         """
         try:
-            with self._told(prefix):
+            with self._translated(prefix):
                 for key, upload_id in self._uploads(prefix):
                     self._client.abort_multipart_upload(
                         Bucket=self.name, Key=key, UploadId=upload_id
@@ -158,11 +158,11 @@ class Bucket:
             Bucket=self.name, Prefix=prefix
         )
         found = [upload for page in pages for upload in page.get("Uploads", [])]
-        return [(one["Key"], one["UploadId"]) for one in found if one["Key"].startswith(prefix)]
+        return [(part["Key"], part["UploadId"]) for part in found if part["Key"].startswith(prefix)]
 
     @contextlib.contextmanager
-    def _told(self, key: str) -> Iterator[None]:
-        """Raise what goes wrong as a StoreError that says where, as whom and in which request."""
+    def _translated(self, key: str) -> Iterator[None]:
+        """Raise errors as StoreError with the key, the credentials' owner and the request id."""
         try:
             yield
         except StoreError:
@@ -188,7 +188,7 @@ class NoSuchBucketError(NotFoundError):
 
 @functools.lru_cache(maxsize=64)
 def make_client(
-    store: StoreConfig, region: str | None, keys: Keys | None
+    store: StoreSettings, region: str | None, keys: Keys | None
 ) -> tuple[Any, Trust | None]:
     """boto3's client of a store, the same for the same arguments, and what it trusts.
 
@@ -210,7 +210,7 @@ def make_client(
     options: dict[str, Any] = {
         "connect_timeout": 5,
         "read_timeout": 20,
-        # The caller tries again; it is told why in the meantime.
+        # The caller retries, and sees the reason meanwhile.
         "retries": {"total_max_attempts": 3, "mode": "standard"},
         "s3": {"addressing_style": addressing.value},
         "ignore_configured_endpoint_urls": True,

@@ -1,14 +1,14 @@
-"""Deleting a volume's data, which may take longer than any call.
+"""Deletes a volume's data, which may take longer than one call.
 
-The work is a thread's; a call waits for it until shortly before its deadline,
-is then answered ABORTED with how far it is, and the next one waits on. If the
-driver ends, the next call begins anew with what is left.
+A thread does the work. A call waits for it until shortly before its deadline and is
+then answered ABORTED with the progress; the next call waits on. If the driver ends,
+the next call starts again with the remaining objects.
 
-A volume's data go only if all of it is certain: the record asks for it, this
-cluster made the volume, a segment of the prefix is the volume's own name, and
-no other volume's prefix has anything in common with it. The last is asked
-again before every batch, for volumes are made meanwhile. Everything else is
-retained, which is one line in the log and no error.
+Data are deleted only if all of this is certain: the record asks for deletion, this
+cluster made the volume, a segment of the prefix is the volume's own name, and no other
+volume's prefix overlaps. The last condition is checked again before every batch, as
+volumes are created meanwhile. Otherwise the data are retained: one line in the log,
+and no error.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Progress:
 
 
 class Deletions:
-    """The deletions that are under way. Any thread may ask."""
+    """The deletions that are under way. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -55,16 +55,16 @@ class Deletions:
     def run(
         self, volume: VolumeId, work: Callable[[Progress], None], time_left_s: float | None
     ) -> None:
-        """Do `work` for `volume`, or join who does it already, and return when it is done.
+        """Start `work` for `volume`, or join the running one, and return when it is done.
 
         Raises:
-            AbortedError: it goes on, and the time is up.
-            Exception: what `work` raised.
+            AbortedError: the work goes on, and `time_left_s` is nearly over.
+            Exception: the error that `work` raised.
         """
         future, progress = self._start_or_join(volume, work)
-        left = PATIENCE_S if time_left_s is None else time_left_s
+        remaining_s = PATIENCE_S if time_left_s is None else time_left_s
         try:
-            future.result(timeout=max(left - MARGIN_S, left / 2))
+            future.result(timeout=max(remaining_s - MARGIN_S, remaining_s / 2))
         except TimeoutError:
             if future.done():
                 raise
@@ -96,7 +96,7 @@ class Deletions:
             work(progress)
         except BaseException as raised:
             error = raised
-        # Before the result is told: whoever calls again then begins anew.
+        # Before the result is set, so that a later call starts a new deletion.
         with self._lock:
             del self._running[str(volume)]
         if error is None:
@@ -108,10 +108,10 @@ class Deletions:
 def delete(
     bucket: Bucket, volume: VolumeId, cluster: str, records: Records, progress: Progress
 ) -> None:
-    """End a volume: its data, if they are to go, and then its record.
+    """Delete a volume's data, unless they are retained, and then its record.
 
     Raises:
-        StoreError: S3 could not do it; what is left can be deleted by another call.
+        StoreError: a request failed; another call deletes the remaining objects.
     """
     try:
         record = read(bucket, volume)
@@ -136,11 +136,11 @@ def delete(
 
 
 def _why_retained(record: Record, volume: VolumeId, cluster: str) -> str:
-    """What of the record itself speaks against deleting the data; "" if nothing does."""
+    """Why the record itself forbids to delete the data; "" if it does not."""
     if not record.deletes:
         return "its class says onDelete: retain"
     if not cluster:
-        return "this driver was not told a cluster id"
+        return "this driver has no cluster id"
     if new_volume_id(volume.store, volume.bucket, record.name) != volume:
         return "its record is that of another volume"
     if not record.has_own_prefix:
@@ -151,8 +151,8 @@ def _why_retained(record: Record, volume: VolumeId, cluster: str) -> str:
 def _delete_data(
     bucket: Bucket, volume: VolumeId, record: Record, records: Records, progress: Progress
 ) -> str:
-    """Delete all below the prefix; or stop, and say which other volume may have a part of it."""
-    # Once more after the last object: a node may have been uploading still.
+    """Delete all objects below the prefix; "" when done, else why the deletion stopped."""
+    # Listed once more after the last object, as a node may have uploaded meanwhile.
     is_empty = False
     while not is_empty:
         is_empty = True
@@ -170,11 +170,11 @@ def _delete_data(
 
 
 def _why_shared(bucket: Bucket, volume: VolumeId, record: Record, records: Records) -> str:
-    """Which other volume may have a part of the data; "" if none may.
+    """Which other volume's data may overlap; "" if none do.
 
     Raises:
-        AbortedError: this volume's record is not there any more, or is another one:
-            another driver has ended the volume, and what is here now is not its data.
+        AbortedError: this volume's record is gone or replaced: another driver has
+            deleted the volume, and the data here now belong to a new one.
     """
     own = None
     try:

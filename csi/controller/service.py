@@ -1,8 +1,8 @@
-"""The Controller service: volumes come to be and end.
+"""The Controller service: creates and deletes volumes.
 
-Nothing is made but the volume's record (see `volume_records`): a prefix is there as
-soon as a pod writes below it. Deleting is in `deleting`. There is no quota: a
-size is accepted, remembered and told, and nothing holds a volume to it.
+CreateVolume writes only the volume's record (see `volume_record`), because a prefix
+exists as soon as a pod writes below it. `deletion` deletes. There is no quota: the
+size of a volume is recorded and reported, but not enforced.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from fusefs.api import ExistsError
 
 DEFAULT_PREFIX = "${pv.name}"
 ON_DELETE = "onDelete"
-# What the sidecars add to a class's parameters and a volume's attributes.
+# Prefixes of the keys that the sidecars add to parameters and attributes.
 RESERVED = ("csi.storage.k8s.io/", "storage.kubernetes.io/")
-# What a mount tells `df`, too.
+# The size that a mount reports to `df`, too.
 MAX_BYTES = 1 << 60
 
 _RPC = csi_pb2.ControllerServiceCapability.RPC
@@ -61,8 +61,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--cluster-id",
         default="",
         metavar="TEXT",
-        help="tells this cluster from others with volumes in the same buckets; without it"
-        " no data are ever deleted",
+        help="id of this cluster, unique among clusters with volumes in the same buckets;"
+        " without it no data are ever deleted",
     )
 
 
@@ -76,7 +76,7 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
     def __init__(self, stores: Stores, cluster: str) -> None:
         self._stores = stores
         self._cluster = cluster
-        # By volume id, for creating knows only a name before it has begun.
+        # By volume id: the server's own claims are by name while a volume is created.
         self._claims = Claims()
         self._deletions = Deletions()
         self._records = Records()
@@ -108,15 +108,15 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
         )
 
     def _planned(self, request: csi_pb2.CreateVolumeRequest) -> tuple[Record, VolumeId]:
-        """What the request asks for, if it may."""
+        """The record and the id of the requested volume, after all checks."""
         if not request.name:
             raise InvalidArgumentError("name: missing")
         check_capabilities(request.volume_capabilities)
         if request.HasField("volume_content_source"):
-            raise InvalidArgumentError("volume_content_source: volumes are no copies of others")
+            raise InvalidArgumentError("volume_content_source: copies are not supported")
         if request.mutable_parameters:
             raise InvalidArgumentError(
-                f"mutable_parameters: {min(request.mutable_parameters)}: nothing can be modified"
+                f"mutable_parameters: {min(request.mutable_parameters)}: volumes cannot be modified"
             )
         size = _size(request.capacity_range)
         parameters = _own(request.parameters)
@@ -129,8 +129,7 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
             )
         if deletes and not self._cluster:
             raise InvalidArgumentError(
-                f"{ON_DELETE}: the driver was not told a --cluster-id, without which it can only be"
-                " retain"
+                f"{ON_DELETE}: the driver has no --cluster-id, without which it can only be retain"
             )
         prefix = fill_in(template, _variables(request))
         attributes = {**parameters, "prefix": prefix}
@@ -159,7 +158,7 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
             with self._claims.claim(str(volume)):
                 self._deletions.run(volume, work, time_left(context))
         except NoSuchBucketError:
-            log.info("volume %s: there is no such bucket any more", volume)
+            log.info("volume %s: the bucket no longer exists", volume)
         return csi_pb2.DeleteVolumeResponse()
 
     def ValidateVolumeCapabilities(
@@ -172,8 +171,8 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
         record = self._existing(request.volume_id, request.secrets)
         try:
             check_capabilities(request.volume_capabilities)
-            told = _own(request.volume_context)
-            if told and told != record.attributes:
+            attributes = _own(request.volume_context)
+            if attributes and attributes != record.attributes:
                 raise InvalidArgumentError("volume_context: is not this volume's")
             _check_settings(record.attributes, request.volume_capabilities)
         except InvalidArgumentError as error:
@@ -206,8 +205,9 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
         """The record of the volume with this id.
 
         Raises:
-            InvalidArgumentError: there is no id.
+            InvalidArgumentError: the id is missing.
             VolumeNotFoundError: there is no such volume.
+            FailedPreconditionError: its record cannot be read.
         """
         if not volume_id:
             raise InvalidArgumentError("volume_id: missing")
@@ -232,7 +232,7 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
 def _create(
     bucket: Bucket, volume: VolumeId, record: Record, asked: csi_pb2.CapacityRange
 ) -> Record:
-    """Put the record of a new volume; or find that it is there, and the same."""
+    """Write the record of a new volume, or return an existing record that is equal."""
     try:
         bucket.put_new(volume_record.key_of(volume), record.to_json())
         return record
@@ -243,7 +243,7 @@ def _create(
     try:
         found = volume_record.read(bucket, volume)
     except RecordError as error:
-        raise AlreadyExistsError(f"volume {volume}: the record that is there {error}") from error
+        raise AlreadyExistsError(f"volume {volume}: its existing record {error}") from error
     if found is None:
         raise AbortedError(f"volume {volume} is being deleted")
     differences = [
@@ -254,21 +254,21 @@ def _create(
     if not _has_size(found.capacity_bytes, asked):
         differences.append("size")
     if differences:
-        raise AlreadyExistsError(f"volume {volume} is there with another {', '.join(differences)}")
+        raise AlreadyExistsError(f"volume {volume} exists with another {', '.join(differences)}")
     return found
 
 
 def _own(given: Mapping[str, str]) -> dict[str, str]:
-    """Parameters or attributes without what the sidecars add."""
+    """Parameters or attributes without the keys of the sidecars."""
     return {name: value for name, value in given.items() if not name.startswith(RESERVED)}
 
 
 def _variables(request: csi_pb2.CreateVolumeRequest) -> dict[str, str]:
-    """What a template may have in it; "" is what nobody told."""
-    told = request.parameters
+    """The variables of a prefix template; "" if the request lacks the value."""
+    parameters = request.parameters
     return {
-        "pvc.namespace": told.get("csi.storage.k8s.io/pvc/namespace", ""),
-        "pvc.name": told.get("csi.storage.k8s.io/pvc/name", ""),
+        "pvc.namespace": parameters.get("csi.storage.k8s.io/pvc/namespace", ""),
+        "pvc.name": parameters.get("csi.storage.k8s.io/pvc/name", ""),
         "pv.name": request.name,
     }
 
@@ -282,14 +282,14 @@ def _deletes(text: str) -> bool:
 def _check_settings(
     attributes: Mapping[str, str], capabilities: Iterable[csi_pb2.VolumeCapability]
 ) -> None:
-    """Refuse what no node could mount, before anything waits for it."""
+    """Refuse settings that no node could mount with, before a pod waits for the volume."""
     settings = {name: value for name, value in attributes.items() if name not in LOCATION_KEYS}
     for capability in capabilities:
         check_attributes(settings, list(capability.mount.mount_flags), is_inline=False)
 
 
 def _size(asked: csi_pb2.CapacityRange) -> int:
-    """The size that a volume is said to have, in bytes; 0 is none."""
+    """The size of a volume in bytes; 0 if none was requested."""
     required, limit = asked.required_bytes, asked.limit_bytes
     if required < 0 or limit < 0:
         raise InvalidArgumentError("capacity_range: a size is negative")

@@ -1,10 +1,9 @@
-"""What the controller remembers of a volume: an object in the volume's bucket.
+"""The record of a volume: an object in the volume's bucket.
 
-`.fusefs/volumes/<name>.json` is written before CreateVolume does anything else
-and removed when DeleteVolume has done all the rest, so there is never a volume
-without a record, and whoever lost the answer of a call finds out by the record
-how far it came. It is written once and only where there is none, and never
-changed. Mounts don't show it.
+CreateVolume writes `.fusefs/volumes/<name>.json` first, and DeleteVolume removes it
+last. So every volume has a record, and a caller that lost an answer finds the state by
+calling again. A record is written once, by a conditional PUT, and never changed. Mounts
+do not show it.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ READERS = 8
 
 
 class RecordError(ValueError):
-    """An object in the records' place is no record."""
+    """An object among the records cannot be read as a record."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
     """One volume. `name` is the caller's, `attributes` are the volume's context.
 
-    `cluster` is the id of the cluster that made it, "" if it was not told.
-    `made_at` tells a volume from an earlier one of the same name.
+    `cluster` is the id of the cluster that made it, or "".
+    `made_at` distinguishes the volume from an earlier one of the same name.
     """
 
     name: str
@@ -56,10 +55,10 @@ class Record:
             RecordError: it is something else.
         """
         try:
-            told = json.loads(body)
-            if told["format"] != FORMAT:
-                raise RecordError(f"is of format {told['format']}")
-            record = cls(**told)
+            values = json.loads(body)
+            if values["format"] != FORMAT:
+                raise RecordError(f"has format {values['format']}")
+            record = cls(**values)
             attributes = record.attributes
             is_sound = (
                 isinstance(record.name, str)
@@ -73,14 +72,14 @@ class Record:
                 and all(isinstance(value, str) for value in attributes.values())
             )
         except (ValueError, TypeError, KeyError, RecursionError, InvalidArgumentError) as error:
-            raise RecordError(f"is no volume's record: {error}") from error
+            raise RecordError(f"is not a volume's record: {error}") from error
         if not is_sound:
-            raise RecordError("is no volume's record")
+            raise RecordError("is not a volume's record")
         return record
 
     @property
     def has_own_prefix(self) -> bool:
-        """Whether a segment of the prefix is the volume's name, so that nobody else has it."""
+        """Whether a segment of the prefix is the volume's name, which makes the prefix unique."""
         return has_segment(self.prefix, self.name)
 
 
@@ -114,8 +113,8 @@ class Records:
         """The records that are in the bucket now, with their keys.
 
         Raises:
-            RecordError: one cannot be read; the sentence has its key.
-            StoreError: S3 could not tell.
+            RecordError: a record cannot be read; the message has its key.
+            StoreError: a request failed.
         """
         for page in bucket.pages(FOLDER):
             self._learn(bucket, [item for item in page if (bucket.url, item) not in self._known])

@@ -1,16 +1,15 @@
-"""Identity domains: what mounts share, and what nobody else gets at.
+"""Cache domains: the user and the cache directory that mounts of one identity share.
 
-A domain is a store, a bucket and an identity. Its mounts run as one uid, which
-is no other domain's, and have one cache directory, 0700 and that uid's. The
-directory's owner is the only record of who has which uid, so it cannot be lost
-without the cache that it protects.
+A domain stands for a store, a bucket and an identity. Its daemons run as one uid, which
+no other domain has, and share one cache directory with mode 0700, owned by that uid. The
+directory's owner is the only record of the uid, so the record cannot be lost without
+the cache that it protects.
 
-A domain that no mount uses any more may be put aside (see `sweeping`): its uid
-is nobody else's before the last of its files is gone.
+A domain that no mount uses may be set aside (see `cache_gc`): its uid is reused only
+after the last of its files is gone.
 
-Domains are named by a keyed hash: what names a directory in mountinfo says
-nothing about the keys that went into it. The hash's key lies beside the
-directories, so names stay the same after a reboot.
+A keyed hash names a domain, so its name, which mountinfo shows, reveals nothing of the
+keys. The hash's key lies beside the directories, so names survive a reboot.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class Unused:
 
 
 class Domains:
-    """The domains below `directory`, with uids from `first` to `last`. Any thread may ask."""
+    """The domains below `directory`, with uids from `first` to `last`. Thread-safe."""
 
     def __init__(self, directory: Path, first: int, last: int) -> None:
         """Raises OSError where the directory cannot be used."""
@@ -67,15 +66,16 @@ class Domains:
             self._key = _key(directory / "identity.key")
 
     def name_of(self, *parts: str) -> str:
-        """The name of what these parts make up, the same for ever and telling nothing of them."""
+        """The name of the domain of these parts: always the same, and without any trace of them."""
         text = b"".join(len(part.encode()).to_bytes(4) + part.encode() for part in parts)
         return hmac.digest(self._key, text, "sha256").hex()[:32]
 
     def claim(self, name: str) -> Domain:
-        """The domain of this name, which is made if there is none.
+        """The domain of this name; made if there is none.
 
         Raises:
-            CsiError: it cannot be, above all because all uids are taken.
+            NoUidError: all uids are taken.
+            UnavailableError: the directory cannot be made.
         """
         directory = self.directory / name
         with self._locked():
@@ -86,14 +86,14 @@ class Domains:
             except OSError as error:
                 raise UnavailableError(f"{directory}: {error.strerror}") from error
             uid = directory.lstat().st_uid
-            # One that is still root's was left behind between the two steps.
+            # A directory of root was left by a crash between mkdir and chown.
             if uid == 0:
                 uid = self._free_uid()
                 os.chown(directory, uid, uid, follow_symlinks=False)
             os.utime(directory, follow_symlinks=False)
         return Domain(name, uid, directory)
 
-    # --- domains that nobody uses ---
+    # --- unused domains ---
 
     def touch(self, names: Iterable[str]) -> None:
         """Note that these domains are in use."""
@@ -102,7 +102,7 @@ class Domains:
                 os.utime(self.directory / name, follow_symlinks=False)
 
     def unused(self) -> list[Unused]:
-        """All domains, the one whose last use is longest ago first."""
+        """All domains, the longest unused first."""
         found = []
         for entry in os.scandir(self.directory):
             if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
@@ -110,27 +110,27 @@ class Domains:
                 unused_s = time.time() - status.st_mtime
                 path = self.directory / entry.name
                 found.append(Unused(entry.name, status.st_uid, path, unused_s, status.st_mtime_ns))
-        return sorted(found, key=lambda one: one.mtime_ns)
+        return sorted(found, key=lambda domain: domain.mtime_ns)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Let nobody claim a domain meanwhile."""
+        """Keep others from claiming a domain within the block."""
         with self._locked():
             yield
 
     def is_unchanged(self, domain: Unused) -> bool:
-        """Whether nobody has used a domain since it was found unused."""
+        """Whether no mount has used a domain since `unused` returned it."""
         return domain.directory.lstat().st_mtime_ns == domain.mtime_ns
 
     def set_aside(self, domain: Unused) -> Path:
-        """Have no mount find a domain's directory any more; return where it is. Only `alone`."""
+        """Rename a domain's directory so that no mount finds it. Only within `alone`."""
         aside = domain.directory.with_name(f"{domain.name}.{time.time_ns():x}{_LEAVING}")
         domain.directory.rename(aside)
         self.lacks_uids = False
         return aside
 
     def leaving(self) -> list[Path]:
-        """What was put aside and is still there."""
+        """The directories that were set aside and still exist."""
         return [path for path in self.directory.iterdir() if path.name.endswith(_LEAVING)]
 
     def _free_uid(self) -> int:
@@ -144,7 +144,7 @@ class Domains:
                 return uid
         self.lacks_uids = True
         raise NoUidError(
-            f"all {len(self._uids)} uids are taken; remove caches that nobody uses from"
+            f"all {len(self._uids)} uids are taken; remove unused caches from"
             f" {self.directory}, or widen --uid-range"
         )
 

@@ -1,18 +1,16 @@
-"""Caches of identities that no pod on the node has any more: how long they stay, and how they go.
+"""Removes the caches of identities that no pod on the node has any more.
 
-Keys that were rotated, volumes that were deleted, pods that moved on leave
-their domains' caches behind. One that no mount has used for `KEEP_S` goes; and
-sooner, the one that was used last going last, when the disk has less space or
-inodes free than it should, or uids run out. When a domain was used is its
-directory's time.
+Rotated keys, deleted volumes and pods that moved leave the caches of their domains
+behind. A cache that no mount has used for `KEEP_S` is removed; if the disk lacks free
+space or inodes, or uids run out, sooner, the longest unused first. The modification
+time of a domain's directory is the time of its last use.
 
-What a volume wrote and never uploaded is not ours to remove: it is said once,
-and stays, with its uid. The next mount of the volume uploads it.
+Files that were never uploaded are not removed: they are logged once and stay, with
+their uid. The next mount of the volume uploads them.
 
-A cache that goes gets another name first, under which no mount finds it. It is
-emptied by a process of its own user, which gets at nothing else
-(fusefs/cache/purge.py); what is killed halfway goes on at the next look.
-Nothing is touched as long as anything is mounted in it.
+A cache is first renamed, so that no mount finds it, and then emptied by a process of
+its own user, which can access nothing else (fusefs/cache/purge.py). A removal that was
+killed halfway goes on in the next round. A directory with a mount in it is not touched.
 """
 
 from __future__ import annotations
@@ -41,9 +39,9 @@ REMOVAL = [sys.executable, "-P", "-m", "fusefs.cache.purge"]
 
 
 class CacheCollector(threading.Thread):
-    """Looks at the domains now and then.
+    """Checks all domains every `EVERY_S` seconds, in its own thread.
 
-    `used` tells the settings of all mounts, as JSON; `shares` what caches leave free.
+    `used` returns the settings of all mounts as JSON; `shares` has the space to leave free.
     """
 
     def __init__(self, domains: Domains, used: Callable[[], list[str]], shares: Shares) -> None:
@@ -52,7 +50,7 @@ class CacheCollector(threading.Thread):
         self._used = used
         self._min_free = MIN_FREE.read(shares.min_free)
         self._min_free_inodes = SHARE.read(shares.min_free_inodes)
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self._ending = threading.Event()
 
     def run(self) -> None:
@@ -60,13 +58,13 @@ class CacheCollector(threading.Thread):
             try:
                 self.collect()
             except Exception:
-                log.exception("looking after unused caches failed")
+                log.exception("removing unused caches failed")
 
     def stop(self) -> None:
         self._ending.set()
 
     def collect(self) -> None:
-        """Remove what has to go now."""
+        """Remove the caches that are due now."""
         for directory in self._domains.leaving():
             self._finish(directory)
         self._domains.touch(self._names_in_use())
@@ -78,12 +76,12 @@ class CacheCollector(threading.Thread):
                 self._remove_unused(domain)
 
     def _names_in_use(self) -> set[str]:
-        # One that can't be read ends the round: it may be anybody's.
+        # Settings that cannot be read end the round: they may name any domain.
         used = (MountSettings.from_json(text, is_newer=True) for text in self._used())
         return {settings.cache_dir.name for settings in used}
 
     def _is_scarce(self) -> bool:
-        """Whether the disk has less free than caches have to leave, or the uids are used up."""
+        """Whether the disk has less free than the caches must leave, or no uid is free."""
         status = os.statvfs(self._domains.directory)
         free, size = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
         return (
@@ -94,20 +92,20 @@ class CacheCollector(threading.Thread):
 
     def _remove_unused(self, domain: Unused) -> None:
         with self._domains.alone():
-            # Somebody may have come for it since.
+            # A mount may have claimed the domain since.
             if domain.name in self._names_in_use() or not self._domains.is_unchanged(domain):
                 return
             if _has_mounts(domain.directory):
                 log.warning("%s stays: something is mounted there", domain.directory)
                 return
-            told = _run("look", domain.directory, domain.uid)
-            if told is None or json.loads(told)["is_used"]:
+            output = _run("look", domain.directory, domain.uid)
+            if output is None or json.loads(output)["is_used"]:
                 return
-            if leftovers := json.loads(told)["leftovers"]:
-                if domain.name not in self._told:
-                    self._told.add(domain.name)
+            if leftovers := json.loads(output)["leftovers"]:
+                if domain.name not in self._logged:
+                    self._logged.add(domain.name)
                     log.warning(
-                        "%s has %d files that were written and never uploaded: they are kept",
+                        "%s has %d files that were never uploaded: they are kept",
                         domain.directory,
                         leftovers,
                     )
@@ -126,15 +124,15 @@ class CacheCollector(threading.Thread):
 
 def _has_mounts(directory: Path) -> bool:
     real = resolve_path(directory)
-    return any(one.mountpoint.is_relative_to(real) for one in kernel_mounts())
+    return any(mount.mountpoint.is_relative_to(real) for mount in kernel_mounts())
 
 
 def _run(what: str, directory: Path, uid: int) -> str | None:
-    """What a process of this user tells about a directory, or has done to it; None if it failed."""
+    """Run the purge program as this user; return its output, or None if it failed."""
     if uid == 0:
-        log.warning("%s is root's, and no cache of ours", directory)
+        log.warning("%s belongs to root, so it is no cache of the driver", directory)
         return None
-    # Without what may be a secret of the driver's.
+    # Without variables that may hold secrets of the driver.
     plain = {name: text for name, text in os.environ.items() if not name.startswith("AWS_")}
     try:
         done = subprocess.run(

@@ -1,10 +1,9 @@
-"""Whose rights a volume is read with, and how the daemon of its mount gets them.
+"""The identity that a volume is read with, and its credentials for the mount's daemon.
 
-Four identities, chosen in this order: the access keys of the volume's Secret,
-the role that `roleArn` names, which the pod's own service account assumes,
-nobody (`anonymous`), and the driver's own, which is for volumes that an
-administrator has made and never for an inline one, as any pod's author writes
-those.
+There are four identities, chosen in this order: the access keys of the volume's
+Secret; the role that `roleArn` names, which the pod's own service account assumes;
+anonymous; and the driver's own, which is for volumes of administrators and never
+for inline ones, which any author of a pod can write.
 
 What is secret goes into one file per mount, on tmpfs, 0600 and the daemon's
 user's own, in a directory that is root's. Its environment names the file and
@@ -35,7 +34,7 @@ from csi.errors import (
 )
 from csi.identities.keys import Keys, keys_from
 from csi.volume.options import Options
-from csi.volume.stores import StoreConfig
+from csi.volume.stores import StoreSettings
 
 log = logging.getLogger(__name__)
 
@@ -69,14 +68,14 @@ def choose(
     secrets: Mapping[str, str],
     context: Mapping[str, str],
     options: Options,
-    store: StoreConfig,
+    store: StoreSettings,
     *,
     is_inline: bool,
 ) -> Identity:
-    """Who reads a volume that is published so. May ask where the driver's own keys come from.
+    """The identity that reads a volume. May request the driver's own keys from their source.
 
     Raises:
-        InvalidArgumentError: nobody is named, or two are.
+        InvalidArgumentError: no identity is named, or several are.
         FailedPreconditionError: the pod's token is missing.
         UnauthenticatedError: the driver has no credentials of its own.
     """
@@ -91,7 +90,7 @@ def choose(
     if options.role_arn is not None:
         return _of_role(options.role_arn, secrets, context, store)
     if options.is_anonymous:
-        return Identity("nobody (anonymous)", ("anonymous",))
+        return Identity("anonymous", ("anonymous",))
     if is_inline:
         raise InvalidArgumentError(
             "an inline volume needs a nodePublishSecretRef, roleArn or anonymous: the driver's own"
@@ -103,11 +102,11 @@ def choose(
 def _refuse_control_characters(keys: Keys) -> None:
     for value in (keys.access_key_id, keys.secret_access_key, keys.session_token or ""):
         if not value.isprintable():
-            raise InvalidArgumentError("a key in the Secret has a character that none has")
+            raise InvalidArgumentError("a key in the Secret has a control character")
 
 
 def _of_role(
-    role_arn: str, secrets: Mapping[str, str], context: Mapping[str, str], store: StoreConfig
+    role_arn: str, secrets: Mapping[str, str], context: Mapping[str, str], store: StoreSettings
 ) -> Identity:
     if store.sts_url is None and store.endpoint_url is not None:
         raise InvalidArgumentError(f"roleArn: store {store.name} has no sts-url")
@@ -211,28 +210,28 @@ class CredentialFiles:
         elif identity.token is not None:
             _replace(directory / "token", identity.token, uid)
 
-    def environment(self, mount: str, identity: Identity, store: StoreConfig) -> dict[str, str]:
-        """What boto3 in the daemon finds its credentials by. No secret is in it."""
+    def environment(self, mount: str, identity: Identity, store: StoreSettings) -> dict[str, str]:
+        """The environment by which boto3 in the daemon finds its credentials. It has no secret."""
         directory = self._directory / mount
-        told = {
+        variables = {
             "AWS_CONFIG_FILE": os.devnull,
             "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
             "AWS_EC2_METADATA_DISABLED": "true",
         }
         if identity.keys is not None:
-            told["AWS_SHARED_CREDENTIALS_FILE"] = os.fspath(directory / "keys")
+            variables["AWS_SHARED_CREDENTIALS_FILE"] = os.fspath(directory / "keys")
         if identity.role_arn is not None:
-            told |= {
+            variables |= {
                 "AWS_ROLE_ARN": identity.role_arn,
                 "AWS_ROLE_SESSION_NAME": identity.session,
                 "AWS_WEB_IDENTITY_TOKEN_FILE": os.fspath(directory / "token"),
                 "AWS_STS_REGIONAL_ENDPOINTS": "regional",
             }
             if store.sts_url is not None:
-                told["AWS_ENDPOINT_URL_STS"] = store.sts_url
+                variables["AWS_ENDPOINT_URL_STS"] = store.sts_url
             if store.ca_bundle is not None:
-                told["AWS_CA_BUNDLE"] = os.fspath(store.ca_bundle)
-        return told
+                variables["AWS_CA_BUNDLE"] = os.fspath(store.ca_bundle)
+        return variables
 
     def remove(self, mount: str) -> None:
         """Remove a mount's file. It may be gone already."""

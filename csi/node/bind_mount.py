@@ -3,7 +3,7 @@
 What is mounted is read from /proc/self/mountinfo, and no path is opened or
 stat'ed that may be a mount: its daemon may be dead, or never answer. A bind is
 made detached, given its flags and only then put in its place (open_tree,
-mount_setattr, move_mount; Linux 5.12), so nobody ever finds a read-only one
+mount_setattr, move_mount; Linux 5.12), so no program ever sees a read-only one
 that can be written.
 """
 

@@ -1,9 +1,8 @@
-"""What a volume is: where its data are, and what its id says.
+"""The location of a volume's data, and the format of volume ids.
 
-A volume is a bucket or a prefix of one, in a configured store. The id of a
-volume that the driver made is `<store>/<bucket>/<name>`; that of one that an
-administrator made is whatever he wrote, and its location is in its attributes
-alone. The attributes say it for both: CreateVolume puts it there.
+A volume is a bucket or a prefix of one, in a configured store. The id of a volume that
+the driver made is `<store>/<bucket>/<name>`; an administrator chooses any id for the
+others. The location of both kinds is in the attributes; CreateVolume writes it there.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from csi.errors import InvalidArgumentError
-from csi.volume.stores import StoreConfig, Stores, is_region
+from csi.volume.stores import Stores, StoreSettings, is_region
 from fusefs.api import PRIVATE
 
 # The attributes that say where a volume is; all others are settings of its mounts.
@@ -68,7 +67,7 @@ def new_volume_id(store: str, bucket: str, name: str) -> VolumeId:
 class Location:
     """Where a volume's data are. `prefix` is "" or ends with its only trailing slash."""
 
-    store: StoreConfig
+    store: StoreSettings
     bucket: str
     prefix: str
     region: str | None = None
@@ -149,7 +148,7 @@ def fill_in(template: str, values: Mapping[str, str]) -> str:
             raise InvalidArgumentError(f"prefix: ${{{name}}} is none of {known}")
         if not values[name]:
             raise InvalidArgumentError(
-                f"prefix: nobody told ${{{name}}}; run the provisioner with --extra-create-metadata"
+                f"prefix: ${{{name}}} is unknown; run the provisioner with --extra-create-metadata"
             )
         if "/" in values[name]:
             raise InvalidArgumentError(f"prefix: ${{{name}}} is {values[name]!r}, with a slash")

@@ -53,7 +53,7 @@ class StoresError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class StoreConfig:
+class StoreSettings:
     """Where a store is. `endpoint_url` is None for AWS, and the URLs have no path.
 
     `sts_url` is where tokens are exchanged; None is AWS' own for the region if
@@ -88,12 +88,12 @@ class StoreConfig:
 class Stores:
     """The configured stores, `aws` among them."""
 
-    by_name: Mapping[str, StoreConfig]
+    by_name: Mapping[str, StoreSettings]
 
-    def named(self, name: str) -> StoreConfig | None:
+    def named(self, name: str) -> StoreSettings | None:
         return self.by_name.get(name)
 
-    def choose(self, attributes: Mapping[str, str]) -> StoreConfig:
+    def choose(self, attributes: Mapping[str, str]) -> StoreSettings:
         """The store that a volume's `store` and `endpoint` say; without both, `aws`.
 
         Raises:
@@ -123,14 +123,16 @@ def read_stores(path: Path | None) -> Stores:
     if path is None:
         return _stores([])
     try:
-        told = tomllib.loads(path.read_text())
+        content = tomllib.loads(path.read_text())
     except OSError as error:
         raise StoresError(f"{path}: {error.strerror}") from error
     except ValueError as error:
         raise StoresError(f"{path}: {error}") from error
-    if told.keys() - {"stores"}:
-        raise StoresError(f"{path}: {min(told.keys() - {'stores'})}: only [stores.NAME] is known")
-    tables = told.get("stores", {})
+    if content.keys() - {"stores"}:
+        raise StoresError(
+            f"{path}: {min(content.keys() - {'stores'})}: only [stores.NAME] is known"
+        )
+    tables = content.get("stores", {})
     if not isinstance(tables, dict):
         raise StoresError(f"{path}: stores: is no table")
     try:
@@ -157,11 +159,11 @@ def is_forbidden(address: str) -> bool:
     )
 
 
-def _stores(made: Iterable[StoreConfig]) -> Stores:
-    return Stores({AWS: StoreConfig(AWS), **{store.name: store for store in made}})
+def _stores(made: Iterable[StoreSettings]) -> Stores:
+    return Stores({AWS: StoreSettings(AWS), **{store.name: store for store in made}})
 
 
-def _store(name: str, table: Any) -> StoreConfig:
+def _store(name: str, table: Any) -> StoreSettings:
     if not _NAME.fullmatch(name):
         raise ValueError(
             f"stores.{name}: a name has at most 20 characters, which are a-z, 0-9 and -"
@@ -186,7 +188,7 @@ def _store(name: str, table: Any) -> StoreConfig:
             raise ValueError(f"stores.{name}.{key}: {error}") from None
     if name != AWS and "endpoint_url" not in read:
         raise ValueError(f"stores.{name}: has no endpoint-url")
-    return StoreConfig(name, **read)
+    return StoreSettings(name, **read)
 
 
 def _read_url(text: str) -> str:

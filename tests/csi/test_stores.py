@@ -11,7 +11,7 @@ from csi.controller.bucket_client import Bucket, make_client
 from csi.errors import InvalidArgumentError, UnavailableError
 from csi.identities.keys import Keys, keys_from
 from csi.volume.location import VolumeId, fill_in, location_of, normal_prefix, overlap
-from csi.volume.stores import StoreConfig, Stores, StoresError, is_forbidden, read_stores
+from csi.volume.stores import Stores, StoresError, StoreSettings, is_forbidden, read_stores
 from fusefs.settings.types import Addressing
 from fusefs.store.errors import StoreError
 from tests.support.faulty_s3 import FaultyS3
@@ -29,15 +29,15 @@ def written(directory: Path, text: str) -> Path:
 
 @pytest.fixture
 def stores() -> Stores:
-    made = [StoreConfig("minio", MINIO), StoreConfig("plain", "http://10.0.0.7")]
-    return Stores({"aws": StoreConfig("aws"), **{store.name: store for store in made}})
+    made = [StoreSettings("minio", MINIO), StoreSettings("plain", "http://10.0.0.7")]
+    return Stores({"aws": StoreSettings("aws"), **{store.name: store for store in made}})
 
 
 # The file
 
 
 def test_aws_needs_no_file() -> None:
-    assert read_stores(None).by_name == {"aws": StoreConfig("aws")}
+    assert read_stores(None).by_name == {"aws": StoreSettings("aws")}
 
 
 def test_a_file_names_stores_beside_aws(tmp_path: Path) -> None:
@@ -58,10 +58,10 @@ def test_a_file_names_stores_beside_aws(tmp_path: Path) -> None:
         """,
     )
     stores = read_stores(path)
-    assert stores.named("minio") == StoreConfig(
+    assert stores.named("minio") == StoreSettings(
         "minio", MINIO, "eu-west-9", Addressing.PATH, bundle, "https://sts.storage.svc", "minio"
     )
-    assert stores.named("aws") == StoreConfig("aws", region="eu-central-1")
+    assert stores.named("aws") == StoreSettings("aws", region="eu-central-1")
     assert stores.named("other") is None
 
 
@@ -123,12 +123,12 @@ def test_a_name_that_stands_for_such_an_address_is_refused_when_it_is_looked_up(
     # A resolver takes this number for 169.254.169.254.
     urls = {"endpoint_url": "http://127.0.0.1", setting: "http://2852039166"}
     with pytest.raises(InvalidArgumentError, match=r"169\.254\.169\.254"):
-        StoreConfig("x", **urls).check_address()
+        StoreSettings("x", **urls).check_address()
 
 
 def test_a_name_that_is_not_known_may_be_known_later() -> None:
     with pytest.raises(UnavailableError):
-        StoreConfig("x", "http://no-such-host.invalid").check_address()
+        StoreSettings("x", "http://no-such-host.invalid").check_address()
 
 
 # The choice
@@ -195,7 +195,7 @@ def test_a_redirect_to_another_host_is_not_followed(
         body=(f"<Error><Code>{code}</Code><Endpoint>{other}</Endpoint></Error>").encode(),
         headers={"Location": f"{other}/b/k", "x-amz-bucket-region": "eu-west-1"},
     )
-    bucket = Bucket(StoreConfig("faulty", faulty.endpoint_url, REGION), "bucket", None, KEYS)
+    bucket = Bucket(StoreSettings("faulty", faulty.endpoint_url, REGION), "bucket", None, KEYS)
     for act in (
         lambda: bucket.put_new("k", b""),
         lambda: bucket.get("k"),
@@ -213,7 +213,7 @@ def test_the_environment_sends_requests_to_no_other_host(
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://evil.example")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://evil.example")
-    host = make_client(StoreConfig("aws"), "eu-west-1", KEYS)[0].meta.endpoint_url
+    host = make_client(StoreSettings("aws"), "eu-west-1", KEYS)[0].meta.endpoint_url
     assert host == "https://s3.eu-west-1.amazonaws.com"
 
 
@@ -225,7 +225,7 @@ def test_a_store_that_lists_keys_nobody_asked_for_has_nothing_deleted(
         "</ListBucketResult>"
     )
     faulty.add("LIST", status=200, body=listing.encode())
-    bucket = Bucket(StoreConfig("faulty", faulty.endpoint_url, REGION), "bucket", None, KEYS)
+    bucket = Bucket(StoreSettings("faulty", faulty.endpoint_url, REGION), "bucket", None, KEYS)
     with pytest.raises(StoreError, match="other keys"):
         list(bucket.pages("mine/"))
     faulty.clear()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from csi.controller.service import ControllerService
-from csi.volume.stores import StoreConfig, Stores
+from csi.volume.stores import Stores, StoreSettings
 from fusefs.settings.types import Addressing
 from tests.support.buckets import Bucket, keys
 from tests.support.csi import Driver, serving
@@ -22,8 +22,8 @@ def stores(s3: S3Server, faulty: FaultyS3) -> Stores:
     urls = {
         "minio": s3.endpoint_url, "faulty": faulty.endpoint_url, "gone": "http://127.0.0.1:9",
     }  # fmt: skip
-    made = [StoreConfig(name, url, REGION, Addressing.PATH) for name, url in urls.items()]
-    return Stores({"aws": StoreConfig("aws"), **{store.name: store for store in made}})
+    made = [StoreSettings(name, url, REGION, Addressing.PATH) for name, url in urls.items()]
+    return Stores({"aws": StoreSettings("aws"), **{store.name: store for store in made}})
 
 
 @pytest.fixture(scope="module")

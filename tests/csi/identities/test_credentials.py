@@ -13,10 +13,10 @@ from csi.errors import CsiError, FailedPreconditionError, InvalidArgumentError
 from csi.identities.cache_domains import Domains, NoUidError
 from csi.identities.credentials import ACCOUNT, NAMESPACE, TOKENS, CredentialFiles, Identity, choose
 from csi.volume.options import Options
-from csi.volume.stores import StoreConfig
+from csi.volume.stores import StoreSettings
 
 ROLE = "arn:aws:iam::123456789012:role/reader"
-STORE = StoreConfig("main", "http://s3:1", sts_url="http://sts:1")
+STORE = StoreSettings("main", "http://s3:1", sts_url="http://sts:1")
 KEYS = {"accessKeyId": "AKIA", "secretAccessKey": "very-secret"}
 TOKEN_JSON = json.dumps({"sts.amazonaws.com": {"token": "the.jwt.token"}})
 POD = {NAMESPACE: "team", ACCOUNT: "trainer"}
@@ -27,7 +27,7 @@ def chosen(
     context: dict[str, str] | None = None,
     *,
     role: str | None = None,
-    store: StoreConfig = STORE,
+    store: StoreSettings = STORE,
     is_inline: bool = False,
     is_anonymous: bool = False,
 ) -> Identity:
@@ -70,7 +70,7 @@ def test_a_missing_token_is_said(tokens: str) -> None:
 
 def test_a_role_needs_a_store_that_takes_tokens() -> None:
     with pytest.raises(InvalidArgumentError, match="sts-url"):
-        chosen({TOKENS: TOKEN_JSON}, POD, role=ROLE, store=StoreConfig("main", "http://s3:1"))
+        chosen({TOKENS: TOKEN_JSON}, POD, role=ROLE, store=StoreSettings("main", "http://s3:1"))
 
 
 def test_the_drivers_own_credentials_are_not_for_inline_volumes() -> None:

@@ -59,7 +59,7 @@ class PlayedMounts:
     def unknown(self) -> list[str]:
         return []
 
-    def secure(self, record: MountRecord, _deadline: float) -> None:
+    def ensure_held(self, record: MountRecord, _deadline: float) -> None:
         with self._lock:
             self.begun[record.volume_id] += 1
             self.at_work += 1

@@ -32,10 +32,10 @@ threading.settrace(look)
 # In the order in which a call comes to them.
 PUBLISHING = (
     "Domains.claim", "CredentialFiles.store", "MountRecords.write", "make_directory",
-    "_run_mount_process", "Warmups.blocks_publish", "bind", "Draining.reset",
+    "_run_mount_process", "Warmups.blocks_publish", "bind", "Drains.reset",
 )  # fmt: skip
 UNPUBLISHING = (
-    "pop_all", "remove_directory", "Draining.end", "Mounts._processes", "Mounts._wait_for_daemons",
+    "pop_all", "remove_directory", "Drains.end", "Mounts._processes", "Mounts._wait_for_daemons",
     "unregister", "CredentialFiles.remove", "MountRecords.remove",
 )  # fmt: skip
 PAIRS = list(zip(PUBLISHING, UNPUBLISHING, strict=True))

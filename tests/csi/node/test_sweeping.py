@@ -123,7 +123,7 @@ def test_what_was_never_uploaded_stays_and_is_said_once(
     assert (old.directory / staged).read_text() == "cached"
     assert not (old.directory / "shared").exists()
     (record,) = caplog.records
-    assert "1 files that were written and never uploaded" in record.getMessage()
+    assert "1 files that were never uploaded" in record.getMessage()
     assert node.domains.claim(old.name).uid == old.uid
 
 
