@@ -308,13 +308,19 @@ class FileCache:
             file.forget()
 
     def adopt_uploaded(
-        self, version: ObjectVersion, path: str, fd: int, present: RangeMap | None = None
+        self,
+        version: ObjectVersion,
+        path: str,
+        fd: int,
+        present: RangeMap | None = None,
+        crc: int | None = None,
     ) -> bool:
         """Make the file at `path` the copy of a version that was uploaded from it. Blocks shortly.
 
-        `fd` is open for it, and `present` has its ranges of the version, if it
-        does not have all. The caller writes to it no more. Returns False if the
-        version has a file already or the disk fails; the file then stays at `path`.
+        `fd` is open for it, `present` has its ranges of the version, if it does not
+        have all, and `crc` is the version's CRC32 if that is known. The caller writes
+        to it no more. Returns False if the version has a file already or the disk
+        fails; the file then stays at `path`.
         """
         file = self.pin(version)
         try:
@@ -323,7 +329,7 @@ class FileCache:
             file.become(*self._disk.adopt(file.name, path), b"")
             for start, stop in present or ((0, file.size),):
                 self.arrived(file, start, stop)
-            self.integrity.sum_written(file, fd)
+            self.integrity.sum_written(file, fd, crc)
             return True
         except OSError as error:
             self.warn(error.strerror or str(error))

@@ -34,7 +34,7 @@ import itertools
 import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 # The name of the token in the object's metadata.
 CHANGE = "fusefs-change"
@@ -46,8 +46,7 @@ METADATA_LIMIT = 2048
 _TOKEN = re.compile(r"([0-9a-f]{16})-([0-9]{1,16})")
 
 
-@dataclass(frozen=True, slots=True)
-class ChangeToken:
+class ChangeToken(NamedTuple):
     """One change: `number` counts the changes of one process of a mount, which is `mount`."""
 
     mount: str

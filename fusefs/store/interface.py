@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from fusefs.store.fencing import ChangeToken, TokenSource
 
@@ -42,8 +42,8 @@ def writing() -> Priority:
     return Priority.WRITE
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectVersion:
+# A tuple, for a change of a file makes, compares and looks up a dozen of these.
+class ObjectVersion(NamedTuple):
     """One immutable content of one key: what a cache file holds.
 
     `etag` is the quoted value as S3 gives it; `size` is in bytes.
@@ -62,7 +62,7 @@ class ObjectInfo:
 
     `mtime_ns` is nanoseconds since the epoch. `content_type`, `version_id` and
     `metadata` (the user's, with keys in lower case) are None where the source
-    (a listing) does not tell them.
+    (a listing) does not tell them. `crc32` is the content's, known of what was just sent.
     """
 
     key: str
@@ -73,6 +73,7 @@ class ObjectInfo:
     content_type: str | None = None
     version_id: str | None = None
     metadata: Mapping[str, str] | None = field(default=None, hash=False)
+    crc32: int | None = field(default=None, compare=False)
 
     @property
     def version(self) -> ObjectVersion:

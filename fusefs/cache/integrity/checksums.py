@@ -5,9 +5,8 @@ file ends. A sum therefore covers a range [start, stop) of at most a mebibyte,
 and a comparison reads that range whole. Sums of one file may overlap where two
 mounts have downloaded the same range.
 
-The sum is CRC32, computed by ISA-L: 94 GB/s for a mebibyte in the processor's
-cache, zlib 5 GB/s, and its wheels exist for every platform that fusefs runs on.
-Where it cannot be imported, zlib computes the same numbers.
+The sum is CRC32, as S3 compares it with what arrives (store/checksum.py): what was
+just uploaded has been summed already.
 """
 
 from __future__ import annotations
@@ -19,18 +18,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from fusefs.cache.ranges import RangeMap
-
-try:
-    from isal.isal_zlib import crc32 as _crc32
-except ImportError:
-    from zlib import crc32 as _crc32
+from fusefs.store.checksum import crc32
 
 BLOCK = 1 << 20
-# Both libraries let other threads run while they sum more than 5 KiB. For what
-# takes microseconds, handing the interpreter's lock over costs more than the sum:
-# such data is summed in slices. 256 KiB in slices take 19 µs, in one call 3 µs.
-_SLICED = 256 << 10
-_SLICE = 4096
 
 # Reads (size, offset) of a file; fewer bytes only at its end.
 Read = Callable[[int, int], memoryview]
@@ -44,15 +34,6 @@ class Sum(NamedTuple):
     start: int
     stop: int
     crc: int
-
-
-def crc32(data: memoryview, crc: int = 0) -> int:
-    """The CRC32 of data that follows data with the CRC32 `crc`."""
-    if len(data) > _SLICED:
-        return _crc32(data, crc)
-    for at in range(0, len(data), _SLICE):
-        crc = _crc32(data[at : at + _SLICE], crc)
-    return crc
 
 
 class RunningSums:

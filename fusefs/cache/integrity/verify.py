@@ -32,6 +32,7 @@ from fusefs.cache.integrity import checksums
 from fusefs.cache.integrity.checksums import BLOCK, Read, Sum
 from fusefs.cache.integrity.probes import idle_priority, is_lost
 from fusefs.cache.ranges import RangeMap
+from fusefs.store.checksum import crc32
 
 logger = logging.getLogger("fusefs.cache")
 
@@ -95,8 +96,14 @@ class Integrity:
         )
         self._discard(file)
 
-    def sum_written(self, file: CacheFile, fd: int) -> None:
-        """Compute checksums of a file that was written here; those of a large one follow later."""
+    def sum_written(self, file: CacheFile, fd: int, crc: int | None = None) -> None:
+        """Compute checksums of a file that was written here; those of a large one follow later.
+
+        `crc` is the CRC32 of the whole file, if that is known.
+        """
+        if crc is not None and file.size <= BLOCK and file.is_complete:
+            self._summed(file, [Sum(0, file.size, crc)])
+            return
         if file.size <= SUMMED_AT_ONCE and file.is_complete:
             self._summed(file, checksums.sums_of(checksums.reader(fd), 0, file.size))
             return
@@ -243,7 +250,7 @@ def _copy(
         if len(data) < last - first:
             return OSError(errno.EIO, "the cache file is too short")
         view = memoryview(data)
-        if crc is not None and checksums.crc32(view) != crc:
+        if crc is not None and crc32(view) != crc:
             return Sum(first, last, crc)
         view = view[max(0, start - first) : stop - first]
         at = max(start, first)

@@ -26,8 +26,8 @@ import os
 import struct
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 logger = logging.getLogger("fusefs.late")
 
@@ -44,9 +44,8 @@ _HEAD = struct.Struct("<II")
 _LENGTH = struct.Struct("<I")
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """One change of one key.
+class Change(NamedTuple):
+    """One change of one key. A tuple, for each request makes one.
 
     `tokens` are those that the object may carry once the change is executed, and
     `etag` is the source's if the change copies an object without replacing its

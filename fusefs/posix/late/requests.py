@@ -173,7 +173,9 @@ class Uncertain:
 def _plain(expected: ObjectInfo | None) -> dict[str, Any] | None:
     if expected is None:
         return None
-    return asdict(expected) | {"metadata": dict(expected.metadata or {})}
+    plain = asdict(expected) | {"metadata": dict(expected.metadata or {})}
+    del plain["crc32"]  # which nothing needs any more
+    return plain
 
 
 def _is_of(directory: Path, source: str) -> bool:

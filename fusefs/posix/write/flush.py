@@ -342,7 +342,9 @@ class Flusher:
         is_taken = False
         if not staged.is_unlinked and inode.info is not None and inode.info.size:
             own = None if staged.base is None else staged.base.own(inode.info.size)
-            is_taken = self._cache.adopt_uploaded(inode.info.version, staged.path, staged.fd, own)
+            is_taken = self._cache.adopt_uploaded(
+                inode.info.version, staged.path, staged.fd, own, inode.info.crc32
+            )
         inode.meta = staged.described()
         self._release(staged, is_taken=is_taken)
         if not staged.is_unlinked and inode.info is not None:

@@ -20,8 +20,9 @@ import os
 
 import trio
 
-from fusefs.cache.integrity.checksums import BLOCK, crc32
+from fusefs.cache.integrity.checksums import BLOCK
 from fusefs.posix.nodes.inode import StagedFile
+from fusefs.store.checksum import crc32
 
 ATTRIBUTE = "user.fusefs.sum"
 # A content of so many bytes takes less time to read than to give to a thread.

@@ -19,7 +19,6 @@ import logging
 import os
 import struct
 import time
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +127,7 @@ def full(staged: StagedFile) -> bytes:
             "is_leftover": staged.is_leftover,
             "uploaded": _clean_stamp(staged),
             "begun_ns": staged.begun_ns,
-            "base": (*astuple(base.version), base.size) if base is not None else None,
+            "base": (*base.version, base.size) if base is not None else None,
             "upload": state.plain() if state is not None else None,
         }
     ).encode()

@@ -12,8 +12,10 @@ success is left to a thread, with retries.
 from __future__ import annotations
 
 import math
+import os
 import socket
 import ssl
+from typing import TypeAlias
 
 import trio
 
@@ -21,6 +23,7 @@ from fusefs.store.http import exchange as wire
 from fusefs.store.http.exchange import Answer
 from fusefs.store.http.pool import Borrowed, ConnectionPool
 
+_Socket: TypeAlias = "_Plain | socket.socket"
 # What an answer takes beside the requested bytes.
 HEAD_ROOM = 16 << 10
 
@@ -43,22 +46,56 @@ async def exchange(
     borrowed = Borrowed(sock)
     try:
         limit_s = sock.gettimeout()
-        sock.setblocking(False)
-        with trio.CancelScope() as scope:
-            scope.deadline = trio.current_time() + (math.inf if limit_s is None else limit_s)
-            await _send(sock, head + body)
-            answer, is_reusable = await _receive(sock, HEAD_ROOM + size, is_head=is_head)
+        # A plain socket with a time-out does not block, beneath Python's own methods.
+        plain = _Plain(sock) if limit_s and type(sock) is socket.socket else None
+        if plain is None:
+            sock.setblocking(False)
+        deadline = trio.current_time() + (math.inf if limit_s is None else limit_s)
+        with trio.CancelScope(deadline=deadline) as scope:
+            if plain is not None:
+                await _send(plain, plain.send_first(head, body))
+            else:
+                await _send(sock, memoryview(head + body))
+            answer, is_reusable = await _receive(plain or sock, HEAD_ROOM + size, is_head=is_head)
         if scope.cancelled_caught:
             raise TimeoutError("the server sent nothing")
-        sock.settimeout(limit_s)
+        if plain is None:
+            sock.settimeout(limit_s)
         borrowed.is_reusable = is_reusable
         return answer
     finally:
         pool.give_back(borrowed)
 
 
-async def _send(sock: socket.socket, data: bytes) -> None:
-    view = memoryview(data)
+class _Plain:
+    """A socket without TLS that does not block, without what Python's methods do beside."""
+
+    __slots__ = ("_fd",)
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._fd = sock.fileno()
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def send_first(self, head: bytes, body: bytes | bytearray) -> memoryview:
+        """Send what can be sent at once; return the rest."""
+        try:
+            count = os.writev(self._fd, (head, body))
+        except BlockingIOError:
+            count = 0
+        if count < len(head):
+            return memoryview(head[count:] + body)
+        return memoryview(body)[count - len(head) :]
+
+    def send(self, data: memoryview) -> int:
+        return os.write(self._fd, data)
+
+    def recv_into(self, room: memoryview) -> int:
+        return os.readv(self._fd, (room,))
+
+
+async def _send(sock: _Socket, view: memoryview) -> None:
     while view:
         try:
             view = view[sock.send(view) :]
@@ -68,7 +105,7 @@ async def _send(sock: socket.socket, data: bytes) -> None:
             await trio.lowlevel.wait_readable(sock)
 
 
-async def _receive(sock: socket.socket, room: int, *, is_head: bool) -> tuple[Answer, bool]:
+async def _receive(sock: _Socket, room: int, *, is_head: bool) -> tuple[Answer, bool]:
     """An answer of `room` bytes at most, and whether another may come on the same connection."""
     buffer = bytearray(room)
     view = memoryview(buffer)
@@ -89,9 +126,7 @@ async def _receive(sock: socket.socket, room: int, *, is_head: bool) -> tuple[An
     return answer, head.is_reusable and filled == stop
 
 
-async def _receive_piecemeal(
-    sock: socket.socket, data: bytes, *, is_head: bool
-) -> tuple[Answer, bool]:
+async def _receive_piecemeal(sock: _Socket, data: bytes, *, is_head: bool) -> tuple[Answer, bool]:
     """An answer of unknown length, of which `data` has come."""
     room = bytearray(wire.READ_SIZE)
     while True:
@@ -101,7 +136,7 @@ async def _receive_piecemeal(
             data += room[: await _receive_some(sock, memoryview(room))]
 
 
-async def _receive_some(sock: socket.socket, room: memoryview) -> int:
+async def _receive_some(sock: _Socket, room: memoryview) -> int:
     """Receive at least a byte; return how many."""
     if not room:
         raise wire.WireError("the answer is longer than what was asked for")

@@ -46,6 +46,7 @@ class Signer:
         self._region = region
         self._service = service
         self._key: _Key | None = None
+        self._second = (0, "")
 
     def sign(
         self,
@@ -62,14 +63,15 @@ class Signer:
         `path` and `query` are as they are sent: quoted, and the query sorted. Of
         the characters of the headers each is a byte (Latin-1).
         """
-        moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        moment = self._moment()
         payload = _UNSIGNED if has_body else _EMPTY
         signed = {**headers, "x-amz-date": moment, "x-amz-content-sha256": payload}
         if credentials.token:
             signed["x-amz-security-token"] = credentials.token
         names = sorted(signed.keys() - _NOT_SIGNED)
-        lines = [f"{name}:{' '.join(signed[name].split())}\n" for name in names]
-        canonical = f"{method}\n{path}\n{query}\n{''.join(lines)}\n{';'.join(names)}\n{payload}"
+        listed = ";".join(names)
+        lines = "".join([f"{name}:{' '.join(signed[name].split())}\n" for name in names])
+        canonical = f"{method}\n{path}\n{query}\n{lines}\n{listed}\n{payload}"
         day = moment[:8]
         scope = f"{day}/{self._region}/{self._service}/aws4_request"
         digest = hashlib.sha256(canonical.encode("latin-1")).hexdigest()
@@ -78,9 +80,18 @@ class Signer:
         mac.update(text)
         signed["authorization"] = (
             f"{_ALGORITHM} Credential={credentials.access_key}/{scope}, "
-            f"SignedHeaders={';'.join(names)}, Signature={mac.hexdigest()}"
+            f"SignedHeaders={listed}, Signature={mac.hexdigest()}"
         )
         return signed
+
+    def _moment(self) -> str:
+        """The time as it is signed, which is written once a second."""
+        now = int(time.time())
+        second, text = self._second
+        if second != now:
+            text = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now))
+            self._second = now, text
+        return text
 
     def _key_of(self, day: str, secret: str) -> _Key:
         key = self._key

@@ -16,10 +16,10 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
-import zlib
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from fusefs.store.checksum import crc32
 from fusefs.store.errors import AttemptError, Failure, StoreError
 from fusefs.store.s3.threads import Attempt
 
@@ -27,10 +27,15 @@ PIECE = 1 << 20
 
 
 class Sums(NamedTuple):
-    """What S3 compares a body with, in base64: its CRC32, and its MD5 if that is sent."""
+    """What S3 compares a body with: its CRC32, and its MD5 (in base64) if that is sent."""
 
-    crc32: str
+    crc: int
     md5: str | None
+
+    @property
+    def crc32(self) -> str:
+        """The CRC32 in base64."""
+        return encoded(self.crc.to_bytes(4, "big"))
 
     def headers(self) -> dict[str, str]:
         """The headers, with names in lower case."""
@@ -48,11 +53,11 @@ def sums_of(pieces: Iterable[bytes | bytearray | memoryview], *, with_md5: bool)
     crc = 0
     md5 = hashlib.md5(usedforsecurity=False) if with_md5 else None
     for piece in pieces:
-        crc = zlib.crc32(piece, crc)
+        crc = crc32(piece, crc)
         if md5 is not None:
             md5.update(piece)
     encoded_md5 = encoded(md5.digest()) if md5 is not None else None
-    return Sums(encoded(crc.to_bytes(4, "big")), encoded_md5)
+    return Sums(crc, encoded_md5)
 
 
 class Body:
@@ -140,5 +145,5 @@ def encoded(checksum: bytes) -> str:
 
 def composed(checksums: list[str]) -> str:
     """S3's CRC32 of an object of parts with these CRC32s."""
-    crc = zlib.crc32(b"".join(base64.b64decode(checksum) for checksum in checksums))
+    crc = crc32(b"".join(base64.b64decode(checksum) for checksum in checksums))
     return f"{encoded(crc.to_bytes(4, 'big'))}-{len(checksums)}"

@@ -55,8 +55,8 @@ class _Source:
             headers["content-type"] = self.content_type
         return headers | condition_headers(condition) if condition else headers
 
-    def info(self, etag: str | None, version_id: str | None) -> ObjectInfo:
-        """The object, from what the answer says.
+    def info(self, etag: str | None, version_id: str | None, crc: int | None = None) -> ObjectInfo:
+        """The object, from what the answer says, and the CRC32 that was sent if it is known.
 
         Raises:
             AttemptError: it has no ETag.
@@ -71,6 +71,7 @@ class _Source:
             content_type=self.content_type,
             version_id=version_id,
             metadata=self.metadata,
+            crc32=crc,
         )
 
 
@@ -128,13 +129,15 @@ async def _put_from_memory(
             return None
     except OSError:
         return None  # it is on the disk, or on tmpfs
-    headers = source.headers(condition, sums_of((data,), with_md5=sends_md5))
+    sums = sums_of((data,), with_md5=sends_md5)
+    headers = source.headers(condition, sums)
     answer = await requester.send_now(
         "PUT", source.key, headers=headers, body=data, priority=writing, condition=condition
     )
     if answer is None:
         return None
-    return source.info(answer.headers.get("etag"), answer.headers.get("x-amz-version-id"))
+    etag, version_id = answer.headers.get("etag"), answer.headers.get("x-amz-version-id")
+    return source.info(etag, version_id, sums.crc)
 
 
 class _Put:
