@@ -53,12 +53,19 @@ class Standin:
         protocol.send(self.channel, protocol.pack(kind, *numbers), fd)
 
     def hear(self, *kinds: int) -> protocol.KeeperMessage:
-        message = protocol.receive(self.channel, protocol.FROM_KEEPER)
+        message = self.receive(*kinds)
         if message is None:
             sys.exit(0)
         if message.kind not in kinds:
             raise RuntimeError(f"unexpected message {message.kind}")
         return message
+
+    def receive(self, *kinds: int) -> protocol.KeeperMessage | None:
+        """The next message; ABLE, which follows SERVING at some time, only if it is expected."""
+        while True:
+            message = protocol.receive(self.channel, protocol.FROM_KEEPER)
+            if message is None or message.kind in kinds or message.kind != protocol.ABLE:
+                return message
 
     def tell_facts(self) -> None:
         path = Path(self.settings["facts"]) / str(os.getpid())
@@ -88,7 +95,6 @@ class Standin:
             if self.has_resend:
                 self.write(0, 7)  # FUSE_NOTIFY_RESEND
         self.say(protocol.SERVING, int(self.has_resend))
-        self.hear(protocol.ABLE)
         os.write(1, b'{"ready": true}\n')
         os.close(1)
         if state == protocol.FRESH:
@@ -161,7 +167,7 @@ class Standin:
     def register(self, fd: int) -> tuple[int, int]:
         """Returns the error and the id."""
         self.say(protocol.BACKING_OPEN, 77, fd=fd)
-        answer = protocol.receive(self.channel, protocol.FROM_KEEPER)
+        answer = self.receive()
         return (errno.ECONNRESET, 0) if answer is None else (answer.error, answer.b)
 
     def adopt_a_keeper(self) -> None:
@@ -187,7 +193,6 @@ class Standin:
         self.channel.close()
         self.channel = ours
         self.say(protocol.SERVING, 1)
-        self.hear(protocol.ABLE)
 
     # --- with the kernel ---
 
