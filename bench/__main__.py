@@ -140,18 +140,24 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("--rounds", type=int, help="default 3, with --quick 1")
     parser.add_argument(
-        "--only", default="*", metavar="PATTERNS",
+        "--only",
+        default="*",
+        metavar="PATTERNS",
         help="workloads, as comma-separated patterns: " + " ".join(w.name for w in WORKLOADS),
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--contenders", default="*", metavar="PATTERNS",
+        "--contenders",
+        default="*",
+        metavar="PATTERNS",
         help="comma-separated patterns: " + " ".join(CONTENDERS),
-    )  # fmt: skip
+    )
     parser.add_argument("--size", type=int, metavar="MIB", help="of the large object")
     parser.add_argument(
-        "--scratch", type=Path, default=Path(".bench-scratch"),
+        "--scratch",
+        type=Path,
+        default=Path(".bench-scratch"),
         help="directory on a real disk (default %(default)s)",
-    )  # fmt: skip
+    )
     parser.add_argument("--quick", action="store_true", help="a quarter of the data, one round")
     return parser
 

@@ -87,10 +87,12 @@ class CsiNode(Contender):
         """NodePublishVolume, with the identity of a Secret."""
         self._published[target] = volume
         request = csi_pb2.NodePublishVolumeRequest(
-            volume_id=volume, target_path=str(target), volume_capability=MANY_WRITERS,
+            volume_id=volume,
+            target_path=str(target),
+            volume_capability=MANY_WRITERS,
             secrets={"accessKeyId": ACCESS_KEY, "secretAccessKey": SECRET_KEY},
             volume_context={"store": "bench", "bucket": self.place.bucket.name},
-        )  # fmt: skip
+        )
         _call(self._node.NodePublishVolume, request)
 
     def unpublish_all(self) -> None:
@@ -137,11 +139,22 @@ class CsiNode(Contender):
             f'region = "{REGION}"\n'
         )
         return [
-            "--endpoint", f"unix://{self._socket}", "--node-id", "bench", *self._state_option(),
-            "--stores", str(stores), "--kubelet-dir", str(self._kubelet),
-            "--mounts-dir", str(self._kubelet / "plugins/mounts"),
-            "--cache-dir", str(self.cache), "--daemons", "there",
-        ]  # fmt: skip
+            "--endpoint",
+            f"unix://{self._socket}",
+            "--node-id",
+            "bench",
+            *self._state_option(),
+            "--stores",
+            str(stores),
+            "--kubelet-dir",
+            str(self._kubelet),
+            "--mounts-dir",
+            str(self._kubelet / "plugins/mounts"),
+            "--cache-dir",
+            str(self.cache),
+            "--daemons",
+            "there",
+        ]
 
     def _run(self, command: list[str], environment: dict[str, str]) -> None:
         log = self.place.scratch / f"{self.name}.log"

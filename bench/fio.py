@@ -42,13 +42,26 @@ def reads_per_second(
     """Run fio; returns reads per second of all jobs together, and the particulars."""
     share = size // read.jobs // PAGE * PAGE
     argv = [
-        "fio", "--name=read", f"--filename={path}", "--rw=randread", "--bs=4k", "--readonly",
-        "--allow_file_create=0", "--invalidate=0", "--fadvise_hint=0", "--gtod_reduce=1",
-        f"--ioengine={read.engine}", f"--direct={int(read.direct)}",
-        f"--numjobs={read.jobs}", f"--size={share}", f"--offset_increment={share}",
-        f"--loops={read.repeat}", f"--runtime={limit_s}", "--group_reporting",
+        "fio",
+        "--name=read",
+        f"--filename={path}",
+        "--rw=randread",
+        "--bs=4k",
+        "--readonly",
+        "--allow_file_create=0",
+        "--invalidate=0",
+        "--fadvise_hint=0",
+        "--gtod_reduce=1",
+        f"--ioengine={read.engine}",
+        f"--direct={int(read.direct)}",
+        f"--numjobs={read.jobs}",
+        f"--size={share}",
+        f"--offset_increment={share}",
+        f"--loops={read.repeat}",
+        f"--runtime={limit_s}",
+        "--group_reporting",
         "--output-format=json",
-    ]  # fmt: skip
+    ]
     return _rate(capture(argv, 60 + 3 * limit_s))
 
 

@@ -104,11 +104,20 @@ class Fusefs(Mount):
     def _mount_arguments(self) -> list[str]:
         bucket = self.place.bucket
         return [
-            "mount", f"s3://{bucket.name}", str(self.root),
-            "--endpoint-url", bucket.server.endpoint_url, "--region", REGION,
-            "--cache-dir", str(self.cache), "--no-read-only" if self.is_writable else "--read-only",
-            "--log-file", str(self.log.with_suffix(".daemon.log")), *self._options,
-        ]  # fmt: skip
+            "mount",
+            f"s3://{bucket.name}",
+            str(self.root),
+            "--endpoint-url",
+            bucket.server.endpoint_url,
+            "--region",
+            REGION,
+            "--cache-dir",
+            str(self.cache),
+            "--no-read-only" if self.is_writable else "--read-only",
+            "--log-file",
+            str(self.log.with_suffix(".daemon.log")),
+            *self._options,
+        ]
 
     def _run(self, *arguments: str) -> str:
         # Output goes to files: a daemon that keeps the pipe would hold us up.
@@ -116,10 +125,14 @@ class Fusefs(Mount):
         try:
             with output.open("wb") as out, self.log.open("ab") as errors:
                 code = subprocess.run(
-                    [self._program, *arguments], stdin=subprocess.DEVNULL, stdout=out,
-                    stderr=errors, env=self.place.bucket.environment(), timeout=COMMAND_WAIT_S,
+                    [self._program, *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=errors,
+                    env=self.place.bucket.environment(),
+                    timeout=COMMAND_WAIT_S,
                     start_new_session=True,
-                ).returncode  # fmt: skip
+                ).returncode
         except (OSError, subprocess.TimeoutExpired) as error:
             raise BenchError(f"fusefs {arguments[0]}: {error}") from error
         if code != 0:

@@ -97,18 +97,46 @@ class Rclone(Peer):
 
     def _argv(self) -> list[str]:
         if self.is_writable:
-            mode = ["--vfs-cache-mode", "off", "--s3-chunk-size", "16M",
-                    "--s3-upload-concurrency", "8", "--s3-disable-checksum"]  # fmt: skip
+            mode = [
+                "--vfs-cache-mode",
+                "off",
+                "--s3-chunk-size",
+                "16M",
+                "--s3-upload-concurrency",
+                "8",
+                "--s3-disable-checksum",
+            ]
         else:
             mode = ["--read-only", "--vfs-cache-mode", "full", "--vfs-cache-max-age", "24h"]
         return [
-            str(self._program), "mount", f"bench:{self.place.bucket.name}", str(self.root),
-            "--allow-other", "--cache-dir", str(self.cache), *mode,
-            "--vfs-read-chunk-size", "4M", "--vfs-read-chunk-streams", "16",
-            "--vfs-read-ahead", "256M", "--vfs-fast-fingerprint", "--use-server-modtime",
-            "--no-checksum", "--dir-cache-time", "24h", "--attr-timeout", "10m",
-            "--poll-interval", "0", "--max-read-ahead", "1M", "--transfers", "8",
-        ]  # fmt: skip
+            str(self._program),
+            "mount",
+            f"bench:{self.place.bucket.name}",
+            str(self.root),
+            "--allow-other",
+            "--cache-dir",
+            str(self.cache),
+            *mode,
+            "--vfs-read-chunk-size",
+            "4M",
+            "--vfs-read-chunk-streams",
+            "16",
+            "--vfs-read-ahead",
+            "256M",
+            "--vfs-fast-fingerprint",
+            "--use-server-modtime",
+            "--no-checksum",
+            "--dir-cache-time",
+            "24h",
+            "--attr-timeout",
+            "10m",
+            "--poll-interval",
+            "0",
+            "--max-read-ahead",
+            "1M",
+            "--transfers",
+            "8",
+        ]
 
     def _environment(self) -> dict[str, str]:
         return rclone_environment(self.place.bucket)
@@ -128,13 +156,24 @@ class S3fs(Peer):
 
     def _argv(self) -> list[str]:
         options = [
-            f"url={self.place.bucket.server.endpoint_url}", "use_path_request_style",
+            f"url={self.place.bucket.server.endpoint_url}",
+            "use_path_request_style",
             *([] if self.is_writable else ["ro"]),
-            f"use_cache={self.cache}", f"passwd_file={self._passwords()}", "allow_other",
-            "kernel_cache", "big_writes", "max_write=131072", "max_readahead=1048576",
-            "parallel_count=20", "multireq_max=30", "multipart_size=16",
-            "max_stat_cache_size=200000", "stat_cache_expire=86400", "enable_noobj_cache",
-            "list_object_max_keys=1000", "listobjectsv2",
-        ]  # fmt: skip
+            f"use_cache={self.cache}",
+            f"passwd_file={self._passwords()}",
+            "allow_other",
+            "kernel_cache",
+            "big_writes",
+            "max_write=131072",
+            "max_readahead=1048576",
+            "parallel_count=20",
+            "multireq_max=30",
+            "multipart_size=16",
+            "max_stat_cache_size=200000",
+            "stat_cache_expire=86400",
+            "enable_noobj_cache",
+            "list_object_max_keys=1000",
+            "listobjectsv2",
+        ]
         bucket = self.place.bucket.name
         return [str(self._program), bucket, str(self.root), "-f", "-o", ",".join(options)]

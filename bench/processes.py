@@ -92,9 +92,13 @@ def start(argv: Sequence[str], log: Path, env: Mapping[str, str]) -> subprocess.
     """Start a long-running program in a session of its own, its output going to `log`."""
     with log.open("ab") as output:
         return subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-            env=dict(env), start_new_session=True,
-        )  # fmt: skip
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=dict(env),
+            start_new_session=True,
+        )
 
 
 def capture(argv: Sequence[str], limit_s: float, env: Mapping[str, str] | None = None) -> str:
@@ -121,9 +125,14 @@ def capture(argv: Sequence[str], limit_s: float, env: Mapping[str, str] | None =
 def open_reader(argv: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
     """Start a program in a session of its own, with pipes to talk to it."""
     return subprocess.Popen(
-        argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=env, start_new_session=True,
-    )  # fmt: skip
+        argv,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
+        start_new_session=True,
+    )
 
 
 def kill_group(process: subprocess.Popen[str]) -> None:

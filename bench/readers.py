@@ -358,7 +358,18 @@ def main(*operations: Callable[..., Result]) -> None:
 
 if __name__ == "__main__":
     main(
-        sequential, read_and_hold, random_pages, small_files, walk, kill_and_ask, read_when_told,
-        digest_file, digest_files, digest_listing, digest_objects,
-        download_parts, download_stream, get_objects,
-    )  # fmt: skip
+        sequential,
+        read_and_hold,
+        random_pages,
+        small_files,
+        walk,
+        kill_and_ask,
+        read_when_told,
+        digest_file,
+        digest_files,
+        digest_listing,
+        digest_objects,
+        download_parts,
+        download_stream,
+        get_objects,
+    )

@@ -202,9 +202,11 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def as_json(
-    results: Results, contenders: Sequence[Contender], skipped: dict[str, str],
+    results: Results,
+    contenders: Sequence[Contender],
+    skipped: dict[str, str],
     options: dict[str, Any],
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Everything, also the single rounds, with what is needed to judge it."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -94,10 +94,16 @@ class Session:
     def read_small(self, passes: int = 1, warm_up: bool = False, bare: bool = False) -> Sample:
         """Read all small files, in the ordinary way or barely."""
         result = self.read(
-            "small_files", root=str(self.small), names_file=str(self.data.names_file),
-            size=SMALL_SIZE, threads=THREADS, passes=passes, warm_up=warm_up, seed=self.seed,
+            "small_files",
+            root=str(self.small),
+            names_file=str(self.data.names_file),
+            size=SMALL_SIZE,
+            threads=THREADS,
+            passes=passes,
+            warm_up=warm_up,
+            seed=self.seed,
             bare=bare,
-        )  # fmt: skip
+        )
         return per_second(result, "files")
 
     def fetch_large(self) -> Sample:

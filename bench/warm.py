@@ -99,10 +99,20 @@ class Ways:
         bucket = self._place.bucket
         remote = f"bench:{bucket.name}/{part.folder}"
         command = [
-            str(find("rclone")), "copy", remote, str(target / part.folder),
-            "--transfers", str(AT_ONCE), "--checkers", str(AT_ONCE), "--ignore-checksum",
-            "--multi-thread-streams", "8", "--use-server-modtime", "--fast-list",
-        ]  # fmt: skip
+            str(find("rclone")),
+            "copy",
+            remote,
+            str(target / part.folder),
+            "--transfers",
+            str(AT_ONCE),
+            "--checkers",
+            str(AT_ONCE),
+            "--ignore-checksum",
+            "--multi-thread-streams",
+            "8",
+            "--use-server-modtime",
+            "--fast-list",
+        ]
         try:
             seconds = _timed(command, rclone_environment(bucket))
             _compare(part, target, digest)
@@ -146,8 +156,10 @@ def run(place: Place, parts: Sequence[Part], rounds: int) -> None:
     """Measure all ways with all parts, and print a table of medians."""
     ways = Ways(place)
     table: dict[str, Callable[[Part, str], float]] = {
-        "fusefs warm": ways.warm, "cat": ways.cat, "rclone copy": ways.rclone,
-    }  # fmt: skip
+        "fusefs warm": ways.warm,
+        "cat": ways.cat,
+        "rclone copy": ways.rclone,
+    }
     for part in parts:
         digest = part.digest(place.native_root)
         seconds: dict[str, list[float]] = {name: [] for name in table}

@@ -93,10 +93,15 @@ def _random(session: Session, read: RandomRead) -> Sample:
         return Sample(*fio.reads_per_second(session.large, size, read, session.limit_s))
     reads = min(size // read.jobs // fio.PAGE * read.repeat, FALLBACK_READS)
     result = session.read(
-        "random_pages", path=str(session.large), size=size, readers=read.jobs,
-        reads=reads, limit_s=session.limit_s, direct=read.direct,
+        "random_pages",
+        path=str(session.large),
+        size=size,
+        readers=read.jobs,
+        reads=reads,
+        limit_s=session.limit_s,
+        direct=read.direct,
         mapped=read.engine == "mmap",
-    )  # fmt: skip
+    )
     return per_second(result, "reads")
 
 
@@ -126,9 +131,13 @@ def _first_small(session: Session) -> Sample:
 def _get_small(session: Session) -> Sample:
     session.make_cold()
     result = session.read_objects(
-        "get_objects", prefix="small", names_file=str(session.data.names_file),
-        size=SMALL_SIZE, threads=THREADS, seed=session.seed,
-    )  # fmt: skip
+        "get_objects",
+        prefix="small",
+        names_file=str(session.data.names_file),
+        size=SMALL_SIZE,
+        threads=THREADS,
+        seed=session.seed,
+    )
     return per_second(result, "files")
 
 
@@ -148,9 +157,11 @@ def _walk_warm(session: Session, folder: str) -> Sample:
 
 def _walk(session: Session, folder: str, passes: int = 1) -> Sample:
     result = session.read(
-        "walk", root=str(session.contender.root / folder),
-        files=session.data.sizes.listed, passes=passes,
-    )  # fmt: skip
+        "walk",
+        root=str(session.contender.root / folder),
+        files=session.data.sizes.listed,
+        passes=passes,
+    )
     return per_second(result, "files")
 
 
@@ -212,79 +223,213 @@ _starting = partial(Workload, group="starting", who=(CSI,))
 _writing = partial(Workload, group="writing")
 
 WORKLOADS = (
-    _first("first_large", "first read of the large object, 1 MiB reads", "MB/s", _first_large,
-           run_bare=_faster_download, holds=True),
-    _large("held_warm", "page cache warm, while a handle is open since before the first read",
-           "MB/s", _large_warm, holds=True),
-    _large("reread_dropped", "read again, page cache dropped, one reader", "MB/s",
-           _dropped(Session.read_large)),
+    _first(
+        "first_large",
+        "first read of the large object, 1 MiB reads",
+        "MB/s",
+        _first_large,
+        run_bare=_faster_download,
+        holds=True,
+    ),
+    _large(
+        "held_warm",
+        "page cache warm, while a handle is open since before the first read",
+        "MB/s",
+        _large_warm,
+        holds=True,
+    ),
+    _large(
+        "reread_dropped",
+        "read again, page cache dropped, one reader",
+        "MB/s",
+        _dropped(Session.read_large),
+    ),
     _large("reread_warm", "read again, page cache warm, one reader", "MB/s", _large_warm),
-    _large("par8_dropped", "read again, page cache dropped, 8 readers", "MB/s",
-           _dropped(partial(Session.read_large, readers=READERS))),
-    _large("par8_warm", "read again, page cache warm, 8 readers", "MB/s",
-           partial(_large_warm, readers=READERS)),
+    _large(
+        "par8_dropped",
+        "read again, page cache dropped, 8 readers",
+        "MB/s",
+        _dropped(partial(Session.read_large, readers=READERS)),
+    ),
+    _large(
+        "par8_warm",
+        "read again, page cache warm, 8 readers",
+        "MB/s",
+        partial(_large_warm, readers=READERS),
+    ),
     # One pass over the pages takes a local disk a third of a second: too short.
-    _large("rand4k_warm", "4 KiB random reads, page cache warm, one job", "reads/s",
-           partial(_random_warm, read=RandomRead(1, repeat=4))),
+    _large(
+        "rand4k_warm",
+        "4 KiB random reads, page cache warm, one job",
+        "reads/s",
+        partial(_random_warm, read=RandomRead(1, repeat=4)),
+    ),
     # So many reads that one measurement is steady, and slow for some.
-    _large("rand4k_dropped8", "4 KiB random reads, page cache dropped, 8 jobs", "reads/s",
-           _dropped(partial(_random, read=RandomRead(READERS)), times=1)),
-    _large("mmap_warm", "mmap, scattered 4 KiB pages, page cache warm", "pages/s",
-           partial(_random_warm, read=MAPPED)),
-    _large("mmap_dropped", "mmap, scattered 4 KiB pages, page cache dropped", "pages/s",
-           _dropped(partial(_random, read=MAPPED))),
-    _large("direct8", "4 KiB O_DIRECT reads that the daemon answers, 8 jobs", "reads/s",
-           _direct, who=(NO_PASSTHROUGH, PYFUSE3)),
-    _first("first_small", "first read of the 100 KiB files, 8 threads", "files/s", _first_small,
-           run_bare=_get_small),
-    _small("small_dropped", "100 KiB files again, page cache dropped, 8 threads", "files/s",
-           _dropped(Session.read_small)),
-    _small("small_warm", "100 KiB files again, page cache warm, 8 threads", "files/s",
-           _small_warm),
-    _small("small_warm_bare", "the same by three system calls a file", "files/s",
-           partial(_small_warm, bare=True)),
-    _listing("tree_cold", "first walk with lstat, 100 folders",
-             run=partial(_walk_cold, folder="tree")),
-    _listing("tree_warm", "walk again with lstat, 100 folders",
-             run=partial(_walk_warm, folder="tree")),
-    _listing("flat_cold", "first walk with lstat, one folder",
-             run=partial(_walk_cold, folder="flat")),
-    _listing("flat_warm", "walk again with lstat, one folder",
-             run=partial(_walk_warm, folder="flat")),
-    Workload("recovery", "from SIGKILL of the daemon to its first answer", "ms", _recovery,
-             group="recovery", who=(KERNEL,)),
-    _starting("mount_first_byte", "from the mount's command to a file's first byte", "ms",
-              starting.mount_first_byte, who=(KERNEL, WRITABLE, *PEERS)),
-    _starting("publish_first_byte", "from NodePublishVolume to a file's first byte, new volume",
-              "ms", starting.publish_first_byte),
-    _starting("publish_second_pod", "the same for a second pod of a volume", "ms",
-              starting.publish_second_pod),
-    _starting("volume_mib", "memory of a volume's processes, of 5 volumes", "MiB",
-              starting.volume_mib),
-    _writing("write_large", "1 GiB in 1 MiB writes, until close has returned, in the bucket",
-             "MB/s", writes.large, run_bare=writes.faster_put, who=(OBSTORE, *WRITERS)),
-    _writing("write_local", "the same, safe on the local disk", "MB/s", writes.large_local,
-             who=(NATIVE, LOCAL)),
-    _writing("read_written", "first read of a file that was just written", "MB/s",
-             writes.read_written, who=(NATIVE, *WRITERS)),
-    _writing("read_written_again", "the same again", "MB/s", writes.read_written_again,
-             who=(NATIVE, *WRITERS)),
-    _writing("write_small", "64 KiB files written by 8 threads, in the bucket", "files/s",
-             writes.small, run_bare=writes.put_small,
-             who=(NATIVE, OBSTORE, LOCAL, *WRITERS)),
-    _writing("tar_x", "tar -x of 3,000 files of 10 KiB", "files/s", writes.extract,
-             prepare=writes.make_copied, who=(NATIVE, LOCAL, *WRITERS)),
-    _writing("rsync_a", "rsync -a of 3,000 files of 10 KiB", "files/s", writes.synchronize,
-             prepare=writes.make_copied, who=(NATIVE, LOCAL, *WRITERS)),
-    _writing("rm_rf", "rm -rf of 5,000 files", "files/s", writes.remove,
-             prepare=writes.put_removed, who=WRITERS),
-    _writing("rename_tree", "rename of a directory of 2,000 files, as mounts write them",
-             "files/s", partial(writes.rename, folder=writes.DATED),
-             prepare=partial(writes.put_renamed, folder=writes.DATED), who=WRITERS),
-    _writing("rename_foreign", "the same of files that don't say when they were modified",
-             "files/s", partial(writes.rename, folder=writes.FOREIGN),
-             prepare=partial(writes.put_renamed, folder=writes.FOREIGN), who=WRITERS),
-)  # fmt: skip
+    _large(
+        "rand4k_dropped8",
+        "4 KiB random reads, page cache dropped, 8 jobs",
+        "reads/s",
+        _dropped(partial(_random, read=RandomRead(READERS)), times=1),
+    ),
+    _large(
+        "mmap_warm",
+        "mmap, scattered 4 KiB pages, page cache warm",
+        "pages/s",
+        partial(_random_warm, read=MAPPED),
+    ),
+    _large(
+        "mmap_dropped",
+        "mmap, scattered 4 KiB pages, page cache dropped",
+        "pages/s",
+        _dropped(partial(_random, read=MAPPED)),
+    ),
+    _large(
+        "direct8",
+        "4 KiB O_DIRECT reads that the daemon answers, 8 jobs",
+        "reads/s",
+        _direct,
+        who=(NO_PASSTHROUGH, PYFUSE3),
+    ),
+    _first(
+        "first_small",
+        "first read of the 100 KiB files, 8 threads",
+        "files/s",
+        _first_small,
+        run_bare=_get_small,
+    ),
+    _small(
+        "small_dropped",
+        "100 KiB files again, page cache dropped, 8 threads",
+        "files/s",
+        _dropped(Session.read_small),
+    ),
+    _small("small_warm", "100 KiB files again, page cache warm, 8 threads", "files/s", _small_warm),
+    _small(
+        "small_warm_bare",
+        "the same by three system calls a file",
+        "files/s",
+        partial(_small_warm, bare=True),
+    ),
+    _listing(
+        "tree_cold", "first walk with lstat, 100 folders", run=partial(_walk_cold, folder="tree")
+    ),
+    _listing(
+        "tree_warm", "walk again with lstat, 100 folders", run=partial(_walk_warm, folder="tree")
+    ),
+    _listing(
+        "flat_cold", "first walk with lstat, one folder", run=partial(_walk_cold, folder="flat")
+    ),
+    _listing(
+        "flat_warm", "walk again with lstat, one folder", run=partial(_walk_warm, folder="flat")
+    ),
+    Workload(
+        "recovery",
+        "from SIGKILL of the daemon to its first answer",
+        "ms",
+        _recovery,
+        group="recovery",
+        who=(KERNEL,),
+    ),
+    _starting(
+        "mount_first_byte",
+        "from the mount's command to a file's first byte",
+        "ms",
+        starting.mount_first_byte,
+        who=(KERNEL, WRITABLE, *PEERS),
+    ),
+    _starting(
+        "publish_first_byte",
+        "from NodePublishVolume to a file's first byte, new volume",
+        "ms",
+        starting.publish_first_byte,
+    ),
+    _starting(
+        "publish_second_pod",
+        "the same for a second pod of a volume",
+        "ms",
+        starting.publish_second_pod,
+    ),
+    _starting(
+        "volume_mib", "memory of a volume's processes, of 5 volumes", "MiB", starting.volume_mib
+    ),
+    _writing(
+        "write_large",
+        "1 GiB in 1 MiB writes, until close has returned, in the bucket",
+        "MB/s",
+        writes.large,
+        run_bare=writes.faster_put,
+        who=(OBSTORE, *WRITERS),
+    ),
+    _writing(
+        "write_local",
+        "the same, safe on the local disk",
+        "MB/s",
+        writes.large_local,
+        who=(NATIVE, LOCAL),
+    ),
+    _writing(
+        "read_written",
+        "first read of a file that was just written",
+        "MB/s",
+        writes.read_written,
+        who=(NATIVE, *WRITERS),
+    ),
+    _writing(
+        "read_written_again",
+        "the same again",
+        "MB/s",
+        writes.read_written_again,
+        who=(NATIVE, *WRITERS),
+    ),
+    _writing(
+        "write_small",
+        "64 KiB files written by 8 threads, in the bucket",
+        "files/s",
+        writes.small,
+        run_bare=writes.put_small,
+        who=(NATIVE, OBSTORE, LOCAL, *WRITERS),
+    ),
+    _writing(
+        "tar_x",
+        "tar -x of 3,000 files of 10 KiB",
+        "files/s",
+        writes.extract,
+        prepare=writes.make_copied,
+        who=(NATIVE, LOCAL, *WRITERS),
+    ),
+    _writing(
+        "rsync_a",
+        "rsync -a of 3,000 files of 10 KiB",
+        "files/s",
+        writes.synchronize,
+        prepare=writes.make_copied,
+        who=(NATIVE, LOCAL, *WRITERS),
+    ),
+    _writing(
+        "rm_rf",
+        "rm -rf of 5,000 files",
+        "files/s",
+        writes.remove,
+        prepare=writes.put_removed,
+        who=WRITERS,
+    ),
+    _writing(
+        "rename_tree",
+        "rename of a directory of 2,000 files, as mounts write them",
+        "files/s",
+        partial(writes.rename, folder=writes.DATED),
+        prepare=partial(writes.put_renamed, folder=writes.DATED),
+        who=WRITERS,
+    ),
+    _writing(
+        "rename_foreign",
+        "the same of files that don't say when they were modified",
+        "files/s",
+        partial(writes.rename, folder=writes.FOREIGN),
+        prepare=partial(writes.put_renamed, folder=writes.FOREIGN),
+        who=WRITERS,
+    ),
+)
 # Each group has a mount of its own; a group that kills or starts daemons tells nothing of what
 # they use.
 READING = ("data", "listing", "recovery")

@@ -175,9 +175,7 @@ def check_files(store: dict[str, str], prefix: str, files: int, size: int, seed:
     return {}
 
 
-def check_renamed(
-    store: dict[str, str], source: str, target: str, files: int, size: int
-) -> Result:  # fmt: skip
+def check_renamed(store: dict[str, str], source: str, target: str, files: int, size: int) -> Result:
     """See that nothing is left under the old prefix, and everything is under the new one."""
     s3 = open_store(store)
     _check_names(s3, source, 0, size)
@@ -207,6 +205,15 @@ def _names(files: int) -> list[str]:
 
 if __name__ == "__main__":
     main(
-        write_file, write_files, rename, make_files, run, put_file, put_objects,
-        check_file, check_files, check_renamed, check_removed,
-    )  # fmt: skip
+        write_file,
+        write_files,
+        rename,
+        make_files,
+        run,
+        put_file,
+        put_objects,
+        check_file,
+        check_files,
+        check_renamed,
+        check_removed,
+    )

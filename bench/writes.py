@@ -52,9 +52,12 @@ def large_local(session: Session) -> Sample:
 def _write_large(session: Session, *, sync: bool = False) -> Sample:
     def write() -> dict[str, Any]:
         return session.write(
-            "write_file", path=str(session.contender.root / LARGE),
-            size=session.data.sizes.large, seed=session.seed, sync=sync,
-        )  # fmt: skip
+            "write_file",
+            path=str(session.contender.root / LARGE),
+            size=session.data.sizes.large,
+            seed=session.seed,
+            sync=sync,
+        )
 
     session.has_written = True
     return _timed(session, write, "bytes", MB)
@@ -76,9 +79,7 @@ def faster_put(session: Session) -> Sample:
 
 
 def _check_large(session: Session, key: str) -> None:
-    session.write_objects(
-        "check_file", key=key, size=session.data.sizes.large, seed=session.seed
-    )  # fmt: skip
+    session.write_objects("check_file", key=key, size=session.data.sizes.large, seed=session.seed)
 
 
 def read_written(session: Session) -> Sample:
@@ -152,9 +153,14 @@ _METADATA = {DATED: {"mtime": "1700000000.000000000"}, FOREIGN: {}}
 def put_renamed(session: Session, folder: str) -> None:
     """Put into the bucket what `rename` renames; a mount that is up might not see it."""
     session.write_objects(
-        "put_objects", prefix=folder, files=session.data.sizes.renamed, size=RENAMED_SIZE,
-        threads=THREADS, seed=session.seed, metadata=_METADATA[folder],
-    )  # fmt: skip
+        "put_objects",
+        prefix=folder,
+        files=session.data.sizes.renamed,
+        size=RENAMED_SIZE,
+        threads=THREADS,
+        seed=session.seed,
+        metadata=_METADATA[folder],
+    )
 
 
 def rename(session: Session, folder: str) -> Sample:
@@ -222,9 +228,14 @@ def _copied_files(session: Session) -> dict[str, int]:
 def put_removed(session: Session) -> None:
     """Put into the bucket what `rm` removes; a mount that is up might not see it."""
     session.write_objects(
-        "put_objects", prefix=REMOVED, files=session.data.sizes.removed, size=REMOVED_SIZE,
-        threads=THREADS, seed=session.seed, metadata=_METADATA[DATED],
-    )  # fmt: skip
+        "put_objects",
+        prefix=REMOVED,
+        files=session.data.sizes.removed,
+        size=REMOVED_SIZE,
+        threads=THREADS,
+        seed=session.seed,
+        metadata=_METADATA[DATED],
+    )
 
 
 def remove(session: Session) -> Sample:

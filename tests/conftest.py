@@ -26,9 +26,11 @@ STORES = {"seaweedfs": S3Server, "ceph": CephServer}
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--store", choices=sorted(STORES), default="seaweedfs",
+        "--store",
+        choices=sorted(STORES),
+        default="seaweedfs",
         help="the S3 server; with another one than the first, only tests that use it run",
-    )  # fmt: skip
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -126,10 +128,14 @@ def mounter(bucket: Bucket, tmp_path: Path) -> Iterator[Mounter]:
         path = tmp_path / f"mnt{len(mounts)}"
         path.mkdir()
         new = Mount(
-            f"s3://{bucket.name}/{prefix}", path, tmp_path / cache,
-            endpoint_url or bucket.server.endpoint_url, bucket.server.environment,
-            tmp_path / f"fusefs{len(mounts)}.log", options,
-        )  # fmt: skip
+            f"s3://{bucket.name}/{prefix}",
+            path,
+            tmp_path / cache,
+            endpoint_url or bucket.server.endpoint_url,
+            bucket.server.environment,
+            tmp_path / f"fusefs{len(mounts)}.log",
+            options,
+        )
         mounts.append(new)
         new.start()
         return new

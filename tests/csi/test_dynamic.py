@@ -45,17 +45,22 @@ def test_calls_without_a_deadline_are_answered(driver: Driver, node: Node, bucke
     capability = mount_capability()
     driver.controller.ControllerExpandVolume(
         csi_pb2.ControllerExpandVolumeRequest(
-            volume_id=volume.volume_id, capacity_range={"required_bytes": 2**40},
-            volume_capability=capability, secrets=SECRETS,
+            volume_id=volume.volume_id,
+            capacity_range={"required_bytes": 2**40},
+            volume_capability=capability,
+            secrets=SECRETS,
         )
-    )  # fmt: skip
+    )
     for _ in range(2):
         node.node.NodePublishVolume(
             csi_pb2.NodePublishVolumeRequest(
-                volume_id=volume.volume_id, target_path=target, volume_capability=capability,
-                secrets=SECRETS, volume_context={**volume.volume_context, **ADDED},
+                volume_id=volume.volume_id,
+                target_path=target,
+                volume_capability=capability,
+                secrets=SECRETS,
+                volume_context={**volume.volume_context, **ADDED},
             )
-        )  # fmt: skip
+        )
     usage = csi_pb2.NodeGetVolumeStatsRequest(volume_id=volume.volume_id, volume_path=target)
     assert len(node.node.NodeGetVolumeStats(usage).usage) == 2
     for _ in range(2):
@@ -75,9 +80,12 @@ def test_a_claim_is_provisioned_used_grown_and_given_back(
 ) -> None:
     bucket.put("another", b"precious")
     volume = create(
-        driver, bucket.name, prefix="fresh/${pvc.namespace}/${pv.name}", onDelete=on_delete,
+        driver,
+        bucket.name,
+        prefix="fresh/${pvc.namespace}/${pv.name}",
+        onDelete=on_delete,
         metadataTtl="10m",
-    )  # fmt: skip
+    )
     target = node.target("pod", NAME)
     capability = mount_capability()
     node.node.NodePublishVolume(

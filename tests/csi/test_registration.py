@@ -55,12 +55,22 @@ def driver() -> Iterator[Driver]:
     path = directory / "csi.sock"
     process = subprocess.Popen(
         [
-            Path(sys.prefix) / "bin" / "fusefs-csi", "all", "--endpoint", f"unix://{path}",
-            "--node-id", "node-1", "--state-dir", directory / "state",
-            "--kubelet-dir", directory / "kubelet", "--mounts-dir", directory / "mounts",
-            "--cache-dir", directory / "cache",
+            Path(sys.prefix) / "bin" / "fusefs-csi",
+            "all",
+            "--endpoint",
+            f"unix://{path}",
+            "--node-id",
+            "node-1",
+            "--state-dir",
+            directory / "state",
+            "--kubelet-dir",
+            directory / "kubelet",
+            "--mounts-dir",
+            directory / "mounts",
+            "--cache-dir",
+            directory / "cache",
         ]
-    )  # fmt: skip
+    )
     try:
         deadline = time.monotonic() + DEADLINE_S
         while not path.exists() and process.poll() is None and time.monotonic() < deadline:

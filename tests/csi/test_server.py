@@ -285,9 +285,16 @@ def test_the_command_serves_until_it_is_told_to_end(short: Path, s3: S3Server) -
     stores.write_text(f'[stores.minio]\nendpoint-url = "{s3.endpoint_url}"\n')
     path = short / "csi.sock"
     process = command(
-        "controller", "--endpoint", f"unix://{path}", "--stores", str(stores),
-        "--cluster-id", "c", "--log-level", "debug",
-    )  # fmt: skip
+        "controller",
+        "--endpoint",
+        f"unix://{path}",
+        "--stores",
+        str(stores),
+        "--cluster-id",
+        "c",
+        "--log-level",
+        "debug",
+    )
     try:
         deadline = time.monotonic() + DEADLINE_S
         while not path.exists() and time.monotonic() < deadline:
@@ -298,10 +305,11 @@ def test_the_command_serves_until_it_is_told_to_end(short: Path, s3: S3Server) -
             volume_capabilities=[mount_capability()],
             parameters={"store": "minio", "bucket": s3.new_bucket()},
             secrets={
-                "accessKeyId": "fusefs-access", "secretAccessKey": SECRET_KEY,
+                "accessKeyId": "fusefs-access",
+                "secretAccessKey": SECRET_KEY,
                 "sessionToken": "the-session-token",
             },
-        )  # fmt: skip
+        )
         # What becomes of the token is the store's affair.
         call = driver.controller.CreateVolume.future(
             request, timeout=DEADLINE_S, wait_for_ready=True
@@ -353,9 +361,12 @@ def test_credentials_are_not_kept_on_a_disk() -> None:
 def test_an_installation_without_the_drivers_packages_says_what_to_install(package: str) -> None:
     program = f"import sys; sys.modules[{package!r}] = None; from csi.main import main; main()"
     process = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S,
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
         check=False,
-    )  # fmt: skip
+    )
     assert process.returncode == 1
     [line] = process.stderr.splitlines()
     assert package in line

@@ -68,8 +68,13 @@ def test_a_file_names_stores_beside_aws(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "not toml", "[store.x]", 'stores = "x"', "[stores]\nx = 1", "[stores.x]",
-        '[stores.x]\nendpoint-url = "minio:9000"', "[stores.x]\nendpoint-url = 1",
+        "not toml",
+        "[store.x]",
+        'stores = "x"',
+        "[stores]\nx = 1",
+        "[stores.x]",
+        '[stores.x]\nendpoint-url = "minio:9000"',
+        "[stores.x]\nendpoint-url = 1",
         f'[stores.x]\nendpoint-url = "{MINIO}"\nretries = "3"',
         f'[stores.Minio]\nendpoint-url = "{MINIO}"',
         f'[stores.{"x" * 21}]\nendpoint-url = "{MINIO}"',
@@ -80,7 +85,7 @@ def test_a_file_names_stores_beside_aws(tmp_path: Path) -> None:
         f'[stores.x]\nendpoint-url = "{MINIO}"\naddressing = "none"',
         f'[stores.x]\nendpoint-url = "{MINIO}"\nca-bundle = "/no/such/file"',
     ],
-)  # fmt: skip
+)
 def test_a_file_that_cannot_be_used_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
     path = written(tmp_path, text)
     with pytest.raises(StoresError) as caught:
@@ -94,10 +99,18 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 FORBIDDEN = [
-    "169.254.169.254", "169.254.170.2", "[fe80::1]", "[fd00:ec2::254]", "100.100.100.200",
-    "168.63.129.16", "0.0.0.0", "[::]", "[::ffff:169.254.169.254]", "224.0.0.1",
+    "169.254.169.254",
+    "169.254.170.2",
+    "[fe80::1]",
+    "[fd00:ec2::254]",
+    "100.100.100.200",
+    "168.63.129.16",
+    "0.0.0.0",
+    "[::]",
+    "[::ffff:169.254.169.254]",
+    "224.0.0.1",
     "metadata.google.internal",
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("host", FORBIDDEN)
@@ -269,10 +282,17 @@ def test_a_secret_without_keys_is_refused_without_showing_it(secret: dict[str, s
 @pytest.mark.parametrize(
     ("text", "prefix"),
     [
-        ("", ""), ("/", ""), ("a", "a/"), ("/a/", "a/"), ("a/b", "a/b/"), ("a b/ü", "a b/ü/"),
-        ("...", ".../"), (".hidden", ".hidden/"), ("x" * 899, "x" * 899 + "/"),
+        ("", ""),
+        ("/", ""),
+        ("a", "a/"),
+        ("/a/", "a/"),
+        ("a/b", "a/b/"),
+        ("a b/ü", "a b/ü/"),
+        ("...", ".../"),
+        (".hidden", ".hidden/"),
+        ("x" * 899, "x" * 899 + "/"),
     ],
-)  # fmt: skip
+)
 def test_a_prefix_has_one_form(text: str, prefix: str) -> None:
     assert normal_prefix(text) == prefix
     assert normal_prefix(prefix) == prefix
@@ -280,10 +300,25 @@ def test_a_prefix_has_one_form(text: str, prefix: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["//", "a//b", "a//", "//a", ".", "..", "a/./b", "a/../b", "a\0", "a\x1f", "\x85", ".fusefs",
-     "a/.fusefs/b", "x" * 900, "ü" * 450],
+    [
+        "//",
+        "a//b",
+        "a//",
+        "//a",
+        ".",
+        "..",
+        "a/./b",
+        "a/../b",
+        "a\0",
+        "a\x1f",
+        "\x85",
+        ".fusefs",
+        "a/.fusefs/b",
+        "x" * 900,
+        "ü" * 450,
+    ],
     ids=ascii,
-)  # fmt: skip
+)
 def test_a_prefix_that_no_path_has_is_refused(text: str) -> None:
     with pytest.raises(InvalidArgumentError, match="prefix"):
         normal_prefix(text)
@@ -296,10 +331,14 @@ def test_a_value_is_never_read_as_a_template() -> None:
 @pytest.mark.parametrize(
     ("one", "other", "is_so"),
     [
-        ("a/", "a/", True), ("a/", "a/b/", True), ("", "a/", True), ("", "", True),
-        ("team-a/", "team-ab/", False), ("a/b/", "a/c/", False),
+        ("a/", "a/", True),
+        ("a/", "a/b/", True),
+        ("", "a/", True),
+        ("", "", True),
+        ("team-a/", "team-ab/", False),
+        ("a/b/", "a/c/", False),
     ],
-)  # fmt: skip
+)
 def test_prefixes_overlap_by_whole_segments(one: str, other: str, is_so: bool) -> None:
     assert overlap(one, other) is is_so
     assert overlap(other, one) is is_so

@@ -28,10 +28,14 @@ def test_the_demo_shows_what_it_says_and_leaves_nothing(
     demo.show(tmp_path, s3)
     said = capsys.readouterr().out
     for part in (
-        "img0002.jpg", "class07,4", "first epoch, from S3:", "second epoch, from the cache:",
-        "the same as before the upload", "read from the bucket past the mount: the same bytes",
+        "img0002.jpg",
+        "class07,4",
+        "first epoch, from S3:",
+        "second epoch, from the cache:",
+        "the same as before the upload",
+        "read from the bucket past the mount: the same bytes",
         "everything is in the bucket",
-    ):  # fmt: skip
+    ):
         assert part in said
     assert not mountinfo.is_mountpoint(tmp_path / "data")
 

@@ -244,10 +244,17 @@ def refusing(s3: S3Server, directory: Path, session: str) -> Iterator[tuple[List
     with (
         ListingServer(["d/one", "d/two"]).serving() as server,
         mounted(
-            s3, "s3://some-bucket", directory, "--session", session, "--anonymous",
-            "--retry-time", "1s", endpoint_url=server.endpoint_url,
+            s3,
+            "s3://some-bucket",
+            directory,
+            "--session",
+            session,
+            "--anonymous",
+            "--retry-time",
+            "1s",
+            endpoint_url=server.endpoint_url,
         ) as mount,
-    ):  # fmt: skip
+    ):
         yield server, mount
 
 
@@ -286,10 +293,17 @@ def test_a_server_that_is_gone_is_eio(session: str, s3: S3Server, tmp_path: Path
     with (
         ListingServer(["d/one", "e/two"]).serving() as server,
         mounted(
-            s3, "s3://some-bucket", tmp_path, "--session", session, "--anonymous",
-            "--retry-time", "1s", endpoint_url=server.endpoint_url,
+            s3,
+            "s3://some-bucket",
+            tmp_path,
+            "--session",
+            session,
+            "--anonymous",
+            "--retry-time",
+            "1s",
+            endpoint_url=server.endpoint_url,
         ) as mount,
-    ):  # fmt: skip
+    ):
         assert os.listdir(mount.path / "d") == ["one"]
         server.stop()
         assert outcome(mount.path / "d" / "one") == errno.EIO

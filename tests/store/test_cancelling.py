@@ -103,10 +103,13 @@ async def test_a_prefetch_leaves_room_for_a_demand(shared: Bucket, faulty: Fault
             for _ in range(6):
                 nursery.start_soon(
                     lambda: store.download(
-                        info.version, 0, 10, lambda offset, chunk: None,
+                        info.version,
+                        0,
+                        10,
+                        lambda offset, chunk: None,
                         priority=lambda: Priority.PREFETCH,
                     )
-                )  # fmt: skip
+                )
             await eventually(lambda: len(faulty.requests("GET")) == 3)
             assert (await store.head("body")) == info
             assert len(faulty.requests("GET")) == 3

@@ -19,9 +19,10 @@ from tests.support.tls import TlsDoor, tls_door
 
 HELLO = ObjectVersion("hello", '"1"', 5)
 HELLO_HEADERS = {
-    "etag": '"1"', "content-range": "bytes 0-4/5",
+    "etag": '"1"',
+    "content-range": "bytes 0-4/5",
     "last-modified": "Sat, 21 Nov 2026 13:00:00 GMT",
-}  # fmt: skip
+}
 EMPTY_LISTING = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
 PROFILE = "[default]\naws_access_key_id = {}\naws_secret_access_key = {}\n"
 
@@ -36,9 +37,12 @@ def elsewhere(shared: Bucket) -> Iterator[FaultyS3]:
 
 @pytest.mark.parametrize("size", [5, 3 << 20], ids=["small", "large"])
 async def test_a_session_token_does_not_follow_a_redirect(
-    shared: Bucket, faulty: FaultyS3, elsewhere: FaultyS3, monkeypatch: pytest.MonkeyPatch,
+    shared: Bucket,
+    faulty: FaultyS3,
+    elsewhere: FaultyS3,
+    monkeypatch: pytest.MonkeyPatch,
     size: int,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setenv("AWS_SESSION_TOKEN", "a-token-of-a-session")
     faulty.add("LIST", body=EMPTY_LISTING)
     away = {"location": f"{elsewhere.endpoint_url}/{shared.name}/hello"}
@@ -119,9 +123,13 @@ def secure(shared: Bucket, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.mark.parametrize("place", ["AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "config", "setting"])
 async def test_a_private_authority_is_trusted_for_all_requests(
-    shared: Bucket, faulty: FaultyS3, secure: TlsDoor, monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path, place: str,
-) -> None:  # fmt: skip
+    shared: Bucket,
+    faulty: FaultyS3,
+    secure: TlsDoor,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    place: str,
+) -> None:
     settings = {}
     if place == "setting":
         settings["ca_bundle"] = str(secure.authority)

@@ -89,11 +89,15 @@ async def test_a_list_that_fails_says_nothing_about_an_object(
 @pytest.mark.parametrize(
     "fault",
     [
-        {"code": "InternalError"}, {"code": "SlowDown"}, {"body": b"<html>Sign in</html>"},
-        {"body": b"<ListBucketResult><Contents>"}, {"cut_after": 100}, {"stall": True},
+        {"code": "InternalError"},
+        {"code": "SlowDown"},
+        {"body": b"<html>Sign in</html>"},
+        {"body": b"<ListBucketResult><Contents>"},
+        {"cut_after": 100},
+        {"stall": True},
         {"short": 100},
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("is_first", [True, False])
 async def test_a_list_that_fails_once_is_asked_again(
     shared: Bucket, faulty: FaultyS3, fault: dict[str, Any], *, is_first: bool

@@ -131,15 +131,19 @@ async def test_a_condition_that_is_not_implemented_is_left_out_from_then_on(
         info = await put(store, "a", make_file(10), Expect(None))
         await put(store, "b", make_file(10), Expect(None))
         assert ["if-none-match" in one.headers for one in faulty.requests("PUT")] == [
-            True, False, False,
-        ]  # fmt: skip
+            True,
+            False,
+            False,
+        ]
         await store.copy(info, "c", condition=Expect(None))
         await store.delete("a", info.etag)
         await store.delete("b", '"other"')
     assert keys(bucket) == ["c"]
     assert store.capabilities.missing == [
-        "put_if_none_match", "copy_if_none_match", "delete_if_match",
-    ]  # fmt: skip
+        "put_if_none_match",
+        "copy_if_none_match",
+        "delete_if_match",
+    ]
 
 
 @pytest.mark.parametrize("in_parts", [False, True])

@@ -22,11 +22,13 @@ def through(s3: S3Server, faulty: FaultyS3, bucket: Bucket) -> Iterator[Bucket]:
     from botocore.config import Config
 
     client = boto3.client(
-        "s3", endpoint_url=faulty.endpoint_url, region_name="us-east-1",
+        "s3",
+        endpoint_url=faulty.endpoint_url,
+        region_name="us-east-1",
         aws_access_key_id=s3.environment["AWS_ACCESS_KEY_ID"],
         aws_secret_access_key=s3.environment["AWS_SECRET_ACCESS_KEY"],
         config=Config(read_timeout=1, retries={"total_max_attempts": 1}),
-    )  # fmt: skip
+    )
     yield Bucket(s3, bucket.name, client)
     faulty.clear()
 

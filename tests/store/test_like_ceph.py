@@ -157,9 +157,13 @@ async def test_a_listing_that_never_will_be_one_is_not_asked_for_again(
 @each_way
 @pytest.mark.parametrize("compares", [True, False, None])
 async def test_a_body_goes_with_its_md5_unless_checksums_are_compared(
-    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile, size: int, operation: str,
+    bucket: Bucket,
+    faulty: FaultyS3,
+    make_file: MakeFile,
+    size: int,
+    operation: str,
     compares: bool | None,
-) -> None:  # fmt: skip
+) -> None:
     async with opened(bucket, faulty.endpoint_url) as store:
         store.fence.capabilities = replace(store.fence.capabilities, checksums=compares)
         for key in KEYS:

@@ -78,9 +78,13 @@ async def test_a_missing_bucket_is_named(shared: Bucket, faulty: FaultyS3) -> No
     ],
 )
 async def test_wrong_credentials_are_told_apart(
-    shared: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch,
-    name: str, value: str | None, part: str,
-) -> None:  # fmt: skip
+    shared: Bucket,
+    faulty: FaultyS3,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    value: str | None,
+    part: str,
+) -> None:
     if value is None:
         monkeypatch.delenv("AWS_ACCESS_KEY_ID")
         monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")

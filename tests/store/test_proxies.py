@@ -124,9 +124,13 @@ def _no_boto(*_: object) -> None:
     " for the hosts, networks and ports in `NO_PROXY`."
 )
 async def test_every_read_over_tls_goes_through_the_proxy(
-    shared: Bucket, faulty: FaultyS3, secure: TlsDoor, proxy: ForwardProxy,
-    monkeypatch: pytest.MonkeyPatch, variable: str,
-) -> None:  # fmt: skip
+    shared: Bucket,
+    faulty: FaultyS3,
+    secure: TlsDoor,
+    proxy: ForwardProxy,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+) -> None:
     monkeypatch.setenv(variable, proxy.url)
     monkeypatch.setattr(Stream, "_run_boto", _no_boto)
     settings = {"endpoint_url": secure.url, "ca_bundle": str(secure.authority)}
@@ -142,9 +146,12 @@ async def test_every_read_over_tls_goes_through_the_proxy(
 
 @pytest.mark.parametrize("variable", ["HTTP_PROXY", "ALL_PROXY"])
 async def test_every_read_without_tls_goes_through_the_proxy(
-    shared: Bucket, faulty: FaultyS3, proxy: ForwardProxy, monkeypatch: pytest.MonkeyPatch,
+    shared: Bucket,
+    faulty: FaultyS3,
+    proxy: ForwardProxy,
+    monkeypatch: pytest.MonkeyPatch,
     variable: str,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setenv(variable, proxy.url)
     async with opened(shared, faulty) as store:
         await store.check("")
@@ -158,9 +165,14 @@ async def test_every_read_without_tls_goes_through_the_proxy(
 @pytest.mark.parametrize("is_secure", [True, False])
 @pytest.mark.parametrize("excluded", ["127.0.0.0/8", "127.0.0.1"])
 async def test_no_read_goes_through_a_proxy_where_no_proxy_says_so(
-    shared: Bucket, faulty: FaultyS3, secure: TlsDoor, monkeypatch: pytest.MonkeyPatch,
-    excluded: str, *, is_secure: bool,
-) -> None:  # fmt: skip
+    shared: Bucket,
+    faulty: FaultyS3,
+    secure: TlsDoor,
+    monkeypatch: pytest.MonkeyPatch,
+    excluded: str,
+    *,
+    is_secure: bool,
+) -> None:
     for variable in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
         monkeypatch.setenv(variable, NOWHERE)
     monkeypatch.setenv("NO_PROXY", f"example.org, {excluded}")
@@ -176,9 +188,14 @@ async def test_no_read_goes_through_a_proxy_where_no_proxy_says_so(
 
 @pytest.mark.parametrize("is_secure", [True, False])
 async def test_a_password_that_the_proxy_refuses_is_the_reason_and_is_not_tried_again(
-    shared: Bucket, faulty: FaultyS3, secure: TlsDoor, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture, *, is_secure: bool,
-) -> None:  # fmt: skip
+    shared: Bucket,
+    faulty: FaultyS3,
+    secure: TlsDoor,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    *,
+    is_secure: bool,
+) -> None:
     with forward_proxy(password="user:right") as proxy:
         settings = {"endpoint_url": secure.url, "ca_bundle": str(secure.authority)}
         monkeypatch.setenv("ALL_PROXY", proxy.url.replace("//", "//user:wrong@"))

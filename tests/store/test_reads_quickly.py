@@ -67,10 +67,18 @@ async def test_a_small_range_comes_through_tls_as_well(
 
 @pytest.mark.parametrize(
     "fault",
-    [{"cut_after": 0}, {"cut_after": 100_000}, {"stall": True}, {"stall_after": 100_000},
-     {"short": 100_000}, {"code": "SlowDown"}, {"code": "InternalError"}, {"status": 403},
-     {"code": "RequestTimeout"}],
-)  # fmt: skip
+    [
+        {"cut_after": 0},
+        {"cut_after": 100_000},
+        {"stall": True},
+        {"stall_after": 100_000},
+        {"short": 100_000},
+        {"code": "SlowDown"},
+        {"code": "InternalError"},
+        {"status": 403},
+        {"code": "RequestTimeout"},
+    ],
+)
 async def test_what_breaks_in_the_loop_is_done_in_a_thread(
     shared: Bucket, faulty: FaultyS3, fault: dict[str, Any]
 ) -> None:

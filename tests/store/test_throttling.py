@@ -65,9 +65,9 @@ async def _read(
             await trio.sleep(0.1)
 
 
-async def _measured(rate: float, latency_s: float, *, change_to: float | None = None) -> (
-    tuple[float, float]
-):  # fmt: skip
+async def _measured(
+    rate: float, latency_s: float, *, change_to: float | None = None
+) -> tuple[float, float]:
     """The share of requests that is refused, and of the allowance that is used, after 10 s."""
     connections = ConnectionBudget(32)
     allowance, answers = Allowance(rate), Counter[bool]()

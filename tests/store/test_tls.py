@@ -82,9 +82,13 @@ async def test_what_rustls_refuses_is_seen_at_a_read_where_there_was_no_check(
     " `SSL_CERT_FILE` and `SSL_CERT_DIR`, or the system's."
 )
 async def test_an_authority_of_the_system_is_trusted_for_all_requests(
-    shared: Bucket, faulty: FaultyS3, secure: TlsDoor, monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path, place: str,
-) -> None:  # fmt: skip
+    shared: Bucket,
+    faulty: FaultyS3,
+    secure: TlsDoor,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    place: str,
+) -> None:
     installed = tmp_path / "installed"
     installed.mkdir()
     (installed / "ours.crt").write_bytes(secure.authority.read_bytes())
@@ -139,9 +143,12 @@ async def test_a_server_without_tls_is_named_as_such(shared: Bucket, faulty: Fau
 
 
 async def test_certificates_that_are_missing_matter_only_where_they_are_needed(
-    shared: Bucket, faulty: FaultyS3, secure: TlsDoor, monkeypatch: pytest.MonkeyPatch,
+    shared: Bucket,
+    faulty: FaultyS3,
+    secure: TlsDoor,
+    monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "missing"))
     said = await _refusal(shared, faulty, endpoint_url=secure.url)
     assert "missing (SSL_CERT_FILE or SSL_CERT_DIR) can't be read" in said
@@ -170,8 +177,9 @@ def test_what_is_named_first_is_trusted(tmp_path: Path, monkeypatch: pytest.Monk
         path.write_text(CA)
     monkeypatch.setattr(trust, "SYSTEM_FILES", (str(paths["system"]),))
     environment = {
-        "REQUESTS_CA_BUNDLE": str(paths["requests"]), "SSL_CERT_FILE": str(paths["openssl"]),
-    }  # fmt: skip
+        "REQUESTS_CA_BUNDLE": str(paths["requests"]),
+        "SSL_CERT_FILE": str(paths["openssl"]),
+    }
     config = str(paths["config"])
     assert trust.find(str(paths["setting"]), environment, config).path == str(paths["setting"])
     assert trust.find(None, environment, config).path == config

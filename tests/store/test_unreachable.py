@@ -36,22 +36,34 @@ Generic {{
 @pytest.mark.parametrize(
     ("reason", "part", "may_pass"),
     [
-        ("certificate verify failed: self-signed certificate (_ssl.c:1006)", "its own authority",
-         False),
-        ("certificate verify failed: self-signed certificate in certificate chain (_ssl.c:1006)",
-         "an authority that is not trusted", False),
-        ("certificate verify failed: unable to get local issuer certificate (_ssl.c:1006)",
-         "an authority that is not trusted", False),
+        (
+            "certificate verify failed: self-signed certificate (_ssl.c:1006)",
+            "its own authority",
+            False,
+        ),
+        (
+            "certificate verify failed: self-signed certificate in certificate chain (_ssl.c:1006)",
+            "an authority that is not trusted",
+            False,
+        ),
+        (
+            "certificate verify failed: unable to get local issuer certificate (_ssl.c:1006)",
+            "an authority that is not trusted",
+            False,
+        ),
         ("certificate verify failed: certificate has expired (_ssl.c:1006)", "has expired", False),
         ("certificate verify failed: certificate is not yet valid (_ssl.c:1)", "clock", False),
-        ("certificate verify failed: EE certificate key too weak (_ssl.c:1006)')",
-         "refused: EE certificate key too weak", False),
+        (
+            "certificate verify failed: EE certificate key too weak (_ssl.c:1006)')",
+            "refused: EE certificate key too weak",
+            False,
+        ),
         ("hostname 's3.example.org' doesn't match 'other.example'", "for other.example", False),
         ("IP address mismatch, certificate is not valid for '::1'.", "another name", False),
         ("[SSL: WRONG_VERSION_NUMBER] wrong version number (_ssl.c:1006)", "no TLS", False),
         ("[SSL: UNEXPECTED_EOF_WHILE_READING] EOF occurred", "EOF occurred", True),
     ],
-)  # fmt: skip
+)
 def test_openssls_reason_is_in_the_sentence(reason: str, part: str, *, may_pass: bool) -> None:
     cause = unreachable.of_botocore(exceptions.SSLError(endpoint_url=URL, error=reason))
     assert cause.sentence.startswith("no secure connection to https://s3.example.org: ")
@@ -62,17 +74,26 @@ def test_openssls_reason_is_in_the_sentence(reason: str, part: str, *, may_pass:
 @pytest.mark.parametrize(
     ("reason", "part", "may_pass"),
     [
-        ("Tunnel connection failed: 407 Proxy Authentication Required", "user and a password",
-         False),
+        (
+            "Tunnel connection failed: 407 Proxy Authentication Required",
+            "user and a password",
+            False,
+        ),
         ("OSError('Tunnel connection failed: 403 Forbidden')", "to S3: 403 Forbidden", False),
         ("OSError('Tunnel connection failed: 503 Service Unavailable')", "503 Service", True),
-        ("Failed to establish a new connection: [Errno 111] Connection refused",
-         "no connection to the proxy proxy.example.org:3128: connection refused", True),
+        (
+            "Failed to establish a new connection: [Errno 111] Connection refused",
+            "no connection to the proxy proxy.example.org:3128: connection refused",
+            True,
+        ),
         ("Failed to resolve 'proxy.example.org'", "the name is not known", True),
-        ("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: certificate has expired",
-         "to the proxy proxy.example.org:3128: its certificate has expired", False),
+        (
+            "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: certificate has expired",
+            "to the proxy proxy.example.org:3128: its certificate has expired",
+            False,
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_proxys_reason_is_in_the_sentence(reason: str, part: str, *, may_pass: bool) -> None:
     error = exceptions.ProxyConnectionError(proxy_url=PROXY, error=reason)
     cause = unreachable.of_botocore(error)
@@ -85,12 +106,16 @@ def test_a_proxys_reason_is_in_the_sentence(reason: str, part: str, *, may_pass:
     ("error", "sentence"),
     [
         (exceptions.ConnectTimeoutError(endpoint_url=URL), "no answer from https://s3.example.org"),
-        (exceptions.EndpointConnectionError(endpoint_url=URL, error="[Errno 113] No route"),
-         "no connection to https://s3.example.org: no route to host"),
-        (exceptions.EndpointConnectionError(endpoint_url=URL, error="Failed to resolve 's3'"),
-         "no connection to https://s3.example.org: the name is not known"),
+        (
+            exceptions.EndpointConnectionError(endpoint_url=URL, error="[Errno 113] No route"),
+            "no connection to https://s3.example.org: no route to host",
+        ),
+        (
+            exceptions.EndpointConnectionError(endpoint_url=URL, error="Failed to resolve 's3'"),
+            "no connection to https://s3.example.org: the name is not known",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_may_pass_is_tried_again(error: Exception, sentence: str) -> None:
     cause = unreachable.of_botocore(error)
     assert cause.sentence.startswith(sentence)
@@ -100,8 +125,11 @@ def test_what_may_pass_is_tried_again(error: Exception, sentence: str) -> None:
 @pytest.mark.parametrize(
     ("frame", "part", "may_pass"),
     [
-        ("InvalidCertificate(\n Other(\n OtherError(\n CaUsedAsEndEntity,\n),),)", "CA:TRUE",
-         False),
+        (
+            "InvalidCertificate(\n Other(\n OtherError(\n CaUsedAsEndEntity,\n),),)",
+            "CA:TRUE",
+            False,
+        ),
         ("InvalidCertificate(\n UnknownIssuer,\n)", "not trusted", False),
         ("InvalidCertificate(\n ExpiredContext {\n time: 1\n},)", "has expired", False),
         ("InvalidCertificate(\n BadEncoding,\n)", "is refused (BadEncoding)", False),
@@ -112,7 +140,7 @@ def test_what_may_pass_is_tried_again(error: Exception, sentence: str) -> None:
         ("TimedOut", "no answer from https://s3.example.org in time", True),
         ("IncompleteMessage", "no answer from https://s3.example.org", True),
     ],
-)  # fmt: skip
+)
 def test_rustls_reason_is_in_the_sentence(frame: str, part: str, *, may_pass: bool) -> None:
     cause = unreachable.of_obstore(OBSTORE.format(frame))
     assert part in cause.sentence

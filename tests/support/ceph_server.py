@@ -105,9 +105,13 @@ class CephServer(S3Server):
         for name in ("mon", "osd", "rgw"):
             (self._directory / name).mkdir(parents=True)
         text = _CONFIGURATION.format(
-            fsid=fsid, monitor=monitor, gateway=self._gateway, domain=DOMAIN,
-            directory=self._directory, memory=MEMORY,
-        )  # fmt: skip
+            fsid=fsid,
+            monitor=monitor,
+            gateway=self._gateway,
+            domain=DOMAIN,
+            directory=self._directory,
+            memory=MEMORY,
+        )
         self._configuration.write_text(text)
         address = f"[v2:127.0.0.1:{monitor}]"
         monmap = self._directory / "monmap"
@@ -119,9 +123,15 @@ class CephServer(S3Server):
         self._ceph("ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", osd)
         self._spawn("ceph-osd", "-i", "0")
         self._ceph(
-            "radosgw-admin", "user", "create", "--uid=owner", "--display-name=owner",
-            f"--access-key={ACCESS_KEY}", f"--secret-key={SECRET_KEY}", "--max-buckets=0",
-        )  # fmt: skip
+            "radosgw-admin",
+            "user",
+            "create",
+            "--uid=owner",
+            "--display-name=owner",
+            f"--access-key={ACCESS_KEY}",
+            f"--secret-key={SECRET_KEY}",
+            "--max-buckets=0",
+        )
         self._process = self._spawn("radosgw", "-n", "client.admin")
         self._wait_until_writable()
 
@@ -157,9 +167,13 @@ class CephServer(S3Server):
 def _run(*arguments: object) -> None:
     try:
         subprocess.run(
-            [str(argument) for argument in arguments], stdin=subprocess.DEVNULL,
-            capture_output=True, text=True, timeout=COMMAND_LIMIT_S, check=True,
-        )  # fmt: skip
+            [str(argument) for argument in arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_LIMIT_S,
+            check=True,
+        )
     except subprocess.CalledProcessError as error:
         raise ServerError(f"{arguments[0]} failed: {error.stderr[-300:]}") from error
     except subprocess.TimeoutExpired as error:

@@ -214,9 +214,15 @@ class Program:
 
     def step(self) -> None:
         acts: list[Callable[[], None]] = [
-            self.checkpoint, self.replace, self.overwrite, self.log, self.extend, self.lock,
-            self.move, self.delete,
-        ]  # fmt: skip
+            self.checkpoint,
+            self.replace,
+            self.overwrite,
+            self.log,
+            self.extend,
+            self.lock,
+            self.move,
+            self.delete,
+        ]
         self.steps += 1
         self.dice.choices(acts, (4, 2, 1, 2, 2, 1, 1, 1))[0]()
         self.check()

@@ -44,8 +44,10 @@ def container_reading(
     runc = ["runc", "--root", str(bundle / "state")]
     process = subprocess.Popen(
         [*runc, "run", "--bundle", bundle, bundle.name],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         pod = Pod(process)
         assert pod.answer() == "ready"
@@ -60,14 +62,19 @@ def container_reading(
 def _config(arguments: list[str], python: Path, volume: Path, *, read_only: bool) -> dict[str, Any]:
     def bind(source: str, target: str, *options: str) -> dict[str, Any]:
         return {
-            "destination": target, "type": "bind", "source": source,
+            "destination": target,
+            "type": "bind",
+            "source": source,
             "options": ["rbind", *options],
-        }  # fmt: skip
+        }
 
     return {
         "ociVersion": "1.0.2",
         "process": {
-            "terminal": False, "user": {"uid": USER, "gid": USER}, "args": arguments, "cwd": "/",
+            "terminal": False,
+            "user": {"uid": USER, "gid": USER},
+            "args": arguments,
+            "cwd": "/",
             "env": ["LD_LIBRARY_PATH=/python/lib"],
         },
         "root": {"path": "rootfs", "readonly": True},
@@ -82,4 +89,4 @@ def _config(arguments: list[str], python: Path, volume: Path, *, read_only: bool
             "namespaces": [{"type": kind} for kind in ("pid", "mount", "ipc", "uts")],
             "rootfsPropagation": "rslave",
         },
-    }  # fmt: skip
+    }

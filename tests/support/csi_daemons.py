@@ -16,8 +16,11 @@ from tests.support.waiting import until
 
 # What the manifests give it.
 RIGHTS = [
-    "setpriv", "--no-new-privs", "--inh-caps=-all", "--bounding-set=-all,+setuid,+setgid",
-]  # fmt: skip
+    "setpriv",
+    "--no-new-privs",
+    "--inh-caps=-all",
+    "--bounding-set=-all,+setuid,+setgid",
+]
 
 
 class DaemonsProcess:
@@ -31,11 +34,19 @@ class DaemonsProcess:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [
-                    *before, *RIGHTS, *node.command, "daemons",
-                    "--state-dir", node.state, "--ready-file", self._ready,
+                    *before,
+                    *RIGHTS,
+                    *node.command,
+                    "daemons",
+                    "--state-dir",
+                    node.state,
+                    "--ready-file",
+                    self._ready,
                 ],
-                env={**os.environ, **node.environment}, start_new_session=True, stderr=log,
-            )  # fmt: skip
+                env={**os.environ, **node.environment},
+                start_new_session=True,
+                stderr=log,
+            )
 
     @property
     def is_ready(self) -> bool:

@@ -28,8 +28,10 @@ SECRETS = {"accessKeyId": ACCESS_KEY, "secretAccessKey": SECRET_KEY}
 Mode = csi_pb2.VolumeCapability.AccessMode
 MULTI = Mode.MULTI_NODE_MULTI_WRITER
 NOT_FINAL = (
-    grpc.StatusCode.ABORTED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED,
-)  # fmt: skip
+    grpc.StatusCode.ABORTED,
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+)
 
 
 def capability(
@@ -93,14 +95,34 @@ class Node:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [
-                    *self.command, self.serves, "--endpoint", f"unix://{self.socket}",
-                    "--node-id", "node-1", "--state-dir", self.state, "--stores", self.stores,
-                    "--kubelet-dir", self.kubelet, "--mounts-dir", self.mounts,
-                    "--cache-dir", self.cache, "--min-free", "1%", "--log-level", "debug", *options,
+                    *self.command,
+                    self.serves,
+                    "--endpoint",
+                    f"unix://{self.socket}",
+                    "--node-id",
+                    "node-1",
+                    "--state-dir",
+                    self.state,
+                    "--stores",
+                    self.stores,
+                    "--kubelet-dir",
+                    self.kubelet,
+                    "--mounts-dir",
+                    self.mounts,
+                    "--cache-dir",
+                    self.cache,
+                    "--min-free",
+                    "1%",
+                    "--log-level",
+                    "debug",
+                    *options,
                 ],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                env={**clean, **self.environment}, start_new_session=True,
-            )  # fmt: skip
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**clean, **self.environment},
+                start_new_session=True,
+            )
         # A channel of its own connection: the process before this one had the same address.
         alone = [("grpc.use_local_subchannel_pool", 1)]
         self._channel = grpc.insecure_channel(f"unix:{self.socket}", alone)
@@ -141,11 +163,13 @@ class Node:
     ) -> csi_pb2.NodePublishVolumeRequest:
         """What kubelet sends; `context` is the volume's."""
         return csi_pb2.NodePublishVolumeRequest(
-            volume_id=volume, target_path=str(target), readonly=readonly,
+            volume_id=volume,
+            target_path=str(target),
+            readonly=readonly,
             volume_capability=cap or capability(),
             secrets=SECRETS if secrets is None else secrets,
             volume_context={"store": "main", "conditional-writes": "on", **context},
-        )  # fmt: skip
+        )
 
     def unpublish(self, volume: str, target: Path | str, *, timeout_s: float = PATIENCE_S) -> None:
         self.node.NodeUnpublishVolume(

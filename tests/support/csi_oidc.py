@@ -63,16 +63,21 @@ class Issuer:
         told = _openssl("rsa", "-in", self._key, "-noout", "-modulus").decode()
         modulus = bytes.fromhex(told.strip().partition("=")[2])
         key = {
-            "kty": "RSA", "kid": _KEY_ID, "use": "sig", "alg": "RS256",
-            "n": _base64(modulus), "e": _base64((65537).to_bytes(3)),
-        }  # fmt: skip
+            "kty": "RSA",
+            "kid": _KEY_ID,
+            "use": "sig",
+            "alg": "RS256",
+            "n": _base64(modulus),
+            "e": _base64((65537).to_bytes(3)),
+        }
         return {
             "/.well-known/openid-configuration": {
-                "issuer": self.url, "jwks_uri": f"{self.url}/keys",
+                "issuer": self.url,
+                "jwks_uri": f"{self.url}/keys",
                 "id_token_signing_alg_values_supported": ["RS256"],
             },
             "/keys": {"keys": [key]},
-        }  # fmt: skip
+        }
 
     def token(
         self,
@@ -85,9 +90,13 @@ class Issuer:
         """A token of a service account, NAMESPACE:NAME."""
         now = int(time.time())
         claims = {
-            "iss": self.url, "aud": [audience], "sub": f"system:serviceaccount:{account}",
-            "iat": now - 1, "exp": int(now + lifetime_s), "jti": uuid.uuid4().hex,
-        }  # fmt: skip
+            "iss": self.url,
+            "aud": [audience],
+            "sub": f"system:serviceaccount:{account}",
+            "iat": now - 1,
+            "exp": int(now + lifetime_s),
+            "jti": uuid.uuid4().hex,
+        }
         header = {"alg": "RS256", "kid": _KEY_ID}
         signed = ".".join(_base64(json.dumps(part).encode()) for part in (header, claims))
         key = self._another_key if is_forged else self._key
@@ -115,45 +124,76 @@ class _Handler(BaseHTTPRequestHandler):
 def sts_gateway(s3: S3Server, issuer: Issuer, account: str, directory: Path) -> Iterator[str]:
     """The URL of a gateway to the server's buckets with an STS, where `account` may be ROLE."""
     trust = {
-        "Effect": "Allow", "Principal": {"Federated": "cluster"},
+        "Effect": "Allow",
+        "Principal": {"Federated": "cluster"},
         "Action": ["sts:AssumeRoleWithWebIdentity"],
         "Condition": {"StringEquals": {"oidc:sub": f"system:serviceaccount:{account}"}},
-    }  # fmt: skip
+    }
     allowed = [
         {"Effect": "Allow", "Action": ["s3:*"], "Resource": ["arn:aws:s3:::*"]},
         {"Effect": "Allow", "Action": ["sts:ValidateSession"], "Resource": ["*"]},
     ]
     config = {
         "sts": {
-            "tokenDuration": "1h", "maxSessionLength": "12h", "issuer": "the-sts",
+            "tokenDuration": "1h",
+            "maxSessionLength": "12h",
+            "issuer": "the-sts",
             "signingKey": base64.b64encode(b"k" * 32).decode(),
         },
-        "providers": [{
-            "name": "cluster", "type": "oidc", "enabled": True,
-            "config": {"issuer": issuer.url, "clientId": AUDIENCE, "jwksUri": f"{issuer.url}/keys"},
-        }],
+        "providers": [
+            {
+                "name": "cluster",
+                "type": "oidc",
+                "enabled": True,
+                "config": {
+                    "issuer": issuer.url,
+                    "clientId": AUDIENCE,
+                    "jwksUri": f"{issuer.url}/keys",
+                },
+            }
+        ],
         "policy": {"defaultEffect": "Deny"},
-        "policies": [{
-            "name": "all", "document": {"Version": "2012-10-17", "Statement": allowed},
-        }],
-        "roles": [{
-            "roleName": ROLE.rpartition("/")[2], "roleArn": ROLE, "attachedPolicies": ["all"],
-            "trustPolicy": {"Version": "2012-10-17", "Statement": [trust]},
-        }],
-    }  # fmt: skip
+        "policies": [
+            {
+                "name": "all",
+                "document": {"Version": "2012-10-17", "Statement": allowed},
+            }
+        ],
+        "roles": [
+            {
+                "roleName": ROLE.rpartition("/")[2],
+                "roleArn": ROLE,
+                "attachedPolicies": ["all"],
+                "trustPolicy": {"Version": "2012-10-17", "Statement": [trust]},
+            }
+        ],
+    }
     path = directory / "iam.json"
     path.write_text(json.dumps(config))
     port = _free_ports()[0]
-    with (directory / "sts.log").open("ab") as log, subprocess.Popen(
-        [
-            str(Path(sys.prefix) / "bin" / "weed"), f"-logdir={directory}", "s3",
-            f"-filer=127.0.0.1:{s3._ports[2]}", "-ip.bind=127.0.0.1", f"-port={port}",
-            f"-port.grpc={port + GRPC_DISTANCE}", "-port.iceberg=0", "-port.lance=0",
-            f"-config={s3.data.parent / 'identities.json'}", f"-iam.config={path}",
-        ],
-        stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-        preexec_fn=die_with_parent,
-    ) as process:  # fmt: skip
+    with (
+        (directory / "sts.log").open("ab") as log,
+        subprocess.Popen(
+            [
+                str(Path(sys.prefix) / "bin" / "weed"),
+                f"-logdir={directory}",
+                "s3",
+                f"-filer=127.0.0.1:{s3._ports[2]}",
+                "-ip.bind=127.0.0.1",
+                f"-port={port}",
+                f"-port.grpc={port + GRPC_DISTANCE}",
+                "-port.iceberg=0",
+                "-port.lance=0",
+                f"-config={s3.data.parent / 'identities.json'}",
+                f"-iam.config={path}",
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        ) as process,
+    ):
         try:
             until(lambda: _is_listening(port), "the gateway listens")
             yield f"http://127.0.0.1:{port}"

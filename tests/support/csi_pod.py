@@ -56,14 +56,28 @@ class Pod:
 def pod_reading(node: Node, path: Path) -> Iterator[Pod]:
     """A pod that has `path` open, which is gone at the end whatever happened."""
     command = [
-        "unshare", "--mount", "--propagation", "slave",
-        "setpriv", "--reuid", str(USER), "--regid", str(USER), "--clear-groups",
-        node.command[0], "-c", READER, str(path),
-    ]  # fmt: skip
+        "unshare",
+        "--mount",
+        "--propagation",
+        "slave",
+        "setpriv",
+        "--reuid",
+        str(USER),
+        "--regid",
+        str(USER),
+        "--clear-groups",
+        node.command[0],
+        "-c",
+        READER,
+        str(path),
+    ]
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
         env={**os.environ, **node.environment},
-    ) as process:  # fmt: skip
+    ) as process:
         try:
             pod = Pod(process)
             assert pod.answer() == "ready"

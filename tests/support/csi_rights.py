@@ -32,10 +32,12 @@ def may_read(s3: S3Server, secret: dict[str, str], bucket: str, prefix: str) -> 
     import boto3
 
     client = boto3.client(
-        "s3", endpoint_url=s3.endpoint_url, region_name="us-east-1",
+        "s3",
+        endpoint_url=s3.endpoint_url,
+        region_name="us-east-1",
         aws_access_key_id=secret["accessKeyId"],
         aws_secret_access_key=secret["secretAccessKey"],
-    )  # fmt: skip
+    )
     try:
         client.get_object(Bucket=bucket, Key=f"{prefix}hello")
     except client.exceptions.ClientError:

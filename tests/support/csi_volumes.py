@@ -27,12 +27,15 @@ def request(bucket: str, name: str = NAME, **parameters: str) -> csi_pb2.CreateV
         capacity_range=csi_pb2.CapacityRange(required_bytes=5 * GIB),
         volume_capabilities=[mount_capability()],
         parameters={
-            "store": "minio", "bucket": bucket,
-            "csi.storage.k8s.io/pvc/namespace": "team", "csi.storage.k8s.io/pvc/name": "data",
-            "csi.storage.k8s.io/pv/name": name, **parameters,
+            "store": "minio",
+            "bucket": bucket,
+            "csi.storage.k8s.io/pvc/namespace": "team",
+            "csi.storage.k8s.io/pvc/name": "data",
+            "csi.storage.k8s.io/pv/name": name,
+            **parameters,
         },
         secrets=KEYS,
-    )  # fmt: skip
+    )
 
 
 def create(driver: Driver, bucket: str, name: str = NAME, **parameters: str) -> csi_pb2.Volume:

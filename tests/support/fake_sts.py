@@ -34,9 +34,12 @@ def token_for(
 ) -> str:
     """A service account's token, as kubelet gets it."""
     claims = {
-        "iss": ISSUER, "aud": [audience], "sub": f"system:serviceaccount:{subject}",
-        "exp": time.time() + lifetime_s, "jti": uuid.uuid4().hex,
-    }  # fmt: skip
+        "iss": ISSUER,
+        "aud": [audience],
+        "sub": f"system:serviceaccount:{subject}",
+        "exp": time.time() + lifetime_s,
+        "jti": uuid.uuid4().hex,
+    }
     signed = f"{_encode({'alg': 'HS256'})}.{_encode(claims)}"
     return f"{signed}.{_base64(hmac.digest(key, signed.encode(), hashlib.sha256))}"
 

@@ -32,17 +32,32 @@ from tests.support.s3_server import ACCESS_KEY, REGION, SECRET_KEY
 PIECE = 64 << 10
 REQUEST_ID = "FAULTY00"
 HTTP_REASONS = {
-    "SlowDown": 503, "InternalError": 500, "TooManyRequests": 429, "AccessDenied": 403,
-    "NoSuchKey": 404, "NoSuchBucket": 404, "ExpiredToken": 400, "InvalidObjectState": 403,
-    "PreconditionFailed": 412, "BadGateway": 502, "NotImplemented": 501,
-    "InvalidAccessKeyId": 403, "ConditionalRequestConflict": 409, "RequestTimeout": 400,
-}  # fmt: skip
+    "SlowDown": 503,
+    "InternalError": 500,
+    "TooManyRequests": 429,
+    "AccessDenied": 403,
+    "NoSuchKey": 404,
+    "NoSuchBucket": 404,
+    "ExpiredToken": 400,
+    "InvalidObjectState": 403,
+    "PreconditionFailed": 412,
+    "BadGateway": 502,
+    "NotImplemented": 501,
+    "InvalidAccessKeyId": 403,
+    "ConditionalRequestConflict": 409,
+    "RequestTimeout": 400,
+}
 # A method and a parameter that make an operation of their own.
 _BY_PARAMETER = [
-    ("GET", "list-type", "LIST"), ("GET", "uploadId", "PARTS"), ("GET", "uploads", "UPLOADS"),
-    ("PUT", "partNumber", "PART"), ("POST", "uploads", "BEGIN"), ("POST", "uploadId", "COMPLETE"),
-    ("POST", "delete", "DELETE MANY"), ("DELETE", "uploadId", "ABORT"),
-]  # fmt: skip
+    ("GET", "list-type", "LIST"),
+    ("GET", "uploadId", "PARTS"),
+    ("GET", "uploads", "UPLOADS"),
+    ("PUT", "partNumber", "PART"),
+    ("POST", "uploads", "BEGIN"),
+    ("POST", "uploadId", "COMPLETE"),
+    ("POST", "delete", "DELETE MANY"),
+    ("DELETE", "uploadId", "ABORT"),
+]
 _HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length"}
 
 
@@ -103,9 +118,11 @@ class Hold:
     """
 
     def __init__(
-        self, for_s: float | Callable[[], float] | None = None, *,
+        self,
+        for_s: float | Callable[[], float] | None = None,
+        *,
         hangs_up: bool | Callable[[], float] = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._for_s = for_s
         self._hangs_up = hangs_up
         self.held: list[Held] = []
@@ -242,9 +259,11 @@ class FaultyS3:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
         traceback: TracebackType | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.clear()
         self._server.shutdown()
         self._thread.join()
@@ -259,9 +278,14 @@ class FaultyS3:
         return rule
 
     def hold(
-        self, operation: str, key: str, for_s: float | Callable[[], float] | None = None,
-        *, times: int | None = 1, hangs_up: bool | Callable[[], float] = False,
-    ) -> Hold:  # fmt: skip
+        self,
+        operation: str,
+        key: str,
+        for_s: float | Callable[[], float] | None = None,
+        *,
+        times: int | None = 1,
+        hangs_up: bool | Callable[[], float] = False,
+    ) -> Hold:
         """Add a rule that holds requests back."""
         hold = Hold(for_s, hangs_up=hangs_up)
         self.add(operation, key, times=times, hold=hold)
@@ -399,9 +423,12 @@ class _Client(socketserver.StreamRequestHandler):
         return bytes([body[0] ^ 1]) + body[1:] if rule.corrupt else body
 
     def _hold(
-        self, owner: FaultyS3, rule: Rule, request: Request,
+        self,
+        owner: FaultyS3,
+        rule: Rule,
+        request: Request,
         what: tuple[str, str, bytes, dict[str, str]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Execute a request late, and answer it if its client is there still."""
         hold = rule.hold
         assert hold is not None
@@ -455,9 +482,14 @@ class _Client(socketserver.StreamRequestHandler):
         return dict(request.headers.items())
 
     def _signed_without(
-        self, owner: FaultyS3, method: str, target: str, headers: dict[str, str], body: bytes,
+        self,
+        owner: FaultyS3,
+        method: str,
+        target: str,
+        headers: dict[str, str],
+        body: bytes,
         name: str,
-    ) -> dict[str, str]:  # fmt: skip
+    ) -> dict[str, str]:
         """The request without a header, which the old signature covers."""
         from botocore.auth import S3SigV4Auth
         from botocore.awsrequest import AWSRequest
@@ -471,9 +503,13 @@ class _Client(socketserver.StreamRequestHandler):
         return dict(request.headers.items())
 
     def _ask(
-        self, upstream: http.client.HTTPConnection, method: str, target: str, body: bytes,
+        self,
+        upstream: http.client.HTTPConnection,
+        method: str,
+        target: str,
+        body: bytes,
         headers: dict[str, str],
-    ) -> http.client.HTTPResponse:  # fmt: skip
+    ) -> http.client.HTTPResponse:
         upstream.putrequest(method, target, skip_host=True, skip_accept_encoding=True)
         for name, value in headers.items():
             upstream.putheader(name, value)

@@ -38,9 +38,9 @@ class ForwardProxy:
 
 
 @contextlib.contextmanager
-def forward_proxy(*, password: str | None = None, refusal: int | None = None) -> (
-    Iterator[ForwardProxy]
-):  # fmt: skip
+def forward_proxy(
+    *, password: str | None = None, refusal: int | None = None
+) -> Iterator[ForwardProxy]:
     proxy = ForwardProxy(password, refusal)
 
     class Connection(socketserver.StreamRequestHandler):
@@ -88,9 +88,11 @@ def _serve(proxy: ForwardProxy, client: socketserver.StreamRequestHandler) -> No
 
 
 def _forward(
-    client: socketserver.StreamRequestHandler, method: str, target: str,
+    client: socketserver.StreamRequestHandler,
+    method: str,
+    target: str,
     headers: http.client.HTTPMessage,
-) -> None:  # fmt: skip
+) -> None:
     """One request without TLS, and the end of the connection."""
     parts = urlsplit(target)
     path = f"{parts.path}?{parts.query}" if parts.query else parts.path
@@ -106,9 +108,10 @@ def _forward(
         content = answer.read()
         lines = [f"HTTP/1.1 {answer.status} {answer.reason}"]
         lines += [
-            f"{name}: {value}" for name, value in answer.getheaders()
+            f"{name}: {value}"
+            for name, value in answer.getheaders()
             if name.lower() not in ("connection", "transfer-encoding", "content-length")
-        ]  # fmt: skip
+        ]
         length = answer.getheader("content-length") if method == "HEAD" else len(content)
         lines += [f"content-length: {length}", "connection: close"]
         client.wfile.write(("\r\n".join(lines) + "\r\n\r\n").encode("latin-1") + content)

@@ -31,9 +31,11 @@ class _Handler(BaseHTTPRequestHandler):
             keys = _keys("sso")
             ends = datetime.fromisoformat(keys["Expiration"]).timestamp()
             told = {
-                "accessKeyId": keys["AccessKeyId"], "secretAccessKey": "s", "sessionToken": "t",
+                "accessKeyId": keys["AccessKeyId"],
+                "secretAccessKey": "s",
+                "sessionToken": "t",
                 "expiration": int(1000 * ends),
-            }  # fmt: skip
+            }
             self._answer(json.dumps({"roleCredentials": told}))
         else:
             self.send_error(404)
@@ -65,9 +67,11 @@ class _Handler(BaseHTTPRequestHandler):
 def _keys(service: str) -> dict[str, str]:
     ends = datetime.now(UTC) + LIFETIME
     return {
-        "AccessKeyId": f"{service}{next(_numbers)}", "SecretAccessKey": "s", "Token": "t",
+        "AccessKeyId": f"{service}{next(_numbers)}",
+        "SecretAccessKey": "s",
+        "Token": "t",
         "Expiration": ends.strftime("%Y-%m-%dT%H:%M:%SZ"),
-    }  # fmt: skip
+    }
 
 
 @contextmanager

@@ -41,10 +41,13 @@ needs_fuse = pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="there i
 
 def keeper_command(python: str = sys.executable, project: Path = PROJECT) -> list[str]:
     return [
-        python, "-I", "-S", "-c",
+        python,
+        "-I",
+        "-S",
+        "-c",
         f"import sys; sys.path.insert(0, {str(project)!r}); "
         "from fusefs.keeper.main import main; sys.exit(main())",
-    ]  # fmt: skip
+    ]
 
 
 class Kept:
@@ -127,10 +130,14 @@ class Kept:
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(
                 self.configuration["keeper_command"],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
                 start_new_session=True,
-                group=user, extra_groups=None if user is None else [], **options,
-            )  # fmt: skip
+                group=user,
+                extra_groups=None if user is None else [],
+                **options,
+            )
         self._started.append(self.process)
         assert self.process.stdin is not None
         assert self.process.stdout is not None

@@ -87,9 +87,13 @@ class MemoryStore:
     def put(self, key: str, data: bytes = b"", **metadata: str) -> None:
         etag = f'"{hashlib.md5(data).hexdigest()}"'
         info = ObjectInfo(
-            key, len(data), etag, next(self._clock) * SECOND_NS, content_type="x/y",
+            key,
+            len(data),
+            etag,
+            next(self._clock) * SECOND_NS,
+            content_type="x/y",
             metadata=metadata,
-        )  # fmt: skip
+        )
         self.objects[key] = Stored(data, info)
 
     def contents(self) -> dict[str, bytes]:
@@ -114,9 +118,14 @@ class MemoryStore:
         return self.objects[key]
 
     async def list_page(
-        self, prefix: str, *, delimiter: str = "/", start_after: str = "", max_keys: int = 1000,
+        self,
+        prefix: str,
+        *,
+        delimiter: str = "/",
+        start_after: str = "",
+        max_keys: int = 1000,
         **_: object,
-    ) -> ListPage:  # fmt: skip
+    ) -> ListPage:
         async with self._request("LIST", prefix):
             entries: dict[str, bool] = {}
             for key in sorted(self.objects, key=str.encode):
@@ -149,10 +158,16 @@ class MemoryStore:
             await trio.to_thread.run_sync(write, start, memoryview(found.data)[start:stop])
 
     async def put_file(
-        self, key: str, fd: int, size: int, *, metadata: Mapping[str, str],
-        content_type: str | None, condition: Condition = None,
+        self,
+        key: str,
+        fd: int,
+        size: int,
+        *,
+        metadata: Mapping[str, str],
+        content_type: str | None,
+        condition: Condition = None,
         token: ChangeToken | None = None,
-    ) -> ObjectInfo:  # fmt: skip
+    ) -> ObjectInfo:
         async with self._request("PUT", key):
             if condition == IF_ABSENT and key in self.objects:
                 raise ExistsError(key)
@@ -160,10 +175,16 @@ class MemoryStore:
         return self._get(key).info
 
     async def copy(
-        self, source: ObjectInfo | ObjectVersion, key: str, *,
-        metadata: Mapping[str, str] | None = None, keeps_mtime: bool = False,
-        condition: Condition = None, token: ChangeToken | None = None, is_own: bool = False,
-    ) -> ObjectInfo:  # fmt: skip
+        self,
+        source: ObjectInfo | ObjectVersion,
+        key: str,
+        *,
+        metadata: Mapping[str, str] | None = None,
+        keeps_mtime: bool = False,
+        condition: Condition = None,
+        token: ChangeToken | None = None,
+        is_own: bool = False,
+    ) -> ObjectInfo:
         version = source.version if isinstance(source, ObjectInfo) else source
         async with self._request("COPY", key):
             found = self._get(version.key)

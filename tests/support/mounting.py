@@ -30,8 +30,11 @@ def fusefs(
     result = subprocess.run(
         [str(FUSEFS), *map(str, arguments)],
         env={**_clean_environment(), **(environment or {})},
-        capture_output=True, text=True, timeout=LIMIT_S, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
     if check and result.returncode:
         raise AssertionError(f"fusefs {arguments} failed: {result.stderr}")
     return result
@@ -63,10 +66,22 @@ class Mount:
     def start(self, *options: str) -> None:
         try:
             fusefs(
-                "mount", self.source, self.path, "--read-only", "--endpoint-url", self.endpoint_url,
-                "--cache-dir", self.cache, "--log-file", self.log, "--log-level", "debug",
-                *self.options, *options, environment=self.environment,
-            )  # fmt: skip
+                "mount",
+                self.source,
+                self.path,
+                "--read-only",
+                "--endpoint-url",
+                self.endpoint_url,
+                "--cache-dir",
+                self.cache,
+                "--log-file",
+                self.log,
+                "--log-level",
+                "debug",
+                *self.options,
+                *options,
+                environment=self.environment,
+            )
         except AssertionError as error:
             if self.log.is_file():
                 error.add_note("its log:\n" + self.log.read_text(errors="replace")[-8000:])

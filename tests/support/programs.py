@@ -62,10 +62,16 @@ def run(*command: object, cwd: Path | None = None, status: int = 0, **more: str)
         # Nor an AWS configuration: rclone ends if there is an AWS_CA_BUNDLE.
         ours = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
         result = subprocess.run(
-            [str(one) for one in command], cwd=cwd, env={**ours, **quiet, **more}, text=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            timeout=LIMIT_S, check=False,
-        )  # fmt: skip
+            [str(one) for one in command],
+            cwd=cwd,
+            env={**ours, **quiet, **more},
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=LIMIT_S,
+            check=False,
+        )
     assert result.returncode == status, f"{command[0]}: {result.stdout[-2000:]}"
     return result.stdout
 

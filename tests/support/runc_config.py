@@ -67,10 +67,18 @@ def _system_mounts(*, is_privileged: bool) -> list[dict[str, Any]]:
     """The host's devices for who is privileged; for others a few that harm nobody."""
     proc = {"destination": "/proc", "type": "proc", "source": "proc"}
     if is_privileged:
-        return [proc, *(
-            {"destination": path, "type": "bind", "source": path, "options": ["rbind", "rprivate"]}
-            for path in ("/dev", "/sys")
-        )]  # fmt: skip
+        return [
+            proc,
+            *(
+                {
+                    "destination": path,
+                    "type": "bind",
+                    "source": path,
+                    "options": ["rbind", "rprivate"],
+                }
+                for path in ("/dev", "/sys")
+            ),
+        ]
     options = ["nosuid", "mode=755"]
     return [proc, {"destination": "/dev", "type": "tmpfs", "source": "tmpfs", "options": options}]
 

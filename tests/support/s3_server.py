@@ -100,13 +100,26 @@ class S3Server:
         self._ports = _free_ports()
         master, volume, filer, s3 = self._ports
         arguments = [
-            str(Path(sys.prefix) / "bin" / "weed"), f"-logdir={self._directory}", "server",
-            f"-dir={self.data}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
-            f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}",
-            "-s3", f"-s3.port={s3}", f"-s3.config={config}", "-s3.port.iceberg=0",
-            "-s3.port.lance=0", "-master.telemetry=false", "-volume.max=2000",
-            "-master.volumeSizeLimitMB=1024", "-volume.minFreeSpace=0", f"-s3.domainName={DOMAIN}",
-        ]  # fmt: skip
+            str(Path(sys.prefix) / "bin" / "weed"),
+            f"-logdir={self._directory}",
+            "server",
+            f"-dir={self.data}",
+            "-ip=127.0.0.1",
+            "-ip.bind=127.0.0.1",
+            f"-master.port={master}",
+            f"-volume.port={volume}",
+            f"-filer.port={filer}",
+            "-s3",
+            f"-s3.port={s3}",
+            f"-s3.config={config}",
+            "-s3.port.iceberg=0",
+            "-s3.port.lance=0",
+            "-master.telemetry=false",
+            "-volume.max=2000",
+            "-master.volumeSizeLimitMB=1024",
+            "-volume.minFreeSpace=0",
+            f"-s3.domainName={DOMAIN}",
+        ]
         # One volume to a bucket; with the usual seven a hundred are soon used up.
         self._process = spawn(arguments, self._log, WEED_MASTER_VOLUME_GROWTH_COPY_1="1")
         self._wait_until_writable()
@@ -130,10 +143,13 @@ class S3Server:
         from botocore.config import Config
 
         client = boto3.client(
-            "s3", endpoint_url=self.endpoint_url, region_name=REGION,
-            aws_access_key_id=ACCESS_KEY, aws_secret_access_key=SECRET_KEY,
+            "s3",
+            endpoint_url=self.endpoint_url,
+            region_name=REGION,
+            aws_access_key_id=ACCESS_KEY,
+            aws_secret_access_key=SECRET_KEY,
             config=Config(max_pool_connections=16, **options),
-        )  # fmt: skip
+        )
         if not options:
             self._client = client
         return client
@@ -168,9 +184,14 @@ def spawn(arguments: list[str], log: Path, **environment: str) -> subprocess.Pop
     """Start a server that dies with this process, and have what it says in a log."""
     with log.open("ab") as output:
         return subprocess.Popen(
-            arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-            start_new_session=True, preexec_fn=die_with_parent, env={**os.environ, **environment},
-        )  # fmt: skip
+            arguments,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+            env={**os.environ, **environment},
+        )
 
 
 def die_with_parent() -> None:

@@ -63,9 +63,14 @@ def mounted(
     path = directory / "mnt"
     path.mkdir(parents=True)
     mount = Mount(
-        source, path, directory / "cache", endpoint_url or s3.endpoint_url, s3.environment,
-        directory / "fusefs.log", options,
-    )  # fmt: skip
+        source,
+        path,
+        directory / "cache",
+        endpoint_url or s3.endpoint_url,
+        s3.environment,
+        directory / "fusefs.log",
+        options,
+    )
     try:
         mount.start()
         yield mount
@@ -100,9 +105,12 @@ def python(code: str, *arguments: object, **options: Any) -> subprocess.Popen[st
     """A Python process that runs some code."""
     return subprocess.Popen(
         [sys.executable, "-c", code, *map(str, arguments)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         **options,
-    )  # fmt: skip
+    )
 
 
 def read_all(path: Path | str, size: int = 1 << 20) -> bytes:

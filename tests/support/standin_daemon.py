@@ -77,9 +77,11 @@ class Standin:
         welcome = self.hear(protocol.WELCOME)
         state = welcome.a
         self.facts |= {
-            "state": state, "restarts": welcome.b, "last_death_ns": welcome.c,
+            "state": state,
+            "restarts": welcome.b,
+            "last_death_ns": welcome.c,
             "is_privileged": bool(welcome.d),
-        }  # fmt: skip
+        }
         self.tell_facts()
         self.misbehave({0: "fresh", 1: "take_over", 2: "prepare"}[state])
         if state == protocol.FRESH:
@@ -183,9 +185,11 @@ class Standin:
         }
         keeper = subprocess.Popen(
             [sys.executable, *given["keeper_command"][1:]],
-            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-            pass_fds=[self.fuse, theirs.fileno()], start_new_session=True,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[self.fuse, theirs.fileno()],
+            start_new_session=True,
+        )
         assert keeper.stdin is not None
         with keeper.stdin as stdin:
             stdin.write(json.dumps(given).encode())
@@ -302,9 +306,21 @@ class Standin:
         wanted = Init.INIT_EXT | Init.PASSTHROUGH | Init.HAS_RESEND | Init.PARALLEL_DIROPS
         flags = wanted & (low | high << 32)
         return wire.INIT_OUT.pack(
-            wire.MAJOR, wire.MINOR, readahead, flags & 0xFFFFFFFF, 16, 12, 1 << 20, 1, 256, 0,
-            flags >> 32, self.settings["stack_depth"], 0, b"",
-        )  # fmt: skip
+            wire.MAJOR,
+            wire.MINOR,
+            readahead,
+            flags & 0xFFFFFFFF,
+            16,
+            12,
+            1 << 20,
+            1,
+            256,
+            0,
+            flags >> 32,
+            self.settings["stack_depth"],
+            0,
+            b"",
+        )
 
     def attributes(self, nodeid: int) -> bytes:
         if nodeid == wire.ROOT_ID:
@@ -322,9 +338,10 @@ class Standin:
         fd = os.open(self.backing_path(), os.O_RDWR)
         status = os.fstat(fd)
         known = [
-            backing_id for backing_id, where in self.table.items()
+            backing_id
+            for backing_id, where in self.table.items()
             if where == (status.st_dev, status.st_ino)
-        ]  # fmt: skip
+        ]
         if known:
             backing_id = known[0]
         else:

@@ -44,9 +44,13 @@ def as_owner(as_owner: None, monkeypatch: pytest.MonkeyPatch) -> None:
 async def opened(shared: Bucket, faulty: FaultyS3, **settings: Any) -> AsyncIterator[S3Store]:
     """A store that sees the bucket through the faulty server and gives up soon."""
     chosen = {
-        "bucket": shared.name, "endpoint_url": faulty.endpoint_url, "max_connections": 4,
-        "retry_time_s": 20.0, "read_timeout_s": 1.0, **settings,
-    }  # fmt: skip
+        "bucket": shared.name,
+        "endpoint_url": faulty.endpoint_url,
+        "max_connections": 4,
+        "retry_time_s": 20.0,
+        "read_timeout_s": 1.0,
+        **settings,
+    }
     store = S3Store(S3Settings(**chosen))
     with trio.fail_after(LIMIT_S):
         yield store
@@ -54,9 +58,13 @@ async def opened(shared: Bucket, faulty: FaultyS3, **settings: Any) -> AsyncIter
 
 
 async def download(
-    store: S3Store, info: ObjectInfo | ObjectVersion, start: int = 0, stop: int | None = None,
-    *, in_loop: bool = False,
-) -> bytes:  # fmt: skip
+    store: S3Store,
+    info: ObjectInfo | ObjectVersion,
+    start: int = 0,
+    stop: int | None = None,
+    *,
+    in_loop: bool = False,
+) -> bytes:
     """Download a range; checks that the pieces come in order and without gaps."""
     version = info.version if isinstance(info, ObjectInfo) else info
     got = bytearray()

@@ -34,9 +34,14 @@ async def opened(
 ) -> AsyncIterator[S3Store]:
     """A store with small parts that gives up soon; a mount's has listed before it writes."""
     chosen = {
-        "bucket": bucket.name, "endpoint_url": endpoint_url, "max_connections": 4,
-        "retry_time_s": 20.0, "read_timeout_s": 5.0, "part_size": PART, **settings,
-    }  # fmt: skip
+        "bucket": bucket.name,
+        "endpoint_url": endpoint_url,
+        "max_connections": 4,
+        "retry_time_s": 20.0,
+        "read_timeout_s": 5.0,
+        "part_size": PART,
+        **settings,
+    }
     store = S3Store(S3Settings(**chosen))
     with trio.fail_after(LIMIT_S):
         if has_listed:

@@ -6,9 +6,10 @@ import pytest
 
 CERTIFICATES = ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR")
 PROXIES = tuple(
-    name for upper in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
+    name
+    for upper in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
     for name in (upper, upper.lower())
-)  # fmt: skip
+)
 
 
 def clear(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,10 +73,14 @@ def survival(filled: Bucket, tmp_path: Path, request: pytest.FixtureRequest) -> 
         pytest.skip("needs root and /dev/fuse")
     (tmp_path / "mnt").mkdir()
     mount = Mount(
-        f"s3://{filled.name}/", tmp_path / "mnt", tmp_path / "cache",
-        filled.server.endpoint_url, filled.server.environment, tmp_path / "log",
+        f"s3://{filled.name}/",
+        tmp_path / "mnt",
+        tmp_path / "cache",
+        filled.server.endpoint_url,
+        filled.server.environment,
+        tmp_path / "log",
         ("--cache-size", "80MiB", "--hang-timeout", hang_timeout),
-    )  # fmt: skip
+    )
     try:
         mount.start()
         if not mount.status()["survival"]["on"]:
@@ -146,12 +150,20 @@ def survivors(mount: Mount) -> Iterator[None]:
     """Programs at work on the mount; none of them may have failed in the end."""
     programs = [
         subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("survivor.py")), role,
-             str(mount.path), str(seed)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            [
+                sys.executable,
+                str(Path(__file__).with_name("survivor.py")),
+                role,
+                str(mount.path),
+                str(seed),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for seed, role in enumerate(ROLES)
-    ]  # fmt: skip
+    ]
     try:
         for program in programs:
             assert program.stdout is not None

@@ -61,27 +61,72 @@ def _openssl(directory: Path, *arguments: str) -> None:
 
 def _make_certificates(directory: Path, name: str) -> Path:
     _openssl(
-        directory, "req", "-x509", *_KEY, "-keyout", "ca.key", "-out", "ca.pem", "-subj",
-        "/CN=test", "-days", "30", "-addext", "keyUsage=critical,keyCertSign",
-    )  # fmt: skip
+        directory,
+        "req",
+        "-x509",
+        *_KEY,
+        "-keyout",
+        "ca.key",
+        "-out",
+        "ca.pem",
+        "-subj",
+        "/CN=test",
+        "-days",
+        "30",
+        "-addext",
+        "keyUsage=critical,keyCertSign",
+    )
     _openssl(
-        directory, "req", *_KEY, "-keyout", "server.key", "-out", "server.csr", "-subj",
+        directory,
+        "req",
+        *_KEY,
+        "-keyout",
+        "server.key",
+        "-out",
+        "server.csr",
+        "-subj",
         "/CN=127.0.0.1",
-    )  # fmt: skip
+    )
     (directory / "names").write_text(f"subjectAltName={name}\n")
     _openssl(
-        directory, "x509", "-req", "-in", "server.csr", "-CA", "ca.pem", "-CAkey", "ca.key",
-        "-CAcreateserial", "-out", "server.pem", "-days", "30", "-extfile", "names",
-    )  # fmt: skip
+        directory,
+        "x509",
+        "-req",
+        "-in",
+        "server.csr",
+        "-CA",
+        "ca.pem",
+        "-CAkey",
+        "ca.key",
+        "-CAcreateserial",
+        "-out",
+        "server.pem",
+        "-days",
+        "30",
+        "-extfile",
+        "names",
+    )
     return directory / "ca.pem"
 
 
 def _make_own_authority(directory: Path, name: str) -> Path:
     """What `openssl req -x509` makes by default: basicConstraints=critical,CA:TRUE."""
     _openssl(
-        directory, "req", "-x509", *_KEY, "-keyout", "server.key", "-out", "server.pem", "-subj",
-        "/CN=127.0.0.1", "-days", "30", "-addext", f"subjectAltName={name}",
-    )  # fmt: skip
+        directory,
+        "req",
+        "-x509",
+        *_KEY,
+        "-keyout",
+        "server.key",
+        "-out",
+        "server.pem",
+        "-subj",
+        "/CN=127.0.0.1",
+        "-days",
+        "30",
+        "-addext",
+        f"subjectAltName={name}",
+    )
     return directory / "server.pem"
 
 

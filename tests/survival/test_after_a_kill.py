@@ -98,11 +98,16 @@ def test_an_open_directory_goes_on_where_it_was(s3: S3Server, tmp_path: Path, sh
     with (
         ListingServer(f"d/{name}" for name in names).serving() as server,
         mounted(
-            s3, "s3://some-bucket", tmp_path, "--session", "kernel", "--anonymous",
+            s3,
+            "s3://some-bucket",
+            tmp_path,
+            "--session",
+            "kernel",
+            "--anonymous",
             endpoint_url=server.endpoint_url,
         ) as mount,
         DirectoryStream(mount.path / "d") as stream,
-    ):  # fmt: skip
+    ):
         found = [stream.read() for _ in range(1 + int(share * len(names)))]
         kill_daemon(mount)
         # What came or went before and behind the place moves nothing else.

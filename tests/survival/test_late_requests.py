@@ -239,9 +239,15 @@ def content(bucket: Bucket, key: str) -> bytes | None:
 
 def late_mount(mounter: Mounter, faulty: FaultyS3, conditions: str) -> Mount:
     return mounter(
-        "--session", "kernel", "--late-request-checks", CHECKS,
-        "--conditional-writes", conditions, *WRITABLE, endpoint_url=faulty.endpoint_url,
-    )  # fmt: skip
+        "--session",
+        "kernel",
+        "--late-request-checks",
+        CHECKS,
+        "--conditional-writes",
+        conditions,
+        *WRITABLE,
+        endpoint_url=faulty.endpoint_url,
+    )
 
 
 @pytest.mark.parametrize("what", ["unlink", "rmdir", "rename"])
@@ -250,9 +256,15 @@ def test_what_a_killed_daemon_had_removed_unanswered_stays_removed(
 ) -> None:
     """The next daemon finds it done, and has nothing to send."""
     mount = mounter(
-        "--session", "kernel", "--late-request-checks", "1s,2s,3s,4s",
-        "--conditional-writes", "off", *WRITABLE, endpoint_url=faulty.endpoint_url,
-    )  # fmt: skip
+        "--session",
+        "kernel",
+        "--late-request-checks",
+        "1s,2s,3s,4s",
+        "--conditional-writes",
+        "off",
+        *WRITABLE,
+        endpoint_url=faulty.endpoint_url,
+    )
     path, key = mount.path / "a", "a/" if what == "rmdir" else "a"
 
     def make(data: bytes) -> None:

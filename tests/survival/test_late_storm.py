@@ -177,12 +177,22 @@ class Lane:
         ]
         (directory / "mnt").mkdir(parents=True)
         self.mount = Mount(
-            f"s3://{self.bucket.name}/", directory / "mnt", directory / "cache",
-            self.proxy.endpoint_url, self.bucket.server.environment, directory / "log",
-            ("--session", "kernel", "--late-request-checks",
-             ",".join(f"{one:g}s" for one in checks), "--conditional-writes", conditions,
-             *WRITABLE),
-        )  # fmt: skip
+            f"s3://{self.bucket.name}/",
+            directory / "mnt",
+            directory / "cache",
+            self.proxy.endpoint_url,
+            self.bucket.server.environment,
+            directory / "log",
+            (
+                "--session",
+                "kernel",
+                "--late-request-checks",
+                ",".join(f"{one:g}s" for one in checks),
+                "--conditional-writes",
+                conditions,
+                *WRITABLE,
+            ),
+        )
         self.programs: list[Program] = []
         self.undone: list[str] = []
         self.kills = self.held = 0
@@ -287,9 +297,10 @@ class Lane:
                 print(f"{path}: mode here {path.lstat().st_mode:o}" if path.exists() else path)
             for one in self.proxy.requests(key=f"{prefix}*")[-150:]:
                 said = {
-                    text: one.headers[text] for text in sorted(one.headers)
+                    text: one.headers[text]
+                    for text in sorted(one.headers)
                     if text.startswith(("x-amz-meta-", "x-amz-copy", "if-"))
-                }  # fmt: skip
+                }
                 print(clock(one.at), one.operation, one.key, said)
             for held in hold.held:
                 print("held:", held.operation, held.key, held.status, clock(held.done_at))

@@ -43,9 +43,14 @@ def mount(bucket: Bucket, faulty: FaultyS3, tmp_path: Path) -> Iterator[Mount]:
         pytest.skip("needs root")
     (tmp_path / "mnt").mkdir()
     mount = Mount(
-        f"s3://{bucket.name}/", tmp_path / "mnt", tmp_path / "cache", faulty.endpoint_url,
-        bucket.server.environment | OLD_KERNEL, tmp_path / "log", (WRITABLE,),
-    )  # fmt: skip
+        f"s3://{bucket.name}/",
+        tmp_path / "mnt",
+        tmp_path / "cache",
+        faulty.endpoint_url,
+        bucket.server.environment | OLD_KERNEL,
+        tmp_path / "log",
+        (WRITABLE,),
+    )
     try:
         mount.start()
         yield mount
@@ -104,8 +109,10 @@ def test_a_read_that_is_under_way_is_answered_by_the_old_daemon(
         old = serving_pid(mount)
         with python(
             "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)",
-            Path(sys.prefix) / "bin" / "fusefs", "upgrade", mount.path,
-        ) as upgrading:  # fmt: skip
+            Path(sys.prefix) / "bin" / "fusefs",
+            "upgrade",
+            mount.path,
+        ) as upgrading:
             until(lambda: keeper_status(mount)["pause_s"] > 0, "the old daemon is to finish")
             assert keeper_status(mount)["daemon"] == old
             faulty.clear()

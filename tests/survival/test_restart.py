@@ -116,11 +116,12 @@ def test_a_daemon_killed_at_any_moment_leaves_no_wrong_bytes(
     for _ in range(5):
         readers = [
             subprocess.Popen(
-                ["sh", "-c", "cat * >/dev/null", "sh"], cwd=one.path,
+                ["sh", "-c", "cat * >/dev/null", "sh"],
+                cwd=one.path,
                 stderr=subprocess.DEVNULL,
             )
             for _ in range(4)
-        ]  # fmt: skip
+        ]
         time.sleep(dice.uniform(0.05, 1.0))
         one.kill()
         for reader in readers:

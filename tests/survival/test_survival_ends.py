@@ -49,9 +49,13 @@ def mounter_of(tmp_path: Path) -> Iterator[Mounter]:
         path = tmp_path / f"mnt{len(made)}"
         path.mkdir()
         new = Mount(
-            f"s3://{bucket.name}/", path, tmp_path / "cache", bucket.server.endpoint_url,
-            bucket.server.environment | environment, tmp_path / "log",
-        )  # fmt: skip
+            f"s3://{bucket.name}/",
+            path,
+            tmp_path / "cache",
+            bucket.server.endpoint_url,
+            bucket.server.environment | environment,
+            tmp_path / "log",
+        )
         made.append(new)
         new.start()
         return new
@@ -120,9 +124,15 @@ def test_a_mount_that_lost_everything_is_made_anew(survival: Mount) -> None:
     with pytest.raises(OSError, match="not connected"):
         os.listdir(survival.path)
     said = fusefs(
-        "mount", survival.source, survival.path, "--endpoint-url", survival.endpoint_url,
-        "--cache-dir", survival.cache, environment=survival.environment,
-    )  # fmt: skip
+        "mount",
+        survival.source,
+        survival.path,
+        "--endpoint-url",
+        survival.endpoint_url,
+        "--cache-dir",
+        survival.cache,
+        environment=survival.environment,
+    )
     assert "dead mount" in said.stderr
     assert (survival.path / data.small_name(1)).read_bytes() == data.small(1)
 
@@ -150,9 +160,11 @@ def test_a_pause_has_an_end(filled: Bucket, mounter_of: Mounter) -> None:
     serving = mount.status()["daemon"]["pid"]
     os.kill(serving, signal.SIGSTOP)  # so that its request has been read when it dies
     reader = subprocess.Popen(
-        ["cat", mount.path / data.large_name(1)], stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        ["cat", mount.path / data.large_name(1)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         deadline = time.monotonic() + LIMIT_S
         while reader.poll() is None:
@@ -173,8 +185,9 @@ def test_a_mount_of_the_pyfuse3_session_ends_with_its_daemon(
     mount = mounter_of(filled, FUSEFS_SESSION="pyfuse3")
     status = mount.status()
     assert status["survival"] == {
-        "on": False, "why": "a mount of the pyfuse3 session ends with its daemon"
-    }  # fmt: skip
+        "on": False,
+        "why": "a mount of the pyfuse3 session ends with its daemon",
+    }
     assert "ends with its daemon" in fusefs("status", mount.path).stdout
     os.kill(status["daemon"]["pid"], signal.SIGKILL)
     expect_not_connected(mount)
@@ -190,15 +203,33 @@ def test_the_daemon_of_root_s_mount_is_an_ordinary_user_s(
         path = public_path / "mnt"
         path.mkdir()
         mount = Mount(
-            f"s3://{filled.name}/", path, public_path / "cache", filled.server.endpoint_url,
-            filled.server.environment, public_path / "log",
-        )  # fmt: skip
+            f"s3://{filled.name}/",
+            path,
+            public_path / "cache",
+            filled.server.endpoint_url,
+            filled.server.environment,
+            public_path / "log",
+        )
         try:
             subprocess.run(
-                [*command, "mount", mount.source, path, "--endpoint-url", mount.endpoint_url,
-                 "--cache-dir", mount.cache, "--log-file", mount.log, "--user", "nobody"],
-                env={**os.environ, **mount.environment, **environment}, check=True, timeout=LIMIT_S,
-            )  # fmt: skip
+                [
+                    *command,
+                    "mount",
+                    mount.source,
+                    path,
+                    "--endpoint-url",
+                    mount.endpoint_url,
+                    "--cache-dir",
+                    mount.cache,
+                    "--log-file",
+                    mount.log,
+                    "--user",
+                    "nobody",
+                ],
+                env={**os.environ, **mount.environment, **environment},
+                check=True,
+                timeout=LIMIT_S,
+            )
             status = mount.status()
             assert status["daemon"]["uid"] == pwd.getpwnam("nobody").pw_uid
             assert capabilities_of(status["daemon"]["pid"]) == 0
@@ -231,9 +262,15 @@ def test_a_held_mount_outlives_keeper_and_daemon(filled: Bucket, mounter_of: Mou
                 assert held.read(4096) == data.large(1, 0, 4096)
                 kill_everything(mount)
                 said = fusefs(
-                    "mount", mount.source, mount.path, "--endpoint-url", mount.endpoint_url,
-                    "--cache-dir", mount.cache, environment=mount.environment,
-                )  # fmt: skip
+                    "mount",
+                    mount.source,
+                    mount.path,
+                    "--endpoint-url",
+                    mount.endpoint_url,
+                    "--cache-dir",
+                    mount.cache,
+                    environment=mount.environment,
+                )
                 assert "goes on" in said.stderr
                 at = data.LARGE_SIZE - 4096
                 assert os.pread(held.fileno(), 4096, at) == data.large(1, at, 4096)

@@ -33,9 +33,15 @@ def test_upgrades_go_unnoticed(survival: Mount) -> None:
             assert serving_pid(survival) != before
         before = serving_pid(survival)
         failed = fusefs(
-            "upgrade", survival.path, "--endpoint-url", "http://127.0.0.1:1", "--retry-time", "1s",
-            environment=survival.environment, check=False,
-        )  # fmt: skip
+            "upgrade",
+            survival.path,
+            "--endpoint-url",
+            "http://127.0.0.1:1",
+            "--retry-time",
+            "1s",
+            environment=survival.environment,
+            check=False,
+        )
         assert failed.returncode == 1
         assert serving_pid(survival) == before
 

@@ -127,10 +127,19 @@ def at_work(mount: Mount, scratch: Path) -> Iterator[list[Program]]:
             name, journal = f"run-{seed}", scratch / f"journal-{seed}"
             journal.touch()
             process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.checkpointer",
-                 mount.path / name, str(seed), journal],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            )  # fmt: skip
+                [
+                    sys.executable,
+                    "-m",
+                    "tests.support.checkpointer",
+                    mount.path / name,
+                    str(seed),
+                    journal,
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
             programs.append(Program(name, process, journal))
         yield programs
     finally:

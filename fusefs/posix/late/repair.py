@@ -207,9 +207,13 @@ class Repairer:
         try:
             etag = found.etag if isinstance(found, ObjectInfo) else None
             return await self._store.inner.put_file(
-                entry.key, fd, expected.size, metadata=expected.metadata or {},
-                content_type=expected.content_type, token=token,
+                entry.key,
+                fd,
+                expected.size,
+                metadata=expected.metadata or {},
+                content_type=expected.content_type,
+                token=token,
                 condition=self._store.inner.fence.strict("put", entry.key, etag),
-            )  # fmt: skip
+            )
         finally:
             os.close(fd)

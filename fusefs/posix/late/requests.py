@@ -154,7 +154,7 @@ class Uncertain:
             ],
             "expected": "absent" if isinstance(expected, Absent) else _plain(expected),
             "content": self.content,
-        }  # fmt: skip
+        }
 
     @staticmethod
     def from_plain(number: int, plain: Mapping[str, Any]) -> Uncertain:

@@ -115,16 +115,29 @@ class WatchedStore:
     # Changes
 
     async def put_file(
-        self, key: str, fd: int, size: int, *, metadata: Mapping[str, str],
-        content_type: str | None, condition: Condition = None, token: ChangeToken | None = None,
-    ) -> ObjectInfo:  # fmt: skip
+        self,
+        key: str,
+        fd: int,
+        size: int,
+        *,
+        metadata: Mapping[str, str],
+        content_type: str | None,
+        condition: Condition = None,
+        token: ChangeToken | None = None,
+    ) -> ObjectInfo:
         """As `Store.put_file`."""
         token = token or self.tokens.next()
         change = Change(PUT, key, (str(token),))
         send = partial(
-            self.inner.put_file, key, fd, size, metadata=metadata, content_type=content_type,
-            condition=condition, token=token,
-        )  # fmt: skip
+            self.inner.put_file,
+            key,
+            fd,
+            size,
+            metadata=metadata,
+            content_type=content_type,
+            condition=condition,
+            token=token,
+        )
         if self.late.get(key) is None:
             with self.on_record(change):
                 return await send()
@@ -138,10 +151,16 @@ class WatchedStore:
             return info
 
     async def copy(
-        self, source: ObjectInfo | ObjectVersion, key: str, *,
-        metadata: Mapping[str, str] | None = None, keeps_mtime: bool = False,
-        condition: Condition = None, token: ChangeToken | None = None, is_own: bool = False,
-    ) -> ObjectInfo:  # fmt: skip
+        self,
+        source: ObjectInfo | ObjectVersion,
+        key: str,
+        *,
+        metadata: Mapping[str, str] | None = None,
+        keeps_mtime: bool = False,
+        condition: Condition = None,
+        token: ChangeToken | None = None,
+        is_own: bool = False,
+    ) -> ObjectInfo:
         """As `Store.copy`."""
         token = token or self.tokens.next()
         tokens, etag = [str(token)], ""
@@ -151,9 +170,15 @@ class WatchedStore:
                 tokens.append(str(source.token))
         change = Change(COPY, key, tuple(tokens), etag)
         send = partial(
-            self.inner.copy, source, key, metadata=metadata, keeps_mtime=keeps_mtime,
-            condition=condition, token=token, is_own=is_own,
-        )  # fmt: skip
+            self.inner.copy,
+            source,
+            key,
+            metadata=metadata,
+            keeps_mtime=keeps_mtime,
+            condition=condition,
+            token=token,
+            is_own=is_own,
+        )
         if self.late.get(key) is None:
             with self.on_record(change):
                 return await send()
@@ -196,9 +221,13 @@ class WatchedStore:
             return failures
 
     async def begin_upload(
-        self, key: str, *, metadata: Mapping[str, str], content_type: str | None,
+        self,
+        key: str,
+        *,
+        metadata: Mapping[str, str],
+        content_type: str | None,
         token: ChangeToken | None = None,
-    ) -> Upload:  # fmt: skip
+    ) -> Upload:
         """As `Store.begin_upload`."""
         upload = await self.inner.begin_upload(
             key, metadata=metadata, content_type=content_type, token=token

@@ -97,11 +97,14 @@ def test_a_record_that_cannot_be_read_retains_the_data(
 @pytest.mark.parametrize(
     "change",
     [
-        {"prefix": "others/"}, {"prefix": ""}, {"name": "others", "prefix": "others/"},
-        {"prefix": f"{NAME}/../others/"}, {"deletes": "yes"},
+        {"prefix": "others/"},
+        {"prefix": ""},
+        {"name": "others", "prefix": "others/"},
+        {"prefix": f"{NAME}/../others/"},
+        {"deletes": "yes"},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_record_that_somebody_changed_cannot_delete_anything_else(
     driver: Driver, bucket: Bucket, change: dict[str, str]
 ) -> None:

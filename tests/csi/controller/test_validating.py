@@ -18,8 +18,10 @@ def test_the_controller_tells_what_it_can(driver: Driver) -> None:
     kinds = csi_pb2.ControllerServiceCapability.RPC.Type
     told = driver.controller.ControllerGetCapabilities(asked).capabilities
     assert {kinds.Name(one.rpc.type) for one in told} == {
-        "CREATE_DELETE_VOLUME", "EXPAND_VOLUME", "SINGLE_NODE_MULTI_WRITER",
-    }  # fmt: skip
+        "CREATE_DELETE_VOLUME",
+        "EXPAND_VOLUME",
+        "SINGLE_NODE_MULTI_WRITER",
+    }
 
 
 @pytest.mark.parametrize(

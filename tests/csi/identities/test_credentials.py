@@ -60,9 +60,16 @@ def test_a_fresh_token_is_the_same_identity_and_another_account_is_not() -> None
 
 
 @pytest.mark.parametrize(
-    "tokens", ["", "{", "[]", '{"sts.amazonaws.com": 1}', '{"other": {"token": "x"}}',
-               '{"sts.amazonaws.com": {"token": "a\\nb"}}'],
-)  # fmt: skip
+    "tokens",
+    [
+        "",
+        "{",
+        "[]",
+        '{"sts.amazonaws.com": 1}',
+        '{"other": {"token": "x"}}',
+        '{"sts.amazonaws.com": {"token": "a\\nb"}}',
+    ],
+)
 def test_a_missing_token_is_said(tokens: str) -> None:
     with pytest.raises(FailedPreconditionError, match=r"tokenRequests"):
         chosen({TOKENS: tokens}, POD, role=ROLE)

@@ -72,8 +72,13 @@ def test_a_pods_token_is_exchanged_and_never_shown(
     target = node.target("pod")
     token = token_for("team:trainer")
     in_secrets = place == "secrets"
-    node.publish("role", target, secrets=tokens(token) if in_secrets else {},
-                 **with_role(data), **({} if in_secrets else tokens(token)))  # fmt: skip
+    node.publish(
+        "role",
+        target,
+        secrets=tokens(token) if in_secrets else {},
+        **with_role(data),
+        **({} if in_secrets else tokens(token)),
+    )
     assert (target / "hello").read_bytes() == b"hello"
     assert sts.exchanged[-1] == (ROLE, "team-trainer", token)
     assert token not in node.log.read_text()
@@ -94,8 +99,9 @@ def test_a_token_that_sts_refuses_is_said_with_the_role(
     node: Node, data: Bucket, token: str
 ) -> None:
     with pytest.raises(grpc.RpcError) as error:
-        node.publish("role", node.target("pod"), secrets=tokens(token), retryTime="1s",
-                     **with_role(data))  # fmt: skip
+        node.publish(
+            "role", node.target("pod"), secrets=tokens(token), retryTime="1s", **with_role(data)
+        )
     assert code_of(error) == grpc.StatusCode.UNAUTHENTICATED
     assert ROLE in error.value.details()
 
@@ -107,8 +113,13 @@ def test_a_token_is_sent_to_the_configured_sts_alone(
     with FaultyS3(s3.endpoint_url) as elsewhere:
         faulty.add(status=status, headers={"Location": elsewhere.endpoint_url})
         with pytest.raises(grpc.RpcError) as error:
-            node.publish("role", node.target("pod"), secrets=tokens(token_for("team:trainer")),
-                         retryTime="1s", **{**with_role(data), "store": "away"})  # fmt: skip
+            node.publish(
+                "role",
+                node.target("pod"),
+                secrets=tokens(token_for("team:trainer")),
+                retryTime="1s",
+                **{**with_role(data), "store": "away"},
+            )
         assert ROLE in error.value.details()
         assert faulty.requests()
         assert elsewhere.requests() == []
@@ -156,10 +167,23 @@ for path in sys.argv[1:]:
 def within_reach(node: Node, uid: int, paths: list[str]) -> str:
     """Which of some files and sockets a user of the node gets at."""
     done = subprocess.run(
-        ["setpriv", "--reuid", str(uid), "--regid", str(uid), "--clear-groups",
-         node.command[0], "-c", TRY, *paths],
-        env={**os.environ, **node.environment}, stdout=subprocess.PIPE, text=True, check=True,
-    )  # fmt: skip
+        [
+            "setpriv",
+            "--reuid",
+            str(uid),
+            "--regid",
+            str(uid),
+            "--clear-groups",
+            node.command[0],
+            "-c",
+            TRY,
+            *paths,
+        ],
+        env={**os.environ, **node.environment},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
     return done.stdout
 
 
@@ -205,9 +229,10 @@ def test_identities_share_a_cache_where_an_administrator_says_so_and_nowhere_els
             published.append((volume, target))
         records = (json.loads(file.read_text()) for file in (node.state / "mounts").iterdir())
         caches[volume] = sorted(
-            json.loads(one["settings"])["cache_dir"] for one in records
+            json.loads(one["settings"])["cache_dir"]
+            for one in records
             if one["volume_id"] == volume
-        )  # fmt: skip
+        )
     assert len(set(caches["plain"])) == 2
     assert len(caches["shared"]) == 2
     assert len(set(caches["shared"])) == 1

@@ -48,9 +48,15 @@ def publish(node: Node, bucket: Bucket, token: str, account: str = "trainer") ->
     secrets = {TOKENS: json.dumps({AUDIENCE: {"token": token, "expirationTimestamp": "later"}})}
     pod = {NAMESPACE: "team", ACCOUNT: account}
     node.publish(
-        "role", target, secrets=secrets, store="door", bucket=bucket.name, roleArn=ROLE,
-        retryTime="2s", **pod,
-    )  # fmt: skip
+        "role",
+        target,
+        secrets=secrets,
+        store="door",
+        bucket=bucket.name,
+        roleArn=ROLE,
+        retryTime="2s",
+        **pod,
+    )
     return target
 
 

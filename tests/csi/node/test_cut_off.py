@@ -31,13 +31,25 @@ threading.settrace(look)
 """
 # In the order in which a call comes to them.
 PUBLISHING = (
-    "Domains.claim", "CredentialFiles.store", "MountRecords.write", "make_directory",
-    "_run_mount_process", "Warmups.blocks_publish", "bind", "Drains.reset",
-)  # fmt: skip
+    "Domains.claim",
+    "CredentialFiles.store",
+    "MountRecords.write",
+    "make_directory",
+    "_run_mount_process",
+    "Warmups.blocks_publish",
+    "bind",
+    "Drains.reset",
+)
 UNPUBLISHING = (
-    "pop_all", "remove_directory", "Drains.end", "Mounts._processes", "Mounts._wait_for_daemons",
-    "unregister", "CredentialFiles.remove", "MountRecords.remove",
-)  # fmt: skip
+    "pop_all",
+    "remove_directory",
+    "Drains.end",
+    "Mounts._processes",
+    "Mounts._wait_for_daemons",
+    "unregister",
+    "CredentialFiles.remove",
+    "MountRecords.remove",
+)
 PAIRS = list(zip(PUBLISHING, UNPUBLISHING, strict=True))
 FEW = [pair for pair in PAIRS if pair[0] in ("MountRecords.write", "Warmups.blocks_publish")]
 

@@ -219,15 +219,27 @@ def test_a_missing_bucket_is_said(node: Node) -> None:
         ({"volume_context": {"store": "main", "bucket": "bucket", "prefix": "a/../b"}}, "prefix"),
         ({"volume_context": {"store": "main", "bucket": "bucket", "cacheDir": "/etc"}}, "cacheDir"),
         ({"secrets": {"accessKeyId": "x"}}, "secret_access_key"),
-        ({"secrets": {}, "volume_context": {"store": "main", "bucket": "bucket",
-                                            "roleArn": "arn:aws:iam::1:role/x"}}, "sts-url"),
+        (
+            {
+                "secrets": {},
+                "volume_context": {
+                    "store": "main",
+                    "bucket": "bucket",
+                    "roleArn": "arn:aws:iam::1:role/x",
+                },
+            },
+            "sts-url",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_refused_by_name(node: Node, change: dict[str, Any], word: str) -> None:
     fields: dict[str, Any] = {
-        "volume_id": "bad", "target_path": str(node.target("pod")), "secrets": SECRETS,
-        "volume_capability": capability(), "volume_context": {"store": "main", "bucket": "bucket"},
-    }  # fmt: skip
+        "volume_id": "bad",
+        "target_path": str(node.target("pod")),
+        "secrets": SECRETS,
+        "volume_capability": capability(),
+        "volume_context": {"store": "main", "bucket": "bucket"},
+    }
     request = csi_pb2.NodePublishVolumeRequest(**(fields | change))
     with refused(Code.INVALID_ARGUMENT, word):
         node.node.NodePublishVolume(request, timeout=30)
@@ -347,7 +359,9 @@ def test_a_node_tells_its_name_and_what_it_can(node: Node) -> None:
     told = node.node.NodeGetCapabilities(csi_pb2.NodeGetCapabilitiesRequest(), timeout=10)
     types = csi_pb2.NodeServiceCapability.RPC
     assert {one.rpc.type for one in told.capabilities} == {
-        types.GET_VOLUME_STATS, types.VOLUME_MOUNT_GROUP, types.SINGLE_NODE_MULTI_WRITER,
-    }  # fmt: skip
+        types.GET_VOLUME_STATS,
+        types.VOLUME_MOUNT_GROUP,
+        types.SINGLE_NODE_MULTI_WRITER,
+    }
     with refused(Code.UNIMPLEMENTED):
         node.node.NodeStageVolume(csi_pb2.NodeStageVolumeRequest(volume_id="x"), timeout=10)

@@ -80,9 +80,14 @@ class NodeModel(RuleBasedStateMachine):
         name = self.used.setdefault(pod, name)
         target = self.node.target(pod)
         until_final(
-            self.node.publish, f"volume-{name}", target, secrets=self.secrets[name],
-            bucket=self.data.name, prefix=name, metadataTtl="0s",
-        )  # fmt: skip
+            self.node.publish,
+            f"volume-{name}",
+            target,
+            secrets=self.secrets[name],
+            bucket=self.data.name,
+            prefix=name,
+            metadataTtl="0s",
+        )
         wanted = f"of {name}"
         assert read(target) in (wanted, "", "denied")  # never another's
         until(lambda: read(target) == wanted, f"{pod} reads")
@@ -173,8 +178,12 @@ def test_a_node_keeps_its_promises_in_any_order_of_events(
     run_state_machine_as_test(
         lambda: NodeModel(s3, node, data),
         settings=settings(
-            max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None, database=None,
-            phases=[Phase.generate, Phase.shrink], print_blob=True,
+            max_examples=EXAMPLES,
+            stateful_step_count=STEPS,
+            deadline=None,
+            database=None,
+            phases=[Phase.generate, Phase.shrink],
+            print_blob=True,
             suppress_health_check=list(HealthCheck),
         ),
-    )  # fmt: skip
+    )

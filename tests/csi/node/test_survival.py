@@ -69,8 +69,9 @@ def holding(node: Node) -> Iterator[subprocess.Popen[bytes]]:
     ready.unlink(missing_ok=True)
     process = subprocess.Popen(
         [*node.command, "daemons", "--state-dir", node.state, "--ready-file", ready],
-        env={**os.environ, **node.environment}, start_new_session=True,
-    )  # fmt: skip
+        env={**os.environ, **node.environment},
+        start_new_session=True,
+    )
     try:
         until(
             lambda: ready.exists() and control.peer(node.state / "descriptor-store.sock"),
@@ -111,10 +112,15 @@ def test_pods_of_one_volume_come_and_go_at_once(node: Node, data: Bucket) -> Non
         assert len(node.roots()) == len(node.daemons()) == 1
         assert [(target / "hello").read_bytes() for target in targets] == [b"hello"] * 6
         # Some go while others come.
-        list(threads.map(lambda work: work(), [
-            *(partial(unpublish, target) for target in targets[:4]),
-            *(partial(publish, target) for target in targets[4:]),
-        ]))  # fmt: skip
+        list(
+            threads.map(
+                lambda work: work(),
+                [
+                    *(partial(unpublish, target) for target in targets[:4]),
+                    *(partial(publish, target) for target in targets[4:]),
+                ],
+            )
+        )
         assert len(node.roots()) == 1
         list(threads.map(unpublish, targets))
 

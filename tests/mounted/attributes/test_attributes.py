@@ -24,8 +24,12 @@ FOREIGN: dict[str, tuple[bytes, dict[str, str]]] = {
     "s3fs": (
         b"hello\n",
         {
-            "mode": "33256", "uid": "12", "gid": "34", "mtime": "1500000000.123456789",
-            "atime": "1500000001", "ctime": "1500000002.5",
+            "mode": "33256",
+            "uid": "12",
+            "gid": "34",
+            "mtime": "1500000000.123456789",
+            "atime": "1500000001",
+            "ctime": "1500000002.5",
         },
     ),
     "s3fs-old": (b"", {"mode": "33188", "uid": "1", "gid": "1", "mtime": "1500000000"}),
@@ -36,14 +40,18 @@ FOREIGN: dict[str, tuple[bytes, dict[str, str]]] = {
     "rclone-metadata": (
         b"hi\n",
         {
-            "mode": "100640", "uid": "5", "gid": "6", "mtime": "1400000000.987654321",
-            "atime": "2026-11-21T10:40:04.98976901Z", "btime": "2026-11-21T10:40:04.937769008Z",
+            "mode": "100640",
+            "uid": "5",
+            "gid": "6",
+            "mtime": "1400000000.987654321",
+            "atime": "2026-11-21T10:40:04.98976901Z",
+            "btime": "2026-11-21T10:40:04.937769008Z",
         },
     ),
     "foreign": (b"x", {"md5chksum": "nVSBKDIZo+lIcZYqpQ", "mode": "nonsense", "uid": "-1"}),
     "setuid": (b"x", {"mode": str(stat.S_IFREG | 0o6755)}),
     "device": (b"x", {"mode": str(stat.S_IFCHR | 0o600)}),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -150,8 +150,9 @@ async def test_what_is_made_anew_under_the_name_has_its_own(mount: MortalMount) 
         await process.writer.deferred.drain()
         assert (await shown(process, "file"))[0] == 0o644
     assert (said(mount, "file")["mode"], mount.store.count("COPY")) == (
-        str(stat.S_IFREG | 0o644), 0
-    )  # fmt: skip
+        str(stat.S_IFREG | 0o644),
+        0,
+    )
 
 
 async def test_what_is_changed_while_it_is_sent_is_sent_as_well(mount: MortalMount) -> None:

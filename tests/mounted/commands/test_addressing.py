@@ -53,13 +53,22 @@ def test_a_bucket_is_read_and_written_under_a_host_name_of_its_own(
     (tmp_path / "hosts").write_text(f"127.0.0.1 localhost {bucket.name}.{DOMAIN}\n")
     port = urlsplit(bucket.server.endpoint_url).port
     script = SCRIPT.format(
-        hosts=tmp_path / "hosts", fusefs=FUSEFS, bucket=bucket.name, here=tmp_path / "mnt",
-        endpoint=f"http://{DOMAIN}:{port}", names=shlex.join(OBJECTS),
-    )  # fmt: skip
+        hosts=tmp_path / "hosts",
+        fusefs=FUSEFS,
+        bucket=bucket.name,
+        here=tmp_path / "mnt",
+        endpoint=f"http://{DOMAIN}:{port}",
+        names=shlex.join(OBJECTS),
+    )
     done = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", script], capture_output=True, text=True, cwd="/",
-        env={**os.environ, **bucket.server.environment}, timeout=LIMIT_S, check=False,
-    )  # fmt: skip
+        ["unshare", "--mount", "sh", "-c", script],
+        capture_output=True,
+        text=True,
+        cwd="/",
+        env={**os.environ, **bucket.server.environment},
+        timeout=LIMIT_S,
+        check=False,
+    )
     assert (done.returncode, done.stderr) == (0, "")
     sums = [line.split()[0].lstrip("\\") for line in done.stdout.splitlines()]
     assert sums == [hashlib.sha256(data).hexdigest() for data in OBJECTS.values()]

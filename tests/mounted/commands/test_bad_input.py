@@ -25,10 +25,14 @@ MARK = "TEST_BAD_INPUT"
 NOBODY = 65534
 # Reading and entering what is root's (Python's own files here), and nothing else.
 AS_NOBODY = (
-    "setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups",
-    "--inh-caps=-all,+dac_read_search", "--ambient-caps=-all,+dac_read_search",
+    "setpriv",
+    f"--reuid={NOBODY}",
+    f"--regid={NOBODY}",
+    "--clear-groups",
+    "--inh-caps=-all,+dac_read_search",
+    "--ambient-caps=-all,+dac_read_search",
     "--bounding-set=-all,+dac_read_search",
-)  # fmt: skip
+)
 
 
 class Attempts:
@@ -62,8 +66,12 @@ class Attempts:
         environment = {**self.environment, MARK: mark, "PATH": os.environ["PATH"]}
         result = subprocess.run(
             [*before, str(FUSEFS), *self.arguments(*options, source=source)],
-            env=environment, capture_output=True, text=True, timeout=60, check=False,
-        )  # fmt: skip
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
         assert result.returncode not in (0, -6, -11)
         assert result.stdout == ""
         (line,) = result.stderr.splitlines()
@@ -171,8 +179,10 @@ def test_a_command_that_is_ended_while_it_waits_leaves_nothing(
         rule = faulty.add("LIST", stall=True)
         process = subprocess.Popen(
             [FUSEFS, *attempts.arguments("--endpoint-url", faulty.endpoint_url)],
-            env=environment, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         until(lambda: rule.used, "the bucket is asked")
         process.send_signal(number)
         _, said = process.communicate(timeout=60)
@@ -258,9 +268,14 @@ def test_a_mountpoint_in_use(mounter: Mounter) -> None:
     first = mounter()
     pid = first.pid
     result = fusefs(
-        "mount", first.source, first.path, "--endpoint-url", first.endpoint_url,
-        environment=first.environment, check=False,
-    )  # fmt: skip
+        "mount",
+        first.source,
+        first.path,
+        "--endpoint-url",
+        first.endpoint_url,
+        environment=first.environment,
+        check=False,
+    )
     (line,) = result.stderr.splitlines()
     assert result.returncode == 1
     assert line.startswith(f"fusefs: {first.path} is already a mount")

@@ -146,8 +146,11 @@ def test_where_the_kernel_s_control_files_are_mounted_they_are_used(
         until(lambda: one.status()["requests"]["waiting"], "a request waits")
         done = subprocess.run(
             ["unshare", "--mount", "sh", "-ec", script],
-            capture_output=True, text=True, timeout=LIMIT_S, check=True,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=True,
+        )
         assert process.wait(LIMIT_S) != 0
     assert json.loads(done.stdout)["requests"]["in_kernel"] >= 1
     with pytest.raises(OSError, match="not connected"):
@@ -192,10 +195,23 @@ def test_a_mount_in_the_foreground_ends_with_an_interrupt(
     path.mkdir()
     bucket.put("a", b"x")
     process = subprocess.Popen(
-        [FUSEFS, "mount", f"s3://{bucket.name}", path, "--foreground", "--session", session,
-         "--endpoint-url", bucket.server.endpoint_url, "--cache-dir", tmp_path / "cache"],
-        env={**os.environ, **bucket.server.environment}, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [
+            FUSEFS,
+            "mount",
+            f"s3://{bucket.name}",
+            path,
+            "--foreground",
+            "--session",
+            session,
+            "--endpoint-url",
+            bucket.server.endpoint_url,
+            "--cache-dir",
+            tmp_path / "cache",
+        ],
+        env={**os.environ, **bucket.server.environment},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         until(lambda: registry.registration_of(path) or process.poll() is not None, "a mount")
         until(

@@ -83,9 +83,14 @@ def _sso(url: str, home: Path) -> dict[str, str]:
     [("instance", _instance), ("container", _container), ("sts", _web_identity), ("sso", _sso)],
 )
 async def test_keys_come_from_each_service_and_are_renewed(
-    shared: Bucket, faulty: FaultyS3, services: str, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, service: str, configure: Callable[[str, Path], dict[str, str]],
-) -> None:  # fmt: skip
+    shared: Bucket,
+    faulty: FaultyS3,
+    services: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    service: str,
+    configure: Callable[[str, Path], dict[str, str]],
+) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
         monkeypatch.delenv(name)
     cached = str(tmp_path / "sso")
@@ -196,9 +201,14 @@ def mounted_by(
         } | {"AWS_SHARED_CREDENTIALS_FILE": str(credentials)}
         own = ("--user", "root") if os.geteuid() == 0 and session == "kernel" else ()
         one = Mount(
-            f"s3://{shared.name}", tmp_path / "mnt", tmp_path / "cache", faulty.endpoint_url,
-            environment, tmp_path / "log", ("--session", session, "--metadata-ttl", "0s", *own),
-        )  # fmt: skip
+            f"s3://{shared.name}",
+            tmp_path / "mnt",
+            tmp_path / "cache",
+            faulty.endpoint_url,
+            environment,
+            tmp_path / "log",
+            ("--session", session, "--metadata-ttl", "0s", *own),
+        )
         made.append(one)
         one.start()
         return one

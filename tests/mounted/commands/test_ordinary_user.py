@@ -63,15 +63,23 @@ def mounted_by_nobody(bucket: Bucket, session: str, public_path: Path) -> Iterat
 
         def run(commands: str, *options: str) -> subprocess.CompletedProcess[str]:
             script = SCRIPT.format(
-                home=home, user=NOBODY, fusefs=shlex.join(command), source=f"s3://{bucket.name}",
-                endpoint=bucket.server.endpoint_url, commands=commands,
+                home=home,
+                user=NOBODY,
+                fusefs=shlex.join(command),
+                source=f"s3://{bucket.name}",
+                endpoint=bucket.server.endpoint_url,
+                commands=commands,
                 options=shlex.join(["--session", session, *options]),
-            )  # fmt: skip
+            )
             return subprocess.run(
-                ["unshare", "--mount", "sh", "-c", script], capture_output=True, text=True,
+                ["unshare", "--mount", "sh", "-c", script],
+                capture_output=True,
+                text=True,
                 env={**os.environ, **bucket.server.environment, **environment},
-                timeout=LIMIT_S, check=False, cwd="/",
-            )  # fmt: skip
+                timeout=LIMIT_S,
+                check=False,
+                cwd="/",
+            )
 
         yield run
 

@@ -29,11 +29,18 @@ NOBODY = 65534
 
 KEYS = [
     "readme.txt",
-    "a/one", "a/two", "a/deep/er/est", "a-b", "a.txt", "a0",
-    "marker/", "marked/", "marked/with-a-file",
+    "a/one",
+    "a/two",
+    "a/deep/er/est",
+    "a-b",
+    "a.txt",
+    "a0",
+    "marker/",
+    "marked/",
+    "marked/with-a-file",
     *(f"many/file-{n:04d}" for n in range(60)),
     *(f"wide/{n:02d}/x" for n in range(20)),
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")

@@ -123,10 +123,17 @@ def test_a_directory_ends_with_its_last_object(session: str, s3: S3Server, tmp_p
     with (
         ListingServer(["d/only", "marked/", "marked/only", "other"]).serving() as server,
         mounted(
-            s3, "s3://some-bucket", tmp_path, "--session", session, "--anonymous",
-            "--metadata-ttl", "0s", endpoint_url=server.endpoint_url,
+            s3,
+            "s3://some-bucket",
+            tmp_path,
+            "--session",
+            session,
+            "--anonymous",
+            "--metadata-ttl",
+            "0s",
+            endpoint_url=server.endpoint_url,
         ) as mount,
-    ):  # fmt: skip
+    ):
         assert os.listdir(mount.path) == ["d", "marked", "other"]
         assert os.listdir(mount.path / "d") == ["only"]
         server.keys = ["marked/", "other"]

@@ -55,10 +55,15 @@ def test_large_directories_list_completely_and_memory_is_for_what_is_remembered(
     with (
         ListingServer(keys).serving() as server,
         mounted(
-            s3, "s3://huge-bucket", tmp_path, "--session", session, "--anonymous",
+            s3,
+            "s3://huge-bucket",
+            tmp_path,
+            "--session",
+            session,
+            "--anonymous",
             endpoint_url=server.endpoint_url,
         ) as mount,
-    ):  # fmt: skip
+    ):
         at_rest = mount.status()["daemon"]["rss_bytes"]
 
         def growth() -> int:

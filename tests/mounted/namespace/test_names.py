@@ -19,10 +19,27 @@ from tests.support.sharing import SESSIONS, mounted
 # Under each name its own UTF-8 is the content.
 LOOK_ALIKE = ["look", "Look", "LOOK", "e\u0301tage", "\u00e9tage", "stra\u00dfe", "strasse"]
 NAMES = [
-    "Grüße an 東京 🚀.txt", " leading and trailing ", "100%.txt", "a%20b", "a+b", "a#b?c=d&e",
-    "a*b[c]{d}~!$'();@,:|", 'quo"te', "<xml>&amp;", "a\tb", "a\nb", "a\x01b", "a\x7fb", "-rf",
-    "x" * 255, "ü" * 127 + "x", "...", ".hidden", "a.", *LOOK_ALIKE,
-]  # fmt: skip
+    "Grüße an 東京 🚀.txt",
+    " leading and trailing ",
+    "100%.txt",
+    "a%20b",
+    "a+b",
+    "a#b?c=d&e",
+    "a*b[c]{d}~!$'();@,:|",
+    'quo"te',
+    "<xml>&amp;",
+    "a\tb",
+    "a\nb",
+    "a\x01b",
+    "a\x7fb",
+    "-rf",
+    "x" * 255,
+    "ü" * 127 + "x",
+    "...",
+    ".hidden",
+    "a.",
+    *LOOK_ALIKE,
+]
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +114,23 @@ def test_a_name_that_is_not_utf_8_does_not_exist(names: Path) -> None:
 # Keys that SeaweedFS can't hold, from a server that only lists
 
 UNUSUAL = [
-    "both", "both/inside", "both-not", "good", "x" * 256, "y" * 300 + "/inside", "ü" * 128,
-    "empty//segment", "./dot", "../dot-dot", "here/./dot", "here/../dot-dot", "here/good",
-    "/rooted", "nul\0", "here/n\0l/inside",
-]  # fmt: skip
+    "both",
+    "both/inside",
+    "both-not",
+    "good",
+    "x" * 256,
+    "y" * 300 + "/inside",
+    "ü" * 128,
+    "empty//segment",
+    "./dot",
+    "../dot-dot",
+    "here/./dot",
+    "here/../dot-dot",
+    "here/good",
+    "/rooted",
+    "nul\0",
+    "here/n\0l/inside",
+]
 # "both", two long files, a long directory, ".", "..", "" and a NUL; the rest one level down.
 HIDDEN = 8 + 1 + 3
 
@@ -113,10 +143,13 @@ def unusual(
     with (
         ListingServer(UNUSUAL).serving() as server,
         mounted(
-            s3, "s3://some-bucket", tmp_path_factory.mktemp(request.param), *options,
+            s3,
+            "s3://some-bucket",
+            tmp_path_factory.mktemp(request.param),
+            *options,
             endpoint_url=server.endpoint_url,
         ) as mount,
-    ):  # fmt: skip
+    ):
         yield mount
 
 

@@ -69,8 +69,9 @@ def test_what_was_saved_by_rename_is_read_from_the_cache(writable: Mount, shared
     path.write_bytes(b"old")
     writable.path.joinpath("model.tmp").write_bytes(data)
     assert asked(writable, lambda: os.replace(writable.path / "model.tmp", path)) == {
-        "copies": 1, "deletes": 1,
-    }  # fmt: skip
+        "copies": 1,
+        "deletes": 1,
+    }
     assert asked(writable, lambda: path.read_bytes()) == {}
     assert path.read_bytes() == data
     assert keys(shared, "model") == ["model"]
@@ -135,8 +136,9 @@ def test_names_cost_few_requests(writable: Mount) -> None:
     assert asked(writable, lambda: (inner / "a").write_bytes(b"a")) == {"puts": 1}
     (inner / "b").write_bytes(b"b")
     assert asked(writable, lambda: os.rename(inner / "a", inner / "c")) == {
-        "copies": 1, "deletes": 1,
-    }  # fmt: skip
+        "copies": 1,
+        "deletes": 1,
+    }
     assert asked(writable, lambda: os.unlink(inner / "b")) == {"deletes": 1}
     assert asked(writable, lambda: os.unlink(inner / "c")) == {"deletes": 1}
     assert asked(writable, inner.rmdir) == {"deletes": 1}
@@ -231,9 +233,12 @@ def test_sync_waits_for_the_rename_that_an_earlier_mount_had_begun(
     mount.end()
     (renames,) = mount.cache.glob("mounts/*/renames")
     record = {
-        "source": f"{bucket.server.endpoint_url}/{bucket.name}", "old": "old/", "new": "new/",
-        "phase": "copying", "has_replaced": False,
-    }  # fmt: skip
+        "source": f"{bucket.server.endpoint_url}/{bucket.name}",
+        "old": "old/",
+        "new": "new/",
+        "phase": "copying",
+        "has_replaced": False,
+    }
     (renames / f"{time.time_ns()}.json").write_text(json.dumps(record))
     mount.start()
     fusefs("sync", mount.path)

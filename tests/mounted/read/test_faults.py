@@ -35,9 +35,12 @@ def whole(
     """One mount for all tests here, of which each has a directory of its own."""
     options = ("--session", "kernel", "--retry-time", RETRY_TIME, "--metadata-ttl", "0s")
     with mounted(
-        s3, f"s3://{shared.name}", tmp_path_factory.mktemp("faults"), *options,
+        s3,
+        f"s3://{shared.name}",
+        tmp_path_factory.mktemp("faults"),
+        *options,
         endpoint_url=faulty.endpoint_url,
-    ) as mount:  # fmt: skip
+    ) as mount:
         yield mount
         faulty.clear()
 
@@ -84,10 +87,14 @@ def outcome(action: Callable[[], Any]) -> str | None:
 @pytest.mark.parametrize(
     "fault",
     [
-        {"cut_after": 300_000}, {"short": 300_000}, {"code": "SlowDown"}, {"code": "InternalError"},
-        {"code": "ExpiredToken"}, {"status": 502, "body": b"<html>"},
+        {"cut_after": 300_000},
+        {"short": 300_000},
+        {"code": "SlowDown"},
+        {"code": "InternalError"},
+        {"code": "ExpiredToken"},
+        {"status": 502, "body": b"<html>"},
     ],
-)  # fmt: skip
+)
 def test_a_fault_that_passes_is_not_noticed(
     folder: Folder, faulty: FaultyS3, fault: dict[str, Any]
 ) -> None:
@@ -172,9 +179,11 @@ def test_a_replaced_object_is_never_read_as_a_mix(
 ) -> None:
     path = folder.put("big", BIG)
     faulty.add(
-        "GET", times=1, cut_after=600_000,
+        "GET",
+        times=1,
+        cut_after=600_000,
         at=(600_000, lambda: shared.put(folder.key("big"), OTHER)),
-    )  # fmt: skip
+    )
     with path.open("rb", buffering=0) as file:
         got = bytearray()
         error = outcome(lambda: _read_on(file.fileno(), got))

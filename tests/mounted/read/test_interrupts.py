@@ -104,10 +104,12 @@ async def test_who_is_killed_after_another_signal_is_noticed(autojump_clock: Moc
 @pytest.mark.parametrize(
     ("opcode", "after_s"),
     [
-        (Opcode.READ, GRACE_S), (Opcode.OPEN, GRACE_S),
-        (Opcode.FLUSH, SAVING_GRACE_S), (Opcode.FSYNC, SAVING_GRACE_S),
+        (Opcode.READ, GRACE_S),
+        (Opcode.OPEN, GRACE_S),
+        (Opcode.FLUSH, SAVING_GRACE_S),
+        (Opcode.FSYNC, SAVING_GRACE_S),
     ],
-)  # fmt: skip
+)
 async def test_without_knowing_whose_it_is_an_interrupted_request_ends_a_little_later(
     autojump_clock: MockClock, opcode: int, after_s: float
 ) -> None:
@@ -153,10 +155,13 @@ def zombie() -> Iterator[Callable[[str], int]]:
 @pytest.mark.parametrize(
     ("how", "fate"),
     [
-        ("exit 0", EXITS), ("exit 9", EXITS), ("kill -9 $$", WAS_KILLED),
-        ("kill -15 $$", WAS_KILLED), ("kill -11 $$", WAS_KILLED),
+        ("exit 0", EXITS),
+        ("exit 9", EXITS),
+        ("kill -9 $$", WAS_KILLED),
+        ("kill -15 $$", WAS_KILLED),
+        ("kill -11 $$", WAS_KILLED),
     ],
-)  # fmt: skip
+)
 def test_how_a_process_ended_shows_until_it_is_gone(
     zombie: Callable[[str], int], how: str, fate: int
 ) -> None:
@@ -232,9 +237,12 @@ def test_a_keeper_tells_a_daemon_of_an_ordinary_user_what_that_cannot_see(
     pids = [zombie("kill -11 $$"), zombie("exit 1"), os.getpid(), 0, (1 << 64) - 1]
     with public_python() as program:
         kept.start(
-            {"attack": "look"}, command=[program, str(STANDIN)], uid=NOBODY, gid=NOBODY,
+            {"attack": "look"},
+            command=[program, str(STANDIN)],
+            uid=NOBODY,
+            gid=NOBODY,
             more_settings={"looked_at": pids},
-        )  # fmt: skip
+        )
         reported = kept.attack_facts()["attack"]
         assert reported["namespace"] == callers.namespace()
         assert reported["own"][0] == EXITS  # an ordinary user may not see the exit code

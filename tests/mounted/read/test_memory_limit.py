@@ -54,9 +54,15 @@ def test_many_readers_of_files_that_fit_no_cache_stay_within_the_limit(
     for number in range(READERS):
         bucket.put(f"{number}", data)
     mount = mounter(
-        "--session", "kernel", "--memory-limit", limit, "--cache-size", "1MiB",
-        "--passthrough", "off",
-    )  # fmt: skip
+        "--session",
+        "kernel",
+        "--memory-limit",
+        limit,
+        "--cache-size",
+        "1MiB",
+        "--passthrough",
+        "off",
+    )
     wrong: list[int] = []
     together = threading.Barrier(READERS)
 
@@ -92,9 +98,13 @@ def test_the_kernel_is_told_to_forget_names(mounter: Mounter) -> None:
     names = [f"{number // 1000:03}/{number:06}" for number in range(12_000)]
     with ListingServer(names).serving() as server:
         mount = mounter(
-            "--session", "kernel", "--anonymous", "--memory-limit", "112MiB",
+            "--session",
+            "kernel",
+            "--anonymous",
+            "--memory-limit",
+            "112MiB",
             endpoint_url=server.endpoint_url,
-        )  # fmt: skip
+        )
         held = os.open(mount.path / "000", os.O_RDONLY | os.O_DIRECTORY)
         try:
             for name in names:

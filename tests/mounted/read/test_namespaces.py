@@ -77,9 +77,11 @@ def mounted_apart(bucket: Bucket, slow: FaultyS3, directory: Path) -> Iterator[P
     )
     first = subprocess.Popen(
         [*APART, "--propagation", "unchanged", "sh", "-c", command],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
         env={**os.environ, **bucket.server.environment},
-    )  # fmt: skip
+    )
     try:
         assert first.stdout is not None
         assert first.stdout.readline() == "ready\n"

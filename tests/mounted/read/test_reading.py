@@ -202,9 +202,11 @@ def test_readv_fills_its_buffers_in_order(world: World) -> None:
 def test_posix_fadvise_is_accepted_and_changes_no_bytes(world: World) -> None:
     with world.big.open("rb", buffering=0) as file:
         for advice in (
-            os.POSIX_FADV_SEQUENTIAL, os.POSIX_FADV_RANDOM, os.POSIX_FADV_WILLNEED,
+            os.POSIX_FADV_SEQUENTIAL,
+            os.POSIX_FADV_RANDOM,
+            os.POSIX_FADV_WILLNEED,
             os.POSIX_FADV_DONTNEED,
-        ):  # fmt: skip
+        ):
             os.posix_fadvise(file.fileno(), 0, 0, advice)
         assert os.pread(file.fileno(), 1000, MIB) == world.expected(BIG)[MIB : MIB + 1000]
 
@@ -291,8 +293,10 @@ def test_copy_file_range_out_of_the_mount(world: World, tmp_path: Path) -> None:
     """The kernel may refuse it between file systems, as it does between two disks."""
     result = subprocess.run(
         ["cp", "--reflink=auto", str(world.big), str(tmp_path / "copy")],
-        check=False, capture_output=True, text=True,
-    )  # fmt: skip
+        check=False,
+        capture_output=True,
+        text=True,
+    )
     assert (result.returncode, result.stderr) == (0, "")
     assert digest((tmp_path / "copy").read_bytes()) == digest(world.expected(BIG))
 
@@ -362,9 +366,10 @@ def test_reading_does_not_wait_for_a_reader_elsewhere_in_the_file(world: World) 
     """One descriptor at the start and one at the end of a file that is not there yet."""
     name = f"two-ends-{world.kind}"
     data = world.expected(name)
-    with (world.path / name).open("rb", buffering=0) as first, (
-        world.path / name
-    ).open("rb", buffering=0) as last:  # fmt: skip
+    with (
+        (world.path / name).open("rb", buffering=0) as first,
+        (world.path / name).open("rb", buffering=0) as last,
+    ):
         assert os.pread(last.fileno(), 4096, 16 * MIB - 4096) == data[-4096:]
         assert os.pread(first.fileno(), 4096, 0) == data[:4096]
         assert os.pread(last.fileno(), 4096, 8 * MIB) == data[8 * MIB : 8 * MIB + 4096]

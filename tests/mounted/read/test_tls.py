@@ -46,10 +46,18 @@ def test_a_certificate_that_is_not_trusted_is_the_reason_that_is_given(
     (tmp_path / "mnt").mkdir()
     with tls_door(bucket.server.endpoint_url, tmp_path) as door:
         result = fusefs(
-            "mount", f"s3://{bucket.name}", tmp_path / "mnt", "--endpoint-url", door.url,
-            "--cache-dir", tmp_path / "cache", "--log-file", tmp_path / "log",
-            environment=bucket.server.environment, check=False,
-        )  # fmt: skip
+            "mount",
+            f"s3://{bucket.name}",
+            tmp_path / "mnt",
+            "--endpoint-url",
+            door.url,
+            "--cache-dir",
+            tmp_path / "cache",
+            "--log-file",
+            tmp_path / "log",
+            environment=bucket.server.environment,
+            check=False,
+        )
     assert result.returncode == 1
     (line,) = result.stderr.splitlines()
     assert "its certificate is of an authority that is not trusted" in line

@@ -230,10 +230,21 @@ def test_conflict_fail_is_refused_where_it_cannot_hold(
     faulty.add(operation, ignored_header="if-none-match")
     (tmp_path / "mnt").mkdir()
     result = fusefs(
-        "mount", f"s3://{bucket.name}", tmp_path / "mnt", "--endpoint-url", faulty.endpoint_url,
-        "--cache-dir", tmp_path / "cache", "--log-file", tmp_path / "log", *AUTO,
-        "--conflict", "fail", environment=bucket.server.environment, check=False,
-    )  # fmt: skip
+        "mount",
+        f"s3://{bucket.name}",
+        tmp_path / "mnt",
+        "--endpoint-url",
+        faulty.endpoint_url,
+        "--cache-dir",
+        tmp_path / "cache",
+        "--log-file",
+        tmp_path / "log",
+        *AUTO,
+        "--conflict",
+        "fail",
+        environment=bucket.server.environment,
+        check=False,
+    )
     assert result.returncode == 1
     [line] = [line for line in result.stderr.splitlines() if "--conflict" in line]
     assert "--conflict fail can't hold: this store ignores" in line
@@ -285,6 +296,8 @@ def test_a_renamed_directory_gets_its_markers_first_each_by_one_request(
     assert made[:3] == [("PUT", "new/"), ("PUT", "new/a/"), ("PUT", "new/a/b/")]
     copies = [(what, key) for what, key in made if what == "COPY"]
     assert sorted(copies) == [
-        ("COPY", "new/a/b/file"), ("COPY", "new/a/file"), ("COPY", "new/file"),
-    ]  # fmt: skip
+        ("COPY", "new/a/b/file"),
+        ("COPY", "new/a/file"),
+        ("COPY", "new/file"),
+    ]
     assert [key for what, key in made if what == "PUT"] == ["new/", "new/a/", "new/a/b/"]

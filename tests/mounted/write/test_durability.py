@@ -109,9 +109,11 @@ def test_sync_waits_for_what_was_just_written_however_late_answers_come(
         time.sleep(0.1)
         one = {"key": "a", "since_s": since_s}
         return {
-            "pending": [one] * left, "pending_files": left, "pending_bytes": left,
+            "pending": [one] * left,
+            "pending_files": left,
+            "pending_bytes": left,
             "under_way": left,
-        }  # fmt: skip
+        }
 
     monkeypatch.setattr(control, "exchange", exchange)
     monkeypatch.setattr(registry, "registration_of", lambda path: SimpleNamespace(socket=path))

@@ -199,9 +199,11 @@ def test_a_reservation_whose_answer_was_lost_is_known_as_ones_own(
     os.write(fd, LARGE)
     (path,) = set(staged_below(mount)) - before
     shared.client.put_object(
-        Bucket=shared.name, Key="known/file", Body=b"",
+        Bucket=shared.name,
+        Key="known/file",
+        Body=b"",
         Metadata={CREATED_BY: f"{path.parent.name}-{path.name}"},
-    )  # fmt: skip
+    )
     os.close(fd)
     assert stored(shared, "known/file") == LARGE
     assert os.listdir(mount.path / "known") == ["file"]

@@ -53,9 +53,11 @@ while won < 5:
 
 @pytest.fixture(scope="module", params=SESSIONS)
 def mount(
-    s3: S3Server, shared: Bucket, tmp_path_factory: pytest.TempPathFactory,
+    s3: S3Server,
+    shared: Bucket,
+    tmp_path_factory: pytest.TempPathFactory,
     request: pytest.FixtureRequest,
-) -> Iterator[Mount]:  # fmt: skip
+) -> Iterator[Mount]:
     directory = tmp_path_factory.mktemp("locks")
     options = ("--session", request.param, WRITABLE)
     with mounted(s3, f"s3://{shared.name}/{request.param}/", directory, *options) as mount:

@@ -84,15 +84,24 @@ def test_rclone_knows_owners_and_times(mount: Mount, bucket: Bucket) -> None:
     make(mount.path)
     all_sent(mount)
     settings = {
-        "TYPE": "s3", "PROVIDER": "SeaweedFS", "ENDPOINT": bucket.server.endpoint_url,
-        "ACCESS_KEY_ID": ACCESS_KEY, "SECRET_ACCESS_KEY": SECRET_KEY,
-    }  # fmt: skip
+        "TYPE": "s3",
+        "PROVIDER": "SeaweedFS",
+        "ENDPOINT": bucket.server.endpoint_url,
+        "ACCESS_KEY_ID": ACCESS_KEY,
+        "SECRET_ACCESS_KEY": SECRET_KEY,
+    }
     environment = {f"RCLONE_CONFIG_S_{name}": value for name, value in settings.items()}
     listed = run(
-        rclone, "lsjson", "--recursive", "--metadata",
-        "--files-only", f"S:{bucket.name}", RCLONE_CONFIG=os.devnull, AWS_CA_BUNDLE="",
+        rclone,
+        "lsjson",
+        "--recursive",
+        "--metadata",
+        "--files-only",
+        f"S:{bucket.name}",
+        RCLONE_CONFIG=os.devnull,
+        AWS_CA_BUNDLE="",
         **environment,
-    )  # fmt: skip
+    )
     (told,) = [one for one in json.loads(listed) if one["Path"] == "directory/file"]
     assert told["ModTime"] == "2014-05-13T16:53:20.987654321Z"
     assert (told["Metadata"]["uid"], told["Metadata"]["gid"]) == ("12", "34")

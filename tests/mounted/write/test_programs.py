@@ -35,15 +35,38 @@ FILES = 5000 if IS_FULL else 100
 # with what makes them small. `getdent` is none of them: it walks /sys, /proc and /tmp;
 # nor is `filename`: the tests' server takes a backslash in a key for a slash.
 STRESSORS = {
-    "access": "", "chmod": "", "chown": "", "copy-file": "", "dentry": "--dentries 64",
-    "dir": "--dir-dirs 64", "dirdeep": "--dirdeep-dirs 1 --dirdeep-inodes 100", "fallocate":
-    "--fallocate-bytes 4m", "fcntl": "", "flock": "", "fpunch": "", "fsize": "",
-    "fstat": "", "hdd": "--hdd-bytes 8m", "io": "", "iomix": "--iomix-bytes 4m", "locka": "",
-    "lockf": "", "lockofd": "", "mknod": "", "open": "", "readahead": "--readahead-bytes 4m",
-    "rename": "", "revio": "--revio-bytes 4m", "seek": "--seek-size 4m", "sendfile":
-    "--sendfile-size 1m", "symlink": "", "sync-file": "--sync-file-bytes 4m", "touch": "",
-    "utime": "", "xattr": "",
-}  # fmt: skip
+    "access": "",
+    "chmod": "",
+    "chown": "",
+    "copy-file": "",
+    "dentry": "--dentries 64",
+    "dir": "--dir-dirs 64",
+    "dirdeep": "--dirdeep-dirs 1 --dirdeep-inodes 100",
+    "fallocate": "--fallocate-bytes 4m",
+    "fcntl": "",
+    "flock": "",
+    "fpunch": "",
+    "fsize": "",
+    "fstat": "",
+    "hdd": "--hdd-bytes 8m",
+    "io": "",
+    "iomix": "--iomix-bytes 4m",
+    "locka": "",
+    "lockf": "",
+    "lockofd": "",
+    "mknod": "",
+    "open": "",
+    "readahead": "--readahead-bytes 4m",
+    "rename": "",
+    "revio": "--revio-bytes 4m",
+    "seek": "--seek-size 4m",
+    "sendfile": "--sendfile-size 1m",
+    "symlink": "",
+    "sync-file": "--sync-file-bytes 4m",
+    "touch": "",
+    "utime": "",
+    "xattr": "",
+}
 
 
 @pytest.fixture(scope="module")
@@ -147,8 +170,9 @@ def test_sqlite_rolls_back_what_a_killed_program_had_not_committed(
             os.kill(transfers.pid, signal.SIGKILL)
         with contextlib.closing(sqlite3.connect(path)) as db:
             assert db.execute("SELECT sum(money), count(*) FROM account").fetchone() == (
-                MONEY, 1000,
-            )  # fmt: skip
+                MONEY,
+                1000,
+            )
             assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     with contextlib.closing(sqlite3.connect(path)) as db:
         held = db.execute("SELECT * FROM account ORDER BY id").fetchall()
@@ -215,9 +239,18 @@ def test_pip_installs_a_package_that_can_be_imported(
         archive.writestr("parcel-1.0.dist-info/RECORD", "")
     folder = mount.path / "pip"
     install = (
-        sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps",
-        "--disable-pip-version-check", "--target", folder, wheel,
-    )  # fmt: skip
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-index",
+        "--no-deps",
+        "--disable-pip-version-check",
+        "--target",
+        folder,
+        wheel,
+    )
     run(*install)
     use = (sys.executable, "-c", "import parcel; print(parcel.__file__, parcel.NUMBER)")
     assert run(*use, PYTHONPATH=str(folder)) == f"{folder}/parcel/__init__.py 3\n"
@@ -277,11 +310,22 @@ def test_fio_verifies_what_it_has_written_at_random_places(
     folder.mkdir()
     monkeypatch.chdir(tmp_path)  # where it leaves the state of its verification
     run(
-        "fio", "--name=verify", f"--directory={folder}", "--rw=randwrite", "--bsrange=1k-256k",
-        f"--size={'512m' if IS_FULL else '24m'}", "--numjobs=2", "--verify=crc32c",
-        "--verify_fatal=1", "--verify_backlog=64", "--fsync=200", "--ioengine=psync",
-        "--time_based", f"--runtime={60 if IS_FULL else 3}", "--group_reporting",
-    )  # fmt: skip
+        "fio",
+        "--name=verify",
+        f"--directory={folder}",
+        "--rw=randwrite",
+        "--bsrange=1k-256k",
+        f"--size={'512m' if IS_FULL else '24m'}",
+        "--numjobs=2",
+        "--verify=crc32c",
+        "--verify_fatal=1",
+        "--verify_backlog=64",
+        "--fsync=200",
+        "--ioengine=psync",
+        "--time_based",
+        f"--runtime={60 if IS_FULL else 3}",
+        "--group_reporting",
+    )
     check_what_is_left(mount, shared, "fio")
 
 

@@ -234,8 +234,9 @@ def test_symbolic_links_are_followed_and_listed(writable: Mount, bucket: Bucket)
     writable.end()
     writable.start()
     assert {one.name: one.is_symlink() for one in os.scandir(writable.path)} == {
-        "link": True, "target": False,
-    }  # fmt: skip
+        "link": True,
+        "target": False,
+    }
     assert (writable.path / "link").read_bytes() == b"there"
 
 
@@ -271,7 +272,7 @@ def test_the_status_tells_what_is_not_in_the_bucket(writable: Mount) -> None:
         (lambda path: os.readlink(path / "file"), errno.EINVAL),
         (lambda path: os.open(path / ("x" * 256), os.O_CREAT), errno.ENAMETOOLONG),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_done_is_said(
     steady: tuple[Path, Bucket], call: Callable[[Path], object], number: int
 ) -> None:

@@ -124,16 +124,20 @@ def call(pods: dict[str, Container], method: str, request: Any) -> Any:
 
 def publish(pods: dict[str, Container], bucket: Bucket) -> None:
     mode = csi_pb2.VolumeCapability.AccessMode.MULTI_NODE_MULTI_WRITER
-    call(pods, "NodePublishVolume", csi_pb2.NodePublishVolumeRequest(
-        volume_id="data",
-        target_path=TARGET,
-        secrets={"access_key_id": ACCESS_KEY, "secret_access_key": SECRET_KEY},
-        volume_context={"store": "here", "bucket": bucket.name},
-        volume_capability=csi_pb2.VolumeCapability(
-            mount=csi_pb2.VolumeCapability.MountVolume(volume_mount_group="1000"),
-            access_mode=csi_pb2.VolumeCapability.AccessMode(mode=mode),
+    call(
+        pods,
+        "NodePublishVolume",
+        csi_pb2.NodePublishVolumeRequest(
+            volume_id="data",
+            target_path=TARGET,
+            secrets={"access_key_id": ACCESS_KEY, "secret_access_key": SECRET_KEY},
+            volume_context={"store": "here", "bucket": bucket.name},
+            volume_capability=csi_pb2.VolumeCapability(
+                mount=csi_pb2.VolumeCapability.MountVolume(volume_mount_group="1000"),
+                access_mode=csi_pb2.VolumeCapability.AccessMode(mode=mode),
+            ),
         ),
-    ))  # fmt: skip
+    )
 
 
 def in_thread(work: Any) -> tuple[threading.Thread, list[Any]]:

@@ -114,9 +114,14 @@ async def test_a_copy_onto_itself_whose_answer_was_lost_is_done(
     [("COMPLETE", None), ("COPY", None), ("COPY", {"new": "1"}), ("PART COPY", None)],
 )
 async def test_an_error_with_status_200_is_an_error(
-    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch,
-    operation: str, body: bytes | None, metadata: dict[str, str] | None,
-) -> None:  # fmt: skip
+    bucket: Bucket,
+    faulty: FaultyS3,
+    make_file: MakeFile,
+    monkeypatch: pytest.MonkeyPatch,
+    operation: str,
+    body: bytes | None,
+    metadata: dict[str, str] | None,
+) -> None:
     if operation == "PART COPY":
         monkeypatch.setattr(copy, "COPY_LIMIT", PART)
     file = make_file(2 * PART)

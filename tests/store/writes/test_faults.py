@@ -31,12 +31,17 @@ pytestmark = pytest.mark.usefixtures("as_owner")
 @pytest.mark.parametrize(
     "fault",
     [
-        {"code": "SlowDown"}, {"code": "InternalError"}, {"code": "RequestTimeout"},
-        {"cut_request_after": 500}, {"corrupt": True}, {"lose_answer": True},
-        {"code": "OperationAborted", "status": 409}, {"status": 200, "body": b""},
+        {"code": "SlowDown"},
+        {"code": "InternalError"},
+        {"code": "RequestTimeout"},
+        {"cut_request_after": 500},
+        {"corrupt": True},
+        {"lose_answer": True},
+        {"code": "OperationAborted", "status": 409},
+        {"status": 200, "body": b""},
     ],
     ids=lambda fault: next(iter(fault.values())) if "code" in fault else next(iter(fault)),
-)  # fmt: skip
+)
 async def test_what_failed_is_sent_again(
     bucket: Bucket,
     faulty: FaultyS3,
@@ -185,9 +190,14 @@ async def test_a_missing_object_to_be_replaced_is_a_conflict(
 @each_way
 @pytest.mark.parametrize("code", ["ExpiredToken", "InvalidAccessKeyId"])
 async def test_an_upload_waits_for_credentials(
-    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch,
-    size: int, operation: str, code: str,
-) -> None:  # fmt: skip
+    bucket: Bucket,
+    faulty: FaultyS3,
+    make_file: MakeFile,
+    monkeypatch: pytest.MonkeyPatch,
+    size: int,
+    operation: str,
+    code: str,
+) -> None:
     monkeypatch.setattr("fusefs.store.s3.clients.RECONNECT_EVERY_S", 0.0)
     file = make_file(size)
     rule = faulty.add(operation, code=code)

@@ -58,8 +58,9 @@ def supervising(directory: Path, python: str, before: str = "") -> Iterator[str]
     path = directory / "daemons.sock"
     process = subprocess.Popen(
         [sys.executable, "-c", before + RUN, path, python, "-I", "-S", "-c", STANDIN],
-        cwd=PROJECT, env={**os.environ, "AWS_OWN": "not told"},
-    )  # fmt: skip
+        cwd=PROJECT,
+        env={**os.environ, "AWS_OWN": "not told"},
+    )
     try:
         until(lambda: listener_at(path) == process.pid, "it listens")
         yield os.fspath(path)
@@ -98,9 +99,15 @@ def launch(
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, its, open(os.devnull) as null:
         return supervisor_protocol.launch(
-            path, MOUNT, uid=uid, gid=NOBODY, channel=its.fileno(), stdin=null.fileno(),
-            stdout=stdout, is_beside=is_beside,
-        )  # fmt: skip
+            path,
+            MOUNT,
+            uid=uid,
+            gid=NOBODY,
+            channel=its.fileno(),
+            stdin=null.fileno(),
+            stdout=stdout,
+            is_beside=is_beside,
+        )
 
 
 def test_a_daemon_is_started_as_its_user_with_its_keepers_part_of_the_environment(
@@ -293,12 +300,29 @@ def test_a_descriptor_store_of_the_first_version_is_understood(tmp_path: Path) -
 
 # What each number stands for, for ever: whoever runs another version knows them so.
 WIRE_V1 = {
-    "HELLO": 1, "PREPARED": 2, "MOUNT": 3, "DEPOSIT": 4, "SERVING": 5, "BACKING_OPEN": 6,
-    "BACKING_CLOSE": 7, "TICK": 8, "ENDING": 9, "UNMOUNT": 10, "KNOWN": 11,
-    "WELCOME": 32, "MOUNTED": 33, "TAKE": 34, "ENTRY": 35, "BACKING_OPENED": 36,
-    "BACKING_CLOSED": 37, "QUIESCE": 38,
-    "FRESH": 0, "TAKE_OVER": 1, "PREPARE": 2, "CANNOT_TAKE_OVER": 3,
-}  # fmt: skip
+    "HELLO": 1,
+    "PREPARED": 2,
+    "MOUNT": 3,
+    "DEPOSIT": 4,
+    "SERVING": 5,
+    "BACKING_OPEN": 6,
+    "BACKING_CLOSE": 7,
+    "TICK": 8,
+    "ENDING": 9,
+    "UNMOUNT": 10,
+    "KNOWN": 11,
+    "WELCOME": 32,
+    "MOUNTED": 33,
+    "TAKE": 34,
+    "ENTRY": 35,
+    "BACKING_OPENED": 36,
+    "BACKING_CLOSED": 37,
+    "QUIESCE": 38,
+    "FRESH": 0,
+    "TAKE_OVER": 1,
+    "PREPARE": 2,
+    "CANNOT_TAKE_OVER": 3,
+}
 
 
 def test_what_daemons_and_keepers_say_is_what_the_first_version_says() -> None:

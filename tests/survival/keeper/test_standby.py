@@ -207,9 +207,11 @@ class RunningTemplate:
         with its, open(self._output, "wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", PROGRAM.format(project=os.fspath(PROJECT))],
-                stdin=its, stdout=output, cwd=directory,
+                stdin=its,
+                stdout=output,
+                cwd=directory,
                 env={**os.environ, template.VARIABLE: "1"},
-            )  # fmt: skip
+            )
         assert self.keeper.recv(64) == template.READY
 
     def fork(self) -> socket.socket:

@@ -149,9 +149,14 @@ def start_with(
         monkeypatch.setenv("PYTHONPATH", str(package.parent))
         # Under this session the daemon is started directly.
         return run(
-            "mount", "s3://bucket", mountpoint, "--log-file", tmp_path / "log",
-            "--session", "pyfuse3",
-        )  # fmt: skip
+            "mount",
+            "s3://bucket",
+            mountpoint,
+            "--log-file",
+            tmp_path / "log",
+            "--session",
+            "pyfuse3",
+        )
 
     return start
 

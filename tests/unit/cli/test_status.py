@@ -45,8 +45,10 @@ STATUS: dict[str, Any] = {
 
 
 STATUS_COMMAND = [
-    sys.executable, "-c", "from fusefs.cli.main import main; raise SystemExit(main(['status']))",
-]  # fmt: skip
+    sys.executable,
+    "-c",
+    "from fusefs.cli.main import main; raise SystemExit(main(['status']))",
+]
 
 
 @pytest.fixture
@@ -134,8 +136,10 @@ def test_a_mountpoint_whose_name_is_no_text_is_shown_as_it_is() -> None:
     script = "from fusefs.cli.main import _prepare_streams; _prepare_streams(); print('m\\udcff')"
     done = subprocess.run(
         [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"}, capture_output=True, check=False,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
+        capture_output=True,
+        check=False,
+    )
     assert (done.stdout, done.stderr) == (b"m\xff\n", b"")
 
 
@@ -168,12 +172,20 @@ def test_a_status_is_shown_for_people() -> None:
 def test_what_is_written_and_renamed_is_shown_with_its_age() -> None:
     one = {"key": "a", "bytes": 1 << 20, "since_s": 65.0, "state": "failed", "error": "no answer"}
     renaming = {
-        "from": "old/", "to": "new/", "phase": "copying", "files": 10_000, "copied": 1_200,
-        "deleted": 0, "since_s": 7.0,
-    }  # fmt: skip
+        "from": "old/",
+        "to": "new/",
+        "phase": "copying",
+        "files": 10_000,
+        "copied": 1_200,
+        "deleted": 0,
+        "since_s": 7.0,
+    }
     writing = {
-        "pending": [one], "pending_files": 1, "pending_bytes": 1 << 20, "renames": [renaming],
-    }  # fmt: skip
+        "pending": [one],
+        "pending_files": 1,
+        "pending_bytes": 1 << 20,
+        "renames": [renaming],
+    }
     text = status_report.render({**STATUS, "writing": writing})
     assert "1 file, 1.0 MiB, not in the bucket yet" in text
     assert "pending     a: failed, 1.0 MiB, for 1 min 5 s (no answer)" in text
@@ -191,9 +203,18 @@ def test_status_and_umount_start_without_trio_and_boto3() -> None:
 
 def test_what_a_writable_mount_sent_is_shown_too() -> None:
     s3 = {
-        "gets": 1, "heads": 2, "lists": 3, "puts": 4, "copies": 5, "deletes": 6,
-        "bytes_fetched": 1 << 20, "bytes_sent": 2 << 20, "errors": 0, "retries": 7, "throttled": 8,
-    }  # fmt: skip
+        "gets": 1,
+        "heads": 2,
+        "lists": 3,
+        "puts": 4,
+        "copies": 5,
+        "deletes": 6,
+        "bytes_fetched": 1 << 20,
+        "bytes_sent": 2 << 20,
+        "errors": 0,
+        "retries": 7,
+        "throttled": 8,
+    }
     text = status_report.render({**STATUS, "read_only": False, "s3": s3})
     assert "1 GET, 2 HEAD, 3 LIST, 4 PUT, 5 COPY, 6 DELETE; 1.0 MiB fetched, 2.0 MiB sent" in text
     assert "7 retried, 8 throttled" in text

@@ -50,11 +50,26 @@ def test_a_volume_is_writable_unless_its_access_mode_or_an_option_says_otherwise
 @pytest.mark.parametrize(
     "name",
     [
-        "endpoint-url", "profile", "ca-bundle", "cache-dir", "cacheDir", "shared-cache", "min-free",
-        "user", "descriptor-store", "log-file", "foreground", "allow-other", "session",
-        "source", "mountpoint", "addressing", "staging_size", "nonsense",
+        "endpoint-url",
+        "profile",
+        "ca-bundle",
+        "cache-dir",
+        "cacheDir",
+        "shared-cache",
+        "min-free",
+        "user",
+        "descriptor-store",
+        "log-file",
+        "foreground",
+        "allow-other",
+        "session",
+        "source",
+        "mountpoint",
+        "addressing",
+        "staging_size",
+        "nonsense",
     ],
-)  # fmt: skip
+)
 def test_what_is_the_nodes_to_decide_or_unknown_is_refused_by_name(name: str) -> None:
     with pytest.raises(InvalidArgumentError, match=name):
         check_attributes({name: "x"}, [], is_inline=False)
@@ -65,11 +80,18 @@ def test_what_is_the_nodes_to_decide_or_unknown_is_refused_by_name(name: str) ->
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("cacheSize", "much"), ("uid", "-1"), ("metadata-ttl", "soon"), ("roleArn", "me"),
-        ("cacheDomain", "a/b"), ("drainTimeout", "x"), ("anonymous", "maybe"),
-        ("allowLocalDurability", "perhaps"), ("durability", "disk"), ("maxConnections", "0"),
+        ("cacheSize", "much"),
+        ("uid", "-1"),
+        ("metadata-ttl", "soon"),
+        ("roleArn", "me"),
+        ("cacheDomain", "a/b"),
+        ("drainTimeout", "x"),
+        ("anonymous", "maybe"),
+        ("allowLocalDurability", "perhaps"),
+        ("durability", "disk"),
+        ("maxConnections", "0"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_read_is_refused_by_name(name: str, value: str) -> None:
     with pytest.raises(InvalidArgumentError, match=name):
         check_attributes({name: value}, [], is_inline=False)

@@ -89,10 +89,17 @@ async def test_all_that_helps_is_taken_from_a_kernel_that_offers_everything(kern
     flags, fields = await negotiated(kernel, EVERYTHING)
     assert flags == (
         NEEDED
-        | Init.ASYNC_READ | Init.ATOMIC_O_TRUNC | Init.BIG_WRITES | Init.ASYNC_DIO
-        | Init.CACHE_SYMLINKS | Init.HANDLE_KILLPRIV_V2 | Init.INIT_EXT | Init.PASSTHROUGH
-        | Init.HAS_RESEND | Init.ALLOW_IDMAP
-    )  # fmt: skip
+        | Init.ASYNC_READ
+        | Init.ATOMIC_O_TRUNC
+        | Init.BIG_WRITES
+        | Init.ASYNC_DIO
+        | Init.CACHE_SYMLINKS
+        | Init.HANDLE_KILLPRIV_V2
+        | Init.INIT_EXT
+        | Init.PASSTHROUGH
+        | Init.HAS_RESEND
+        | Init.ALLOW_IDMAP
+    )
     assert fields["max_pages"] * 4096 == fields["max_write"] == 1 << 20
     assert fields["max_readahead"] == READ_AHEAD
     assert fields["max_stack_depth"] == 1

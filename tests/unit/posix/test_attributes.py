@@ -125,9 +125,12 @@ async def test_a_copy_that_has_another_etag_is_still_the_cached_content(tmp_path
     ids=["created", "replaced", "removed"],
 )
 async def test_an_attribute_that_was_set_is_not_refused_when_that_is_asked_again(
-    mount: MortalMount, before: dict[str, bytes], value: bytes | None, flags: int,
+    mount: MortalMount,
+    before: dict[str, bytes],
+    value: bytes | None,
+    flags: int,
     after: dict[str, bytes],
-) -> None:  # fmt: skip
+) -> None:
     """The process dies when the bucket has the change, and the kernel asks the next one."""
 
     async def change(process: Process, caller: Caller) -> None:

@@ -25,9 +25,13 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 IDS = st.integers(1, 20)
 U64 = st.integers(0, 2**64 - 1)
 INFO = st.builds(
-    ObjectInfo, key=TEXT, size=U64, etag=TEXT, mtime_ns=st.integers(-(2**63), 2**63 - 1),
+    ObjectInfo,
+    key=TEXT,
+    size=U64,
+    etag=TEXT,
+    mtime_ns=st.integers(-(2**63), 2**63 - 1),
     storage_class=TEXT,
-)  # fmt: skip
+)
 EVENT = st.one_of(
     st.tuples(st.just("node"), IDS, IDS, U64, TEXT, st.none() | INFO, U64),
     st.tuples(st.just("count"), IDS, U64),

@@ -155,8 +155,11 @@ async def test_what_changes_while_it_is_copied_comes_along(mount: MortalMount) -
         store.after = change
         await process.rename("old", "new")
         assert below(store, "new/") == {
-            "1": b"changed", "2": b"2", "late": b"late", "sub/x": b"x",
-        }  # fmt: skip
+            "1": b"changed",
+            "2": b"2",
+            "late": b"late",
+            "sub/x": b"x",
+        }
         assert below(store, "old/") == {}
 
 

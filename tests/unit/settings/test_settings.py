@@ -219,9 +219,19 @@ def test_a_prefix_that_no_key_can_have_is_refused(prefix: str) -> None:
 
 @pytest.mark.parametrize(
     "url",
-    ["localhost:9000", "ftp://host", "http://", "s3.example.org", "http://host:99999",
-     "http://host:0", "http://host:port", "http://[::1", "http://host/?x=1", "http://host/#x"],
-)  # fmt: skip
+    [
+        "localhost:9000",
+        "ftp://host",
+        "http://",
+        "s3.example.org",
+        "http://host:99999",
+        "http://host:0",
+        "http://host:port",
+        "http://[::1",
+        "http://host/?x=1",
+        "http://host/#x",
+    ],
+)
 def test_an_endpoint_without_scheme_or_host_is_refused(url: str) -> None:
     with pytest.raises(SettingsError, match="is not an endpoint"):
         settings_with(endpoint_url=url)
@@ -262,9 +272,18 @@ def test_a_flag_wins_over_the_environment_and_that_over_the_file(tmp_path: Path)
 
 
 SAMPLES = {
-    "SIZE": "640MiB", "SIZE|N%": "7GiB", "N%": "7%", "TIME": "7s", "TIME,…": "7s,9s", "N": "5",
-    "PATH": "/some/where", "URL": "http://host:9000", "NAME": "word", "MODE": "0640", "": "true",
-}  # fmt: skip
+    "SIZE": "640MiB",
+    "SIZE|N%": "7GiB",
+    "N%": "7%",
+    "TIME": "7s",
+    "TIME,…": "7s,9s",
+    "N": "5",
+    "PATH": "/some/where",
+    "URL": "http://host:9000",
+    "NAME": "word",
+    "MODE": "0640",
+    "": "true",
+}
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)

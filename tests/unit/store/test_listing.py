@@ -17,9 +17,12 @@ AWS = ("Key", "LastModified", "ETag", "Size", "StorageClass")
 SEAWEEDFS = ("Key", "ETag", "Size", "StorageClass", "LastModified")
 NAMESPACE = ' xmlns="http://s3.amazonaws.com/doc/2006-03-01/"'
 DEFAULTS = {
-    "Key": "a", "LastModified": "2026-11-21T04:15:07.000Z", "ETag": "&quot;x&quot;",
-    "Size": "1", "StorageClass": "STANDARD",
-}  # fmt: skip
+    "Key": "a",
+    "LastModified": "2026-11-21T04:15:07.000Z",
+    "ETag": "&quot;x&quot;",
+    "Size": "1",
+    "StorageClass": "STANDARD",
+}
 
 
 def entry(order: tuple[str, ...] = AWS, **fields: str) -> str:
@@ -45,8 +48,11 @@ def test_an_entry_is_read_whole(order: tuple[str, ...], namespace: str) -> None:
     )
     (info,) = parse(body).objects
     assert (info.key, info.size, info.etag, info.storage_class) == (
-        "dir/a.bin", 12, '"x"', "GLACIER",
-    )  # fmt: skip
+        "dir/a.bin",
+        12,
+        '"x"',
+        "GLACIER",
+    )
     assert info.mtime_ns == 1795234507 * 10**9
 
 
@@ -58,10 +64,14 @@ def test_an_etag_is_quoted_however_it_comes(etag: str) -> None:
 @pytest.mark.parametrize(
     "when",
     [
-        "2026-11-21T04:15:07Z", "2026-11-21T04:15:07.000Z", "2026-11-21T04:15:07+00:00",
-        "2026-11-21T05:15:07+01:00", "2026-11-21T04:15:07", "2026-11-21T04:15:07.000000000Z",
+        "2026-11-21T04:15:07Z",
+        "2026-11-21T04:15:07.000Z",
+        "2026-11-21T04:15:07+00:00",
+        "2026-11-21T05:15:07+01:00",
+        "2026-11-21T04:15:07",
+        "2026-11-21T04:15:07.000000000Z",
     ],
-)  # fmt: skip
+)
 def test_times_are_read_in_each_usual_form(when: str) -> None:
     assert parse(document(entry(LastModified=when))).objects[0].mtime_ns == 1795234507 * 10**9
 
@@ -75,10 +85,17 @@ def test_fractions_of_a_second_are_left_out() -> None:
 @pytest.mark.parametrize(
     ("told", "key"),
     [
-        ("a+b", "a b"), ("a%2Bb", "a+b"), ("a%20b", "a b"), ("a%2520b", "a%20b"), ("%25", "%"),
-        ("%C3%BC/%F0%9F%98%80", "ü/😀"), ("x%01y", "x\x01y"), ("dir/", "dir/"), ("a%26b", "a&b"),
+        ("a+b", "a b"),
+        ("a%2Bb", "a+b"),
+        ("a%20b", "a b"),
+        ("a%2520b", "a%20b"),
+        ("%25", "%"),
+        ("%C3%BC/%F0%9F%98%80", "ü/😀"),
+        ("x%01y", "x\x01y"),
+        ("dir/", "dir/"),
+        ("a%26b", "a&b"),
     ],
-)  # fmt: skip
+)
 def test_encoded_keys_are_decoded(told: str, key: str) -> None:
     assert parse(document(entry(Key=told))).objects[0].key == key
 
@@ -134,11 +151,17 @@ def test_a_missing_storage_class_is_the_standard_one() -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        b"", b"<html>Sign in</html>", b"<html><body>Sign in", b"\xff\xfe", document()[:-5],
-        document(entry())[:200], document(entry(Size="")), document(entry(LastModified="soon")),
+        b"",
+        b"<html>Sign in</html>",
+        b"<html><body>Sign in",
+        b"\xff\xfe",
+        document()[:-5],
+        document(entry())[:200],
+        document(entry(Size="")),
+        document(entry(LastModified="soon")),
         document("<CommonPrefixes/>"),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_a_listing_is_an_error(body: bytes) -> None:
     with pytest.raises(ListingError):
         parse(body)

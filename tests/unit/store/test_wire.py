@@ -36,9 +36,14 @@ HEAD = b"GET /bucket HTTP/1.1\r\n\r\n"
     ],
 )
 def test_signatures_are_botocores(
-    monkeypatch: pytest.MonkeyPatch, method: str, path: str, query: str,
-    headers: dict[str, str], has_body: bool, token: str | None,
-) -> None:  # fmt: skip
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    path: str,
+    query: str,
+    headers: dict[str, str],
+    has_body: bool,
+    token: str | None,
+) -> None:
     credentials = ReadOnlyCredentials("access", "secret", token)
     signed = Signer("eu-west-1", "s3").sign(
         method, path, query, {"host": HOST, **headers}, credentials, has_body=has_body
@@ -130,10 +135,12 @@ def ask(server: Server, *, is_head: bool = False, body: RequestBody | None = Non
         (b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nbody",),
         (b"HTTP/1.1 200 OK\r\nContent-Le", b"ngth: 4\r\n\r", b"\nbo", b"dy"),
         (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200\r\ncontent-length:4\r\n\r\nbody",),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nb\r\n",
-         b"3;x=y\r\nody\r\n0\r\nA: b\r\n\r\n"),
+        (
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nb\r\n",
+            b"3;x=y\r\nody\r\n0\r\nA: b\r\n\r\n",
+        ),
     ],
-)  # fmt: skip
+)
 def test_an_answer_is_read_to_its_end_and_the_connection_serves_again(
     server: Server, pieces: tuple[bytes, ...]
 ) -> None:
@@ -174,13 +181,16 @@ def test_a_connection_that_cannot_be_trusted_is_closed(server: Server, answer: b
 @pytest.mark.parametrize(
     "answer",
     [
-        b"", b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nbo", b"HTTP/1.1 200 OK\r\nContent-Le",
-        b"HTTP/1.1 200 OK\r\nContent-Length: 4x\r\n\r\nbody", b"+OK ready\r\n\r\n",
+        b"",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nbo",
+        b"HTTP/1.1 200 OK\r\nContent-Le",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 4x\r\n\r\nbody",
+        b"+OK ready\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nbody\r\n",
         b"HTTP/1.1 twohundred\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nno header\r\n\r\n",
     ],
-)  # fmt: skip
+)
 def test_half_an_answer_is_none(server: Server, answer: bytes) -> None:
     server.answer(answer, ends=True)
     with pytest.raises((WireError, ConnectionError)):
