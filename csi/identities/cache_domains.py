@@ -1,6 +1,7 @@
 """Cache domains: the user and the cache directory that mounts of one identity share.
 
-A domain stands for a store, a bucket and an identity. Its daemons run as one uid, which
+A domain stands for a store, a bucket and an identity; which one a volume's mount
+uses, `NodeService._plan` decides (csi/node/service.py). Its daemons run as one uid, which
 no other domain has, and share one cache directory with mode 0700, owned by that uid. The
 directory's owner is the only record of the uid, so the record cannot be lost without
 the cache that it protects.

@@ -377,7 +377,7 @@ class Session(KernelNotifications):
         try:
             os.write(self._fd, header)
         except OSError as error:
-            # EINVAL: before Linux 6.16 names are believed for their time.
+            # EINVAL: before Linux 6.16 names stay valid for their time.
             if error.errno != errno.EINVAL:
                 self._note_lost_reply(error)
 

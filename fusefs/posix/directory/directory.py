@@ -81,7 +81,7 @@ class Directory:
         self.generation += 1
 
     def is_complete(self, now: float) -> bool:
-        """Whether every name of the directory is known and still believed."""
+        """Whether every name of the directory is known and still valid."""
         at: str | None = ""
         for segment in self.segments:
             if at is None or segment.start > at or segment.expires <= now or segment.doubtful:
@@ -90,7 +90,7 @@ class Directory:
         return at is None
 
     def has_other(self, name: str, now: float) -> bool:
-        """Whether there is something beside one name, as far as is known and believed."""
+        """Whether there is something beside one name, as far as is known and valid."""
         return any(
             segment.expires > now and len(segment.entries) > (name in segment.entries)
             for segment in self.segments

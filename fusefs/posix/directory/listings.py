@@ -1,4 +1,4 @@
-"""Listings: what is known of the names in a directory, and how long it is believed.
+"""Listings: what is known of the names in a directory, and how long it is valid.
 
 A lookup in a directory of which nothing is known asks for the page that starts
 at that name, and thus learns of up to a thousand neighbours for the price of
@@ -62,7 +62,7 @@ class PageMemory(Protocol):
 class Directories:
     """What is known of all directories; see the module's text.
 
-    `ttl_s` is how long a listing is believed (`math.inf`: for ever); what is
+    `ttl_s` is how long a listing is valid (`math.inf`: for ever); what is
     fetched ahead runs in `nursery`.
     """
 
@@ -103,7 +103,7 @@ class Directories:
         return directory
 
     def lookup_now(self, directory: Directory, name: str) -> tuple[Entry | Absent, float] | None:
-        """What is known and believed of a name, and until when; None if that takes a request."""
+        """What is known and valid of a name, and until when; None if that takes a request."""
         here = self.local.get(directory.prefix, name)
         if here is not None:
             return here, math.inf
@@ -113,7 +113,7 @@ class Directories:
         return segment.answer(name)
 
     async def lookup(self, directory: Directory, name: str) -> tuple[Entry | Absent, float]:
-        """What there is under a name, and until when that is believed.
+        """What there is under a name, and until when that is valid.
 
         Raises:
             StoreError: the bucket could not tell.
@@ -133,17 +133,17 @@ class Directories:
         return await self.ask_by_name(directory, name)
 
     async def segment_behind(
-        self, directory: Directory, position: str, believed_since: float
+        self, directory: Directory, position: str, valid_since: float
     ) -> Segment:
         """The segment that tells what comes behind a position of a directory stream.
 
-        Segments that were still believed at `believed_since` will do.
+        Segments that were still valid at `valid_since` will do.
 
         Raises:
             StoreError: the bucket could not tell.
         """
         while True:
-            segment = self.segment_now(directory, position, believed_since)
+            segment = self.segment_now(directory, position, valid_since)
             if segment is not None:
                 return segment
             if not position and await self._walk_to(directory):
@@ -153,20 +153,20 @@ class Directories:
                 await event.wait()
                 continue
             known = directory.behind(position)
-            if known is not None and known.doubtful and known.expires > believed_since:
+            if known is not None and known.doubtful and known.expires > valid_since:
                 await self._settle_doubts(directory, known)
                 continue
             return await self._load(directory, position, resolve_doubts=True)
 
     def segment_now(
-        self, directory: Directory, position: str, believed_since: float
+        self, directory: Directory, position: str, valid_since: float
     ) -> Segment | None:
         """As `segment_behind`, if it is there already."""
         segment = directory.behind(position)
-        if segment is None or segment.doubtful or segment.expires <= believed_since:
+        if segment is None or segment.doubtful or segment.expires <= valid_since:
             return None
         if segment.stop is not None:
-            self._load_ahead(directory, segment.stop, believed_since)
+            self._load_ahead(directory, segment.stop, valid_since)
         elif directory.walk is not None:
             walk, directory.walk = directory.walk, None
             self._walks.go_on(walk)
@@ -229,10 +229,10 @@ class Directories:
                     segment.expires = 0.0
                 directory.generation += 1
 
-    def _load_ahead(self, directory: Directory, stop: str, believed_since: float) -> None:
+    def _load_ahead(self, directory: Directory, stop: str, valid_since: float) -> None:
         """Have the page behind the one that is being read under way."""
         following = directory.behind(stop)
-        is_known = following is not None and following.expires > believed_since
+        is_known = following is not None and following.expires > valid_since
         if not is_known and stop not in directory.loading:
             directory.loading[stop] = trio.Event()
             self._nursery.start_soon(unasked, self._load, directory, stop)
@@ -300,13 +300,13 @@ class Directories:
         carried = directory.carried_to(start)
         segment = segment_from(page, directory.prefix, start, carried, self.hidden)
         segment.fetched = fetched
-        segment.expires = self._believed_until(fetched)
+        segment.expires = self._valid_until(fetched)
         self.local.apply(directory.prefix, segment)
         self._add(directory, segment)
         return segment
 
-    def _believed_until(self, fetched: float) -> float:
-        """How long an answer of the bucket of then is believed, in monotonic seconds."""
+    def _valid_until(self, fetched: float) -> float:
+        """Until when an answer of the bucket is used, for present and absent names; monotonic s."""
         until = fetched + self.ttl_s
         return min(until, self.settled_at) if fetched < self.settled_at else until
 
@@ -334,7 +334,7 @@ class Directories:
 
     async def ask_by_name(self, directory: Directory, name: str) -> tuple[Entry | Absent, float]:
         """Ask for one name alone: as a directory and, if it is none, as a file."""
-        expires = self._believed_until(time.monotonic())
+        expires = self._valid_until(time.monotonic())
         key = directory.prefix + name
         inside = await self._store.list_page(key + "/", delimiter="", max_keys=1)
         if inside.objects:

@@ -3,7 +3,7 @@
 A file that is being written is in no listing until it is uploaded: its name
 *lasts* until it is settled. And a LIST that was under way during a change does
 not know it yet, so every change is kept for as long as such a listing may come
-in; one that was under way while a directory was renamed is not believed.
+in; one that was under way while a directory was renamed is not used.
 """
 
 from __future__ import annotations

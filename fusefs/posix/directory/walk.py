@@ -23,7 +23,7 @@ from fusefs.store.interface import ListPage, Store
 
 logger = logging.getLogger("fusefs.directories")
 
-# Folders opened in a row before a walk is believed to be one.
+# Folders opened in a row before a walk is taken for one.
 WALK_AFTER = 3
 MOST_WALKS = 64
 # Names in folders that were begun: more than a page of them are not worth their memory.

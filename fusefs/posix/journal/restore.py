@@ -58,7 +58,7 @@ def restore_table(inodes: InodeTable, state: KernelState) -> None:
     """Take up the nodes that the kernel knows from an earlier process.
 
     Of the nodes of one name the youngest is current, unless it is on record as
-    superseded. Nothing is believed yet: an open asks the bucket.
+    superseded. Nothing is valid yet: an open asks the bucket.
     """
     inodes.go_on_from(state.next_id)
     for node in state.nodes.values():

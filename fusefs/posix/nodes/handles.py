@@ -66,8 +66,8 @@ class FileHandle:
 class DirectoryHandle:
     """An open directory: `position` is that of the entry with the offset `offset`.
 
-    `opened` is in seconds of the monotonic clock: listings that were believed
-    then are believed by this handle.
+    `opened` is in seconds of the monotonic clock: listings that were valid
+    then are valid for this handle.
     """
 
     __slots__ = ("fh", "generation", "inode", "offset", "opened", "position", "unique")

@@ -65,7 +65,7 @@ class Inode:
     count the open handles in each mode: one of them is always zero, because
     the kernel refuses to mix them in one inode. A directory's are all served,
     and `offsets` are the children that only its open streams may still name,
-    by their node ids as offsets. `believed_until` is in seconds
+    by their node ids as offsets. `valid_until` is in seconds
     of the monotonic clock; `looked_up` says that the kernel looked the name up
     since the last open. `packed` is the session's own form of the attributes.
 
@@ -77,7 +77,6 @@ class Inode:
     """
 
     __slots__ = (
-        "believed_until",
         "children",
         "entries_changed_ns",
         "has_marker",
@@ -98,6 +97,7 @@ class Inode:
         "served",
         "staged",
         "streamed_generation",
+        "valid_until",
     )
 
     def __init__(
@@ -113,7 +113,7 @@ class Inode:
         self.nlookup = 0
         self.served = 0
         self.passthrough = 0
-        self.believed_until = 0.0
+        self.valid_until = 0.0
         self.looked_up = False
         self.is_current = True
         self.is_removed = False
@@ -145,7 +145,7 @@ class Inode:
         if self.info is None:
             # A directory always looks the same, and every path leads through the root.
             return math.inf
-        return max(0.0, self.believed_until - time.monotonic())
+        return max(0.0, self.valid_until - time.monotonic())
 
     def default_meta(self, owner: Ownership) -> Meta:
         """Its attributes where the object has none."""

@@ -180,10 +180,10 @@ class InodeTable:
         parent.children[name] = inode
         return inode
 
-    def count(self, inode: Inode, believed_until: float) -> None:
+    def count(self, inode: Inode, valid_until: float) -> None:
         """Log that the kernel is about to get this node id once more."""
         inode.nlookup += 1
-        inode.believed_until = believed_until
+        inode.valid_until = valid_until
         inode.looked_up = True
         if inode.nlookup == 1:
             self._log.node(inode)
@@ -304,7 +304,7 @@ class InodeTable:
             # A copy is younger, and says in its metadata how old the content is.
             inode.meta = inode.meta.changed(mtime_ns=inode.info.mtime_ns)
         if copy is None:
-            inode.believed_until, inode.looked_up = 0.0, False
+            inode.valid_until, inode.looked_up = 0.0, False
             copy = replace(inode.info, key=key)
         self.replace_version(inode, copy)
 

@@ -66,34 +66,32 @@ class Opener:
             raise OSError(errno.EROFS, "the mount is read-only")
         if inode.info is None:
             raise OSError(errno.EISDIR, "a directory")
-        is_believed = self._is_believed(inode)
+        is_valid = self._is_valid(inode)
         if known := self._handles.opened_by(caller.unique):
             return self._opened_before(known)
-        if inode.is_current and is_believed:
+        if inode.is_current and is_valid:
             file = self._cache.find(inode.info.version)
             if file is not None and file.is_complete and not inode.served:
                 backing_id = self._backing.find(file)
                 if backing_id and not (file.needs_check or self._cache.probing.is_due(file)):
                     self._counters.hit(file.size)
                     return self._opened_passthrough(inode, file, backing_id, flags, caller)
-        return waiting(self._open_later(inode, flags, caller, is_believed))
+        return waiting(self._open_later(inode, flags, caller, is_valid))
 
     def _opened_before(self, fh: int) -> Opened:
         """An open that the last process had logged, but not answered."""
         backing_id = self._handles.files[fh].backing_id
         return Opened(fh, keep_cache=bool(backing_id), backing_id=backing_id)
 
-    def _is_believed(self, inode: Inode) -> bool:
+    def _is_valid(self, inode: Inode) -> bool:
         """Whether the node may be opened without asking the bucket what its name stands for."""
         if inode.looked_up:
             inode.looked_up = False
             return True
-        return inode.believed_until > time.monotonic()
+        return inode.valid_until > time.monotonic()
 
-    async def _open_later(
-        self, inode: Inode, flags: int, caller: Caller, is_believed: bool
-    ) -> Opened:
-        if inode.is_current and not is_believed:
+    async def _open_later(self, inode: Inode, flags: int, caller: Caller, is_valid: bool) -> Opened:
+        if inode.is_current and not is_valid:
             await self._ask_again(inode)
         if not inode.is_current:
             return await self._open_elsewhere(inode, flags, caller)
@@ -115,7 +113,7 @@ class Opener:
                 return await self._open_elsewhere(inode, flags, caller)
             if self._cache.find(inode.info.version) is not file:
                 # It was written to, and is in the bucket already; or its file was dropped.
-                return await self._open_later(inode, flags, caller, is_believed)
+                return await self._open_later(inode, flags, caller, is_valid)
             if is_whole and backing_id:
                 if not inode.served:
                     return self._opened_passthrough(inode, file, backing_id, flags, caller)
@@ -132,7 +130,7 @@ class Opener:
         assert inode.info is not None
         info = await self._current_info(inode)
         if info is not None and info.version == inode.info.version:
-            inode.believed_until = time.monotonic() + self._directories.ttl_s
+            inode.valid_until = time.monotonic() + self._directories.ttl_s
         else:
             self._state.mark_stale(inode, info)
 

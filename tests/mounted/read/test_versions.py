@@ -152,7 +152,7 @@ def test_an_old_handle_of_a_file_that_is_not_cached_gets_estale(
 
 
 @states("After ESTALE a new open reads the new version, whatever the metadata TTL is.")
-def test_a_version_that_proved_outdated_is_not_believed_until_the_ttl(
+def test_a_version_that_proved_outdated_is_not_valid_until_the_ttl(
     make: Callable[..., Place], bucket: Folder
 ) -> None:
     bucket.put("file", stamped(1, LARGE))
