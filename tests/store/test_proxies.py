@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -10,7 +12,7 @@ from csi.controller.bucket_client import Bucket as CsiBucket
 from csi.identities.keys import Keys
 from csi.volume.stores import StoreSettings as CsiStore
 from fusefs.store.errors import StoreError
-from fusefs.store.http.proxies import Proxies, ProxyError, shown
+from fusefs.store.http.proxies import Proxies, ProxyError, make_client, shown
 from fusefs.store.s3.get import SMALL, Stream
 from tests.support import surroundings
 from tests.support.buckets import Bucket
@@ -103,6 +105,19 @@ def test_what_no_proxy_names_is_reached_without(
 ) -> None:
     proxies = Proxies.of({"ALL_PROXY": PROXY, "NO_PROXY": excluded})
     assert proxies.choose(url) == (None if is_excluded else PROXY)
+
+
+def test_no_proxy_may_name_a_bucket_s_own_host() -> None:
+    proxies = Proxies.of({"HTTPS_PROXY": PROXY, "NO_PROXY": "data.s3.example.org"})
+    made: list[dict[str, Any]] = []
+
+    def make(parameters: dict[str, Any]) -> Any:
+        made.append(parameters["proxies"])
+        return SimpleNamespace(meta=SimpleNamespace(endpoint_url="https://s3.example.org"))
+
+    make_client(make, proxies, None, lambda url: url.replace("//", "//data."))
+    make_client(make, proxies, None)
+    assert made == [{}, {}, {"http": PROXY, "https": PROXY}]
 
 
 @pytest.mark.parametrize("proxy", ["socks5h://u:word@host:1080", "http://", "http://host:port"])

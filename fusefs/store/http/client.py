@@ -265,6 +265,8 @@ def _failure(answer: Answer) -> Failure:
 
 def _unanswered(error: Exception, pattern: _Pattern) -> AttemptError:
     """A request was sent on an open connection, and no whole answer came."""
+    if isinstance(error, TimeoutError):
+        pattern.pool.close_idle()  # the network may have lost all of them without a word
     sentence = unreachable.of_exchange(error, pattern.origin).sentence
     return AttemptError(Failure(UnreachableError, sentence, is_retryable=True))
 

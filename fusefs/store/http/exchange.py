@@ -114,9 +114,12 @@ def exchange(
                 return answer, False
             body.seek(0)
             while piece := body.read():
-                sock.sendall(piece)
+                while piece:  # `sendall` would have one time-out for all of it
+                    piece = piece[sock.send(piece) :]
             is_sent = True
     answer, is_reusable = read(stream, is_head=is_head)
+    if answer.status < 300 and not is_sent:
+        raise WireError("the answer came before the whole body was sent")
     return answer, is_reusable and is_sent
 
 
@@ -137,6 +140,8 @@ def _answer_instead_of_continue(
         sock.settimeout(limit_s)
     if head.status < 200:
         return None
+    if head.status < 300:
+        raise WireError("the answer came before the body was sent")
     content, _ = _content(stream, head, is_head=is_head)
     return Answer(head.status, head.headers, content)
 
@@ -194,8 +199,10 @@ def download(
         content, is_whole = _content(stream, head, is_head=False)
         return Answer(head.status, head.headers, content), is_whole and head.is_reusable
     begin(head.headers)
-    _hand_on(sock, stream.buffered(), min(length, size), take)
-    return Answer(head.status, head.headers, b""), head.is_reusable and length <= size
+    first = stream.buffered()
+    _hand_on(sock, first, min(length, size), take)
+    is_whole = len(first) <= length <= size
+    return Answer(head.status, head.headers, b""), head.is_reusable and is_whole
 
 
 def _hand_on(

@@ -102,7 +102,9 @@ class ConnectionPool:
                 return None
             poll = select.poll()
             poll.register(sock, select.POLLIN)
-            if not poll.poll(0):
+            # What TLS has read ahead the kernel does not show.
+            has_bytes = isinstance(sock, ssl.SSLSocket) and sock.pending() > 0
+            if not has_bytes and not poll.poll(0):
                 return sock
             sock.close()  # the server has closed it, or sent bytes without a request
         return None
@@ -118,6 +120,10 @@ class ConnectionPool:
     def close(self) -> None:
         """Close the idle connections now, and those in use when they are given back."""
         self._is_closed = True
+        self.close_idle()
+
+    def close_idle(self) -> None:
+        """Close the idle connections; the next requests open new ones."""
         while self._idle:
             with suppress(IndexError):
                 self._idle.pop().close()
@@ -139,12 +145,19 @@ class ConnectionPool:
                 try:
                     sock = self._tls.wrap_socket(sock, server_hostname=self._host)
                 except OSError as error:
+                    if isinstance(error, ssl.SSLCertVerificationError):
+                        self._read_authorities(self._tls)
                     raise self._unreachable(error, None) from error
             sock.settimeout(self._network.read_timeout_s)
         except BaseException:
             sock.close()
             raise
         return sock
+
+    def _read_authorities(self, tls: ssl.SSLContext) -> None:
+        """Have later connections trust what the bundle of authorities says by now."""
+        with suppress(OSError):  # it may just be replaced
+            tls.load_verify_locations(self._network.ca_file)
 
     def _open_tunnel(self, sock: socket.socket, proxy: str) -> None:
         host = f"[{self._host}]" if ":" in self._host else self._host

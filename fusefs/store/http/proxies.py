@@ -70,19 +70,23 @@ class Proxies:
 
 
 def make_client(
-    make: Callable[[dict[str, Any]], Any], proxies: Proxies, ca_file: str | None
+    make: Callable[[dict[str, Any]], Any],
+    proxies: Proxies,
+    ca_file: str | None,
+    address: Callable[[str], str] = lambda endpoint: endpoint,
 ) -> Any:
-    """A boto3 client that takes the proxy which `proxies` chooses for its endpoint, or none.
+    """A boto3 client that takes the proxy which `proxies` chooses for its requests, or none.
 
     `make` makes it with more parameters of botocore's `Config`. The endpoint may
-    come from boto3's configuration, so only a client knows it. `ca_file` has the
-    authorities that are trusted for a proxy with https.
+    come from boto3's configuration, so only a client knows it; `address` maps it to
+    the URL to which requests go. `ca_file` has the authorities that are trusted for
+    a proxy with https.
 
     Raises:
         ProxyError: no proxy of its kind can be used.
     """
     client = make({"proxies": {}})  # without this botocore takes those of the environment
-    proxy = proxies.choose(client.meta.endpoint_url)
+    proxy = proxies.choose(address(client.meta.endpoint_url))
     if proxy is None:
         return client
     chosen: dict[str, Any] = {"proxies": {"http": proxy, "https": proxy}}

@@ -170,7 +170,7 @@ class Clients:
                 config=config.merge(Config(**parameters)),
             )
 
-        client = proxies.make_client(make, self._proxies, ca_file)
+        client = proxies.make_client(make, self._proxies, ca_file, self._bucket_url)
         redirects.install(client)
         for operation in ("PutObject", "UploadPart"):
             client.meta.events.register(f"before-sign.s3.{operation}", _leave_body_unsigned)
@@ -183,9 +183,6 @@ class Clients:
 
         settings = self._settings
         endpoint = self._custom_endpoint()
-        is_path = settings.addressing == "path" or (
-            settings.addressing == "auto" and (endpoint is not None or "." in settings.bucket)
-        )
         options: dict[str, Any] = {
             "connect_timeout": timedelta(seconds=settings.connect_timeout_s),
             "read_timeout": timedelta(seconds=settings.read_timeout_s),
@@ -195,16 +192,13 @@ class Clients:
         }
         config: dict[str, Any] = {
             "region": self._bucket_region() or session.region_name or DEFAULT_REGION,
-            "virtual_hosted_style_request": not is_path,
+            "virtual_hosted_style_request": not self._is_path_style(self.s3.meta.endpoint_url),
             # Costs nothing: the signature needs this hash as well.
             "checksum_algorithm": "SHA256",
         }
         if settings.requester_pays:
             config["request_payer"] = True
-        url = endpoint or f"https://s3.{config['region']}.amazonaws.com"
-        if not is_path:
-            parts = urlsplit(url)
-            url = f"{parts.scheme}://{settings.bucket}.{parts.netloc}"
+        url = self._bucket_url(endpoint or f"https://s3.{config['region']}.amazonaws.com")
         if endpoint is not None:
             config["endpoint"] = url
         options |= self._connecting(url)
@@ -222,6 +216,21 @@ class Clients:
         except BaseError as error:
             self.confine(translate(error).sentence)
             return None
+
+    def _is_path_style(self, endpoint: str) -> bool:
+        """Whether the bucket's name goes into the path of URLs, not into the host."""
+        settings = self._settings
+        return settings.addressing == "path" or (
+            settings.addressing == "auto"
+            and (not redirects.is_aws(endpoint) or "." in settings.bucket)
+        )
+
+    def _bucket_url(self, endpoint: str) -> str:
+        """The URL to which requests about the bucket's objects go."""
+        if self._is_path_style(endpoint):
+            return endpoint
+        parts = urlsplit(endpoint)
+        return f"{parts.scheme}://{self._settings.bucket}.{parts.netloc}"
 
     def _connecting(self, url: str) -> dict[str, Any]:
         """obstore's options for the certificates and the proxy of its URL."""

@@ -16,7 +16,7 @@ from botocore.credentials import ReadOnlyCredentials
 
 from fusefs.store.errors import AttemptError
 from fusefs.store.http import exchange as exchange_module
-from fusefs.store.http.exchange import SMALL, Answer, RequestBody, WireError, exchange
+from fusefs.store.http.exchange import SMALL, Answer, RequestBody, WireError, download, exchange
 from fusefs.store.http.pool import Borrowed, ConnectionPool, Network
 from fusefs.store.http.proxies import Proxies
 from fusefs.store.http.sigv4 import Signer
@@ -281,6 +281,35 @@ def test_a_large_body_that_the_server_refuses_is_not_read(server: Server) -> Non
     answer = ask(server, body=body)
     assert (answer.status, answer.content, body.is_read) == (403, b"no", False)
     assert not server.is_idle
+
+
+def test_success_before_the_body_was_sent_is_no_answer(server: Server) -> None:
+    """It may be the late answer to another request: nothing says that the body arrived."""
+    server.answer(b'HTTP/1.1 200 OK\r\nETag: "x"\r\nContent-Length: 0\r\n\r\n')
+    with pytest.raises(WireError, match="before the body was sent"):
+        ask(server, body=Body())
+    assert not server.is_idle
+
+
+def test_a_connection_with_bytes_behind_a_download_is_closed(server: Server) -> None:
+    server.answer(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nbody and more")
+    taken = bytearray()
+    with server.pool.connection() as connection:
+        answer, connection.is_reusable = download(
+            connection.sock, HEAD, 4, lambda _headers: None, taken.extend
+        )
+    assert answer is not None
+    assert (bytes(taken), server.is_idle) == (b"body", False)
+
+
+def test_idle_connections_that_the_network_may_have_lost_are_closed(server: Server) -> None:
+    with server.pool.connection() as first, server.pool.connection() as second:
+        first.is_reusable = second.is_reusable = True
+    server.pool.close_idle()
+    assert [first.sock.fileno(), second.sock.fileno(), server.is_idle] == [-1, -1, False]
+    with server.pool.connection() as connection:
+        connection.is_reusable = True
+    assert server.is_idle
 
 
 def test_who_connects_without_a_listener_learns_the_reason() -> None:
