@@ -132,7 +132,8 @@ class KeeperClient:
     # While serving.
 
     def serving(self, *, has_resend: bool) -> None:
-        self._send(wire.pack(wire.SERVING, has_resend))
+        # Keepers of earlier versions answer with ABLE only where the second number is 1.
+        self._send(wire.pack(wire.SERVING, has_resend, 1))
 
     def known(self, backing_id: int, inode: int) -> None:
         """Tell a keeper that is new of a file that another has registered."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 PROTOCOL = 1
-SPOKEN = (1,)
+SPOKEN = (1, 2)  # clients of earlier versions call the same 2
 
 MAX_ANSWER = 4 << 20
 PEER_TIMEOUT_S = 5.0

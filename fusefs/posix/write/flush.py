@@ -211,6 +211,8 @@ class Flusher:
         staged = inode.staged
         if staged is None or self.may_be_written(inode) or self._defer(staged):
             return
+        if staged.state is FileState.ABANDONED and self._can_be_undone(staged):
+            return  # `_undo` is on its way, and keeps the attributes
         if not staged.is_closed:
             self._staging.close(staged)
         self.uploads.start(staged, LATER_S)

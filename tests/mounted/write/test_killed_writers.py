@@ -9,7 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import trio
 
+from fusefs.posix.types import NewAttributes
+from fusefs.posix.write import flush
 from tests.support.buckets import Bucket, stored
 from tests.support.mortal_mount import MortalMount
 from tests.support.mounting import Mount
@@ -229,3 +232,29 @@ async def test_no_other_close_costs_a_look_at_the_process(tmp_path: Path) -> Non
         await close(fh)
         assert looks == [7]
     assert mount.store.contents() == {"new": NEW, "old": NEW + OLD[len(NEW) :]}
+
+
+async def test_modes_that_change_at_once_do_not_bring_back_what_a_killed_program_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flush, "LATER_S", 0.0)
+    mount = MortalMount(tmp_path / "mount")
+    mount.store.put("old", OLD)
+    async with mount.serving() as process:
+
+        async def look(_pid: int) -> bool:
+            return True
+
+        process.operations.notifier.was_killed = look
+        assert process.operations.mutations is not None
+        fh = await process.open("old", os.O_RDWR)
+        inode = await process.node("old")
+        await process.write(fh, 0, NEW)
+        answer = process.writer.flusher.flush(fh, 7)
+        assert answer is not None
+        await answer
+        assert process.operations.release(fh) is None
+        process.writer.flusher.described(inode)  # before anything else runs
+        await trio.sleep(0.5)
+        await process.operations.mutations.setattr(inode.nodeid, NewAttributes(mode=0o600))
+    assert mount.store.contents() == {"old": OLD}
