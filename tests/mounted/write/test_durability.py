@@ -203,7 +203,7 @@ def test_umount_says_what_could_not_be_uploaded_and_the_next_mount_uploads_it(
     result = fusefs("umount", broken.path, check=False)
     assert result.returncode == 1
     assert "a (" in result.stderr
-    assert "kept" in result.stderr
+    assert "stay on the local disk" in result.stderr
     faulty.clear()
     broken.start()
     assert (broken.path / "a").read_bytes() == b"content"
