@@ -48,6 +48,7 @@ _FREE = frozenset(
         "retry_time",
         "log_level",
         "passthrough",
+        "resend",
         "object_attributes",
         "exclusive_create",
         "conditional_writes",

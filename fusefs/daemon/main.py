@@ -74,7 +74,7 @@ from fusefs.posix.write import recovery
 from fusefs.posix.write.staging import Staging
 from fusefs.settings.memory import MemoryBudget
 from fusefs.settings.mount import MountSettings, SettingsError
-from fusefs.settings.types import Conflict, Scrubbing, SessionKind
+from fusefs.settings.types import Conflict, ResendMode, Scrubbing, SessionKind
 from fusefs.store.errors import StoreError
 from fusefs.store.probing import Prober
 from fusefs.store.s3.store import S3Store
@@ -354,7 +354,10 @@ class Daemon:
         depth = mount.stack_depth(settings.cache_dir) if passthrough is not None else 0
         mounted_ns = time.time_ns() if state is None else state.mounted_ns
         operations = self._operations(log, mounted_ns=mounted_ns)
-        session = Session(handover.fd, operations, log, max_stack_depth=depth)
+        may_resend = settings.resend is not ResendMode.OFF
+        session = Session(
+            handover.fd, operations, log, max_stack_depth=depth, may_resend=may_resend
+        )
         session.callers.keeper = handover
         nursery.start_soon(handover.keep, lambda: len(session.waiting))
         try:

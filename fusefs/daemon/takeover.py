@@ -29,7 +29,6 @@ from typing import TypeVar
 import trio
 
 from fusefs.cache.disk import STATE, usable
-from fusefs.fuse.session import TEST_VARIABLE
 from fusefs.keeper import supervisor_protocol
 from fusefs.keeper.client import KeeperClient, KeeperError, Taken
 from fusefs.keeper.protocol import FRESH, PREPARE
@@ -37,7 +36,7 @@ from fusefs.launch import launcher, registry
 from fusefs.linux import files, mount
 from fusefs.linux.fuse_connection import is_disconnected
 from fusefs.linux.mount import MountError, MountRequest
-from fusefs.posix.journal.journal import Journal, NoJournal
+from fusefs.posix.journal.journal import Journal
 from fusefs.posix.journal.replay import KernelState, UnusableJournalError, replay
 from fusefs.settings.mount import MountSettings
 
@@ -183,15 +182,13 @@ class Handover:
         self.fd = await trio.to_thread.run_sync(mount.mount_by_helper, request)
         self.keeper.deposit(self.fd)
 
-    async def open_journal(self) -> tuple[Journal | NoJournal, KernelState | None]:
+    async def open_journal(self) -> tuple[Journal, KernelState | None]:
         """A new journal, or the last daemon's and what it tells.
 
         Raises:
             TakeOverError: the last daemon's can't be used.
             CacheDirectoryError: the disk does not take a new one.
         """
-        if "no-journal" in os.environ.get(TEST_VARIABLE, ""):
-            return NoJournal(), None
         if self.taken is None:
             with usable(self._settings.cache_dir):
                 return Journal(self._directory / "journal"), None

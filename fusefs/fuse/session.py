@@ -58,9 +58,6 @@ BUFFER_SIZE = MAX_WRITE + 4096
 MAX_PAGES = 256
 # Requests between two checkpoints: about 2 ms of them.
 BATCH = 64
-# Has tests and measurements do without something: "no-resend", "no-passthrough" (as
-# before Linux 6.9), "no-journal".
-TEST_VARIABLE = "FUSEFS_TEST"
 
 _WANTED = (
     Init.ASYNC_READ
@@ -125,18 +122,26 @@ class Session(KernelNotifications):
     """One mount's conversation with the kernel, over its /dev/fuse descriptor.
 
     `max_stack_depth` is 0 to leave passthrough alone, 1 to negotiate it, 2 if
-    the cache's own file system is stacked (overlayfs).
+    the cache's own file system is stacked (overlayfs). Without `may_resend` a
+    kernel that can send requests again is not asked to.
     """
 
     name = "kernel"
 
     def __init__(
-        self, fd: int, operations: Operations, log: NodeLog, *, max_stack_depth: int = 1
+        self,
+        fd: int,
+        operations: Operations,
+        log: NodeLog,
+        *,
+        max_stack_depth: int = 1,
+        may_resend: bool = True,
     ) -> None:
         self._fd = fd
         self._operations = operations
         self._log = log
         self._max_stack_depth = max_stack_depth
+        self._may_resend = may_resend
         self._memory = mmap.mmap(-1, BUFFER_SIZE)
         try:
             lock_memory(self._memory)
@@ -177,10 +182,12 @@ class Session(KernelNotifications):
         """Whether the mount outlives this process, and why."""
         if self.has_resend:
             return True, "a keeper holds the mount"
-        return False, (
-            "this kernel cannot send requests again (Linux 6.9 or later can):"
-            " the mount outlives an upgrade, and not the death of its daemon"
+        why = (
+            "this kernel cannot send requests again (Linux 6.9 or later can)"
+            if self._may_resend
+            else "sending requests again is off (--resend)"
         )
+        return False, (f"{why}: the mount outlives an upgrade, and not the death of its daemon")
 
     async def negotiate(self) -> None:
         """Answer the first request, INIT, and nothing else.
@@ -411,10 +418,9 @@ class Session(KernelNotifications):
                 " (Linux 4.20 or later): use --session pyfuse3"
             )
         wanted = _WANTED | (Init.INIT_EXT if flags & Init.INIT_EXT else 0)
-        left_out = os.environ.get(TEST_VARIABLE, "")
-        if self._max_stack_depth and "no-passthrough" not in left_out:
+        if self._max_stack_depth:
             wanted |= Init.PASSTHROUGH
-        if "no-resend" in left_out:
+        if not self._may_resend:
             wanted &= ~Init.HAS_RESEND
         self.negotiated = Init(flags & wanted)
         answer = protocol.INIT_OUT.pack(

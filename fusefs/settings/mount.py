@@ -51,6 +51,7 @@ from fusefs.settings.types import (
     MountSource,
     ObjectAttributes,
     PassthroughMode,
+    ResendMode,
     Scrubbing,
     SessionKind,
     Setting,
@@ -227,6 +228,13 @@ class MountSettings:
         PassthroughMode.AUTO,
     )
 
+    resend: ResendMode = option(
+        choice(ResendMode),
+        "Survival",
+        "have the kernel send what a dead daemon has not answered to the next one (Linux 6.9 or"
+        " newer; off: as with older kernels, a daemon's death ends the mount)",
+        ResendMode.AUTO,
+    )
     user: str | None = option(
         WORD,
         "Survival",
@@ -355,6 +363,7 @@ FIXED = frozenset(
         "shared_cache",
         "session",
         "passthrough",
+        "resend",
         "allow_other",
         "read_only",
         "user",

@@ -152,6 +152,13 @@ class PassthroughMode(enum.StrEnum):
     OFF = "off"
 
 
+class ResendMode(enum.StrEnum):
+    """Whether the kernel sends requests again that a dead daemon has not answered."""
+
+    AUTO = "auto"
+    OFF = "off"
+
+
 class Durability(enum.StrEnum):
     """Where a file is when fsync and close return."""
 

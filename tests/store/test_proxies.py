@@ -13,7 +13,7 @@ from csi.identities.keys import Keys
 from csi.volume.stores import StoreSettings as CsiStore
 from fusefs.store.errors import StoreError
 from fusefs.store.http.proxies import Proxies, ProxyError, make_client, shown
-from fusefs.store.s3.get import SMALL, Stream
+from fusefs.store.s3.get import SMALL, GetStream
 from tests.support import surroundings
 from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
@@ -147,7 +147,7 @@ async def test_every_read_over_tls_goes_through_the_proxy(
     variable: str,
 ) -> None:
     monkeypatch.setenv(variable, proxy.url)
-    monkeypatch.setattr(Stream, "_run_boto", _no_boto)
+    monkeypatch.setattr(GetStream, "_run_boto", _no_boto)
     settings = {"endpoint_url": secure.url, "ca_bundle": str(secure.authority)}
     async with opened(shared, faulty, **settings) as store:
         await store.check("")
@@ -191,7 +191,7 @@ async def test_no_read_goes_through_a_proxy_where_no_proxy_says_so(
     for variable in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
         monkeypatch.setenv(variable, NOWHERE)
     monkeypatch.setenv("NO_PROXY", f"example.org, {excluded}")
-    monkeypatch.setattr(Stream, "_run_boto", _no_boto)
+    monkeypatch.setattr(GetStream, "_run_boto", _no_boto)
     settings = {"endpoint_url": secure.url, "ca_bundle": str(secure.authority)}
     async with opened(shared, faulty, **(settings if is_secure else {})) as store:
         await store.check("")
@@ -225,7 +225,7 @@ async def test_a_password_that_the_proxy_refuses_is_the_reason_and_is_not_tried_
 async def test_a_password_that_the_proxy_takes_goes_with_every_connection(
     shared: Bucket, faulty: FaultyS3, secure: TlsDoor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Stream, "_run_boto", _no_boto)
+    monkeypatch.setattr(GetStream, "_run_boto", _no_boto)
     with forward_proxy(password="user:p@ss") as proxy:
         monkeypatch.setenv("HTTPS_PROXY", proxy.url.replace("//", "//user:p%40ss@"))
         settings = {"endpoint_url": secure.url, "ca_bundle": str(secure.authority)}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fusefs.store.errors import StaleVersionError, StoreError
-from fusefs.store.s3.get import SMALL, Stream
+from fusefs.store.s3.get import SMALL, GetStream
 from fusefs.store.s3.store import S3Store
 from tests.store.test_failures import FAULTS
 from tests.support.buckets import Bucket
@@ -37,7 +37,7 @@ async def test_a_small_range_takes_no_thread(
 ) -> None:
     async with opened(shared, faulty) as store:
         await store.check("")  # opens a connection
-        monkeypatch.setattr(Stream, "run", _fail)
+        monkeypatch.setattr(GetStream, "run", _fail)
         for _ in range(2):
             assert await small(store, key, size) == BODY[START : START + size]
         counters = store.counters()
@@ -49,7 +49,7 @@ async def test_what_the_loop_has_no_time_for_goes_to_a_thread(
 ) -> None:
     async with opened(shared, faulty) as store:
         await store.check("")
-        monkeypatch.setattr(Stream, "run", _fail)
+        monkeypatch.setattr(GetStream, "run", _fail)
         with pytest.raises(StoreError, match="in a thread"):
             await small(store, size=SMALL + 1)
 
@@ -61,7 +61,7 @@ async def test_a_small_range_comes_through_tls_as_well(
         settings = {"endpoint_url": door.url, "ca_bundle": str(door.authority)}
         async with opened(shared, faulty, **settings) as store:
             await store.check("")
-            monkeypatch.setattr(Stream, "run", _fail)
+            monkeypatch.setattr(GetStream, "run", _fail)
             assert await small(store) == BODY[START : START + SMALL]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from fusefs.store.errors import StoreError
 from fusefs.store.http import exchange
-from fusefs.store.s3.get import Stream
+from fusefs.store.s3.get import GetStream
 from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.store_reading import BODY, ODD_KEY, download, opened
@@ -26,8 +26,8 @@ def _fail(*_: Any) -> None:
 async def test_no_library_comes_between(
     shared: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
-    monkeypatch.setattr(Stream, "_run_obstore", _fail)
-    monkeypatch.setattr(Stream, "_run_boto", _fail)
+    monkeypatch.setattr(GetStream, "_run_obstore", _fail)
+    monkeypatch.setattr(GetStream, "_run_boto", _fail)
     async with opened(shared, faulty) as store:
         await store.check("")
         info = await store.head(key)
@@ -45,7 +45,7 @@ async def test_what_comes_through_tls_is_obstores(
             await store.check("")
             info = await store.head("body")
             assert await download(store, info) == BODY
-            monkeypatch.setattr(Stream, "_run_obstore", _fail)
+            monkeypatch.setattr(GetStream, "_run_obstore", _fail)
             with pytest.raises(StoreError, match="by a library"):
                 await download(store, info)
 

@@ -16,7 +16,7 @@ from csi.identities.keys import Keys
 from csi.volume.stores import StoreSettings as CsiStore
 from fusefs.store.errors import StoreError
 from fusefs.store.http import trust
-from fusefs.store.s3.get import SMALL, Stream
+from fusefs.store.s3.get import SMALL, GetStream
 from tests.support import surroundings
 from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
@@ -99,7 +99,7 @@ async def test_an_authority_of_the_system_is_trusted_for_all_requests(
     else:
         monkeypatch.setattr(trust, "SYSTEM_FILES", (str(installed / "ours.crt"),))
     # Whoever reads it through Python reads it through obstore.
-    monkeypatch.setattr(Stream, "_run_boto", lambda *_: pytest.fail("read by boto3"))
+    monkeypatch.setattr(GetStream, "_run_boto", lambda *_: pytest.fail("read by boto3"))
     async with opened(shared, faulty, endpoint_url=secure.url) as store:
         await store.check("")
         info = await store.head("body")

@@ -22,7 +22,7 @@ from tests.support.surviving import expect_not_connected, keeper_status, serving
 from tests.support.waiting import until
 from tests.support.writing import WRITABLE
 
-OLD_KERNEL = {"FUSEFS_TEST": "no-resend no-passthrough"}
+OLD_KERNEL = ("--resend", "off", "--passthrough", "off")
 SIZE = 3 << 20
 
 # Holds a file open, tells how many bytes it has read, and reads on when a line comes.
@@ -47,9 +47,9 @@ def mount(bucket: Bucket, faulty: FaultyS3, tmp_path: Path) -> Iterator[Mount]:
         tmp_path / "mnt",
         tmp_path / "cache",
         faulty.endpoint_url,
-        bucket.server.environment | OLD_KERNEL,
+        bucket.server.environment,
         tmp_path / "log",
-        (WRITABLE,),
+        (WRITABLE, *OLD_KERNEL),
     )
     try:
         mount.start()

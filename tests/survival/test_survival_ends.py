@@ -141,7 +141,7 @@ def test_a_mount_that_lost_everything_is_made_anew(survival: Mount) -> None:
 def test_without_resend_the_death_of_the_daemon_is_an_error_and_no_hang(
     filled: Bucket, mounter_of: Mounter
 ) -> None:
-    mount = mounter_of(filled, FUSEFS_TEST="no-resend")
+    mount = mounter_of(filled, FUSEFS_RESEND="off")
     status = mount.status()
     assert not status["survival"]["on"]
     with open(mount.path / data.small_name(1), "rb"):

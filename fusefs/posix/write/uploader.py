@@ -42,7 +42,7 @@ CREDENTIALS_S = 5.0
 LONGEST_DELAYS = 5
 
 
-class Attempt:
+class UploadAttempt:
     """One upload of one file. `scope` may be cancelled while `is_cancellable`."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class Uploads:
         self._kept_apart = kept_apart
         self._set_aside = set_aside
         self._sends_ahead = sends_ahead
-        self._attempts: dict[StagedFile, Attempt] = {}
+        self._attempts: dict[StagedFile, UploadAttempt] = {}
         self._aheads: dict[StagedFile, Ahead] = {}
         # Of files that are safe on the local disk, and uploaded later.
         self.closes = Closes(nursery)
@@ -119,11 +119,11 @@ class Uploads:
             if attempt.error is not None:
                 raise attempt.error
 
-    def start(self, staged: StagedFile, delay_s: float = 0.0) -> Attempt:
+    def start(self, staged: StagedFile, delay_s: float = 0.0) -> UploadAttempt:
         """Have a file uploaded, after a while; whoever waits for it cuts that short."""
         attempt = self._attempts.get(staged)
         if attempt is None:
-            attempt = self._attempts[staged] = Attempt()
+            attempt = self._attempts[staged] = UploadAttempt()
             self._nursery.start_soon(self._run, staged, attempt, delay_s)
         return attempt
 
@@ -153,7 +153,7 @@ class Uploads:
             if staged.key != key or staged.is_unlinked:
                 await self._sender.abandon(staged)
 
-    async def _run(self, staged: StagedFile, attempt: Attempt, delay_s: float) -> None:
+    async def _run(self, staged: StagedFile, attempt: UploadAttempt, delay_s: float) -> None:
         try:
             if delay_s:
                 await self._until_left_alone(staged, attempt, delay_s)
@@ -189,7 +189,9 @@ class Uploads:
         except OSError as error:
             logger.warning("%s has no checksum: %s", staged.key, error)
 
-    async def _until_left_alone(self, staged: StagedFile, attempt: Attempt, delay_s: float) -> None:
+    async def _until_left_alone(
+        self, staged: StagedFile, attempt: UploadAttempt, delay_s: float
+    ) -> None:
         """Wait until nothing was changed of a file's name and attributes for a while.
 
         With local durability also until no program closes one file after the other:
@@ -209,7 +211,7 @@ class Uploads:
                 return
             await self.closes.wait_for_pause(attempt.hurry, last)
 
-    async def _upload_locked(self, staged: StagedFile, attempt: Attempt) -> None:
+    async def _upload_locked(self, staged: StagedFile, attempt: UploadAttempt) -> None:
         # A free lock is taken without giving way, which would be two turns of the loop.
         if staged.lock.locked():
             await staged.lock.acquire()
@@ -220,7 +222,7 @@ class Uploads:
         finally:
             staged.lock.release()
 
-    async def _upload(self, staged: StagedFile, attempt: Attempt) -> None:
+    async def _upload(self, staged: StagedFile, attempt: UploadAttempt) -> None:
         """Upload a file that is locked, or set it aside if that can't be any more.
 
         Raises:
@@ -234,7 +236,7 @@ class Uploads:
             self._set_aside(staged, theirs)
             raise OSError(errno.ESTALE, "the object was replaced while it was edited") from error
 
-    async def _upload_whole(self, staged: StagedFile, attempt: Attempt) -> None:
+    async def _upload_whole(self, staged: StagedFile, attempt: UploadAttempt) -> None:
         if not staged.is_dirty:
             return  # it was removed while this waited for it
         try:

@@ -59,7 +59,7 @@ class Getter:
     ) -> None:
         """As `Store.download`."""
         requester = self._requester
-        stream = Stream(version, start, stop, write, requester.counted)
+        stream = GetStream(version, start, stop, write, requester.counted)
         while True:
             stream.has_if_match = self._has_if_match
             try:
@@ -80,7 +80,7 @@ class Getter:
                 logger.info("%s: If-Match is not to be relied on here", bucket)
                 self._has_if_match = False
 
-    async def _read(self, stream: Stream, priority: Urgency) -> bool:
+    async def _read(self, stream: GetStream, priority: Urgency) -> bool:
         """Read what a stream lacks in the event loop; False if a thread is to go on."""
         requester, key = self._requester, stream.version.key
         answer = await requester.send_now(
@@ -97,7 +97,7 @@ class Getter:
         return True
 
 
-class Stream:
+class GetStream:
     """The bytes [start, stop) of a version on their way into `write`, over several attempts."""
 
     def __init__(

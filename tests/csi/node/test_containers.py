@@ -143,38 +143,30 @@ def test_containers_always_read_whatever_dies_or_is_replaced(
         node.unpublish("volume", target)
 
 
-@pytest.fixture
-def old_node(node: Node, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
-    """The node on a kernel before 6.9: it sends no request again and has no passthrough."""
-    node.kill()
-    with monkeypatch.context() as old:
-        old.setitem(node.environment, "FUSEFS_TEST", "no-resend no-passthrough")
-        node.start("--daemons=there")
-        yield node
-        node.kill()
-    node.start("--daemons=there")
+# As on a kernel before 6.9, which sends no request again and has no passthrough.
+OLD_KERNEL = {"resend": "off", "passthrough": "off"}
 
 
 def test_containers_on_an_old_kernel_read_on_while_daemons_are_rolled_out(
-    old_node: Node, data: Bucket, daemons: DaemonsProcess
+    node: Node, data: Bucket, daemons: DaemonsProcess
 ) -> None:
-    target = old_node.target("pod")
-    old_node.publish("volume", target, bucket=data.name, prefix="a", metadataTtl="0s")
+    target = node.target("pod")
+    node.publish("volume", target, bucket=data.name, prefix="a", metadataTtl="0s", **OLD_KERNEL)
     last = daemons
     with ExitStack() as stack:
-        with container_reading(old_node, target, "hello", code=ALWAYS_READING) as pod:
+        with container_reading(node, target, "hello", code=ALWAYS_READING) as pod:
             readers = Readers([pod])
             for name in ("second", "third"):
-                following = stack.enter_context(daemons_of(old_node, name))
+                following = stack.enter_context(daemons_of(node, name))
                 last.process.terminate()
                 assert last.process.wait(PATIENCE_S) == 0
                 last = following
                 readers.go_on()
             # The driver's own container is replaced as well.
-            old_node.kill()
-            old_node.start("--daemons=there")
+            node.kill()
+            node.start("--daemons=there")
             readers.go_on()
-        old_node.unpublish("volume", target)
+        node.unpublish("volume", target)
 
 
 def test_a_new_container_sees_what_is_stacked_on_a_dead_mount(
