@@ -132,6 +132,8 @@ def test_readers_notice_nothing_of_any_two_processes_killed_at_once(kept: Kept) 
                 for pid in victims:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, number)
+            # One that is still dying is not counted as there: a third must not die meanwhile.
+            until(lambda pids=set(victims): not pids & set(kept.processes()))
             time.sleep(dice.choice([0, 0.01, 0.1]))
         until(whole)
     finally:
