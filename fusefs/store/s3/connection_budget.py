@@ -4,9 +4,15 @@ At most `maximum` requests run at once. When S3 throttles, the number that is
 allowed halves, at most once a second; each request that succeeds raises it
 again by a fraction, so that a full round of successes is worth one more
 connection (additive increase, multiplicative decrease). Where it goes on throttling,
-the rate of requests is limited instead (rate.py). Demanded requests go
-before uploads and these before prefetching ones; both leave a few connections
-free for the next demand.
+the rate of requests is limited instead (rate.py), and a request waits for a
+connection and for its turn in the same queue.
+
+Demanded requests go before uploads and these before prefetching ones; both
+leave a few connections free for the next demand. Of one priority the objects
+take turns, so that a reader of one small file waits for one request of each
+other object, not for all the parts of a large one. What has been passed over
+PASSED_MOST times goes next: a load of demanded requests that never ends would
+keep an upload waiting for ever.
 """
 
 from __future__ import annotations
@@ -21,6 +27,8 @@ from fusefs.store.interface import Priority, Urgency
 from fusefs.store.s3.rate import Rate
 
 BACK_OFF_EVERY_S = 1.0
+# How many more urgent requests go before one that waits; a ninth is enough to make progress.
+PASSED_MOST = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -28,12 +36,43 @@ class _Waiter:
     """A request that waits in the queue of `rank`; its priority may change meanwhile."""
 
     priority: Urgency
+    key: str
     turn: trio.Event
     rank: Priority
 
 
-# In the order of their turns; ordered dictionaries, since a cancelled waiter leaves the middle.
-_Queue = OrderedDict[_Waiter, None]
+class _Queue:
+    """The waiters of one priority: objects take turns, requests for one object go in order."""
+
+    def __init__(self) -> None:
+        # Ordered dictionaries, since a cancelled waiter leaves the middle.
+        self._of: OrderedDict[str, OrderedDict[_Waiter, None]] = OrderedDict()
+
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
+    def waiters(self) -> list[_Waiter]:
+        return [waiter for queue in self._of.values() for waiter in queue]
+
+    def first(self) -> _Waiter | None:
+        for queue in self._of.values():
+            return next(iter(queue))
+        return None
+
+    def add(self, waiter: _Waiter) -> None:
+        self._of.setdefault(waiter.key, OrderedDict())[waiter] = None
+
+    def remove(self, waiter: _Waiter) -> None:
+        queue = self._of[waiter.key]
+        del queue[waiter]
+        if not queue:
+            del self._of[waiter.key]
+
+    def take(self, waiter: _Waiter) -> None:
+        """Remove a waiter that goes; the next for its object goes after those for others."""
+        self.remove(waiter)
+        if waiter.key in self._of:
+            self._of.move_to_end(waiter.key)
 
 
 class ConnectionBudget:
@@ -42,22 +81,30 @@ class ConnectionBudget:
     def __init__(self, maximum: int) -> None:
         self.maximum = maximum
         self._allowed = float(maximum)
+        self._running = dict.fromkeys(Priority, 0)
         self._in_use = 0
-        self._queues: dict[Priority, _Queue] = {rank: OrderedDict() for rank in Priority}
+        self._queues = {rank: _Queue() for rank in Priority}
+        # How many more urgent requests have gone since the last one of a priority.
+        self._passed = dict.fromkeys(Priority, 0)
         self._backed_off = -BACK_OFF_EVERY_S
+        self._is_timing = False
         self.rate = Rate()
 
     @property
     def allowed(self) -> int:
+        """How many requests may run at once now."""
         return max(1, int(self._allowed))
 
     @property
     def in_use(self) -> int:
         return self._in_use
 
-    def lease(self, priority: Urgency) -> _Lease:
-        """Wait for a connection and hold it (`async with`). Cancelling gives it back."""
-        return _Lease(self, priority)
+    def lease(self, priority: Urgency, key: str = "") -> _Lease:
+        """Wait for a connection and hold it (`async with`). Cancelling gives it back.
+
+        `key` is that of the object which the request is about.
+        """
+        return _Lease(self, priority, key)
 
     def note_throttled(self) -> None:
         """S3 asked to slow down."""
@@ -77,33 +124,38 @@ class ConnectionBudget:
     def reprioritize(self) -> None:
         """Ask the waiters for their priorities again: one has risen."""
         for queue in self._queues.values():
-            for waiter in list(queue):
+            for waiter in queue.waiters():
                 self._rank(waiter)
         self._admit()
 
-    async def acquire(self, priority: Urgency) -> None:
-        """Wait for a connection, to be given back by `release`; cancelled, it holds none."""
+    async def acquire(self, priority: Urgency, key: str = "") -> Priority:
+        """Wait for a connection, to be given back by `release`; cancelled, it holds none.
+
+        Returns the priority with which it was given.
+        """
         rank = priority()
-        if not self._has_waiters and self._is_free(rank):
+        if not self._has_waiters and self._has_room(rank) and self.rate.is_due():
             await trio.lowlevel.checkpoint_if_cancelled()
-            self._in_use += 1
-            return
-        waiter = _Waiter(priority, trio.Event(), rank)
-        self._queues[rank][waiter] = None
+            self._take(rank)
+            return rank
+        waiter = _Waiter(priority, key, trio.Event(), rank)
+        self._queues[rank].add(waiter)
         self._admit()
         try:
             await waiter.turn.wait()
         except trio.Cancelled:
             if waiter.turn.is_set():
-                self._in_use -= 1
+                self.release(waiter.rank)
             else:
-                del self._queues[waiter.rank][waiter]
-            self._admit()
+                self._queues[waiter.rank].remove(waiter)
+                self._admit()
             raise
+        return waiter.rank
 
-    def release(self) -> None:
-        """Give a connection back."""
+    def release(self, rank: Priority) -> None:
+        """Give a connection back that was given with a priority."""
         self._in_use -= 1
+        self._running[rank] -= 1
         if self._has_waiters:
             self._admit()
 
@@ -111,36 +163,71 @@ class ConnectionBudget:
     def _has_waiters(self) -> bool:
         return any(self._queues.values())
 
-    def _is_free(self, priority: Priority) -> bool:
-        kept = self._kept_for_demand() if priority > Priority.DEMAND else 0
+    def _take(self, rank: Priority) -> None:
+        self._in_use += 1
+        self._running[rank] += 1
+        self.rate.note_sent()
+
+    def _is_overdue(self, rank: Priority) -> bool:
+        return self._passed[rank] >= PASSED_MOST
+
+    def _has_room(self, rank: Priority) -> bool:
+        is_first = self._is_overdue(rank) and not self._running[rank]
+        kept = self._kept_for_demand() if rank > Priority.DEMAND and not is_first else 0
         return self._in_use < self.allowed - kept
 
     def _admit(self) -> None:
-        """Give free connections to the waiters, the most urgent first."""
+        """Give free connections to the waiters whose turn it is."""
         while self._in_use < self.allowed:
-            waiter = self._first()
-            if waiter is None or not self._is_free(waiter.rank):
+            waiter = self._next()
+            if waiter is None:
                 return
-            del self._queues[waiter.rank][waiter]
-            self._in_use += 1
+            if not self.rate.is_due():
+                self._admit_when_due()
+                return
+            self._queues[waiter.rank].take(waiter)
+            self._passed[waiter.rank] = 0
+            for rank in Priority:
+                self._passed[rank] += rank > waiter.rank and bool(self._queues[rank])
+            self._take(waiter.rank)
             waiter.turn.set()
 
-    def _first(self) -> _Waiter | None:
-        for rank, queue in self._queues.items():
-            while queue:
-                waiter = next(iter(queue))
-                self._rank(waiter)
-                if waiter.rank <= rank:
-                    return waiter
+    def _admit_when_due(self) -> None:
+        if not self._is_timing:
+            self._is_timing = True
+            # Not one of the waiters: each may be cancelled, and leave the others without a clock.
+            trio.lowlevel.spawn_system_task(self._admit_in_time)
+
+    async def _admit_in_time(self) -> None:
+        """Admit waiters as their turns come, while turns are what they wait for."""
+        try:
+            while self._has_waiters and not self.rate.is_due():
+                await trio.sleep_until(self.rate.due)
+                self._admit()
+        finally:
+            self._is_timing = False
+
+    def _next(self) -> _Waiter | None:
+        """The most urgent waiter for which there is room, or one that was passed over too often."""
+        heads = [head for rank in Priority if (head := self._head(rank)) is not None]
+        fitting = [head for head in heads if self._has_room(head.rank)]
+        overdue = [head for head in fitting if self._is_overdue(head.rank)]
+        return next(iter(overdue + fitting), None)
+
+    def _head(self, rank: Priority) -> _Waiter | None:
+        while (waiter := self._queues[rank].first()) is not None:
+            self._rank(waiter)
+            if waiter.rank <= rank:
+                return waiter
         return None
 
     def _rank(self, waiter: _Waiter) -> None:
         """Move a waiter to the queue of its present priority."""
         rank = waiter.priority()
         if rank != waiter.rank:
-            del self._queues[waiter.rank][waiter]
+            self._queues[waiter.rank].remove(waiter)
             waiter.rank = rank
-            self._queues[rank][waiter] = None
+            self._queues[rank].add(waiter)
 
     def _kept_for_demand(self) -> int:
         return min(self.allowed // 4, 4)
@@ -149,21 +236,16 @@ class ConnectionBudget:
 class _Lease:
     """A connection for the time of an `async with`: a class costs half of what a generator does."""
 
-    __slots__ = ("_budget", "_priority")
+    __slots__ = ("_budget", "_key", "_priority", "_rank")
 
-    def __init__(self, budget: ConnectionBudget, priority: Urgency) -> None:
+    def __init__(self, budget: ConnectionBudget, priority: Urgency, key: str) -> None:
         self._budget = budget
         self._priority = priority
+        self._key = key
+        self._rank = Priority.DEMAND
 
     async def __aenter__(self) -> None:
-        budget = self._budget
-        await budget.acquire(self._priority)
-        if budget.rate.limit is not None:
-            try:
-                await budget.rate.turn()
-            except trio.Cancelled:
-                budget.release()
-                raise
+        self._rank = await self._budget.acquire(self._priority, self._key)
 
     async def __aexit__(self, *_: object) -> None:
-        self._budget.release()
+        self._budget.release(self._rank)

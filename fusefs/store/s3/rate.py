@@ -12,6 +12,9 @@ Against a server with a fixed allowance that is a few refusals every few
 seconds, with nearly all of the allowance used; a limit that is too low doubles
 within ten seconds. After a minute without refusals there is no limit.
 
+Who goes next the budget of connections decides at each turn, so that a limit
+that has changed holds for all that wait.
+
 What a refusal costs is not much: a line in the log a minute, and the pause
 before the request is sent again.
 """
@@ -36,6 +39,8 @@ LAST_INCREASE = 0.2
 FORGET_S = 60.0
 LOG_EVERY_S = 60.0
 LEAST = 1.0
+# A request that a busy event loop sends later than it was due has the next sent no later.
+LATE_S = 0.02
 
 
 class Rate:
@@ -56,18 +61,27 @@ class Rate:
         self._logged = -LOG_EVERY_S
         self._logged_refused = 0  # how many the log has
 
-    async def turn(self) -> None:
-        """Wait until a request may be sent. Cancelling leaves its place unused."""
+    @property
+    def due(self) -> float:
+        """When the next request may be sent, while there is a limit; in trio's seconds."""
+        return self._next
+
+    def is_due(self) -> bool:
+        """Whether a request may be sent now."""
+        if self.limit is None:
+            return True
         now = trio.current_time()
         if now - self._since >= FORGET_S:
             self.limit = None
-        if self.limit is None:
-            return
-        self._grow(now)
-        at = max(now, self._next)
-        self._next = at + 1 / self.limit
-        if at > now:
-            await trio.sleep_until(at)
+            return True
+        return now >= self._next
+
+    def note_sent(self) -> None:
+        """A request is sent."""
+        if self.limit is not None:
+            now = trio.current_time()
+            self._grow(now)
+            self._next = max(now - LATE_S, self._next) + 1 / self.limit
 
     def note_success(self) -> None:
         """A request was not refused."""
@@ -88,7 +102,7 @@ class Rate:
         taken = (self._accepted - self._accepted_then) / elapsed
         if self.limit is not None:
             self._grow(now)
-            fresh_s = FRESH_IN_USE_S if self._next > now else FRESH_S
+            fresh_s = FRESH_IN_USE_S if self._next > now - LATE_S else FRESH_S
             limit = self.limit * DECREASE
             self.limit = max(LEAST, min(limit, taken) if elapsed <= fresh_s else limit)
         elif elapsed <= FRESH_S:

@@ -169,7 +169,7 @@ class Requester:
         clients = self.source.clients
         if clients is None:
             return None
-        async with self.connections.lease(priority):
+        async with self.connections.lease(priority, key):
             try:
                 method = "PUT" if operation == "COPY" else operation
                 answer = await clients.direct.send_now(
@@ -223,7 +223,7 @@ class Requester:
             while True:
                 used = self.source.clients
                 try:
-                    result = await self.once(operation, work, priority, transfer)
+                    result = await self.once(operation, work, priority, transfer, key)
                     self.connections.note_success()
                     self.last_answer = trio.current_time()
                     return result
@@ -255,13 +255,16 @@ class Requester:
         work: Callable[[Clients], T],
         priority: Urgency = demanded,
         transfer: Transfer | None = None,
+        key: str = "",
     ) -> T:
         """One attempt in a thread, with a connection; cancelled, it ends there on its own.
+
+        `key` is that of the object which it is about.
 
         Raises:
             AttemptError: it failed.
         """
-        async with self.connections.lease(priority):
+        async with self.connections.lease(priority, key):
             clients = self.source.clients or await self.source.connect()
             self.counted[_COUNTERS[operation]] += 1
             attempt = Attempt() if transfer is None else transfer.begin()

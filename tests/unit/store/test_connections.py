@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 
 import pytest
@@ -11,14 +12,29 @@ import trio.testing
 from fusefs.store.interface import Priority
 from fusefs.store.s3 import connection_budget
 from fusefs.store.s3.connection_budget import ConnectionBudget
+from tests.support.semantics import states
 
 
 def demand() -> Priority:
     return Priority.DEMAND
 
 
+def upload() -> Priority:
+    return Priority.WRITE
+
+
 def prefetch() -> Priority:
     return Priority.PREFETCH
+
+
+async def limited(connections: int, per_s: float) -> ConnectionBudget:
+    """A budget with a rate limit, whose next turn is a turn's time away."""
+    budget = ConnectionBudget(connections)
+    budget.rate.limit = per_s
+    budget.rate._since = budget.rate._grown = trio.current_time()
+    async with budget.lease(demand):
+        pass
+    return budget
 
 
 @pytest.fixture
@@ -39,15 +55,17 @@ class Holders:
         self._ends: dict[str, trio.Event] = {}
         self.holding: list[str] = []
 
-    async def start(self, name: str, priority: Callable[[], Priority]) -> None:
+    async def start(
+        self, name: str, priority: Callable[[], Priority] = demand, key: str = ""
+    ) -> None:
         self._scopes[name] = trio.CancelScope()
         self._ends[name] = trio.Event()
-        self._nursery.start_soon(self._hold, name, priority)
+        self._nursery.start_soon(self._hold, name, priority, key)
         await trio.testing.wait_all_tasks_blocked()
 
-    async def _hold(self, name: str, priority: Callable[[], Priority]) -> None:
+    async def _hold(self, name: str, priority: Callable[[], Priority], key: str) -> None:
         with self._scopes[name]:
-            async with self._budget.lease(priority):
+            async with self._budget.lease(priority, key):
                 self.holding.append(name)
                 try:
                     await self._ends[name].wait()
@@ -242,3 +260,117 @@ async def test_a_waiting_prefetch_that_a_reader_joins_takes_a_kept_connection(
     await trio.testing.wait_all_tasks_blocked()
     assert 6 in holding
     nursery.cancel_scope.cancel()
+
+
+async def test_objects_take_turns(nursery: trio.Nursery) -> None:
+    holders = Holders(ConnectionBudget(1), nursery)
+    await holders.start("running")
+    for name in ("large 1", "large 2", "large 3"):
+        await holders.start(name, key="large")
+    await holders.start("small", key="small")
+    order = []
+    for _ in range(5):
+        (holder,) = holders.holding
+        order.append(holder)
+        await holders.end(holder)
+    assert order == ["running", "large 1", "small", "large 2", "large 3"]
+
+
+@pytest.mark.parametrize("others", [prefetch, upload])
+async def test_a_load_of_demands_that_never_ends_holds_nothing_up_for_ever(
+    nursery: trio.Nursery, others: Callable[[], Priority]
+) -> None:
+    most = connection_budget.PASSED_MOST
+    budget = ConnectionBudget(8)
+    holders = Holders(budget, nursery)
+    for number in range(8 + 2 * most):
+        await holders.start(f"{number}")
+    await holders.start("other 1", others)
+    await holders.start("other 2", others)
+    for number in range(most):
+        assert "other 1" not in holders.holding
+        await holders.end(f"{number}")
+    await holders.end(f"{most}")
+    assert "other 1" in holders.holding
+    for number in range(most + 1, 2 * most):
+        await holders.end(f"{number}")
+    # Of the connections that are kept for demands it has one alone.
+    assert "other 2" not in holders.holding
+    nursery.cancel_scope.cancel()
+
+
+async def test_a_turn_under_a_rate_limit_goes_to_the_most_urgent(
+    nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
+) -> None:
+    order: list[str] = []
+    budget = await limited(64, 10.0)
+
+    async def request(name: str, priority: Callable[[], Priority], key: str = "") -> None:
+        async with budget.lease(priority, key):
+            order.append(name)
+
+    async with trio.open_nursery() as inner:
+        for name, priority in (("prefetch", prefetch), ("upload", upload)):
+            inner.start_soon(request, name, priority)
+            await trio.sleep(0.001)
+        for number in range(3):
+            inner.start_soon(request, f"part {number}", demand, "large")
+            await trio.sleep(0.001)
+        inner.start_soon(request, "small", demand, "small")
+    assert order == ["part 0", "small", "part 1", "part 2", "upload", "prefetch"]
+    assert budget.in_use == 0
+
+
+async def test_requests_under_a_rate_limit_are_evenly_spaced_whoever_is_cancelled(
+    nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
+) -> None:
+    budget = await limited(64, 10.0)
+    began = trio.current_time()
+    times: list[float] = []
+
+    async def request(limit_s: float) -> None:
+        with trio.move_on_after(limit_s):
+            async with budget.lease(demand):
+                times.append(trio.current_time() - began)
+
+    async with trio.open_nursery() as inner:
+        for limit_s in (0.05, 9.0, 0.15, 9.0, 9.0, 0.05):
+            inner.start_soon(request, limit_s)
+            await trio.testing.wait_all_tasks_blocked()
+    assert times == pytest.approx([0.1, 0.2, 0.3], rel=0.01)
+    assert budget.in_use == 0
+
+
+@states(
+    "While it does, what programs wait for goes first, and the files take turns: beside a reader"
+    " of a large file, readers of small ones wait at most twice as long."
+)
+async def test_readers_of_small_files_wait_little_longer_beside_a_reader_of_a_large_one(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async def median_s(parts: int) -> float:
+        budget = await limited(32, 100.0)
+        waited: list[float] = []
+
+        async def read(reader: int) -> None:
+            for number in range(100):
+                at = trio.current_time()
+                async with budget.lease(demand, f"{reader} {number}"):
+                    await trio.sleep(0.03)
+                waited.append(trio.current_time() - at)
+
+        async def read_part() -> None:
+            while True:
+                async with budget.lease(demand, "large"):
+                    await trio.sleep(0.03)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(parts):
+                nursery.start_soon(read_part)
+            async with trio.open_nursery() as readers:
+                for reader in range(4):
+                    readers.start_soon(read, reader)
+            nursery.cancel_scope.cancel()
+        return statistics.median(waited)
+
+    assert await median_s(64) <= 2 * await median_s(0)
