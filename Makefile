@@ -46,6 +46,7 @@ storm: $(STAMP)
 	$(BIN)/python -m pytest -m storm
 
 bench: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[bench]'
 	$(BIN)/python -m bench
 
 clean:

@@ -1,0 +1,3 @@
+module s3proxy
+
+go 1.22
