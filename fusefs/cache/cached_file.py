@@ -39,7 +39,8 @@ class CacheFile:
     version is then read uncached. `is_ours` turns False when another mount
     keeps the same version: this file then goes with its last user. `sums` are
     the checksums that the catalog does not have yet; `is_checked` says that
-    this process has written the file or compared it with its checksums.
+    this process has written the file or compared it with its checksums;
+    `is_retained` that it is not evicted (retention.py).
     `used_at` is in seconds since the epoch, `written_at` in those of the
     monotonic clock.
     """
@@ -52,6 +53,7 @@ class CacheFile:
         "is_checked",
         "is_kept",
         "is_ours",
+        "is_retained",
         "name",
         "pins",
         "present",
@@ -78,6 +80,7 @@ class CacheFile:
         self.is_kept = True
         self.is_ours = True
         self.is_checked = True
+        self.is_retained = False
         self.sums: list[Sum] | None = None
         self.used_at = 0.0
         self.written_at = 0.0

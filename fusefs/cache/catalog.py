@@ -22,6 +22,9 @@ the file: only the parts that have changed are written again. Ranges without a
 sum are as good as others; earlier versions of fusefs kept none. A sum that is
 damaged itself has a cached copy dropped, no more.
 
+Which files are not evicted is in another table, one file for each key of a bucket
+(retention.py). Earlier versions of fusefs do not know this table.
+
 All calls block; a lock lets one thread in at a time.
 """
 
@@ -31,10 +34,10 @@ import logging
 import sqlite3
 import threading
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -68,6 +71,14 @@ CREATE TABLE IF NOT EXISTS sums (
     sums BLOB NOT NULL,
     PRIMARY KEY (st_ino, generation, part)
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS retained (
+    identity TEXT NOT NULL,
+    key TEXT NOT NULL,
+    name TEXT NOT NULL,
+    since REAL NOT NULL,
+    PRIMARY KEY (identity, key)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS retained_names ON retained (name);
 CREATE TABLE IF NOT EXISTS total (bytes INTEGER NOT NULL);
 INSERT INTO total SELECT 0 WHERE NOT EXISTS (SELECT 1 FROM total);
 """
@@ -117,7 +128,7 @@ class Catalog:
         self._path = path
         self._boot_id = boot_id
         self._lock = threading.RLock()
-        self._is_in_memory = False
+        self.is_in_memory = False
         # All files, least recently used first, as they were when the catalog was opened.
         self.at_start: list[Row] = []
         try:
@@ -136,8 +147,8 @@ class Catalog:
     def go_on_in_memory(self, error: sqlite3.Error, rows: Iterable[Row]) -> bool:
         """After damage, leave the file and keep these rows in memory; False if it is no help."""
         with self._lock:
-            if self._is_in_memory or not is_damage(error):
-                return self._is_in_memory and is_damage(error)
+            if self.is_in_memory or not is_damage(error):
+                return self.is_in_memory and is_damage(error)
             # Not closed: that would write to the damaged file.
             self._open_in_memory(error)
             self.record(rows)
@@ -165,7 +176,7 @@ class Catalog:
         logger.warning("%s %s: what arrives is forgotten at the end", self._path, why)
         self._db = sqlite3.connect(":memory:", check_same_thread=False)
         self._db.isolation_level = None
-        self._is_in_memory = True
+        self.is_in_memory = True
         self._prepare()
 
     def _open_another(self, path: Path) -> None:
@@ -226,6 +237,7 @@ class Catalog:
         """Copy what a database has without its log; a row whose file is gone does no harm."""
         rows = []
         sums: list[tuple[object, ...]] = []
+        retained: list[tuple[object, ...]] = []
         try:
             name = f"{path.as_uri()}?immutable=1"
             with readable_errors(), closing(sqlite3.connect(name, uri=True)) as there:
@@ -237,6 +249,9 @@ class Catalog:
                 if there.execute("SELECT 1 FROM sqlite_master WHERE name = 'sums'").fetchone():
                     for values in there.execute("SELECT st_ino, generation, part, sums FROM sums"):
                         sums.append(values)
+                if there.execute("SELECT 1 FROM sqlite_master WHERE name = 'retained'").fetchone():
+                    for values in there.execute("SELECT identity, key, name, since FROM retained"):
+                        retained.append(values)
         except sqlite3.Error as error:
             logger.info("%s can't be read to its end: %s", path, error)
         self.record(rows)
@@ -245,6 +260,10 @@ class Catalog:
             self._db.executemany(
                 "INSERT OR IGNORE INTO sums VALUES (?, ?, ?, ?)",
                 [values for values in sums if values[:2] in known and None not in values],
+            )
+            self._db.executemany(
+                "INSERT OR IGNORE INTO retained VALUES (?, ?, ?, ?)",
+                [values for values in retained if None not in values],
             )
 
     def rows(self) -> list[Row]:
@@ -331,6 +350,60 @@ class Catalog:
                 (new_name, crc, name),
             )
             self._remove(*file)
+
+    def retain(self, identity: str, names: Mapping[str, str], since: float) -> set[str]:
+        """Keep files from being evicted: their names by key of the bucket `identity`.
+
+        `since`, in seconds since the epoch, is the time of that. Returns the names of the
+        other versions of these keys, which were retained until now.
+        """
+        replaced = set()
+        with self._transaction():
+            for key, name in names.items():
+                values = self._db.execute(
+                    "SELECT name FROM retained WHERE identity = ? AND key = ?", (identity, key)
+                ).fetchone()
+                if values is not None and values[0] != name:
+                    replaced.add(values[0])
+                self._db.execute(
+                    "INSERT OR REPLACE INTO retained VALUES (?, ?, ?, ?)",
+                    (identity, key, name, since),
+                )
+        return replaced
+
+    def release(
+        self, identity: str, path: str, but: Callable[[str], bool], before: float = inf
+    ) -> set[str]:
+        """Let the files of a key and of the keys below it be evicted; return their names.
+
+        Those keys stay for which `but` is true, and those retained at the time `before`
+        or later, in seconds since the epoch.
+        """
+        # "0" is the character after "/".
+        where = "identity = ? AND since < ?"
+        values: tuple[object, ...] = (identity, before)
+        if path:
+            where += " AND (key = ? OR key > ? AND key < ?)"
+            values += (path, path + "/", path + "0")
+        with self._transaction():
+            rows = self._db.execute(f"SELECT key, name FROM retained WHERE {where}", values)
+            released = [(key, name) for key, name in rows.fetchall() if not but(key)]
+            self._db.executemany(
+                "DELETE FROM retained WHERE identity = ? AND key = ?",
+                [(identity, key) for key, _ in released],
+            )
+        return {name for _, name in released}
+
+    def retained(self) -> set[str]:
+        """The names of all files that are not evicted, of all mounts."""
+        with self._lock, readable_errors():
+            return {str(name) for (name,) in self._db.execute("SELECT name FROM retained")}
+
+    def is_retained(self, name: str) -> bool:
+        """Whether a file is not evicted."""
+        with self._lock, readable_errors():
+            found = self._db.execute("SELECT 1 FROM retained WHERE name = ?", (name,)).fetchone()
+        return found is not None
 
     def total_bytes(self) -> int:
         """The bytes in the files of all rows, of all mounts."""

@@ -39,8 +39,9 @@ class CatalogWriter:
     """The batches of one mount. Belongs to the event loop.
 
     `warn` is called with the reason why the catalog can't be written. `recorded`
-    returns the rows that a catalog in memory begins with. `has_neighbours` turns
-    True when another mount has written in the directory.
+    returns the rows that a catalog in memory begins with, `released` is called with
+    the names of files that may be evicted again. `has_neighbours` turns True when
+    another mount has written in the directory.
     """
 
     def __init__(
@@ -50,18 +51,24 @@ class CatalogWriter:
         quota: Quota,
         warn: Callable[[str], None],
         recorded: Callable[[], list[Row]],
+        identity: str,
+        released: Callable[[set[str]], None],
     ) -> None:
         self._catalog = catalog
         self._disk = disk
         self._quota = quota
         self._warn = warn
         self._recorded = recorded
+        self._identity = identity
+        self._released = released
         self.has_neighbours = False
         self._dirty: dict[str, CacheFile] = {}  # with ranges that the catalog does not have
         self._unsynced: dict[str, CacheFile] = {}
         self._used: dict[str, CacheFile] = {}
         # Rows to be removed or renamed, in this order.
         self._changes: list[Callable[[], object]] = []
+        # The names of files that are to be retained, by key of the bucket `identity`.
+        self._retaining: dict[str, str] = {}
         self._thread = trio.CapacityLimiter(1)
         # Totals are used in the order in which the catalog computed them: of two
         # that were used the other way round, the older would count for too much.
@@ -110,6 +117,15 @@ class CatalogWriter:
             # Recorded once more, it turns out whether another mount has that row.
             self._dirty[file.name] = file
 
+    def retain(self, key: str, name: str) -> None:
+        """A file of this key of the bucket is not to be evicted."""
+        self._retaining[key] = name
+
+    @property
+    def retaining(self) -> set[str]:
+        """The names of the files that are retained by the next batch."""
+        return set(self._retaining.values())
+
     async def record(self) -> None:
         """Write everything that has arrived, and see whether other mounts wrote."""
         async with self._counting:
@@ -118,10 +134,14 @@ class CatalogWriter:
             self._dirty = {}
             rows = [file.row() for file in files]
             counted = [file.present.total for file in files]
+            retaining, self._retaining = self._retaining, {}
+            released: set[str] = set()
 
             def update() -> tuple[list[bool], int, bool]:
                 for change in changes:
                     change()
+                if retaining:
+                    released.update(self._catalog.retain(self._identity, retaining, time.time()))
                 accepted, total = (
                     self._catalog.record(rows) if rows else ([], self._catalog.total_bytes())
                 )
@@ -131,7 +151,9 @@ class CatalogWriter:
             if answer is None:
                 self._dirty = {file.name: file for file in files if file.generation} | self._dirty
                 self._changes = changes + self._changes
+                self._retaining = retaining | self._retaining
                 return
+            self._released(released)
             accepted, self._quota.committed, has_changed = answer
             self.has_neighbours = self.has_neighbours or has_changed
             for file, row, is_ours, bytes_now in zip(files, rows, accepted, counted, strict=True):

@@ -22,12 +22,14 @@ of the catalog are collected in catalog_writer.py.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
+import math
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from hashlib import blake2b
 from itertools import islice
@@ -45,6 +47,7 @@ from fusefs.cache.integrity.unreadable import Probing
 from fusefs.cache.integrity.verify import Integrity, examine, sums_in
 from fusefs.cache.quota import Quota
 from fusefs.cache.ranges import RangeMap
+from fusefs.cache.retention import Retention
 from fusefs.store.interface import ObjectVersion
 
 logger = logging.getLogger("fusefs.cache")
@@ -82,14 +85,23 @@ class FileCache:
             self._catalog = Catalog(directory / "catalog.sqlite3", boot_id, in_any_case=in_any_case)
             rows, self._catalog.at_start = self._catalog.at_start, []
             quota.committed = self._catalog.total_bytes()
+            retained = self._catalog.retained()
         except (OSError, sqlite3.Error) as error:
             why = f"can't use the cache directory {directory}: {error}"
             raise CacheDirectoryError(why) from error
         # In the order of their last use, oldest first.
         self._files = {row.name: CacheFile.from_row(row) for row in rows}
+        self.retention = Retention(directory, identity)
         self._catalog_writer = CatalogWriter(
-            self._catalog, self._disk, quota, self.warn, self._recorded_rows
+            self._catalog,
+            self._disk,
+            quota,
+            self.warn,
+            self._recorded_rows,
+            identity,
+            self._released,
         )
+        self._flag_retained(retained)
         for row in rows:
             if not row.is_synced:
                 self._catalog_writer.recovered(self._files[row.name])
@@ -152,6 +164,8 @@ class FileCache:
         name = self.name_of(version)
         file = self._files.get(name) or CacheFile(name, version.size)
         file.version = version
+        if self.retention.pins and not file.is_retained and self.retention.covers(version.key):
+            self._retain(file, version.key)
         self.pin_again(file)
         return file
 
@@ -374,16 +388,24 @@ class FileCache:
         del self._files[old_name]
         self._files[name] = file
         self._catalog_writer.renamed(file, old_name)
+        # The row of the old key goes with the next `fusefs pin` or `unpin` of its path.
+        file.is_retained = False
+        self.retain_again(file)
 
     async def run(self) -> None:
         """Keep the catalog up to date, until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._sweep_later)
             nursery.start_soon(self.integrity.run)
+            have_pins_changed = False
             while True:
                 for _ in range(TOUCH_EVERY):
                     await trio.sleep(RECORD_EVERY_S)
                     await self.record()
+                    if have_pins_changed:
+                        await self._learn_retained()
+                    # The catalog follows the record: it is read at the next round.
+                    have_pins_changed = await self.refresh_pins()
                     now = time.monotonic()
                     self._end_keeping_open(sum(until <= now for until in self._kept_open.values()))
                     await self._catalog_writer.sync(SYNC_AFTER_S)
@@ -414,19 +436,94 @@ class FileCache:
         known = {row.name: CacheFile.from_row(row) for row in others}
         # In front: the files of other mounts go first.
         self._files = known | self._files
+        await self._learn_retained()
+
+    # What is never evicted (retention.py).
+
+    async def add_pins(self, keys: Sequence[str]) -> None:
+        """Never evict the files of these keys and of what is below them.
+
+        The pins are on the disk when this returns. Files get retained when they are used.
+
+        Raises:
+            OSError: they can't be put on record.
+        """
+        await trio.to_thread.run_sync(self.retention.add, keys, limiter=self._threads)
+
+    async def remove_pins(self, keys: Sequence[str]) -> None:
+        """Let the files of these pins be evicted, but for those that another pin covers.
+
+        Raises:
+            OSError: the record of the pins can't be written.
+        """
+        await trio.to_thread.run_sync(self.retention.remove, keys, limiter=self._threads)
+        await self.record()
+        for key in keys:
+            await self._release(key, self.retention.covers)
+
+    async def release_unused(self, key: str, before: float) -> None:
+        """Let those files below a pin be evicted that were last retained before this time.
+
+        `before` is in seconds since the epoch.
+        """
+        await self._release(key, lambda _key: False, before)
+
+    async def refresh_pins(self) -> bool:
+        """See whether another mount has changed the pins, and return whether one has."""
+        return await trio.to_thread.run_sync(self.retention.refresh, limiter=self._threads)
+
+    def retain_again(self, file: CacheFile) -> None:
+        """Note that the version of a pinned file is the bucket's present one."""
+        if file.version is not None and self.retention.covers(file.version.key):
+            self._retain(file, file.version.key)
+
+    def _retain(self, file: CacheFile, key: str) -> None:
+        file.is_retained = True
+        self._catalog_writer.retain(key, file.name)
+
+    async def _release(
+        self, key: str, but: Callable[[str], bool], before: float = math.inf
+    ) -> None:
+        released = await self._catalog_writer.in_catalog(
+            self._catalog.release, self._identity, key, but, before
+        )
+        self._released(released or set())
+
+    def _released(self, names: set[str]) -> None:
+        for name in names:
+            if (file := self._files.get(name)) is not None:
+                file.is_retained = False
+
+    async def _learn_retained(self) -> None:
+        """See which files other mounts retain."""
+        await self.refresh_pins()
+        await self.record()
+        names = await self._catalog_writer.in_catalog(self._catalog.retained)
+        # A catalog in memory has no rows from before.
+        if names is not None and not self._catalog.is_in_memory:
+            self._flag_retained(names)
+
+    def _flag_retained(self, names: set[str]) -> None:
+        names |= self._catalog_writer.retaining
+        for file in self._files.values():
+            file.is_retained = file.name in names
 
     # Eviction, for evictor.py.
 
     def victims(self) -> list[CacheFile]:
-        """The files that are not in use, least recently used first."""
+        """The files that are not in use nor retained, least recently used first."""
         self._end_keeping_open(len(self._kept_open))
-        return [file for file in self._files.values() if not file.pins and file.present.total]
+        return [
+            file
+            for file in self._files.values()
+            if not file.pins and file.present.total and not file.is_retained
+        ]
 
     async def evict(self, file: CacheFile) -> int:
         """Unlink a file that is not pinned; return a descriptor if it is still mapped, else -1.
 
         The caller closes the descriptor when the kernel has let go of the
-        blocks. A file that another mount uses, or that is being opened, stays.
+        blocks. A file that another mount uses or retains, or that is being opened, stays.
         Not cancelled halfway.
         """
         let_go = self.on_evict(file)
@@ -440,7 +537,7 @@ class FileCache:
                     await let_go.wait()  # until then it looks like a file in use
                 try:
                     fd = await trio.to_thread.run_sync(
-                        self._disk.unlink, file.name, generation, limiter=self._threads
+                        self._unlink_evicted, file, generation, limiter=self._threads
                     )
                 except OSError as error:
                     self.warn(error.strerror or str(error))
@@ -458,6 +555,12 @@ class FileCache:
             del self._files[file.name]
         self.evicted += 1
         return fd
+
+    def _unlink_evicted(self, file: CacheFile, generation: str) -> int | None:
+        """As `Disk.unlink`; a file that another mount retains stays, too. Blocks."""
+        with contextlib.suppress(sqlite3.Error):  # then what this mount knows has to do
+            file.is_retained = file.is_retained or self._catalog.is_retained(file.name)
+        return None if file.is_retained else self._disk.unlink(file.name, generation)
 
     def create(self, file: CacheFile) -> OpenFile:
         """Create an empty file for a version, under a new generation; for `set_open`. Blocks.
