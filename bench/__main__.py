@@ -17,21 +17,23 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from bench import processes, report
 from bench.bucket import Bucket
-from bench.contender import Contender, Place
-from bench.contenders import CONTENDERS
+from bench.cloud.proxy import Distance, Proxy
+from bench.contenders.contender import Contender, Place
+from bench.contenders.registry import CONTENDERS
 from bench.dataset import DataSet, Sizes
 from bench.processes import BenchError
-from bench.runner import Results, Runner
-from bench.workloads import READING, WORKLOADS, Workload
+from bench.runner import Runner
+from bench.workloads.table import READING, WORKLOADS, Workload
 from tests.support.s3_server import S3Server, ServerError
 
 MIB = 1024 * 1024
@@ -41,6 +43,8 @@ RESULTS = Path(__file__).parent / "results"
 # peer some thirty thousand reads.
 LIMIT_S = 3.0
 QUICK_LIMIT_S = 1.0
+
+PROFILES = ("local", "cloud")
 
 # Memory-backed file systems, whose "disk" would be the page cache itself.
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
@@ -61,17 +65,18 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
     try:
-        results = _run(arguments, workloads, names, base)
+        errors = _run(arguments, workloads, names, base)
     except KeyboardInterrupt:
         return _refuse("interrupted; all is cleaned up")
     except (BenchError, ServerError) as error:
         return _refuse(str(error))
-    return 1 if results.errors else 0
+    return 1 if errors else 0
 
 
 def _run(
     arguments: argparse.Namespace, workloads: Sequence[Workload], names: list[str], base: Path
-) -> Results:
+) -> list[str]:
+    """Everything, to the report; returns what could not be measured."""
     sizes = Sizes().quick() if arguments.quick else Sizes()
     if arguments.size:
         sizes = replace(sizes, large=arguments.size * MIB)
@@ -88,15 +93,34 @@ def _run(
             print("making and uploading the data", file=sys.stderr, flush=True)
             data.create()
             data.upload(bucket.store())
-        place = Place(bucket, data.root, scratch)
-        contenders, skipped = _present(names, place)
-        runner = Runner(workloads, data, QUICK_LIMIT_S if arguments.quick else LIMIT_S)
-        runner.run(place, contenders, rounds)
+        measured: dict[str, Any] = {}
+        errors: list[str] = []
+        for profile in arguments.profile.split(","):
+            with _at_distance(profile, bucket, scratch, base) as seen:
+                place = Place(seen, data.root, scratch)
+                contenders, skipped = _present(names, place)
+                limit_s = QUICK_LIMIT_S if arguments.quick else LIMIT_S
+                runner = Runner(profile, workloads, data, limit_s)
+                runner.run(place, contenders, rounds)
+            print(report.as_text(runner.results, skipped), flush=True)
+            measured[profile] = report.profile_as_json(runner.results, contenders, skipped)
+            errors += runner.results.errors
         options = {"rounds": rounds, "quick": arguments.quick, "large": sizes.large}
-        _publish(runner.results, contenders, skipped, options)
-        if runner.results.errors:
+        _publish(report.as_json(options, measured))
+        if errors:
             _keep_logs(scratch)
-    return runner.results
+    return errors
+
+
+@contextmanager
+def _at_distance(profile: str, bucket: Bucket, scratch: Path, base: Path) -> Iterator[Bucket]:
+    """The bucket as the profile shows it."""
+    if profile == "local":
+        yield bucket
+        return
+    with Proxy(bucket.server.endpoint_url, scratch, base / "build") as proxy:
+        proxy.set(Distance())
+        yield replace(bucket, proxy=proxy)
 
 
 def _present(names: list[str], place: Place) -> tuple[list[Contender], dict[str, str]]:
@@ -113,16 +137,10 @@ def _present(names: list[str], place: Place) -> tuple[list[Contender], dict[str,
     return present, skipped
 
 
-def _publish(
-    results: Results,
-    contenders: list[Contender],
-    skipped: dict[str, str],
-    options: dict[str, object],
-) -> None:
-    print(report.as_text(results, skipped))
+def _publish(results: dict[str, Any]) -> None:
     RESULTS.mkdir(exist_ok=True)
     target = RESULTS / f"{datetime.now():%Y%m%d-%H%M%S}.json"
-    target.write_text(json.dumps(report.as_json(results, contenders, skipped, options), indent=1))
+    target.write_text(json.dumps(results, indent=1))
     print(f"written to {target}")
 
 
@@ -151,6 +169,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATTERNS",
         help="comma-separated patterns: " + " ".join(CONTENDERS),
     )
+    parser.add_argument(
+        "--profile",
+        default=",".join(PROFILES),
+        type=_profiles,
+        help="comma-separated: local (the server as it is), cloud (far away, over TLS); both",
+    )
     parser.add_argument("--size", type=int, metavar="MIB", help="of the large object")
     parser.add_argument(
         "--scratch",
@@ -160,6 +184,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--quick", action="store_true", help="a quarter of the data, one round")
     return parser
+
+
+def _profiles(text: str) -> str:
+    if not set(text.split(",")) <= set(PROFILES):
+        raise argparse.ArgumentTypeError(f"not of {', '.join(PROFILES)}: {text}")
+    return text
 
 
 def _matches(name: str, patterns: str) -> bool:

@@ -17,15 +17,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.contender import Contender
-from bench.contenders import CONTENDERS, KERNEL, LOCAL, PEERS
+from bench.contenders.contender import Contender
+from bench.contenders.registry import CONTENDERS, KERNEL, LOCAL, PEERS
 from bench.runner import Results
-from bench.workloads import WORKLOADS
+from bench.workloads.table import WORKLOADS
 
 # What a run tells beside its workloads, with units.
 COSTS = {
     "rss_mib": ("peak memory of the daemon and its children", "MiB"),
     "cpu_s": ("processor time of the daemon and its children", "s"),
+    "connections": ("most connections open at a time", ""),
     "s3_gets": ("GET requests", ""),
     "s3_heads": ("HEAD requests", ""),
     "s3_lists": ("LIST requests", ""),
@@ -35,9 +36,9 @@ COSTS = {
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`subject` has to reach `floor` times the best of `references` in a row.
-
-    Without references the floor is the value itself; `below` turns it round.
+    """`subject` has to reach `floor` times the best of `references` in the row, and in the rows
+    of `among`. Without references the floor is the value itself; `below` turns it round.
+    It holds in one of the profiles.
     """
 
     row: str
@@ -45,6 +46,8 @@ class Target:
     references: tuple[str, ...] = ()
     subject: str = "fusefs-kernel"
     below: bool = False
+    among: tuple[str, ...] = ()
+    profile: str = "local"
 
 
 NATIVE = ("native",)
@@ -119,32 +122,43 @@ def medians(results: Results) -> dict[str, dict[str, float]]:
 
 def verdicts(results: Results) -> list[Verdict]:
     """The targets for which both sides were measured."""
-    found = (_verdict(target, results) for target in TARGETS)
+    mine = [target for target in TARGETS if target.profile == results.profile]
+    found = (_verdict(target, results) for target in mine)
     return [verdict for verdict in found if verdict is not None]
 
 
 def _verdict(target: Target, results: Results) -> Verdict | None:
-    row = medians(results).get(target.row, {})
-    value = row.get(target.subject)
-    references = {name: row[name] for name in target.references if name in row}
+    rows = medians(results)
+    value = rows.get(target.row, {}).get(target.subject)
+    references = {
+        (row, name): rows[row][name]
+        for row in (target.row, *target.among)
+        for name in target.references
+        if name in rows.get(row, {})
+    }
     if value is None or (target.references and not references):
         return None
     mine = results.samples[target.row][target.subject]
     if not references:
         values = [sample.value for sample in mine.values()]
         return Verdict(target, value, "", value, min(values), max(values))
-    best = max(references, key=lambda name: references[name])
-    theirs = results.samples[target.row][best]
+    best = (min if target.below else max)(references, key=lambda each: references[each])
+    theirs = results.samples[best[0]][best[1]]
     ratios = [mine[number].value / theirs[number].value for number in mine if number in theirs]
     ratio = value / references[best]
     return Verdict(
-        target, value, best, ratio, min(ratios, default=ratio), max(ratios, default=ratio)
+        target,
+        value,
+        best[1] if best[0] == target.row else f"{best[1]} {best[0]}",
+        ratio,
+        min(ratios, default=ratio),
+        max(ratios, default=ratio),
     )
 
 
 def as_text(results: Results, skipped: dict[str, str]) -> str:
     """Everything a person wants to see, as Markdown."""
-    parts = [_table(results), _targets(results)]
+    parts = [f"## Profile {results.profile}\n", _table(results), _targets(results)]
     parts += [f"- not measured: {name}: {reason}" for name, reason in skipped.items()]
     parts += [f"- failed: {error}" for error in results.errors]
     return "\n".join(part for part in parts if part)
@@ -201,17 +215,21 @@ def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def as_json(
-    results: Results,
-    contenders: Sequence[Contender],
-    skipped: dict[str, str],
-    options: dict[str, Any],
-) -> dict[str, Any]:
-    """Everything, also the single rounds, with what is needed to judge it."""
+def as_json(options: dict[str, Any], profiles: dict[str, Any]) -> dict[str, Any]:
+    """A run with what is needed to judge it; each of the profiles is of `profile_as_json`."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": _machine(),
         "options": options,
+        "profiles": profiles,
+    }
+
+
+def profile_as_json(
+    results: Results, contenders: Sequence[Contender], skipped: dict[str, str]
+) -> dict[str, Any]:
+    """Everything, also the single rounds."""
+    return {
         "contenders": {
             one.name: {"version": one.version(), "command": one.command()} for one in contenders
         },

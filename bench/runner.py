@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from bench import pagecache
-from bench.contender import Contender, Native, Place
+from bench.contenders.contender import Contender, Native, Place
 from bench.dataset import DataSet
 from bench.processes import BenchError, Usage
 from bench.session import Sample, Session
-from bench.workloads import COUNTED_GROUPS, GROUPS, READING, Workload
+from bench.workloads.table import COUNTED_GROUPS, GROUPS, READING, Workload
 
 MIB = 1024 * 1024
 FAILURES = (BenchError, OSError, subprocess.SubprocessError, ValueError)
@@ -33,16 +33,21 @@ FAILURES = (BenchError, OSError, subprocess.SubprocessError, ValueError)
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What one mount's daemon used, and what it asked of S3."""
+    """What one mount's daemon used, and what it asked of S3.
+
+    `connections` is the most that were open to the proxy, if there is one.
+    """
 
     usage: Usage | None
     requests: dict[str, int]
+    connections: int | None
 
 
 @dataclass(slots=True)
 class Results:
     """All that was measured; `samples[row][contender][round]`, without the rounds that failed."""
 
+    profile: str
     samples: dict[str, dict[str, dict[int, Sample]]] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
 
@@ -53,8 +58,10 @@ class Results:
 class Runner:
     """Runs workloads over contenders and collects what comes out in `results`."""
 
-    def __init__(self, workloads: Sequence[Workload], data: DataSet, limit_s: float) -> None:
-        self.results = Results()
+    def __init__(
+        self, profile: str, workloads: Sequence[Workload], data: DataSet, limit_s: float
+    ) -> None:
+        self.results = Results(profile)
         self._workloads = workloads
         self._data = data
         self._limit_s = limit_s
@@ -115,12 +122,17 @@ class Runner:
     def _run_all(
         self, session: Session, number: int, chosen: Sequence[Workload], costs: list[Costs]
     ) -> None:
+        if session.proxy is not None:
+            session.proxy.counts()  # the most connections are counted from here on
         for workload in chosen:
             if not workload.holds:
                 session.release()
             self._run_one(workload, session, number)
         if chosen[0].group in COUNTED_GROUPS:
-            costs.append(Costs(session.contender.usage(), session.contender.requests()))
+            connections = None if session.proxy is None else session.proxy.counts().most_open
+            costs.append(
+                Costs(session.contender.usage(), session.contender.requests(), connections)
+            )
 
     def _run_one(self, workload: Workload, session: Session, number: int) -> None:
         name = session.contender.name
@@ -130,6 +142,8 @@ class Runner:
             self._fail(f"{name} round {number + 1} {workload.name}: {error}")
             return
         self.results.add(workload.name, name, number, sample)
+        for row, value in sample.also.items():
+            self.results.add(row, name, number, Sample(value, {}))
         self._say(f"{name:15} {workload.name:16} {sample.value:12,.0f} {workload.unit}")
 
     def _with_session(
@@ -177,7 +191,11 @@ class Runner:
         self._say(f"FAILED {message}")
 
     def _say(self, message: str) -> None:
-        print(f"{time.monotonic() - self._begun:6.0f} s  {message}", file=sys.stderr, flush=True)
+        print(
+            f"{time.monotonic() - self._begun:6.0f} s  {self.results.profile:5}  {message}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _total(costs: Sequence[Costs]) -> dict[str, float]:
@@ -187,6 +205,9 @@ def _total(costs: Sequence[Costs]) -> dict[str, float]:
     if usages:
         rows["rss_mib"] = max(usage.peak_rss_bytes for usage in usages) / MIB
         rows["cpu_s"] = sum(usage.cpu_s for usage in usages)
+    connections = [cost.connections for cost in costs if cost.connections is not None]
+    if connections:
+        rows["connections"] = max(connections)
     for cost in costs:
         for name, count in cost.requests.items():
             rows[f"s3_{name}"] = rows.get(f"s3_{name}", 0) + count

@@ -1,6 +1,6 @@
 """One contender, started, and the ways to read through it.
 
-Every reading is done by `bench.readers` in a process of its own, which ends
+Every reading is done by `bench.programs.readers` in a process of its own, which ends
 with the reading. One exception: the reader that makes the first read of the
 large object keeps its handle open until `release`, so that what it costs the
 opens after it can be measured.
@@ -15,12 +15,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bench import pagecache, processes
-from bench.contender import BareClient, Contender
+from bench.cloud.proxy import Proxy
+from bench.contenders.contender import BareClient, Contender
 from bench.dataset import LARGE, SMALL_SIZE, DataSet
 from bench.processes import STOP_WAIT_S, BenchError
 
@@ -31,10 +32,11 @@ THREADS = 8
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One measured value and what it was made of."""
+    """One measured value and what it was made of; `also` has values for further rows."""
 
     value: float
     detail: dict[str, Any]
+    also: dict[str, float] = field(default_factory=dict)
 
 
 class Session:
@@ -63,12 +65,12 @@ class Session:
         return self.contender.root / "small"
 
     def read(self, operation: str, **arguments: Any) -> dict[str, Any]:
-        """Run one operation of `bench.readers` in a process of its own."""
+        """Run one operation of `bench.programs.readers` in a process of its own."""
         return self._run(_command(operation, arguments))
 
     def write(self, operation: str, **arguments: Any) -> dict[str, Any]:
-        """Run one operation of `bench.writers` in a process of its own."""
-        return self._run(_command(operation, arguments, module="bench.writers"))
+        """Run one operation of `bench.programs.writers` in a process of its own."""
+        return self._run(_command(operation, arguments, module="bench.programs.writers"))
 
     def read_objects(self, operation: str, **arguments: Any) -> dict[str, Any]:
         """Like `read`, for the operations that go to the bucket without a file system."""
@@ -77,6 +79,16 @@ class Session:
     def write_objects(self, operation: str, **arguments: Any) -> dict[str, Any]:
         """Like `write`, for the operations that go to the bucket without a file system."""
         return self.write(operation, store=self._store, **arguments)
+
+    def at_server(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        """Like `write_objects`, past the proxy: for what is prepared and compared, not measured."""
+        near = self.contender.place.bucket.near().reader_options()
+        return self.write(operation, store=near, **arguments)
+
+    @property
+    def proxy(self) -> Proxy | None:
+        """What stands before the server, if anything does."""
+        return self.contender.place.bucket.proxy
 
     @property
     def _store(self) -> dict[str, str]:
@@ -188,7 +200,9 @@ class Session:
         return self.contender.place.bucket.environment()
 
 
-def _command(operation: str, arguments: dict[str, Any], module: str = "bench.readers") -> list[str]:
+def _command(
+    operation: str, arguments: dict[str, Any], module: str = "bench.programs.readers"
+) -> list[str]:
     return [sys.executable, "-m", module, json.dumps({"op": operation, **arguments})]
 
 

@@ -30,10 +30,10 @@ from typing import Any
 
 from bench import dataset, processes
 from bench.bucket import Bucket
-from bench.contender import Place
-from bench.contenders import CONTENDERS, KERNEL
-from bench.mounts import Fusefs
-from bench.peers import find, rclone_environment
+from bench.contenders.contender import Place
+from bench.contenders.fusefs import Fusefs
+from bench.contenders.peers import find, rclone_environment
+from bench.contenders.registry import CONTENDERS, KERNEL
 from bench.processes import BenchError
 from tests.support.s3_server import S3Server
 

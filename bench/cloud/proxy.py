@@ -46,13 +46,17 @@ NEAR = Distance(first_ms=0, tail_share=0, tail_ms=0, mb_s=0)
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What has passed since the start; `most_open` connections since it was last asked for."""
+    """What has passed since the start; `most_open` connections since the counts before.
+
+    `sent_bytes` are of answers, heads included and encryption not.
+    """
 
     connections: int
     open: int
     most_open: int
     requests: int
     refused: int
+    sent_bytes: int
 
 
 class Proxy:

@@ -45,6 +45,7 @@ type Counts struct {
 	MostOpen    int64 `json:"most_open"`
 	Requests    int64 `json:"requests"`
 	Refused     int64 `json:"refused"`
+	SentBytes   int64 `json:"sent_bytes"` // of answers, to clients
 }
 
 // Proxy is what all connections share.
@@ -103,6 +104,7 @@ func (p *Proxy) takeCounts() Counts {
 		MostOpen:    atomic.SwapInt64(&p.counts.MostOpen, open),
 		Requests:    atomic.LoadInt64(&p.counts.Requests),
 		Refused:     atomic.LoadInt64(&p.counts.Refused),
+		SentBytes:   atomic.LoadInt64(&p.counts.SentBytes),
 	}
 }
 

@@ -65,6 +65,7 @@ func (r *relay) passAnswers() {
 			if r.send(buffer[:count]) != nil {
 				return
 			}
+			atomic.AddInt64(&r.proxy.counts.SentBytes, int64(count))
 			pace.wait(count, r.proxy.settings.Load().MBs)
 		}
 		if err != nil {

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench.bucket import READY
-from bench.csi_node import CsiNode
+from bench.contenders.csi_node import CsiNode
 from bench.session import Sample, Session
 
 MIB = 1024 * 1024

@@ -1,7 +1,7 @@
 """The readers: what runs in a process of its own and does the timed reading.
 
 Every contender is read by this code, started afresh for each measurement as
-`python -m bench.readers SPEC`, with SPEC a JSON object: `op` names one of the
+`python -m bench.programs.readers SPEC`, with SPEC a JSON object: `op` names one of the
 functions, the rest are its keyword arguments. The process prints one JSON
 object as its last line and ends. It imports nothing but the standard library
 (and obstore where obstore is what is measured), so that what is timed is the
@@ -26,9 +26,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from bench.together import ShortReadError, by_tasks, by_threads, run_together
+from bench.programs.together import ShortReadError, by_tasks, by_threads, run_together
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -339,13 +339,16 @@ def open_store(options: dict[str, str], keys: Mapping[str, str] = os.environ) ->
     """A client for the bucket that `options` name."""
     from obstore.store import S3Store
 
+    client: dict[str, Any] = {"allow_http": True}
+    if "authority" in options:
+        client["root_certificate"] = Path(options["authority"]).read_bytes()
     return S3Store(
         options["bucket"],
         endpoint=options["endpoint"],
         region=options["region"],
         access_key_id=keys["AWS_ACCESS_KEY_ID"],
         secret_access_key=keys["AWS_SECRET_ACCESS_KEY"],
-        client_options={"allow_http": True},
+        client_options=cast(Any, client),
     )
 
 

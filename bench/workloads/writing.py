@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import pagecache
-from bench.contender import Native
-from bench.contenders import LOCAL
+from bench.contenders.contender import Native
+from bench.contenders.registry import LOCAL
 from bench.processes import BenchError
 from bench.session import MB, THREADS, Sample, Session, per_second
 
@@ -79,7 +79,7 @@ def faster_put(session: Session) -> Sample:
 
 
 def _check_large(session: Session, key: str) -> None:
-    session.write_objects("check_file", key=key, size=session.data.sizes.large, seed=session.seed)
+    session.at_server("check_file", key=key, size=session.data.sizes.large, seed=session.seed)
 
 
 def read_written(session: Session) -> Sample:
@@ -138,7 +138,7 @@ def _forget_deleted() -> None:
 
 
 def _check_small(session: Session) -> None:
-    session.write_objects("check_files", prefix=SMALL, **_small_files(session))
+    session.at_server("check_files", prefix=SMALL, **_small_files(session))
 
 
 def _small_files(session: Session) -> dict[str, int]:
@@ -152,7 +152,7 @@ _METADATA = {DATED: {"mtime": "1700000000.000000000"}, FOREIGN: {}}
 
 def put_renamed(session: Session, folder: str) -> None:
     """Put into the bucket what `rename` renames; a mount that is up might not see it."""
-    session.write_objects(
+    session.at_server(
         "put_objects",
         prefix=folder,
         files=session.data.sizes.renamed,
@@ -174,9 +174,7 @@ def rename(session: Session, folder: str) -> Sample:
         )
 
     sample = _timed(session, write, "files")
-    session.write_objects(
-        "check_renamed", source=source, target=target, files=files, size=RENAMED_SIZE
-    )
+    session.at_server("check_renamed", source=source, target=target, files=files, size=RENAMED_SIZE)
     return sample
 
 
@@ -212,7 +210,7 @@ def _copy(session: Session, command: list[str], folder: str) -> Sample:
     if session.contender.name == LOCAL:
         session.contender.settle()
     if not isinstance(session.contender, Native):
-        session.write_objects("check_files", prefix=folder, **_copied_files(session))
+        session.at_server("check_files", prefix=folder, **_copied_files(session))
         session.contender.settle()  # attributes too, which are not waited for
     return sample
 
@@ -227,7 +225,7 @@ def _copied_files(session: Session) -> dict[str, int]:
 
 def put_removed(session: Session) -> None:
     """Put into the bucket what `rm` removes; a mount that is up might not see it."""
-    session.write_objects(
+    session.at_server(
         "put_objects",
         prefix=REMOVED,
         files=session.data.sizes.removed,
@@ -243,7 +241,7 @@ def remove(session: Session) -> Sample:
     command = ["rm", "-rf", str(session.contender.root / REMOVED)]
     files = session.data.sizes.removed
     sample = _timed(session, lambda: session.write("run", command=command, files=files), "files")
-    session.write_objects("check_removed", prefix=REMOVED)
+    session.at_server("check_removed", prefix=REMOVED)
     return sample
 
 

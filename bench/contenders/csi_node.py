@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 
 from bench import processes
-from bench.contender import Contender, Place
+from bench.contenders.contender import Contender, Place
 from bench.processes import BenchError
 from csi.generated import csi_pb2, csi_pb2_grpc
 from tests.support.ordinary_user import runnable_by_all
@@ -134,10 +134,11 @@ class CsiNode(Contender):
 
     def _options(self) -> list[str]:
         stores = self._directory / "stores.toml"
-        stores.write_text(
-            f'[stores.bench]\nendpoint-url = "{self.place.bucket.server.endpoint_url}"\n'
-            f'region = "{REGION}"\n'
-        )
+        bucket = self.place.bucket
+        lines = [f'endpoint-url = "{bucket.endpoint_url}"', f'region = "{REGION}"']
+        if bucket.authority is not None:
+            lines.append(f'ca-bundle = "{bucket.authority}"')
+        stores.write_text("\n".join(["[stores.bench]", *lines, ""]))
         return [
             "--endpoint",
             f"unix://{self._socket}",

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from bench import processes
-from bench.contender import Mount, Place
+from bench.contenders.contender import Mount, Place
 from bench.processes import BenchError, Usage
 from tests.support.s3_server import REGION
 
@@ -108,7 +108,8 @@ class Fusefs(Mount):
             f"s3://{bucket.name}",
             str(self.root),
             "--endpoint-url",
-            bucket.server.endpoint_url,
+            bucket.endpoint_url,
+            *([] if bucket.authority is None else ["--ca-bundle", str(bucket.authority)]),
             "--region",
             REGION,
             "--cache-dir",

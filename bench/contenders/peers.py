@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bench import processes
 from bench.bucket import Bucket
-from bench.contender import Mount, Place
+from bench.contenders.contender import Mount, Place
 from bench.processes import BenchError, Usage
 from tests.support.s3_server import ACCESS_KEY, REGION, SECRET_KEY
 
@@ -31,7 +31,8 @@ def rclone_environment(bucket: Bucket) -> dict[str, str]:
         "RCLONE_CONFIG": os.devnull,
         "RCLONE_CONFIG_BENCH_TYPE": "s3",
         "RCLONE_CONFIG_BENCH_PROVIDER": "SeaweedFS",
-        "RCLONE_CONFIG_BENCH_ENDPOINT": bucket.server.endpoint_url,
+        "RCLONE_CONFIG_BENCH_ENDPOINT": bucket.endpoint_url,
+        **({} if bucket.authority is None else {"RCLONE_CA_CERT": str(bucket.authority)}),
         "RCLONE_CONFIG_BENCH_REGION": REGION,
         "RCLONE_CONFIG_BENCH_ACCESS_KEY_ID": ACCESS_KEY,
         "RCLONE_CONFIG_BENCH_SECRET_ACCESS_KEY": SECRET_KEY,
@@ -151,12 +152,17 @@ class S3fs(Peer):
         passwords.write_text(f"{ACCESS_KEY}:{SECRET_KEY}\n")
         super().start()
 
+    def _environment(self) -> dict[str, str]:
+        bucket = self.place.bucket
+        trusted = {} if bucket.authority is None else {"CURL_CA_BUNDLE": str(bucket.authority)}
+        return bucket.environment() | trusted
+
     def _passwords(self) -> Path:
         return self.place.scratch / "s3fs.passwd"
 
     def _argv(self) -> list[str]:
         options = [
-            f"url={self.place.bucket.server.endpoint_url}",
+            f"url={self.place.bucket.endpoint_url}",
             "use_path_request_style",
             *([] if self.is_writable else ["ro"]),
             f"use_cache={self.cache}",

@@ -1,6 +1,6 @@
 """The writers: what runs in a process of its own and does the timed writing.
 
-Started as `python -m bench.writers SPEC`, with SPEC as for the readers. What
+Started as `python -m bench.programs.writers SPEC`, with SPEC as for the readers. What
 is written is made from a seed, so that any process can say what the bucket
 ought to have: a pool of random bytes, of which each block takes another
 stretch. Times run from before the open to after the close.
@@ -22,8 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from bench.readers import MIB, Result, main, open_store
-from bench.together import by_tasks
+from bench.programs.readers import MIB, Result, main, open_store
+from bench.programs.together import by_tasks
 
 POOL_SIZE = 64 * MIB
 # Odd, so that no two blocks of a large file are the same.

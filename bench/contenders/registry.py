@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bench.contender import BareClient, Contender, Native, Place
-from bench.csi_node import CsiNode
-from bench.mounts import Fusefs
-from bench.peers import Rclone, S3fs
+from bench.contenders.contender import BareClient, Contender, Native, Place
+from bench.contenders.csi_node import CsiNode
+from bench.contenders.fusefs import Fusefs
+from bench.contenders.peers import Rclone, S3fs
 
 NATIVE = "native"
 OBSTORE = "obstore"

@@ -1,0 +1,157 @@
+"""The workloads of the groups "data", "listing" and "recovery"."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+from bench import pagecache
+from bench.contenders.fusefs import Fusefs
+from bench.dataset import LARGE, SMALL_SIZE
+from bench.session import MB, THREADS, Sample, Session, per_second
+from bench.workloads import fio
+from bench.workloads.fio import RandomRead
+
+WARM_PASSES = 3
+DROPPED_TIMES = 3
+READERS = 8
+
+KILLS = 5
+MAPPED = RandomRead(1, engine="mmap")
+
+# Where fio is missing: how many reads a reader of the Python loop makes at most.
+FALLBACK_READS = 100_000
+
+
+Run = Callable[[Session], Sample]
+
+
+def first_large(session: Session) -> Sample:
+    session.make_cold()
+    return session.fetch_large()
+
+
+def faster_download(session: Session) -> Sample:
+    """obstore in parts and obstore as one stream: the better of the two is the floor."""
+    target = session.contender.place.scratch / "download.bin"
+    rates = {}
+    for operation in ("download_parts", "download_stream"):
+        session.make_cold()
+        result = session.read_objects(operation, key=LARGE, target=str(target))
+        target.unlink()
+        rates[operation] = per_second(result, "bytes", MB).value
+    return Sample(max(rates.values()), dict(rates))
+
+
+def large_warm(session: Session, readers: int = 1) -> Sample:
+    return session.read_large(readers=readers, passes=WARM_PASSES, warm_up=True)
+
+
+def random_warm(session: Session, read: RandomRead) -> Sample:
+    session.read_large()
+    return _random_median(session, read)
+
+
+def direct(session: Session) -> Sample:
+    # O_DIRECT goes past the mount's pages but not past those of the daemon's
+    # own file: with that in memory the daemon is measured, and not the disk.
+    pagecache.load(session.contender.cache)
+    return _random_median(session, RandomRead(READERS, direct=True, repeat=100))
+
+
+def _random_median(session: Session, read: RandomRead) -> Sample:
+    return _median([random(session, read) for _ in range(WARM_PASSES)])
+
+
+def random(session: Session, read: RandomRead) -> Sample:
+    size = session.data.sizes.large
+    if fio.is_installed():
+        return Sample(*fio.reads_per_second(session.large, size, read, session.limit_s))
+    reads = min(size // read.jobs // fio.PAGE * read.repeat, FALLBACK_READS)
+    result = session.read(
+        "random_pages",
+        path=str(session.large),
+        size=size,
+        readers=read.jobs,
+        reads=reads,
+        limit_s=session.limit_s,
+        direct=read.direct,
+        mapped=read.engine == "mmap",
+    )
+    return per_second(result, "reads")
+
+
+def dropped(measure: Run, times: int = DROPPED_TIMES) -> Run:
+    """The median of three, the page cache dropped before each: one alone is noisy."""
+
+    def run(session: Session) -> Sample:
+        samples = []
+        for _ in range(times):
+            pagecache.drop()
+            samples.append(measure(session))
+        return _median(samples)
+
+    return run
+
+
+def _median(samples: Sequence[Sample]) -> Sample:
+    rates = [sample.value for sample in samples]
+    return Sample(statistics.median(rates), {"rates": rates, **samples[-1].detail})
+
+
+def first_small(session: Session) -> Sample:
+    session.make_cold()
+    return session.fetch_small()
+
+
+def get_small(session: Session) -> Sample:
+    session.make_cold()
+    result = session.read_objects(
+        "get_objects",
+        prefix="small",
+        names_file=str(session.data.names_file),
+        size=SMALL_SIZE,
+        threads=THREADS,
+        seed=session.seed,
+    )
+    return per_second(result, "files")
+
+
+def small_warm(session: Session, *, bare: bool = False) -> Sample:
+    return session.read_small(passes=WARM_PASSES, warm_up=True, bare=bare)
+
+
+def walk_cold(session: Session, folder: str) -> Sample:
+    session.make_cold()
+    return _walk(session, folder)
+
+
+def walk_warm(session: Session, folder: str) -> Sample:
+    _walk(session, folder)
+    return _walk(session, folder, passes=WARM_PASSES)
+
+
+def _walk(session: Session, folder: str, passes: int = 1) -> Sample:
+    result = session.read(
+        "walk",
+        root=str(session.contender.root / folder),
+        files=session.data.sizes.listed,
+        passes=passes,
+    )
+    return per_second(result, "files")
+
+
+def recovery(session: Session) -> Sample:
+    """Kill the daemon some times, each time asking for a name that nobody asked for before."""
+    assert isinstance(session.contender, Fusefs)
+    _walk(session, "tree")
+    answers, reads, killed = [], [], None
+    for name in session.data.small_names()[:: session.data.sizes.small // KILLS][:KILLS]:
+        killed = session.contender.wait_for_daemon(other_than=killed)
+        result = session.read(
+            "kill_and_ask", pid=killed, path=str(session.small / name), size=SMALL_SIZE
+        )
+        answers.append(result["answer_s"] * 1000)
+        reads.append(result["read_s"] * 1000)
+    session.contender.wait_for_daemon(other_than=killed)
+    return Sample(statistics.median(answers), {"answers_ms": answers, "reads_ms": reads})

@@ -1,0 +1,303 @@
+"""What is measured, in the order in which it is run against one contender.
+
+A workload is a function of a `Session` that returns a `Sample`. Workloads of
+one group share a mount that began with an empty cache: "data" reads the large
+object and the small files, "listing" walks the directories, "recovery" kills
+the daemon; the other groups are told in the modules beside this one. What
+a workload `needs` in the contender's cache is fetched if no earlier one did
+it, so that any selection works.
+
+The three states of the caches: *first*, nothing is local and the S3 server is
+warm in memory; *dropped*, the contender's cache is complete and the page cache
+is empty; *warm*, all of it was read just before in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from bench.contenders.registry import (
+    CSI,
+    KERNEL,
+    LOCAL,
+    NATIVE,
+    NO_PASSTHROUGH,
+    OBSTORE,
+    PEERS,
+    PYFUSE3,
+    WRITABLE,
+)
+from bench.session import Sample, Session
+from bench.workloads import reading, starting, writing
+from bench.workloads.fio import RandomRead
+from bench.workloads.reading import Run
+
+MOUNTS = (KERNEL, NO_PASSTHROUGH, PYFUSE3, *PEERS)
+FILES = (NATIVE, *MOUNTS)
+WRITERS = (KERNEL, *PEERS)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One row of the table.
+
+    `who` is measured, by `run` or, if it is the bare client, by `run_bare`; `needs` comes
+    first, untimed. `holds` workloads leave, or want, the handle of the first read open.
+    `prepare` is run before the contender is started.
+    """
+
+    name: str
+    title: str
+    unit: str
+    run: Run
+    group: str = "data"
+    who: Sequence[str] = FILES
+    needs: Callable[[Session], None] | None = None
+    run_bare: Run | None = None
+    holds: bool = False
+    prepare: Callable[[Session], None] | None = None
+
+    def measure(self, session: Session) -> Sample:
+        """Run it as its contender is to be measured."""
+        if self.needs is not None:
+            self.needs(session)
+        if self.run_bare is not None and session.contender.name == OBSTORE:
+            return self.run_bare(session)
+        return self.run(session)
+
+
+_first = partial(Workload, who=(OBSTORE, *MOUNTS, WRITABLE))
+_large = partial(Workload, needs=Session.have_large)
+_small = partial(Workload, needs=Session.have_small)
+_listing = partial(Workload, group="listing", who=(*FILES, WRITABLE), unit="files/s")
+_starting = partial(Workload, group="starting", who=(CSI,))
+_writing = partial(Workload, group="writing")
+
+WORKLOADS = (
+    _first(
+        "first_large",
+        "first read of the large object, 1 MiB reads",
+        "MB/s",
+        reading.first_large,
+        run_bare=reading.faster_download,
+        holds=True,
+    ),
+    _large(
+        "held_warm",
+        "page cache warm, while a handle is open since before the first read",
+        "MB/s",
+        reading.large_warm,
+        holds=True,
+    ),
+    _large(
+        "reread_dropped",
+        "read again, page cache dropped, one reader",
+        "MB/s",
+        reading.dropped(Session.read_large),
+    ),
+    _large("reread_warm", "read again, page cache warm, one reader", "MB/s", reading.large_warm),
+    _large(
+        "par8_dropped",
+        "read again, page cache dropped, 8 readers",
+        "MB/s",
+        reading.dropped(partial(Session.read_large, readers=reading.READERS)),
+    ),
+    _large(
+        "par8_warm",
+        "read again, page cache warm, 8 readers",
+        "MB/s",
+        partial(reading.large_warm, readers=reading.READERS),
+    ),
+    # One pass over the pages takes a local disk a third of a second: too short.
+    _large(
+        "rand4k_warm",
+        "4 KiB random reads, page cache warm, one job",
+        "reads/s",
+        partial(reading.random_warm, read=RandomRead(1, repeat=4)),
+    ),
+    # So many reads that one measurement is steady, and slow for some.
+    _large(
+        "rand4k_dropped8",
+        "4 KiB random reads, page cache dropped, 8 jobs",
+        "reads/s",
+        reading.dropped(partial(reading.random, read=RandomRead(reading.READERS)), times=1),
+    ),
+    _large(
+        "mmap_warm",
+        "mmap, scattered 4 KiB pages, page cache warm",
+        "pages/s",
+        partial(reading.random_warm, read=reading.MAPPED),
+    ),
+    _large(
+        "mmap_dropped",
+        "mmap, scattered 4 KiB pages, page cache dropped",
+        "pages/s",
+        reading.dropped(partial(reading.random, read=reading.MAPPED)),
+    ),
+    _large(
+        "direct8",
+        "4 KiB O_DIRECT reads that the daemon answers, 8 jobs",
+        "reads/s",
+        reading.direct,
+        who=(NO_PASSTHROUGH, PYFUSE3),
+    ),
+    _first(
+        "first_small",
+        "first read of the 100 KiB files, 8 threads",
+        "files/s",
+        reading.first_small,
+        run_bare=reading.get_small,
+    ),
+    _small(
+        "small_dropped",
+        "100 KiB files again, page cache dropped, 8 threads",
+        "files/s",
+        reading.dropped(Session.read_small),
+    ),
+    _small(
+        "small_warm",
+        "100 KiB files again, page cache warm, 8 threads",
+        "files/s",
+        reading.small_warm,
+    ),
+    _small(
+        "small_warm_bare",
+        "the same by three system calls a file",
+        "files/s",
+        partial(reading.small_warm, bare=True),
+    ),
+    _listing(
+        "tree_cold",
+        "first walk with lstat, 100 folders",
+        run=partial(reading.walk_cold, folder="tree"),
+    ),
+    _listing(
+        "tree_warm",
+        "walk again with lstat, 100 folders",
+        run=partial(reading.walk_warm, folder="tree"),
+    ),
+    _listing(
+        "flat_cold",
+        "first walk with lstat, one folder",
+        run=partial(reading.walk_cold, folder="flat"),
+    ),
+    _listing(
+        "flat_warm",
+        "walk again with lstat, one folder",
+        run=partial(reading.walk_warm, folder="flat"),
+    ),
+    Workload(
+        "recovery",
+        "from SIGKILL of the daemon to its first answer",
+        "ms",
+        reading.recovery,
+        group="recovery",
+        who=(KERNEL,),
+    ),
+    _starting(
+        "mount_first_byte",
+        "from the mount's command to a file's first byte",
+        "ms",
+        starting.mount_first_byte,
+        who=(KERNEL, WRITABLE, *PEERS),
+    ),
+    _starting(
+        "publish_first_byte",
+        "from NodePublishVolume to a file's first byte, new volume",
+        "ms",
+        starting.publish_first_byte,
+    ),
+    _starting(
+        "publish_second_pod",
+        "the same for a second pod of a volume",
+        "ms",
+        starting.publish_second_pod,
+    ),
+    _starting(
+        "volume_mib", "memory of a volume's processes, of 5 volumes", "MiB", starting.volume_mib
+    ),
+    _writing(
+        "write_large",
+        "1 GiB in 1 MiB writes, until close has returned, in the bucket",
+        "MB/s",
+        writing.large,
+        run_bare=writing.faster_put,
+        who=(OBSTORE, *WRITERS),
+    ),
+    _writing(
+        "write_local",
+        "the same, safe on the local disk",
+        "MB/s",
+        writing.large_local,
+        who=(NATIVE, LOCAL),
+    ),
+    _writing(
+        "read_written",
+        "first read of a file that was just written",
+        "MB/s",
+        writing.read_written,
+        who=(NATIVE, *WRITERS),
+    ),
+    _writing(
+        "read_written_again",
+        "the same again",
+        "MB/s",
+        writing.read_written_again,
+        who=(NATIVE, *WRITERS),
+    ),
+    _writing(
+        "write_small",
+        "64 KiB files written by 8 threads, in the bucket",
+        "files/s",
+        writing.small,
+        run_bare=writing.put_small,
+        who=(NATIVE, OBSTORE, LOCAL, *WRITERS),
+    ),
+    _writing(
+        "tar_x",
+        "tar -x of 3,000 files of 10 KiB",
+        "files/s",
+        writing.extract,
+        prepare=writing.make_copied,
+        who=(NATIVE, LOCAL, *WRITERS),
+    ),
+    _writing(
+        "rsync_a",
+        "rsync -a of 3,000 files of 10 KiB",
+        "files/s",
+        writing.synchronize,
+        prepare=writing.make_copied,
+        who=(NATIVE, LOCAL, *WRITERS),
+    ),
+    _writing(
+        "rm_rf",
+        "rm -rf of 5,000 files",
+        "files/s",
+        writing.remove,
+        prepare=writing.put_removed,
+        who=WRITERS,
+    ),
+    _writing(
+        "rename_tree",
+        "rename of a directory of 2,000 files, as mounts write them",
+        "files/s",
+        partial(writing.rename, folder=writing.DATED),
+        prepare=partial(writing.put_renamed, folder=writing.DATED),
+        who=WRITERS,
+    ),
+    _writing(
+        "rename_foreign",
+        "the same of files that don't say when they were modified",
+        "files/s",
+        partial(writing.rename, folder=writing.FOREIGN),
+        prepare=partial(writing.put_renamed, folder=writing.FOREIGN),
+        who=WRITERS,
+    ),
+)
+# Each group has a mount of its own; a group that kills or starts daemons tells nothing of what
+# they use.
+READING = ("data", "listing", "recovery")
+GROUPS = (*READING, "starting", "writing")
+COUNTED_GROUPS = ("data", "listing")
