@@ -6,6 +6,7 @@ import math
 
 import trio
 
+from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.file_cache import FileCache
 
 # Evict this share of the cache more than needed, so that not every download has to evict.
@@ -48,6 +49,15 @@ class Evictor:
         if self._quota.excess(0) > 0:
             async with self._evicting:
                 await self._evict(0)
+
+    async def drop(self, file: CacheFile) -> bool:
+        """Remove a file; False if it is retained or in use, be it by another mount."""
+        async with self._evicting:
+            size = file.present.total
+            if file.pins or not size:
+                return False
+            self._quota.unlinked(await self._cache.evict(file), size)
+            return not file.present.total
 
     async def _evict(self, wanted: int, keep_used_since: float = math.inf) -> None:
         if self._quota.excess(wanted) <= 0:

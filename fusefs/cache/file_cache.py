@@ -468,6 +468,14 @@ class FileCache:
         """
         await self._release(key, lambda _key: False, before)
 
+    async def release_file(self, file: CacheFile) -> None:
+        """Let a retained file be evicted, until its version is used again."""
+        if file.version is not None:
+            await self.record()
+            key = file.version.key
+            await self._release(key, lambda other: other != key)
+        file.is_retained = False
+
     async def refresh_pins(self) -> bool:
         """See whether another mount has changed the pins, and return whether one has."""
         return await trio.to_thread.run_sync(self.retention.refresh, limiter=self._threads)
@@ -510,9 +518,13 @@ class FileCache:
 
     # Eviction, for evictor.py.
 
+    def close_unused(self) -> None:
+        """Close the files that were kept open for a first open that may come."""
+        self._end_keeping_open(len(self._kept_open))
+
     def victims(self) -> list[CacheFile]:
         """The files that are not in use nor retained, least recently used first."""
-        self._end_keeping_open(len(self._kept_open))
+        self.close_unused()
         return [
             file
             for file in self._files.values()

@@ -1,4 +1,4 @@
-"""The command `fusefs`: mount, umount, sync, warm, verify, status, upgrade, keeper.
+"""The command `fusefs`: mount, umount, status, warm, pin, drop, sync, verify and others.
 
 `mount` reads the settings (see `settings`), makes the checks that need no S3
 and starts the daemon (see `launch`). The other commands find the daemon in the
@@ -24,8 +24,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from fusefs.cli import local_copies, status_report, sync, umount, verify, warm
 from fusefs.cli import status as overview
-from fusefs.cli import status_report, sync, umount, verify, warm
 from fusefs.launch import control, launcher, preflight, registry, users
 from fusefs.launch.control import CommandError
 from fusefs.launch.mount_requests import keeper_request
@@ -127,10 +127,13 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_mount(commands)
     _add_umount(commands)
-    _add_sync(commands)
-    _add_warm(commands)
-    _add_verify(commands)
     _add_status(commands)
+    _add_warm(commands)
+    _add_pin(commands)
+    _add_unpin(commands)
+    _add_drop(commands)
+    _add_sync(commands)
+    _add_verify(commands)
     _add_upgrade(commands)
     _add_keeper(commands)
     return parser
@@ -226,16 +229,37 @@ def _add_sync(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.set_defaults(run=_sync)
 
 
+_PATTERNS = (
+    "A PATH may be a pattern (in quotes, or the shell expands it): '*', '?' and '[...]' match "
+    "within a name, '**' any number of directories."
+)
+
+
 def _add_warm(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
         "warm",
         help="fetch files into the cache before they are read",
+        usage="%(prog)s [--wait] [--shard I/N] PATH...\n"
+        "       %(prog)s [--wait] [--shard I/N] --manifest FILE [PATH]\n"
+        "       %(prog)s --cancel PATH...",
         description="Fetch files, and all files below directories, into the cache, as far as it "
         "has room. Files that are cached already are skipped. The command returns when the "
-        "daemon has accepted the job; fusefs status shows its progress.",
+        f"daemon has accepted the job; fusefs status shows its progress. {_PATTERNS}",
     )
     parser.add_argument(
-        "paths", metavar="PATH", nargs="+", help="a mountpoint, or a file or directory in a mount"
+        "paths", metavar="PATH", nargs="*", help="a mountpoint, or a file or directory in a mount"
+    )
+    parser.add_argument(
+        "--manifest",
+        metavar="FILE",
+        help="fetch what this file lists, a path on each line: absolute, relative to PATH "
+        "(default: the mountpoint of the only mount) or an s3:// URI of the mount's bucket; - is "
+        "standard input. Empty lines and those that begin with # are skipped",
+    )
+    parser.add_argument(
+        "--shard",
+        metavar="I/N",
+        help="fetch one of N disjoint parts of the files, of about equal numbers; I counts from 0",
     )
     how = parser.add_mutually_exclusive_group()
     how.add_argument(
@@ -243,8 +267,61 @@ def _add_warm(commands: argparse._SubParsersAction[Parser]) -> None:
         action="store_true",
         help="wait until the job has ended; fails if a file is not in the cache then",
     )
-    how.add_argument("--cancel", action="store_true", help="cancel the job")
+    how.add_argument(
+        "--cancel",
+        action="store_true",
+        help="cancel the jobs at and below PATH; the mountpoint stands for all jobs",
+    )
     parser.set_defaults(run=_warm)
+
+
+def _add_pin(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = commands.add_parser(
+        "pin",
+        help="fetch files into the cache and keep them there",
+        description="Fetch files, and all files below directories, and never evict them until "
+        "fusefs unpin. Pins outlive the daemon and the mount: every mount of the bucket that uses "
+        "the cache respects them. A new version of a pinned object is kept once it was read, or "
+        f"fetched by another fusefs pin. Fails if not everything could be fetched. {_PATTERNS}",
+    )
+    parser.add_argument(
+        "paths", metavar="PATH", nargs="+", help="a mountpoint, or a file or directory in a mount"
+    )
+    parser.add_argument(
+        "--no-wait",
+        action="store_true",
+        help="return when the daemon has accepted the job; fusefs status shows its progress",
+    )
+    parser.set_defaults(run=_pin)
+
+
+def _add_unpin(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = commands.add_parser(
+        "unpin",
+        help="let pinned files be evicted",
+        description="Let the files that are pinned at and below PATH be evicted when the cache "
+        "needs their room. Pins that fusefs pin is still fetching are cancelled.",
+    )
+    parser.add_argument("paths", metavar="PATH", nargs="+", help="a path that is pinned, or above")
+    parser.set_defaults(run=_unpin)
+
+
+def _add_drop(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = commands.add_parser(
+        "drop",
+        help="remove cached copies of files from the local disk",
+        description="Remove the cached copies of files, and of all files below directories; the "
+        "bucket keeps them. Copies of files that programs have open stay, and so does what is not "
+        "in the bucket yet. The command names files in use, and fails if a copy stays because it "
+        f"is in use or pinned. {_PATTERNS}",
+    )
+    parser.add_argument(
+        "paths", metavar="PATH", nargs="+", help="a mountpoint, or a file or directory in a mount"
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="drop pinned copies as well; they stay pinned"
+    )
+    parser.set_defaults(run=_drop)
 
 
 def _add_verify(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -263,9 +340,17 @@ def _add_verify(commands: argparse._SubParsersAction[Parser]) -> None:
 
 def _add_status(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
-        "status", help="show the mounts", description="Show one mount, or all mounts of this user."
+        "status",
+        help="show the mounts, or how much of a path is on the local disk",
+        description="Show one mount, or all mounts of this user, or of a file or directory in a "
+        f"mount how much is on the local disk, and how much is pinned. {_PATTERNS}",
     )
-    parser.add_argument("mountpoint", metavar="MOUNTPOINT", nargs="?")
+    parser.add_argument(
+        "path",
+        metavar="PATH",
+        nargs="?",
+        help="a mountpoint, or a file or directory in a mount (default: all mounts)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     parser.set_defaults(run=_status)
 
@@ -314,17 +399,17 @@ def _mount(options: argparse.Namespace) -> int:
 def _settings(options: argparse.Namespace, environment: Mapping[str, str]) -> MountSettings:
     layer = {
         "source": RawValue(options.source, "the source"),
-        "mountpoint": RawValue(str(_mountpoint(options)), "the mountpoint"),
+        "mountpoint": RawValue(str(_mountpoint(options.mountpoint)), "the mountpoint"),
     }
     layer |= _flags(options)
     config = options.config or environment.get(CONFIG_VARIABLE)
     return build(layer, from_environment(environment), from_config(Path(config)) if config else {})
 
 
-def _mountpoint(options: argparse.Namespace) -> Path:
-    if not options.mountpoint:  # from an unset variable of a script; not the working directory
+def _mountpoint(path: str) -> Path:
+    if not path:  # from an unset variable of a script; not the working directory
         raise SettingsError("the mountpoint: the path is empty")
-    return registry.resolve(Path(options.mountpoint))
+    return registry.resolve(Path(path))
 
 
 def _flags(options: argparse.Namespace) -> dict[str, RawValue]:
@@ -342,7 +427,7 @@ def _flags(options: argparse.Namespace) -> dict[str, RawValue]:
 
 
 def _upgrade(options: argparse.Namespace) -> int:
-    mountpoint = _mountpoint(options)
+    mountpoint = _mountpoint(options.mountpoint)
     try:
         answer = keeper_request(mountpoint, {"do": "settings"}, STATUS_TIMEOUT_S)
     except control.NotAnsweringError:
@@ -368,11 +453,11 @@ def _keeper(options: argparse.Namespace) -> int:
     return fd_store.main(options.socket)
 
 
-# --- umount, sync, warm, verify, status ----------------------------------------
+# --- umount, sync, warm, pin, drop, verify, status ----------------------------------------
 
 
 def _umount(options: argparse.Namespace) -> int:
-    mountpoint = _mountpoint(options)
+    mountpoint = _mountpoint(options.mountpoint)
     umount.end_mount(mountpoint, is_forced=options.force, is_lazy=options.lazy)
     return 0
 
@@ -390,22 +475,57 @@ def _sync(options: argparse.Namespace) -> int:
 
 def _warm(options: argparse.Namespace) -> int:
     paths = [Path(path) for path in options.paths]
+    if not paths and not options.manifest:
+        raise SettingsError("PATH or --manifest is missing")
     if options.cancel:
         warm.cancel(paths)
         return 0
-    places = warm.warm(paths)
+    shard = None
+    if options.shard is not None:
+        try:
+            shard = warm.shard(options.shard)
+        except ValueError as error:
+            raise SettingsError(f"--shard: {error}") from None
+    if options.manifest is None:
+        return _fetch(warm.orders(paths, shard), is_waiting=options.wait)
+    if len(paths) > 1:
+        raise SettingsError("--manifest: its paths are relative to one PATH at most")
+    base = paths[0] if paths else None
+    order, bad = warm.manifest_order(options.manifest, base, shard, _complain)
+    return _fetch([order], is_waiting=options.wait) or min(bad, 1)
+
+
+def _fetch(orders: Sequence[warm.Order], *, is_waiting: bool) -> int:
+    """Have daemons do jobs of `fusefs warm` or `fusefs pin`."""
+    jobs = warm.start(orders)
     try:
-        warm.accepted(places)  # a missing path is an error at once
-        if not options.wait:
+        warm.accepted(jobs)  # a missing path is an error at once
+        if not is_waiting:
             return 0
-        jobs = warm.wait(places)
+        ended = warm.wait(jobs)
     except KeyboardInterrupt:
         print(file=sys.stderr)
         _complain("the job goes on; fusefs status shows its progress, fusefs warm --cancel ends it")
         return 130
-    for place, job in jobs.items():
-        print(f"{warm.path_of(place)}: {status_report.warmth(job)}")
-    return 0 if all(warm.is_complete(job) for job in jobs.values()) else 1
+    for order, job in ended.items():
+        print(f"{order.title}: {status_report.warmth(job)}")
+    return 0 if all(warm.is_complete(job) for job in ended.values()) else 1
+
+
+def _pin(options: argparse.Namespace) -> int:
+    orders = warm.orders([Path(path) for path in options.paths], is_pinned=True)
+    return _fetch(orders, is_waiting=not options.no_wait)
+
+
+def _unpin(options: argparse.Namespace) -> int:
+    local_copies.unpin([Path(path) for path in options.paths])
+    return 0
+
+
+def _drop(options: argparse.Namespace) -> int:
+    paths = [Path(path) for path in options.paths]
+    are_dropped = [local_copies.drop(path, is_forced=options.force) for path in paths]
+    return 0 if all(are_dropped) else 1
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -414,16 +534,33 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    if options.mountpoint is None:
+    if options.path is None:
         statuses = overview.all_statuses()
     else:
-        statuses = [overview.mount_status(_mountpoint(options))]
+        if options.path and (place := _place_in_mount(Path(options.path))):
+            return _path_status(*place, is_json=options.json)
+        statuses = [overview.mount_status(_mountpoint(options.path))]
     if options.json:
-        print(json.dumps(statuses if options.mountpoint is None else statuses[0], indent=2))
+        print(json.dumps(statuses if options.path is None else statuses[0], indent=2))
     elif statuses:
         print("\n\n".join(overview.as_text(status) for status in statuses))
     else:
         print("no mounts")
+    return 0
+
+
+def _place_in_mount(path: Path) -> tuple[Path, str] | None:
+    """The mountpoint of a path in a mount, and the path below it; None if it is no such path."""
+    with contextlib.suppress(CommandError):
+        mountpoint, below = sync.find(path)
+        if below:
+            return mountpoint, below
+    return None
+
+
+def _path_status(mountpoint: Path, below: str, *, is_json: bool) -> int:
+    status = local_copies.status(mountpoint, below)
+    print(json.dumps(status, indent=2) if is_json else local_copies.as_text(status))
     return 0
 
 

@@ -68,6 +68,7 @@ def render(status: Status) -> str:
     for label, section, describe in (
         ("session", status, _session),
         ("cache", status.get("cache"), _cache),
+        ("pinned", (status.get("pins") or {}).get("paths") and status["pins"], _pins),
         ("hits", status.get("cache"), _hits),
         ("checksums", status.get("integrity"), _integrity),
         ("S3", status if status.get("s3") else None, _s3),
@@ -86,7 +87,8 @@ def render(status: Status) -> str:
     if any((writing.get("late_requests") or {}).values()):
         rows.append(("late", _late_requests(writing["late_requests"])))
     rows += [
-        ("warming", f"{job['path'] or '.'}: {warmth(job)}") for job in status.get("warming", ())
+        ("pinning" if job.get("is_pinned") else "warming", f"{job['path'] or '.'}: {warmth(job)}")
+        for job in status.get("warming", ())
     ]
     rows += [("warning", warning) for warning in _warnings(status)]
     return _block(status, rows)
@@ -129,6 +131,11 @@ def _cache(cache: Status) -> str:
     text = f"{used}{of_limit} in {_count(cache.get('files', 0), 'file')}"
     evicted = cache.get("evicted_files", 0)
     return f"{text}, {evicted:,} evicted, {cache.get('directory', '?')}"
+
+
+def _pins(pins: Status) -> str:
+    files = f"{_count(pins['files'], 'file')}, {human_size(pins['bytes'])} in the cache"
+    return f"{_count(pins['paths'], 'path')}; {files}"
 
 
 def _hits(cache: Status) -> str:

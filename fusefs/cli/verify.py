@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
-from fusefs.cli import sync
+from fusefs.cli import polling, sync
 from fusefs.cli.status_report import human_size
-from fusefs.launch import control
 from fusefs.launch.control import CommandError
-from fusefs.launch.mount_requests import daemon_request
-
-ANSWER_TIMEOUT_S = 5.0
-FIRST_PAUSE_S = 0.02
-POLL_S = 0.25
-# Enough for the next daemon, if the daemon dies.
-SILENCE_S = 60.0
 
 
 def verify(path: Path) -> dict[str, Any]:
@@ -28,22 +18,7 @@ def verify(path: Path) -> dict[str, Any]:
         ControlError: the mount has ended, or its daemon refused.
     """
     mountpoint, below = sync.find(path)
-    message = {"command": "verify", "path": below, "start": True}
-    last_answer, pause_s = time.monotonic(), FIRST_PAUSE_S
-    while True:
-        try:
-            job = daemon_request(mountpoint, message, ANSWER_TIMEOUT_S)
-            last_answer = time.monotonic()
-            message["start"] = False
-            if job["has_ended"]:
-                _show(None)
-                return job
-            _show(job)
-        except control.NotAnsweringError as error:
-            if time.monotonic() - last_answer > SILENCE_S:
-                raise CommandError(f"the daemon of {mountpoint} is silent: {error}") from None
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, POLL_S)
+    return polling.finish(mountpoint, {"command": "verify", "path": below}, _progress)
 
 
 def report(path: Path, job: dict[str, Any]) -> bool:
@@ -69,8 +44,5 @@ def report(path: Path, job: dict[str, Any]) -> bool:
     return not job["lost_files"]
 
 
-def _show(job: dict[str, Any] | None) -> None:
-    """Show progress on one line of the terminal, if there is one; None clears the line."""
-    if sys.stderr.isatty():
-        text = f"{job['files']:,} files, {human_size(job['bytes'])}" if job is not None else ""
-        print(f"\r{text:<40}\r", end="", file=sys.stderr, flush=True)
+def _progress(job: dict[str, Any]) -> str:
+    return f"{job['files']:,} files, {human_size(job['bytes'])}"

@@ -1,15 +1,19 @@
-"""`fusefs warm`: daemons fetch files into their caches; this starts the jobs and shows progress."""
+"""`fusefs warm` and `fusefs pin`: daemons fetch files into their caches.
+
+This starts the jobs and shows their progress.
+"""
 
 from __future__ import annotations
 
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fusefs.cli import status_report, sync
+from fusefs.cli import manifest, status_report, sync
 from fusefs.launch import control
 from fusefs.launch.control import CommandError
 from fusefs.launch.mount_requests import daemon_request
@@ -36,21 +40,137 @@ ADDED = (
 )
 
 Job = dict[str, Any]
-# A mountpoint, and a path relative to it ("" for the whole mount).
-Place = tuple[Path, str]
+# The paths of a mount from which on they are sent as a list.
+MANY = 64
+BAD_LINES_NAMED = 10
 
 
-def warm(paths: Sequence[Path]) -> list[Place]:
-    """Start a job for each path, and return the paths as mountpoints and paths in them.
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A job for the daemon of one mount.
+
+    `below` is a path or pattern relative to the mountpoint ("" for the whole mount), or
+    the title of the list that has been sent under `list_name`. Of what it selects the job
+    fetches the shard (number, count), and pins it if `is_pinned`.
+    """
+
+    mountpoint: Path
+    below: str
+    shard: tuple[int, int] | None = None
+    is_pinned: bool = False
+    list_name: str = ""
+
+    @property
+    def title(self) -> str:
+        """What people read."""
+        path = self.below if self.list_name else str(self.mountpoint / self.below)
+        return f"{path} (shard {self.shard[0]}/{self.shard[1]})" if self.shard else path
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The request that starts the job, or joins it."""
+        message: dict[str, Any] = {"command": "warm", "path": self.below}
+        if self.shard is not None:
+            message["shard"] = self.shard
+        if self.is_pinned:
+            message["pin"] = True
+        if self.list_name:
+            message["list"] = self.list_name
+        return message
+
+
+# The job of each order, by the id that its daemon gave it.
+Ids = dict[Order, str]
+
+
+def shard(text: str) -> tuple[int, int]:
+    """Read `I/N`.
+
+    Raises:
+        ValueError: it is no such thing; the message says why.
+    """
+    parts = text.split("/")
+    if len(parts) != 2 or not all(part.isascii() and part.isdigit() for part in parts):
+        raise ValueError(f"{text!r} is not of the form I/N, as in 0/8")
+    number, count = map(int, parts)
+    if number >= count:
+        raise ValueError(f"the shards of {text!r} are numbered from 0 to N-1")
+    return number, count
+
+
+def orders(
+    paths: Sequence[Path], shard: tuple[int, int] | None = None, *, is_pinned: bool = False
+) -> list[Order]:
+    """The jobs for these paths, many of a mount being one. Sends their lists.
 
     Raises:
         CommandError: a path is in no mount.
+        ControlError: a mount has ended, or its daemon refused the list.
+    """
+    of: dict[Path, list[str]] = {}
+    for path in paths:
+        mountpoint, below = sync.find(path)
+        of.setdefault(mountpoint, []).append(below)
+    found = []
+    for mountpoint, parts in of.items():
+        # A list has a line for each path, and none for the whole mount.
+        if len(parts) > MANY and all(part and "\n" not in part for part in parts):
+            title = f"{len(parts):,} paths of {mountpoint}"
+            name = manifest.send(mountpoint, parts)
+            found.append(Order(mountpoint, title, shard, is_pinned, name))
+        else:
+            found += [Order(mountpoint, part, shard, is_pinned) for part in dict.fromkeys(parts)]
+    return found
+
+
+def manifest_order(
+    file: str, base: Path | None, shard: tuple[int, int] | None, complain: Callable[[str], None]
+) -> tuple[Order, int]:
+    """The job for a manifest ("-" is standard input), and how many of its lines are bad.
+
+    `complain` gets a line for each of the first of these. Relative paths are below
+    `base`; None is the only mount.
+
+    Raises:
+        CommandError: `base` is in no mount.
+        ControlError: the mount has ended, or its daemon refused the list.
+        OSError: the file can't be read.
+    """
+    mountpoint, below = sync.find(base) if base is not None else (manifest.only_mount(), "")
+    bad = 0
+
+    def refuse(number: int, why: str) -> None:
+        nonlocal bad
+        bad += 1
+        if bad <= BAD_LINES_NAMED:
+            complain(f"{file}:{number}: {why}")
+
+    with sys.stdin.buffer if file == "-" else open(file, "rb") as lines:
+        reader = manifest.Manifest(mountpoint, below)
+        name = manifest.send(mountpoint, reader.paths(lines, refuse))
+    if bad > BAD_LINES_NAMED:
+        complain(f"{file}: and {bad - BAD_LINES_NAMED:,} more lines that name nothing of the mount")
+    title = "standard input" if file == "-" else file
+    return Order(mountpoint, title, shard, list_name=name), bad
+
+
+def start(orders: Sequence[Order]) -> Ids:
+    """Start the jobs, or join those under way.
+
+    Raises:
+        CommandError: a daemon is too old for such a job.
         ControlError: a mount has ended, or its daemon refused the job.
     """
-    places = [sync.find(path) for path in paths]
-    for place in places:
-        _command(place, "warm")
-    return places
+    return {order: _start(order)["id"] for order in orders}
+
+
+def _start(order: Order) -> Job:
+    job = daemon_request(order.mountpoint, order.message, ANSWER_TIMEOUT_S)
+    if "id" not in job and len(order.message) > 2:
+        raise CommandError(
+            f"the daemon of {order.mountpoint} is older than this command: fusefs upgrade"
+        )
+    return {"id": order.below} | job
 
 
 def cancel(paths: Sequence[Path]) -> None:
@@ -60,11 +180,13 @@ def cancel(paths: Sequence[Path]) -> None:
         CommandError: a path has no job.
     """
     for path in paths:
-        if not _command(sync.find(path), "cancel warming")["was_under_way"]:
+        mountpoint, below = sync.find(path)
+        message = {"command": "cancel warming", "path": below}
+        if not daemon_request(mountpoint, message, ANSWER_TIMEOUT_S)["was_under_way"]:
             raise CommandError(f"{path} is not being warmed")
 
 
-def accepted(places: Sequence[Place]) -> None:
+def accepted(ids: Ids) -> None:
     """Wait for up to three seconds until the daemons have begun to list the paths.
 
     Raises:
@@ -73,10 +195,10 @@ def accepted(places: Sequence[Place]) -> None:
     deadline = time.monotonic() + FIRST_PAGE_S
     pause_s = FIRST_PAUSE_S
     while True:
-        jobs = _jobs(places)
-        for place, job in jobs.items():
+        jobs = _jobs(ids)
+        for order, job in jobs.items():
             if job["why"]:
-                raise CommandError(f"{path_of(place)}: {job['why']}")
+                raise CommandError(f"{order.title}: {job['why']}")
         is_listing = any(job["state"] == "listing" for job in jobs.values())
         if not is_listing or time.monotonic() > deadline:
             return
@@ -84,24 +206,28 @@ def accepted(places: Sequence[Place]) -> None:
         pause_s = min(2 * pause_s, POLL_S)
 
 
-def wait(places: Sequence[Place]) -> dict[Place, Job]:
+def wait(ids: Ids) -> dict[Order, Job]:
     """Wait until all jobs have ended, and return them.
 
     Raises:
-        CommandError: a daemon is silent for a minute.
+        CommandError: a daemon is silent for a minute, or does not know a list any more.
         ControlError: a mount has ended.
     """
     display = _ProgressDisplay()
-    jobs: dict[Place, Job] = {}
+    jobs: dict[Order, Job] = {}
     last_answer = time.monotonic()
     pause_s = FIRST_PAUSE_S
     while True:
-        open_places = [p for p in places if p not in jobs or not has_ended(jobs[p])]
-        if not open_places:
+        remaining = {
+            order: job_id
+            for order, job_id in ids.items()
+            if order not in jobs or not has_ended(jobs[order])
+        }
+        if not remaining:
             display.end()
-            return {place: jobs[place] for place in places}
+            return {order: jobs[order] for order in ids}
         try:
-            jobs |= _jobs(open_places)
+            jobs |= _jobs(remaining)
             last_answer = time.monotonic()
         except control.NotAnsweringError as error:
             if time.monotonic() - last_answer > SILENCE_S:
@@ -110,12 +236,6 @@ def wait(places: Sequence[Place]) -> dict[Place, Job]:
             display.show(together(list(jobs.values())))
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, POLL_S)
-
-
-def path_of(place: Place) -> Path:
-    """The path that a place stands for."""
-    mountpoint, below = place
-    return mountpoint / below
 
 
 def is_complete(job: Job) -> bool:
@@ -128,22 +248,26 @@ def has_ended(job: Job) -> bool:
     return job["state"] in ("ended", "cancelled")
 
 
-def _command(place: Place, command: str) -> dict[str, Any]:
-    mountpoint, below = place
-    return daemon_request(mountpoint, {"command": command, "path": below}, ANSWER_TIMEOUT_S)
-
-
-def _jobs(places: Sequence[Place]) -> dict[Place, Job]:
+def _jobs(ids: Ids) -> dict[Order, Job]:
     """The current state of the jobs."""
     jobs = {}
-    for mountpoint in dict.fromkeys(mountpoint for mountpoint, _ in places):
+    for mountpoint in dict.fromkeys(order.mountpoint for order in ids):
         answer = daemon_request(mountpoint, {"command": "warming"}, ANSWER_TIMEOUT_S)
-        known = {job["path"]: job for job in answer["jobs"]}
-        for place in places:
-            if place[0] == mountpoint:
-                # A daemon that was restarted does not know jobs that ended before.
-                jobs[place] = known.get(place[1]) or _command(place, "warm")
+        known = {job.get("id", job["path"]): job for job in answer["jobs"]}
+        for order, job_id in ids.items():
+            if order.mountpoint == mountpoint:
+                jobs[order] = known.get(job_id) or _again(order)
     return jobs
+
+
+def _again(order: Order) -> Job:
+    """Start a job again: a daemon that was restarted does not know jobs that ended before."""
+    if order.list_name:
+        raise CommandError(
+            f"{order.title}: the daemon was replaced after the job had ended; run the command"
+            " again to see what is in the cache"
+        )
+    return _start(order)
 
 
 def together(jobs: list[Job]) -> Job:

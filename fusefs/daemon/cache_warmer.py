@@ -1,29 +1,36 @@
-"""Fetches files into the cache ahead of their first read: `fusefs warm`, the daemon's side.
+"""Fetches files into the cache ahead of their first read: `fusefs warm` and `fusefs pin`.
 
-A *job* is a path of the mount: a file, or all below a directory. It is listed by flat
-pages, a thousand keys each, however many directories they are in, and works on the
-versions that listings name: no node is made for the kernel, and an open finds what was
-fetched because it looks for the same version. What is in the cache is passed over, so a
-job that is started again goes on where it was. On a writable mount, whose lookups need
-each object's metadata, the job sends those HEADs as well.
+A *job* is a path of the mount (a file, or all below a directory), a pattern, or a list of
+paths, and of these all objects or a shard. They are found by listings (selection.py), and
+the job works on the versions that listings name: no node is made for the kernel, and an
+open finds what was fetched because it looks for the same version. What is in the cache is
+passed over, so a job that is started again goes on where it was. On a writable mount, whose
+lookups need each object's metadata, the job sends those HEADs as well.
 
 All jobs share one bounded number of requests; downloads go after what programs wait for.
 Small files are one download each; a large one is cut into parts, which are begun in order.
 
 A job stops fetching when it could make room only by evicting what it has fetched itself,
-or what was used since it began. It goes on counting, to report what does not fit.
+or what was used since it began. It goes on counting, to report what does not fit. A job that
+pins puts what it selects on record (cache/retention.py) before it fetches it, and may evict
+all that is not pinned.
 
 Jobs under way are on record in the mount's state directory: the daemon that takes a mount
-over goes on with them.
+over goes on with them. A list comes in pieces and is kept there as well, in a file of its own.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+import re
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import trio
@@ -31,12 +38,13 @@ import trio
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.downloader import PART, Fetcher, NotKeptError
 from fusefs.cache.file_cache import FileCache
+from fusefs.daemon.selection import Deliver, Selected, Selector, Shard, is_pattern
 from fusefs.daemon.takeover import Handover, state_directory
+from fusefs.launch.control import ControlError
 from fusefs.posix.metadata.head_cache import HeadCache
-from fusefs.posix.nodes import names
 from fusefs.settings.mount import MountSettings
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
-from fusefs.store.interface import ListPage, ObjectInfo, Store
+from fusefs.store.interface import ObjectInfo, Store
 
 logger = logging.getLogger("fusefs.daemon.cache_warmer")
 
@@ -44,8 +52,10 @@ logger = logging.getLogger("fusefs.daemon.cache_warmer")
 MOST_REQUESTS = 24
 # Pages that are listed ahead: 20 MB.
 PAGES_AHEAD = 50
-# Listings at a time: they do not queue behind what programs wait for.
-LISTINGS = 2
+# Lines of a list that are looked up together.
+BLOCK_LINES = 20_000
+# For a pin, whatever is not pinned is evicted: this time is after each last use.
+EVICT_ANYTHING = sys.float_info.max
 # Files passed over before other tasks have their turn.
 TURN = 100
 # Ended jobs that can still be described.
@@ -56,15 +66,69 @@ MOST_NAMED = 10
 SPEED_OVER_S = 20
 
 
-class WarmJob:
-    """Everything at or below `path` of the mount, "" being its root.
+_LIST_NAME = re.compile(r"[0-9a-f]{16,64}")
 
-    `since` is when it was started, in seconds since the epoch. Sizes are in
-    bytes; `files` and `size` count what has been listed so far.
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """What a job fetches.
+
+    `path` is a path or pattern of the mount, "" being its root, or the title of the list
+    whose file is named `list_name`. Of what is selected a `shard` is fetched, and all of
+    it `is_pinned`.
     """
 
-    def __init__(self, path: str, since: float) -> None:
-        self.path = path
+    path: str
+    shard: Shard | None = None
+    is_pinned: bool = False
+    list_name: str = ""
+
+    @property
+    def id(self) -> str:
+        """Tells jobs apart; that of a plain path is the path."""
+        parts = [f"list {self.list_name}" if self.list_name else self.path]
+        if self.shard is not None:
+            parts.append(f"shard {self.shard.number}/{self.shard.count}")
+        if self.is_pinned:
+            parts.append("pin")
+        return "\0".join(parts)
+
+    @property
+    def title(self) -> str:
+        """What people read."""
+        shard = self.shard
+        return f"{self.path} (shard {shard.number}/{shard.count})" if shard else self.path
+
+    def plain(self) -> list[object]:
+        """The parts, as JSON can hold them."""
+        shard = [self.shard.number, self.shard.count] if self.shard else None
+        return [self.path, shard, self.is_pinned, self.list_name]
+
+    @classmethod
+    def from_plain(cls, path: str, shard: Any, is_pinned: Any, list_name: Any) -> JobSpec:
+        """Read what `plain` returned, or a request.
+
+        Raises:
+            ValueError, TypeError: it is nothing of the kind.
+        """
+        if shard is not None:
+            number, count = map(int, shard)
+            if not 0 <= number < count:
+                raise ValueError("no such shard")
+            shard = Shard(number, count)
+        if list_name and not _LIST_NAME.fullmatch(list_name):
+            raise ValueError("no list has such a name")
+        return cls(str(path), shard, bool(is_pinned), str(list_name))
+
+
+class WarmJob:
+    """One job. `since` is when it was started, in seconds since the epoch.
+
+    Sizes are in bytes; `files` and `size` count what has been listed so far.
+    """
+
+    def __init__(self, spec: JobSpec, since: float) -> None:
+        self.spec = spec
         self.since = since
         self.scope = trio.CancelScope()
         self.is_listed = False
@@ -88,7 +152,9 @@ class WarmJob:
         return self.has_ended or self.scope.cancel_called
 
     def is_within(self, path: str) -> bool:
-        return not path or self.path == path or self.path.startswith(path + "/")
+        if self.spec.list_name:
+            return not path
+        return not path or self.spec.path == path or self.spec.path.startswith(path + "/")
 
     def found(self, infos: Sequence[ObjectInfo], *, is_last: bool) -> None:
         """Count the files of a page of the listing."""
@@ -126,13 +192,20 @@ class WarmJob:
         if len(self.failed) < MOST_NAMED:
             self.failed.append(f"{path} ({error})")
 
+    def miss(self, line: int, path: str, error: StoreError) -> None:
+        """Count a line of a list for which there is no file."""
+        self.files += 1
+        self.fail(f"line {line}: {path}", error)
+
     def end(self) -> None:
         self.has_ended = True
 
     def describe(self, limit: int) -> dict[str, Any]:
         """The job as JSON can hold it; `limit` is how many bytes the cache may hold."""
         return {
-            "path": self.path,
+            "id": self.spec.id,
+            "path": self.spec.title,
+            "is_pinned": self.spec.is_pinned,
             "state": self._state(),
             "is_listed": self.is_listed,
             "files": self.files,
@@ -168,13 +241,19 @@ class CacheWarmer:
     """The jobs of one mount. Belongs to the event loop."""
 
     def __init__(
-        self, store: Store, cache: FileCache, fetcher: Fetcher, settings: MountSettings
+        self,
+        store: Store,
+        cache: FileCache,
+        fetcher: Fetcher,
+        settings: MountSettings,
+        selector: Selector,
     ) -> None:
         self._store = store
         self._cache = cache
         self._fetcher = fetcher
         self._prefix = settings.source.prefix
         self._record = state_directory(settings) / "warming.json"
+        self._lists = state_directory(settings) / "warming"
         self._recording = trio.Lock()
         self._jobs: dict[str, WarmJob] = {}
         self._nursery: trio.Nursery
@@ -182,7 +261,7 @@ class CacheWarmer:
         self._has_begun = trio.Event()
         connections = store.counters()["connections"]
         self._slots = trio.Semaphore(max(1, min(MOST_REQUESTS, connections * 3 // 4)))
-        self._listing = trio.CapacityLimiter(LISTINGS)
+        self._selector = selector
 
     async def run(self, handover: Handover | None, head_cache: HeadCache) -> None:
         """Do the jobs until cancelled; after a takeover, those of the last daemon first."""
@@ -190,24 +269,54 @@ class CacheWarmer:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             if handover is not None and not handover.is_fresh:
-                for path, since in await trio.to_thread.run_sync(self._read):
-                    self._begin(WarmJob(path, since))
+                for spec, since in await trio.to_thread.run_sync(self._read):
+                    self._begin(WarmJob(spec, since))
+            await trio.to_thread.run_sync(self._remove_lists)
             await self._write()
             self._has_begun.set()
             await trio.sleep_forever()
 
-    async def start(self, path: str) -> WarmJob:
-        """Start the job of a path ("" is the mount's root), or join it if it is under way.
+    async def start(self, spec: JobSpec) -> WarmJob:
+        """Start a job, or join it if it is under way. It is on record when this returns.
 
-        It is on record when this returns.
+        Raises:
+            ControlError: its list is not there.
         """
         await self._has_begun.wait()
-        job = self._jobs.get(path)
+        if spec.list_name and not (self._lists / spec.list_name).exists():
+            raise ControlError("the list is incomplete, for the daemon was replaced; try again")
+        job = self._jobs.get(spec.id)
         if job is None or job.is_ending:
-            job = WarmJob(path, time.time())
+            job = WarmJob(spec, time.time())
             self._begin(job)
         await self._write()
         return job
+
+    async def append(self, list_name: str, offset: int, lines: str) -> None:
+        """Add lines to a list, at `offset` bytes; the same ones may be added again.
+
+        Raises:
+            ControlError: the list can't be kept, or what is before `offset` is missing.
+        """
+        await self._has_begun.wait()
+        if not _LIST_NAME.fullmatch(list_name):
+            raise ControlError("no list has such a name")
+
+        def write() -> None:
+            self._lists.mkdir(mode=0o700, parents=True, exist_ok=True)
+            fd = os.open(self._lists / list_name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            with open(fd, "wb") as file:
+                if offset > os.fstat(fd).st_size:
+                    raise ControlError(
+                        "the list is incomplete, for the daemon was replaced; try again"
+                    )
+                file.seek(offset)
+                file.write(lines.encode())
+
+        try:
+            await trio.to_thread.run_sync(write)
+        except OSError as error:
+            raise ControlError(f"the list can't be kept: {error.strerror}") from error
 
     def cancel(self, path: str) -> bool:
         """End the jobs at and below a path; what has been fetched stays."""
@@ -216,24 +325,31 @@ class CacheWarmer:
             job.scope.cancel()
         return bool(jobs)
 
+    def cancel_pins(self, path: str) -> None:
+        """End the jobs that pin what is at or below a path."""
+        for job in self._jobs.values():
+            if job.spec.is_pinned and not job.is_ending and job.is_within(path):
+                job.scope.cancel()
+
     def describe(self) -> list[dict[str, Any]]:
         """The jobs as JSON can hold them, the latest last."""
         return [job.describe(self._cache.quota.limit) for job in self._jobs.values()]
 
     def _begin(self, job: WarmJob) -> None:
-        self._jobs.pop(job.path, None)
-        ended = [path for path, other in self._jobs.items() if other.has_ended]
-        for path in ended[: -MOST_ENDED or None]:
-            del self._jobs[path]
-        self._jobs[job.path] = job
+        self._jobs.pop(job.spec.id, None)
+        ended = [known for known, other in self._jobs.items() if other.has_ended]
+        for known in ended[: -MOST_ENDED or None]:
+            del self._jobs[known]
+        self._jobs[job.spec.id] = job
         self._nursery.start_soon(self._run, job)
 
     # The record
 
-    def _read(self) -> list[tuple[str, float]]:
+    def _read(self) -> list[tuple[JobSpec, float]]:
         try:
             return [
-                (str(path), float(since)) for path, since in json.loads(self._record.read_text())
+                (JobSpec.from_plain(path, *(rest or (None, False, ""))), float(since))
+                for path, since, *rest in json.loads(self._record.read_text())
             ]
         except FileNotFoundError:
             return []
@@ -254,13 +370,30 @@ class CacheWarmer:
                 logger.warning("the jobs of the cache warmer can't be put on record: %s", error)
 
         async with self._recording:
-            jobs = [(job.path, job.since) for job in self._jobs.values() if not job.has_ended]
+            jobs = []
+            for job in self._jobs.values():
+                if not job.has_ended:
+                    path, *rest = job.spec.plain()
+                    # Earlier versions of fusefs read the record of plain paths.
+                    jobs.append([path, job.since, *(rest if any(rest) else ())])
             await trio.to_thread.run_sync(write, json.dumps(jobs))
+
+    def _remove_lists(self) -> None:
+        """Remove the lists that no job uses. Blocks."""
+        used = {job.spec.list_name for job in self._jobs.values()}
+        try:
+            for path in self._lists.iterdir():
+                if path.name not in used:
+                    path.unlink()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            logger.warning("the lists of the cache warmer can't be removed: %s", error)
 
     # One job
 
     async def _run(self, job: WarmJob) -> None:
-        logger.info("warming %r", job.path)
+        logger.info("warming %r", job.spec.title)
         with job.scope:
             send, receive = trio.open_memory_channel[list[ObjectInfo]](PAGES_AHEAD)
             async with trio.open_nursery() as nursery, receive:
@@ -268,43 +401,58 @@ class CacheWarmer:
                 async for page in receive:
                     for info in page:
                         await self._bring(job, nursery, info)
+            if job.spec.is_pinned:
+                await self._finish_pin(job)
+        if job.spec.list_name:
+            (self._lists / job.spec.list_name).unlink(missing_ok=True)
         job.end()
-        logger.info("warmed %r: %s", job.path, job.describe(self._cache.quota.limit))
+        logger.info("warmed %r: %s", job.spec.title, job.describe(self._cache.quota.limit))
         await self._write()
+
+    async def _finish_pin(self, job: WarmJob) -> None:
+        """Let what is not in the bucket any more be evicted, and have the rest on record."""
+        await self._cache.record()
+        if job.error is None and not job.spec.list_name and not is_pattern(job.spec.path):
+            key = self._prefix + job.spec.path
+            await self._cache.release_unused(key.removesuffix("/"), job.since)
 
     async def _list(self, job: WarmJob, send: trio.MemorySendChannel[list[ObjectInfo]]) -> None:
         """Send the job's files page by page."""
-        key = self._prefix + job.path
-        after = ""
+        shard = job.spec.shard
+
+        async def deliver(selected: Selected) -> None:
+            if job.spec.is_pinned:
+                await self._cache.add_pins(selected.roots)
+            infos = selected.objects
+            if shard is not None:
+                infos = [info for info in infos if shard.has(info.key)]
+            job.found(infos, is_last=False)
+            await send.send(infos)
+
         async with send:
-            while not job.is_listed:
-                try:
-                    page = await self._page(key, key + "/" if job.path else key, after)
-                except NotFoundError:
-                    job.error = "there is no such file or directory in the bucket"
-                    return
-                except StoreError as error:
-                    job.error = str(error)
-                    return
-                infos = [info for info in page.objects if self._is_shown(info.key)]
-                job.found(infos, is_last=page.next_token is None)
-                after = page.last
-                await send.send(infos)
+            try:
+                if job.spec.list_name:
+                    await self._select_lines(job, deliver)
+                else:
+                    await self._selector.select(job.spec.path, deliver)
+            except NotFoundError as error:
+                job.error = str(error)
+            except StoreError as error:
+                job.error = str(error)
+            except OSError as error:
+                job.error = f"it can't be put on record: {error.strerror or error}"
+            else:
+                job.is_listed = True
 
-    async def _page(self, key: str, prefix: str, after: str) -> ListPage:
-        """A page of what is below `prefix`, or of the file `key` if nothing is."""
-        async with self._listing:
-            page = await self._store.list_page(prefix, delimiter="", start_after=after)
-            if page.objects or after or prefix == key:
-                return page
-            return ListPage([await self._store.head(key)], [], None, key)
-
-    def _is_shown(self, key: str) -> bool:
-        """Whether the mount shows a file for this key."""
-        path = key[len(self._prefix) :].split("/")
-        is_private = names.is_private(self._prefix, path[0])
-        is_private = is_private or any(names.is_private("/", name) for name in path[1:])
-        return not is_private and all(names.is_expressible(name) for name in path)
+    async def _select_lines(self, job: WarmJob, deliver: Deliver) -> None:
+        """Deliver what is at or below the paths of the job's list; the first line is 1."""
+        path, number = self._lists / job.spec.list_name, 0
+        with await trio.to_thread.run_sync(path.open) as file:
+            while lines := await trio.to_thread.run_sync(lambda: list(islice(file, BLOCK_LINES))):
+                numbered = [(at, line.rstrip("\n")) for at, line in enumerate(lines, number + 1)]
+                number += len(lines)
+                wanted = [(at, line) for at, line in numbered if line]
+                await self._selector.select_lines(wanted, deliver, job.miss)
 
     async def _bring(
         self, job: WarmJob, nursery: trio.Nursery, info: ObjectInfo, *, is_again: bool = False
@@ -315,7 +463,9 @@ class CacheWarmer:
             nursery.start_soon(self._learn, info)
         known = self._cache.find(info.version)
         if not info.size or (known is not None and known.is_complete):
-            self._cache.unpin(self._cache.pin(info.version))  # counts as a use
+            file = self._cache.pin(info.version)  # counts as a use
+            self._retain(job, file)
+            self._cache.unpin(file)
             job.has(info.size)
             if job.done_files % TURN == 0:
                 await trio.lowlevel.checkpoint()
@@ -324,6 +474,7 @@ class CacheWarmer:
             job.leave_out(info.size)
             return
         work = _Work(job, info, self._cache.pin(info.version))
+        self._retain(job, work.file)
         if not is_again:
             work.again = lambda: nursery.start_soon(self._bring_again, job, nursery, info.key)
         try:
@@ -338,6 +489,10 @@ class CacheWarmer:
         finally:
             self._let_go(work)
 
+    def _retain(self, job: WarmJob, file: CacheFile) -> None:
+        if job.spec.is_pinned:
+            self._cache.retain_again(file)
+
     async def _learn(self, info: ObjectInfo) -> None:
         try:
             await self._head_cache.learn_version(info)
@@ -347,7 +502,8 @@ class CacheWarmer:
     async def _part(self, work: _Work, start: int, stop: int) -> None:
         job, file = work.job, work.file
         try:
-            missing = await self._fetcher.fill(file, start, stop, job.since)
+            since = EVICT_ANYTHING if job.spec.is_pinned else job.since
+            missing = await self._fetcher.fill(file, start, stop, since)
             work.arrived += stop - start
             job.arrived(stop - start, missing)
         except NotKeptError:

@@ -38,6 +38,8 @@ from fusefs.cache.integrity.scrub import Scrub
 from fusefs.daemon import preloading, setup, status
 from fusefs.daemon.access_guard import AccessGuard
 from fusefs.daemon.cache_warmer import CacheWarmer
+from fusefs.daemon.local_copies import LocalCopies
+from fusefs.daemon.selection import Selector
 from fusefs.daemon.takeover import (
     Handover,
     TakeOverError,
@@ -157,7 +159,18 @@ class Daemon:
                     nursery,
                     self._unsent,
                 )
-                self.warmer = CacheWarmer(self.store, self.cache, self.fetcher, self.settings)
+                self.selector = Selector(self.store, self.settings.source.prefix)
+                self.warmer = CacheWarmer(
+                    self.store, self.cache, self.fetcher, self.settings, self.selector
+                )
+                self.local_copies = LocalCopies(
+                    self.cache,
+                    self.evictor,
+                    self.selector,
+                    self.settings.source.prefix,
+                    nursery,
+                    self._pending,
+                )
                 nursery.start_soon(_watch_signals, self._unmount, partial(status.log_waiting, self))
                 try:
                     await self._serve(nursery, ready)
@@ -177,6 +190,11 @@ class Daemon:
         """What was written at or below a key and is not in the bucket."""
         writer = self.operations.writer
         return writer.backlog.files(key) if writer is not None else []
+
+    def _pending(self, key: str) -> tuple[int, int]:
+        """How many files and bytes at or below a key are not in the bucket."""
+        staged = self._unsent(key)
+        return len(staged), sum(file.size() for file in staged)
 
     async def _open_cache(self) -> None:
         settings = self.settings

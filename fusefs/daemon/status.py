@@ -18,7 +18,8 @@ from fusefs.cache.downloader import Fetcher
 from fusefs.cache.file_cache import FileCache
 from fusefs.cache.integrity.scrub import Scrub
 from fusefs.daemon.access_guard import AccessGuard
-from fusefs.daemon.cache_warmer import CacheWarmer
+from fusefs.daemon.cache_warmer import CacheWarmer, JobSpec
+from fusefs.daemon.local_copies import LocalCopies
 from fusefs.daemon.verifier import Verifier
 from fusefs.fuse.passthrough import NoPassthrough, PassthroughFiles
 from fusefs.fuse.session import RunningSession
@@ -59,27 +60,30 @@ class MountParts(Protocol):
     scrub: Scrub
     verifier: Verifier
     warmer: CacheWarmer
+    local_copies: LocalCopies
     access_guard: AccessGuard
 
 
 def answer(
     daemon: MountParts, request: dict[str, Any]
 ) -> dict[str, Any] | Awaitable[dict[str, Any]]:
-    """Answer `fusefs status`, `fusefs sync`, `fusefs warm` or `fusefs verify`.
+    """Answer one request of a command: `fusefs status`, `fusefs warm` and the like.
 
     Raises:
         ControlError: it is another command.
     """
     match request:
         case {"command": "status"}:
-            return collect(daemon)
+            return _collect_all(daemon)
         case {"command": "sync", "path": str(path), "start": bool(is_first)}:
             mutations = daemon.operations.mutations
             if mutations is None:
                 return {"pending": [], "under_way": 0}
             return sync(mutations, daemon.settings.source.prefix + path, is_first=is_first)
         case {"command": "warm", "path": str(path)}:
-            return _warm(daemon, path)
+            return _warm(daemon, path, request)
+        case {"command": "warm list", "list": str(name), "offset": int(offset), "lines": str(text)}:
+            return _append(daemon, name, offset, text)
         case {"command": "cancel warming", "path": str(path)}:
             return {"was_under_way": daemon.warmer.cancel(path)}
         case {"command": "verify", "path": str(path), "start": bool(is_first)}:
@@ -87,14 +91,55 @@ def answer(
             return job.describe()
         case {"command": "warming"}:
             return {"jobs": daemon.warmer.describe()}
+        case {"command": "unpin", "path": str(path)}:
+            return _unpin(daemon, path)
+        case {"command": "path status", "path": str(path), "start": bool(is_first)}:
+            _check(path)
+            return daemon.local_copies.job(path, is_new=is_first).describe()
+        case {"command": "drop", "path": str(path), "start": bool(is_first), "force": bool(force)}:
+            _check(path)
+            copies = daemon.local_copies
+            return copies.job(path, is_new=is_first, drops=True, is_forced=force).describe()
     raise ControlError("no such command")
 
 
-async def _warm(daemon: MountParts, path: str) -> dict[str, Any]:
+def _check(path: str) -> None:
     if names.decode(os.fsencode(path)) is None:
         raise ControlError("no object has such a name")
-    job = await daemon.warmer.start(path)
+
+
+async def _warm(daemon: MountParts, path: str, request: dict[str, Any]) -> dict[str, Any]:
+    _check(path)
+    try:
+        shard, is_pinned = request.get("shard"), request.get("pin", False)
+        spec = JobSpec.from_plain(path, shard, is_pinned, request.get("list", ""))
+    except (TypeError, ValueError, IndexError):
+        raise ControlError("the request can't be read") from None
+    job = await daemon.warmer.start(spec)
     return job.describe(daemon.cache.quota.limit)
+
+
+async def _append(daemon: MountParts, name: str, offset: int, lines: str) -> dict[str, Any]:
+    await daemon.warmer.append(name, offset, lines)
+    return {}
+
+
+async def _unpin(daemon: MountParts, path: str) -> dict[str, Any]:
+    """Unpin what is pinned at and below a path, and stop fetching it."""
+    _check(path)
+    daemon.warmer.cancel_pins(path)
+    try:
+        pins = await daemon.local_copies.unpin(path)
+    except OSError as error:
+        raise ControlError(f"the pins can't be changed: {error.strerror or error}") from error
+    above = [] if pins else await daemon.local_copies.pins_above(path)
+    return {"pins": len(pins), "above": above[:MOST_PENDING]}
+
+
+async def _collect_all(daemon: MountParts) -> dict[str, Any]:
+    status = collect(daemon)
+    status["pins"] = await daemon.local_copies.describe_pins()
+    return status
 
 
 def collect(daemon: MountParts) -> dict[str, Any]:

@@ -51,7 +51,8 @@ __all__ = [
 Message = dict[str, Any]
 Answer = Callable[[Message], Message | Awaitable[Message]]
 
-MAX_REQUEST = 4096
+# A piece of a list of paths, with room for what JSON makes of other characters.
+MAX_REQUEST = 256 << 10
 CLIENT_TIMEOUT_S = 5.0
 
 
@@ -132,7 +133,7 @@ async def _receive(stream: trio.SocketStream) -> Message:
         chunk = await stream.receive_some(MAX_REQUEST + 1 - len(line))
         line += chunk
         if not chunk or len(line) > MAX_REQUEST:
-            raise ControlError("a request is one JSON line of at most 4096 bytes")
+            raise ControlError(f"a request is one JSON line of at most {MAX_REQUEST} bytes")
     return parse(line)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from fusefs.cli import status_report
 from fusefs.cli.warm import together
-from fusefs.daemon.cache_warmer import MOST_NAMED, WarmJob
+from fusefs.daemon.cache_warmer import MOST_NAMED, JobSpec, WarmJob
 from fusefs.store.errors import AccessDeniedError
 from fusefs.store.interface import ObjectInfo
 
@@ -17,7 +17,7 @@ LIMIT = 100 * GIB
 
 
 def job(**facts: Any) -> dict[str, Any]:
-    plain = WarmJob("a", 0.0).describe(LIMIT)
+    plain = WarmJob(JobSpec("a"), 0.0).describe(LIMIT)
     return {**plain, "state": "under way", "is_listed": True, **facts}
 
 
@@ -48,7 +48,7 @@ def test_several_paths_are_shown_as_one() -> None:
 
 
 def test_files_that_cannot_be_read_are_named_up_to_a_number() -> None:
-    one = WarmJob("a", 0.0)
+    one = WarmJob(JobSpec("a"), 0.0)
     for number in range(MOST_NAMED + 3):
         one.fail(f"a/{number}", AccessDeniedError("access denied"))
     report = status_report.warmth({**one.describe(LIMIT), "state": "ended"})
@@ -59,7 +59,7 @@ def test_files_that_cannot_be_read_are_named_up_to_a_number() -> None:
 def test_the_time_left_is_told_from_the_speed_of_late(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr("time.monotonic", lambda: now)
-    one = WarmJob("a", 0.0)
+    one = WarmJob(JobSpec("a"), 0.0)
     one.found([ObjectInfo(f"a/{number}", 100, "", 0) for number in range(10)], is_last=False)
     for _ in range(3):
         now += 1

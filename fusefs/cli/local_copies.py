@@ -1,0 +1,114 @@
+"""`fusefs unpin`, `fusefs drop` and `fusefs status PATH`: what of a path is on the local disk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fusefs.cli import polling, sync
+from fusefs.cli.status_report import human_size
+from fusefs.launch.control import CommandError
+from fusefs.launch.mount_requests import daemon_request
+
+ANSWER_TIMEOUT_S = 5.0
+NAMED = 3
+# What the beginnings of names say of jobs, and not of paths.
+OF_JOBS = ("has_ended", "why", "in_use", "dropped")
+
+Job = dict[str, Any]
+
+
+def unpin(paths: Sequence[Path]) -> None:
+    """Unpin what is pinned at and below these paths.
+
+    Raises:
+        CommandError: nothing is pinned at or below a path; the others are unpinned.
+    """
+    wrong = []
+    for path in paths:
+        mountpoint, below = sync.find(path)
+        message = {"command": "unpin", "path": below}
+        answer = daemon_request(mountpoint, message, ANSWER_TIMEOUT_S)
+        if answer["above"]:
+            above = ", ".join(str(mountpoint / pin) for pin in answer["above"])
+            wrong.append(f"{path} is pinned as a part of {above}, which can be unpinned")
+        elif not answer["pins"]:
+            wrong.append(f"{path} is not pinned")
+    if wrong:
+        raise CommandError(
+            "; ".join(wrong[:3]) + (f" and {len(wrong) - 3:,} more" * (len(wrong) > 3))
+        )
+
+
+def drop(path: Path, *, is_forced: bool) -> bool:
+    """Remove the local copies at and below a path, and print how many; False if some stay.
+
+    Raises:
+        CommandError: `path` is in no mount, or there is no such file.
+    """
+    mountpoint, below = sync.find(path)
+    message = {"command": "drop", "path": below, "force": is_forced}
+    job = polling.finish(mountpoint, message, _progress)
+    if job["why"]:
+        raise CommandError(f"{path}: {job['why']}")
+    texts = [f"{_files(job, 'dropped_')} dropped"]
+    is_pinned = bool(job["pinned_files"] and not is_forced)
+    if is_pinned:
+        texts.append(f"{_files(job, 'pinned_')} pinned (fusefs unpin, or --force)")
+    if job["in_use_files"]:
+        names = ", ".join(job["in_use"])
+        more = job["in_use_files"] - len(job["in_use"])
+        texts.append(
+            f"{_files(job, 'in_use_')} in use: {names}" + (f" and {more:,} more" if more else "")
+        )
+    if job["pending_files"]:
+        texts.append(f"{_files(job, 'pending_')} not in the bucket yet")
+    print(f"{path}: {'; '.join(texts)}")
+    return not is_pinned and not job["in_use_files"]
+
+
+def status(mountpoint: Path, below: str) -> Job:
+    """How much of a path of a mount is in its cache; sizes in bytes.
+
+    Raises:
+        CommandError: there is no such file.
+    """
+    message = {"command": "path status", "path": below}
+    job = polling.finish(mountpoint, message, _progress)
+    path = mountpoint / below
+    if job["why"]:
+        raise CommandError(f"{path}: {job['why']}")
+    facts = {name: fact for name, fact in job.items() if not name.startswith(OF_JOBS)}
+    return facts | {"path": str(path)}
+
+
+def as_text(job: Job) -> str:
+    """The status of a path as a block of lines for people."""
+    local = f"{_files(job, 'local_')} whole"
+    if job["partial_files"]:
+        local += f"; {_files(job, 'partial_')} of them in parts"
+    rows = [("files", _files(job, "")), ("local", local), ("pinned", _pinned(job))]
+    if job["downloading_files"]:
+        rows.append(("arriving", f"{_files(job, 'downloading_')} to come"))
+    if job["pending_files"]:
+        rows.append(("pending", f"{_files(job, 'pending_')}, not in the bucket yet"))
+    return "\n".join([job["path"], *(f"  {label:<10}{text}" for label, text in rows)])
+
+
+def _pinned(job: Job) -> str:
+    if job["is_pinned"]:
+        return f"yes; {_files(job, 'pinned_')} here"
+    if job["pins"]:
+        pins = f"{job['pins']:,} path{'s' * (job['pins'] != 1)}"
+        return f"{pins} below; {_files(job, 'pinned_')} here"
+    return "no"
+
+
+def _files(job: Job, kind: str) -> str:
+    count = job[f"{kind}files"]
+    return f"{count:,} file{'s' * (count != 1)}, {human_size(job[f'{kind}bytes'])}"
+
+
+def _progress(job: Job) -> str:
+    return f"{job['files']:,} files listed"

@@ -1,0 +1,123 @@
+"""Lists of paths: `fusefs warm --manifest FILE`, and more paths than a request has room for.
+
+A line is a path: relative to a directory of the mount, absolute, or the s3:// URI of an
+object of the mount's bucket. Empty lines and those that begin with `#` stand for nothing.
+The daemon gets one line for each line of the file, so that its numbers are the file's.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from fusefs.cli import sync
+from fusefs.launch import registry
+from fusefs.launch.control import CommandError
+from fusefs.launch.mount_requests import daemon_request
+
+ANSWER_TIMEOUT_S = 5.0
+# Bytes of a list in one request, which has at most 256 KiB: each is at most six in JSON.
+PIECE = 40_000
+
+
+class LineError(Exception):
+    """A line of a list is no path of the mount."""
+
+
+def send(mountpoint: Path, lines: Iterable[str]) -> str:
+    """Give the mount's daemon a list of paths relative to the mountpoint; return its name.
+
+    Raises:
+        ControlError: the mount has ended, or its daemon refused.
+    """
+    name = secrets.token_hex(16)
+    offset, size = 0, 0
+    piece: list[str] = []
+
+    def flush() -> None:
+        message = {"command": "warm list", "list": name, "offset": offset, "lines": "".join(piece)}
+        daemon_request(mountpoint, message, ANSWER_TIMEOUT_S)
+
+    for line in lines:
+        piece.append(f"{line}\n")
+        size += len(line.encode()) + 1
+        if size >= PIECE:
+            flush()
+            offset, piece, size = offset + size, [], 0
+    flush()
+    return name
+
+
+class Manifest:
+    """Reads the lines of one manifest as paths of one mount.
+
+    Relative paths are below `base`, a directory in the mount, relative to the mountpoint.
+    """
+
+    def __init__(self, mountpoint: Path, base: str) -> None:
+        registration = registry.registration_of(mountpoint)
+        if registration is None:
+            raise CommandError(f"{mountpoint} is not a mount of fusefs; fusefs status lists them")
+        self.mountpoint = mountpoint
+        self._base = base
+        self._source = registration.source
+
+    def paths(self, lines: Iterable[bytes], refuse: Callable[[int, str], None]) -> Iterable[str]:
+        """The path of each line, "" for those without; `refuse` gets numbers and reasons."""
+        for number, line in enumerate(lines, 1):
+            text = line.strip(b" \t\r\n")
+            if not text or text.startswith(b"#"):
+                yield ""
+                continue
+            try:
+                yield self._path(text.decode())
+            except UnicodeDecodeError:
+                refuse(number, "it is not UTF-8, and no object has such a name")
+                yield ""
+            except LineError as error:
+                refuse(number, str(error))
+                yield ""
+
+    def _path(self, text: str) -> str:
+        if text.startswith("s3://"):
+            bucket = self._source.removeprefix("s3://")
+            path = text.removeprefix("s3://")
+            if not path.startswith(bucket) or path == bucket:
+                raise LineError(f"{text} is not below {self._source}")
+            return path.removeprefix(bucket).removesuffix("/")
+        if text.startswith("/"):
+            relative = os.path.relpath(os.path.normpath(text), self.mountpoint)
+            if relative.startswith("../"):
+                relative = self._through_links(text)
+        else:
+            relative = os.path.normpath(os.path.join(self._base, text))
+        if relative == ".." or relative.startswith("../"):
+            raise LineError(f"{text} is not in the mount {self.mountpoint}")
+        if relative == ".":
+            raise LineError(f"{text} is the whole mount: name it on the command line")
+        return relative
+
+    def _through_links(self, text: str) -> str:
+        """As `sync.find`, for a path to the mountpoint by symbolic links."""
+        try:
+            mountpoint, below = sync.find(Path(text))
+        except CommandError as error:
+            raise LineError(str(error)) from None
+        if mountpoint != self.mountpoint:
+            raise LineError(f"{text} is not in the mount {self.mountpoint}")
+        return below or "."
+
+
+def only_mount() -> Path:
+    """The mountpoint of the only mount.
+
+    Raises:
+        CommandError: there is none, or there are several.
+    """
+    mountpoints = [Path(mount.mountpoint) for mount in registry.all_mounts()]
+    if len(mountpoints) != 1:
+        there = "there are several mounts" if mountpoints else "there is no mount"
+        raise CommandError(f"{there}: name the directory that the manifest's paths are relative to")
+    return mountpoints[0]

@@ -1,0 +1,54 @@
+"""Has a daemon do a job that takes a while, and waits for the result."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fusefs.launch import control
+from fusefs.launch.control import CommandError
+from fusefs.launch.mount_requests import daemon_request
+
+ANSWER_TIMEOUT_S = 5.0
+FIRST_PAUSE_S = 0.02
+POLL_S = 0.25
+# Enough for the next daemon, if the daemon dies.
+SILENCE_S = 60.0
+
+
+def finish(
+    mountpoint: Path, message: dict[str, Any], describe: Callable[[dict[str, Any]], str]
+) -> dict[str, Any]:
+    """Start the job of a request, wait until it has ended, and return it.
+
+    The request gets the key "start". `describe` makes the text that is shown on one
+    line of the terminal meanwhile, if there is one.
+
+    Raises:
+        CommandError: the daemon is silent for a minute.
+        ControlError: the mount has ended, or its daemon refused.
+    """
+    message = message | {"start": True}
+    last_answer, pause_s = time.monotonic(), FIRST_PAUSE_S
+    while True:
+        try:
+            job = daemon_request(mountpoint, message, ANSWER_TIMEOUT_S)
+            last_answer = time.monotonic()
+            message["start"] = False
+            _show("" if job["has_ended"] else describe(job))
+            if job["has_ended"]:
+                return job
+        except control.NotAnsweringError as error:
+            if time.monotonic() - last_answer > SILENCE_S:
+                raise CommandError(f"the daemon of {mountpoint} is silent: {error}") from None
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, POLL_S)
+
+
+def _show(text: str) -> None:
+    """Show progress; an empty text clears the line."""
+    if sys.stderr.isatty():
+        print(f"\r{text:<40}\r", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,233 @@
+"""How much of a path is in the cache, and dropping it: `fusefs status PATH`, `fusefs drop`.
+
+A job lists a path or pattern as `fusefs warm` does (selection.py), and looks for the
+cached copy of each version that the listing names. What programs have open, what is
+pinned and what the bucket does not have yet is never dropped; all of it is counted.
+Copies of versions that the bucket no longer has are found if this process has used them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import trio
+
+from fusefs.cache.cached_file import CacheFile
+from fusefs.cache.evictor import Evictor
+from fusefs.cache.file_cache import FileCache
+from fusefs.cache.retention import covers
+from fusefs.daemon.selection import Selected, Selector
+from fusefs.store.errors import NotFoundError, StoreError
+
+# Jobs that can still be described after they have ended.
+MOST_ENDED = 100
+# Files that are named in an answer; the others are counted.
+MOST_NAMED = 10
+# Files looked at before other tasks have their turn.
+TURN = 100
+
+# The number of files at or below a key, and of their bytes, that the bucket does not have.
+Pending = Callable[[str], tuple[int, int]]
+
+
+class Counts:
+    """A number of files and of bytes."""
+
+    def __init__(self) -> None:
+        self.files = 0
+        self.size = 0
+
+    def add(self, size: int) -> None:
+        self.files += 1
+        self.size += size
+
+
+class CopiesJob:
+    """A look at the cached copies of a path; `drops` says whether they are dropped.
+
+    With `is_forced` pinned ones are, too. `local` counts whole copies, `partial` others with
+    the bytes that are there, `in_use` those that were not dropped because programs have them
+    open.
+    """
+
+    def __init__(self, path: str, *, drops: bool, is_forced: bool) -> None:
+        self.path = path
+        self.drops = drops
+        self.is_forced = is_forced
+        self.has_ended = False
+        self.is_pinned = False
+        self.pins = 0
+        self.all = Counts()
+        self.local = Counts()
+        self.partial = Counts()
+        self.pinned = Counts()
+        self.downloading = Counts()
+        self.dropped = Counts()
+        self.in_use = Counts()
+        self.in_use_names: list[str] = []
+        self.pending = (0, 0)
+        self.why: str | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """The job as JSON can hold it; sizes are in bytes."""
+        counts = ["all", "local", "partial", "pinned", "downloading", "dropped", "in_use"]
+        answer: dict[str, Any] = {"path": self.path, "has_ended": self.has_ended, "why": self.why}
+        for name in counts:
+            found: Counts = getattr(self, name)
+            prefix = "" if name == "all" else f"{name}_"
+            answer |= {f"{prefix}files": found.files, f"{prefix}bytes": found.size}
+        answer |= {"pending_files": self.pending[0], "pending_bytes": self.pending[1]}
+        answer |= {"is_pinned": self.is_pinned, "pins": self.pins}
+        return answer | {"in_use": self.in_use_names}
+
+
+class LocalCopies:
+    """The jobs of one mount. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        cache: FileCache,
+        evictor: Evictor,
+        selector: Selector,
+        prefix: str,
+        nursery: trio.Nursery,
+        pending: Pending,
+    ) -> None:
+        self._cache = cache
+        self._evictor = evictor
+        self._selector = selector
+        self._prefix = prefix
+        self._nursery = nursery
+        self._pending = pending
+        self._jobs: dict[tuple[str, bool, bool], CopiesJob] = {}
+
+    def job(
+        self, path: str, *, is_new: bool, drops: bool = False, is_forced: bool = False
+    ) -> CopiesJob:
+        """The job for a path ("" is the mount's root).
+
+        It is started if it `is_new` or this process does not know it, and joined if it is
+        under way.
+        """
+        place = (path, drops, is_forced)
+        job = self._jobs.get(place)
+        if job is None or (is_new and job.has_ended):
+            for old in [old for old, other in self._jobs.items() if other.has_ended][:-MOST_ENDED]:
+                del self._jobs[old]
+            job = self._jobs[place] = CopiesJob(path, drops=drops, is_forced=is_forced)
+            self._nursery.start_soon(self._run, job)
+        return job
+
+    async def unpin(self, path: str) -> list[str]:
+        """Take the pins at and below a path off the record; return which those are.
+
+        Raises:
+            OSError: the record can't be written.
+        """
+        await self._cache.refresh_pins()
+        pins = self._pins_within(self._key(path))
+        if pins:
+            await self._cache.remove_pins(pins)
+        return [self._shown(pin) for pin in pins]
+
+    async def pins_above(self, path: str) -> list[str]:
+        """The pinned directories that contain a path."""
+        await self._cache.refresh_pins()
+        key = self._key(path)
+        above = [pin for pin in self._cache.retention.pins if covers(frozenset({pin}), key)]
+        return sorted(self._shown(pin) for pin in above)
+
+    async def describe_pins(self) -> dict[str, int]:
+        """How many paths are pinned, and how many files and bytes are retained for them."""
+        counts = Counts()
+        pins = self._pins_within(self._key(""))
+        if pins:
+            for number, file in enumerate(self._cache.files()):
+                if file.is_retained:
+                    counts.add(file.present.total)
+                if number % (10 * TURN) == 0:
+                    await trio.lowlevel.checkpoint()
+        return {"paths": len(pins), "files": counts.files, "bytes": counts.size}
+
+    def _key(self, path: str) -> str:
+        """The key or prefix of a path, without a slash at the end."""
+        return self._prefix + path if path else self._prefix.rstrip("/")
+
+    def _shown(self, key: str) -> str:
+        """The path of a key; that of the mount's root for what contains it."""
+        return key[len(self._prefix) :] or "."
+
+    def _pins_within(self, key: str) -> list[str]:
+        pins = self._cache.retention.pins
+        return sorted(pin for pin in pins if _is_within(pin, key))
+
+    async def _run(self, job: CopiesJob) -> None:
+        key = self._key(job.path)
+        try:
+            await self._cache.refresh_pins()
+            job.is_pinned = self._cache.retention.covers(key)
+            job.pins = len(self._pins_within(key))
+            job.pending = self._pending(key)
+
+            async def look(selected: Selected) -> None:
+                for number, info in enumerate(selected.objects):
+                    job.all.add(info.size)
+                    file = self._cache.find(info.version)
+                    if file is not None:
+                        file.version = file.version or info.version
+                        await self._look(job, file)
+                    if number % TURN == 0:
+                        await trio.lowlevel.checkpoint()
+
+            try:
+                await self._selector.select(job.path, look)
+            except NotFoundError as error:
+                if not job.pending[0]:
+                    job.why = str(error)
+            if job.drops:
+                await self._drop_others(job, key)
+        except StoreError as error:
+            job.why = str(error)
+        finally:
+            job.has_ended = True
+
+    async def _look(self, job: CopiesJob, file: CacheFile) -> None:
+        size = file.present.total
+        if file.is_retained:
+            job.pinned.add(size)
+        if file.downloads:
+            job.downloading.add(file.size - size)
+        if size:
+            (job.local if file.is_complete else job.partial).add(size)
+            if job.drops:
+                await self._drop(job, file)
+
+    async def _drop(self, job: CopiesJob, file: CacheFile) -> None:
+        if file.is_retained:
+            if not job.is_forced:
+                return
+            await self._cache.release_file(file)
+        size = file.present.total
+        self._cache.close_unused()
+        if file.pins or not await self._evictor.drop(file):
+            job.in_use.add(size)
+            if len(job.in_use_names) < MOST_NAMED and file.version is not None:
+                job.in_use_names.append(file.version.key[len(self._prefix) :])
+        else:
+            job.dropped.add(size)
+
+    async def _drop_others(self, job: CopiesJob, key: str) -> None:
+        """Drop copies of versions below a key that the bucket has no more."""
+        for number, file in enumerate(self._cache.files()):
+            version = file.version
+            is_idle = file.present.total and not file.pins and not file.is_retained
+            if version is not None and is_idle and _is_within(version.key, key):
+                await self._drop(job, file)
+            if number % (10 * TURN) == 0:
+                await trio.lowlevel.checkpoint()
+
+
+def _is_within(key: str, above: str) -> bool:
+    """Whether a key is `above`, or below it as a directory; everything is below ""."""
+    return not above or key == above or key.startswith(above + "/")

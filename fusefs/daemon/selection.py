@@ -1,0 +1,342 @@
+"""Which objects a path, a pattern or a list of paths stands for: for `fusefs warm` and the like.
+
+Everything is found by listings, so no node is made for the kernel. A path is a file or
+all below a directory, which is listed flat: a thousand keys a page, however many
+directories they are in. A pattern is followed level by level down to its last part or
+its first `**`; what it matches may be files and directories. Patterns are the shell's:
+`*`, `?` and `[…]` match within a name and no dot at its beginning, `**` matches any
+number of directories. What exists under the very name is no pattern.
+
+A list is sorted, and its neighbours are looked up together: a page of the listing has
+them if they are close, and where they are not, each gets a HEAD, many at a time.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import trio
+
+from fusefs.posix.nodes import names
+from fusefs.store.errors import NotFoundError, StoreError
+from fusefs.store.interface import ListPage, ObjectInfo, Store
+
+# Listings of paths at a time: they do not queue behind what programs wait for.
+LISTINGS = 2
+# Requests for lists at a time.
+LOOK_UPS = 8
+# Paths of a list that are looked up one listing after the other.
+RUN = 1000
+# A page of a listing costs as much as this many HEADs.
+WORTH = 8
+# HEADs until a listing is tried again.
+HEADS = 64
+
+NO_SUCH = "there is no such file or directory in the bucket"
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One of `count` parts of the objects, `number` counting from 0."""
+
+    number: int
+    count: int
+
+    def has(self, key: str) -> bool:
+        """Whether a key is in this part: by its hash, so that all parts are of a size."""
+        digest = blake2b(key.encode(errors="surrogatepass"), digest_size=8).digest()
+        return int.from_bytes(digest, "big") % self.count == self.number
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """Some of what was selected: objects, and the keys and prefixes that were meant."""
+
+    objects: list[ObjectInfo]
+    roots: list[str]
+
+
+Deliver = Callable[[Selected], Awaitable[None]]
+# Called with the number of a line and why it was not found.
+Miss = Callable[[int, str, StoreError], None]
+
+
+def is_pattern(path: str) -> bool:
+    """Whether a path has characters of a pattern."""
+    return any(character in path for character in "*?[")
+
+
+class Selector:
+    """Finds the objects of one mount, whose keys begin with `prefix`. For the event loop."""
+
+    def __init__(self, store: Store, prefix: str) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._listing = trio.CapacityLimiter(LISTINGS)
+        self._looking_up = trio.CapacityLimiter(LOOK_UPS)
+
+    async def select(self, path: str, deliver: Deliver) -> None:
+        """Deliver all objects at or below a path of the mount, or of a pattern.
+
+        The path "" is the mount's root. Objects that the mount does not show are left out.
+
+        Raises:
+            NotFoundError: there is none.
+            StoreError: the bucket can't be listed.
+        """
+        try:
+            await self._tree(self._prefix + path if path else self._prefix.rstrip("/"), deliver)
+        except NotFoundError:
+            if not is_pattern(path):
+                raise NotFoundError(NO_SUCH) from None
+            if not await self._matches(path.split("/"), deliver):
+                raise NotFoundError("nothing in the bucket matches") from None
+
+    async def select_lines(
+        self, lines: Sequence[tuple[int, str]], deliver: Deliver, miss: Miss
+    ) -> None:
+        """Deliver what is at or below many paths, each with the number of its line.
+
+        `miss` is called for those that are not there or can't be looked up. What is
+        below a directory is delivered again if it has a line of its own.
+        """
+        numbers: dict[str, int] = {}
+        for number, path in lines:
+            numbers.setdefault(self._prefix + path, number)
+
+        async def run(keys: Sequence[str]) -> None:
+            try:
+                others = await self._files(keys, deliver)
+            except StoreError as error:
+                for key in keys:
+                    miss(numbers[key], key[len(self._prefix) :], error)
+                return
+            for key in others:
+                path = key[len(self._prefix) :]
+                try:
+                    async with self._looking_up:
+                        await self.select(path, deliver)
+                except StoreError as error:
+                    miss(numbers[key], path, error)
+
+        async with trio.open_nursery() as nursery:
+            for keys in _runs(sorted(numbers)):
+                nursery.start_soon(run, keys)
+
+    # Paths
+
+    async def _tree(self, key: str, deliver: Deliver) -> None:
+        """Deliver what is below a prefix, or the file `key` if nothing is."""
+        is_root = key == self._prefix.rstrip("/")
+        prefix = self._prefix if is_root else key + "/"
+        after = ""
+        while True:
+            async with self._listing:
+                page = await self._store.list_page(prefix, delimiter="", start_after=after)
+                if not page.objects and not after and not is_root:
+                    page = ListPage([await self._store.head(key)], [], None, key)
+            await deliver(Selected(self._shown(page.objects), [] if after else [key]))
+            if page.next_token is None:
+                return
+            after = page.last
+
+    def _shown(self, objects: Sequence[ObjectInfo]) -> list[ObjectInfo]:
+        return [info for info in objects if self._is_shown(info.key)]
+
+    def _is_shown(self, key: str) -> bool:
+        """Whether the mount shows a file for this key."""
+        path = key[len(self._prefix) :].split("/")
+        is_private = names.is_private(self._prefix, path[0])
+        is_private = is_private or any(names.is_private("/", name) for name in path[1:])
+        return not is_private and all(names.is_expressible(name) for name in path)
+
+    # Patterns
+
+    async def _matches(self, parts: Sequence[str], deliver: Deliver) -> bool:
+        """Deliver what matches a pattern; return whether anything does."""
+        found = False
+
+        async def note(selected: Selected) -> None:
+            nonlocal found
+            found = found or bool(selected.objects)
+            await deliver(selected)
+
+        await self._level(self._prefix, parts, note)
+        return found
+
+    async def _level(self, prefix: str, parts: Sequence[str], deliver: Deliver) -> None:
+        """Deliver what matches the parts of a pattern below a prefix that ends in a slash."""
+        literal = 0
+        while literal < len(parts) and not is_pattern(parts[literal]):
+            literal += 1
+        prefix += "".join(part + "/" for part in parts[:literal])
+        parts = parts[literal:]
+        if not parts:
+            try:
+                await self._tree(prefix.removesuffix("/"), deliver)
+            except NotFoundError:
+                return
+        elif parts[0] == "**":
+            await self._flat(prefix, parts, deliver)
+        else:
+            await self._names(prefix, parts, deliver)
+
+    async def _names(self, prefix: str, parts: Sequence[str], deliver: Deliver) -> None:
+        """Follow the directories of one level that match, and deliver its files that do."""
+        pattern = _compiled(parts[0])
+        assert pattern is not None
+        begin = prefix + re.split(r"[*?[]", parts[0], maxsplit=1)[0]
+        after = ""
+        while True:
+            async with self._listing:
+                page = await self._store.list_page(begin, start_after=after)
+            files = []
+            if len(parts) == 1:
+                shown = self._shown(page.objects)
+                files = [info for info in shown if pattern.match(info.key[len(prefix) :])]
+            if files:
+                await deliver(Selected(files, [info.key for info in files]))
+            for below in page.prefixes:
+                if pattern.match(below[len(prefix) : -1]):
+                    await self._level(below, parts[1:], deliver)
+            if page.next_token is None:
+                return
+            after = page.last
+
+    async def _flat(self, prefix: str, parts: Sequence[str], deliver: Deliver) -> None:
+        """Deliver what matches parts of a pattern that begin with `**`."""
+        patterns = [_compiled(part) for part in parts]
+        after, last = "", None
+        while True:
+            async with self._listing:
+                page = await self._store.list_page(prefix, delimiter="", start_after=after)
+            objects, roots = [], []
+            for info in self._shown(page.objects):
+                path = info.key[len(prefix) :].split("/")
+                count = _matched(path, patterns)
+                if count:
+                    objects.append(info)
+                    root = prefix + "/".join(path[:count])
+                    if root != last:
+                        roots.append(root)
+                        last = root
+            if objects:
+                await deliver(Selected(objects, roots))
+            if page.next_token is None:
+                return
+            after = page.last
+
+    # Lists
+
+    async def _files(self, keys: Sequence[str], deliver: Deliver) -> list[str]:
+        """Deliver the objects that have these keys, in order; return the keys without one."""
+        common = _common(keys[0], keys[-1])
+        others = []
+        at = 0
+        while at < len(keys):
+            page = await self._page_at(common, keys[at])
+            is_last = page.next_token is None
+            stop = at
+            while stop < len(keys) and (is_last or keys[stop] <= page.last):
+                stop += 1
+            listed = {info.key: info for info in page.objects}
+            found = [listed[key] for key in keys[at:stop] if key in listed]
+            others += [key for key in keys[at:stop] if key not in listed]
+            if stop - at < WORTH and not is_last:
+                more = keys[stop : stop + HEADS]
+                heads = await self._heads(more)
+                found += heads
+                known = {info.key for info in heads}
+                others += [key for key in more if key not in known]
+                stop += len(more)
+            if found:
+                await deliver(Selected(self._shown(found), [info.key for info in found]))
+            at = stop
+        return others
+
+    async def _page_at(self, prefix: str, key: str) -> ListPage:
+        """The page of a listing that begins at a key, or shortly before."""
+        # It is a string before the key with few keys between them.
+        before = key[:-1]
+        after = before if len(before) > len(prefix) else ""
+        async with self._looking_up:
+            return await self._store.list_page(prefix, delimiter="", start_after=after)
+
+    async def _heads(self, keys: Sequence[str]) -> list[ObjectInfo]:
+        found: dict[str, ObjectInfo] = {}
+        failed: list[StoreError] = []
+
+        async def look_up(key: str) -> None:
+            try:
+                async with self._looking_up:
+                    found[key] = await self._store.head(key)
+            except NotFoundError:
+                return
+            except StoreError as error:
+                failed.append(error)
+
+        async with trio.open_nursery() as nursery:
+            for key in keys:
+                nursery.start_soon(look_up, key)
+        if failed:
+            raise failed[0]
+        return [found[key] for key in keys if key in found]
+
+
+def _runs(keys: Sequence[str]) -> Iterator[Sequence[str]]:
+    """Sorted keys in parts that are looked up side by side."""
+    for at in range(0, len(keys), RUN):
+        yield keys[at : at + RUN]
+
+
+def _common(one: str, other: str) -> str:
+    """What two keys begin with."""
+    size = 0
+    for mine, its in zip(one, other, strict=False):
+        if mine != its:
+            break
+        size += 1
+    return one[:size]
+
+
+def _compiled(part: str) -> re.Pattern[str] | None:
+    """A part of a pattern; None is `**`."""
+    if part == "**":
+        return None
+    hidden = "" if part.startswith(".") else r"(?!\.)"
+    return re.compile(hidden + fnmatch.translate(part))
+
+
+def _matched(path: Sequence[str], patterns: Sequence[re.Pattern[str] | None]) -> int:
+    """How many of the first names of a path match all patterns; 0 if they never do."""
+
+    def with_skipped(states: set[int]) -> set[int]:
+        # `**` may stand for no name at all.
+        for state in sorted(states):
+            while state < len(patterns) and patterns[state] is None:
+                state += 1
+                states.add(state)
+        return states
+
+    # The numbers of patterns that may come next.
+    states = with_skipped({0})
+    for count, name in enumerate(path, 1):
+        following = set()
+        for state in states:
+            pattern = patterns[state] if state < len(patterns) else _NOTHING
+            if pattern is None:
+                if not name.startswith("."):
+                    following.add(state)
+            elif pattern.match(name):
+                following.add(state + 1)
+        states = with_skipped(following)
+        if len(patterns) in states:
+            return count
+    return 0
+
+
+_NOTHING = re.compile(r"(?!)")
