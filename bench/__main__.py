@@ -100,7 +100,8 @@ def _run(
                 place = Place(seen, data.root, scratch)
                 contenders, skipped = _present(names, place)
                 limit_s = QUICK_LIMIT_S if arguments.quick else LIMIT_S
-                runner = Runner(profile, workloads, data, limit_s)
+                chosen = [each for each in workloads if profile in each.profiles]
+                runner = Runner(profile, chosen, data, limit_s)
                 runner.run(place, contenders, rounds)
             print(report.as_text(runner.results, skipped), flush=True)
             measured[profile] = report.profile_as_json(runner.results, contenders, skipped)

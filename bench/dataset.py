@@ -1,10 +1,11 @@
 """What is read: the same files in a directory of the local disk and in the bucket.
 
-`large/object.bin` is one big object, `small/` a training set of small files in
-folders of a hundred, `tree/` many tiny files in a hundred folders and `flat/`
-as many in one. Contents are random, so that no layer can compress them or
-take one block for another. The local directory is made first; the bucket gets
-its files, and it is itself the contender that everything is compared with.
+`large/object.bin` is one big object, `shards/` four of a quarter of its size,
+`small/` a training set of small files in folders of a hundred, `tree/` many
+tiny files in a hundred folders and `flat/` as many in one. Contents are
+random, so that no layer can compress them or take one block for another. The
+local directory is made first; the bucket gets its files, and it is itself the
+contender that everything is compared with.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import obstore
 MIB = 1024 * 1024
 
 LARGE = "large/object.bin"
+# Together as large as the large object.
+SHARDS = [f"shards/{number}.bin" for number in range(4)]
 SMALL_SIZE = 100 * 1024
 SMALL_FOLDER_FILES = 100
 UPLOADS = 16
@@ -35,7 +38,9 @@ class Sizes:
     large: int = 1024 * MIB
     small: int = 2_000
     listed: int = 10_000
+    checkpoint: int = 256 * MIB
     written: int = 1_000
+    few: int = 200
     renamed: int = 2_000
     copied: int = 3_000
     removed: int = 5_000
@@ -71,6 +76,8 @@ class DataSet:
     def create(self) -> None:
         """Write all files, and have them on the disk."""
         write_random(self.root / LARGE, self.sizes.large)
+        for shard in SHARDS:
+            write_random(self.root / shard, self.sizes.large // len(SHARDS))
         for name in self.small_names():
             write_random(self.root / "small" / name, SMALL_SIZE)
         for number, name in enumerate(self.listed_names()):
@@ -82,7 +89,7 @@ class DataSet:
     def upload(self, store: Any) -> None:
         """Put every file into the bucket under its own name."""
         small = [f"small/{name}" for name in self.small_names()]
-        upload(store, self.root, [LARGE, *small, *self.listed_names()])
+        upload(store, self.root, [LARGE, *SHARDS, *small, *self.listed_names()])
 
 
 def write_random(path: Path, size: int) -> None:

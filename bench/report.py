@@ -14,16 +14,23 @@ import platform
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench.contenders.contender import Contender
 from bench.contenders.registry import CONTENDERS, KERNEL, LOCAL, PEERS
 from bench.runner import Results
-from bench.workloads.table import WORKLOADS
+from bench.workloads.table import THREADS, WORKLOADS
 
 # What a run tells beside its workloads, with units.
 COSTS = {
+    "large_cpu": ("first_large: processor time of the daemon for each 10^9 bytes", "s/GB"),
+    "shards_cpu": ("first_shards: the same", "s/GB"),
+    "small_cpu": ("first_small: the same", "s/GB"),
+    "small_p50_ms": ("first_small: of the files' times, the median", "ms"),
+    "small_p99_ms": ("first_small: what one in a hundred exceeds", "ms"),
+    "throttled_refused": ("throttled: requests that were refused", "%"),
     "rss_mib": ("peak memory of the daemon and its children", "MiB"),
     "cpu_s": ("processor time of the daemon and its children", "s"),
     "connections": ("most connections open at a time", ""),
@@ -51,6 +58,9 @@ class Target:
 
 
 NATIVE = ("native",)
+BARE = ("obstore",)
+
+_far = partial(Target, profile="cloud")
 
 TARGETS = (
     Target("reread_warm", 0.90, NATIVE),
@@ -88,6 +98,26 @@ TARGETS = (
     Target("rename_foreign", 1.0, PEERS),
     Target("read_written", 0.90, NATIVE),
     Target("rss_mib", 250, below=True),
+    *(
+        Target(f"threads{threads}_{state}", 0.90, NATIVE)
+        for state in ("warm", "dropped")
+        for threads in THREADS
+    ),
+    _far("first_large", 0.90, BARE, among=("bare_large8", "bare_large32", "bare_large64")),
+    _far("first_large", 1.3, PEERS),
+    _far("first_shards", 0.90, BARE),
+    _far("first_shards", 1.2, PEERS),
+    # The bare client alone is 64 wide; to reach either is enough.
+    _far("first_small", 700),
+    _far("first_small", 0.70, BARE, among=("bare_small64",)),
+    _far("first_small", 3.0, PEERS),
+    _far("folders_cold", 1.5, PEERS),
+    _far("tree_cold", 1.5, PEERS),
+    _far("write_256", 0.90, BARE),
+    _far("write_200", 0.80, BARE),
+    _far("epochs_shuffled", 47),
+    _far("epochs_fixed", 45),
+    _far("epochs_sequential", 45),
 )
 
 
@@ -188,7 +218,9 @@ def _cell(row: str, values: dict[str, float], name: str) -> str:
 
 
 def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
+    if value >= 100 or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def _targets(results: Results) -> str:

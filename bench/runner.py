@@ -22,7 +22,7 @@ from functools import partial
 
 from bench import pagecache
 from bench.contenders.contender import Contender, Native, Place
-from bench.dataset import DataSet
+from bench.dataset import LARGE, SHARDS, DataSet
 from bench.processes import BenchError, Usage
 from bench.session import Sample, Session
 from bench.workloads.table import COUNTED_GROUPS, GROUPS, READING, Workload
@@ -68,8 +68,9 @@ class Runner:
         self._begun = time.monotonic()
 
     def run(self, place: Place, contenders: Sequence[Contender], rounds: int) -> None:
-        groups = {workload.group for workload in self._workloads}
-        expected = self._digests(self._session(Native("native", place), 0), groups)
+        expected = self._digests(
+            self._session(Native("native", place), 0), self._parts(self._workloads)
+        )
         trusted = [one for one in contenders if self._is_right(one, expected)]
         for number in range(rounds):
             shift = number % max(len(trusted), 1)
@@ -81,13 +82,13 @@ class Runner:
 
     def _is_right(self, contender: Contender, expected: dict[str, str]) -> bool:
         """Whether first and second reads give the right bytes; on record if not."""
-        groups = {w.group for w in self._of(contender)} & {*READING}
-        if not groups:
+        parts = self._parts(self._of(contender))
+        if not parts:
             return True
 
         def verify(session: Session) -> None:
             for attempt in ("first read", "read again"):
-                found = self._digests(session, groups)
+                found = self._digests(session, parts)
                 wrong = [name for name in found if found[name] != expected[name]]
                 if wrong:
                     raise BenchError(f"{attempt}: wrong content of {', '.join(wrong)}")
@@ -175,16 +176,21 @@ class Runner:
     def _session(self, contender: Contender, seed: int) -> Session:
         return Session(contender, self._data, self._limit_s, seed)
 
-    def _digests(self, session: Session, groups: set[str]) -> dict[str, str]:
-        """The digest of each data set that some groups of workloads read."""
-        found: dict[str, str] = {}
-        if "data" in groups:
-            found["large"] = session.digest_large()
-            found["small"] = session.digest_small()
-        if "listing" in groups:
-            found["tree"] = session.digest_listing("tree")
-            found["flat"] = session.digest_listing("flat")
-        return found
+    def _parts(self, workloads: Sequence[Workload]) -> set[str]:
+        """The parts of the data set that workloads read."""
+        return {part for workload in workloads for part in READING.get(workload.group, ())}
+
+    def _digests(self, session: Session, parts: set[str]) -> dict[str, str]:
+        """The digest of each of the parts; listings are for mounts alone."""
+        by_part: dict[str, Callable[[], str]] = {
+            "large": lambda: session.digest_object(LARGE),
+            "shards": lambda: "".join(map(session.digest_object, SHARDS)),
+            "small": session.digest_small,
+            "tree": lambda: session.digest_listing("tree"),
+            "flat": lambda: session.digest_listing("flat"),
+            "folders": lambda: session.digest_listing("small"),
+        }
+        return {part: by_part[part]() for part in sorted(parts)}
 
     def _fail(self, message: str) -> None:
         self.results.errors.append(message)

@@ -68,6 +68,10 @@ class Session:
         """Run one operation of `bench.programs.readers` in a process of its own."""
         return self._run(_command(operation, arguments))
 
+    def load(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        """Run one operation of `bench.programs.loaders` in a process of its own."""
+        return self._run(_command(operation, arguments, module="bench.programs.loaders"))
+
     def write(self, operation: str, **arguments: Any) -> dict[str, Any]:
         """Run one operation of `bench.programs.writers` in a process of its own."""
         return self._run(_command(operation, arguments, module="bench.programs.writers"))
@@ -75,6 +79,10 @@ class Session:
     def read_objects(self, operation: str, **arguments: Any) -> dict[str, Any]:
         """Like `read`, for the operations that go to the bucket without a file system."""
         return self.read(operation, store=self._store, **arguments)
+
+    def load_objects(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        """Like `load`, for the operations that go to the bucket without a file system."""
+        return self.load(operation, store=self._store, **arguments)
 
     def write_objects(self, operation: str, **arguments: Any) -> dict[str, Any]:
         """Like `write`, for the operations that go to the bucket without a file system."""
@@ -118,6 +126,18 @@ class Session:
         )
         return per_second(result, "files")
 
+    def get_small(self, threads: int) -> Sample:
+        """Get the small objects with the bare client."""
+        result = self.read_objects(
+            "get_objects",
+            prefix="small",
+            names_file=str(self.data.names_file),
+            size=SMALL_SIZE,
+            threads=threads,
+            seed=self.seed,
+        )
+        return per_second(result, "files")
+
     def fetch_large(self) -> Sample:
         """First read of the large object, by a reader that then keeps its handle."""
         self._has_large = True
@@ -157,16 +177,11 @@ class Session:
         finally:
             processes.kill_group(reader)
 
-    def digest_large(self) -> str:
-        """SHA-256 of the large object as the contender shows it."""
+    def digest_object(self, name: str) -> str:
+        """SHA-256 of an object as the contender shows it."""
         if not isinstance(self.contender, BareClient):
-            return str(self.read("digest_file", path=str(self.large))["digest"])
-        target = self.contender.place.scratch / "download.bin"
-        self.read_objects("download_parts", key=LARGE, target=str(target))
-        try:
-            return str(self.read("digest_file", path=str(target))["digest"])
-        finally:
-            target.unlink()
+            return str(self.read("digest_file", path=str(self.contender.root / name))["digest"])
+        return str(self.read_objects("digest_object", key=name)["digest"])
 
     def digest_small(self) -> str:
         """SHA-256 over the small files as the contender shows them."""
@@ -221,4 +236,8 @@ def _next_line(process: subprocess.Popen[str]) -> dict[str, Any]:
 def per_second(result: dict[str, Any], unit: str, scale: int = 1) -> Sample:
     """The rate of a reader's median pass, in `scale` units a second."""
     seconds = result["seconds"]
-    return Sample(result[unit] / statistics.median(seconds) / scale, {"seconds": seconds})
+    detail = {"seconds": seconds}
+    if took := sorted(result.get("took_s", [])):
+        detail["p50_ms"] = 1000 * took[len(took) // 2]
+        detail["p99_ms"] = 1000 * took[len(took) * 99 // 100]
+    return Sample(result[unit] / statistics.median(seconds) / scale, detail)

@@ -32,6 +32,8 @@ class Contender:
     """Base of all: something that does not need starting and uses nothing."""
 
     is_writable = False
+    # Bytes that its cache may have from the next start on; None: what it takes by itself.
+    cache_limit: int | None = None
 
     def __init__(self, name: str, place: Place) -> None:
         self.name = name

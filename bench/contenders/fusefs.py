@@ -117,6 +117,7 @@ class Fusefs(Mount):
             "--no-read-only" if self.is_writable else "--read-only",
             "--log-file",
             str(self.log.with_suffix(".daemon.log")),
+            *([] if self.cache_limit is None else ["--cache-size", str(self.cache_limit)]),
             *self._options,
         ]
 

@@ -109,6 +109,9 @@ class Rclone(Peer):
             ]
         else:
             mode = ["--read-only", "--vfs-cache-mode", "full", "--vfs-cache-max-age", "24h"]
+        if self.cache_limit is not None:
+            mode += ["--vfs-cache-max-size", f"{self.cache_limit}B"]
+            mode += ["--vfs-cache-poll-interval", "1s"]
         return [
             str(self._program),
             "mount",

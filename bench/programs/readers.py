@@ -54,7 +54,7 @@ def sequential(
     def read_share(reader: int) -> None:
         stop = size if reader == readers - 1 else (reader + 1) * share
         with open(path, "rb", buffering=0) as file:
-            _read_range(file, reader * share, stop)
+            read_range(file, reader * share, stop)
 
     if warm_up:
         run_together(readers, read_share)
@@ -66,14 +66,14 @@ def read_and_hold(path: str, size: int) -> Result:
     """Read the file once, tell the time at once, and keep it open until stdin ends."""
     start = time.monotonic()
     with open(path, "rb", buffering=0) as file:
-        _read_range(file, 0, size)
+        read_range(file, 0, size)
         result = {"seconds": [time.monotonic() - start], "bytes": size}
         print(json.dumps(result), flush=True)
         sys.stdin.read()
     return result
 
 
-def _read_range(file: FileIO, start: int, stop: int) -> None:
+def read_range(file: FileIO, start: int, stop: int) -> None:
     buffer = bytearray(MIB)
     view = memoryview(buffer)
     file.seek(start)
@@ -156,28 +156,45 @@ def small_files(
     warm_up: bool = False,
     seed: int = 0,
     bare: bool = False,
+    is_shuffled: bool = True,
 ) -> Result:
     """Open, read and close every file, by threads, in an order that differs per pass.
 
     The ordinary way is Python's open().read(), one task per file, as loaders
     do it. `bare` makes three system calls per file instead, each thread with
     its share of the files and one buffer: the least that a reader can cost.
+    The result has the times of the single files of the last pass, unless it is `bare`.
     """
     names = [f"{root}/{name}" for name in json.loads(Path(names_file).read_text())]
     shuffle = random.Random(seed).shuffle
     seconds = []
+    took: list[float] = []
     for attempt in range(passes + warm_up):
-        shuffle(names)
+        if is_shuffled:
+            shuffle(names)
         if bare:
             elapsed = by_threads(names, threads, lambda mine: _read_barely(mine, size))
         else:
-            elapsed = by_tasks(names, threads, _read_whole, size)
+            took.clear()
+            elapsed = by_tasks(names, threads, timed(read_whole, took), size)
         if attempt or not warm_up:
             seconds.append(elapsed)
-    return {"seconds": seconds, "files": len(names)}
+    return {"seconds": seconds, "files": len(names), "took_s": took}
 
 
-def _read_whole(path: str) -> int:
+def timed(load: Callable[[str], int], took: list[float]) -> Callable[[str], int]:
+    """The same function, which also adds the seconds of each call to `took`."""
+
+    def run(name: str) -> int:
+        start = time.monotonic()
+        count = load(name)
+        took.append(time.monotonic() - start)
+        return count
+
+    return run
+
+
+def read_whole(path: str) -> int:
     with open(path, "rb") as file:
         return len(file.read())
 
@@ -223,7 +240,7 @@ def kill_and_ask(pid: int, path: str, size: int) -> Result:
     os.kill(pid, signal.SIGKILL)
     os.lstat(path)
     answer_s = time.monotonic() - start
-    if _read_whole(path) != size:
+    if read_whole(path) != size:
         raise ShortReadError(path)
     return {"answer_s": answer_s, "read_s": time.monotonic() - start}
 
@@ -273,25 +290,40 @@ def _digest_named(names: list[str], load: Callable[[str], Any], threads: int) ->
     return {"digest": hashlib.sha256("\n".join(lines).encode()).hexdigest()}
 
 
-def download_parts(store: dict[str, str], key: str, target: str) -> Result:
-    """Download an object to a file with obstore, eight parts of 8 MiB at a time."""
+def download_parts(
+    store: dict[str, str], keys: list[str], target: str, width: int = PARTS_AT_A_TIME
+) -> Result:
+    """Download objects to files with obstore, `width` parts of 8 MiB at a time in all.
+
+    Parts of several objects take turns.
+    """
     import obstore
 
     s3 = open_store(store)
     start = time.monotonic()
-    size = obstore.head(s3, key)["size"]
-    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    sizes = [obstore.head(s3, key)["size"] for key in keys]
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    descriptors = [os.open(f"{target}-{number}", flags, 0o600) for number in range(len(keys))]
 
-    def part(offset: int) -> None:
-        length = min(PART_SIZE, size - offset)
-        data = obstore.get_range(s3, key, start=offset, length=length)
-        if os.pwrite(descriptor, data, offset) != length:
-            raise ShortReadError(f"{key}: a part at {offset} was not written whole")
+    def part(place: tuple[int, int]) -> None:
+        offset, number = place
+        length = min(PART_SIZE, sizes[number] - offset)
+        data = obstore.get_range(s3, keys[number], start=offset, length=length)
+        if os.pwrite(descriptors[number], data, offset) != length:
+            raise ShortReadError(f"{keys[number]}: a part at {offset} was not written whole")
 
-    with ThreadPoolExecutor(PARTS_AT_A_TIME) as pool:
-        list(pool.map(part, range(0, size, PART_SIZE)))
-    os.close(descriptor)
-    return {"seconds": [time.monotonic() - start], "bytes": size}
+    places = [
+        (offset, number)
+        for number, size in enumerate(sizes)
+        for offset in range(0, size, PART_SIZE)
+    ]
+    with ThreadPoolExecutor(width) as pool:
+        list(pool.map(part, sorted(places)))
+    seconds = time.monotonic() - start
+    for number, descriptor in enumerate(descriptors):
+        os.close(descriptor)
+        os.unlink(f"{target}-{number}")
+    return {"seconds": [seconds], "bytes": sum(sizes)}
 
 
 def download_stream(store: dict[str, str], key: str, target: str) -> Result:
@@ -304,7 +336,9 @@ def download_stream(store: dict[str, str], key: str, target: str) -> Result:
     with open(target, "wb", buffering=0) as file:
         for data in obstore.get(s3, key).stream(min_chunk_size=MIB):
             size += file.write(data)
-    return {"seconds": [time.monotonic() - start], "bytes": size}
+    seconds = time.monotonic() - start
+    os.unlink(target)
+    return {"seconds": [seconds], "bytes": size}
 
 
 def get_objects(
@@ -320,7 +354,19 @@ def get_objects(
     def get(name: str) -> int:
         return len(obstore.get(s3, f"{prefix}/{name}").bytes())
 
-    return {"seconds": [by_tasks(names, threads, get, size)], "files": len(names)}
+    took: list[float] = []
+    seconds = by_tasks(names, threads, timed(get, took), size)
+    return {"seconds": [seconds], "files": len(names), "took_s": took}
+
+
+def digest_object(store: dict[str, str], key: str) -> Result:
+    """What `digest_file` gives, from an object read with obstore."""
+    import obstore
+
+    digest = hashlib.sha256()
+    for data in obstore.get(open_store(store), key).stream(min_chunk_size=MIB):
+        digest.update(data)
+    return {"digest": digest.hexdigest()}
 
 
 def digest_objects(store: dict[str, str], prefix: str, names_file: str, threads: int) -> Result:
@@ -371,6 +417,7 @@ if __name__ == "__main__":
         digest_file,
         digest_files,
         digest_listing,
+        digest_object,
         digest_objects,
         download_parts,
         download_stream,

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from bench import pagecache
 from bench.contenders.fusefs import Fusefs
 from bench.dataset import LARGE, SMALL_SIZE
+from bench.processes import Usage
+from bench.programs.readers import PARTS_AT_A_TIME
 from bench.session import MB, THREADS, Sample, Session, per_second
 from bench.workloads import fio
 from bench.workloads.fio import RandomRead
@@ -28,23 +31,55 @@ Run = Callable[[Session], Sample]
 
 def first_large(session: Session) -> Sample:
     session.make_cold()
-    return session.fetch_large()
+    before = session.contender.usage()
+    sample = session.fetch_large()
+    cost = cost_per_gb(session, before, session.data.sizes.large)
+    return replace(sample, also={f"large_{name}": value for name, value in cost.items()})
+
+
+def cost_per_gb(session: Session, before: Usage | None, size: int) -> dict[str, float]:
+    """The daemon's processor time since `before` for each 10^9 bytes, if there is a daemon."""
+    after = session.contender.usage()
+    if before is None or after is None:
+        return {}
+    return {"cpu": (after.cpu_s - before.cpu_s) / (size / MB / 1000)}
 
 
 def faster_download(session: Session) -> Sample:
     """obstore in parts and obstore as one stream: the better of the two is the floor."""
+    in_parts = download(session, [LARGE], PARTS_AT_A_TIME)
+    session.make_cold()
     target = session.contender.place.scratch / "download.bin"
-    rates = {}
-    for operation in ("download_parts", "download_stream"):
-        session.make_cold()
-        result = session.read_objects(operation, key=LARGE, target=str(target))
-        target.unlink()
-        rates[operation] = per_second(result, "bytes", MB).value
+    result = session.read_objects("download_stream", key=LARGE, target=str(target))
+    rates = {"parts": in_parts.value, "stream": per_second(result, "bytes", MB).value}
     return Sample(max(rates.values()), dict(rates))
+
+
+def download(session: Session, keys: Sequence[str], width: int) -> Sample:
+    """Objects to files with the bare client, by so many parts at a time."""
+    session.make_cold()
+    target = session.contender.place.scratch / "download.bin"
+    result = session.read_objects(
+        "download_parts", keys=list(keys), target=str(target), width=width
+    )
+    return per_second(result, "bytes", MB)
 
 
 def large_warm(session: Session, readers: int = 1) -> Sample:
     return session.read_large(readers=readers, passes=WARM_PASSES, warm_up=True)
+
+
+def shares(session: Session, threads: int, *, is_warm: bool) -> Sample:
+    """The large file by threads of one process, each with its share."""
+    result = session.load(
+        "shares",
+        path=str(session.large),
+        size=session.data.sizes.large,
+        threads=threads,
+        passes=WARM_PASSES if is_warm else 1,
+        warm_up=is_warm,
+    )
+    return per_second(result, "bytes", MB)
 
 
 def random_warm(session: Session, read: RandomRead) -> Sample:
@@ -101,20 +136,17 @@ def _median(samples: Sequence[Sample]) -> Sample:
 
 def first_small(session: Session) -> Sample:
     session.make_cold()
-    return session.fetch_small()
+    before = session.contender.usage()
+    sample = session.fetch_small()
+    cost = cost_per_gb(session, before, session.data.sizes.small * SMALL_SIZE)
+    times = {name: sample.detail[name] for name in ("p50_ms", "p99_ms")}
+    return replace(sample, also={f"small_{n}": value for n, value in (times | cost).items()})
 
 
 def get_small(session: Session) -> Sample:
     session.make_cold()
-    result = session.read_objects(
-        "get_objects",
-        prefix="small",
-        names_file=str(session.data.names_file),
-        size=SMALL_SIZE,
-        threads=THREADS,
-        seed=session.seed,
-    )
-    return per_second(result, "files")
+    sample = session.get_small(THREADS)
+    return replace(sample, also={f"small_{n}": sample.detail[n] for n in ("p50_ms", "p99_ms")})
 
 
 def small_warm(session: Session, *, bare: bool = False) -> Sample:
@@ -132,10 +164,11 @@ def walk_warm(session: Session, folder: str) -> Sample:
 
 
 def _walk(session: Session, folder: str, passes: int = 1) -> Sample:
+    sizes = session.data.sizes
     result = session.read(
         "walk",
         root=str(session.contender.root / folder),
-        files=session.data.sizes.listed,
+        files=sizes.small if folder == "small" else sizes.listed,
         passes=passes,
     )
     return per_second(result, "files")

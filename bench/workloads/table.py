@@ -30,9 +30,15 @@ from bench.contenders.registry import (
     WRITABLE,
 )
 from bench.session import Sample, Session
-from bench.workloads import reading, starting, writing
+from bench.workloads import loading, reading, starting, writing
 from bench.workloads.fio import RandomRead
 from bench.workloads.reading import Run
+
+# How many read at a time, where that is what a row is about.
+THREADS = (1, 2, 4, 8, 16, 32)
+WIDTHS = (8, 32, 64)
+PROFILES = ("local", "cloud")
+FAR = ("cloud",)
 
 MOUNTS = (KERNEL, NO_PASSTHROUGH, PYFUSE3, *PEERS)
 FILES = (NATIVE, *MOUNTS)
@@ -58,6 +64,7 @@ class Workload:
     run_bare: Run | None = None
     holds: bool = False
     prepare: Callable[[Session], None] | None = None
+    profiles: Sequence[str] = PROFILES
 
     def measure(self, session: Session) -> Sample:
         """Run it as its contender is to be measured."""
@@ -72,6 +79,7 @@ _first = partial(Workload, who=(OBSTORE, *MOUNTS, WRITABLE))
 _large = partial(Workload, needs=Session.have_large)
 _small = partial(Workload, needs=Session.have_small)
 _listing = partial(Workload, group="listing", who=(*FILES, WRITABLE), unit="files/s")
+_throttling = partial(Workload, group="throttling", who=(KERNEL, *PEERS), profiles=FAR)
 _starting = partial(Workload, group="starting", who=(CSI,))
 _writing = partial(Workload, group="writing")
 
@@ -109,6 +117,26 @@ WORKLOADS = (
         "read again, page cache warm, 8 readers",
         "MB/s",
         partial(reading.large_warm, readers=reading.READERS),
+    ),
+    *(
+        _large(
+            f"threads{threads}_warm",
+            f"read again, page cache warm, {threads} threads of one process",
+            "MB/s",
+            partial(reading.shares, threads=threads, is_warm=True),
+            who=(NATIVE, KERNEL, *PEERS),
+        )
+        for threads in THREADS
+    ),
+    *(
+        _large(
+            f"threads{threads}_dropped",
+            f"read again, page cache dropped, {threads} threads of one process",
+            "MB/s",
+            reading.dropped(partial(reading.shares, threads=threads, is_warm=False)),
+            who=(NATIVE, KERNEL),
+        )
+        for threads in THREADS
     ),
     # One pass over the pages takes a local disk a third of a second: too short.
     _large(
@@ -150,6 +178,26 @@ WORKLOADS = (
         reading.first_small,
         run_bare=reading.get_small,
     ),
+    *(
+        Workload(
+            f"bare_large{width}",
+            f"the large object, {width} parts of 8 MiB at a time",
+            "MB/s",
+            partial(loading.bare_large, width=width),
+            who=(OBSTORE,),
+        )
+        for width in WIDTHS
+    ),
+    *(
+        Workload(
+            f"bare_small{width}",
+            f"the 100 KiB objects, {width} at a time",
+            "files/s",
+            partial(loading.bare_small, width=width),
+            who=(OBSTORE,),
+        )
+        for width in WIDTHS
+    ),
     _small(
         "small_dropped",
         "100 KiB files again, page cache dropped, 8 threads",
@@ -167,6 +215,76 @@ WORKLOADS = (
         "the same by three system calls a file",
         "files/s",
         partial(reading.small_warm, bare=True),
+    ),
+    _first(
+        "first_shards",
+        "first read of four files of 256 MiB by four readers",
+        "MB/s",
+        loading.first_shards,
+        run_bare=loading.bare_shards,
+        group="shards",
+    ),
+    _first(
+        "first_blocks",
+        "first reads of 128 KiB all over the large file, 8 readers",
+        "reads/s",
+        loading.scattered,
+        run_bare=loading.bare_scattered,
+        group="blocks",
+    ),
+    _first(
+        "first_mapped",
+        "the large file mapped, its tensors in random order, first time",
+        "MB/s",
+        loading.first_mapped,
+        group="mapped",
+        who=MOUNTS,
+    ),
+    _first(
+        "burst64",
+        "64 readers that start together, first read of 10 files of 100 KiB each",
+        "files/s",
+        loading.burst,
+        run_bare=loading.bare_burst,
+        group="burst",
+    ),
+    *(
+        Workload(
+            f"epochs_{order}",
+            f"served locally in epochs 2 to 4, half fits the cache, {order}",
+            "%",
+            partial(loading.epochs, order=order),
+            group="epochs",
+            who=(KERNEL, "rclone"),
+            profiles=FAR,
+        )
+        for order in ("shuffled", "fixed", "sequential")
+    ),
+    _throttling(
+        "throttled",
+        "first read of the 100 KiB files, 32 threads, 503 above 300 requests/s",
+        "files/s",
+        loading.throttled,
+        who=(OBSTORE, KERNEL, *PEERS),
+    ),
+    _throttling("alone", "a small file's first read, 4 threads, median", "ms", loading.alone),
+    _throttling("beside", "the same while a large file is read", "ms", loading.beside),
+    _throttling(
+        "alone_throttled",
+        "a small file's first read, 503 above 300 requests/s, median",
+        "ms",
+        partial(loading.alone, is_throttled=True),
+    ),
+    _throttling(
+        "beside_throttled",
+        "the same while a large file is read",
+        "ms",
+        partial(loading.beside, is_throttled=True),
+    ),
+    _listing(
+        "folders_cold",
+        "first walk with lstat, 2,000 files in 20 folders",
+        run=partial(reading.walk_cold, folder="small"),
     ),
     _listing(
         "tree_cold",
@@ -227,6 +345,14 @@ WORKLOADS = (
         who=(OBSTORE, *WRITERS),
     ),
     _writing(
+        "write_256",
+        "the same with 256 MiB",
+        "MB/s",
+        writing.checkpoint,
+        run_bare=writing.faster_put_checkpoint,
+        who=(OBSTORE, *WRITERS),
+    ),
+    _writing(
         "write_local",
         "the same, safe on the local disk",
         "MB/s",
@@ -254,6 +380,14 @@ WORKLOADS = (
         writing.small,
         run_bare=writing.put_small,
         who=(NATIVE, OBSTORE, LOCAL, *WRITERS),
+    ),
+    _writing(
+        "write_200",
+        "200 files of 64 KiB written by 8 threads, in the bucket",
+        "files/s",
+        writing.few,
+        run_bare=writing.put_few,
+        who=(OBSTORE, *WRITERS),
     ),
     _writing(
         "tar_x",
@@ -296,8 +430,19 @@ WORKLOADS = (
         who=WRITERS,
     ),
 )
-# Each group has a mount of its own; a group that kills or starts daemons tells nothing of what
-# they use.
-READING = ("data", "listing", "recovery")
+# Each group has a mount of its own; those that read need the data set, of which the parts
+# named here are compared before anything is measured. A group that kills or starts daemons
+# tells nothing of what they use.
+READING = {
+    "data": ("large", "small"),
+    "shards": ("shards",),
+    "blocks": ("large",),
+    "mapped": ("large",),
+    "burst": ("small",),
+    "epochs": ("small",),
+    "throttling": ("large", "small"),
+    "listing": ("tree", "flat", "folders"),
+    "recovery": (),
+}
 GROUPS = (*READING, "starting", "writing")
 COUNTED_GROUPS = ("data", "listing")

@@ -22,7 +22,9 @@ KIB = 1024
 MIB = 1024 * KIB
 
 LARGE = "written.bin"
+CHECKPOINT = "checkpoint.bin"
 SMALL = "written"
+FEW = "few"
 SMALL_SIZE = 64 * KIB
 RENAMED_SIZE = 16 * KIB
 COPIED_SIZE = 10 * KIB
@@ -30,13 +32,21 @@ REMOVED = "removed"
 REMOVED_SIZE = 10 * KIB
 WARM_PASSES = 3
 
-# How obstore cuts a file, part size and parts at a time: by itself, and the fastest in trials.
-PUT_OPTIONS = {"default": (5 * MIB, 12), "best": (16 * MIB, 8)}
+# How obstore cuts a file, part size and parts at a time: by itself, the fastest in trials with
+# a server that is near, and wider, for one that is not.
+PUT_OPTIONS = {"default": (5 * MIB, 12), "best": (16 * MIB, 8), "wide": (8 * MIB, 32)}
 
 
 def large(session: Session) -> Sample:
     sample = _write_large(session)
     _check_large(session, LARGE)
+    return sample
+
+
+def checkpoint(session: Session) -> Sample:
+    size = session.data.sizes.checkpoint
+    sample = _write_file(session, CHECKPOINT, size)
+    _check_file(session, CHECKPOINT, size)
     return sample
 
 
@@ -50,23 +60,32 @@ def large_local(session: Session) -> Sample:
 
 
 def _write_large(session: Session, *, sync: bool = False) -> Sample:
-    def write() -> dict[str, Any]:
-        return session.write(
-            "write_file",
-            path=str(session.contender.root / LARGE),
-            size=session.data.sizes.large,
-            seed=session.seed,
-            sync=sync,
-        )
-
     session.has_written = True
+    return _write_file(session, LARGE, session.data.sizes.large, sync=sync)
+
+
+def _write_file(session: Session, name: str, size: int, *, sync: bool = False) -> Sample:
+    def write() -> dict[str, Any]:
+        path = str(session.contender.root / name)
+        return session.write("write_file", path=path, size=size, seed=session.seed, sync=sync)
+
     return _timed(session, write, "bytes", MB)
 
 
 def faster_put(session: Session) -> Sample:
-    """obstore as it is and as it is at its best: the better of the two is the floor."""
+    """obstore as it is and at several widths: the best of them is the floor."""
     _write_large(session)
-    path = str(session.contender.root / LARGE)
+    return _faster_put(session, LARGE, session.data.sizes.large)
+
+
+def faster_put_checkpoint(session: Session) -> Sample:
+    size = session.data.sizes.checkpoint
+    _write_file(session, CHECKPOINT, size)
+    return _faster_put(session, CHECKPOINT, size)
+
+
+def _faster_put(session: Session, file: str, size: int) -> Sample:
+    path = str(session.contender.root / file)
     rates = {}
     for name, (part_size, parts) in PUT_OPTIONS.items():
         pagecache.settle()
@@ -74,12 +93,16 @@ def faster_put(session: Session) -> Sample:
             "put_file", path=path, key=name, part_size=part_size, parts_at_a_time=parts
         )
         rates[name] = per_second(result, "bytes", MB).value
-        _check_large(session, name)
+        _check_file(session, name, size)
     return Sample(max(rates.values()), dict(rates))
 
 
 def _check_large(session: Session, key: str) -> None:
-    session.at_server("check_file", key=key, size=session.data.sizes.large, seed=session.seed)
+    _check_file(session, key, session.data.sizes.large)
+
+
+def _check_file(session: Session, key: str, size: int) -> None:
+    session.at_server("check_file", key=key, size=size, seed=session.seed)
 
 
 def read_written(session: Session) -> Sample:
@@ -102,29 +125,44 @@ def _read_large(session: Session, passes: int) -> Sample:
 
 
 def small(session: Session) -> Sample:
-    root = str(session.contender.root / SMALL)
+    return _write_files(session, SMALL, session.data.sizes.written)
+
+
+def few(session: Session) -> Sample:
+    return _write_files(session, FEW, session.data.sizes.few)
+
+
+def _write_files(session: Session, folder: str, files: int) -> Sample:
+    how = {"files": files, "size": SMALL_SIZE, "seed": session.seed}
+    root = str(session.contender.root / folder)
     _forget_deleted()
     sample = _timed(
-        session,
-        lambda: session.write("write_files", root=root, threads=THREADS, **_small_files(session)),
-        "files",
+        session, lambda: session.write("write_files", root=root, threads=THREADS, **how), "files"
     )
     if session.contender.name == LOCAL:
         session.contender.settle()
     if not isinstance(session.contender, Native):
-        _check_small(session)
+        session.at_server("check_files", prefix=folder, **how)
     return sample
 
 
 def put_small(session: Session) -> Sample:
-    how = _small_files(session)
+    return _put_files(session, SMALL, session.data.sizes.written)
+
+
+def put_few(session: Session) -> Sample:
+    return _put_files(session, FEW, session.data.sizes.few)
+
+
+def _put_files(session: Session, folder: str, files: int) -> Sample:
+    how = {"files": files, "size": SMALL_SIZE, "seed": session.seed}
     _forget_deleted()
     sample = _timed(
         session,
-        lambda: session.write_objects("put_objects", prefix=SMALL, threads=THREADS, **how),
+        lambda: session.write_objects("put_objects", prefix=folder, threads=THREADS, **how),
         "files",
     )
-    _check_small(session)
+    session.at_server("check_files", prefix=folder, **how)
     return sample
 
 
@@ -135,14 +173,6 @@ def _forget_deleted() -> None:
     minutes, and whose block is in memory, before it makes another one.
     """
     pagecache.drop()
-
-
-def _check_small(session: Session) -> None:
-    session.at_server("check_files", prefix=SMALL, **_small_files(session))
-
-
-def _small_files(session: Session) -> dict[str, int]:
-    return {"files": session.data.sizes.written, "size": SMALL_SIZE, "seed": session.seed}
 
 
 # What mounts write say when they were modified; what other programs write mostly does not.
