@@ -14,10 +14,10 @@ import pytest
 import trio
 import trio.testing
 
+from fusefs.store.admission import rate as rate_module
+from fusefs.store.admission.connection_budget import ConnectionBudget
+from fusefs.store.admission.rate import Rate
 from fusefs.store.interface import demanded
-from fusefs.store.s3 import rate as rate_module
-from fusefs.store.s3.connection_budget import ConnectionBudget
-from fusefs.store.s3.rate import Rate
 from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.semantics import states

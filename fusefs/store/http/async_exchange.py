@@ -6,16 +6,20 @@ of a small object, and has the two wait for the interpreter's lock: a PUT of
 obstore's thread costs 75 waits for that lock.
 
 This is one attempt, over a connection that is open. Whatever is not a plain
-success is left to a thread, with retries.
+success is left to a thread, with retries. A request whose answer is slow to begin
+may be sent again on another connection (`Hedge`).
 """
 
 from __future__ import annotations
 
 import math
 import os
+import select
 import socket
 import ssl
-from typing import TypeAlias
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Protocol, Self, TypeAlias
 
 import trio
 
@@ -28,13 +32,38 @@ _Socket: TypeAlias = "_Plain | socket.socket"
 HEAD_ROOM = 16 << 10
 
 
+class Hedge(Protocol):
+    """When a request that has no answer yet is sent again, on another connection."""
+
+    wait_s: float  # for the first byte; infinite means that no request is sent again
+
+    def note_sent(self) -> None:
+        """A request is sent which is no second one."""
+
+    def note_first_byte(self, took_s: float) -> None:
+        """Its first byte came after so long, or is given up after so long."""
+
+    def take(self) -> bool:
+        """Whether a second request may be sent now."""
+
+    def give_back(self, *, has_won: bool) -> None:
+        """The second request that was taken has ended, or was not sent after all."""
+
+
 async def exchange(
-    pool: ConnectionPool, head: bytes, body: bytes | bytearray, *, is_head: bool, size: int = 0
+    pool: ConnectionPool,
+    head: bytes,
+    body: bytes | bytearray,
+    *,
+    is_head: bool,
+    size: int = 0,
+    hedge: Hedge | None = None,
 ) -> Answer | None:
     """Send a request and return its answer; None if the pool has no idle connection.
 
     `size` is how many bytes the body of the answer has; that of a failure has at
-    most HEAD_ROOM. Cancelled, the request may have been sent.
+    most HEAD_ROOM. Cancelled, the request may have been sent. With `hedge`, which
+    is for requests that change nothing and have no body, it may be sent twice.
 
     Raises:
         WireError: the answer broke off, or was none.
@@ -43,28 +72,148 @@ async def exchange(
     sock = pool.take_idle()
     if sock is None:
         return None
-    borrowed = Borrowed(sock)
+    first = _Exchange(pool, sock, HEAD_ROOM + size, is_head=is_head)
+    with first, trio.CancelScope(deadline=trio.current_time() + first.limit_s):
+        await first.send(head, body)
+        if hedge is None or await first.has_begun(hedge) or not hedge.take():
+            return await first.receive()
+        return await _race(first, head, hedge)
+    raise TimeoutError("the server sent nothing")
+
+
+async def _race(first: _Exchange, head: bytes, hedge: Hedge) -> Answer:
+    """Send a request again; return the first success, or else one of the two failures.
+
+    The connection of the request that is not waited for any more is closed.
+    """
+    outcomes: list[tuple[bool, Answer | Exception]] = []
+
+    async def run(is_second: bool, receive: Callable[[], Awaitable[Answer]]) -> None:
+        try:
+            outcome: Answer | Exception = await receive()
+        except Exception as error:  # raised below, if the other fails as well
+            outcome = error
+        outcomes.append((is_second, outcome))
+        if _is_success(outcome):
+            nursery.cancel_scope.cancel()
+
+    has_won = False
     try:
-        limit_s = sock.gettimeout()
-        # A plain socket with a time-out does not block, beneath Python's own methods.
-        plain = _Plain(sock) if limit_s and type(sock) is socket.socket else None
-        if plain is None:
-            sock.setblocking(False)
-        deadline = trio.current_time() + (math.inf if limit_s is None else limit_s)
-        with trio.CancelScope(deadline=deadline) as scope:
-            if plain is not None:
-                await _send(plain, plain.send_first(head, body))
-            else:
-                await _send(sock, memoryview(head + body))
-            answer, is_reusable = await _receive(plain or sock, HEAD_ROOM + size, is_head=is_head)
-        if scope.cancelled_caught:
-            raise TimeoutError("the server sent nothing")
-        if plain is None:
-            sock.settimeout(limit_s)
-        borrowed.is_reusable = is_reusable
-        return answer
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(run, False, first.receive)
+            nursery.start_soon(run, True, partial(_send_again, first, head))
+        hedge.note_first_byte(trio.current_time() - first.sent_at)
+        outcomes.sort(key=lambda one: (not _is_success(one[1]), one[0]))
+        is_second, outcome = outcomes[0]
+        has_won = is_second and _is_success(outcome)
     finally:
-        pool.give_back(borrowed)
+        hedge.give_back(has_won=has_won)
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+def _is_success(outcome: Answer | Exception) -> bool:
+    return isinstance(outcome, Answer) and outcome.status < 300
+
+
+async def _send_again(first: _Exchange, head: bytes) -> Answer:
+    pool = first.pool
+    sock = pool.take_idle()
+    if sock is None:
+        # Cancelled, it is opened all the same, for a later request.
+        await trio.to_thread.run_sync(pool.open_idle, abandon_on_cancel=True)
+        sock = pool.take_idle()
+    if sock is None:
+        raise wire.WireError("another request has taken the connection")
+    with _Exchange(pool, sock, first.room, is_head=first.is_head) as second:
+        await second.send(head, b"")
+        return await second.receive()
+
+
+class _Exchange:
+    """One request on a connection, which its pool has back at the end of a `with`."""
+
+    def __init__(
+        self, pool: ConnectionPool, sock: socket.socket, room: int, *, is_head: bool
+    ) -> None:
+        limit_s = sock.gettimeout()
+        self.pool = pool
+        self.room = room
+        self.is_head = is_head
+        self.limit_s = math.inf if limit_s is None else limit_s
+        self.sent_at = 0.0
+        self._borrowed = Borrowed(sock)
+        self._limit_s = limit_s
+        # A plain socket with a time-out does not block, beneath Python's own methods.
+        self._plain = _Plain(sock) if limit_s and type(sock) is socket.socket else None
+        self._sock: _Socket = self._plain or sock
+        self._buffer = bytearray(room)
+        self._view = memoryview(self._buffer)
+        self._filled = 0
+
+    def __enter__(self) -> Self:
+        if self._plain is None:
+            self._borrowed.sock.setblocking(False)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._plain is None and self._borrowed.is_reusable:
+            self._borrowed.sock.settimeout(self._limit_s)
+        self.pool.give_back(self._borrowed)
+
+    async def send(self, head: bytes, body: bytes | bytearray) -> None:
+        if self._plain is not None:
+            await _send(self._plain, self._plain.send_first(head, body))
+        else:
+            await _send(self._sock, memoryview(head + body))
+        self.sent_at = trio.current_time()
+
+    async def has_begun(self, hedge: Hedge) -> bool:
+        """Whether the answer begins before the request may be sent again."""
+        hedge.note_sent()
+        with trio.CancelScope(deadline=self.sent_at + hedge.wait_s):
+            await self._begin()
+        # If not this one but the event loop was slow, the answer is there.
+        has_begun = self._filled > 0 or self._is_readable()
+        if has_begun:
+            hedge.note_first_byte(trio.current_time() - self.sent_at)
+        return has_begun
+
+    async def receive(self) -> Answer:
+        """Receive an answer, of `room` bytes at most. Cancelled, the connection can't go on."""
+        await self._begin()
+        buffer, view = self._buffer, self._view
+        while (stop := buffer.find(b"\r\n\r\n", 0, self._filled)) < 0:
+            await self._receive_some()
+        head = wire.read_head(bytes(view[:stop]))
+        size = head.body_size(is_head=self.is_head)
+        if head.status < 200 or size is None:
+            # Rare, and mostly a failure.
+            data = bytes(view[: self._filled])
+            answer, is_reusable = await _receive_piecemeal(self._sock, data, is_head=self.is_head)
+        else:
+            start, stop = stop + 4, stop + 4 + size
+            while self._filled < stop:
+                await self._receive_some()
+            answer = Answer(head.status, head.headers, bytes(view[start:stop]))
+            is_reusable = head.is_reusable and self._filled == stop
+        self._borrowed.is_reusable = is_reusable
+        return answer
+
+    async def _begin(self) -> None:
+        """Receive the first bytes. Cancelling loses none."""
+        if not self._filled:
+            await trio.lowlevel.wait_readable(self._sock)
+            await self._receive_some()
+
+    async def _receive_some(self) -> None:
+        self._filled += await _receive_some(self._sock, self._view[self._filled :])
+
+    def _is_readable(self) -> bool:
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        return bool(poll.poll(0))
 
 
 class _Plain:
@@ -103,27 +252,6 @@ async def _send(sock: _Socket, view: memoryview) -> None:
             await trio.lowlevel.wait_writable(sock)
         except ssl.SSLWantReadError:
             await trio.lowlevel.wait_readable(sock)
-
-
-async def _receive(sock: _Socket, room: int, *, is_head: bool) -> tuple[Answer, bool]:
-    """An answer of `room` bytes at most, and whether another may come on the same connection."""
-    buffer = bytearray(room)
-    view = memoryview(buffer)
-    filled, stop = 0, -1
-    await trio.lowlevel.wait_readable(sock)
-    while stop < 0:
-        filled += await _receive_some(sock, view[filled:])
-        stop = buffer.find(b"\r\n\r\n", 0, filled)
-    head = wire.read_head(bytes(view[:stop]))
-    size = head.body_size(is_head=is_head)
-    if head.status < 200 or size is None:
-        # Rare, and mostly a failure.
-        return await _receive_piecemeal(sock, bytes(view[:filled]), is_head=is_head)
-    start, stop = stop + 4, stop + 4 + size
-    while filled < stop:
-        filled += await _receive_some(sock, view[filled:])
-    answer = Answer(head.status, head.headers, bytes(view[start:stop]))
-    return answer, head.is_reusable and filled == stop
 
 
 async def _receive_piecemeal(sock: _Socket, data: bytes, *, is_head: bool) -> tuple[Answer, bool]:

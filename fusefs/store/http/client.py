@@ -23,6 +23,7 @@ from urllib.parse import SplitResult, quote, urlsplit
 from fusefs.store import unreachable
 from fusefs.store.errors import AttemptError, Failure, UnreachableError, from_body
 from fusefs.store.http import async_exchange, exchange
+from fusefs.store.http.async_exchange import Hedge
 from fusefs.store.http.exchange import Answer, RequestBody
 from fusefs.store.http.pool import ConnectionPool, Network
 from fusefs.store.http.proxies import PORTS
@@ -143,11 +144,12 @@ class Direct:
         headers: Mapping[str, str],
         body: bytes | bytearray | None = None,
         size: int = 0,
+        hedge: Hedge | None = None,
     ) -> Answer | None:
         """Send one small request from the event loop; return the answer, which has an ETag.
 
         That of a DELETE says by its status that it is done. `size` is how many
-        bytes the answer's body has.
+        bytes the answer's body has; `hedge` is as for `async_exchange.exchange`.
 
         None if there is no open connection for it, or something to wait for.
 
@@ -161,7 +163,7 @@ class Direct:
         head = self._head(pattern, method, key, None, headers, None if body is None else len(body))
         try:
             answer = await async_exchange.exchange(
-                pattern.pool, head, content, is_head=method == "HEAD", size=size
+                pattern.pool, head, content, is_head=method == "HEAD", size=size, hedge=hedge
             )
         except (OSError, exchange.WireError) as error:
             raise _unanswered(error, pattern) from error

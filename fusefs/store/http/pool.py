@@ -100,14 +100,18 @@ class ConnectionPool:
                 sock = self._idle.pop()
             except IndexError:  # another thread was faster
                 return None
-            poll = select.poll()
-            poll.register(sock, select.POLLIN)
-            # What TLS has read ahead the kernel does not show.
-            has_bytes = isinstance(sock, ssl.SSLSocket) and sock.pending() > 0
-            if not has_bytes and not poll.poll(0):
+            if _is_idle(sock):
                 return sock
             sock.close()  # the server has closed it, or sent bytes without a request
         return None
+
+    def open_idle(self) -> None:
+        """Open a connection for a later request. Blocks.
+
+        Raises:
+            AttemptError: none can be opened.
+        """
+        self.give_back(Borrowed(self._connect(), is_reusable=True))
 
     def give_back(self, borrowed: Borrowed) -> None:
         """Keep a connection for the next request if it can be used again."""
@@ -175,6 +179,31 @@ class ConnectionPool:
     def _unreachable(self, error: Exception, proxy: str | None) -> AttemptError:
         cause = unreachable.of_connecting(error, self._origin, proxy)
         return AttemptError(Failure(UnreachableError, cause.sentence, is_retryable=cause.may_pass))
+
+
+def _is_idle(sock: socket.socket) -> bool:
+    """Whether a connection is open, and nothing has come on it."""
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    # What TLS has read ahead the kernel does not show.
+    if isinstance(sock, ssl.SSLSocket) and sock.pending():
+        return False
+    if not poll.poll(0):
+        return True
+    if not isinstance(sock, ssl.SSLSocket):
+        return False
+    # A connection that has had no request yet may have the tickets that follow a handshake
+    # (RFC 8446, section 4.6.1); to read takes them in, and finds no data.
+    limit_s = sock.gettimeout()
+    try:
+        sock.setblocking(False)
+        sock.recv(1)
+    except ssl.SSLWantReadError:
+        sock.settimeout(limit_s)
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def _authorization(proxy: str | None) -> dict[str, str]:

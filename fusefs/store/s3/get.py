@@ -1,16 +1,24 @@
 """Ranged GETs of exactly one version: checked, counted, resumed where a stream broke.
 
-A small range is read in the event loop; what that can't do, in a thread.
+A small range is read in the event loop; what that can't do, in a thread. A GET that is
+slow to answer may be sent a second time (hedging.py); nothing is written before one of the
+two has its answer, and then that one alone writes.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+import threading
+import time
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
+import trio
+
+from fusefs.store.admission.hedging import Hedging
 from fusefs.store.errors import (
     AttemptError,
     Failure,
@@ -23,7 +31,7 @@ from fusefs.store.interface import ChunkWriter, ObjectVersion, Urgency, demanded
 from fusefs.store.s3.head import head
 from fusefs.store.s3.list_parser import quoted
 from fusefs.store.s3.requester import Requester
-from fusefs.store.s3.threads import Attempt
+from fusefs.store.s3.threads import AbandonedError, Attempt
 
 if TYPE_CHECKING:
     from fusefs.store.s3.clients import Clients
@@ -45,6 +53,7 @@ class Getter:
 
     def __init__(self, requester: Requester) -> None:
         self._requester = requester
+        self.hedging = Hedging(requester.connections, requester.counted)
         self._has_if_match = True  # whether this server's If-Match can be relied on
 
     async def download(
@@ -59,18 +68,17 @@ class Getter:
     ) -> None:
         """As `Store.download`."""
         requester = self._requester
-        stream = GetStream(version, start, stop, write, requester.counted)
+        part = MissingPart(version, start, stop, write, requester.counted)
         while True:
-            stream.has_if_match = self._has_if_match
+            part.has_if_match = self._has_if_match
             try:
-                if in_loop and stream.missing <= SMALL and await self._read(stream, priority):
+                if in_loop and part.size <= SMALL and await self._read(part, priority):
                     return
-                await requester.with_retries(
-                    "GET", version.key, stream.run, priority, transfer=stream
-                )
+                send = partial(self._stream, part, priority)
+                await requester.retried("GET", version.key, send, progress=part)
                 return
             except StaleVersionError:
-                if not stream.has_if_match:
+                if not part.has_if_match:
                     raise
                 info, _ = await head(requester, version.key, demanded)
                 if info.version != version:
@@ -80,24 +88,61 @@ class Getter:
                 logger.info("%s: If-Match is not to be relied on here", bucket)
                 self._has_if_match = False
 
-    async def _read(self, stream: GetStream, priority: Urgency) -> bool:
-        """Read what a stream lacks in the event loop; False if a thread is to go on."""
-        requester, key = self._requester, stream.version.key
+    async def _read(self, part: MissingPart, priority: Urgency) -> bool:
+        """Read what is missing in the event loop; False if a thread is to go on."""
+        requester, key = self._requester, part.version.key
         answer = await requester.send_now(
-            "GET", key, headers=stream.request_headers(), size=stream.missing, priority=priority
+            "GET",
+            key,
+            headers=part.request_headers(),
+            size=part.size,
+            priority=priority,
+            hedge=self.hedging.small,
         )
         if answer is None:
             return False
         try:
-            stream.take(answer)
+            part.take(answer)
         except AttemptError as error:
             if not error.failure.is_retryable:
                 raise requester.failed("GET", key, error.failure) from error
             return False
         return True
 
+    async def _stream(self, part: MissingPart, priority: Urgency) -> None:
+        """One attempt in a thread, and beside it a second request if it is slow to answer.
 
-class GetStream:
+        Raises:
+            AttemptError: the stream broke, or is not what was requested.
+        """
+        async with self._requester.connected("GET", priority, part.version.key) as clients:
+            part.begin()
+            race = _Race()
+            if part.size <= SMALL:
+                await race.run(GetStream(part, race), self._requester, clients)
+            else:
+                await self._hedged(part, race, clients)
+        race.raise_error()
+
+    async def _hedged(self, part: MissingPart, race: _Race, clients: Clients) -> None:
+        hedge = self.hedging.large
+        hedge.note_sent()
+        began = time.monotonic()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(race.run, GetStream(part, race), self._requester, clients)
+            with trio.move_on_after(hedge.wait_s):
+                await race.is_decided.wait()
+            if not race.is_decided.is_set() and hedge.take():
+                second = GetStream(part, race)
+                try:
+                    await race.run(second, self._requester, clients)
+                finally:
+                    hedge.give_back(has_won=race.winner is second)
+        if race.winner is not None:
+            hedge.note_first_byte(race.won_at - began)
+
+
+class MissingPart:
     """The bytes [start, stop) of a version on their way into `write`, over several attempts."""
 
     def __init__(
@@ -109,38 +154,41 @@ class GetStream:
         counted: Counter[str],
     ) -> None:
         self.version = version
-        self._position = start
+        self.position = start
         self._stop = stop
         self._write = write
         self._counted = counted
-        self._attempt: Attempt | None = None
         self._began_at = start
         self.has_if_match = True
 
-    def begin(self) -> Attempt:
-        self._attempt = Attempt()
-        self._began_at = self._position
-        return self._attempt
+    def begin(self) -> None:
+        """Begin an attempt."""
+        self._began_at = self.position
 
     def has_progressed(self) -> bool:
         """Whether the last attempt brought anything."""
-        return self._position > self._began_at
+        return self.position > self._began_at
 
     @property
-    def missing(self) -> int:
+    def size(self) -> int:
         """How many bytes have not come yet."""
-        return self._stop - self._position
+        return self._stop - self.position
+
+    @property
+    def stop(self) -> int:
+        return self._stop
 
     def request_headers(self) -> dict[str, str]:
         """The headers of a request for what is missing."""
-        headers = {"range": self._range}
+        headers = {"range": self.range}
         if self.has_if_match:
             headers["if-match"] = self.version.etag
         return headers
 
     @property
-    def _range(self) -> str:
-        return f"bytes={self._position}-{self._stop - 1}"
+    def range(self) -> str:
+        """What is missing, as the header `Range` says it."""
+        return f"bytes={self.position}-{self._stop - 1}"
 
     def take(self, answer: Answer) -> None:
         """Take in the answer to `request_headers`, in the event loop.
@@ -148,12 +196,112 @@ class GetStream:
         Raises:
             AttemptError: it is not what was requested, or not all of it.
         """
-        self._check(answer.headers)
-        chunk = memoryview(answer.content)[: self.missing]
-        self._write(self._position, chunk)
-        self._position += len(chunk)
+        self.check(answer.headers)
+        chunk = memoryview(answer.content)[: self.size]
+        self.write(chunk)
+        self.note(chunk)
+        self.check_end()
+
+    def check(self, headers: Mapping[str, str]) -> None:
+        """See whether an answer's headers are those of an answer to `request_headers`.
+
+        Raises:
+            AttemptError: they are not.
+        """
+        self.compare(headers.get("etag"), _first_byte(headers.get("content-range")))
+
+    def compare(self, etag: str | None, start: int) -> None:
+        """As `check`: some servers ignore If-Match, and some ignore ranges."""
+        if etag is None or quoted(etag) != self.version.etag:
+            sentence = "the object has been replaced"
+            raise AttemptError(Failure(StaleVersionError, sentence))
+        if start != self.position:
+            raise AttemptError(Failure(StoreError, "S3 sent another range than it was asked for"))
+
+    def check_end(self) -> None:
+        """See whether nothing is missing any more.
+
+        Raises:
+            AttemptError: something is.
+        """
+        if self.position < self._stop:
+            raise AttemptError(
+                Failure(UnreachableError, "the answer was too short", is_retryable=True)
+            )
+
+    def write(self, chunk: memoryview) -> None:
+        """Have the next bytes written."""
+        self._write(self.position, chunk)
+
+    def note(self, chunk: memoryview) -> None:
+        """The next bytes have been written."""
+        self.position += len(chunk)
         self._counted["bytes_fetched"] += len(chunk)
-        self._check_end()
+
+
+class _Race:
+    """One or two requests for the same bytes: the first with an answer writes them.
+
+    The other is given up, and has written nothing. Belongs to the event loop, but `claim`.
+    """
+
+    def __init__(self) -> None:
+        self.winner: GetStream | None = None
+        self.won_at = 0.0  # as `time.monotonic`
+        # One has an answer, or none will have.
+        self.is_decided = trio.Event()
+        self._lock = threading.Lock()
+        self._token = trio.lowlevel.current_trio_token()
+        self._scopes: dict[GetStream, trio.CancelScope] = {}
+        self._errors: dict[GetStream | None, Exception] = {}
+
+    async def run(self, stream: GetStream, requester: Requester, clients: Clients) -> None:
+        """Run a request in a thread; its error is kept for `raise_error`."""
+        with trio.CancelScope() as scope:
+            self._scopes[stream] = scope
+            try:
+                await requester.in_thread(stream.attempt, partial(stream.run, clients))
+            except Exception as error:
+                self._errors[stream] = error
+            finally:
+                del self._scopes[stream]
+        if not self._scopes:
+            self.is_decided.set()
+
+    def claim(self, stream: GetStream) -> None:
+        """Have a stream write, which has the answer; in its thread.
+
+        Raises:
+            AbandonedError: the other one writes.
+        """
+        with self._lock:
+            if self.winner is None:
+                self.winner = stream
+                self.won_at = time.monotonic()
+                self._token.run_sync_soon(self._give_up_other)
+            if self.winner is not stream:
+                raise AbandonedError
+
+    def raise_error(self) -> None:
+        """Raise the error of the request that counts, if it has one: of both, the first's."""
+        failed = self.winner or next(iter(self._errors), None)
+        if failed in self._errors:
+            raise self._errors[failed]
+
+    def _give_up_other(self) -> None:
+        self.is_decided.set()
+        for stream, scope in self._scopes.items():
+            if stream is not self.winner:
+                scope.cancel()
+
+
+class GetStream:
+    """One request for what is missing, in a thread. Nothing is written before `race.claim`."""
+
+    def __init__(self, part: MissingPart, race: _Race) -> None:
+        self.attempt = Attempt()
+        self._part = part
+        self._race = race
 
     def run(self, clients: Clients) -> None:
         """Stream what is missing. Blocks.
@@ -161,17 +309,11 @@ class GetStream:
         Raises:
             AttemptError: the stream broke, or is not what was requested.
         """
-        is_for_obstore = clients.uses_obstore and is_plain(self.version.key)
-        is_done = is_for_obstore and self.missing > SMALL and self._run_obstore(clients)
+        is_for_obstore = clients.uses_obstore and is_plain(self._part.version.key)
+        is_done = is_for_obstore and self._part.size > SMALL and self._run_obstore(clients)
         if not is_done and not self._run_direct(clients):
             self._run_boto(clients)
-        self._check_end()
-
-    def _check_end(self) -> None:
-        if self._position < self._stop:
-            raise AttemptError(
-                Failure(UnreachableError, "the answer was too short", is_retryable=True)
-            )
+        self._part.check_end()
 
     def _run_obstore(self, clients: Clients) -> bool:
         """Over TLS, without holding the GIL; False if obstore can't connect.
@@ -181,17 +323,17 @@ class GetStream:
         import obstore
 
         assert clients.objects is not None
-        options: obstore.GetOptions = {"range": (self._position, self._stop)}
-        if self.has_if_match:
-            options["if_match"] = self.version.etag
+        options: obstore.GetOptions = {"range": (self._part.position, self._part.stop)}
+        if self._part.has_if_match:
+            options["if_match"] = self._part.version.etag
         try:
-            answer = obstore.get(clients.objects, self.version.key, options=options)
+            answer = obstore.get(clients.objects, self._part.version.key, options=options)
         except Exception as error:
             if clients.confine_for(error):
                 return False
             raise
         self._compare(answer.meta["e_tag"], answer.range[0])
-        if answer.range[1] - self._position <= CHUNK:
+        if answer.range[1] - self._part.position <= CHUNK:
             self._take(memoryview(answer.bytes()))  # a thread switch less than a stream of one
             return True
         for chunk in answer.stream(min_chunk_size=CHUNK):
@@ -200,9 +342,9 @@ class GetStream:
 
     def _run_boto(self, clients: Clients) -> None:
         """Before the first LIST, after a redirect, and where requests are signed in other ways."""
-        condition = {"IfMatch": self.version.etag} if self.has_if_match else {}
+        condition = {"IfMatch": self._part.version.etag} if self._part.has_if_match else {}
         answer = clients.s3.get_object(
-            **clients.request, **condition, Key=self.version.key, Range=self._range
+            **clients.request, **condition, Key=self._part.version.key, Range=self._part.range
         )
         self._compare(answer["ETag"], _first_byte(answer.get("ContentRange")))
         for chunk in answer["Body"].iter_chunks(CHUNK):
@@ -210,34 +352,35 @@ class GetStream:
 
     def _run_direct(self, clients: Clients) -> bool:
         """Over our own connections; False if botocore has to send the request."""
-        if self.missing <= SMALL:
+        if self._part.size <= SMALL:
             # As one answer, 100 KiB took 0.38 ms of processor time; as a stream, 0.49 ms.
-            answer = clients.direct.send("GET", self.version.key, headers=self.request_headers())
+            answer = clients.direct.send(
+                "GET", self._part.version.key, headers=self._part.request_headers()
+            )
             if answer is not None:
-                self._check(answer.headers)
+                self._begin(answer.headers)
                 self._take(memoryview(answer.content))
             return answer is not None
         return clients.direct.download(
-            self.version.key, self.request_headers(), self.missing, self._check, self._take
+            self._part.version.key,
+            self._part.request_headers(),
+            self._part.size,
+            self._begin,
+            self._take,
         )
 
-    def _check(self, headers: Mapping[str, str]) -> None:
-        self._compare(headers.get("etag"), _first_byte(headers.get("content-range")))
+    def _begin(self, headers: Mapping[str, str]) -> None:
+        self._part.check(headers)
+        self._race.claim(self)
 
     def _compare(self, etag: str | None, start: int) -> None:
-        """Some servers ignore If-Match, and some ignore ranges."""
-        if etag is None or quoted(etag) != self.version.etag:
-            sentence = "the object has been replaced"
-            raise AttemptError(Failure(StaleVersionError, sentence))
-        if start != self._position:
-            raise AttemptError(Failure(StoreError, "S3 sent another range than it was asked for"))
+        self._part.compare(etag, start)
+        self._race.claim(self)
 
     def _take(self, chunk: memoryview) -> None:
-        assert self._attempt is not None
-        chunk = chunk[: self.missing]
-        self._attempt.locally(lambda: self._write(self._position, chunk))
-        self._position += len(chunk)
-        self._counted["bytes_fetched"] += len(chunk)
+        chunk = chunk[: self._part.size]
+        self.attempt.locally(lambda: self._part.write(chunk))
+        self._part.note(chunk)
 
 
 def _first_byte(content_range: str | None) -> int:

@@ -17,13 +17,15 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
 import trio
 
+from fusefs.store.admission.connection_budget import ConnectionBudget
 from fusefs.store.errors import (
     AttemptError,
     ConflictError,
@@ -34,13 +36,13 @@ from fusefs.store.errors import (
     StoreError,
     ThrottledError,
 )
+from fusefs.store.http.async_exchange import Hedge
 from fusefs.store.http.exchange import Answer
 from fusefs.store.interface import ListPage, Strict, Urgency, demanded
 from fusefs.store.s3 import list as listing
 from fusefs.store.s3.clients import Clients, ClientSource, S3Settings
 from fusefs.store.s3.conditions import for_condition
-from fusefs.store.s3.connection_budget import ConnectionBudget
-from fusefs.store.s3.threads import Attempt, Threads, Transfer
+from fusefs.store.s3.threads import Attempt, Progress, Threads, Transfer
 
 logger = logging.getLogger("fusefs.store")
 
@@ -77,6 +79,8 @@ _SHOWN = (
     "errors",
     "retries",
     "throttled",
+    "hedged",
+    "hedged_won",
 )
 # What does not say that a change was refused: no answer (0), and gateways' own failures.
 _NO_ANSWERS = frozenset((0, 500, 502, 504))
@@ -156,12 +160,13 @@ class Requester:
         priority: Urgency = demanded,
         condition: Strict = None,
         on_failure: Callable[[], None] = lambda: None,
+        hedge: Hedge | None = None,
     ) -> Answer | None:
         """Send a small PUT, COPY, HEAD, GET or DELETE from the event loop; return its answer.
 
         `size` is how many bytes the answer's body has, `condition` what `headers`
-        demand. None if it is to be sent `with_retries`; it may have been done if
-        `on_failure` was called.
+        demand; a request that only reads may have a `hedge`. None if it is to be sent
+        `with_retries`; it may have been done if `on_failure` was called.
 
         Raises:
             StoreError: that would not help.
@@ -173,7 +178,7 @@ class Requester:
             try:
                 method = "PUT" if operation == "COPY" else operation
                 answer = await clients.direct.send_now(
-                    method, key, headers=headers, body=body, size=size
+                    method, key, headers=headers, body=body, size=size, hedge=hedge
                 )
                 failure = None
             except AttemptError as error:
@@ -217,13 +222,32 @@ class Requester:
         Raises:
             StoreError: it did not; there is one log line about it.
         """
+        send = partial(self.once, operation, work, priority, transfer, key)
+        return await self.retried(
+            operation, key, send, progress=transfer, retry_time_s=retry_time_s
+        )
+
+    async def retried(
+        self,
+        operation: str,
+        key: str,
+        send: Callable[[], Awaitable[T]],
+        *,
+        progress: Progress | None = None,
+        retry_time_s: float | None = None,
+    ) -> T:
+        """Call `send`, which makes one attempt, again and again while that may help.
+
+        Raises:
+            StoreError: it did not; there is one log line about it.
+        """
         budget = RetryBudget(retry_time_s or self.settings.retry_time_s)
         has_retried_400 = False
         try:
             while True:
                 used = self.source.clients
                 try:
-                    result = await self.once(operation, work, priority, transfer, key)
+                    result = await send()
                     self.connections.note_success()
                     self.last_answer = trio.current_time()
                     return result
@@ -240,7 +264,7 @@ class Requester:
                 if failure.kind is CredentialsError and not failure.is_retryable:
                     failure = replace(failure, is_retryable=await self.source.has_renewed(used))
                 self._react(operation, key, failure, budget)
-                if transfer is not None and transfer.has_progressed():
+                if progress is not None and progress.has_progressed():
                     budget.restart()
                 if not failure.is_retryable or not budget.has_time(failure.longest_s):
                     raise self.failed(operation, key, failure)
@@ -264,15 +288,35 @@ class Requester:
         Raises:
             AttemptError: it failed.
         """
+        async with self.connected(operation, priority, key) as clients:
+            attempt = Attempt() if transfer is None else transfer.begin()
+            return await self.in_thread(attempt, partial(work, clients))
+
+    @asynccontextmanager
+    async def connected(
+        self, operation: str, priority: Urgency, key: str
+    ) -> AsyncIterator[Clients]:
+        """A connection for one attempt, which is counted here.
+
+        Raises:
+            AttemptError: there are no credentials.
+        """
         async with self.connections.lease(priority, key):
             clients = self.source.clients or await self.source.connect()
             self.counted[_COUNTERS[operation]] += 1
-            attempt = Attempt() if transfer is None else transfer.begin()
-            try:
-                return await self._threads.run(attempt.guarded(partial(work, clients)))
-            except trio.Cancelled:
-                await attempt.abandon()
-                raise
+            yield clients
+
+    async def in_thread(self, attempt: Attempt, work: Callable[[], T]) -> T:
+        """Make an attempt in a thread; cancelled, it ends there on its own.
+
+        Raises:
+            AttemptError: it failed.
+        """
+        try:
+            return await self._threads.run(attempt.guarded(work))
+        except trio.Cancelled:
+            await attempt.abandon()
+            raise
 
     def failed(self, operation: str, key: str, failure: Failure) -> StoreError:
         """The error of a request that failed for good, which is counted and logged here."""

@@ -111,7 +111,7 @@ class Threads:
                 trio.lowlevel.reschedule(job.task)
 
 
-class _AbandonedError(Exception):
+class AbandonedError(Exception):
     """Ends the thread of an abandoned attempt; no caller sees it."""
 
 
@@ -132,7 +132,7 @@ class Attempt:
         def run(*arguments: object) -> T:
             try:
                 return work(*arguments)
-            except _AbandonedError:
+            except AbandonedError:
                 raise
             # Anything may come from HTTP libraries that read a foreign server's answers.
             except Exception as error:
@@ -148,7 +148,7 @@ class Attempt:
         """Call `work`, which uses a local file, unless abandoned. Blocks, in the thread."""
         with self._lock:
             if self._is_abandoned:
-                raise _AbandonedError
+                raise AbandonedError
             self._is_local = True
         try:
             return work()
@@ -171,11 +171,15 @@ class Attempt:
                 await self._local_ended.wait()
 
 
-class Transfer(Protocol):
+class Progress(Protocol):
+    """What a request achieves over several attempts."""
+
+    def has_progressed(self) -> bool:
+        """Whether the last attempt achieved something that the next need not repeat."""
+
+
+class Transfer(Progress, Protocol):
     """A request whose thread uses a local file, over several attempts."""
 
     def begin(self) -> Attempt:
         """Begin an attempt."""
-
-    def has_progressed(self) -> bool:
-        """Whether the last attempt achieved something that the next need not repeat."""

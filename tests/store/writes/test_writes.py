@@ -14,6 +14,7 @@ import pytest
 import trio
 import trio.testing
 
+from fusefs.store.admission.connection_budget import ConnectionBudget
 from fusefs.store.errors import ConflictError, ExistsError, StoreError
 from fusefs.store.fencing import without_token
 from fusefs.store.interface import IF_ABSENT, IfMatch, ObjectVersion, Priority
@@ -21,7 +22,6 @@ from fusefs.store.s3 import delete
 from fusefs.store.s3 import put as writing
 from fusefs.store.s3.body import Body
 from fusefs.store.s3.clients import Clients, S3Settings
-from fusefs.store.s3.connection_budget import ConnectionBudget
 from tests.support.buckets import Bucket, keys, stored
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.local_file import MakeFile

@@ -9,9 +9,9 @@ import pytest
 import trio
 import trio.testing
 
+from fusefs.store.admission import connection_budget
+from fusefs.store.admission.connection_budget import ConnectionBudget
 from fusefs.store.interface import Priority
-from fusefs.store.s3 import connection_budget
-from fusefs.store.s3.connection_budget import ConnectionBudget
 from tests.support.semantics import states
 
 

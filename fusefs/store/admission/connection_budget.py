@@ -23,8 +23,8 @@ from dataclasses import dataclass
 
 import trio
 
+from fusefs.store.admission.rate import Rate
 from fusefs.store.interface import Priority, Urgency
-from fusefs.store.s3.rate import Rate
 
 BACK_OFF_EVERY_S = 1.0
 # How many more urgent requests go before one that waits; a ninth is enough to make progress.
@@ -158,6 +158,17 @@ class ConnectionBudget:
         self._running[rank] -= 1
         if self._has_waiters:
             self._admit()
+
+    def take_spare(self) -> bool:
+        """Take a connection that nothing else needs, with the priority PREFETCH; never waits.
+
+        False if requests wait, or the store has asked to slow down of late.
+        """
+        is_throttled = self.rate.limit is not None or self.allowed < self.maximum
+        if is_throttled or self._has_waiters or not self._has_room(Priority.PREFETCH):
+            return False
+        self._take(Priority.PREFETCH)
+        return True
 
     @property
     def _has_waiters(self) -> bool:

@@ -1,0 +1,93 @@
+"""When a GET that is slow to answer is sent again on another connection: a hedged request.
+
+Of many GETs a few take ten times as long as the others, for reasons of the one
+server that happens to answer them; the same request, sent again, is then
+answered before the first (Dean and Barroso, "The Tail at Scale", CACM 56(2), 2013).
+So the time to the first byte of the latest GETs is kept, of small and of large
+ones apart. A GET that has no first byte after what nearly all of them took, and
+after twice the median, is sent again. The first answer that is a success
+counts, and the other is given up with its connection.
+
+What it may cost is bounded: hedges are SHARE of the GETs at most, counted from
+the beginning, use connections that nothing else waits for, and stop while the
+store asks to slow down.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+
+from fusefs.store.admission.connection_budget import ConnectionBudget
+from fusefs.store.interface import Priority
+
+# Of all GETs, how many are sent again at most, and how many of these at once.
+SHARE = 0.03
+MOST_AT_ONCE = 3
+# Slow is what takes longer than this share of GETs, and so many times the median.
+QUANTILE = 0.95
+MEDIANS = 2.0
+# A server nearby is slow now and then because this machine is busy; to ask again helps nothing.
+LEAST_S = 0.02
+LEAST_SAMPLES = 100
+SAMPLES = 512
+RENEW_EVERY = 32  # samples; to sort them takes 40 us
+
+
+class Hedging:
+    """How slow GETs of one store have to be to be sent again. Belongs to the event loop."""
+
+    def __init__(self, connections: ConnectionBudget, counted: Counter[str]) -> None:
+        self._connections = connections
+        self._counted = counted
+        self._allowance = 0.0
+        self.small = Hedge(self)
+        self.large = Hedge(self)
+
+    def note_sent(self) -> None:
+        self._allowance = min(float(MOST_AT_ONCE), self._allowance + SHARE)
+
+    def take(self) -> bool:
+        if self._allowance < 1 or not self._connections.take_spare():
+            return False
+        self._allowance -= 1
+        self._counted["gets"] += 1
+        self._counted["hedged"] += 1
+        return True
+
+    def give_back(self, *, has_won: bool) -> None:
+        self._connections.release(Priority.PREFETCH)
+        self._counted["hedged_won"] += has_won
+
+
+class Hedge:
+    """How long one kind of GETs takes to the first byte, and when another is sent."""
+
+    def __init__(self, hedging: Hedging) -> None:
+        self._hedging = hedging
+        self._samples: deque[float] = deque(maxlen=SAMPLES)
+        self._is_renewed_in = LEAST_SAMPLES
+        # After how many seconds without a first byte another GET is sent; infinite is never.
+        self.wait_s = math.inf
+
+    def note_sent(self) -> None:
+        """A GET is sent which is no second one."""
+        self._hedging.note_sent()
+
+    def note_first_byte(self, took_s: float) -> None:
+        """The first byte came after so long, or has not come when the second GET's has."""
+        self._samples.append(took_s)
+        self._is_renewed_in -= 1
+        if not self._is_renewed_in:
+            self._is_renewed_in = RENEW_EVERY
+            ordered = sorted(self._samples)
+            quantile = ordered[int(len(ordered) * QUANTILE)]
+            self.wait_s = max(quantile, MEDIANS * ordered[len(ordered) // 2], LEAST_S)
+
+    def take(self) -> bool:
+        """Whether a second GET may be sent now; it has a connection until `give_back`."""
+        return self._hedging.take()
+
+    def give_back(self, *, has_won: bool) -> None:
+        """A second GET has ended, or was not sent after all."""
+        self._hedging.give_back(has_won=has_won)

@@ -1,0 +1,189 @@
+"""A GET that is slow to answer is sent again: one of the two writes, the other is given up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from fusefs.store.errors import StaleVersionError
+from fusefs.store.s3.get import SMALL
+from fusefs.store.s3.store import S3Store
+from tests.support.buckets import Bucket
+from tests.support.faulty_s3 import FaultyS3, Hold
+from tests.support.semantics import states
+from tests.support.store_reading import BODY, download, opened
+from tests.support.store_reading import as_owner as as_owner
+from tests.support.store_reading import shared as shared
+from tests.support.tls import tls_door
+from tests.support.waiting import eventually
+
+SIZES = pytest.mark.parametrize("size", [1000, SMALL, len(BODY)])
+
+
+@asynccontextmanager
+async def impatient(
+    shared: Bucket, faulty: FaultyS3, wait_s: float = 0.01, **settings: Any
+) -> AsyncIterator[S3Store]:
+    """A store that has seen many GETs, all of them quick."""
+    async with opened(shared, faulty, read_timeout_s=10.0, **settings) as store:
+        await store.check("")
+        hedging = store._getter.hedging
+        hedging.small.wait_s = hedging.large.wait_s = wait_s
+        hedging._allowance = 1.0
+        yield store
+
+
+async def read(store: S3Store, size: int) -> bytes:
+    return await download(store, await store.head("body"), 0, size, in_loop=True)
+
+
+def release(hold: Hold) -> None:
+    """Have the held requests answered; the server's thread goes on meanwhile."""
+    hold.released.set()
+
+
+async def given_up(hold: Hold) -> None:
+    await eventually(lambda: all(held.done.is_set() for held in hold.held))
+    assert all(held.is_client_gone for held in hold.held)
+
+
+@SIZES
+@states(
+    "A GET that has no answer after longer than nearly all the others took is sent again on"
+    " another connection, for 3% of the GETs at most; the first answer counts."
+)
+async def test_a_slow_get_is_sent_again_and_the_first_answer_counts(
+    shared: Bucket, faulty: FaultyS3, size: int
+) -> None:
+    async with impatient(shared, faulty) as store:
+        hold = faulty.hold("GET", "body", 0.0)
+        assert await read(store, size) == BODY[:size]
+        counters = store.counters()
+        assert (counters["gets"], counters["hedged"], counters["hedged_won"]) == (2, 1, 1)
+        assert (counters["bytes_fetched"], counters["retries"]) == (size, 0)
+        assert store.requester.connections.in_use == 0
+        if size > SMALL:  # a thread can't be stopped, only abandoned
+            release(hold)
+        else:
+            await given_up(hold)
+
+
+@SIZES
+async def test_through_tls_as_well(
+    shared: Bucket, faulty: FaultyS3, tmp_path: Path, size: int
+) -> None:
+    with tls_door(faulty.endpoint_url, tmp_path) as door:
+        settings: dict[str, Any] = {"endpoint_url": door.url, "ca_bundle": str(door.authority)}
+        async with impatient(shared, faulty, **settings) as store:
+            hold = faulty.hold("GET", "body", 0.0)
+            assert await read(store, size) == BODY[:size]
+            assert store.counters()["hedged_won"] == 1
+            release(hold)
+
+
+@SIZES
+async def test_the_first_request_wins_if_it_is_answered_first(
+    shared: Bucket, faulty: FaultyS3, size: int
+) -> None:
+    async with impatient(shared, faulty) as store:
+        first, second = (faulty.hold("GET", "body", 0.0) for _ in range(2))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_expect, store, size)
+            await eventually(lambda: len(second.held) == 1)
+            release(first)
+        counters = store.counters()
+        assert (counters["hedged"], counters["hedged_won"]) == (1, 0)
+        assert counters["bytes_fetched"] == size
+        release(second)
+
+
+async def _expect(store: S3Store, size: int) -> None:
+    assert await read(store, size) == BODY[:size]
+
+
+@SIZES
+async def test_the_failure_of_one_does_not_fail_the_other(
+    shared: Bucket, faulty: FaultyS3, size: int
+) -> None:
+    async with impatient(shared, faulty) as store:
+        hold = faulty.hold("GET", "body", 0.0)
+        refused = faulty.add("GET", code="SlowDown", times=1, before=lambda: release(hold))
+        assert await read(store, size) == BODY[:size]
+        counters = store.counters()
+        assert (refused.used, counters["retries"], counters["hedged_won"]) == (1, 0, 0)
+
+
+@SIZES
+async def test_where_both_fail_the_request_is_tried_again(
+    shared: Bucket, faulty: FaultyS3, size: int
+) -> None:
+    async with impatient(shared, faulty) as store:
+        first = faulty.add("GET", stall=True, code="InternalError", times=1)
+        second = faulty.add("GET", code="InternalError", times=1, before=first.release)
+        assert await read(store, size) == BODY[:size]
+        counters = store.counters()
+        assert (second.used, counters["gets"], counters["retries"]) == (1, 3, 1)
+
+
+@SIZES
+async def test_an_object_that_was_replaced_is_stale_for_both(
+    bucket: Bucket, faulty: FaultyS3, size: int
+) -> None:
+    bucket.put("body", BODY[:size])
+    async with impatient(bucket, faulty) as store:
+        info = await store.head("body")
+        bucket.put("body", BODY[1:size] + BODY[:1])
+        first = faulty.add("GET", stall=True, times=1)
+        faulty.add("GET", times=1, before=first.release)
+        with pytest.raises(StaleVersionError):
+            await download(store, info, in_loop=True)
+
+
+@SIZES
+async def test_cancelling_gives_both_up(shared: Bucket, faulty: FaultyS3, size: int) -> None:
+    async with impatient(shared, faulty) as store:
+        hold = faulty.hold("GET", "body", 0.0, times=2)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(read, store, size)
+            await eventually(lambda: len(hold.held) == 2)
+            nursery.cancel_scope.cancel()
+        assert store.requester.connections.in_use == 0
+        assert store.counters()["bytes_fetched"] == 0
+        if size > SMALL:
+            release(hold)
+        else:
+            await given_up(hold)
+
+
+async def test_an_answer_that_comes_too_late_writes_nothing(
+    shared: Bucket, faulty: FaultyS3
+) -> None:
+    async with impatient(shared, faulty) as store:
+        hold = faulty.hold("GET", "body", 0.0)
+        winner = faulty.add("GET", stall_after=2_500_000, times=1)
+        threads = store.requester._threads
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_expect, store, len(BODY))
+            await eventually(lambda: store.counters()["bytes_fetched"] > 0)
+            release(hold)
+            await eventually(lambda: threads._busy == 1)
+            winner.release()
+        assert store.counters()["bytes_fetched"] == len(BODY)
+
+
+@pytest.mark.parametrize("wait_s", [math.inf, 0.01])
+async def test_nothing_is_sent_again_without_need_or_without_a_connection(
+    shared: Bucket, faulty: FaultyS3, wait_s: float
+) -> None:
+    # One connection of one is none to spare.
+    async with impatient(shared, faulty, wait_s, max_connections=1) as store:
+        for size in (SMALL, len(BODY)):
+            faulty.add("GET", times=1, delay_s=0.1)
+            assert await read(store, size) == BODY[:size]
+        assert store.counters()["hedged"] == 0
