@@ -17,8 +17,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -27,7 +27,7 @@ from typing import Any
 
 from bench import processes, report
 from bench.bucket import Bucket
-from bench.cloud.proxy import Distance, Proxy
+from bench.cloud.profile import PROFILES, at_distance
 from bench.contenders.contender import Contender, Place
 from bench.contenders.registry import CONTENDERS
 from bench.dataset import DataSet, Sizes
@@ -43,8 +43,6 @@ RESULTS = Path(__file__).parent / "results"
 # peer some thirty thousand reads.
 LIMIT_S = 3.0
 QUICK_LIMIT_S = 1.0
-
-PROFILES = ("local", "cloud")
 
 # Memory-backed file systems, whose "disk" would be the page cache itself.
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
@@ -96,7 +94,7 @@ def _run(
         measured: dict[str, Any] = {}
         errors: list[str] = []
         for profile in arguments.profile.split(","):
-            with _at_distance(profile, bucket, scratch, base) as seen:
+            with at_distance(profile, bucket, scratch, base) as seen:
                 place = Place(seen, data.root, scratch)
                 contenders, skipped = _present(names, place)
                 limit_s = QUICK_LIMIT_S if arguments.quick else LIMIT_S
@@ -111,17 +109,6 @@ def _run(
         if errors:
             _keep_logs(scratch)
     return errors
-
-
-@contextmanager
-def _at_distance(profile: str, bucket: Bucket, scratch: Path, base: Path) -> Iterator[Bucket]:
-    """The bucket as the profile shows it."""
-    if profile == "local":
-        yield bucket
-        return
-    with Proxy(bucket.server.endpoint_url, scratch, base / "build") as proxy:
-        proxy.set(Distance())
-        yield replace(bucket, proxy=proxy)
 
 
 def _present(names: list[str], place: Place) -> tuple[list[Contender], dict[str, str]]:

@@ -144,7 +144,7 @@ class Session:
         arguments = {"path": str(self.large), "size": self.data.sizes.large}
         command = _command("read_and_hold", arguments)
         self._holder = processes.open_reader(command, self._environment())
-        return per_second(_next_line(self._holder), "bytes", MB)
+        return per_second(next_line(self._holder), "bytes", MB)
 
     def fetch_small(self) -> Sample:
         """First read of the small files."""
@@ -167,13 +167,13 @@ class Session:
             _command("read_when_told", {"path": str(path)}), self._environment()
         )
         try:
-            _next_line(reader)
+            next_line(reader)
             begun = time.monotonic()
             begin()
             assert reader.stdin is not None
             reader.stdin.write("\n")
             reader.stdin.flush()
-            return float(_next_line(reader)["read_at"]) - begun
+            return float(next_line(reader)["read_at"]) - begun
         finally:
             processes.kill_group(reader)
 
@@ -221,7 +221,7 @@ def _command(
     return [sys.executable, "-m", module, json.dumps({"op": operation, **arguments})]
 
 
-def _next_line(process: subprocess.Popen[str]) -> dict[str, Any]:
+def next_line(process: subprocess.Popen[str]) -> dict[str, Any]:
     """What a reader tells that goes on living afterwards."""
     assert process.stdout is not None
     assert process.stderr is not None

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from bench.cloud.profile import CLOUD, PROFILES
 from bench.contenders.registry import (
     CSI,
     KERNEL,
@@ -37,8 +38,7 @@ from bench.workloads.reading import Run
 # How many read at a time, where that is what a row is about.
 THREADS = (1, 2, 4, 8, 16, 32)
 WIDTHS = (8, 32, 64)
-PROFILES = ("local", "cloud")
-FAR = ("cloud",)
+FAR = (CLOUD,)
 
 MOUNTS = (KERNEL, NO_PASSTHROUGH, PYFUSE3, *PEERS)
 FILES = (NATIVE, *MOUNTS)
