@@ -1,13 +1,13 @@
 """`python -m bench.warm`: what it takes to have a data set on the local disk.
 
-Three ways, side by side in rounds whose order rotates, each from an empty cache: `fusefs
-warm --wait`; `cat` of every file through the same kind of mount, sixteen at a time, as one
-does without it; and `rclone copy` to a directory, sixteen at a time. Times run from the
-start of the command until it has returned. The server's files are in the page cache. After
-each, what is there has to have the data set's bytes: in the mount without a request for
-them, or in the directory.
-
-It needs root and a real disk, as `python -m bench` does.
+Three ways, side by side in rounds whose order rotates, each from an empty cache:
+`fusefs warm --wait`; `cat` of every file through the same kind of mount, as one
+does without it; and `rclone copy` to a directory. The latter two work on sixteen
+files at a time, with the profile `cloud` (a server far away, over TLS) on 32.
+Times run from the start of the command until it has returned. The server's files
+are in the page cache. After each, what is there has to have the data set's
+bytes: in the mount without a request for them, or in the directory. It needs
+root and a real disk, as `python -m bench` does.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bench import dataset, processes
 from bench.bucket import Bucket
+from bench.cloud.proxy import Distance, Proxy
 from bench.contenders.contender import Place
 from bench.contenders.fusefs import Fusefs
 from bench.contenders.peers import find, rclone_environment
@@ -38,7 +39,6 @@ from bench.processes import BenchError
 from tests.support.s3_server import S3Server
 
 MIB = 1024 * 1024
-AT_ONCE = 16
 LIMIT_S = 600.0
 
 
@@ -74,11 +74,30 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What is measured against which server; sizes in bytes."""
+
+    is_distant: bool
+    small: int
+    small_size: int
+    large: int
+    large_size: int
+    at_once: int
+
+
+PROFILES = {
+    "local": Profile(False, 10_000, 64 * 1024, 2, 1024 * MIB, 16),
+    "cloud": Profile(True, 2_000, 100 * 1024, 4, 256 * MIB, 32),
+}
+
+
 class Ways:
     """The ways of having a part of the data set on the local disk; each tells its seconds."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, at_once: int) -> None:
         self._place = place
+        self._at_once = at_once
         mount = CONTENDERS[KERNEL]("fusefs", place)
         assert isinstance(mount, Fusefs)
         self._mount = mount
@@ -89,8 +108,8 @@ class Ways:
         return self._mounted(part, digest, command)
 
     def cat(self, part: Part, digest: str) -> float:
-        each = max(1, min(8, part.count // AT_ONCE))
-        script = f"find . -type f -print0 | xargs -0 -P {AT_ONCE} -n {each} cat > /dev/null"
+        each = max(1, min(8, part.count // self._at_once))
+        script = f"find . -type f -print0 | xargs -0 -P {self._at_once} -n {each} cat > /dev/null"
         return self._mounted(part, digest, ["sh", "-c", script])
 
     def rclone(self, part: Part, digest: str) -> float:
@@ -104,9 +123,9 @@ class Ways:
             remote,
             str(target / part.folder),
             "--transfers",
-            str(AT_ONCE),
+            str(self._at_once),
             "--checkers",
-            str(AT_ONCE),
+            str(self._at_once),
             "--ignore-checksum",
             "--multi-thread-streams",
             "8",
@@ -152,20 +171,24 @@ def _compare(part: Part, root: Path, digest: str) -> None:
         raise BenchError(f"{part.folder}: other bytes than in the bucket")
 
 
-def run(place: Place, parts: Sequence[Part], rounds: int) -> None:
-    """Measure all ways with all parts, and print a table of medians."""
-    ways = Ways(place)
+def run(
+    place: Place, parts: Sequence[Part], rounds: int, at_once: int, ways_named: Sequence[str]
+) -> None:
+    """Measure ways with all parts, and print a table of medians."""
+    ways = Ways(place, at_once)
     table: dict[str, Callable[[Part, str], float]] = {
         "fusefs warm": ways.warm,
         "cat": ways.cat,
         "rclone copy": ways.rclone,
     }
+    table = {name: way for name, way in table.items() if name.split()[0] in ways_named}
     for part in parts:
         digest = part.digest(place.native_root)
         seconds: dict[str, list[float]] = {name: [] for name in table}
         for number in range(rounds):
             names = list(table)
-            for name in names[number % 3 :] + names[: number % 3]:
+            turn = number % len(names)
+            for name in names[turn:] + names[:turn]:
                 place.bucket.warm()
                 took = table[name](part, digest)
                 seconds[name].append(took)
@@ -185,11 +208,19 @@ def run(place: Place, parts: Sequence[Part], rounds: int) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.warm", description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--small", type=int, default=10_000, metavar="N", help="files of 64 KiB")
-    parser.add_argument("--large", type=int, default=2, metavar="N", help="files of 1 GiB")
+    parser.add_argument("--profile", choices=list(PROFILES), default="local")
+    parser.add_argument("--small", type=int, metavar="N", help="small files: 64 KiB, or 100 KiB")
+    parser.add_argument("--large", type=int, metavar="N", help="large files: 1 GiB, or 256 MiB")
+    parser.add_argument("--ways", default="fusefs,cat,rclone", help="comma-separated: %(default)s")
     parser.add_argument("--scratch", type=Path, default=Path(".bench-scratch"))
     arguments = parser.parse_args()
-    parts = [Part("small", arguments.small, 64 * 1024), Part("large", arguments.large, 1024 * MIB)]
+    profile = PROFILES[arguments.profile]
+    small = profile.small if arguments.small is None else arguments.small
+    large = profile.large if arguments.large is None else arguments.large
+    parts = [
+        Part("small", small, profile.small_size),
+        Part("large", large, profile.large_size),
+    ]
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up, as for Ctrl-C
     base: Path = arguments.scratch.resolve()
     with ExitStack() as cleanup:
@@ -200,8 +231,16 @@ def main() -> int:
         for part in parts:
             part.create(native)
             part.upload(native, bucket.store())
+        if profile.is_distant:
+            proxy = cleanup.enter_context(Proxy(server.endpoint_url, scratch, base / "build"))
+            proxy.set(Distance())
+            bucket = replace(bucket, proxy=proxy)
         run(
-            Place(bucket, native, scratch), [part for part in parts if part.count], arguments.rounds
+            Place(bucket, native, scratch),
+            [part for part in parts if part.count],
+            arguments.rounds,
+            profile.at_once,
+            arguments.ways.split(","),
         )
     return 0
 

@@ -48,8 +48,6 @@ from fusefs.store.interface import ObjectInfo, Store
 
 logger = logging.getLogger("fusefs.daemon.cache_warmer")
 
-# Requests at a time, of all jobs; three quarters of the connections at most.
-MOST_REQUESTS = 24
 # Pages that are listed ahead: 20 MB.
 PAGES_AHEAD = 50
 # Lines of a list that are looked up together.
@@ -259,8 +257,9 @@ class CacheWarmer:
         self._nursery: trio.Nursery
         self._head_cache: HeadCache
         self._has_begun = trio.Event()
-        connections = store.counters()["connections"]
-        self._slots = trio.Semaphore(max(1, min(MOST_REQUESTS, connections * 3 // 4)))
+        # The store keeps some connections for demand, and the requests for these wait there:
+        # so the next is sent as soon as one is free, while a file is still being created.
+        self._slots = trio.Semaphore(store.counters()["connections"])
         self._selector = selector
 
     async def run(self, handover: Handover | None, head_cache: HeadCache) -> None:
