@@ -7,7 +7,7 @@ that were *not* refused, and from then on no more are sent, evenly spaced.
 
 That limit is felt for (AIMD, as TCP does it): it rises by 1% in the first
 second, by 2% in the next, then 4%, up to 20%; with the next refusal it falls to
-95% of what was really taken since the last, or of itself if that is unknown.
+95%, and to what was really taken since the last in the time in which requests used it up.
 Against a server with a fixed allowance that is a few refusals every few
 seconds, with nearly all of the allowance used; a limit that is too low doubles
 within ten seconds. After a minute without refusals there is no limit.
@@ -29,18 +29,20 @@ logger = logging.getLogger("fusefs.store")
 
 # Refusals within this time of a reduction are of requests that were sent before it.
 SETTLE_S = 1.0
-# A count that took longer says nothing of what the store takes now; with requests that wait
-# for their turn, and so use the limit up, it says so for longer.
+# A count that took longer says nothing of what the store takes now. While there is a limit,
+# the time counts in which requests used it up; less than LEAST_IN_USE_S of that says nothing.
 FRESH_S = 2.0
 FRESH_IN_USE_S = 10.0
+LEAST_IN_USE_S = 0.5
 DECREASE = 0.95
 FIRST_INCREASE = 0.01
 LAST_INCREASE = 0.2
 FORGET_S = 60.0
 LOG_EVERY_S = 60.0
 LEAST = 1.0
-# A request that a busy event loop sends later than it was due has the next sent no later.
-LATE_S = 0.02
+# Turns that a busy machine has missed are made up for, so many seconds' worth at most; stores
+# let more than that through at once.
+LATE_S = 0.1
 
 
 class Rate:
@@ -56,6 +58,7 @@ class Rate:
         # Since the last reduction: when it was, and how many requests had been taken by then.
         self._since = -FORGET_S
         self._accepted_then = 0
+        self._unused_s = 0.0  # time in which less was sent than the limit allows
         self._grown = 0.0  # when the limit was last raised
         self._next = 0.0  # when the next request may be sent
         self._logged = -LOG_EVERY_S
@@ -81,7 +84,8 @@ class Rate:
         if self.limit is not None:
             now = trio.current_time()
             self._grow(now)
-            self._next = max(now - LATE_S, self._next) + 1 / self.limit
+            self._pass_unused(now)
+            self._next += 1 / self.limit
 
     def note_success(self) -> None:
         """A request was not refused."""
@@ -99,17 +103,27 @@ class Rate:
         elapsed = now - self._since
         if elapsed < SETTLE_S:
             return
-        taken = (self._accepted - self._accepted_then) / elapsed
+        taken = self._accepted - self._accepted_then
         if self.limit is not None:
             self._grow(now)
-            fresh_s = FRESH_IN_USE_S if self._next > now - LATE_S else FRESH_S
+            self._pass_unused(now)
+            in_use_s = elapsed - self._unused_s
             limit = self.limit * DECREASE
-            self.limit = max(LEAST, min(limit, taken) if elapsed <= fresh_s else limit)
+            if in_use_s >= LEAST_IN_USE_S and elapsed <= FRESH_IN_USE_S:
+                limit = min(limit, taken / in_use_s)
+            self.limit = max(LEAST, limit)
         elif elapsed <= FRESH_S:
-            self.limit = max(LEAST, taken * DECREASE)
+            self.limit = max(LEAST, taken / elapsed * DECREASE)
             self._next = now
         self._since = self._grown = now
         self._accepted_then = self._accepted
+        self._unused_s = 0.0
+
+    def _pass_unused(self, now: float) -> None:
+        """Count the time in which turns were not taken, and give these up."""
+        unused_s = max(0.0, now - LATE_S - self._next)
+        self._unused_s += unused_s
+        self._next += unused_s
 
     def _grow(self, now: float) -> None:
         """Raise the limit by what the time since its last reduction is worth."""
