@@ -217,7 +217,7 @@ def _run(model: Model, place: Place, names: list[str]) -> list[dict[str, Any]]:
 
 def _table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| data | step, ms | ext4 | mount | cache | first epoch | later ones | of ext4 | at least |",
+        "| data | step, ms | ext4 | mount | cache | epoch 1 | later ones | of ext4 | at least |",
         "| --- | ---: | ---: | --- | --- | ---: | ---: | ---: | --- |",
     ]
     for row in rows:

@@ -19,9 +19,8 @@ import time
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from io import BufferedReader
+from io import BufferedReader, FileIO
 from multiprocessing.queues import Queue
-from pathlib import Path
 from typing import Any
 
 from bench.programs.together import ShortReadError
@@ -46,7 +45,7 @@ class Records:
     def __init__(self, kind: str, size: int) -> None:
         self._kind = kind
         self._size = size
-        self._file: BufferedReader | None = None
+        self._file: BufferedReader[FileIO] | None = None
 
     def read(self, batch: Batch) -> int:
         """The bytes of its records.
@@ -68,12 +67,12 @@ class Records:
             file.read(4)
         return batch.count * self._size
 
-    def _at(self, path: str, record: int) -> BufferedReader:
+    def _at(self, path: str, record: int) -> BufferedReader[FileIO]:
         """The file, to be read from a record on: the one of the batch before, or a new one."""
         if self._file is None or self._file.name != path or record == 0:
             if self._file is not None:
                 self._file.close()
-            self._file = Path(path).open("rb", buffering=CHUNK)  # noqa: SIM115
+            self._file = BufferedReader(FileIO(path), CHUNK)
             self._file.seek(record * (self._size + 16))
         return self._file
 
