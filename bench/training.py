@@ -240,13 +240,14 @@ def main() -> int:
         for profile in arguments.profile.split(","):
             rows: list[dict[str, Any]] = []
             for model in models:
-                scaled = replace(
-                    model, files=max(2 * WORKERS, round(model.files * arguments.scale))
-                )
+                scaled = replace(model, files=max(WORKERS, round(model.files * arguments.scale)))
                 rows += _with_data(scaled, profile, base, arguments.contenders.split(","))
             print(f"## Profile {profile}\n\n{_table(rows)}\n", flush=True)
     except (BenchError, ServerError) as error:
-        print(f"bench.training: {error}", file=sys.stderr)
+        _say(f"bench.training: {error}")
+        return 1
+    except KeyboardInterrupt:
+        _say("interrupted; all is cleaned up")
         return 1
     return 0
 
