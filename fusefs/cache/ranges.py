@@ -77,7 +77,7 @@ class RangeMap:
         return start, stop
 
     def pack(self) -> bytes:
-        return b"".join(_PAIR.pack(start, stop) for start, stop in self)
+        return b"".join(map(_PAIR.pack, self._starts, self._stops))
 
     @classmethod
     def unpack(cls, data: bytes) -> RangeMap:

@@ -114,13 +114,20 @@ def orders(
     found = []
     for mountpoint, parts in of.items():
         # A list has a line for each path, and none for the whole mount.
-        if len(parts) > MANY and all(part and "\n" not in part for part in parts):
+        if len(parts) > MANY and all(map(_has_line, parts)):
             title = f"{len(parts):,} paths of {mountpoint}"
             name = manifest.send(mountpoint, parts)
             found.append(Order(mountpoint, title, shard, is_pinned, name))
         else:
             found += [Order(mountpoint, part, shard, is_pinned) for part in dict.fromkeys(parts)]
     return found
+
+
+def _has_line(below: str) -> bool:
+    """Whether a line of a list can stand for a path."""
+    # Bytes that are not UTF-8 are surrogates here.
+    is_text = not any("\ud800" <= character <= "\udfff" for character in below)
+    return bool(below) and "\n" not in below and is_text
 
 
 def manifest_order(

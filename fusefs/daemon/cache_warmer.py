@@ -30,6 +30,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -129,6 +130,7 @@ class WarmJob:
         self.spec = spec
         self.since = since
         self.scope = trio.CancelScope()
+        self.ended = trio.Event()
         self.is_listed = False
         self.has_ended = False
         self.is_full = False
@@ -197,6 +199,7 @@ class WarmJob:
 
     def end(self) -> None:
         self.has_ended = True
+        self.ended.set()
 
     def describe(self, limit: int) -> dict[str, Any]:
         """The job as JSON can hold it; `limit` is how many bytes the cache may hold."""
@@ -324,11 +327,13 @@ class CacheWarmer:
             job.scope.cancel()
         return bool(jobs)
 
-    def cancel_pins(self, path: str) -> None:
-        """End the jobs that pin what is at or below a path."""
-        for job in self._jobs.values():
-            if job.spec.is_pinned and not job.is_ending and job.is_within(path):
+    async def cancel_pins(self, path: str) -> None:
+        """End the jobs that pin what is at or below a path, and wait for their end."""
+        pinning = [job for job in self._jobs.values() if job.spec.is_pinned and not job.has_ended]
+        for job in pinning:
+            if job.is_within(path):
                 job.scope.cancel()
+                await job.ended.wait()
 
     def describe(self) -> list[dict[str, Any]]:
         """The jobs as JSON can hold them, the latest last."""
@@ -411,7 +416,8 @@ class CacheWarmer:
     async def _finish_pin(self, job: WarmJob) -> None:
         """Let what is not in the bucket any more be evicted, and have the rest on record."""
         await self._cache.record()
-        if job.error is None and not job.spec.list_name and not is_pattern(job.spec.path):
+        is_all = job.error is None and not job.left_out_files
+        if is_all and not job.spec.list_name and not is_pattern(job.spec.path):
             key = self._prefix + job.spec.path
             await self._cache.release_unused(key.removesuffix("/"), job.since)
 
@@ -421,7 +427,11 @@ class CacheWarmer:
 
         async def deliver(selected: Selected) -> None:
             if job.spec.is_pinned:
-                await self._cache.add_pins(selected.roots)
+                try:
+                    await self._cache.add_pins(selected.roots)
+                except OSError as error:
+                    why = error.strerror or str(error)
+                    raise StoreError(f"the pin can't be put on record: {why}") from error
             infos = selected.objects
             if shard is not None:
                 infos = [info for info in infos if shard.has(info.key)]
@@ -439,14 +449,16 @@ class CacheWarmer:
             except StoreError as error:
                 job.error = str(error)
             except OSError as error:
-                job.error = f"it can't be put on record: {error.strerror or error}"
+                job.error = f"its list can't be read: {error.strerror or error}"
             else:
                 job.is_listed = True
 
     async def _select_lines(self, job: WarmJob, deliver: Deliver) -> None:
         """Deliver what is at or below the paths of the job's list; the first line is 1."""
         path, number = self._lists / job.spec.list_name, 0
-        with await trio.to_thread.run_sync(path.open) as file:
+        # A carriage return ends no line.
+        opening = partial(path.open, encoding="utf-8", newline="\n")
+        with await trio.to_thread.run_sync(opening) as file:
             while lines := await trio.to_thread.run_sync(lambda: list(islice(file, BLOCK_LINES))):
                 numbered = [(at, line.rstrip("\n")) for at, line in enumerate(lines, number + 1)]
                 number += len(lines)

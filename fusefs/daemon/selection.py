@@ -88,8 +88,12 @@ class Selector:
             NotFoundError: there is none.
             StoreError: the bucket can't be listed.
         """
+        await self._select(path, deliver, self._listing)
+
+    async def _select(self, path: str, deliver: Deliver, limiter: trio.CapacityLimiter) -> None:
+        key = self._prefix + path if path else self._prefix.rstrip("/")
         try:
-            await self._tree(self._prefix + path if path else self._prefix.rstrip("/"), deliver)
+            await self._tree(key, deliver, limiter)
         except NotFoundError:
             if not is_pattern(path):
                 raise NotFoundError(NO_SUCH) from None
@@ -115,13 +119,16 @@ class Selector:
                 for key in keys:
                     miss(numbers[key], key[len(self._prefix) :], error)
                 return
-            for key in others:
-                path = key[len(self._prefix) :]
-                try:
-                    async with self._looking_up:
-                        await self.select(path, deliver)
-                except StoreError as error:
-                    miss(numbers[key], path, error)
+            async with trio.open_nursery() as nursery:
+                for key in others:
+                    nursery.start_soon(alone, key)
+
+        async def alone(key: str) -> None:
+            path = key[len(self._prefix) :]
+            try:
+                await self._select(path, deliver, self._looking_up)
+            except StoreError as error:
+                miss(numbers[key], path, error)
 
         async with trio.open_nursery() as nursery:
             for keys in _runs(sorted(numbers)):
@@ -129,13 +136,13 @@ class Selector:
 
     # Paths
 
-    async def _tree(self, key: str, deliver: Deliver) -> None:
+    async def _tree(self, key: str, deliver: Deliver, limiter: trio.CapacityLimiter) -> None:
         """Deliver what is below a prefix, or the file `key` if nothing is."""
         is_root = key == self._prefix.rstrip("/")
         prefix = self._prefix if is_root else key + "/"
         after = ""
         while True:
-            async with self._listing:
+            async with limiter:
                 page = await self._store.list_page(prefix, delimiter="", start_after=after)
                 if not page.objects and not after and not is_root:
                     page = ListPage([await self._store.head(key)], [], None, key)
@@ -177,7 +184,7 @@ class Selector:
         parts = parts[literal:]
         if not parts:
             try:
-                await self._tree(prefix.removesuffix("/"), deliver)
+                await self._tree(prefix.removesuffix("/"), deliver, self._listing)
             except NotFoundError:
                 return
         elif parts[0] == "**":

@@ -127,7 +127,7 @@ async def _append(daemon: MountParts, name: str, offset: int, lines: str) -> dic
 async def _unpin(daemon: MountParts, path: str) -> dict[str, Any]:
     """Unpin what is pinned at and below a path, and stop fetching it."""
     _check(path)
-    daemon.warmer.cancel_pins(path)
+    await daemon.warmer.cancel_pins(path)
     try:
         pins = await daemon.local_copies.unpin(path)
     except OSError as error:

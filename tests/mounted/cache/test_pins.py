@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,12 @@ from typing import Any
 import pytest
 
 from tests.support.buckets import Bucket, stored
+from tests.support.faulty_s3 import FaultyS3
 from tests.support.mounting import FUSEFS, Mount, Mounter, fusefs
 from tests.support.semantics import states
 from tests.support.sharing import read_all, stamped
+from tests.support.surviving import serving_pid
+from tests.support.waiting import until
 
 MIB = 1 << 20
 SIZE = 5_000
@@ -235,3 +240,27 @@ def test_many_paths_are_one_job(mounter: Mounter, bucket: Bucket) -> None:
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout == f"70 paths of {here.path}: 70 files, 70 B in the cache\n"
     assert here.status()["pins"]["paths"] == 70
+
+
+def test_the_next_daemon_goes_on_with_a_list_and_a_pin(
+    mounter: Mounter, tree: Bucket, faulty: FaultyS3, tmp_path: Path
+) -> None:
+    faulty.clear()
+    here = mounter("--session", "kernel", bucket=tree, endpoint_url=faulty.endpoint_url)
+    if not here.status()["survival"]["on"]:
+        pytest.skip("the mount does not outlive its daemon here")
+    stalled = faulty.add("GET", key="tree/*", stall=True)
+    manifest = tmp_path / "list"
+    manifest.write_text("".join(f"tree/d0/f{number}.bin\n" for number in (0, 3, 6)))
+    assert run("warm", "--manifest", manifest, here.path).returncode == 0
+    assert run("pin", "--no-wait", here.path / "tree/d1").returncode == 0
+    until(lambda: here.status()["pins"]["paths"] == 1, "the pin")
+    pid = here.pid
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: serving_pid(here) != pid, "the next daemon")
+    faulty.remove(stalled)
+    until(lambda: local(here.path / "tree")["local_files"] == 7, "the rest of both")
+    assert local(here.path / "tree")["pinned_files"] == 4
+    assert run("unpin", here.path).returncode == 0
+    assert here.status()["pins"]["paths"] == 0
+    faulty.clear()
