@@ -88,7 +88,7 @@ class Model:
 
 
 MODELS = (
-    Model("unet3d", "npz", 146_600_628, 1, 14, 1, 0.323 / 7),
+    Model("unet3d", "npz", 146_600_628, 1, 24, 1, 0.323 / 7),
     Model("resnet50", "tfrecord", 114_660, 1_251, 8, 40, 0.224 / 400),
     Model("cosmoflow", "tfrecord", 2_828_486, 1, 400, 1, 0.00350),
     Model("retinanet", "jpeg", 322_957, 1, 3_500, 16, 0.180 / 16),
