@@ -222,8 +222,7 @@ def wait(ids: Ids) -> dict[Order, Job]:
     """
     display = _ProgressDisplay()
     jobs: dict[Order, Job] = {}
-    last_answer = time.monotonic()
-    pause_s = FIRST_PAUSE_S
+    began = last_answer = time.monotonic()
     while True:
         remaining = {
             order: job_id
@@ -241,8 +240,8 @@ def wait(ids: Ids) -> dict[Order, Job]:
                 raise CommandError(f"the daemon is silent: {error}") from None
         if not all(map(has_ended, jobs.values())):
             display.show(together(list(jobs.values())))
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, POLL_S)
+        # What is noticed late is a small share of what the job takes.
+        time.sleep(min(max(FIRST_PAUSE_S, (time.monotonic() - began) / 50), POLL_S))
 
 
 def is_complete(job: Job) -> bool:
