@@ -37,8 +37,8 @@ BESIDE_THREADS = 4
 
 def first_shards(session: Session) -> Sample:
     """Four files of a quarter of the large object's size, a reader for each."""
-    session.make_cold()
     before = session.contender.usage()
+    session.make_cold()
     result = session.load(
         "shards",
         paths=[str(session.contender.root / shard) for shard in SHARDS],

@@ -30,8 +30,8 @@ Run = Callable[[Session], Sample]
 
 
 def first_large(session: Session) -> Sample:
-    session.make_cold()
     before = session.contender.usage()
+    session.make_cold()
     sample = session.fetch_large()
     cost = cost_per_gb(session, before, session.data.sizes.large)
     return replace(sample, also={f"large_{name}": value for name, value in cost.items()})
@@ -135,8 +135,8 @@ def _median(samples: Sequence[Sample]) -> Sample:
 
 
 def first_small(session: Session) -> Sample:
-    session.make_cold()
     before = session.contender.usage()
+    session.make_cold()
     sample = session.fetch_small()
     cost = cost_per_gb(session, before, session.data.sizes.small * SMALL_SIZE)
     times = {name: sample.detail[name] for name in ("p50_ms", "p99_ms")}
