@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,6 +15,14 @@ from fusefs.store.interface import ObjectVersion
 
 # Files up to this size are compared with their checksums when they are first opened.
 CHECKED_AT_OPEN = 16 << 20
+
+
+class Rank(enum.Enum):
+    """Where a file is in the order of eviction (eviction_order.py)."""
+
+    KEPT = enum.auto()
+    PASSING = enum.auto()
+    AHEAD = enum.auto()
 
 
 class OpenFile(NamedTuple):
@@ -40,13 +49,16 @@ class CacheFile:
     keeps the same version: this file then goes with its last user. `sums` are
     the checksums that the catalog does not have yet; `is_checked` says that
     this process has written the file or compared it with its checksums;
-    `is_retained` that it is not evicted (retention.py).
+    `is_retained` that it is not evicted (retention.py). `rank`, `last_use`
+    and `ahead_since` belong to the order of eviction (eviction_order.py), which counts
+    time in bytes fetched. `read` is what has been read since it was fetched; None: all.
     `used_at` is in seconds since the epoch, `written_at` in those of the
     monotonic clock.
     """
 
     __slots__ = (
         "_opening",
+        "ahead_since",
         "downloads",
         "fd",
         "generation",
@@ -54,9 +66,12 @@ class CacheFile:
         "is_kept",
         "is_ours",
         "is_retained",
+        "last_use",
         "name",
         "pins",
         "present",
+        "rank",
+        "read",
         "recorded",
         "size",
         "st_ino",
@@ -81,6 +96,10 @@ class CacheFile:
         self.is_ours = True
         self.is_checked = True
         self.is_retained = False
+        self.rank: Rank | None = None
+        self.last_use: int | None = None
+        self.ahead_since = 0
+        self.read: RangeMap | None = None
         self.sums: list[Sum] | None = None
         self.used_at = 0.0
         self.written_at = 0.0
@@ -129,16 +148,37 @@ class CacheFile:
         return self.present.total - self.recorded
 
     @property
+    def is_opening(self) -> bool:
+        """Whether it is being opened, created or evicted."""
+        return self._opening is not None and self._opening.locked()
+
+    @property
     def opening(self) -> trio.Lock:
-        """Held while the file is opened or created."""
+        """Held while the file is opened, created or evicted."""
         if self._opening is None:
             self._opening = trio.Lock()
         return self._opening
+
+    def arrived(self, start: int, stop: int) -> int:
+        """Note that the bytes [start, stop) were fetched; return how many of them are new."""
+        if self.read is None:
+            self.read = RangeMap(iter(self.present))
+        return self.present.add(start, stop)
+
+    def first_read(self, start: int, stop: int) -> int:
+        """Note a read of [start, stop); return how many bytes were not read since their fetch."""
+        if self.read is None:
+            return 0
+        new = self.read.add(start, stop)
+        if self.read.total == self.size:
+            self.read = None
+        return new
 
     def become(self, generation: str, st_ino: int, ranges: bytes) -> None:
         """Stand for another file on the disk, which has the packed `ranges`."""
         self.generation, self.st_ino = generation, st_ino
         self.present = RangeMap.unpack(ranges)
+        self.read = None
         self.recorded = self.present.total
         self.sums = None
         # A file without ranges will be written by this process.
@@ -159,6 +199,7 @@ class CacheFile:
     def lose(self) -> None:
         """Have none of its bytes used; which file it is stays known."""
         self.present = RangeMap()
+        self.read = None
         self.recorded = 0
         self.sums = None
 

@@ -26,7 +26,7 @@ from collections.abc import Callable
 
 import trio
 
-from fusefs.cache.cached_file import CacheFile, OpenFile
+from fusefs.cache.cached_file import CacheFile, OpenFile, Rank
 from fusefs.cache.disk_latency import DiskLatency
 from fusefs.cache.evictor import Evictor
 from fusefs.cache.file_cache import FileCache
@@ -225,11 +225,13 @@ class Fetcher:
             if download.error is not None and not file.present.covers(*missing):
                 raise download.error
             brought += min(stop, download.stop) - missing[0]
+        file.first_read(start, stop)  # its first reader finds it in the cache
         return brought
 
     def want(self, file: CacheFile, start: int, stop: int) -> list[Download]:
         """Start or join what is missing of [start, stop) ahead of its use, in parts.
 
+        For a file that was not opened yet there may be no room in the cache.
         The caller keeps the downloads and calls `unwant` when it loses interest.
         """
         started = []
@@ -243,6 +245,8 @@ class Fetcher:
                 continue
             part_stop = min(gap[1], gap[0] - gap[0] % PART + PART)
             part_stop = self._free_until(file, gap[0], part_stop)
+            if not self._cache.fetch_ahead(file):
+                break
             download = self._start(file, gap[0], part_stop)
             download.wanted = 1
             started.append(download)
@@ -313,7 +317,7 @@ class Fetcher:
             if not file.downloads:
                 del self._of[file]
             download.finish(error)
-            if download.wanted and file.is_complete and file.fd >= 0:
+            if download.wanted and file.last_use is None and file.is_complete and file.fd >= 0:
                 self._cache.keep_open(file)
             self._cache.unpin(file)
 
@@ -333,7 +337,7 @@ class Fetcher:
 
     async def _keep(self, download: Download) -> Exception | None:
         size = download.stop - download.start
-        if not await self._evictor.reserve(size, keep_used_since=download.keep_used_since):
+        if not await self._reserve(download, size):
             return NotKeptError()
         reservation = Reservation(self._cache.quota, size)
         try:
@@ -351,6 +355,15 @@ class Fetcher:
         finally:
             reservation.close()
         return None
+
+    async def _reserve(self, download: Download, size: int) -> bool:
+        is_ahead = download.file.rank is Rank.AHEAD
+        if is_ahead and not download.demanded:
+            if await self._evictor.reserve(size, is_ahead=True):
+                return True
+            if not download.demanded:  # by a reader that came meanwhile
+                return False
+        return await self._evictor.reserve(size, keep_used_since=download.keep_used_since)
 
     async def _stream(self, download: Download, sink: FileSink) -> None:
         file = download.file

@@ -1,4 +1,4 @@
-"""Makes room in the cache: removes files that are not in use, least recently used first."""
+"""Makes room in the cache: removes files that are not in use, in the order of eviction."""
 
 from __future__ import annotations
 
@@ -22,18 +22,24 @@ class Evictor:
         self._quota = cache.quota
         self._evicting = trio.Lock()
 
-    async def reserve(self, wanted: int, *, keep_used_since: float = math.inf) -> bool:
+    async def reserve(
+        self, wanted: int, *, keep_used_since: float = math.inf, is_ahead: bool = False
+    ) -> bool:
         """Set `wanted` bytes aside, evicting if need be; False if there is no room for them.
 
-        What was used since `keep_used_since`, in seconds since the epoch, is not evicted.
+        What was used since `keep_used_since`, in seconds since the epoch, is not evicted,
+        and with `is_ahead` only what is less useful than a file that is fetched ahead.
         """
         if self._quota.reserve(wanted):
             return True
         async with self._evicting:
-            await self._evict(wanted, keep_used_since)
+            if is_ahead:
+                await self._evict_until(wanted, is_ahead=True)
+            else:
+                await self._evict(wanted, keep_used_since)
             if self._quota.reserve(wanted):
                 return True
-            if keep_used_since == math.inf:
+            if keep_used_since == math.inf and not is_ahead:
                 self._cache.warn_full()
             return False
 
@@ -57,26 +63,33 @@ class Evictor:
             if file.pins or not size:
                 return False
             self._quota.unlinked(await self._cache.evict(file), size)
+            self._cache.put_back(file)
             return not file.present.total
 
     async def _evict(self, wanted: int, keep_used_since: float = math.inf) -> None:
         if self._quota.excess(wanted) <= 0:
             return
-        wanted_with_slack = wanted + int(SLACK * self._quota.used)
-        await self._evict_until(wanted_with_slack, keep_used_since)
+        self._quota.inode_slack = int(SLACK * len(self._cache))
+        await self._evict_until(wanted, used_before=keep_used_since)
         if self._quota.excess(wanted) > 0:
             # What other mounts keep here may go as well.
             await self._cache.learn()
-            await self._evict_until(wanted_with_slack, keep_used_since)
+            await self._evict_until(wanted, used_before=keep_used_since)
+        if keep_used_since == math.inf:
+            await self._evict_until(wanted + int(SLACK * self._quota.used), is_ahead=True)
 
-    async def _evict_until(self, wanted: int, keep_used_since: float) -> None:
-        """Evict, oldest first, until `wanted` bytes fit or no file is left that may go."""
-        self._quota.inode_slack = int(SLACK * len(self._cache))
-        for file in self._cache.victims():
-            if self._quota.excess(wanted) <= 0:
-                return
-            # It may have been opened, or removed, while another was evicted.
-            if not file.pins and file.present.total and file.used_at < keep_used_since:
-                size = file.present.total
-                self._quota.unlinked(await self._cache.evict(file), size)
+    async def _evict_until(
+        self, wanted: int, *, is_ahead: bool = False, used_before: float = math.inf
+    ) -> None:
+        """Evict until `wanted` bytes fit or no file is left that may go."""
+        staying = []
+        while self._quota.excess(wanted) > 0:
+            file = self._cache.next_victim(is_ahead=is_ahead, used_before=used_before)
+            if file is None:
+                break
+            size = file.present.total
+            self._quota.unlinked(await self._cache.evict(file), size)
+            staying.append(file)
+        for file in staying:
+            self._cache.put_back(file)
         self._quota.measure_again()

@@ -41,6 +41,7 @@ from fusefs.cache.cached_file import CHECKED_AT_OPEN, CacheFile, OpenFile
 from fusefs.cache.catalog import Catalog, Row
 from fusefs.cache.catalog_writer import CatalogWriter
 from fusefs.cache.disk import ORPHAN_AGE_S, CacheDirectoryError, Disk, sweep_orphans
+from fusefs.cache.eviction_order import EvictionOrder
 from fusefs.cache.integrity.checksums import Sum, reader
 from fusefs.cache.integrity.scrub import UseMark
 from fusefs.cache.integrity.unreadable import Probing
@@ -89,8 +90,9 @@ class FileCache:
         except (OSError, sqlite3.Error) as error:
             why = f"can't use the cache directory {directory}: {error}"
             raise CacheDirectoryError(why) from error
-        # In the order of their last use, oldest first.
         self._files = {row.name: CacheFile.from_row(row) for row in rows}
+        self._order = EvictionOrder(quota)
+        self._order.restore(self._files.values())
         self.retention = Retention(directory, identity)
         self._catalog_writer = CatalogWriter(
             self._catalog,
@@ -171,12 +173,22 @@ class FileCache:
 
     def pin_again(self, file: CacheFile) -> None:
         """Add a user of a file that is at hand."""
+        if not file.pins:
+            self._order.leave(file)
         file.pins += 1
         file.used_at = time.time()
         self._catalog_writer.used(file)
-        # Moves it to the end: the order is that of the last use.
-        self._files.pop(file.name, None)
         self._files[file.name] = file
+
+    def opened(self, file: CacheFile) -> None:
+        """Note that a program opens a pinned file: that is a use of it."""
+        if self._kept_open.pop(file, None) is not None:
+            self.unpin(file)
+        self._order.use(file)
+
+    def fetch_ahead(self, file: CacheFile) -> bool:
+        """Note that a pinned file is to be fetched ahead of its use; False if it has no room."""
+        return self._order.fetch_ahead(file)
 
     def unpin(self, file: CacheFile) -> None:
         file.pins -= 1
@@ -186,10 +198,12 @@ class FileCache:
             os.close(file.fd)
             file.fd = -1
         if file.present.total and file.is_kept and file.is_ours:
+            self._settle(file)
             return
         # Nothing of it is worth keeping, or it can't be kept under its name.
         if self._files.get(file.name) is file:
             del self._files[file.name]
+        self._order.forget(file)
         self._catalog_writer.forget(file)
         # A file that was dropped while programs had it open may be registered still.
         self.on_evict(file)
@@ -211,6 +225,7 @@ class FileCache:
         """
         if self._files.get(file.name) is file:
             del self._files[file.name]
+        self._order.forget(file)
         self._catalog_writer.forget(file)
         if file.generation:
             self._unlink(file)
@@ -295,12 +310,13 @@ class FileCache:
         self, file: CacheFile, start: int, stop: int, sums: list[Sum] | None = None
     ) -> None:
         """Note that the bytes [start, stop) have been written, with these checksums."""
-        new = file.present.add(start, stop)
+        new = file.arrived(start, stop)
         if sums:
             file.summed(sums)
         file.written_at = time.monotonic()
         self._catalog_writer.arrived(file)
         self.quota.written(new)
+        self._order.arrived(new)
 
     async def assume_complete(self, file: CacheFile, st_ino: int) -> None:
         """Take a pinned file for complete: the kernel reads the file with this `st_ino`.
@@ -315,6 +331,7 @@ class FileCache:
             file.become(found, st_ino, b"")
             file.is_checked = False
             self.arrived(file, 0, file.size)
+            file.first_read(0, file.size)
         elif file.st_ino == st_ino:
             # It was dropped, and the process died before the catalog row was removed.
             self._catalog_writer.forget(file)
@@ -343,6 +360,7 @@ class FileCache:
             file.become(*self._disk.adopt(file.name, path), b"")
             for start, stop in present or ((0, file.size),):
                 self.arrived(file, start, stop)
+                file.first_read(start, stop)
             self.integrity.sum_written(file, fd, crc)
             return True
         except OSError as error:
@@ -389,7 +407,7 @@ class FileCache:
         self._files[name] = file
         self._catalog_writer.renamed(file, old_name)
         # The row of the old key goes with the next `fusefs pin` or `unpin` of its path.
-        file.is_retained = False
+        self._set_retained(file, is_retained=False)
         self.retain_again(file)
 
     async def run(self) -> None:
@@ -434,8 +452,9 @@ class FileCache:
         rows = await self._catalog_writer.in_catalog(self._catalog.rows)
         others = [row for row in rows or [] if row.name not in self._files]
         known = {row.name: CacheFile.from_row(row) for row in others}
-        # In front: the files of other mounts go first.
-        self._files = known | self._files
+        self._files |= known
+        # The files of other mounts go first.
+        self._order.restore(known.values())
         await self._learn_retained()
 
     # What is never evicted (retention.py).
@@ -474,7 +493,7 @@ class FileCache:
             await self.record()
             key = file.version.key
             await self._release(key, lambda other: other != key)
-        file.is_retained = False
+        self._set_retained(file, is_retained=False)
 
     async def refresh_pins(self) -> bool:
         """See whether another mount has changed the pins, and return whether one has."""
@@ -486,7 +505,7 @@ class FileCache:
             self._retain(file, file.version.key)
 
     def _retain(self, file: CacheFile, key: str) -> None:
-        file.is_retained = True
+        self._set_retained(file, is_retained=True)
         self._catalog_writer.retain(key, file.name)
 
     async def _release(
@@ -500,7 +519,7 @@ class FileCache:
     def _released(self, names: set[str]) -> None:
         for name in names:
             if (file := self._files.get(name)) is not None:
-                file.is_retained = False
+                self._set_retained(file, is_retained=False)
 
     async def _learn_retained(self) -> None:
         """See which files other mounts retain."""
@@ -514,7 +533,16 @@ class FileCache:
     def _flag_retained(self, names: set[str]) -> None:
         names |= self._catalog_writer.retaining
         for file in self._files.values():
-            file.is_retained = file.name in names
+            self._set_retained(file, is_retained=file.name in names)
+
+    def _set_retained(self, file: CacheFile, *, is_retained: bool) -> None:
+        if file.is_retained == is_retained:
+            return
+        file.is_retained = is_retained
+        if is_retained:
+            self._order.leave(file)
+        else:
+            self.put_back(file)
 
     # Eviction, for evictor.py.
 
@@ -522,22 +550,33 @@ class FileCache:
         """Close the files that were kept open for a first open that may come."""
         self._end_keeping_open(len(self._kept_open))
 
-    def victims(self) -> list[CacheFile]:
-        """The files that are not in use nor retained, least recently used first."""
-        self.close_unused()
-        return [
-            file
-            for file in self._files.values()
-            if not file.pins and file.present.total and not file.is_retained
-        ]
+    def next_victim(
+        self, *, is_ahead: bool = False, used_before: float = math.inf
+    ) -> CacheFile | None:
+        """The file to be evicted next; see `EvictionOrder.next`."""
+        file = self._order.next(is_ahead=is_ahead, used_before=used_before)
+        if file is None and not is_ahead and self._kept_open:
+            self.close_unused()
+            file = self._order.next(used_before=used_before)
+        return file
+
+    def put_back(self, file: CacheFile) -> None:
+        """Give a file its place in the order of eviction, unless it is in use or gone."""
+        if not file.pins and self._files.get(file.name) is file and file.present.total:
+            self._settle(file)
+
+    def _settle(self, file: CacheFile) -> None:
+        if not file.is_retained:
+            self._order.settle(file)
 
     async def evict(self, file: CacheFile) -> int:
         """Unlink a file that is not pinned; return a descriptor if it is still mapped, else -1.
 
         The caller closes the descriptor when the kernel has let go of the
-        blocks. A file that another mount uses or retains, or that is being opened, stays.
-        Not cancelled halfway.
+        blocks. A file that another mount uses or retains, or that is being opened, stays,
+        without a place in the order of eviction (`put_back`). Not cancelled halfway.
         """
+        self._order.leave(file)
         let_go = self.on_evict(file)
         generation, st_ino = file.generation, file.st_ino
         fd: int | None = None
@@ -557,6 +596,7 @@ class FileCache:
                     # Forgotten first: else what is recorded meanwhile could bring its row back.
                     if file.generation == generation:
                         self._catalog_writer.forget(file)
+                        self._order.forget(file)
                         file.forget()
                     await self._catalog_writer.remove(file.name, generation, st_ino)
         finally:

@@ -114,8 +114,7 @@ class Siblings:
         if len(self._ahead) >= most:
             return
         for other in islice(self._order, MOST_SIBLINGS):
-            self._fetch(other)
-            if len(self._ahead) >= most:
+            if not self._fetch(other) or len(self._ahead) >= most:
                 return
 
     def close(self) -> None:
@@ -123,15 +122,18 @@ class Siblings:
             download.unwant()
         self._ahead = {}
 
-    def _fetch(self, info: ObjectInfo) -> None:
+    def _fetch(self, info: ObjectInfo) -> bool:
+        """Start to fetch a file that is small and not there; False if the cache has no room."""
         if not 0 < info.size <= SMALL:
-            return
+            return True
         known = self._cache.find(info.version)
         if known is not None and (known.is_complete or known.downloads):
-            return
+            return True
         file = self._cache.pin(info.version)
         try:
-            for download in self._fetcher.want(file, 0, info.size):
-                self._ahead[info.key] = download
+            downloads = self._fetcher.want(file, 0, info.size)
         finally:
             self._cache.unpin(file)
+        for download in downloads:
+            self._ahead[info.key] = download
+        return bool(downloads)

@@ -140,10 +140,12 @@ def _pins(pins: Status) -> str:
 
 def _hits(cache: Status) -> str:
     hits, misses = cache.get("hits", 0), cache.get("misses", 0)
-    share = f" ({hits / (hits + misses):.1%})" if hits + misses else ""
+    hit_bytes, miss_bytes = cache.get("hit_bytes", 0), cache.get("miss_bytes", 0)
+    total = hit_bytes + miss_bytes
+    share = f" ({hit_bytes / total:.1%})" if total else ""
     return (
-        f"{hits:,} of {hits + misses:,}{share}; {human_size(cache.get('hit_bytes', 0))} read "
-        f"from the cache, {human_size(cache.get('miss_bytes', 0))} from S3"
+        f"{human_size(hit_bytes)} of {human_size(total)} read were served locally{share},"
+        f" {human_size(miss_bytes)} were fetched for it; {hits:,} of {hits + misses:,} reads"
     )
 
 

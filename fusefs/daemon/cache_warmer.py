@@ -473,7 +473,8 @@ class CacheWarmer:
             await self._slots.acquire()
             nursery.start_soon(self._learn, info)
         known = self._cache.find(info.version)
-        if not info.size or (known is not None and known.is_complete):
+        is_there = known is not None and known.is_complete and not known.is_opening
+        if not info.size or is_there:
             file = self._cache.pin(info.version)  # counts as a use
             self._retain(job, file)
             self._cache.unpin(file)

@@ -254,6 +254,7 @@ def _cache(daemon: MountParts) -> dict[str, Any]:
         "hit_bytes": counters.hit_bytes,
         "misses": counters.misses,
         "miss_bytes": counters.miss_bytes,
+        "local_share": counters.local_share,
         "evicted_files": daemon.cache.evicted,
         "warning": daemon.cache.warning,
     }

@@ -114,7 +114,11 @@ class DirectoryBuffer(Protocol):
 
 @dataclass(slots=True)
 class ReadCounters:
-    """Requests and bytes that the cache had (hits) and had not (misses)."""
+    """Reads served locally (hits), and those of bytes that had to be fetched for them (misses).
+
+    What was fetched ahead of its first read was fetched for it. An open of a file that is
+    whole in the cache counts as one read of all of it: the kernel's reads are not seen.
+    """
 
     hits: int = 0
     hit_bytes: int = 0
@@ -128,6 +132,20 @@ class ReadCounters:
     def miss(self, size: int) -> None:
         self.misses += 1
         self.miss_bytes += size
+
+    @property
+    def local_share(self) -> float | None:
+        """The share of all bytes read that was served locally; None before the first read."""
+        total = self.hit_bytes + self.miss_bytes
+        return self.hit_bytes / total if total else None
+
+    def read(self, size: int, fetched: int) -> None:
+        """Count a read of `size` bytes, of which `fetched` had to be fetched for it."""
+        if fetched:
+            self.miss(fetched)
+            self.hit_bytes += size - fetched
+        else:
+            self.hit(size)
 
 
 async def waiting(answer: Awaitable[Result]) -> Result:

@@ -146,6 +146,7 @@ class Parts:
     async def read(self, version: ObjectVersion, start: int, stop: int) -> bytes:
         """Read as an open file does."""
         file = self.cache.pin(version)
+        self.cache.opened(file)
         try:
             return await self.read_pinned(file, start, stop)
         finally:

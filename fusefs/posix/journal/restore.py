@@ -94,6 +94,7 @@ async def _restore_handle(
         return
     cache = operations.cache
     file = cache.pin(inode.info.version)
+    cache.opened(file)
     if logged.mode == PASSTHROUGH:
         _, st_ino = backing.get(logged.backing_id, (0, 0))
         if whole.get(st_ino) is not file:

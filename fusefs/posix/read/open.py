@@ -74,7 +74,6 @@ class Opener:
             if file is not None and file.is_complete and not inode.served:
                 backing_id = self._backing.find(file)
                 if backing_id and not (file.needs_check or self._cache.probing.is_due(file)):
-                    self._counters.hit(file.size)
                     return self._opened_passthrough(inode, file, backing_id, flags, caller)
         return waiting(self._open_later(inode, flags, caller, is_valid))
 
@@ -205,14 +204,12 @@ class Opener:
         if info.size <= SMALL:
             self._note_small(inode, info, was_there=file.is_complete)
         if file.is_complete:
-            self._counters.hit(info.size)
             return True
         # The first bytes of a large file also show that the version is the current one.
         needed = info.size if info.size <= SMALL else 1
         if needed == 1 and file.present.covers(0, BLOCK):
             await self._ask_again(inode)
             return False
-        self._counters.miss(needed)
         try:
             await self._fetcher.wait_for(file, 0, needed)
         except NotKeptError:
@@ -244,6 +241,8 @@ class Opener:
     ) -> Opened:
         assert inode.info is not None
         self._cache.pin_again(file)
+        self._cache.opened(file)
+        self._count_whole(file)
         handle = self._handles.open_file(
             inode, inode.info.version, file, backing_id, flags, caller.unique
         )
@@ -260,10 +259,17 @@ class Opener:
                 raise OSError(errno.ESTALE, "the node is open for passthrough")
             return self._opened_passthrough(inode, file, backing_id, flags, caller)
         self._cache.pin_again(file)
+        self._cache.opened(file)
         handle = self._handles.open_file(inode, inode.info.version, file, 0, flags, caller.unique)
-        if not file.is_complete:
+        if file.is_complete:
+            self._count_whole(file)
+        else:
             handle.window = Window(self._fetcher, file)
         return Opened(handle.fh, keep_cache=keep_cache)
+
+    def _count_whole(self, file: CacheFile) -> None:
+        """Count an open of a complete file: the kernel reads it, or may have its pages."""
+        self._counters.read(file.size, file.first_read(0, file.size))
 
     def _note_small(self, inode: Inode, info: ObjectInfo, *, was_there: bool) -> None:
         """Let the directory's prefetch know that one of its small files is being opened."""

@@ -59,9 +59,9 @@ class Reader:
         if file.is_complete or file.present.covers(offset, stop):
             if handle.window is not None and not file.is_complete:
                 handle.window.reads(offset, stop)
-            self._counters.hit(stop - offset)
             data = self._read_now(file, offset, stop - offset)
             if data is not None:
+                self._count(handle, offset, stop)
                 return data
         return waiting(self._read_later(handle, offset, stop))
 
@@ -116,7 +116,9 @@ class Reader:
         try:
             if file.is_kept:
                 try:
-                    return await self._read_kept(handle, offset, stop)
+                    data = await self._read_kept(handle, offset, stop)
+                    self._count(handle, offset, stop)
+                    return data
                 except NotKeptError:
                     pass
             return await self._read_unkept(handle, offset, stop)
@@ -132,7 +134,6 @@ class Reader:
     async def _read_kept(self, handle: FileHandle, offset: int, stop: int) -> memoryview | bytes:
         file = handle.file
         if not file.present.covers(offset, stop):
-            self._counters.miss(stop - offset)
             if handle.window is not None:
                 handle.window.reads(offset, stop)
             await self._fetcher.wait_for(file, offset, stop)
@@ -153,8 +154,14 @@ class Reader:
                 self._cache.disable(file, error)
             raise NotKeptError from error
 
+    def _count(self, handle: FileHandle, offset: int, stop: int) -> None:
+        # Of a file that was complete when it was opened, the open counted.
+        if handle.window is not None:
+            self._counters.read(stop - offset, handle.file.first_read(offset, stop))
+
     async def _read_unkept(self, handle: FileHandle, offset: int, stop: int) -> memoryview:
         """Read past the cache, somewhat more than requested, which serves the next reads."""
+        self._counters.miss(stop - offset)
         buffers = self._fetcher.unkept
         start, data = handle.unkept
         if not (start <= offset and stop <= start + len(data)):

@@ -88,7 +88,7 @@ async def test_a_file_that_was_moved_and_evicted_leaves_nothing(tmp_path: Path) 
         await parts.fetch(OLD)
         await parts.cache.record()
         await parts.cache.move(OLD, NEW)
-        (file,) = parts.cache.victims()
+        (file,) = parts.cache.files()
         await parts.cache.evict(file)
         assert parts.files() == []
         await parts.cache.record()
@@ -98,7 +98,7 @@ async def test_a_file_that_was_moved_and_evicted_leaves_nothing(tmp_path: Path) 
 async def test_a_move_waits_for_an_eviction(tmp_path: Path) -> None:
     async with cache_in(tmp_path) as parts:
         await parts.fetch(OLD)
-        (file,) = parts.cache.victims()
+        (file,) = parts.cache.files()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(parts.cache.evict, file)
             await trio.lowlevel.checkpoint()

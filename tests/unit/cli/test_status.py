@@ -159,7 +159,8 @@ def test_a_status_is_shown_for_people() -> None:
     for part in (
         "kernel, read-only, passthrough off (the kernel is older than 6.9)",
         "3.0 GiB of 50.0 GiB in 2,000 files",
-        "75 of 100 (75.0%); 1.0 GiB read from the cache, 1.0 MiB from S3",
+        "1.0 GiB of 1.0 GiB read were served locally (99.9%), 1.0 MiB were fetched for it;"
+        " 75 of 100 reads",
         "25 GET, 1 HEAD, 2 LIST; 1.0 GiB fetched; 1 failed for good (errors)",
         "listings used for 1 min; 12 listings, 2,001 nodes; 3 keys hidden",
         "4,096 answered, 1 waiting",

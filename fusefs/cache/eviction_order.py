@@ -1,0 +1,281 @@
+"""Which file is evicted next.
+
+Training reads a data set again and again. Where it is larger than the cache, an
+order by last use alone evicts each file just before its next use; it is best to
+keep any part of it, and to let the rest pass through. Where a program goes on to
+other files, those that it has left have to go. Of the files that are not in use:
+
+*Kept* files are in the order of their last use. A file is kept if there is room for
+it when it is closed. Otherwise it is *passing*: it goes before all that are kept.
+
+A kept file is *stale*, and goes first, if it has not been used for longer than files
+take to be used again. Time is counted in bytes fetched. How long files take is known
+from the latest intervals between two uses of a file, also where it was evicted
+between them: evicted files are remembered, a bounded number of them by sampling
+(Waldspurger et al., "Efficient MRC construction with SHARDS", FAST 2015). In a loop,
+and with a new random order each epoch, nearly nothing gets stale. What a program has
+left gets stale when it reads other files for the second time, if not before.
+
+Where nothing is stale or passing, the file goes that was first kept last: so a large
+file that passes does not cost those that come after it in a fixed order.
+
+Files *ahead* were fetched before their first use. They have a small share of a full
+cache, and evict no kept file that is not stale. They stay until they are used, or
+until as many bytes as the cache may hold were fetched.
+
+bench/README.md compares this order with published ones (`python -m bench.eviction`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from typing import Protocol
+
+from fusefs.cache.cached_file import CacheFile, Rank
+
+# The share of the cache in which no file is kept, for those that pass.
+PASSING_SHARE = 1 / 64
+# The share of a full cache for files that were fetched ahead.
+AHEAD_SHARE = 1 / 64
+# Uses of a file count as one while less than this share of the cache is fetched.
+ONE_USE = 1 / 64
+
+# The intervals that are looked at: the latest, from while this share was fetched.
+INTERVALS = 64
+FEWEST_INTERVALS = 6
+RECENT = 1 / 2
+# Nearly all of them are shorter than this one. The longest is no measure: a file
+# that is used once in a while would keep everything.
+LONG = 0.95
+# A kept file is stale after this many long intervals: in a random order some files
+# have to wait longer than the others.
+STALE = 1.25
+# If more than this share of the cache has waited one long interval, the program reads
+# other files now: then that is enough. In epochs it is a twentieth.
+MOVED_SHARE = 1 / 2
+
+# Of so many files it is known that they were first kept last.
+MOST_LATEST = 16384
+# Evicted files whose last use is remembered, and for how many times the cache's size.
+MOST_REMEMBERED = 16384
+REMEMBERED = 16
+
+
+class Room(Protocol):
+    """What the cache holds and may hold, in bytes."""
+
+    @property
+    def used(self) -> int: ...
+
+    @property
+    def limit(self) -> int: ...
+
+
+class EvictionOrder:
+    """The order of one mount's files. Belongs to the event loop.
+
+    A file has a place in it while it is not pinned and has bytes. No call takes longer
+    the more files there are, but for `restore`.
+    """
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
+        # Not plain dicts: those get slow when their first entries are removed.
+        self._kept: OrderedDict[CacheFile, None] = OrderedDict()
+        self._passing: OrderedDict[CacheFile, None] = OrderedDict()
+        self._ahead: OrderedDict[CacheFile, None] = OrderedDict()
+        self._ranks = {
+            Rank.KEPT: self._kept,
+            Rank.PASSING: self._passing,
+            Rank.AHEAD: self._ahead,
+        }
+        # Those that were kept last, at the end; some may be pinned or evicted by now.
+        self._latest: deque[CacheFile] = deque(maxlen=MOST_LATEST)
+        self._passing_bytes = 0
+        # The sizes of files that are fetched ahead and not used, also while they are pinned.
+        self._ahead_bytes = 0
+        self._fetched = 0
+        # When a file was used again, in bytes fetched, and how long after its last use.
+        self._intervals: deque[tuple[int, int]] = deque(maxlen=INTERVALS)
+        self._has_moved = False
+        self._look_at = 0  # when to see next whether it has
+        self._evicted = EvictedFiles()
+
+    def arrived(self, size: int) -> None:
+        """Count bytes that were fetched."""
+        self._fetched += size
+
+    def restore(self, files: Iterable[CacheFile]) -> None:
+        """Keep files of the catalog, least recently used first, as used before all others."""
+        others = list(self._kept)
+        self._kept.clear()
+        for file in files:
+            # Their last use is not known in bytes fetched: it was before anything was.
+            file.rank = Rank.KEPT
+            self._kept[file] = None
+        for file in others:
+            self._kept[file] = None
+
+    def use(self, file: CacheFile) -> None:
+        """Note that a program opens a file, which is pinned."""
+        self._end_ahead(file)
+        last_use = file.last_use
+        if last_use is None:
+            last_use = self._evicted.pop(file.name)
+        if last_use is not None:
+            interval = self._fetched - last_use
+            if interval > ONE_USE * self._room.limit:
+                self._intervals.append((self._fetched, interval))
+        file.last_use = self._fetched
+
+    def fetch_ahead(self, file: CacheFile) -> bool:
+        """Note that a pinned file is to be fetched ahead of its use; False if it has no room."""
+        if file.last_use is not None or file.rank is not None:
+            return True
+        room = self._room
+        is_full = room.used + file.size > (1 - PASSING_SHARE) * room.limit
+        if is_full and self._ahead_bytes + file.size > AHEAD_SHARE * room.limit:
+            return False
+        file.rank = Rank.AHEAD
+        self._ahead_bytes += file.size
+        return True
+
+    def leave(self, file: CacheFile) -> None:
+        """Take a file out of the order: it gets pinned, or is being evicted."""
+        if file.rank is None or file not in self._ranks[file.rank]:
+            return
+        del self._ranks[file.rank][file]
+        if file.rank is Rank.PASSING:
+            self._passing_bytes -= file.present.total
+
+    def settle(self, file: CacheFile) -> None:
+        """Give a file with bytes its place, when it is pinned no more."""
+        self.leave(file)
+        if file.rank is None or file.rank is Rank.PASSING:
+            stays = self._room.used - self._passing_bytes
+            is_kept = stays <= (1 - PASSING_SHARE) * self._room.limit
+            file.rank = Rank.KEPT if is_kept else Rank.PASSING
+            if is_kept:
+                self._latest.append(file)
+        if file.rank is Rank.AHEAD:
+            file.ahead_since = file.ahead_since or self._fetched
+        elif file.last_use is None:
+            file.last_use = self._fetched  # it was written, or warmed
+        self._ranks[file.rank][file] = None
+        if file.rank is Rank.PASSING:
+            self._passing_bytes += file.present.total
+
+    def forget(self, file: CacheFile) -> None:
+        """Drop a file that has been evicted, or removed for another reason."""
+        self.leave(file)
+        self._end_ahead(file)
+        if file.last_use is not None:
+            oldest = self._fetched - REMEMBERED * self._room.limit
+            self._evicted.add(file.name, file.last_use, oldest)
+        file.rank = file.last_use = None
+
+    def next(self, *, is_ahead: bool = False, used_before: float = math.inf) -> CacheFile | None:
+        """The file to be evicted next, None if there is none.
+
+        `is_ahead`: for a file that is fetched ahead. A file that was used at the time
+        `used_before` or later, in seconds since the epoch, is not evicted.
+        """
+        kept, passing, ahead = (
+            self._first(Rank.KEPT),
+            self._first(Rank.PASSING),
+            self._first(Rank.AHEAD),
+        )
+        if used_before < math.inf:
+            files = (file for file in (passing, kept, ahead) if file is not None)
+            return next((file for file in files if file.used_at < used_before), None)
+        if kept is not None and self._is_stale(kept):
+            return kept
+        if passing is not None:
+            return passing
+        limit = self._room.limit
+        if ahead is not None and self._fetched - ahead.ahead_since > limit:
+            return ahead
+        if is_ahead:
+            return None
+        if ahead is not None and (not self._kept or self._ahead_bytes > AHEAD_SHARE * limit):
+            return ahead
+        return self._kept_last() or kept
+
+    def _kept_last(self) -> CacheFile | None:
+        """Of the kept files the one that was first kept last, if that is known."""
+        in_use = []
+        while self._latest and self._latest[-1] not in self._kept:
+            file = self._latest.pop()
+            if file.pins:
+                in_use.append(file)
+        found = self._latest[-1] if self._latest else None
+        self._latest.extend(reversed(in_use))
+        return found
+
+    def _first(self, rank: Rank) -> CacheFile | None:
+        return next(iter(self._ranks[rank]), None)
+
+    def _end_ahead(self, file: CacheFile) -> None:
+        if file.rank is Rank.AHEAD:
+            self.leave(file)
+            self._ahead_bytes -= file.size
+            file.rank = None
+
+    def _age(self, file: CacheFile) -> int:
+        """How long ago a file was used, in bytes fetched since."""
+        return self._fetched - (file.last_use or 0)
+
+    def _is_stale(self, oldest: CacheFile) -> bool:
+        """Whether the kept file that was not used for longest is stale."""
+        since = self._fetched - RECENT * self._room.limit
+        while self._intervals and self._intervals[0][0] < since:
+            self._intervals.popleft()
+        if len(self._intervals) < FEWEST_INTERVALS:
+            return False
+        intervals = sorted(interval for _, interval in self._intervals)
+        long = intervals[int(LONG * len(intervals))]
+        if self._age(oldest) <= long:
+            self._has_moved = False
+        elif not self._has_moved and self._fetched >= self._look_at:
+            # Looked at rarely, for it may take as long as there are files.
+            self._look_at = self._fetched + int(ONE_USE * self._room.limit)
+            self._has_moved = self._is_mostly_older(long)
+        return self._age(oldest) > (long if self._has_moved else STALE * long)
+
+    def _is_mostly_older(self, interval: int) -> bool:
+        """Whether most of the cache has files that were not used for an interval."""
+        size = 0
+        for file in self._kept:
+            size += file.present.total
+            if self._age(file) <= interval:
+                return False
+            if size > MOVED_SHARE * self._room.limit:
+                return True
+        return False
+
+
+class EvictedFiles:
+    """When evicted files were last used: of all, or of a random sample of all if they are many."""
+
+    def __init__(self) -> None:
+        self._last_use: dict[int, int] = {}
+        self._mask = 0
+
+    def add(self, name: str, last_use: int, oldest: int) -> None:
+        """Remember a file; what was used before `oldest` may be forgotten."""
+        key = hash(name)
+        if key & self._mask:
+            return
+        self._last_use[key] = last_use
+        if len(self._last_use) > MOST_REMEMBERED:
+            recent = {key: at for key, at in self._last_use.items() if at >= oldest}
+            if len(recent) > MOST_REMEMBERED // 2:
+                self._mask = 2 * self._mask + 1
+            elif len(recent) < MOST_REMEMBERED // 8:
+                self._mask //= 2
+            self._last_use = {key: at for key, at in recent.items() if not key & self._mask}
+
+    def pop(self, name: str) -> int | None:
+        return self._last_use.pop(hash(name), None)

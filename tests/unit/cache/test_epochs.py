@@ -1,0 +1,138 @@
+"""What stays in a cache that is smaller than the data: epochs, and a set of files that changes.
+
+The ratios are counts of bytes: the files are tiny, and so is the cache.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.eviction import ORDERS, Fusefs, Read, files, shares, shuffled
+from fusefs.cache.cached_file import CacheFile, Rank
+from fusefs.cache.eviction_order import MOST_REMEMBERED, EvictedFiles, EvictionOrder
+from tests.support.local_cache import Parts, cache_in, version
+
+MIB = 1 << 20
+CACHE = 300 * MIB
+LEAST = {"shuffled": 0.47, "fixed": 0.45, "sequential": 0.45}
+
+Order = Callable[[list[Read], int, int], Iterator[list[Read]]]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("seed", range(3))
+def test_of_twice_the_cache_nearly_half_is_there(order: str, seed: int) -> None:
+    of_epochs = shares(Fusefs(CACHE), ORDERS[order](files("a", 600), 6, seed))
+    assert min(of_epochs[1:]) >= LEAST[order]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("sizes", [(600, 600), (200, 200), (300, 300), (600, 200), (200, 600)])
+def test_other_files_replace_those_before_within_two_passes(
+    order: str, sizes: tuple[int, int]
+) -> None:
+    cache = Fusefs(CACHE)
+    shares(cache, ORDERS[order](files("before", sizes[0]), 4, 1))
+    after = shares(cache, ORDERS[order](files("after", sizes[1]), 5, 2))
+    assert after[2] >= min(1, 300 / sizes[1]) - 0.05
+
+
+def test_files_of_many_sizes_take_turns_as_well() -> None:
+    of_epochs = shares(Fusefs(CACHE), shuffled(files("a", 600, seed=1), 4, 1))
+    assert min(of_epochs[1:]) >= 0.4
+
+
+async def epochs(parts: Parts, order: Order, names: str, count: int) -> list[float]:
+    """The share of each epoch that the bucket was not asked for: of 120 files, room for 60."""
+    answer = []
+    for epoch in order(files(names, 120), count, 1):
+        before = len(parts.bucket.requested)
+        for name, _ in epoch:
+            await parts.fetch(version(name, 4096))
+        answer.append(1 - (len(parts.bucket.requested) - before) / 120)
+    return answer
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_the_files_on_the_disk_follow_the_order(tmp_path: Path, order: str) -> None:
+    async with cache_in(tmp_path, limit=60 * 4096) as parts:
+        before = await epochs(parts, ORDERS[order], "a", 4)
+        after = await epochs(parts, ORDERS[order], "b", 3)
+        assert parts.quota.used <= 60 * 4096
+    assert sum(before[1:]) / 3 >= 0.45
+    assert after[2] >= 0.4
+    async with cache_in(tmp_path, limit=60 * 4096) as parts:
+        assert (await epochs(parts, ORDERS[order], "b", 1))[0] >= 0.4
+
+
+class Room:
+    """A cache of a hundred bytes."""
+
+    used = 0
+    limit = 100
+
+
+def placed(order: EvictionOrder, name: str, size: int, *, is_ahead: bool = False) -> CacheFile:
+    """A file that was fetched, and used unless it is ahead."""
+    file = CacheFile(name, size)
+    file.pins = 1
+    assert not is_ahead or order.fetch_ahead(file)
+    if not is_ahead:
+        order.use(file)
+    file.arrived(0, size)
+    order.arrived(size)
+    file.pins = 0
+    order.settle(file)
+    return file
+
+
+def test_what_is_ahead_evicts_nothing_that_is_kept() -> None:
+    order = EvictionOrder(Room())
+    kept = placed(order, "kept", 50)
+    Room.used = 100
+    try:
+        passing = placed(order, "passing", 49)
+        assert (kept.rank, passing.rank) == (Rank.KEPT, Rank.PASSING)
+        assert order.next(is_ahead=True) is passing
+        order.forget(passing)
+        assert order.next(is_ahead=True) is None
+        assert order.next() is kept
+    finally:
+        Room.used = 0
+
+
+def test_what_is_ahead_has_a_bounded_share_of_a_full_cache() -> None:
+    room = Room()
+    room.limit, room.used = 6400, 6400
+    order = EvictionOrder(room)
+    one, other = CacheFile("one", 100), CacheFile("other", 1)
+    assert order.fetch_ahead(one)
+    assert not order.fetch_ahead(other)
+    order.use(one)
+    assert order.fetch_ahead(other)
+    order.forget(other)
+    assert order.fetch_ahead(CacheFile("third", 100))
+
+
+def test_what_is_ahead_goes_when_a_whole_cache_was_fetched_since() -> None:
+    order = EvictionOrder(Room())
+    ahead = placed(order, "ahead", 1, is_ahead=True)
+    placed(order, "kept", 10)
+    order.arrived(90)
+    assert order.next(is_ahead=True) is None
+    order.arrived(1)
+    assert order.next(is_ahead=True) is ahead
+
+
+def test_of_many_evicted_files_a_random_sample_is_remembered() -> None:
+    evicted = EvictedFiles()
+    names = [f"f{number}" for number in range(4 * MOST_REMEMBERED)]
+    random.Random(1).shuffle(names)
+    for at, name in enumerate(names):
+        evicted.add(name, at, 0)
+    known = sum(evicted.pop(name) == at for at, name in enumerate(names))
+    assert MOST_REMEMBERED // 4 < known <= MOST_REMEMBERED
