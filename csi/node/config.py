@@ -150,7 +150,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--max-connections",
         int,
-        32,
+        128,
         "N",
         "maximum number of simultaneous S3 requests of a mount",
     )

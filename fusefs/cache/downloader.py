@@ -22,7 +22,7 @@ import errno
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import trio
 
@@ -32,6 +32,7 @@ from fusefs.cache.evictor import Evictor
 from fusefs.cache.file_cache import FileCache
 from fusefs.cache.integrity.checksums import RunningSums
 from fusefs.cache.quota import Quota
+from fusefs.cache.readahead.path_meter import DownloadMeter, PathMeter
 from fusefs.cache.unkept import UnkeptBuffers
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
 from fusefs.store.interface import ObjectVersion, Priority, Store
@@ -55,7 +56,8 @@ class Download:
 
     `position` is up to where bytes have arrived; `demanded` counts the readers
     that wait, `wanted` the prefetches that are interested. What was used since
-    `keep_used_since`, in seconds since the epoch, is not evicted for it.
+    `keep_used_since`, in seconds since the epoch, is not evicted for it. `on_end`
+    is called when it has ended.
     """
 
     __slots__ = (
@@ -67,6 +69,7 @@ class Download:
         "file",
         "is_done",
         "keep_used_since",
+        "on_end",
         "position",
         "since",
         "start",
@@ -86,6 +89,7 @@ class Download:
         self.wanted = 0
         self.is_done = False
         self.error: Exception | None = None
+        self.on_end: Callable[[], None] = lambda: None
         self.cancel_scope = trio.CancelScope()
         self._waiters: list[tuple[int, trio.Event]] = []
 
@@ -103,6 +107,7 @@ class Download:
         for _, event in self._waiters:
             event.set()
         self._waiters = []
+        self.on_end()
 
     async def reach(self, position: int) -> None:
         """Wait until the bytes before `position` have arrived, or the download has ended.
@@ -152,7 +157,9 @@ class Download:
 class Fetcher:
     """All downloads of one mount; they run in `nursery`.
 
-    What is read past the cache takes at most `unkept` bytes of memory.
+    What is read past the cache takes at most `unkept` bytes of memory. Ahead of
+    their readers at most `most_parts` parts of large files and `most_small` small
+    files are to be under way.
     """
 
     def __init__(
@@ -163,7 +170,11 @@ class Fetcher:
         nursery: trio.Nursery,
         *,
         unkept: int = 64 << 20,
+        most_parts: int = 32,
+        most_small: int = 32,
     ) -> None:
+        self.path = PathMeter(most_parts, PART)
+        self.most_small = most_small
         self.unkept = UnkeptBuffers(unkept)
         self.disk_latency = DiskLatency()
         self._store = store
@@ -177,6 +188,15 @@ class Fetcher:
     @property
     def under_way(self) -> int:
         return len(self._running)
+
+    @property
+    def room(self) -> int:
+        """How many bytes the cache may use now."""
+        return self._cache.quota.limit
+
+    def in_background(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Run `work` beside the downloads, and end it with them."""
+        self._nursery.start_soon(work)
 
     async def wait_for(self, file: CacheFile, start: int, stop: int) -> None:
         """Return once the bytes [start, stop) are in the file, which the caller has pinned.
@@ -209,6 +229,11 @@ class Fetcher:
         Raises:
             StoreError, NotKeptError: as for `wait_for`.
         """
+        brought = await self._fill(file, start, stop, keep_used_since)
+        file.first_read(start, stop)  # its first reader finds it in the cache
+        return brought
+
+    async def _fill(self, file: CacheFile, start: int, stop: int, keep_used_since: float) -> int:
         if not self._cache.is_new(file) and not await self._cache.ensure_open(file):
             raise NotKeptError
         brought = 0
@@ -225,8 +250,31 @@ class Fetcher:
             if download.error is not None and not file.present.covers(*missing):
                 raise download.error
             brought += min(stop, download.stop) - missing[0]
-        file.first_read(start, stop)  # its first reader finds it in the cache
         return brought
+
+    async def fill_all(self, file: CacheFile) -> None:
+        """Download what a file lacks, at low priority, as many parts at a time as the path bears.
+
+        Ends early where a part can't be had: its reader gets the error.
+        """
+        self._cache.pin_again(file)
+        turns = trio.Semaphore(self.path.width)
+
+        async def fill(start: int) -> None:
+            try:
+                await self._fill(file, start, min(start + PART, file.size), math.inf)
+            except (StoreError, NotKeptError):
+                nursery.cancel_scope.cancel()
+            turns.release()
+
+        try:
+            async with trio.open_nursery() as nursery:
+                for start in range(0, file.size, PART):
+                    if not file.present.covers(start, min(start + PART, file.size)):
+                        await turns.acquire()
+                        nursery.start_soon(fill, start)
+        finally:
+            self._cache.unpin(file)
 
     def want(self, file: CacheFile, start: int, stop: int) -> list[Download]:
         """Start or join what is missing of [start, stop) ahead of its use, in parts.
@@ -341,8 +389,9 @@ class Fetcher:
             return NotKeptError()
         reservation = Reservation(self._cache.quota, size)
         try:
-            sink = FileSink(self._cache, self.disk_latency, download, reservation)
-            await self._stream(download, sink)
+            with self.path.download(size) as meter:
+                sink = FileSink(self._cache, self.disk_latency, meter, download, reservation)
+                await self._stream(download, sink)
         except OSError as error:
             # The cache disk, for the store raises no OSError.
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -393,10 +442,16 @@ class FileSink:
     """Writes the bytes of one download to its file, and notes them in the event loop."""
 
     def __init__(
-        self, cache: FileCache, latency: DiskLatency, download: Download, reservation: Reservation
+        self,
+        cache: FileCache,
+        latency: DiskLatency,
+        meter: DownloadMeter,
+        download: Download,
+        reservation: Reservation,
     ) -> None:
         self._cache = cache
         self._latency = latency
+        self._meter = meter
         self._download = download
         self._reservation = reservation
         self._fd = download.file.fd
@@ -431,6 +486,7 @@ class FileSink:
             self._cache.set_open(download.file, self._created)
             self._created = None
         if download.position < stop:
+            self._meter.arrived(stop - download.position)
             self._cache.arrived(download.file, download.position, stop, self._sums.take())
             self._reservation.use(stop - download.position)
             download.advance(stop)

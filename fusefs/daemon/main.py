@@ -142,8 +142,15 @@ class Daemon:
                     HeadPolicy(self.settings.object_attributes, changed),
                 )
                 self.directories.most_entries = self._budget.entries
+                allowed = setup.s3_settings(self.settings)
                 self.fetcher = Fetcher(
-                    self.store, self.cache, self.evictor, nursery, unkept=self._budget.unkept
+                    self.store,
+                    self.cache,
+                    self.evictor,
+                    nursery,
+                    unkept=self._budget.unkept,
+                    most_parts=allowed.max_streams,
+                    most_small=allowed.max_connections,
                 )
                 self.scrub = Scrub(
                     self.cache.files,

@@ -82,7 +82,7 @@ def open_cache(
 
 def s3_settings(settings: MountSettings) -> S3Settings:
     """The settings of the store, with as many connections as the memory allows."""
-    fitting = MemoryBudget.of(settings.memory_limit).requests
+    fitting = MemoryBudget.of(settings.memory_limit)
     return S3Settings(
         bucket=settings.source.bucket,
         endpoint_url=settings.endpoint_url,
@@ -90,7 +90,8 @@ def s3_settings(settings: MountSettings) -> S3Settings:
         profile=settings.profile,
         anonymous=settings.anonymous,
         addressing=settings.addressing,
-        max_connections=min(settings.max_connections, fitting),
+        max_connections=min(settings.max_connections, fitting.requests),
+        max_streams=min(settings.max_connections, fitting.streams),
         retry_time_s=settings.retry_time,
         ca_bundle=str(settings.ca_bundle) if settings.ca_bundle else None,
         requester_pays=settings.requester_pays,

@@ -221,8 +221,8 @@ class Operations:
         handle = self.handles.close_file(fh)
         if handle is None:
             return
-        if handle.window is not None:
-            handle.window.close()
+        if handle.readahead is not None:
+            handle.readahead.close()
         self._reader.closed(handle)
         if handle.backing_id:
             self.cache.probing.closed(handle.file)

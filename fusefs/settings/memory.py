@@ -18,9 +18,11 @@ from fusefs.settings.types import MIB
 LEAST = 112 * MIB
 # What the process takes at rest.
 _AT_REST = 96 * MIB
-# Of a request: the client's buffers, and a chunk on its way to the disk or from it.
-_PER_REQUEST = 4 * MIB
-_LEAST_REQUESTS = 4
+# Of a large body: the client's buffers, and a chunk on its way to the disk or from it.
+_PER_STREAM = 4 * MIB
+_LEAST_STREAMS = 4
+# A small body has at most 256 KiB.
+_REQUESTS_PER_STREAM = 16
 _LEAST_UNKEPT = 8 * MIB
 # Measured: an entry of a listing, and a node with its name, version and places in tables.
 _PER_ENTRY = 560
@@ -33,12 +35,14 @@ _MOST_ENTRIES = 200_000
 class MemoryBudget:
     """What each part may take of `limit` bytes.
 
-    `requests` may be on their way to S3 at a time; `unkept` are bytes that are
+    `requests` may be on their way to S3 at a time, and `streams` of these may have
+    bodies of more than 256 KiB; `unkept` are bytes that are
     read past the cache; `entries` are kept of listings; beyond `names` the
     kernel is made to forget some.
     """
 
     requests: int
+    streams: int
     unkept: int
     entries: int
     names: int
@@ -48,7 +52,8 @@ class MemoryBudget:
         """The division of `limit` bytes, which are at least LEAST."""
         free = max(limit, LEAST) - _AT_REST
         return MemoryBudget(
-            requests=max(_LEAST_REQUESTS, free // _PER_REQUEST),
+            requests=max(_LEAST_STREAMS, free // _PER_STREAM) * _REQUESTS_PER_STREAM,
+            streams=max(_LEAST_STREAMS, free // _PER_STREAM),
             unkept=max(_LEAST_UNKEPT, free // 8),
             entries=min(_MOST_ENTRIES, free // 2 // _PER_ENTRY),
             names=free // 2 // _PER_NAME,

@@ -260,7 +260,7 @@ class MountSettings:
     )
 
     max_connections: int = option(
-        whole_number(1, 1024), "Limits", "maximum number of simultaneous requests to S3", 32
+        whole_number(1, 1024), "Limits", "maximum number of simultaneous requests to S3", 128
     )
     memory_limit: int = option(
         at_least(LEAST, SIZE),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import trio
 
 from fusefs.cache.cached_file import CacheFile
-from fusefs.cache.readahead import Window
+from fusefs.cache.readahead.window import Readahead
 from fusefs.posix.journal.records import LoggedHandle
 from fusefs.posix.journal.replay import KernelState
 from fusefs.posix.nodes.handles import PASSTHROUGH, SERVED, DirectoryHandle, FileHandle
@@ -112,4 +112,4 @@ async def _restore_handle(
     )
     operations.handles.adopt_file(handle)
     if logged.mode == SERVED and not file.is_complete:
-        handle.window = Window(operations.fetcher, file)
+        handle.readahead = Readahead(operations.fetcher, file)

@@ -15,7 +15,7 @@ import math
 import time
 
 from fusefs.cache.cached_file import CacheFile
-from fusefs.cache.readahead import Window
+from fusefs.cache.readahead.window import Readahead
 from fusefs.posix.nodes.inode_table import Inode, NodeLog
 from fusefs.store.interface import ObjectVersion
 
@@ -35,10 +35,10 @@ class FileHandle:
         "flags",
         "flushed_at",
         "inode",
+        "readahead",
         "unique",
         "unkept",
         "version",
-        "window",
     )
 
     def __init__(
@@ -58,7 +58,7 @@ class FileHandle:
         self.version = version
         self.file = file
         self.backing_id = backing_id
-        self.window: Window | None = None
+        self.readahead: Readahead | None = None
         self.unkept: tuple[int, bytearray] = (0, bytearray())
         self.flushed_at = -math.inf
 

@@ -18,22 +18,22 @@ import errno
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.downloader import BLOCK, NotKeptError
-from fusefs.cache.readahead import SMALL, Siblings, Window
-from fusefs.posix.directory.listings import Directory
+from fusefs.cache.readahead.next_files import NextFiles
+from fusefs.cache.readahead.siblings import SMALL, Siblings
+from fusefs.cache.readahead.window import Readahead
 from fusefs.posix.mount_state import MountState
 from fusefs.posix.nodes.inode_table import Inode, NodeLog
+from fusefs.posix.read.known_files import KnownFiles
 from fusefs.posix.types import Answer, Caller, Opened, waiting
 from fusefs.store.errors import NotFoundError, StaleVersionError
 from fusefs.store.interface import ObjectInfo
 
 # Openers that got ESTALE; more are not needed than opens are under way.
 MOST_STALE = 4096
-# Directories whose small files are fetched ahead.
-MOST_FOLDERS = 64
 
 _WRITING = os.O_WRONLY | os.O_RDWR
 
@@ -58,7 +58,9 @@ class Opener:
         self._counters = state.counters
         self._open_staged = open_staged
         self.redirects = Redirects(state.journal)
-        self._siblings: OrderedDict[str, Siblings] = OrderedDict()
+        known = KnownFiles(state.directories)
+        self._siblings = Siblings(state.downloader, state.cache, known)
+        self._next_files = NextFiles(state.downloader, state.cache, known)
 
     def open(self, inode: Inode, flags: int, caller: Caller) -> Answer[Opened]:
         """Open a file for reading; see the module's text."""
@@ -201,8 +203,7 @@ class Opener:
         if not self._cache.is_new(file) and not await self._cache.ensure_open(file):
             await self._ask_again(inode)
             return False
-        if info.size <= SMALL:
-            self._note_small(inode, info, was_there=file.is_complete)
+        self._note_opening(inode, info, file)
         if file.is_complete:
             return True
         # The first bytes of a large file also show that the version is the current one.
@@ -264,26 +265,29 @@ class Opener:
         if file.is_complete:
             self._count_whole(file)
         else:
-            handle.window = Window(self._fetcher, file)
+            handle.readahead = self._readahead(inode, file)
         return Opened(handle.fh, keep_cache=keep_cache)
 
     def _count_whole(self, file: CacheFile) -> None:
         """Count an open of a complete file: the kernel reads it, or may have its pages."""
         self._counters.read(file.size, file.first_read(0, file.size))
 
-    def _note_small(self, inode: Inode, info: ObjectInfo, *, was_there: bool) -> None:
-        """Let the directory's prefetch know that one of its small files is being opened."""
+    def _note_opening(self, inode: Inode, info: ObjectInfo, file: CacheFile) -> None:
+        """Let readahead know that a file is being opened."""
         assert inode.parent is not None
-        prefix = self._inodes.key(inode.parent)
-        siblings = self._siblings.get(prefix)
-        if siblings is None:
-            if was_there:
-                return
-            order = _known_files(self._directories.get(prefix))
-            siblings = self._siblings[prefix] = Siblings(self._fetcher, self._cache, order)
-            while len(self._siblings) > MOST_FOLDERS:
-                self._siblings.popitem(last=False)[1].close()
-        siblings.opened(info, was_there=was_there)
+        if info.size <= SMALL:
+            prefix = self._inodes.key(inode.parent)
+            self._siblings.opened(prefix, info, was_there=file.is_complete)
+        else:
+            self._next_files.opened(info.key, was_there=file.present.total > 0)
+
+    def _readahead(self, inode: Inode, file: CacheFile) -> Readahead:
+        def go_on(size: int) -> None:
+            if inode.parent is not None and inode.info is not None:
+                prefix = self._inodes.key(inode.parent)
+                self._next_files.go_on(prefix, inode.info, size)
+
+        return Readahead(self._fetcher, file, go_on)
 
 
 class Redirects:
@@ -318,19 +322,3 @@ class Redirects:
 
 def _opener(inode: Inode, program: int) -> tuple[int, str, int]:
     return (inode.parent.nodeid if inode.parent is not None else 0, inode.name, program)
-
-
-def _known_files(directory: Directory) -> Iterator[ObjectInfo]:
-    """The files that listings have shown so far, in order."""
-    at = ""
-    while True:
-        segment = next((known for known in directory.segments if known.start >= at), None)
-        if segment is None:
-            return
-        for name in segment.ordered:
-            entry = segment.entries.get(name)
-            if entry is not None:
-                yield entry
-        if segment.stop is None:
-            return
-        at = segment.stop

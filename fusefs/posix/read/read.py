@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 
 import trio
 
@@ -57,8 +58,8 @@ class Reader:
         if offset >= stop:
             return b""
         if file.is_complete or file.present.covers(offset, stop):
-            if handle.window is not None and not file.is_complete:
-                handle.window.reads(offset, stop)
+            if handle.readahead is not None:
+                handle.readahead.reads(offset, stop)
             data = self._read_now(file, offset, stop - offset)
             if data is not None:
                 self._count(handle, offset, stop)
@@ -134,9 +135,12 @@ class Reader:
     async def _read_kept(self, handle: FileHandle, offset: int, stop: int) -> memoryview | bytes:
         file = handle.file
         if not file.present.covers(offset, stop):
-            if handle.window is not None:
-                handle.window.reads(offset, stop)
+            began = time.monotonic()
+            if handle.readahead is not None:
+                handle.readahead.reads(offset, stop)
             await self._fetcher.wait_for(file, offset, stop)
+            if handle.readahead is not None:
+                handle.readahead.waited(time.monotonic() - began)
             # What has just been written is in the page cache.
             data = self._read_now(file, offset, stop - offset)
             if data is not None:
@@ -156,7 +160,7 @@ class Reader:
 
     def _count(self, handle: FileHandle, offset: int, stop: int) -> None:
         # Of a file that was complete when it was opened, the open counted.
-        if handle.window is not None:
+        if handle.readahead is not None:
             self._counters.read(stop - offset, handle.file.first_read(offset, stop))
 
     async def _read_unkept(self, handle: FileHandle, offset: int, stop: int) -> memoryview:

@@ -55,6 +55,7 @@ class S3Settings:
     anonymous: bool = False
     addressing: str = "auto"
     max_connections: int = 32
+    max_streams: int = 32
     retry_time_s: float = 60.0
     connect_timeout_s: float = 10.0
     read_timeout_s: float = 20.0

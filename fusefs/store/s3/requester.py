@@ -121,10 +121,13 @@ class Requester:
     def __init__(self, settings: S3Settings) -> None:
         self.settings = settings
         self.connections = ConnectionBudget(settings.max_connections)
+        # Of these, the ones that take a thread, and with it buffers of a few MiB.
+        streams = min(settings.max_streams, settings.max_connections)
+        self._streams = ConnectionBudget(streams)
         # So many small bodies are in memory at a time; those of the others are on the disk.
-        self.small_bodies = trio.Semaphore(2 * settings.max_connections)
+        self.small_bodies = trio.Semaphore(2 * streams)
         # An abandoned thread keeps its place until its time-out.
-        self._threads = Threads(2 * settings.max_connections)
+        self._threads = Threads(2 * streams)
         self.source = ClientSource(settings)
         self.counted: Counter[str] = Counter()
         # When S3 last fulfilled a request, or could not for want of an object; trio's seconds.
@@ -143,6 +146,11 @@ class Requester:
             "awaiting_credentials": len(self._refused),
             "connections": self.connections.allowed,
         }
+
+    def reprioritize(self) -> None:
+        """Ask the requests that wait for their priorities again: one has risen."""
+        self._streams.reprioritize()
+        self.connections.reprioritize()
 
     def close(self) -> None:
         """Close the connections and end the threads."""
@@ -301,7 +309,10 @@ class Requester:
         Raises:
             AttemptError: there are no credentials.
         """
-        async with self.connections.lease(priority, key):
+        async with (
+            self._streams.lease(priority, key),
+            self.connections.lease(priority, key),
+        ):
             clients = self.source.clients or await self.source.connect()
             self.counted[_COUNTERS[operation]] += 1
             yield clients

@@ -78,7 +78,7 @@ class S3Store:
         return self.requester.last_answer
 
     def hurry(self) -> None:
-        self.requester.connections.reprioritize()
+        self.requester.reprioritize()
 
     def counters(self) -> dict[str, int]:
         return self.requester.counters()

@@ -195,8 +195,9 @@ def test_the_more_readers_the_less_is_read_ahead() -> None:
 )
 def test_the_limit_is_divided() -> None:
     least, usual, much = (MemoryBudget.of(size * MIB) for size in (112, 256, 4096))
-    assert (least.requests, least.unkept, least.entries) == (4, 8 * MIB, 14_979)
-    assert (usual.requests, usual.unkept, usual.entries) == (40, 20 * MIB, 149_796)
+    assert (least.streams, least.requests, least.unkept) == (4, 64, 8 * MIB)
+    assert (usual.streams, usual.requests, usual.unkept) == (40, 640, 20 * MIB)
+    assert (least.entries, usual.entries) == (14_979, 149_796)
     assert much.entries == 200_000
     assert usual.entries * 560 <= usual.names * 1024 == 80 * MIB
 

@@ -191,14 +191,14 @@ def test_too_little_memory_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "most", "connections"),
+    ("limit", "most", "streams"),
     [("256MiB", "32", 32), ("160MiB", "32", 16), ("160MiB", "8", 8), ("112MiB", "32", 4)],
 )
 def test_as_much_is_downloaded_at_a_time_as_the_memory_allows(
-    limit: str, most: str, connections: int
+    limit: str, most: str, streams: int
 ) -> None:
     settings = settings_with(memory_limit=limit, max_connections=most)
-    assert setup.s3_settings(settings).max_connections == connections
+    assert setup.s3_settings(settings).max_streams == streams
 
 
 def test_a_mount_that_an_older_version_gave_less_memory_goes_on() -> None:

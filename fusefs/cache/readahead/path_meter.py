@@ -1,0 +1,197 @@
+"""What the path to the bucket carries, measured: how many downloads side by side pay.
+
+A connection brings its first byte after a *latency* and then so many bytes a
+second. The number of parts that fill a path is the bandwidth of the path times
+the duration of a part, divided by its size. Latency and rate of a connection
+are measured by every download, but the bandwidth of the path shows only once it
+is full. So the first width is that of a path of ten gigabits, as far as latency
+and rate say: 8 parts on the same machine, 18 where S3 is 30 ms away and a
+connection brings 90 MB/s. From then on the width is found by trying, as TCP
+does it: while readers keep all of it busy, it is raised by a half, and stays
+there if that brought a tenth more; if not, the next trial is some seconds later.
+
+The width is divided among the readers of large files (`share`), so one more
+reader makes all others a little slower, and none is left out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol, Self
+
+# With sixteen parts of a server on the same machine a first read was a tenth slower than with
+# eight: that many threads get in each other's way, and in the way of the reader.
+LEAST_WIDTH = 8
+# Of a node's network, in bytes a second, before anything else is known.
+USUAL_BANDWIDTH = 1.25e9
+LEAST_SHARE = 2
+# A wider path has to bring so much more to be kept.
+GAIN = 1.1
+# So much of the width has to be in use for a measurement to say something about it.
+BUSY = 0.75
+LEAST_ROUND_S = 0.2
+# Seconds until the next trial of a larger width, after one that did not pay.
+HOLD_S = 8.0
+# A reader that has read nothing for so long needs no share.
+IDLE_S = 2.0
+# How fast an old measurement gives way: the latency is the least of about the last hundred.
+FORGETTING = 0.01
+NEWS = 0.1
+
+
+class Sharing(Protocol):
+    """A reader of a large file; `last_read` is in seconds of the monotonic clock."""
+
+    last_read: float
+
+
+class PathMeter:
+    """The path of one mount's downloads. Belongs to the event loop.
+
+    `most` parts of `part` bytes are allowed at a time. `latency_s` is in seconds and `rate`, of
+    one connection, in bytes a second; both are 0 until they have been measured.
+    """
+
+    def __init__(self, most: int, part: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.latency_s = 0.0
+        self.rate = 0.0
+        self._clock = clock
+        self._part = part
+        self._most = max(1, most)
+        self._width = 0  # 0 until the first round has been measured
+        self._base = (0, 0.0)  # the width before the last trial, and what it brought
+        self._next_trial = 0.0
+        self._is_trial = False
+        self._running = 0
+        self._readers: dict[Sharing, None] = {}
+        self._begin_round()
+
+    @property
+    def width(self) -> int:
+        """How many parts are to be under way at a time, of all readers together."""
+        return min(self._most, self._width or self._first_width())
+
+    @property
+    def bandwidth(self) -> float:
+        """What all connections together bring, as far as is known, in bytes a second."""
+        return self._base[1] or self.rate * LEAST_WIDTH
+
+    def share(self, reader: Sharing) -> int:
+        """How many parts may be under way for a reader, which reads now."""
+        now = self._clock()
+        reader.last_read = now
+        self._readers[reader] = None
+        if len(self._readers) > 1:
+            for other in [each for each in self._readers if now - each.last_read > IDLE_S]:
+                del self._readers[other]
+        return max(LEAST_SHARE, self.width // len(self._readers))
+
+    def leaves(self, reader: Sharing) -> None:
+        """A reader needs its share no more."""
+        self._readers.pop(reader, None)
+
+    def download(self, size: int) -> DownloadMeter:
+        """What measures a download of `size` bytes that begins now (`with`)."""
+        return DownloadMeter(self, self._clock, size)
+
+    def began(self, size: int) -> None:
+        """A download of `size` bytes is under way."""
+        self._count_running()
+        self._running += size
+
+    def ended(self, size: int) -> None:
+        """A download of `size` bytes that `began` has come, or not."""
+        self._count_running()
+        self._running -= size
+
+    def arrived(self, size: int) -> None:
+        """So many bytes have come."""
+        self._arrived += size
+        if self._arrived >= self.width * self._part:
+            self._end_round()
+
+    def note_first(self, size: int, waited_s: float) -> None:
+        """The first `size` bytes of a download came after so many seconds."""
+        latency_s = max(1e-6, waited_s - (size / self.rate if self.rate else 0.0))
+        if not self.latency_s or latency_s < self.latency_s:
+            self.latency_s = latency_s
+        else:
+            self.latency_s *= 1 + FORGETTING
+
+    def note_rest(self, size: int, elapsed_s: float) -> None:
+        """The `size` bytes behind the first ones took so many seconds."""
+        rate = size / max(elapsed_s, 1e-6)
+        self.rate += (rate - self.rate) * NEWS if self.rate else rate
+
+    def _first_width(self) -> int:
+        if not self.rate:
+            return LEAST_WIDTH
+        duration_s = self.latency_s + self._part / self.rate
+        return max(LEAST_WIDTH, round(USUAL_BANDWIDTH * duration_s / self._part))
+
+    def _begin_round(self) -> None:
+        self._round_began = self._counted_until = self._clock()
+        self._busy = 0.0
+        self._arrived = 0
+
+    def _count_running(self) -> None:
+        now = self._clock()
+        self._busy += self._running * (now - self._counted_until)
+        self._counted_until = now
+
+    def _end_round(self) -> None:
+        self._count_running()
+        elapsed_s = self._counted_until - self._round_began
+        if elapsed_s < max(LEAST_ROUND_S, 3 * self.latency_s):
+            return
+        width, arrived = self.width, self._arrived
+        is_full = self._busy >= BUSY * width * self._part * elapsed_s
+        self._begin_round()
+        if is_full:
+            self._judge(width, arrived / elapsed_s)
+
+    def _judge(self, width: int, brought: float) -> None:
+        """Choose the next width, after a round that was full and `brought` so much."""
+        base, base_brought = self._base
+        if self._is_trial and brought < GAIN * base_brought:
+            self._width, self._is_trial = base, False
+            self._next_trial = self._round_began + HOLD_S
+            return
+        self._base = width, brought
+        self._is_trial = self._round_began >= self._next_trial and width < self._most
+        self._width = min(self._most, width + width // 2) if self._is_trial else width
+
+
+class DownloadMeter:
+    """Measures one download, for the time of a `with`."""
+
+    __slots__ = ("_began", "_clock", "_first_at", "_last_at", "_path", "_rest", "_size")
+
+    def __init__(self, path: PathMeter, clock: Callable[[], float], size: int) -> None:
+        self._path = path
+        self._clock = clock
+        self._size = size
+        self._began = clock()
+        self._first_at = self._last_at = 0.0
+        self._rest = 0
+
+    def __enter__(self) -> Self:
+        self._path.began(self._size)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._path.ended(self._size)
+        # A few bytes say little: they had come with the first ones.
+        if self._rest > self._size // 2:
+            self._path.note_rest(self._rest, self._last_at - self._first_at)
+
+    def arrived(self, size: int) -> None:
+        """So many bytes of it have come."""
+        self._last_at = self._clock()
+        if self._first_at:
+            self._rest += size
+        else:
+            self._first_at = self._last_at
+            self._path.note_first(size, self._last_at - self._began)
+        self._path.arrived(size)

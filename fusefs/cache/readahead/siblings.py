@@ -1,0 +1,211 @@
+"""The other small files of a folder: training reads them all, in whatever order.
+
+When several small files of a folder had to be fetched, others are fetched ahead:
+first those behind the one that was opened, then from the listing's start, which
+is right for readers that go by the listing and as good as any other order for
+those that shuffle. Once this has been of use in one folder, the first file of
+another is reason enough, and a folder that has been fetched whole is a reason to
+begin the next one.
+
+How many may lie there unread grows with how many were opened, less those that
+were evicted unread, so a program that reads a few files of a large folder
+causes little waste. How many are under way
+at a time follows from the path: so many that requests, each of which takes a
+round trip, come as fast as the daemon can take them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from fusefs.cache.downloader import Download, Fetcher
+from fusefs.cache.file_cache import FileCache
+from fusefs.store.interface import ObjectInfo
+
+# A file that one request brings as fast as its first byte.
+SMALL = 1 << 20
+# Files of a folder that had to be fetched before others are fetched ahead.
+FOLDER_AFTER = 4
+# How many may be unread for each that was opened, and in any case. A program that opens them
+# all in random order meets with few of those that are there at first: when a tenth has been
+# opened, the rest is to be on its way.
+UNREAD_EACH = 8
+MOST_UNREAD = 4096
+# Of the cache that files may take which were fetched ahead and not opened yet.
+UNREAD_SHARE = 0.25
+# Folders whose files are fetched ahead.
+MOST_FOLDERS = 64
+LEAST_WIDTH = 8
+# What a daemon takes in a second: a small file costs it 0.5 ms of processor time.
+FILES_PER_SECOND = 2000
+# Entries of a listing that are looked at before other tasks have their turn.
+TURN = 200
+
+
+class Listing(Protocol):
+    """What is known of the folders."""
+
+    def files(self, prefix: str, behind: str) -> Iterator[ObjectInfo]:
+        """The files of a folder: those behind a key, then those before it."""
+
+    def next_folder(self, prefix: str) -> str | None:
+        """The prefix of the folder that follows in the parent's listing, if that is known."""
+
+
+@dataclass(slots=True, eq=False)
+class _Folder:
+    """The files of one folder; `unread` has those that were fetched ahead, by their keys."""
+
+    prefix: str
+    order: Iterator[ObjectInfo]
+    missed: int = 0
+    useful: int = 0
+    wasted: int = 0  # evicted before they were opened
+    unread: dict[str, tuple[Download, int]] = field(default_factory=dict)
+
+    @property
+    def most(self) -> int:
+        return min(MOST_UNREAD, UNREAD_EACH * max(0, self.missed + self.useful - self.wasted))
+
+
+class Siblings:
+    """Fetches the small files of a mount's folders ahead. Belongs to the event loop."""
+
+    def __init__(self, fetcher: Fetcher, cache: FileCache, listing: Listing) -> None:
+        self._fetcher = fetcher
+        self._cache = cache
+        self._listing = listing
+        # The one that was of use last is the last.
+        self._folders: OrderedDict[str, _Folder] = OrderedDict()
+        self._under_way = 0
+        self._unread_bytes = 0
+        self._useful = 0
+        self._evicted_then = 0
+
+    @property
+    def width(self) -> int:
+        """How many are to be under way at a time."""
+        wanted = round(FILES_PER_SECOND * self._fetcher.path.latency_s)
+        return min(self._fetcher.most_small, max(LEAST_WIDTH, wanted))
+
+    def opened(self, prefix: str, info: ObjectInfo, *, was_there: bool) -> None:
+        """Note that a small file of a folder is being opened; fetch others.
+
+        `was_there` says whether all of it was in the cache.
+        """
+        folder = self._folders.get(prefix)
+        if folder is None:
+            if was_there:
+                return
+            folder = self._begin(prefix, info.key)
+        if self._pop(folder, info.key):
+            folder.useful += 1
+            self._useful += 1
+        elif was_there:
+            return  # it was not fetched ahead: this says nothing about the guess
+        else:
+            folder.missed += 1
+            folder.order = self._listing.files(prefix, info.key)
+        self._folders.move_to_end(prefix)
+        self._fetch()
+
+    def close(self) -> None:
+        """End all of it."""
+        while self._folders:
+            self._end(next(iter(self._folders)))
+
+    def _begin(self, prefix: str, behind: str) -> _Folder:
+        folder = self._folders[prefix] = _Folder(prefix, self._listing.files(prefix, behind))
+        if len(self._folders) > MOST_FOLDERS:
+            self._end(next(iter(self._folders)))
+        return folder
+
+    def _end(self, prefix: str) -> None:
+        folder = self._folders.pop(prefix)
+        for key, (download, _) in list(folder.unread.items()):
+            self._pop(folder, key)
+            download.unwant()
+
+    def _pop(self, folder: _Folder, key: str) -> bool:
+        _, size = folder.unread.pop(key, (None, -1))
+        self._unread_bytes -= max(0, size)
+        return size >= 0
+
+    def _fetch(self) -> None:
+        """Have as many files under way as pays, those of the folder that was of use last first."""
+        if self._under_way >= self.width:
+            return
+        for folder in list(reversed(self._folders.values())):
+            after = 1 if self._useful >= FOLDER_AFTER else FOLDER_AFTER
+            if folder.missed >= after and not self._fetch_of(folder):
+                return
+
+    def _fetch_of(self, folder: _Folder) -> bool:
+        """Fetch files of a folder; False if no more of any are to be under way."""
+        if len(folder.unread) >= folder.most:
+            self._forget_evicted(folder)
+        for _ in range(TURN):
+            if self._under_way >= self.width or self._is_full():
+                return False
+            if len(folder.unread) >= folder.most:
+                return True
+            info = next(folder.order, None)
+            if info is None:
+                self._begin_next(folder)
+                return True
+            if 0 < info.size <= SMALL and not self._start(folder, info):
+                return False
+        return True
+
+    def _is_full(self) -> bool:
+        return self._unread_bytes >= UNREAD_SHARE * self._fetcher.room
+
+    def _begin_next(self, folder: _Folder) -> None:
+        """All files of a folder are here or under way: begin those of the next one."""
+        if folder.useful < FOLDER_AFTER:
+            return
+        prefix = self._listing.next_folder(folder.prefix)
+        if prefix is not None and prefix not in self._folders:
+            following = self._begin(prefix, "")
+            # Some of its files at once, and more as soon as they are opened.
+            following.missed = FOLDER_AFTER
+            self._fetch_of(following)
+
+    def _start(self, folder: _Folder, info: ObjectInfo) -> bool:
+        """Start to fetch a file if it is not there; False if the cache has no room."""
+        known = self._cache.find(info.version)
+        if known is not None and (known.is_complete or known.downloads):
+            return True
+        file = self._cache.pin(info.version)
+        try:
+            downloads = self._fetcher.want(file, 0, info.size)
+        finally:
+            self._cache.unpin(file)
+        for download in downloads:
+            self._pop(folder, info.key)
+            folder.unread[info.key] = download, info.size
+            self._unread_bytes += info.size
+            self._under_way += 1
+            download.on_end = partial(self._ended, folder, info.key, download)
+        return bool(downloads)
+
+    def _ended(self, folder: _Folder, key: str, download: Download) -> None:
+        self._under_way -= 1
+        if download.error is None:
+            self._fetch()
+        else:
+            self._pop(folder, key)
+
+    def _forget_evicted(self, folder: _Folder) -> None:
+        """Take what the cache has given up unread for files that should not have been fetched."""
+        if self._cache.evicted == self._evicted_then:
+            return
+        self._evicted_then = self._cache.evicted
+        for key, (download, _) in list(folder.unread.items()):
+            if download.is_done and not download.file.is_complete:
+                self._pop(folder, key)
+                folder.wasted += 1

@@ -1,0 +1,317 @@
+"""The next bytes of a file: what one open file will read, guessed from what it has read.
+
+A guess grows with success and is dropped as soon as it turns out wrong.
+
+*In order* (`Window`): as long as reads go on in order, everything up to a
+window ahead of them is on its way. The window starts small, becomes four times
+as large with each stretch that was read in order, up to the reader's share of
+the path (path.py), and collapses when the reader jumps. Reads of one program
+arrive slightly out of order (the kernel's read-ahead sends several at once), so
+"in order" has some tolerance. Threads or forked processes that share a handle
+read several stretches at once: each has a window of its own.
+
+*In steps* (`Steps`): reads that go backwards, or that skip the same distance
+each time (a column of a table, a rank's part of each record).
+
+*Everywhere* (`Scattered`): a mapped file that faults all over, read in whatever
+order. Each such read costs a round trip. When the reader has waited for a
+quarter of the time that all of the file would take, all of it is fetched: what
+comes too much is bounded by what was waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import trio
+
+from fusefs.cache.cached_file import CacheFile
+from fusefs.cache.downloader import BLOCK, PART, Download, Fetcher
+from fusefs.cache.readahead.path_meter import Sharing
+
+FIRST_WINDOW = 4 << 20
+GROWTH = 4
+# How far reads may be out of order and still count as sequential.
+TOLERANCE = 4 << 20
+# The same for the second read of a stretch: a jump that is near by chance is no order.
+NEAR = 256 << 10
+# Stretches of one handle that are read at the same time.
+MOST_WINDOWS = 32
+# Equal steps before the next ones are fetched.
+STEPS_AFTER = 2
+# A larger file would push too much out of the cache.
+LARGEST_SHARE_OF_CACHE = 0.5
+# Of the time that a file would take as a whole, which its reader has waited for scattered reads.
+WAITED_SHARE = 0.25
+
+
+class Readahead:
+    """What one open file will read next. Belongs to the event loop.
+
+    `go_on` is called when a reader in order comes near the file's end, with the
+    bytes by which its window reaches behind it. `last_read` is in seconds of the
+    monotonic clock.
+    """
+
+    __slots__ = (
+        "_fetcher",
+        "_file",
+        "_go_on",
+        "_has_several",
+        "_scattered",
+        "_steps",
+        "_windows",
+        "last_read",
+    )
+
+    def __init__(
+        self, fetcher: Fetcher, file: CacheFile, go_on: Callable[[int], None] = lambda _size: None
+    ) -> None:
+        self.last_read = 0.0
+        self._fetcher = fetcher
+        self._file = file
+        self._go_on = go_on
+        self._windows = [self._window(0)]  # the one that was read last is the first
+        self._has_several = False
+        self._steps = Steps(Interest(fetcher, file, self))
+        self._scattered = Scattered(fetcher, file)
+
+    def _window(self, expected: int) -> Window:
+        return Window(Interest(self._fetcher, self._file, self), expected, self._go_on)
+
+    def reads(self, start: int, stop: int) -> None:
+        """Note a read of [start, stop) and start to download what comes next. Does not wait."""
+        if self._file.is_complete:
+            return
+        if not self._has_several:  # several that take turns look like one that steps
+            self._steps.reads(start, stop)
+        for index, window in enumerate(self._windows):
+            if window.is_next(start):
+                if index:
+                    self._has_several |= window.is_in_order
+                    self._windows.insert(0, self._windows.pop(index))
+                window.reads(stop)
+                return
+        self._jumped(stop)
+
+    def _jumped(self, stop: int) -> None:
+        """Begin a stretch behind a read that belongs to none."""
+        if not self._has_several:
+            # Rather a reader that goes on elsewhere than one more of them.
+            for window in self._windows:
+                window.pause()
+        if len(self._windows) == MOST_WINDOWS:
+            self._windows.pop().close()
+        self._windows.insert(0, self._window(stop))
+
+    def waited(self, seconds: float) -> None:
+        """Note how long the read that was noted last has waited."""
+        if not self._windows[0].is_in_order and not self._steps.is_on:
+            self._scattered.waited(seconds)
+
+    def close(self) -> None:
+        """End the interest in all downloads; those without readers stop."""
+        for window in self._windows:
+            window.close()
+        self._steps.close()
+        self._scattered.close()
+        self._fetcher.path.leaves(self)
+
+
+class Interest:
+    """The downloads ahead of one reader of a file, which `parts` may be at a time."""
+
+    __slots__ = ("_downloads", "_fetcher", "_reader", "file")
+
+    def __init__(self, fetcher: Fetcher, file: CacheFile, reader: Sharing) -> None:
+        self.file = file
+        self._fetcher = fetcher
+        self._reader = reader
+        self._downloads: list[Download] = []
+
+    def parts(self) -> int:
+        """How many parts the reader may have under way now."""
+        room = int(LARGEST_SHARE_OF_CACHE * self._fetcher.room) // PART
+        return max(1, min(self._fetcher.path.share(self._reader), room))
+
+    def want(self, start: int, stop: int) -> None:
+        """Have what is missing of [start, stop) on its way."""
+        if start < stop:
+            self._downloads = [download for download in self._downloads if not download.is_done]
+            self._downloads += self._fetcher.want(self.file, start, stop)
+
+    def close(self) -> None:
+        """End the interest in all of them; those without readers stop."""
+        downloads, self._downloads = self._downloads, []
+        for download in downloads:
+            download.unwant()
+
+
+class Window:
+    """A stretch that is read in order, of which the next read is to begin at `expected`."""
+
+    __slots__ = ("_ahead", "_expected", "_go_on", "_interest", "_size")
+
+    def __init__(self, interest: Interest, expected: int, go_on: Callable[[int], None]) -> None:
+        self._interest = interest
+        self._go_on = go_on
+        self._expected = expected
+        self._ahead = 0  # up to where downloads have been started
+        self._size = 0
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether a second read has followed the first."""
+        return self._size > 0
+
+    def is_next(self, start: int) -> bool:
+        """Whether a read that begins at `start` is in order, or slightly out of it."""
+        tolerance = TOLERANCE if self._size else NEAR
+        return -tolerance <= start - self._expected <= tolerance
+
+    def reads(self, stop: int) -> None:
+        """Note a read in order, up to `stop`."""
+        if stop <= self._expected:
+            return
+        self._expected = stop
+        ahead = self._ahead - stop
+        if ahead > self._size - min(PART, self._size // 2):
+            return
+        most = self._interest.parts() * PART
+        if ahead <= self._size // 2:
+            self._size = max(FIRST_WINDOW, GROWTH * self._size)
+        self._size = min(self._size, most)
+        self._extend(stop)
+
+    def _extend(self, stop: int) -> None:
+        size = self._interest.file.size
+        ahead = min(size, stop + self._size)
+        # Whole parts, so that requests do not get small as the window creeps on.
+        if ahead < size and self._size > PART:
+            ahead -= ahead % PART
+        self._interest.want(max(stop, self._ahead), ahead)
+        self._ahead = max(ahead, self._ahead)
+        if ahead == size:
+            self._go_on(stop + self._size - size)
+
+    def pause(self) -> None:
+        """Stop what is under way; the next read in order goes on with it."""
+        self._interest.close()
+        self._ahead = self._expected
+
+    def close(self) -> None:
+        """End the interest in all downloads."""
+        self._interest.close()
+
+
+class Steps:
+    """Reads that go backwards, or skip the same distance each time.
+
+    A *run* is what is read without a gap; a *step* leads from the start of one
+    to the start of the next.
+    """
+
+    __slots__ = ("_ahead", "_interest", "_length", "_repeats", "_size", "_start", "_step", "_stop")
+
+    def __init__(self, interest: Interest) -> None:
+        self._interest = interest
+        self._start = self._stop = 0  # the run that is being read
+        self._length = 0  # of the run before
+        self._step = 0
+        self._repeats = 0
+        self._size = 0  # backwards: bytes that are fetched ahead; else how many runs
+        self._ahead = 0  # where the run begins that was wanted last
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the next read can be told from the last ones."""
+        is_known = self._step < 0 or self._step > TOLERANCE
+        return is_known and self._repeats >= STEPS_AFTER
+
+    def reads(self, start: int, stop: int) -> None:
+        """Note a read of [start, stop)."""
+        if start == self._stop:
+            self._stop = stop
+            return
+        step, length = start - self._start, self._stop - self._start
+        if step == self._step:
+            self._repeats += 1
+        else:
+            self._repeats = 0
+            self._step = step
+            self._size = 0
+            self._interest.close()
+        self._start, self._stop, self._length = start, stop, length
+        if not self.is_on:
+            return
+        if step < -TOLERANCE or step > 0:
+            self._fetch_runs()
+        else:
+            self._fetch_before()
+
+    def _fetch_runs(self) -> None:
+        most = self._interest.parts()
+        if self._size == 0:
+            self._ahead = self._start
+        elif abs(self._ahead - self._start) > self._size // 2 * abs(self._step):
+            return
+        self._size = min(max(2, 2 * self._size), most)
+        last = self._start + self._size * self._step
+        size = self._interest.file.size
+        while self._ahead != last:
+            self._ahead += self._step
+            if not 0 <= self._ahead < size:
+                return
+            self._interest.want(self._ahead, min(size, self._ahead + self._length))
+
+    def _fetch_before(self) -> None:
+        if self._size == 0:
+            self._ahead = self._start
+        elif self._start - self._ahead > self._size // 2:
+            return
+        most = self._interest.parts() * PART
+        self._size = min(max(FIRST_WINDOW, GROWTH * self._size), most)
+        low = max(0, self._start - self._size)
+        if low:
+            low += -low % BLOCK
+        while self._ahead > low:
+            # The part that is read first is begun first.
+            begin = max(low, (self._ahead - 1) // PART * PART)
+            self._interest.want(begin, self._ahead)
+            self._ahead = begin
+
+    def close(self) -> None:
+        """End the interest in all downloads."""
+        self._interest.close()
+
+
+class Scattered:
+    """Reads in no order that can be guessed: fetches the file when waiting for them costs more."""
+
+    __slots__ = ("_fetcher", "_file", "_scope", "_waited_s")
+
+    def __init__(self, fetcher: Fetcher, file: CacheFile) -> None:
+        self._fetcher = fetcher
+        self._file = file
+        self._waited_s = 0.0
+        self._scope: trio.CancelScope | None = None
+
+    def waited(self, seconds: float) -> None:
+        """Note how long a read has waited."""
+        self._waited_s += seconds
+        bandwidth = self._fetcher.path.bandwidth
+        if self._scope is not None or self._waited_s * bandwidth < WAITED_SHARE * self._file.size:
+            return
+        if self._file.size <= LARGEST_SHARE_OF_CACHE * self._fetcher.room:
+            self._scope = trio.CancelScope()
+            self._fetcher.in_background(self._fetch)
+
+    async def _fetch(self) -> None:
+        assert self._scope is not None
+        with self._scope:
+            await self._fetcher.fill_all(self._file)
+
+    def close(self) -> None:
+        """Stop fetching."""
+        if self._scope is not None:
+            self._scope.cancel()

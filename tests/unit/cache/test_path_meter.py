@@ -1,0 +1,124 @@
+"""How wide the path is: what is measured, and how the width follows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from fusefs.cache.readahead.path_meter import GAIN, IDLE_S, LEAST_WIDTH, DownloadMeter, PathMeter
+
+MIB = 1 << 20
+PART = 8 * MIB
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class SimulatedPath:
+    """A path of `bandwidth` bytes a second whose connections bring `rate` after `latency_s`."""
+
+    def __init__(self, bandwidth: float, rate: float, latency_s: float, most: int = 64) -> None:
+        self.clock = Clock()
+        self.meter = PathMeter(most, PART, self.clock)
+        self._bandwidth, self._rate, self._latency_s = bandwidth, rate, latency_s
+
+    def keep_busy(self, seconds: float, width: Callable[[], int] | None = None) -> None:
+        """Download parts, always as many at a time as `width` says."""
+        width = width or (lambda: self.meter.width)
+        until = self.clock.now + seconds
+        # Each: (the meter, when its first byte comes, the bytes still to come).
+        running: list[tuple[DownloadMeter, float, int]] = []
+        step_s = 0.01
+        while self.clock.now < until:
+            while len(running) < width():
+                meter = self.meter.download(PART).__enter__()
+                running.append((meter, self.clock.now + self._latency_s, PART))
+            self.clock.now += step_s
+            flowing = [one for one in running if one[1] <= self.clock.now]
+            each = min(self._rate, self._bandwidth / max(1, len(flowing))) * step_s
+            going = []
+            for meter, first_at, left in running:
+                if first_at > self.clock.now:
+                    going.append((meter, first_at, left))
+                    continue
+                brought = min(left, int(each * random.Random(left).uniform(0.95, 1.05)))
+                meter.arrived(brought)
+                if left > brought:
+                    going.append((meter, first_at, left - brought))
+                else:
+                    meter.__exit__()
+            running = going
+        for meter, _, _ in running:
+            meter.__exit__()
+
+
+def test_latency_and_rate_of_a_connection_are_measured() -> None:
+    path = SimulatedPath(bandwidth=1e9, rate=90e6, latency_s=0.05)
+    path.keep_busy(3, lambda: 4)
+    assert 0.03 < path.meter.latency_s < 0.08
+    assert 70e6 < path.meter.rate < 100e6
+
+
+def test_where_the_server_is_near_the_width_is_the_least() -> None:
+    path = SimulatedPath(bandwidth=1.2e9, rate=1.2e9, latency_s=0.0)
+    path.keep_busy(1, lambda: 2)
+    assert path.meter.width == LEAST_WIDTH
+
+
+def test_a_far_path_begins_wider() -> None:
+    path = SimulatedPath(bandwidth=1e9, rate=90e6, latency_s=0.03)
+    path.keep_busy(0.3, lambda: 2)
+    assert path.meter.width > LEAST_WIDTH
+
+
+def test_the_width_grows_until_the_path_is_full() -> None:
+    path = SimulatedPath(bandwidth=3e9, rate=90e6, latency_s=0.03)
+    path.keep_busy(10)
+    carried = path.meter.width * 90e6 * (PART / 90e6) / (PART / 90e6 + 0.03)
+    assert carried > 3e9 / GAIN / 1.2
+
+
+def test_the_width_stays_where_more_brings_nothing() -> None:
+    path = SimulatedPath(bandwidth=300e6, rate=90e6, latency_s=0.03)
+    path.keep_busy(4)
+    first = path.meter.width
+    path.keep_busy(40)
+    assert path.meter.width <= first * 1.5 + 1
+
+
+def test_a_slow_reader_does_not_widen_the_path() -> None:
+    path = SimulatedPath(bandwidth=3e9, rate=90e6, latency_s=0.03)
+    path.keep_busy(2, lambda: 3)
+    first = path.meter.width
+    path.keep_busy(10, lambda: 3)
+    assert path.meter.width <= first
+
+
+def test_the_width_has_a_limit() -> None:
+    path = SimulatedPath(bandwidth=100e9, rate=90e6, latency_s=0.03, most=20)
+    path.keep_busy(10)
+    assert path.meter.width == 20
+
+
+class Reader:
+    last_read = 0.0
+
+
+def test_readers_share_the_width_while_they_read() -> None:
+    clock = Clock()
+    meter = PathMeter(64, PART, clock)
+    readers = [Reader() for _ in range(4)]
+    shares = [meter.share(reader) for reader in readers for _ in range(2)]
+    assert shares[0] == LEAST_WIDTH
+    assert shares[-1] == LEAST_WIDTH // 4
+    meter.leaves(readers[0])
+    assert meter.share(readers[1]) == LEAST_WIDTH // 3
+    clock.now += IDLE_S + 1
+    assert meter.share(readers[1]) == LEAST_WIDTH
