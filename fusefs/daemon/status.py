@@ -159,6 +159,7 @@ def collect(daemon: MountParts) -> dict[str, Any]:
         "integrity": _integrity(daemon),
         "access": {"is_shut": guard.is_shut, "refused_s": guard.refused_s},
         "s3": daemon.store.counters(),
+        "path": daemon.fetcher.path.describe(),
         "conditions": daemon.store.fence.describe(),
         "metadata": {
             "ttl_s": None if math.isinf(settings.metadata_ttl) else settings.metadata_ttl,

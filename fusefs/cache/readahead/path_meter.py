@@ -77,6 +77,14 @@ class PathMeter:
         """What all connections together bring, as far as is known, in bytes a second."""
         return self._base[1] or self.rate * LEAST_WIDTH
 
+    def describe(self) -> dict[str, float]:
+        """What has been measured, for `fusefs status --json`."""
+        return {
+            "latency_ms": round(1000 * self.latency_s, 1),
+            "connection_mb_s": round(self.rate / 1e6, 1),
+            "parts": self.width,
+        }
+
     def share(self, reader: Sharing) -> int:
         """How many parts may be under way for a reader, which reads now."""
         now = self._clock()
