@@ -38,7 +38,10 @@ MOST_UNREAD = 4096
 # Of the cache that files may take which were fetched ahead and not opened yet.
 UNREAD_SHARE = 0.25
 # Folders whose files are fetched ahead.
-MOST_FOLDERS = 64
+MOST_FOLDERS = 1024
+# The first file of a folder brings others as long as one in so many was opened of those that
+# were fetched ahead.
+STARTED_EACH = 16
 LEAST_WIDTH = 8
 # What a daemon takes in a second: a small file costs it 0.5 ms of processor time.
 FILES_PER_SECOND = 2000
@@ -66,6 +69,7 @@ class _Folder:
     useful: int = 0
     wasted: int = 0  # evicted before they were opened
     unread: dict[str, tuple[Download, int]] = field(default_factory=dict)
+    evicted_then: int = 0  # files that the cache had evicted when `unread` was last compared
 
     @property
     def most(self) -> int:
@@ -83,8 +87,9 @@ class Siblings:
         self._folders: OrderedDict[str, _Folder] = OrderedDict()
         self._under_way = 0
         self._unread_bytes = 0
-        self._useful = 0
-        self._evicted_then = 0
+        # Folders that may have more files to fetch, the one that was opened last at the end.
+        self._waiting: dict[_Folder, None] = {}
+        self._started = self._useful = 0
 
     @property
     def width(self) -> int:
@@ -111,7 +116,10 @@ class Siblings:
             folder.missed += 1
             folder.order = self._listing.files(prefix, info.key)
         self._folders.move_to_end(prefix)
-        self._fetch()
+        if folder.missed >= self._misses_needed:
+            self._waiting.pop(folder, None)
+            self._waiting[folder] = None
+            self._fetch()
 
     def close(self) -> None:
         """End all of it."""
@@ -126,6 +134,7 @@ class Siblings:
 
     def _end(self, prefix: str) -> None:
         folder = self._folders.pop(prefix)
+        self._waiting.pop(folder, None)
         for key, (download, _) in list(folder.unread.items()):
             self._pop(folder, key)
             download.unwant()
@@ -135,17 +144,24 @@ class Siblings:
         self._unread_bytes -= max(0, size)
         return size >= 0
 
+    @property
+    def _misses_needed(self) -> int:
+        is_good = self._useful >= max(FOLDER_AFTER, self._started // STARTED_EACH)
+        return 1 if is_good else FOLDER_AFTER
+
     def _fetch(self) -> None:
-        """Have as many files under way as pays, those of the folder that was of use last first."""
-        if self._under_way >= self.width:
-            return
-        for folder in list(reversed(self._folders.values())):
-            after = 1 if self._useful >= FOLDER_AFTER else FOLDER_AFTER
-            if folder.missed >= after and not self._fetch_of(folder):
+        """Have as many files under way as pays, those of the folder that was opened last first."""
+        if self._is_full():
+            for folder in self._folders.values():
+                self._forget_evicted(folder)
+        while self._waiting and self._under_way < self.width and not self._is_full():
+            folder = next(reversed(self._waiting))
+            if not self._fetch_of(folder):
                 return
+            self._waiting.pop(folder, None)
 
     def _fetch_of(self, folder: _Folder) -> bool:
-        """Fetch files of a folder; False if no more of any are to be under way."""
+        """Fetch files of a folder; False if it has more, and these have to wait."""
         if len(folder.unread) >= folder.most:
             self._forget_evicted(folder)
         for _ in range(TURN):
@@ -173,7 +189,7 @@ class Siblings:
             following = self._begin(prefix, "")
             # Some of its files at once, and more as soon as they are opened.
             following.missed = FOLDER_AFTER
-            self._fetch_of(following)
+            self._waiting[following] = None
 
     def _start(self, folder: _Folder, info: ObjectInfo) -> bool:
         """Start to fetch a file if it is not there; False if the cache has no room."""
@@ -190,6 +206,7 @@ class Siblings:
             folder.unread[info.key] = download, info.size
             self._unread_bytes += info.size
             self._under_way += 1
+            self._started += 1
             download.on_end = partial(self._ended, folder, info.key, download)
         return bool(downloads)
 
@@ -202,9 +219,9 @@ class Siblings:
 
     def _forget_evicted(self, folder: _Folder) -> None:
         """Take what the cache has given up unread for files that should not have been fetched."""
-        if self._cache.evicted == self._evicted_then:
+        if not folder.unread or self._cache.evicted == folder.evicted_then:
             return
-        self._evicted_then = self._cache.evicted
+        folder.evicted_then = self._cache.evicted
         for key, (download, _) in list(folder.unread.items()):
             if download.is_done and not download.file.is_complete:
                 self._pop(folder, key)

@@ -6,11 +6,13 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
 import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trio.testing import wait_all_tasks_blocked
 
+from fusefs.cache import file_cache
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.downloader import PART, Download
 from fusefs.cache.ranges import RangeMap
@@ -512,3 +514,31 @@ async def test_wrong_guesses_of_the_next_shard_end_the_guessing(tmp_path: Path) 
         await parts.quiet()
         assert requested_keys(parts) == {files[2].key}
         next_files.close()
+
+
+async def test_siblings_that_were_evicted_unread_make_room_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_cache, "MOST_KEPT_OPEN", 0)  # for nothing that is open is evicted
+    async with cache_in(tmp_path, limit=16 * MIB) as parts:
+        siblings = Siblings(parts.fetcher, parts.cache, OneFolder(infos(400, 100 << 10)))
+
+        async def miss(prefix: str, count: int) -> int:
+            """Open files that are not there; return how many others have been requested."""
+            for number in range(count):
+                info = ObjectInfo(f"{prefix}{number}-", 1000, '"1"', 0)
+                siblings.opened(prefix, info, was_there=False)
+            await parts.quiet()
+            return len(requested_keys(parts))
+
+        # A quarter of the cache is full of files that were not opened.
+        most = 16 * MIB // 4 // (100 << 10) + 1
+        assert await miss("d/", 10) == most
+        assert await miss("e/", 10) == most
+        for file in parts.cache.files():
+            await parts.cache.evict(file)
+        assert await miss("e/", 1) > most
+        # The folder whose files were fetched in vain has to show that they are of use.
+        requested = await miss("e/", 0)
+        assert await miss("d/", 1) == requested
+        siblings.close()
