@@ -406,7 +406,8 @@ class Fetcher:
         return None
 
     async def _reserve(self, download: Download, size: int) -> bool:
-        is_ahead = download.file.rank is Rank.AHEAD
+        is_asked_for = download.keep_used_since < math.inf  # by a job, not by a guess
+        is_ahead = download.file.rank is Rank.AHEAD and not is_asked_for
         if is_ahead and not download.demanded:
             if await self._evictor.reserve(size, is_ahead=True):
                 return True

@@ -3,15 +3,16 @@
 When a reader in order comes so near the end of a large file that its window
 reaches behind it, the rest of the window is fetched of the file that follows in
 the listing, leaving out those that are whole, open or begun: of several workers
-that read a folder's shards each gets one of its own. Every file that is opened
-shows whether the guess was right; where more than one in two was wrong, none is
-made.
+that read a folder's shards each gets one of its own. Every file of the folder
+that is opened meanwhile shows whether the guess was right; where more than one
+in two was wrong, few are made.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
@@ -26,6 +27,11 @@ FIRST_SHARE = 8
 LOOKED_AT = 64
 # Files that were begun and not opened yet, of all folders.
 MOST_BEGUN = 32
+# Files that were read, whose next one is known.
+MOST_READ = 1024
+# Guesses that count, and how often one is made while most are wrong.
+REMEMBERED = 16
+TRY_EACH = 8
 
 
 class Shards(Protocol):
@@ -35,6 +41,16 @@ class Shards(Protocol):
         """The files of a folder: those behind a key, then those before it."""
 
 
+@dataclass(slots=True)
+class _Begun:
+    """The file that follows one that is read; its first `stop` bytes were wanted."""
+
+    prefix: str
+    info: ObjectInfo
+    stop: int = 0
+    downloads: list[Download] = field(default_factory=list)
+
+
 class NextFiles:
     """Begins the large files of a mount's folders ahead. Belongs to the event loop."""
 
@@ -42,51 +58,78 @@ class NextFiles:
         self._fetcher = fetcher
         self._cache = cache
         self._listing = listing
-        self._begun: OrderedDict[str, list[Download]] = OrderedDict()  # by their keys
-        self._right = self._wrong = 0
+        self._begun: OrderedDict[str, _Begun] = OrderedDict()  # not opened yet, by their keys
+        # By the key of the file that is read; None where no guess was made.
+        self._next: OrderedDict[str, _Begun | None] = OrderedDict()
+        self._right = self._wrong = self._left_out = 0
 
-    def opened(self, key: str, *, was_there: bool) -> None:
-        """Note that a large file is opened, of which `was_there` something."""
-        begun = self._begun.pop(key, None)
-        if begun is not None:
-            self._right += 1
-            for download in begun:
-                download.unwant()
-        elif self._begun and not was_there:
-            self._wrong += 1
+    def opened(self, prefix: str, key: str, *, was_there: bool) -> None:
+        """Note that a large file of a folder is opened, of which `was_there` something."""
+        # What is under way of it is what its reader wants first.
+        if self._begun.pop(key, None) is not None:
+            self._count(is_right=True)
+        elif not was_there and any(begun.prefix == prefix for begun in self._begun.values()):
+            self._count(is_right=False)
 
     def go_on(self, prefix: str, read: ObjectInfo, size: int) -> None:
         """Fetch the first `size` bytes, at most, of the file that follows `read` in its folder."""
         if not self._right:
             size = min(size, read.size // FIRST_SHARE)
         size -= size % PART
-        if size <= 0 or self._wrong > self._right + 1:
+        if size <= 0:
             return
-        for info in islice(self._listing.files(prefix, read.key), LOOKED_AT):
-            if info.key <= read.key or info.key in self._begun:
-                return
-            if info.size > SMALL and self._begin(info, size):
-                return
+        if read.key not in self._next:
+            self._next[read.key] = self._choose(prefix, read) if self._may_guess() else None
+            if len(self._next) > MOST_READ:
+                self._next.popitem(last=False)
+        begun = self._next[read.key]
+        if begun is not None and begun.info.key in self._begun and begun.stop < size:
+            self._extend(begun, size)
 
-    def _begin(self, info: ObjectInfo, size: int) -> bool:
-        known = self._cache.find(info.version)
-        if known is not None and (known.is_complete or known.pins):
-            return False
-        file = self._cache.pin(info.version)
+    def _may_guess(self) -> bool:
+        if self._wrong <= self._right + 1:
+            return True
+        self._left_out += 1
+        return self._left_out % TRY_EACH == 0
+
+    def _choose(self, prefix: str, read: ObjectInfo) -> _Begun | None:
+        for info in islice(self._listing.files(prefix, read.key), LOOKED_AT):
+            if info.key <= read.key:
+                return None
+            known = self._cache.find(info.version)
+            is_free = known is None or not (known.is_complete or known.pins)
+            if info.size > SMALL and is_free and info.key not in self._begun:
+                begun = self._begun[info.key] = _Begun(prefix, info)
+                if len(self._begun) > MOST_BEGUN:
+                    self._count(is_right=False)
+                    self._end(next(iter(self._begun)))
+                return begun
+        return None
+
+    def _extend(self, begun: _Begun, size: int) -> None:
+        file = self._cache.pin(begun.info.version)
         try:
-            self._begun[info.key] = self._fetcher.want(file, 0, min(info.size, size))
+            stop = min(begun.info.size, size)
+            begun.downloads += self._fetcher.want(file, begun.stop, stop)
         finally:
             self._cache.unpin(file)
-        if len(self._begun) > MOST_BEGUN:
-            self._wrong += 1
-            _, downloads = self._begun.popitem(last=False)
-            for download in downloads:
-                download.unwant()
-        return True
+        if begun.downloads:
+            begun.stop = size
+        else:  # there is no room for it
+            del self._begun[begun.info.key]
+
+    def _count(self, *, is_right: bool) -> None:
+        self._right += is_right
+        self._wrong += not is_right
+        if self._right + self._wrong > REMEMBERED:
+            self._right //= 2
+            self._wrong //= 2
+
+    def _end(self, key: str) -> None:
+        for download in self._begun.pop(key).downloads:
+            download.unwant()
 
     def close(self) -> None:
         """End the interest in all of it."""
-        for downloads in self._begun.values():
-            for download in downloads:
-                download.unwant()
-        self._begun = OrderedDict()
+        while self._begun:
+            self._end(next(iter(self._begun)))

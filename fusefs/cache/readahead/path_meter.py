@@ -56,6 +56,7 @@ class PathMeter:
     def __init__(self, most: int, part: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.latency_s = 0.0
         self.rate = 0.0
+        self._least_rate = 0.0  # with the latency in it: all that downloads of one piece show
         self._clock = clock
         self._part = part
         self._most = max(1, most)
@@ -75,7 +76,7 @@ class PathMeter:
     @property
     def bandwidth(self) -> float:
         """What all connections together bring, as far as is known, in bytes a second."""
-        return self._base[1] or self.rate * LEAST_WIDTH
+        return self._base[1] or (self.rate or self._least_rate) * LEAST_WIDTH
 
     def describe(self) -> dict[str, float]:
         """What has been measured, for `fusefs status --json`."""
@@ -121,6 +122,7 @@ class PathMeter:
 
     def note_first(self, size: int, waited_s: float) -> None:
         """The first `size` bytes of a download came after so many seconds."""
+        self._least_rate = max(self._least_rate, size / max(waited_s, 1e-6))
         latency_s = max(1e-6, waited_s - (size / self.rate if self.rate else 0.0))
         if not self.latency_s or latency_s < self.latency_s:
             self.latency_s = latency_s

@@ -20,9 +20,10 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Protocol
 
-from fusefs.cache.downloader import Download, Fetcher
+from fusefs.cache.downloader import Download, Fetcher, NotKeptError
 from fusefs.cache.file_cache import FileCache
 from fusefs.store.interface import ObjectInfo
 
@@ -69,6 +70,7 @@ class _Folder:
     useful: int = 0
     wasted: int = 0  # evicted before they were opened
     unread: dict[str, tuple[Download, int]] = field(default_factory=dict)
+    is_through: bool = False  # whether the next folder was looked for
     evicted_then: int = 0  # files that the cache had evicted when `unread` was last compared
 
     @property
@@ -114,7 +116,7 @@ class Siblings:
             return  # it was not fetched ahead: this says nothing about the guess
         else:
             folder.missed += 1
-            folder.order = self._listing.files(prefix, info.key)
+            folder.order, folder.is_through = self._listing.files(prefix, info.key), False
         self._folders.move_to_end(prefix)
         if folder.missed >= self._misses_needed:
             self._waiting.pop(folder, None)
@@ -152,13 +154,20 @@ class Siblings:
     def _fetch(self) -> None:
         """Have as many files under way as pays, those of the folder that was opened last first."""
         if self._is_full():
-            for folder in self._folders.values():
-                self._forget_evicted(folder)
+            self._make_room()
         while self._waiting and self._under_way < self.width and not self._is_full():
             folder = next(reversed(self._waiting))
             if not self._fetch_of(folder):
                 return
             self._waiting.pop(folder, None)
+
+    def _make_room(self) -> None:
+        """Give up the folder that was read longest ago: what is unread there may remain so."""
+        oldest = next(iter(self._folders.values()))
+        if len(self._folders) > 1:
+            self._end(oldest.prefix)
+        else:
+            self._forget_evicted(oldest)
 
     def _fetch_of(self, folder: _Folder) -> bool:
         """Fetch files of a folder; False if it has more, and these have to wait."""
@@ -174,6 +183,7 @@ class Siblings:
                 self._begin_next(folder)
                 return True
             if 0 < info.size <= SMALL and not self._start(folder, info):
+                folder.order = chain((info,), folder.order)
                 return False
         return True
 
@@ -182,8 +192,9 @@ class Siblings:
 
     def _begin_next(self, folder: _Folder) -> None:
         """All files of a folder are here or under way: begin those of the next one."""
-        if folder.useful < FOLDER_AFTER:
+        if folder.is_through or folder.useful < FOLDER_AFTER:
             return
+        folder.is_through = True
         prefix = self._listing.next_folder(folder.prefix)
         if prefix is not None and prefix not in self._folders:
             following = self._begin(prefix, "")
@@ -212,10 +223,11 @@ class Siblings:
 
     def _ended(self, folder: _Folder, key: str, download: Download) -> None:
         self._under_way -= 1
-        if download.error is None:
-            self._fetch()
-        else:
+        if download.error is not None:
             self._pop(folder, key)
+        # There is no room, or the mount ends.
+        if not isinstance(download.error, NotKeptError):
+            self._fetch()
 
     def _forget_evicted(self, folder: _Folder) -> None:
         """Take what the cache has given up unread for files that should not have been fetched."""

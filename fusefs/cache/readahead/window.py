@@ -104,10 +104,10 @@ class Readahead:
             self._windows.pop().close()
         self._windows.insert(0, self._window(stop))
 
-    def waited(self, seconds: float) -> None:
-        """Note how long the read that was noted last has waited."""
+    def waited(self, began: float, ended: float) -> None:
+        """Note when a read has waited, in seconds of the monotonic clock."""
         if not self._windows[0].is_in_order and not self._steps.is_on:
-            self._scattered.waited(seconds)
+            self._scattered.waited(began, ended)
 
     def close(self) -> None:
         """End the interest in all downloads; those without readers stop."""
@@ -258,7 +258,8 @@ class Steps:
         self._size = min(max(2, 2 * self._size), most)
         last = self._start + self._size * self._step
         size = self._interest.file.size
-        while self._ahead != last:
+        # The share may have become smaller meanwhile, so that this is far enough already.
+        while (last - self._ahead) * self._step > 0:
             self._ahead += self._step
             if not 0 <= self._ahead < size:
                 return
@@ -288,17 +289,19 @@ class Steps:
 class Scattered:
     """Reads in no order that can be guessed: fetches the file when waiting for them costs more."""
 
-    __slots__ = ("_fetcher", "_file", "_scope", "_waited_s")
+    __slots__ = ("_fetcher", "_file", "_scope", "_until", "_waited_s")
 
     def __init__(self, fetcher: Fetcher, file: CacheFile) -> None:
         self._fetcher = fetcher
         self._file = file
         self._waited_s = 0.0
+        self._until = 0.0  # what was waited before has been counted
         self._scope: trio.CancelScope | None = None
 
-    def waited(self, seconds: float) -> None:
-        """Note how long a read has waited."""
-        self._waited_s += seconds
+    def waited(self, began: float, ended: float) -> None:
+        """Note when a read has waited; what several wait at the same time counts once."""
+        self._waited_s += max(0.0, ended - max(began, self._until))
+        self._until = max(ended, self._until)
         bandwidth = self._fetcher.path.bandwidth
         if self._scope is not None or self._waited_s * bandwidth < WAITED_SHARE * self._file.size:
             return

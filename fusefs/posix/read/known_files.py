@@ -8,6 +8,9 @@ from fusefs.posix.directory.listings import Directories
 from fusefs.posix.nodes import names
 from fusefs.store.interface import ObjectInfo
 
+# Names of a folder that are looked at for the next folder.
+LOOKED_AT = 100
+
 
 class KnownFiles:
     """A view of a mount's listings that asks the bucket for nothing."""
@@ -25,12 +28,15 @@ class KnownFiles:
 
     def next_folder(self, prefix: str) -> str | None:
         """The prefix of the folder that follows in the parent's listing, if that is known."""
+        if not prefix:
+            return None
         parent, _, name = prefix.rstrip("/").rpartition("/")
         parent = f"{parent}/" if parent else ""
         position = names.position(name)
         for segment in self._directories.get(parent).segments:
             if segment.stop is None or segment.stop > position:
-                for other in segment.ordered[segment.after(position) :]:
+                first = segment.after(position)
+                for other in segment.ordered[first : first + LOOKED_AT]:
                     if segment.entries.get(other, True) is None:
                         return f"{parent}{other}/"
         return None

@@ -275,11 +275,11 @@ class Opener:
     def _note_opening(self, inode: Inode, info: ObjectInfo, file: CacheFile) -> None:
         """Let readahead know that a file is being opened."""
         assert inode.parent is not None
+        prefix = self._inodes.key(inode.parent)
         if info.size <= SMALL:
-            prefix = self._inodes.key(inode.parent)
             self._siblings.opened(prefix, info, was_there=file.is_complete)
         else:
-            self._next_files.opened(info.key, was_there=file.present.total > 0)
+            self._next_files.opened(prefix, info.key, was_there=file.present.total > 0)
 
     def _readahead(self, inode: Inode, file: CacheFile) -> Readahead:
         def go_on(size: int) -> None:

@@ -140,7 +140,7 @@ class Reader:
                 handle.readahead.reads(offset, stop)
             await self._fetcher.wait_for(file, offset, stop)
             if handle.readahead is not None:
-                handle.readahead.waited(time.monotonic() - began)
+                handle.readahead.waited(began, time.monotonic())
             # What has just been written is in the page cache.
             data = self._read_now(file, offset, stop - offset)
             if data is not None:
