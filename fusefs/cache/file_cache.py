@@ -472,13 +472,16 @@ class FileCache:
     async def remove_pins(self, keys: Sequence[str]) -> None:
         """Let the files of these pins be evicted, but for those that another pin covers.
 
+        Not cancelled halfway: files without a pin would stay retained.
+
         Raises:
             OSError: the record of the pins can't be written.
         """
-        await trio.to_thread.run_sync(self.retention.remove, keys, limiter=self._threads)
-        await self.record()
-        for key in keys:
-            await self._release(key, self.retention.covers)
+        with trio.CancelScope(shield=True):
+            await trio.to_thread.run_sync(self.retention.remove, keys, limiter=self._threads)
+            await self.record()
+            for key in keys:
+                await self._release(key, self.retention.covers)
 
     async def release_unused(self, key: str, before: float) -> None:
         """Let those files below a pin be evicted that were last retained before this time.

@@ -448,8 +448,9 @@ class CacheWarmer:
                 job.error = str(error)
             except StoreError as error:
                 job.error = str(error)
-            except OSError as error:
-                job.error = f"its list can't be read: {error.strerror or error}"
+            except (OSError, UnicodeDecodeError) as error:
+                why = getattr(error, "strerror", None) or error
+                job.error = f"its list can't be read: {why}"
             else:
                 job.is_listed = True
 

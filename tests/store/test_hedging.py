@@ -146,6 +146,21 @@ async def test_an_object_that_was_replaced_is_stale_for_both(
 
 
 @SIZES
+async def test_a_refusal_that_both_would_get_does_not_wait_for_the_other(
+    bucket: Bucket, faulty: FaultyS3, size: int
+) -> None:
+    bucket.put("body", BODY[:size])
+    async with impatient(bucket, faulty) as store:
+        info = await store.head("body")
+        bucket.put("body", BODY[1:size] + BODY[:1])
+        hold = faulty.hold("GET", "body", 0.0)
+        with pytest.raises(StaleVersionError):
+            await download(store, info, in_loop=True)
+        assert store.counters()["retries"] == 0
+        release(hold)
+
+
+@SIZES
 async def test_cancelling_gives_both_up(shared: Bucket, faulty: FaultyS3, size: int) -> None:
     async with impatient(shared, faulty) as store:
         hold = faulty.hold("GET", "body", 0.0, times=2)

@@ -75,14 +75,16 @@ async def exchange(
     first = _Exchange(pool, sock, HEAD_ROOM + size, is_head=is_head)
     with first, trio.CancelScope(deadline=trio.current_time() + first.limit_s):
         await first.send(head, body)
-        if hedge is None or await first.has_begun(hedge) or not hedge.take():
+        if hedge is None or await first.has_begun(hedge):
             return await first.receive()
-        return await _race(first, head, hedge)
+        if hedge.take():
+            return await _race(first, head, hedge)
+        return await first.receive_late(hedge)
     raise TimeoutError("the server sent nothing")
 
 
 async def _race(first: _Exchange, head: bytes, hedge: Hedge) -> Answer:
-    """Send a request again; return the first success, or else one of the two failures.
+    """Send a request again; return the first answer that stands, or else one of two failures.
 
     The connection of the request that is not waited for any more is closed.
     """
@@ -94,7 +96,7 @@ async def _race(first: _Exchange, head: bytes, hedge: Hedge) -> Answer:
         except Exception as error:  # raised below, if the other fails as well
             outcome = error
         outcomes.append((is_second, outcome))
-        if _is_success(outcome):
+        if _stands(outcome):
             nursery.cancel_scope.cancel()
 
     has_won = False
@@ -103,9 +105,9 @@ async def _race(first: _Exchange, head: bytes, hedge: Hedge) -> Answer:
             nursery.start_soon(run, False, first.receive)
             nursery.start_soon(run, True, partial(_send_again, first, head))
         hedge.note_first_byte(trio.current_time() - first.sent_at)
-        outcomes.sort(key=lambda one: (not _is_success(one[1]), one[0]))
+        outcomes.sort(key=lambda one: (not _stands(one[1]), one[0]))
         is_second, outcome = outcomes[0]
-        has_won = is_second and _is_success(outcome)
+        has_won = is_second and _stands(outcome)
     finally:
         hedge.give_back(has_won=has_won)
     if isinstance(outcome, Exception):
@@ -113,8 +115,9 @@ async def _race(first: _Exchange, head: bytes, hedge: Hedge) -> Answer:
     return outcome
 
 
-def _is_success(outcome: Answer | Exception) -> bool:
-    return isinstance(outcome, Answer) and outcome.status < 300
+def _stands(outcome: Answer | Exception) -> bool:
+    """Whether it is a success, or a refusal that the other request would get as well."""
+    return isinstance(outcome, Answer) and outcome.status < 500 and outcome.status != 429
 
 
 async def _send_again(first: _Exchange, head: bytes) -> Answer:
@@ -179,6 +182,12 @@ class _Exchange:
         if has_begun:
             hedge.note_first_byte(trio.current_time() - self.sent_at)
         return has_begun
+
+    async def receive_late(self, hedge: Hedge) -> Answer:
+        """Receive an answer that is slow, and is not requested again."""
+        await self._begin()
+        hedge.note_first_byte(trio.current_time() - self.sent_at)
+        return await self.receive()
 
     async def receive(self) -> Answer:
         """Receive an answer, of `room` bytes at most. Cancelled, the connection can't go on."""

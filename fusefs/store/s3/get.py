@@ -263,6 +263,8 @@ class _Race:
                 await requester.in_thread(stream.attempt, partial(stream.run, clients))
             except Exception as error:
                 self._errors[stream] = error
+                if isinstance(error, AttemptError) and not error.failure.is_retryable:
+                    self._decide(stream)  # the other would be refused as well
             finally:
                 del self._scopes[stream]
         if not self._scopes:
@@ -274,13 +276,17 @@ class _Race:
         Raises:
             AbandonedError: the other one writes.
         """
+        if not self._decide(stream):
+            raise AbandonedError
+
+    def _decide(self, stream: GetStream) -> bool:
+        """Have a stream be the one that counts; False if the other one is."""
         with self._lock:
             if self.winner is None:
                 self.winner = stream
                 self.won_at = time.monotonic()
                 self._token.run_sync_soon(self._give_up_other)
-            if self.winner is not stream:
-                raise AbandonedError
+            return self.winner is stream
 
     def raise_error(self) -> None:
         """Raise the error of the request that counts, if it has one: of both, the first's."""
