@@ -41,7 +41,10 @@ def serving_pid(mount: Mount) -> int:
 
     def is_there() -> bool:
         nonlocal status
-        status = keeper_status(mount)
+        try:
+            status = keeper_status(mount)
+        except control.NotAnsweringError:
+            return False  # it was killed, and its successor does not listen yet
         return bool(status["pause_s"] == 0.0 and status["daemon"])
 
     until(is_there, "no daemon serves")
