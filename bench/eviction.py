@@ -1,6 +1,6 @@
 """`python -m bench.eviction`: orders of eviction, compared on traces of reads.
 
-Files are read whole, one after the other, by name. A policy is told of each read and
+Files are read whole, one after the other, by name. A policy sees each read and
 answers whether it had the file. What is counted is the share of bytes that it had:
 from the second epoch on, or in the third one after the files were replaced by others.
 

@@ -33,7 +33,7 @@ FAILURES = (BenchError, OSError, subprocess.SubprocessError, ValueError)
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What one mount's daemon used, and what it asked of S3.
+    """What one mount's daemon used, and which requests it sent.
 
     `connections` is the most that were open to the proxy, if there is one.
     """

@@ -175,7 +175,7 @@ def _walk(session: Session, folder: str, passes: int = 1) -> Sample:
 
 
 def recovery(session: Session) -> Sample:
-    """Kill the daemon some times, each time asking for a name that nobody asked for before."""
+    """Kill the daemon some times, each time asking for a name that was not looked up before."""
     assert isinstance(session.contender, Fusefs)
     _walk(session, "tree")
     answers, reads, killed = [], [], None

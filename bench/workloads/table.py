@@ -3,7 +3,7 @@
 A workload is a function of a `Session` that returns a `Sample`. Workloads of
 one group share a mount that began with an empty cache: "data" reads the large
 object and the small files, "listing" walks the directories, "recovery" kills
-the daemon; the other groups are told in the modules beside this one. What
+the daemon; the modules beside this one have the other groups. What
 a workload `needs` in the contender's cache is fetched if no earlier one did
 it, so that any selection works.
 

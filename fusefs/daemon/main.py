@@ -132,52 +132,7 @@ class Daemon:
             if self._is_strict and (self._handover is None or self._handover.is_fresh):
                 await self.prober.require_strict()
             async with trio.open_nursery() as nursery:
-                self._nursery = nursery
-                changed = self.cache.directory / "changed"
-                self.directories = Directories(
-                    self.store,
-                    self.settings.metadata_ttl,
-                    self.pages,
-                    nursery,
-                    HeadPolicy(self.settings.object_attributes, changed),
-                )
-                self.directories.most_entries = self._budget.entries
-                allowed = setup.s3_settings(self.settings)
-                self.fetcher = Fetcher(
-                    self.store,
-                    self.cache,
-                    self.evictor,
-                    nursery,
-                    unkept=self._budget.unkept,
-                    most_parts=allowed.max_streams,
-                    most_small=allowed.max_connections,
-                )
-                self.scrub = Scrub(
-                    self.cache.files,
-                    self.cache.integrity,
-                    is_on=self.settings.scrub == Scrubbing.ON,
-                    was_unclean=self.cache.was_unclean,
-                )
-                self.verifier = Verifier(
-                    self.store,
-                    self.cache,
-                    self.fetcher,
-                    self.settings.source.prefix,
-                    nursery,
-                    self._unsent,
-                )
-                self.selector = Selector(self.store, self.settings.source.prefix)
-                self.warmer = CacheWarmer(
-                    self.store, self.cache, self.fetcher, self.settings, self.selector
-                )
-                self.local_copies = LocalCopies(
-                    self.cache,
-                    self.evictor,
-                    self.selector,
-                    self.settings.source.prefix,
-                    nursery,
-                    self._pending,
-                )
+                self._build(nursery)
                 nursery.start_soon(_watch_signals, self._unmount, partial(status.log_waiting, self))
                 try:
                     await self._serve(nursery, ready)
@@ -192,6 +147,55 @@ class Daemon:
         finally:
             with trio.CancelScope(shield=True):
                 await self.store.aclose()
+
+    def _build(self, nursery: trio.Nursery) -> None:
+        """Make the parts that do not depend on the session; their tasks run in `nursery`."""
+        self._nursery = nursery
+        changed = self.cache.directory / "changed"
+        self.directories = Directories(
+            self.store,
+            self.settings.metadata_ttl,
+            self.pages,
+            nursery,
+            HeadPolicy(self.settings.object_attributes, changed),
+        )
+        self.directories.most_entries = self._budget.entries
+        allowed = setup.s3_settings(self.settings)
+        self.fetcher = Fetcher(
+            self.store,
+            self.cache,
+            self.evictor,
+            nursery,
+            unkept=self._budget.unkept,
+            most_parts=allowed.max_streams,
+            most_small=allowed.max_connections,
+        )
+        self.scrub = Scrub(
+            self.cache.files,
+            self.cache.integrity,
+            is_on=self.settings.scrub == Scrubbing.ON,
+            was_unclean=self.cache.was_unclean,
+        )
+        self.verifier = Verifier(
+            self.store,
+            self.cache,
+            self.fetcher,
+            self.settings.source.prefix,
+            nursery,
+            self._unsent,
+        )
+        self.selector = Selector(self.store, self.settings.source.prefix)
+        self.warmer = CacheWarmer(
+            self.store, self.cache, self.fetcher, self.settings, self.selector
+        )
+        self.local_copies = LocalCopies(
+            self.cache,
+            self.evictor,
+            self.selector,
+            self.settings.source.prefix,
+            nursery,
+            self._pending,
+        )
 
     def _unsent(self, key: str) -> list[StagedFile]:
         """What was written at or below a key and is not in the bucket."""

@@ -11,14 +11,12 @@ in two was wrong, few are made.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Protocol
 
 from fusefs.cache.downloader import PART, Download, Fetcher
 from fusefs.cache.file_cache import FileCache
-from fusefs.cache.readahead.siblings import SMALL
+from fusefs.cache.readahead.siblings import SMALL, Files
 from fusefs.store.interface import ObjectInfo
 
 # Before a guess was right, an eighth of what was read may be fetched of the next file in vain.
@@ -34,13 +32,6 @@ REMEMBERED = 16
 TRY_EACH = 8
 
 
-class Shards(Protocol):
-    """What is known of the folders."""
-
-    def files(self, prefix: str, behind: str) -> Iterator[ObjectInfo]:
-        """The files of a folder: those behind a key, then those before it."""
-
-
 @dataclass(slots=True)
 class _Begun:
     """The file that follows one that is read; its first `stop` bytes were wanted."""
@@ -54,7 +45,7 @@ class _Begun:
 class NextFiles:
     """Begins the large files of a mount's folders ahead. Belongs to the event loop."""
 
-    def __init__(self, fetcher: Fetcher, cache: FileCache, listing: Shards) -> None:
+    def __init__(self, fetcher: Fetcher, cache: FileCache, listing: Files) -> None:
         self._fetcher = fetcher
         self._cache = cache
         self._listing = listing

@@ -50,11 +50,15 @@ FILES_PER_SECOND = 2000
 TURN = 200
 
 
-class Listing(Protocol):
-    """What is known of the folders."""
+class Files(Protocol):
+    """What is known of the files in folders."""
 
     def files(self, prefix: str, behind: str) -> Iterator[ObjectInfo]:
         """The files of a folder: those behind a key, then those before it."""
+
+
+class Listing(Files, Protocol):
+    """What is known of the folders as well."""
 
     def next_folder(self, prefix: str) -> str | None:
         """The prefix of the folder that follows in the parent's listing, if that is known."""

@@ -224,7 +224,7 @@ class Steps:
 
     @property
     def is_on(self) -> bool:
-        """Whether the next read can be told from the last ones."""
+        """Whether the last reads say where the next one begins."""
         is_known = self._step < 0 or self._step > TOLERANCE
         return is_known and self._repeats >= STEPS_AFTER
 

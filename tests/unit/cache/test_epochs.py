@@ -47,7 +47,7 @@ def test_files_of_many_sizes_take_turns_as_well() -> None:
 
 
 async def epochs(parts: Parts, order: Order, names: str, count: int) -> list[float]:
-    """The share of each epoch that the bucket was not asked for: of 120 files, room for 60."""
+    """The share of each epoch that came from the cache: of 120 files, room for 60."""
     answer = []
     for epoch in order(files(names, 120), count, 1):
         before = len(parts.bucket.requested)
