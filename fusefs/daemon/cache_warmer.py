@@ -29,6 +29,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -408,7 +409,8 @@ class CacheWarmer:
             if job.spec.is_pinned:
                 await self._finish_pin(job)
         if job.spec.list_name:
-            (self._lists / job.spec.list_name).unlink(missing_ok=True)
+            with suppress(OSError):  # a bad disk is no reason to end the mount
+                (self._lists / job.spec.list_name).unlink()
         job.end()
         logger.info("warmed %r: %s", job.spec.title, job.describe(self._cache.quota.limit))
         await self._write()
