@@ -9,6 +9,7 @@ unexpected exceptions included, is UNAVAILABLE.
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
 
 import grpc
@@ -91,6 +92,24 @@ def status_of(error: Exception) -> tuple[grpc.StatusCode, str]:
     if isinstance(error, NotImplementedError):
         return grpc.StatusCode.UNIMPLEMENTED, str(error)
     return grpc.StatusCode.UNAVAILABLE, f"the driver failed: {type(error).__name__}; see its log"
+
+
+# As the store's errors and the controller's give it.
+_REQUEST_ID = re.compile(r" \(request [^\s()]+\)|, request [^\s,;]+")
+_NO_ANSWER = re.compile(r"no answer from \S+ in time")
+
+
+def event_text(sentence: str) -> str:
+    """The sentence of an error as a caller gets it, which becomes an event of a pod or a claim.
+
+    Kubelet counts equal events and keeps each different one, so the id of a request,
+    which is in the driver's log, is left out. A connection that is dropped without an
+    answer is what a network policy does.
+    """
+    sentence = _REQUEST_ID.sub("", sentence)
+    return _NO_ANSWER.sub(
+        lambda found: f"{found[0]} (the port may be blocked by a NetworkPolicy)", sentence
+    )
 
 
 def _code_of_store_error(error: StoreError) -> grpc.StatusCode:

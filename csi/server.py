@@ -27,7 +27,13 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from csi.errors import CsiError, InvalidArgumentError, UnavailableError, status_of
+from csi.errors import (
+    CsiError,
+    InvalidArgumentError,
+    UnavailableError,
+    event_text,
+    status_of,
+)
 from csi.generated import csi_pb2_grpc
 from csi.in_flight import Claims
 from csi.redaction import redacted
@@ -197,7 +203,7 @@ class _Interceptor(grpc.ServerInterceptor):
                 frames = "".join(traceback.format_tb(error.__traceback__))
                 log.error("%s failed: %s\n%s", method, type(error).__name__, frames)
             _log_end(method, request, code, sentence, began)
-            context.abort(code, sentence)
+            context.abort(code, event_text(sentence))
         _log_end(method, request, grpc.StatusCode.OK, "", began)
         return response
 

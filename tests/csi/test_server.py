@@ -26,6 +26,7 @@ from csi.node import config
 from csi.server import DRIVER_NAME, MAX_CALLS, Server
 from fusefs import __version__
 from fusefs.store import errors as store_errors
+from fusefs.store import unreachable
 from tests.support.csi import DEADLINE_S, Driver, mount_capability, refusal, serving
 from tests.support.s3_server import SECRET_KEY, S3Server
 
@@ -52,6 +53,23 @@ def served() -> Iterator[tuple[StandIn, Driver]]:
     node = StandIn()
     with serving([IdentityService(), node]) as driver:
         yield node, driver
+
+
+def test_an_event_is_the_same_each_time() -> None:
+    for number in ("17F2B8", "a/b+c=="):
+        mount = f"s3://b/p: access denied (request {number}), as access key A"
+        assert errors.event_text(mount) == "s3://b/p: access denied, as access key A"
+        claim = f"access denied on s3://b/p as access key A, request {number}"
+        assert errors.event_text(claim) == "access denied on s3://b/p as access key A"
+
+
+def test_a_silent_port_may_be_a_network_policys() -> None:
+    silent = unreachable.of_connecting(TimeoutError(), "http://minio.storage:9000", None)
+    assert "9000 in time (the port may be blocked by a NetworkPolicy)" in errors.event_text(
+        f"s3://b/p: {silent.sentence}, as anonymous"
+    )
+    refusal = unreachable.of_connecting(ConnectionRefusedError(), "http://minio:9000", None)
+    assert "NetworkPolicy" not in errors.event_text(refusal.sentence)
 
 
 def fail_with(error: Exception) -> Callable[[], None]:

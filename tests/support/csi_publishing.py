@@ -35,10 +35,10 @@ def node(running: Node, data: Bucket, faulty: FaultyS3) -> Iterator[Node]:
 
 
 @contextlib.contextmanager
-def refused(code: grpc.StatusCode, *words: str) -> Iterator[None]:
+def refused(code: grpc.StatusCode, *words: str) -> Iterator[Any]:
     """The call inside ends with this code, and says each of the words."""
     with pytest.raises(grpc.RpcError) as error:
-        yield
+        yield error
     told: Any = error.value
     assert code_of(error) == code, told.details()
     for word in words:

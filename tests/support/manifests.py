@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import kubernetes_validate
 import kubernetes_validate.utils
@@ -34,6 +35,23 @@ kubernetes_validate.utils.schema_contents = functools.cache(
 )
 
 
+def render_with(directory: Path, *components: str, more: str = "") -> list[Object]:
+    """The base with these components, as a cluster's own kustomization would have it.
+
+    `directory` is empty, and `more` is added to the kustomization.
+    """
+    lines = [
+        "apiVersion: kustomize.config.k8s.io/v1beta1",
+        "kind: Kustomization",
+        "resources: [manifests/base]",
+        "components:",
+        *(f"  - manifests/components/{name}" for name in components),
+    ]
+    (directory / "manifests").symlink_to(MANIFESTS)
+    (directory / "kustomization.yaml").write_text("\n".join([*lines, more]))
+    return render(directory)
+
+
 @functools.cache
 def render(directory: Path) -> list[Object]:
     """What `kubectl apply -k DIRECTORY` would send."""
@@ -47,8 +65,14 @@ def read(text: str) -> list[Object]:
     return [document for document in yaml.load_all(text, yaml.CSafeLoader) if document]
 
 
+# Resources of operators and plugins, whose schemas are not Kubernetes' own.
+CUSTOM_GROUPS = ("cilium.io/", "monitoring.coreos.com/")
+
+
 def check(document: Object, version: str) -> None:
     """Raises kubernetes_validate.ValidationError; unknown fields count as errors."""
+    if document["apiVersion"].startswith(CUSTOM_GROUPS):
+        return
     _check(json.dumps(document, sort_keys=True), version)
 
 
@@ -65,6 +89,9 @@ def find(documents: list[Object], kind: str, name: str | None = None) -> Object:
 
 def every(documents: list[Object], kind: str) -> list[Object]:
     return [document for document in documents if document["kind"] == kind]
+
+
+POLICIES = ("NetworkPolicy", "CiliumNetworkPolicy")
 
 
 def name_of(document: Object) -> str:
@@ -133,3 +160,33 @@ def on_host(pod: Object, where: Object, path: Path) -> Path | None:
     mountpoint, volume = max(mounts, key=lambda mount: len(mount[0].parts))
     base = host_path(pod, volume)
     return base / path.relative_to(mountpoint) if base else None
+
+
+def lets_out(policy: Object, url: str) -> bool:
+    """Whether a NetworkPolicy, or a CiliumNetworkPolicy, lets a pod call this URL.
+
+    A host of the form NAME.NAMESPACE.svc is in the cluster, which CIDR rules do not reach.
+    """
+    parts = urlsplit(url)
+    port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+    names = (parts.hostname or "").split(".")
+    namespace = names[1] if "svc" in names[2:3] else None
+    return any(
+        port in _ports(way) and _reaches(way, namespace) for way in policy["spec"].get("egress", [])
+    )
+
+
+def _ports(way: Object) -> set[int]:
+    given = [*way.get("ports", []), *(p for to in way.get("toPorts", []) for p in to["ports"])]
+    return {int(each["port"]) for each in given}
+
+
+def _reaches(way: Object, namespace: str | None) -> bool:
+    if namespace is None:
+        blocks = [peer["ipBlock"]["cidr"] for peer in way.get("to", []) if "ipBlock" in peer]
+        return "0.0.0.0/0" in [*blocks, *(each["cidr"] for each in way.get("toCIDRSet", []))]
+    labels = [peer.get("namespaceSelector", {}).get("matchLabels") for peer in way.get("to", [])]
+    selectors = [each["matchLabels"] for each in way.get("toEndpoints", [])]
+    return {"kubernetes.io/metadata.name": namespace} in labels or {
+        "k8s:io.kubernetes.pod.namespace": namespace
+    } in selectors

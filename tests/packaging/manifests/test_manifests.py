@@ -27,6 +27,7 @@ from tests.support.manifests import (
     pod_templates,
     read,
     render,
+    render_with,
     template,
 )
 
@@ -53,20 +54,6 @@ def test_all_components_go_together(tmp_path: Path) -> None:
     names = sorted(path.name for path in (MANIFESTS / "components").iterdir())
     for document in render_with(tmp_path, *names):
         check(document, VERSIONS[-1])
-
-
-def render_with(directory: Path, *components: str) -> list[Object]:
-    """The base with these components, as a cluster's own kustomization would have it."""
-    lines = [
-        "apiVersion: kustomize.config.k8s.io/v1beta1",
-        "kind: Kustomization",
-        "resources: [manifests/base]",
-        "components:",
-        *(f"  - manifests/components/{name}" for name in components),
-    ]
-    (directory / "manifests").symlink_to(MANIFESTS)
-    (directory / "kustomization.yaml").write_text("\n".join(lines))
-    return render(directory)
 
 
 def test_the_kustomization_that_is_shown_does_what_it_says(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
-from urllib.parse import urlsplit
 
 import grpc
 import pytest
@@ -22,6 +21,7 @@ from csi.volume import stores
 from csi.volume.options import check_attributes
 from tests.support.manifests import (
     MANIFESTS,
+    POLICIES,
     Object,
     container,
     containers,
@@ -30,10 +30,12 @@ from tests.support.manifests import (
     find,
     flag,
     host_path,
+    lets_out,
     name_of,
     on_host,
     pod_templates,
     render,
+    render_with,
     template,
 )
 
@@ -310,13 +312,44 @@ def test_a_store_in_the_cluster_is_known_reachable_and_has_its_keys(tmp_path: Pa
             assert secret in role["rules"][0]["resourceNames"]
             assert parameters[f"csi.storage.k8s.io/{use}-secret-namespace"] == "fusefs-csi"
         store = known.named(parameters["store"])
-    policy = find(documents, "NetworkPolicy", "fusefs-csi-store")["spec"]
-    [way] = policy["egress"]
-    [peer] = way["to"]
-    host, port = urlsplit(store.endpoint_url).hostname, urlsplit(store.endpoint_url).port
-    assert [each["port"] for each in way["ports"]] == [port]
-    namespace = peer["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"]
-    assert str(host).split(".")[1] == namespace
+    assert store.endpoint_url is not None
+
+
+@each_kustomization
+def test_policies_let_out_what_is_called(directory: Path, tmp_path: Path) -> None:
+    documents = render(directory)
+    for policy in policies(documents):
+        for url in called(documents, tmp_path):
+            assert lets_out(policy, url), (policy["kind"], url)
+
+
+@pytest.mark.parametrize("component", ["network-policy", "network-policy-cilium"])
+def test_a_policy_takes_ports_and_knows_a_store_in_the_cluster(
+    component: str, tmp_path: Path
+) -> None:
+    shown = (MANIFESTS / "components" / component / "kustomization.yaml").read_text()
+    patch = "\n".join(line[4:] for line in shown.splitlines() if line.startswith("#   "))
+    documents = render_with(tmp_path, component, "in-cluster-store", more=patch)
+    [policy] = policies(documents)
+    for url in [*called(documents, tmp_path), "https://minio.example.com:9000"]:
+        assert lets_out(policy, url), url
+    assert not lets_out(policy, "https://minio.example.com:9001")
+    assert not lets_out(policy, "http://minio.elsewhere.svc.cluster.local:8333")
+
+
+def test_a_policy_is_a_choice() -> None:
+    assert policies(render(MANIFESTS)) == []
+
+
+def policies(documents: list[Object]) -> list[Object]:
+    return [each for kind in POLICIES for each in every(documents, kind)]
+
+
+def called(documents: list[Object], directory: Path) -> list[str]:
+    """What the pods connect to: AWS, the stores of the configuration, and their STS."""
+    found = stores.read_stores(stores_file(documents, directory)).by_name.values()
+    urls = [url for store in found for url in (store.endpoint_url, store.sts_url) if url]
+    return ["https://s3.amazonaws.com", *urls]
 
 
 def test_inline_volumes_are_a_choice() -> None:
@@ -334,11 +367,13 @@ def test_an_nvme_disk_that_is_not_mounted_is_not_replaced_by_the_systems() -> No
 
 
 def test_link_local_addresses_are_closed_but_for_the_one_that_is_needed() -> None:
-    [policy] = every(render(MANIFESTS), "NetworkPolicy")
-    blocks = [peer["ipBlock"] for way in policy["spec"]["egress"] for peer in way.get("to", [])]
-    assert any("169.254.0.0/16" in block["except"] for block in blocks)
-    agent = find(
-        render(MANIFESTS / "overlays/aws-pod-identity"), "NetworkPolicy", "fusefs-csi-pod-identity"
-    )
-    [way] = agent["spec"]["egress"]
-    assert way["to"][0]["ipBlock"]["cidr"] == "169.254.170.23/32"
+    [policy] = policies(render(MANIFESTS / "overlays/aws-pod-identity"))
+    *_, agent = policy["spec"]["egress"]
+    blocks = [
+        peer["ipBlock"]
+        for way in policy["spec"]["egress"]
+        for peer in way.get("to", [])
+        if way is not agent
+    ]
+    assert {each for block in blocks for each in block["except"]} >= {"169.254.0.0/16", "fe80::/10"}
+    assert agent["to"][0]["ipBlock"]["cidr"] == "169.254.170.23/32"
