@@ -8,32 +8,19 @@ import os
 import resource
 import time
 from collections.abc import Awaitable
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import trio
 
 import fusefs
-from fusefs.cache.downloader import Fetcher
-from fusefs.cache.file_cache import FileCache
-from fusefs.cache.integrity.scrub import Scrub
-from fusefs.daemon.access_guard import AccessGuard
-from fusefs.daemon.cache_warmer import CacheWarmer, JobSpec
-from fusefs.daemon.local_copies import LocalCopies
-from fusefs.daemon.verifier import Verifier
-from fusefs.fuse.passthrough import NoPassthrough, PassthroughFiles
-from fusefs.fuse.session import RunningSession
+from fusefs.daemon import metrics
+from fusefs.daemon.cache_warmer import JobSpec
+from fusefs.daemon.mount_parts import MountParts
 from fusefs.launch.control import ControlError
-from fusefs.posix.directory.listings import Directories
-from fusefs.posix.late.watched_store import WatchedStore
 from fusefs.posix.namespace.mutations import Mutations
 from fusefs.posix.nodes import names
-from fusefs.posix.nodes.forgetting import Forgetting
-from fusefs.posix.operations import Operations
 from fusefs.posix.write.backlog import UPLOADING
 from fusefs.posix.write.writer import Writer
-from fusefs.settings.mount import MountSettings
-from fusefs.store.s3.store import S3Store
 
 logger = logging.getLogger("fusefs.daemon")
 
@@ -41,27 +28,6 @@ logger = logging.getLogger("fusefs.daemon")
 MOST_PENDING = 20
 MOST_JOBS = 10
 MOST_ENDED_JOBS = 3
-
-
-class MountParts(Protocol):
-    """The parts of one mount that its status is read from."""
-
-    settings: MountSettings
-    started: float
-    session: RunningSession | None
-    backing: PassthroughFiles | NoPassthrough
-    store: S3Store
-    cache: FileCache
-    fetcher: Fetcher
-    directories: Directories
-    operations: Operations
-    forgetting: Forgetting
-    watched: WatchedStore | None
-    scrub: Scrub
-    verifier: Verifier
-    warmer: CacheWarmer
-    local_copies: LocalCopies
-    access_guard: AccessGuard
 
 
 def answer(
@@ -75,6 +41,8 @@ def answer(
     match request:
         case {"command": "status"}:
             return _collect_all(daemon)
+        case {"command": "metrics"}:
+            return metrics.collect(daemon)
         case {"command": "sync", "path": str(path), "start": bool(is_first)}:
             mutations = daemon.operations.mutations
             if mutations is None:
@@ -274,7 +242,7 @@ def _integrity(daemon: MountParts) -> dict[str, Any]:
 
 def _process(daemon: MountParts) -> dict[str, Any]:
     used = resource.getrusage(resource.RUSAGE_SELF)
-    resident = _resident_bytes()
+    resident = metrics.resident_bytes()
     return {
         "pid": os.getpid(),
         "uid": os.geteuid(),
@@ -284,11 +252,6 @@ def _process(daemon: MountParts) -> dict[str, Any]:
         "cpu_s": used.ru_utime + used.ru_stime,
         "uptime_s": time.monotonic() - daemon.started,
     }
-
-
-def _resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def log_waiting(daemon: MountParts) -> None:

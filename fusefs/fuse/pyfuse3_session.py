@@ -20,7 +20,7 @@ import pyfuse3
 import trio
 
 from fusefs.fuse.protocol import Opcode
-from fusefs.fuse.session import Waiting
+from fusefs.fuse.session import OPERATIONS, Waiting
 from fusefs.linux.mount import MountError, MountRequest
 from fusefs.linux.mountinfo import FILESYSTEM_TYPE
 from fusefs.posix.namespace.mutations import Mutations
@@ -28,6 +28,7 @@ from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.nodes.notifier import KernelNotifications
 from fusefs.posix.operations import Operations
 from fusefs.posix.types import Answer, Caller, NewAttributes
+from fusefs.telemetry.requests import RequestTimes
 
 logger = logging.getLogger("fusefs.session")
 
@@ -44,6 +45,7 @@ class PyfuseSession(KernelNotifications):
     def __init__(self, request: MountRequest, operations: Operations) -> None:
         self._request = request
         self._handlers = Pyfuse3Handlers(operations)
+        self.times = self._handlers.times
         operations.notifier.connect(self)
 
     @property
@@ -97,12 +99,13 @@ class Pyfuse3Handlers(pyfuse3.Operations):
         super().__init__()
         self._operations = operations
         self.requests = 0
+        self.times = RequestTimes(OPERATIONS)
         self.waiting: dict[int, Waiting] = {}
 
     async def lookup(
         self, parent: int, name: bytes, context: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
-        with self._errors():
+        with self._errors(Opcode.LOOKUP):
             answer = self._operations.lookup(parent, name, _caller(context))
             found = await self._result(Opcode.LOOKUP, parent, answer, context.pid)
             if found.inode is not None:
@@ -125,7 +128,7 @@ class Pyfuse3Handlers(pyfuse3.Operations):
     async def getattr(
         self, nodeid: int, context: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
-        with self._errors():
+        with self._errors(Opcode.GETATTR):
             if self._operations.lacks_meta(nodeid):
                 later = self._operations.getattr_later(nodeid)
                 return self.pack(*await self._waited(Opcode.GETATTR, nodeid, later, context.pid))
@@ -134,13 +137,13 @@ class Pyfuse3Handlers(pyfuse3.Operations):
     async def open(
         self, nodeid: int, flags: int, context: pyfuse3.RequestContext
     ) -> pyfuse3.FileInfo:
-        with self._errors():
+        with self._errors(Opcode.OPEN):
             answer = self._operations.open(nodeid, flags, _caller(context))
             opened = await self._result(Opcode.OPEN, nodeid, answer, context.pid)
         return pyfuse3.FileInfo(fh=opened.fh, keep_cache=opened.keep_cache)
 
     async def read(self, fh: int, offset: int, size: int) -> bytes:
-        with self._errors():
+        with self._errors(Opcode.READ):
             data = await self._result(
                 Opcode.READ, self._opened(fh), self._operations.read(fh, offset, size)
             )
@@ -155,16 +158,16 @@ class Pyfuse3Handlers(pyfuse3.Operations):
         nodeid = self._listed(fh)
         if self._operations.mutations is None or not nodeid:
             return
-        with self._errors():
+        with self._errors(Opcode.FSYNCDIR):
             await self._result(Opcode.FSYNCDIR, nodeid, self._mutations.fsync_directory(nodeid))
 
     async def opendir(self, nodeid: int, context: pyfuse3.RequestContext) -> int:
-        with self._errors():
+        with self._errors(Opcode.OPENDIR):
             handle, _ = self._operations.opendir(nodeid, _caller(context))
             return handle.fh
 
     async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
-        with self._errors():
+        with self._errors(Opcode.READDIR):
             buffer = _Pyfuse3Entries(self, token)
             read = self._operations.readdir(fh, start_id, buffer)
             await self._result(Opcode.READDIR, self._listed(fh), read)
@@ -182,12 +185,12 @@ class Pyfuse3Handlers(pyfuse3.Operations):
         return shown
 
     async def getxattr(self, nodeid: int, name: bytes, context: pyfuse3.RequestContext) -> bytes:
-        with self._errors():
+        with self._errors(Opcode.GETXATTR):
             answer = self._operations.getxattr(nodeid, name.decode(errors="replace"))
             return await self._result(Opcode.GETXATTR, nodeid, answer, context.pid)
 
     async def listxattr(self, nodeid: int, context: pyfuse3.RequestContext) -> list[bytes]:
-        with self._errors():
+        with self._errors(Opcode.LISTXATTR):
             answer = self._operations.listxattr(nodeid)
             names = await self._result(Opcode.LISTXATTR, nodeid, answer, context.pid)
             return [name.encode() for name in names]
@@ -203,7 +206,7 @@ class Pyfuse3Handlers(pyfuse3.Operations):
     async def create(
         self, parent: int, name: bytes, mode: int, flags: int, context: pyfuse3.RequestContext
     ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
-        with self._errors():
+        with self._errors(Opcode.CREATE):
             made = self._mutations.create(parent, name, mode, flags, _caller(context))
             inode, opened = await self._result(Opcode.CREATE, parent, made, context.pid)
             return pyfuse3.FileInfo(fh=opened.fh, keep_cache=True), self.pack(inode, 0.0)
@@ -211,36 +214,36 @@ class Pyfuse3Handlers(pyfuse3.Operations):
     async def mknod(
         self, parent: int, name: bytes, mode: int, rdev: int, context: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
-        with self._errors():
+        with self._errors(Opcode.MKNOD):
             made = self._mutations.mknod(parent, name, mode, _caller(context))
             return self.pack(await self._waited(Opcode.MKNOD, parent, made, context.pid), 0.0)
 
     async def mkdir(
         self, parent: int, name: bytes, mode: int, context: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
-        with self._errors():
+        with self._errors(Opcode.MKDIR):
             made = self._mutations.mkdir(parent, name, mode, _caller(context))
             return self.pack(await self._waited(Opcode.MKDIR, parent, made, context.pid), 0.0)
 
     async def symlink(
         self, parent: int, name: bytes, target: bytes, context: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
-        with self._errors():
+        with self._errors(Opcode.SYMLINK):
             made = self._mutations.symlink(parent, name, target, _caller(context))
             return self.pack(await self._waited(Opcode.SYMLINK, parent, made, context.pid), 0.0)
 
     async def readlink(self, nodeid: int, context: pyfuse3.RequestContext) -> bytes:
-        with self._errors():
+        with self._errors(Opcode.READLINK):
             target = self._mutations.readlink(nodeid)
             return await self._waited(Opcode.READLINK, nodeid, target, context.pid)
 
     async def unlink(self, parent: int, name: bytes, context: pyfuse3.RequestContext) -> None:
-        with self._errors():
+        with self._errors(Opcode.UNLINK):
             done = self._mutations.unlink(parent, name, _caller(context))
             await self._result(Opcode.UNLINK, parent, done, context.pid)
 
     async def rmdir(self, parent: int, name: bytes, context: pyfuse3.RequestContext) -> None:
-        with self._errors():
+        with self._errors(Opcode.RMDIR):
             done = self._mutations.rmdir(parent, name, _caller(context))
             await self._waited(Opcode.RMDIR, parent, done, context.pid)
 
@@ -253,7 +256,7 @@ class Pyfuse3Handlers(pyfuse3.Operations):
         flags: int,
         context: pyfuse3.RequestContext,
     ) -> None:
-        with self._errors():
+        with self._errors(Opcode.RENAME2):
             done = self._mutations.rename(parent, name, to, new_name, flags, _caller(context))
             await self._waited(Opcode.RENAME2, parent, done, context.pid)
 
@@ -277,35 +280,35 @@ class Pyfuse3Handlers(pyfuse3.Operations):
             size=attributes.st_size if fields.update_size else None,
             mtime_ns=attributes.st_mtime_ns if fields.update_mtime else None,
         )
-        with self._errors():
+        with self._errors(Opcode.SETATTR):
             changed = self._mutations.setattr(nodeid, new)
             return self.pack(*await self._waited(Opcode.SETATTR, nodeid, changed, context.pid))
 
     async def setxattr(
         self, nodeid: int, name: bytes, value: bytes, context: pyfuse3.RequestContext
     ) -> None:
-        with self._errors():
+        with self._errors(Opcode.SETXATTR):
             done = self._mutations.setxattr(nodeid, name, value, 0, _caller(context))
             await self._waited(Opcode.SETXATTR, nodeid, done, context.pid)
 
     async def removexattr(self, nodeid: int, name: bytes, context: pyfuse3.RequestContext) -> None:
-        with self._errors():
+        with self._errors(Opcode.REMOVEXATTR):
             done = self._mutations.removexattr(nodeid, name, _caller(context))
             await self._waited(Opcode.REMOVEXATTR, nodeid, done, context.pid)
 
     async def write(self, fh: int, offset: int, data: bytes) -> int:
-        with self._errors():
+        with self._errors(Opcode.WRITE):
             written = self._mutations.writer.write(fh, offset, memoryview(data))
             return await self._result(Opcode.WRITE, self._opened(fh), written)
 
     async def flush(self, fh: int) -> None:
         if self._operations.writer is not None:
-            with self._errors():
+            with self._errors(Opcode.FLUSH):
                 flushed = self._operations.writer.flusher.flush(fh)
                 await self._result(Opcode.FLUSH, self._opened(fh), flushed)
 
     async def fsync(self, fh: int, datasync: bool) -> None:
-        with self._errors():
+        with self._errors(Opcode.FSYNC):
             synced = self._mutations.writer.flusher.fsync(fh)
             await self._result(Opcode.FSYNC, self._opened(fh), synced)
 
@@ -352,14 +355,18 @@ class Pyfuse3Handlers(pyfuse3.Operations):
             del self.waiting[unique]
 
     @contextmanager
-    def _errors(self) -> Iterator[None]:
+    def _errors(self, opcode: Opcode) -> Iterator[None]:
         self.requests += 1
+        began = time.monotonic()
         try:
             yield
+            self.times.answered(opcode, began)
         except OSError as error:
+            self.times.failed(opcode, began, error.errno)
             raise pyfuse3.FUSEError(error.errno or errno.EIO) from error
         except Exception as error:  # a fault of ours is not to end everybody's mount
             logger.exception("answering EIO: a fault of this program")
+            self.times.failed(opcode, began, errno.EIO)
             raise pyfuse3.FUSEError(errno.EIO) from error
 
 

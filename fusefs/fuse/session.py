@@ -49,6 +49,7 @@ from fusefs.posix.nodes.inode_table import NodeLog
 from fusefs.posix.nodes.notifier import KernelNotifications
 from fusefs.posix.operations import Operations
 from fusefs.posix.types import Caller
+from fusefs.telemetry.requests import RequestTimes
 
 logger = logging.getLogger("fusefs.session")
 
@@ -76,6 +77,8 @@ _WANTED = (
 _NEEDED = Init.PARALLEL_DIROPS | Init.MAX_PAGES | Init.DO_READDIRPLUS
 
 _UNMARKED = protocol.UNIQUE_RESEND - 1
+# The names of requests, for people.
+OPERATIONS = {int(opcode): opcode.name.lower() for opcode in Opcode}
 
 
 class UnsupportedKernelError(Exception):
@@ -108,6 +111,7 @@ class RunningSession(Protocol):
     """
 
     name: str
+    times: RequestTimes
 
     @property
     def requests(self) -> int: ...
@@ -155,6 +159,7 @@ class Session(KernelNotifications):
         self._reading = trio.CancelScope()
         self.negotiated = Init(0)
         self.requests = 0
+        self.times = RequestTimes(OPERATIONS)
         handlers = Handlers(operations)
         self._handlers: dict[int, Handler] = handlers.table | {
             Opcode.DESTROY: self._destroy,
@@ -289,6 +294,7 @@ class Session(KernelNotifications):
             self._buffer
         )
         self.requests += 1
+        began = time.monotonic()
         body = self._buffer[protocol.IN_HEADER.size : size - 8 * extension]
         handler = self._handlers.get(opcode)
         try:
@@ -297,6 +303,7 @@ class Session(KernelNotifications):
             result = handler(nodeid, body, Caller(unique & _UNMARKED, uid, gid, pid))
         except OSError as error:
             self._reply_error(unique, error)
+            self.times.failed(opcode, began, error.errno)
             return
         except Exception:
             if not unique & protocol.UNIQUE_RESEND:
@@ -305,8 +312,9 @@ class Session(KernelNotifications):
             return
         if isinstance(result, (bytes, memoryview, bytearray)):
             self._reply(unique, result)
+            self.times.answered(opcode, began)
         elif result is not None:
-            waiting = Waiting(opcode, nodeid, pid, time.monotonic(), trio.CancelScope())
+            waiting = Waiting(opcode, nodeid, pid, began, trio.CancelScope())
             self._waiting[unique & _UNMARKED] = waiting
             nursery.start_soon(self._answer_later, unique, waiting, result)
 
@@ -319,10 +327,13 @@ class Session(KernelNotifications):
                 payload = await result
                 if payload is not None:
                     self._reply(unique, payload)
+                    self.times.answered(waiting.opcode, waiting.since)
             if waiting.scope.cancelled_caught:
                 self._reply_error(unique, OSError(errno.EINTR, "interrupted"))
+                self.times.failed(waiting.opcode, waiting.since, errno.EINTR)
         except OSError as error:
             self._reply_error(unique, error)
+            self.times.failed(waiting.opcode, waiting.since, error.errno)
         except Exception:
             if not unique & protocol.UNIQUE_RESEND:
                 raise

@@ -556,6 +556,7 @@ def describe(
         "last_reason": state.last_reason,
         "pause_s": 0.0 if since is None else time.monotonic() - since,
         "longest_pause_s": state.longest_pause_s,
+        "pauses_s": state.pauses_s,
         "backing_ids": len(state.files),
         "in_flight": state.in_flight,
         "mountpoint": configuration.mountpoint,

@@ -185,6 +185,7 @@ class KeeperState:
         self.keeper_failed_at = 0.0
         self.pause_since: float | None = None
         self.longest_pause_s = 0.0
+        self.pauses_s = 0.0  # all of them
 
     def opened(self, backing_id: int, inode: int) -> None:
         self.files.add(backing_id, inode)
@@ -222,6 +223,7 @@ class KeeperState:
             return 0.0
         pause_s = time.monotonic() - self.pause_since
         self.longest_pause_s = max(self.longest_pause_s, pause_s)
+        self.pauses_s += pause_s
         self.pause_since = None
         return pause_s
 

@@ -124,6 +124,9 @@ class ReadCounters:
     hit_bytes: int = 0
     misses: int = 0
     miss_bytes: int = 0
+    served_opens: int = 0
+    passthrough_opens: int = 0
+    passthrough_bytes: int = 0  # sizes of the files that were opened for it
 
     def hit(self, size: int) -> None:
         self.hits += 1

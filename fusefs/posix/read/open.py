@@ -244,6 +244,8 @@ class Opener:
         self._cache.pin_again(file)
         self._cache.opened(file)
         self._count_whole(file)
+        self._counters.passthrough_opens += 1
+        self._counters.passthrough_bytes += file.size
         handle = self._handles.open_file(
             inode, inode.info.version, file, backing_id, flags, caller.unique
         )
@@ -261,6 +263,7 @@ class Opener:
             return self._opened_passthrough(inode, file, backing_id, flags, caller)
         self._cache.pin_again(file)
         self._cache.opened(file)
+        self._counters.served_opens += 1
         handle = self._handles.open_file(inode, inode.info.version, file, 0, flags, caller.unique)
         if file.is_complete:
             self._count_whole(file)

@@ -98,6 +98,7 @@ class Uploads:
         self._sends_ahead = sends_ahead
         self._attempts: dict[StagedFile, UploadAttempt] = {}
         self._aheads: dict[StagedFile, Ahead] = {}
+        self.failures = 0
         # Of files that are safe on the local disk, and uploaded later.
         self.closes = Closes(nursery)
 
@@ -171,11 +172,13 @@ class Uploads:
             staged.error = None
         except (StoreError, OSError) as error:
             staged.error = attempt.error = error
+            self.failures += 1
             logger.warning("%s is not in the bucket yet: %s", staged.key, error)
             await self._keep_sum(staged)
         except Exception as error:
             # The next process would meet this fault as well: the content stays, and all goes on.
             staged.error = attempt.error = OSError(errno.EIO, f"a fault of fusefs: {error!r}")
+            self.failures += 1
             logger.exception("%s is not in the bucket yet", staged.key)
         finally:
             del self._attempts[staged]

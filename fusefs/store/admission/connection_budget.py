@@ -99,6 +99,11 @@ class ConnectionBudget:
     def in_use(self) -> int:
         return self._in_use
 
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for a connection, or for their turn."""
+        return sum(len(queue.waiters()) for queue in self._queues.values())
+
     def lease(self, priority: Urgency, key: str = "") -> _Lease:
         """Wait for a connection and hold it (`async with`). Cancelling gives it back.
 

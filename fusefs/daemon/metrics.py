@@ -1,0 +1,135 @@
+"""The values of a mount's metrics, from its parts; for names and form see telemetry/metrics.py."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import trio
+
+import fusefs
+from fusefs.daemon.mount_parts import MountParts
+from fusefs.launch.control import ControlError
+from fusefs.launch.mount_requests import keeper_status
+from fusefs.settings.types import SessionKind
+from fusefs.telemetry import metrics
+from fusefs.telemetry.metrics import Sample, value
+
+Samples = dict[str, list[Sample]]
+
+# A keeper answers at once, or is busy with what hangs: the others' values are not to wait for it.
+KEEPER_TIMEOUT_S = 0.5
+
+
+async def collect(parts: MountParts) -> dict[str, Any]:
+    """The answer to the request `metrics`."""
+    samples = _mount(parts) | _cache(parts) | _store(parts) | _warming(parts) | _process()
+    samples |= _uploads(parts)
+    if parts.settings.session != SessionKind.PYFUSE3:
+        samples |= await _keeper(parts.settings.mountpoint)
+    return metrics.answer(samples)
+
+
+def _mount(parts: MountParts) -> Samples:
+    session, counters = parts.session, parts.operations.counters
+    assert session is not None
+    totals, durations = session.times.samples()
+    info = value(
+        1,
+        source=str(parts.settings.source),
+        session=session.name,
+        passthrough="on" if parts.backing.is_on else "off",
+        version=fusefs.__version__,
+    )
+    return {
+        "volume_info": [info],
+        "requests_total": totals,
+        "request_duration_seconds": durations,
+        "opens_total": [
+            value(counters.served_opens, mode="served"),
+            value(counters.passthrough_opens, mode="passthrough"),
+        ],
+        "opened_passthrough_bytes_total": [value(counters.passthrough_bytes)],
+    }
+
+
+def _cache(parts: MountParts) -> Samples:
+    cache = parts.cache
+    return {
+        "cache_bytes": [value(cache.quota.used)],
+        "cache_limit_bytes": [value(cache.quota.limit)],
+        "cache_files": [value(len(cache))],
+    }
+
+
+def _store(parts: MountParts) -> Samples:
+    counters, connections = parts.store.counters(), parts.store.requester.connections
+    return {
+        "s3_received_bytes_total": [value(counters["bytes_fetched"])],
+        "s3_sent_bytes_total": [value(counters["bytes_sent"])],
+        "s3_retries_total": [value(counters["retries"])],
+        "s3_throttled_total": [value(counters["throttled"])],
+        "s3_connections": [
+            value(connections.allowed, state="allowed"),
+            value(connections.in_use, state="in_use"),
+            value(connections.waiting, state="waiting"),
+        ],
+    }
+
+
+def _uploads(parts: MountParts) -> Samples:
+    writer = parts.operations.writer
+    if writer is None:
+        return {}
+    unsent = writer.backlog.unsent("")
+    now = trio.current_time()
+    return {
+        "upload_pending_files": [value(len(unsent))],
+        "upload_pending_bytes": [value(sum(staged.size() for staged in unsent))],
+        "upload_oldest_pending_seconds": [
+            value(max((now - staged.since for staged in unsent), default=0.0))
+        ],
+        "upload_failures_total": [value(writer.flusher.uploads.failures)],
+    }
+
+
+def _warming(parts: MountParts) -> Samples:
+    jobs = [job for job in parts.warmer.describe() if job["state"] in ("listing", "under way")]
+    return {
+        "warm_done_bytes": [value(sum(job["done_bytes"] for job in jobs))],
+        "warm_target_bytes": [value(sum(job["bytes"] - job["left_out_bytes"] for job in jobs))],
+    }
+
+
+def _process() -> Samples:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return {
+        # This is the event loop's thread.
+        "daemon_loop_busy_seconds_total": [value(time.thread_time())],
+        "daemon_cpu_seconds_total": [value(used.ru_utime + used.ru_stime)],
+        "daemon_resident_memory_bytes": [value(resident_bytes())],
+    }
+
+
+async def _keeper(mountpoint: Path) -> Samples:
+    """What the keeper counts, since it outlives daemons; nothing if it does not answer."""
+    look = partial(keeper_status, mountpoint, KEEPER_TIMEOUT_S)
+    try:
+        status = await trio.to_thread.run_sync(look, abandon_on_cancel=True)
+    except ControlError:
+        return {}
+    samples = {"daemon_restarts_total": [value(status["restarts"])]}
+    if "pauses_s" in status:  # a keeper of an earlier version has none
+        paused_s = status["pauses_s"] + status["pause_s"]
+        samples["daemon_pause_seconds_total"] = [value(paused_s)]
+    return samples
+
+
+def resident_bytes() -> int:
+    """The resident memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")

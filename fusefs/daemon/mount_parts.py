@@ -1,0 +1,42 @@
+"""The parts of one mount, as its status and its metrics are read from them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from fusefs.cache.downloader import Fetcher
+from fusefs.cache.file_cache import FileCache
+from fusefs.cache.integrity.scrub import Scrub
+from fusefs.daemon.access_guard import AccessGuard
+from fusefs.daemon.cache_warmer import CacheWarmer
+from fusefs.daemon.local_copies import LocalCopies
+from fusefs.daemon.verifier import Verifier
+from fusefs.fuse.passthrough import NoPassthrough, PassthroughFiles
+from fusefs.fuse.session import RunningSession
+from fusefs.posix.directory.listings import Directories
+from fusefs.posix.late.watched_store import WatchedStore
+from fusefs.posix.nodes.forgetting import Forgetting
+from fusefs.posix.operations import Operations
+from fusefs.settings.mount import MountSettings
+from fusefs.store.s3.store import S3Store
+
+
+class MountParts(Protocol):
+    """The parts of one mount that its status and its metrics are read from."""
+
+    settings: MountSettings
+    started: float
+    session: RunningSession | None
+    backing: PassthroughFiles | NoPassthrough
+    store: S3Store
+    cache: FileCache
+    fetcher: Fetcher
+    directories: Directories
+    operations: Operations
+    forgetting: Forgetting
+    watched: WatchedStore | None
+    scrub: Scrub
+    verifier: Verifier
+    warmer: CacheWarmer
+    local_copies: LocalCopies
+    access_guard: AccessGuard

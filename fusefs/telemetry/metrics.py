@@ -1,0 +1,126 @@
+"""The metrics of one mount, as its daemon reports them over the control socket.
+
+The request `{"command": "metrics"}` is answered with
+
+    {"metrics": {NAME: {"type": TYPE, "help": TEXT, "samples": [SAMPLE, …]}, …}}
+
+NAME is a key of `METRICS`, without the prefix `fusefs_`, in the order of that table; each
+entry is there, if with no samples. TYPE is `counter`, `gauge` or `histogram`. Units are
+seconds and bytes. Names that end in `_total` are counters. A SAMPLE of a counter or gauge is
+
+    {"labels": {LABEL: TEXT, …}, "value": NUMBER}
+
+and one of a histogram has, with cumulative counts and bounds as text (the last is `+Inf`),
+
+    {"labels": {…}, "buckets": [[BOUND, COUNT], …], "sum": SECONDS, "count": COUNT}
+
+The labels are those of the table, all of them, and no others: which volume this is, and
+whether it answers (`volume_up`, `volume_pod_info`), the exporter adds.
+
+Counters are those of the daemon's process and begin at 0 in the next one, which Prometheus
+takes for a reset (`rate` and `increase` go on over it). `daemon_restarts_total` and
+`daemon_pause_seconds_total` are kept by the keeper, which outlives daemons; they are missing
+in mounts without a keeper, or while it does not answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Sample = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """What a name of the table stands for."""
+
+    type: str
+    help: str
+    labels: tuple[str, ...] = ()
+
+
+METRICS: dict[str, Metric] = {
+    "volume_info": Metric(
+        "gauge",
+        "Always 1; the labels describe the mount.",
+        ("source", "session", "passthrough", "version"),
+    ),
+    "requests_total": Metric(
+        "counter",
+        "Requests of programs that were answered (reads of passthrough files never come here).",
+        ("operation", "outcome"),
+    ),
+    "request_duration_seconds": Metric(
+        "histogram", "Time from reading a request to its answer.", ("operation", "outcome")
+    ),
+    "opens_total": Metric("counter", "Opened files, by how they are read.", ("mode",)),
+    "opened_passthrough_bytes_total": Metric(
+        "counter", "Sizes of the files that were opened for passthrough; their reads are not seen."
+    ),
+    "read_bytes_total": Metric(
+        "counter", "Bytes that programs read through the daemon, by their origin.", ("source",)
+    ),
+    "cache_bytes": Metric("gauge", "Bytes on the cache disk."),
+    "cache_limit_bytes": Metric("gauge", "Bytes that the cache may use now."),
+    "cache_files": Metric("gauge", "Files in the cache."),
+    "cache_evicted_bytes_total": Metric("counter", "Bytes evicted from the cache."),
+    "prefetch_bytes_total": Metric(
+        "counter",
+        "Bytes fetched ahead: read (used), or evicted unread (wasted).",
+        ("outcome",),
+    ),
+    "s3_requests_total": Metric("counter", "Requests sent to S3.", ("operation", "code")),
+    "s3_request_duration_seconds": Metric(
+        "histogram", "Time from sending a request to the end of its answer.", ("operation", "code")
+    ),
+    "s3_first_byte_seconds": Metric(
+        "histogram", "Time from sending a request to its answer's start.", ("operation", "code")
+    ),
+    "s3_received_bytes_total": Metric("counter", "Bytes of objects received from S3."),
+    "s3_sent_bytes_total": Metric("counter", "Bytes of objects sent to S3."),
+    "s3_retries_total": Metric("counter", "Requests to S3 that were sent again after a failure."),
+    "s3_throttled_total": Metric("counter", "Requests that S3 refused as one too many."),
+    "s3_connections": Metric(
+        "gauge", "Connections of the budget: allowed, in use, and requests that wait.", ("state",)
+    ),
+    "upload_pending_files": Metric("gauge", "Written files that are not in the bucket yet."),
+    "upload_pending_bytes": Metric("gauge", "Their bytes."),
+    "upload_oldest_pending_seconds": Metric("gauge", "The age of the oldest of them; 0 for none."),
+    "upload_failures_total": Metric("counter", "Uploads that failed; they are tried again."),
+    "warm_done_bytes": Metric("gauge", "What jobs of fusefs warm under way have in the cache."),
+    "warm_target_bytes": Metric("gauge", "What these jobs are to bring there, as far as listed."),
+    "stalled_seconds_total": Metric(
+        "counter", "Time in which at least one request of a program waited for this.", ("cause",)
+    ),
+    "wait_seconds_total": Metric(
+        "counter", "Waiting time, added up over the requests that waited for this.", ("cause",)
+    ),
+    "daemon_restarts_total": Metric("counter", "Daemons that were replaced by another."),
+    "daemon_pause_seconds_total": Metric("counter", "Time without a daemon."),
+    "daemon_loop_busy_seconds_total": Metric(
+        "counter", "Processor time of the daemon's event loop, which is one thread."
+    ),
+    "daemon_cpu_seconds_total": Metric("counter", "Processor time of the daemon, all threads."),
+    "daemon_resident_memory_bytes": Metric("gauge", "Resident memory of the daemon."),
+}
+
+
+def value(number: float, **labels: str) -> Sample:
+    """A sample of a counter or a gauge."""
+    return {"labels": labels, "value": number}
+
+
+def answer(samples: Mapping[str, Iterable[Sample]]) -> dict[str, Any]:
+    """The answer to the request, from the samples of each name; see the module's text."""
+    return {
+        "metrics": {
+            name: {
+                "type": metric.type,
+                "help": metric.help,
+                "samples": list(samples.get(name, ())),
+            }
+            for name, metric in METRICS.items()
+        }
+    }

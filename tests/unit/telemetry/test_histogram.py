@@ -1,0 +1,52 @@
+"""Distributions in fixed buckets, and the form in which metrics are reported."""
+
+from __future__ import annotations
+
+import errno
+import time
+
+from fusefs.telemetry import metrics
+from fusefs.telemetry.histogram import REQUEST_BOUNDS, Histogram
+from fusefs.telemetry.requests import RequestTimes
+
+
+def test_buckets_are_cumulative_and_include_their_bounds() -> None:
+    histogram = Histogram((0.001, 1.0))
+    for seconds in (0.0005, 0.001, 0.5, 2.0):
+        histogram.observe(seconds)
+    assert histogram.sample({"operation": "read"}) == {
+        "labels": {"operation": "read"},
+        "buckets": [["0.001", 2], ["1.0", 3], ["+Inf", 4]],
+        "sum": 2.5015,
+        "count": 4,
+    }
+
+
+def test_bounds_ascend() -> None:
+    assert list(REQUEST_BOUNDS) == sorted(REQUEST_BOUNDS)
+
+
+def test_requests_are_counted_by_operation_and_outcome() -> None:
+    times = RequestTimes({1: "lookup", 15: "read"})
+    began = time.monotonic()
+    times.answered(15, began)
+    for number in (errno.ENOENT, errno.EACCES, errno.EIO, errno.EINTR, None):
+        times.failed(1, began, number)
+    times.failed(99, began, errno.ENOSYS)
+    totals, durations = times.samples()
+    counts = {tuple(one["labels"].values()): one["value"] for one in totals}
+    assert counts == {
+        ("read", "ok"): 1,
+        ("lookup", "refused"): 2,
+        ("lookup", "error"): 2,
+        ("lookup", "interrupted"): 1,
+        ("99", "refused"): 1,
+    }
+    assert [one["count"] for one in durations] == [one["value"] for one in totals]
+
+
+def test_each_metric_is_reported_though_it_has_no_samples() -> None:
+    reported = metrics.answer({"cache_files": [metrics.value(3)]})["metrics"]
+    assert list(reported) == list(metrics.METRICS)
+    assert reported["cache_files"]["samples"] == [{"labels": {}, "value": 3}]
+    assert reported["cache_bytes"]["samples"] == []
