@@ -134,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_drop(commands)
     _add_sync(commands)
     _add_verify(commands)
+    _add_doctor(commands)
     _add_upgrade(commands)
     _add_keeper(commands)
     return parser
@@ -355,6 +356,33 @@ def _add_status(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.set_defaults(run=_status)
 
 
+def _add_doctor(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="check the machine, a mount or a bucket, and show what to do",
+        description="Check what a mount needs: the kernel, /dev/fuse, privileges and the cache "
+        "disk; of a mount or a bucket also names, TLS, the clock, credentials, latency and "
+        "throughput. Exit status 0: nothing is wrong (there may be advice), 1: something is.",
+    )
+    parser.add_argument(
+        "target",
+        metavar="MOUNTPOINT | s3://BUCKET[/PREFIX]",
+        nargs="?",
+        help="a mount, which is checked with its own settings, or a bucket (default: the machine)",
+    )
+    parser.add_argument(
+        "--permissions",
+        action="store_true",
+        help="write, copy and delete objects of one byte to see what the credentials allow",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    parser.add_argument("--config", metavar="PATH", help="read settings from this TOML file")
+    wanted = ("cache_dir", "cache_size", "min_free", "read_only", "no_delete")
+    chosen = [one for one in SETTINGS if one.group == "S3" or one.name in wanted]
+    _add_settings(parser, chosen)
+    parser.set_defaults(run=_doctor)
+
+
 def _add_upgrade(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
         "upgrade",
@@ -562,6 +590,12 @@ def _path_status(mountpoint: Path, below: str, *, is_json: bool) -> int:
     status = local_copies.status(mountpoint, below)
     print(json.dumps(status, indent=2) if is_json else local_copies.as_text(status))
     return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from fusefs.cli import doctor
+
+    return doctor.run(options, _flags(options), options.config or os.environ.get(CONFIG_VARIABLE))
 
 
 if __name__ == "__main__":

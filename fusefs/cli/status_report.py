@@ -11,6 +11,9 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from fusefs.settings.display import human_duration as human_duration
+from fusefs.settings.display import human_size as human_size
+
 Status = Mapping[str, Any]
 
 _LABEL_WIDTH = 12
@@ -32,34 +35,6 @@ _CONDITIONS = {
     "marker_metadata": "metadata of directory markers",
     "checksums": "checksums",
 }
-_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
-
-
-def human_size(size: float) -> str:
-    """`size` bytes in three or four digits."""
-    if size < 1024:
-        return f"{size:.0f} B"
-    exponent = 1
-    while size >= 1000 * 1024**exponent and exponent < len(_UNITS):
-        exponent += 1
-    value = size / 1024**exponent
-    digits = 1 if value < 100 else 0
-    return f"{value:.{digits}f} {_UNITS[exponent - 1]}"
-
-
-def human_duration(seconds: float | None) -> str:
-    """A time span in its two largest units; None and infinity are `indefinite`."""
-    if seconds is None or seconds == float("inf"):
-        return "indefinite"
-    if seconds < 60:
-        return f"{seconds:.0f} s" if seconds >= 10 or seconds % 1 == 0 else f"{seconds:.1f} s"
-    minutes, rest = divmod(int(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    if hours < 48:
-        return f"{hours} h {minutes} min"
-    return f"{hours // 24} d {hours % 24} h"
 
 
 def render(status: Status) -> str:

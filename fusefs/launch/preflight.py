@@ -60,8 +60,8 @@ def check(settings: MountSettings) -> None:
     _clear_dead_mount(settings.mountpoint)
     _check_mountpoint(settings.mountpoint)
     _check_directories(settings)
-    _check_device()
-    _check_privileges(settings)
+    check_device()
+    check_privileges(settings.mountpoint, allow_other=settings.allow_other)
     _check_session(settings)
 
 
@@ -106,7 +106,12 @@ def _check_directories(settings: MountSettings) -> None:
                 )
 
 
-def _check_device() -> None:
+def check_device() -> None:
+    """Refuse a machine without a usable /dev/fuse.
+
+    Raises:
+        LaunchError: with what is wrong and what to do.
+    """
     try:
         status = FUSE_DEVICE.stat()
     except OSError:
@@ -125,7 +130,12 @@ def _check_device() -> None:
         ) from error
 
 
-def _check_privileges(settings: MountSettings) -> None:
+def check_privileges(mountpoint: Path | None, *, allow_other: bool) -> None:
+    """Refuse a user who may not mount, on `mountpoint` if there is one.
+
+    Raises:
+        LaunchError: with what is missing and what to do.
+    """
     if may_mount():
         return
     if os.geteuid() == 0:
@@ -134,9 +144,9 @@ def _check_privileges(settings: MountSettings) -> None:
         os.access(Path(directory, "fusermount3"), os.X_OK) for directory in os.get_exec_path()
     ):
         raise LaunchError("an ordinary user mounts through fusermount3; install the package fuse3")
-    if not os.access(settings.mountpoint, os.W_OK):
-        raise LaunchError(f"{settings.mountpoint} must be writable for you to mount on it")
-    if settings.allow_other and not _has_user_allow_other():
+    if mountpoint is not None and not os.access(mountpoint, os.W_OK):
+        raise LaunchError(f"{mountpoint} must be writable for you to mount on it")
+    if allow_other and not _has_user_allow_other():
         raise LaunchError(
             "--allow-other by an ordinary user needs the line user_allow_other in /etc/fuse.conf"
         )

@@ -119,6 +119,21 @@ class Clients:
         self.is_confined = bool(self._refusals.known) or self._is_confined()
         self.objects = self._make_objects(session) if self.uses_obstore else None
 
+    @property
+    def credentials(self) -> Credentials | None:
+        """What requests are signed with; None if they are not."""
+        return self._credentials
+
+    @property
+    def network(self) -> Network:
+        """The proxies, certificates and time-outs of all connections."""
+        return self._network
+
+    @property
+    def url(self) -> str:
+        """The URL to which requests about the bucket's objects go."""
+        return self._bucket_url(self.s3.meta.endpoint_url)
+
     def _session(self, core: BotocoreSession) -> boto3.Session:
         import boto3
 

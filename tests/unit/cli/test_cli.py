@@ -72,7 +72,7 @@ def test_what_pyfuse3_cannot_do_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     option: str,
 ) -> None:
-    monkeypatch.setattr(preflight, "_check_device", lambda: None)
+    monkeypatch.setattr(preflight, "check_device", lambda: None)
     monkeypatch.setattr(preflight, "may_mount", lambda: True)
     line = refusal(capsys, "s3://bucket", mountpoint, "--session", "pyfuse3", option, "nobody")
     assert line.startswith(f"fusefs: {option} needs the kernel session")
@@ -106,7 +106,7 @@ def test_an_ordinary_user_needs_the_system_s_leave_for_allow_other(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(preflight, "FUSE_CONFIGURATION", configuration)
     monkeypatch.setattr(preflight, "may_mount", lambda: False)
-    monkeypatch.setattr(preflight, "_check_device", lambda: None)
+    monkeypatch.setattr(preflight, "check_device", lambda: None)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert "user_allow_other" in refusal(capsys, "s3://bucket", mountpoint, "--allow-other")
 

@@ -1,0 +1,64 @@
+"""`fusefs doctor`: shows the findings of diagnosis/ while they are made.
+
+Exit status: 0 nothing is wrong, though there may be advice; 1 something is wrong;
+2 the command line or a setting can't be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from fusefs.diagnosis import doctor, findings
+from fusefs.diagnosis.findings import Finding
+from fusefs.launch import registry
+from fusefs.settings.mount import Layer, MountSettings, RawValue, build
+from fusefs.settings.sources import from_config, from_environment
+
+SCHEME = "s3://"
+# Settings are of a mount; these stand for what a check of a machine does not have.
+_NO_SOURCE = "s3://none"
+_NO_MOUNTPOINT = "/nonexistent"
+
+
+def run(options: argparse.Namespace, flags: Layer, config: str | None) -> int:
+    """Print the findings, and return the exit status."""
+    target: str | None = options.target
+    settings = _settings(target, flags, config)
+    found = []
+    for finding in _findings(target, settings, tries_permissions=options.permissions):
+        found.append(finding)
+        if not options.json:
+            print(finding.as_text(), flush=True)
+    if options.json:
+        is_wrong = findings.has_problem(found)
+        plain = [finding.as_plain() for finding in found]
+        print(json.dumps({"is_wrong": is_wrong, "findings": plain}, indent=2))
+    else:
+        print(findings.summary(found))
+    return int(findings.has_problem(found))
+
+
+def _findings(
+    target: str | None, settings: MountSettings, *, tries_permissions: bool
+) -> Iterator[Finding]:
+    if target is None:
+        return doctor.check_machine(settings)
+    if target.startswith(SCHEME):
+        return doctor.check_source(settings, tries_permissions=tries_permissions)
+    mountpoint = registry.resolve(Path(target))
+    return doctor.check_mount(mountpoint, settings, tries_permissions=tries_permissions)
+
+
+def _settings(target: str | None, flags: Layer, config: str | None) -> MountSettings:
+    """The settings that the command line, the environment and the file give."""
+    is_source = target is not None and target.startswith(SCHEME)
+    layer = {
+        "source": RawValue(target if is_source and target else _NO_SOURCE, "the source"),
+        "mountpoint": RawValue(_NO_MOUNTPOINT, "the mountpoint"),
+    }
+    file = from_config(Path(config)) if config else {}
+    return build({**layer, **flags}, from_environment(os.environ), file)

@@ -1,0 +1,293 @@
+"""The bucket: what these credentials may do there, how soon it answers, how fast it sends.
+
+Requests go through the daemon's own store, with its connections and its TLS.
+Reading needs nothing but a listing and an object. What changes the bucket is
+tried on request alone, with objects of one byte below a name that no mount
+lists (store/capabilities.py), which are deleted at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import statistics
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import replace
+
+import trio
+
+from fusefs.diagnosis.findings import Finding, advice, ok, problem, skipped
+from fusefs.settings.display import human_size
+from fusefs.store.capabilities import PROBE_NAME
+from fusefs.store.errors import NotFoundError, StoreError
+from fusefs.store.interface import ObjectInfo, ObjectVersion
+from fusefs.store.probing import probe
+from fusefs.store.s3.clients import S3Settings
+from fusefs.store.s3.store import S3Store
+
+RETRY_TIME_S = 3.0
+LIMIT_S = 30.0
+LATENCY_SAMPLES = 8
+# A read of the first byte of an object in the same region takes 10 to 100 ms.
+SLOW_ANSWER_S = 0.25
+RANGE_BYTES = 8 << 20
+MOST_BYTES = 512 << 20
+THROUGHPUT_S = 2.0
+READERS = 16
+SLOW_BYTES_S = 100e6
+# Of smaller objects the latency alone would be measured.
+LEAST_MEASURED = 1 << 20
+# What AWS calls the permissions.
+_ACTIONS = {
+    "list": "s3:ListBucket",
+    "get": "s3:GetObject",
+    "put": "s3:PutObject",
+    "copy": "s3:GetObject and s3:PutObject",
+    "delete": "s3:DeleteObject",
+    "multipart": "s3:PutObject and s3:AbortMultipartUpload",
+    "list uploads": "s3:ListBucketMultipartUploads",
+}
+# What becomes of a mount without a permission.
+_NEEDED_FOR = {
+    "list": "nothing can be mounted",
+    "get": "no file can be read",
+    "put": "no file can be written",
+    "copy": "no file can be renamed",
+    "delete": "no file can be removed or renamed",
+    "multipart": "no large file can be written",
+    "list uploads": "interrupted uploads are not found again, and cost until a lifecycle rule "
+    "removes them",
+}
+
+
+async def check(
+    settings: S3Settings, prefix: str, *, tries_permissions: bool, may_write: bool
+) -> list[Finding]:
+    """All checks of the bucket. Returns within a minute, whatever S3 does."""
+    store = S3Store(replace(settings, retry_time_s=RETRY_TIME_S))
+    findings: list[Finding] = []
+    try:
+        with trio.move_on_after(LIMIT_S) as scope:
+            await _read_some(store, prefix, findings.append)
+        if scope.cancelled_caught:
+            findings.append(
+                problem(
+                    "bucket",
+                    f"the checks took more than {LIMIT_S:.0f} s",
+                    "S3 answers too slowly: see DNS and connections above",
+                )
+            )
+        elif tries_permissions:
+            findings += await _permissions(store, prefix, may_write=may_write)
+    finally:
+        await store.aclose()
+    return findings
+
+
+# --- reading ------------------------------------------------------------------
+
+
+async def _read_some(store: S3Store, prefix: str, add: Callable[[Finding], None]) -> None:
+    try:
+        await store.check(prefix)
+        page = await store.list_page(prefix, delimiter="")
+    except StoreError as error:
+        add(_refused("list", error))
+        return
+    add(ok("list", f"s3://{store.settings.bucket}/{prefix} can be listed"))
+    found = [info for info in page.objects if info.size]
+    if not found:
+        add(skipped("get", "there is no object to read"))
+        return
+    largest = max(found, key=lambda info: info.size)
+    try:
+        add(await _latency(store, largest))
+        add(await _throughput(store, largest))
+    except StoreError as error:
+        add(_refused("get", error))
+
+
+def _refused(what: str, error: StoreError) -> Finding:
+    return problem(
+        what,
+        f"{error}: {_NEEDED_FOR[what]}",
+        f"allow {_ACTIONS[what]} to this identity (policies of identity, bucket and key), and see "
+        "the findings above",
+    )
+
+
+async def _latency(store: S3Store, info: ObjectInfo) -> Finding:
+    """The time of a GET of one byte: to its end, since there is no more to come."""
+    taken = []
+    for _ in range(LATENCY_SAMPLES):
+        began = trio.current_time()
+        await _read(store, info.version, 0, 1)
+        taken.append(trio.current_time() - began)
+    median, worst = statistics.median(taken), max(taken)
+    text = f"a byte takes {1e3 * median:.0f} ms (median), {1e3 * worst:.0f} ms (longest)"
+    figures = {"median_seconds": median, "longest_seconds": worst}
+    if median > SLOW_ANSWER_S:
+        return advice(
+            "latency",
+            text,
+            "mount a bucket in the region of this machine; without a proxy, if there is one",
+            **figures,
+        )
+    return ok("latency", text, **figures)
+
+
+async def _throughput(store: S3Store, info: ObjectInfo) -> Finding:
+    """Read ranges of one object side by side for a while."""
+    if info.size < LEAST_MEASURED:
+        return skipped("throughput", "there is no object of 1 MiB or more on the first page")
+    offsets = iter(list(range(0, info.size, RANGE_BYTES)) * READERS)
+    done = 0
+    began = trio.current_time()
+
+    async def read() -> None:
+        nonlocal done
+        for start in offsets:
+            if done >= MOST_BYTES:
+                return
+            stop = min(start + RANGE_BYTES, info.size)
+            await _read(store, info.version, start, stop, count)
+
+    def count(size: int) -> None:
+        nonlocal done
+        done += size
+
+    with trio.move_on_after(THROUGHPUT_S):
+        try:
+            async with trio.open_nursery() as nursery:
+                for _ in range(READERS):
+                    nursery.start_soon(read)
+        except* StoreError as group:
+            raise group.exceptions[0] from None
+    took_s = trio.current_time() - began
+    rate = done / took_s
+    text = f"{rate / 1e6:,.0f} MB/s over {READERS} connections ({human_size(done)})"
+    figures = {"bytes_per_second": rate, "bytes": done, "seconds": took_s}
+    if rate < SLOW_BYTES_S:
+        return advice(
+            "throughput",
+            text,
+            "see whether this machine's network, a proxy or the store limits it; another machine "
+            "with the same bucket tells",
+            **figures,
+        )
+    return ok("throughput", text, **figures)
+
+
+async def _read(
+    store: S3Store,
+    version: ObjectVersion,
+    start: int,
+    stop: int,
+    count: Callable[[int], None] = lambda _size: None,
+) -> None:
+    await store.download(version, start, stop, lambda _offset, chunk: count(len(chunk)))
+
+
+# --- permissions --------------------------------------------------------------
+
+
+async def _permissions(store: S3Store, prefix: str, *, may_write: bool) -> list[Finding]:
+    """Try each kind of request that a mount sends."""
+    if not may_write:
+        return [skipped("permissions", "a read-only mount, or --no-delete: nothing is written")]
+    fd = os.memfd_create("fusefs-doctor", os.MFD_CLOEXEC)
+    try:
+        os.write(fd, b"?")
+        trial = _Trial(store, f"{prefix}{PROBE_NAME}/{secrets.token_hex(8)}/", fd)
+        with trio.move_on_after(LIMIT_S) as scope:
+            findings = [await _tried(what, one) for what, one in trial.steps()]
+            findings.append(await _conditions(store, prefix))
+        if scope.cancelled_caught:
+            await trial.clean_up()
+            return [problem("permissions", "S3 did not answer in time", "see the findings above")]
+        return findings
+    finally:
+        os.close(fd)
+
+
+async def _tried(what: str, attempt: Callable[[], Awaitable[object]]) -> Finding:
+    try:
+        await attempt()
+    except StoreError as error:
+        if what == "list uploads":
+            return advice(f"may {what}", f"{error}: {_NEEDED_FOR[what]}", f"allow {_ACTIONS[what]}")
+        return replace(_refused(what, error), check=f"may {what}")
+    return ok(f"may {what}", "allowed")
+
+
+class _Trial:
+    """One object that is written, read, copied and deleted, and one upload in parts."""
+
+    def __init__(self, store: S3Store, own: str, fd: int) -> None:
+        self._store = store
+        self._own = own
+        self._fd = fd
+
+    def steps(self) -> list[tuple[str, Callable[[], Awaitable[object]]]]:
+        """The attempts, in an order in which each has what it needs."""
+        return [
+            ("put", self._put),
+            ("get", self._get),
+            ("copy", self._copy),
+            ("multipart", self._multipart),
+            ("list uploads", lambda: self._store.list_uploads(self._own)),
+            ("delete", self.clean_up),
+        ]
+
+    async def _put(self) -> ObjectInfo:
+        return await self._store.put_file(
+            f"{self._own}object", self._fd, 1, metadata={}, content_type=None
+        )
+
+    async def _get(self) -> None:
+        info = await self._store.head(f"{self._own}object")
+        await _read(self._store, info.version, 0, 1)
+
+    async def _copy(self) -> None:
+        info = await self._store.head(f"{self._own}object")
+        await self._store.copy(info, f"{self._own}copy")
+
+    async def _multipart(self) -> None:
+        """Complete one upload, and abort another."""
+        for is_completed in (True, False):
+            upload = await self._store.begin_upload(
+                f"{self._own}parts", metadata={}, content_type=None
+            )
+            try:
+                await upload.send(self._fd, [1], 1)
+                if is_completed:
+                    await upload.complete(1)
+            finally:
+                if not is_completed:
+                    state = upload.state
+                    await self._store.abort_upload(state.key, state.upload_id)
+
+    async def clean_up(self) -> None:
+        """Delete everything that this trial has made."""
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + RETRY_TIME_S):
+            for name in ("object", "copy", "parts"):
+                with suppress(NotFoundError):
+                    await self._store.delete(self._own + name)
+
+
+async def _conditions(store: S3Store, prefix: str) -> Finding:
+    """Which conditions of changes the store honours (store/probing.py)."""
+    try:
+        found = await probe(store, prefix)
+    except StoreError as error:
+        return skipped("conditions", str(error))
+    if found.missing:
+        return advice(
+            "conditions",
+            f"this store does not honour {', '.join(found.missing)}",
+            "docs/semantics.md says what that means for several writers; use --conflict overwrite "
+            "and no locks by O_EXCL from several machines",
+            missing=found.missing,
+        )
+    return ok("conditions", "all are honoured")

@@ -1,0 +1,93 @@
+"""The credentials that requests are signed with: where they are from, how old, how long valid."""
+
+from __future__ import annotations
+
+import bisect
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from fusefs.diagnosis.findings import Finding, advice, ok, problem
+from fusefs.settings.display import human_duration
+from fusefs.store.errors import AttemptError, StoreError, translate
+from fusefs.store.s3.clients import Clients, S3Settings
+
+# Long-lived keys are to be renewed this often at least (CIS AWS Foundations Benchmark, 1.14).
+OLD_S = 90 * 86_400.0
+LONGEST_S = 7 * 86_400
+_FILES = {
+    "shared-credentials-file": ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"),
+    "config-file": ("AWS_CONFIG_FILE", "~/.aws/config"),
+}
+
+
+def check(settings: S3Settings) -> tuple[Finding, Clients | None]:
+    """The finding about the credentials, and clients that use them; None without any. Blocks."""
+    try:
+        clients = Clients(settings)
+    except Exception as error:  # botocore has an exception for each source of credentials
+        failed = isinstance(error, StoreError | AttemptError)
+        why = str(error) if failed else translate(error).sentence
+        text, _, what_to_do = why.partition(": ")
+        return problem("credentials", text, what_to_do or "correct the AWS configuration"), None
+    if clients.credentials is None:
+        return ok("credentials", "requests are not signed (--anonymous)"), clients
+    return _describe(clients.credentials), clients
+
+
+def _describe(credentials: Any) -> Finding:
+    """Source, end of the key's id, age and remaining validity."""
+    key = credentials.get_frozen_credentials()
+    method = str(credentials.method)
+    text = f"key …{key.access_key[-4:]} from {method}"
+    figures: dict[str, Any] = {"method": method, "is_temporary": bool(key.token)}
+    valid_s = remaining_s(credentials)
+    if valid_s is not None:
+        figures["valid_seconds"] = valid_s
+        return ok(
+            "credentials", f"{text}, valid for {human_duration(valid_s)}, then renewed", **figures
+        )
+    if key.token:
+        return advice(
+            "credentials",
+            f"{text}, temporary and not renewed",
+            "the mount loses access when they expire: use a profile, SSO, a role or a web identity "
+            "that boto3 can renew",
+            **figures,
+        )
+    age_s = _age_s(method)
+    if age_s is None:
+        return ok("credentials", f"{text}, of unknown age", **figures)
+    figures["file_age_seconds"] = age_s
+    text += f", whose file was changed {human_duration(age_s)} ago"
+    if age_s > OLD_S:
+        return advice(
+            "credentials", text, "renew long-lived keys, or use a role instead", **figures
+        )
+    return ok("credentials", text, **figures)
+
+
+def remaining_s(credentials: Any) -> int | None:
+    """For how many seconds credentials that renew themselves are valid; None for all others.
+
+    botocore tells only whether they expire within a time, so that time is looked for.
+    """
+    needs_refresh = getattr(credentials, "refresh_needed", None)
+    if needs_refresh is None or not needs_refresh(LONGEST_S):
+        return None
+    return bisect.bisect_left(range(LONGEST_S), True, key=needs_refresh)
+
+
+def _age_s(method: str) -> float | None:
+    """When the file with the keys was last changed, in seconds before now."""
+    if method not in _FILES:
+        return None
+    variable, default = _FILES[method]
+    path = Path(os.path.expanduser(os.environ.get(variable) or default))
+    if str(path).startswith("/proc/"):  # a copy, handed over with the mount
+        return None
+    try:
+        return max(0.0, time.time() - path.stat().st_mtime)
+    except OSError:
+        return None

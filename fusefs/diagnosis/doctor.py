@@ -1,0 +1,86 @@
+"""`fusefs doctor`: checks the machine, a mount and its bucket, and returns findings.
+
+Without a mount or a bucket the machine is checked, and whether each mount of
+this user answers. No check waits for ever: a mount is never touched, requests
+to daemons and to S3 have time-outs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import trio
+
+from fusefs.daemon.setup import s3_settings
+from fusefs.diagnosis import bucket, cache_disk, credentials, machine, mounted, network
+from fusefs.diagnosis import subject as subjects
+from fusefs.diagnosis.findings import Finding, Level, skipped
+from fusefs.launch import registry
+from fusefs.settings.mount import MountSettings
+
+
+def check_machine(settings: MountSettings) -> Iterator[Finding]:
+    """The machine and the cache disk of these settings, then all mounts of this user."""
+    yield from machine.check(None, allow_other=settings.allow_other)
+    yield from cache_disk.check(settings)
+    for registration in registry.all_mounts():
+        for finding in mounted.check(subjects.find(Path(registration.mountpoint))):
+            yield replace(finding, text=f"{registration.mountpoint}: {finding.text}")
+
+
+def check_mount(
+    mountpoint: Path, fallback: MountSettings, *, tries_permissions: bool
+) -> Iterator[Finding]:
+    """One mount with all it depends on; `fallback` has the settings that nothing tells.
+
+    Raises:
+        CommandError: `mountpoint` is not a mount of fusefs.
+    """
+    subject = subjects.find(mountpoint)
+    settings = subject.settings or replace(fallback, source=subjects.source_of(subject))
+    yield from machine.check(None, allow_other=settings.allow_other)
+    yield from mounted.check(subject)
+    yield from cache_disk.check(settings)
+    if subject.settings is None:
+        yield mounted.unknown_settings(subject)
+    with subjects.as_daemon(subject):
+        yield from _check_bucket(settings, tries_permissions=tries_permissions)
+
+
+def check_source(settings: MountSettings, *, tries_permissions: bool) -> Iterator[Finding]:
+    """The machine, and a bucket that is to be mounted with these settings."""
+    yield from machine.check(None, allow_other=settings.allow_other)
+    yield from cache_disk.check(settings)
+    yield from _check_bucket(settings, tries_permissions=tries_permissions)
+
+
+def _check_bucket(settings: MountSettings, *, tries_permissions: bool) -> Iterator[Finding]:
+    s3 = s3_settings(settings)
+    is_reachable = True
+    for found in network.check(s3):
+        yield found
+        is_reachable = is_reachable and not (
+            found.level is Level.PROBLEM and found.check.endswith(network.LAST_PATH)
+        )
+    finding, clients = credentials.check(s3)
+    yield finding
+    if clients is None:
+        return
+    clients.direct.close()
+    clients.s3.close()
+    if not is_reachable:
+        yield skipped("list", "S3 can't be reached")
+        return
+    may_write = not settings.read_only and not settings.no_delete
+
+    async def check() -> list[Finding]:
+        return await bucket.check(
+            s3,
+            settings.source.prefix,
+            tries_permissions=tries_permissions,
+            may_write=may_write,
+        )
+
+    yield from trio.run(check)

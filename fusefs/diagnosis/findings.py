@@ -1,0 +1,84 @@
+"""The result of one check: what was found, how bad it is, and what to do about it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_LABEL_WIDTH = 14
+_LEVEL_WIDTH = 9
+
+
+class Level(enum.StrEnum):
+    """How bad a finding is. Only a problem makes `fusefs doctor` fail."""
+
+    OK = "ok"
+    ADVICE = "advice"  # it works, and could work better
+    PROBLEM = "problem"
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one check found. `advice` is what to do; `figures` are for programs.
+
+    Figures are in bytes, seconds and bytes per second.
+    """
+
+    check: str
+    level: Level
+    text: str
+    advice: str = ""
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+    def as_plain(self) -> dict[str, Any]:
+        """This as a JSON object."""
+        return {
+            "check": self.check,
+            "level": str(self.level),
+            "text": self.text,
+            "advice": self.advice,
+            "figures": dict(self.figures),
+        }
+
+    def as_text(self) -> str:
+        """This as a line, and a second one with what to do."""
+        line = f"{self.level:<{_LEVEL_WIDTH}}{self.check:<{_LABEL_WIDTH}}{self.text}"
+        if not self.advice:
+            return line
+        return f"{line}\n{' ' * (_LEVEL_WIDTH + _LABEL_WIDTH)}-> {self.advice}"
+
+
+def ok(check: str, text: str, **figures: Any) -> Finding:
+    return Finding(check, Level.OK, text, figures=figures)
+
+
+def advice(check: str, text: str, what_to_do: str, **figures: Any) -> Finding:
+    return Finding(check, Level.ADVICE, text, what_to_do, figures)
+
+
+def problem(check: str, text: str, what_to_do: str, **figures: Any) -> Finding:
+    return Finding(check, Level.PROBLEM, text, what_to_do, figures)
+
+
+def skipped(check: str, why: str) -> Finding:
+    return Finding(check, Level.SKIPPED, f"not checked: {why}")
+
+
+def has_problem(findings: Iterable[Finding]) -> bool:
+    return any(finding.level is Level.PROBLEM for finding in findings)
+
+
+def summary(findings: Iterable[Finding]) -> str:
+    """The last line of the command: how many of each."""
+    levels = [finding.level for finding in findings]
+    problems, advices = levels.count(Level.PROBLEM), levels.count(Level.ADVICE)
+    if not problems and not advices:
+        return "nothing is wrong"
+    return f"{_count(problems, 'problem')}, {_count(advices, 'piece', 'pieces')} of advice"
+
+
+def _count(number: int, thing: str, things: str = "") -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {things or thing + 's'}"

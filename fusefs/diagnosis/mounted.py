@@ -1,0 +1,126 @@
+"""A mount that is there: what its daemon and its keeper report, as findings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from fusefs.diagnosis.findings import Finding, advice, ok, problem, skipped
+from fusefs.diagnosis.subject import MountSubject
+from fusefs.settings.display import human_duration, human_size
+
+# An upload that has waited for this long has been tried again several times.
+OLD_UPLOAD_S = 600.0
+MANY_WAITING = 1000
+
+
+def check(subject: MountSubject) -> Iterator[Finding]:
+    """Everything that the status of one mount shows."""
+    status = subject.status
+    if status is None:
+        yield problem(
+            "daemon",
+            f"{subject.mountpoint} does not answer: {subject.why_silent}",
+            "the keeper replaces a silent daemon within --hang-timeout; after that see the log, "
+            "and end the mount with fusefs umount --force",
+        )
+        return
+    pid = status["daemon"]["pid"]
+    yield ok("daemon", f"pid {pid}, up {human_duration(status['daemon']['uptime_s'])}")
+    yield from _features(status)
+    yield from _keeper(subject.keeper)
+    yield from _cache(status)
+    yield from _writing(status.get("writing") or {})
+    access = status.get("access") or {}
+    if access.get("refused_s") is not None:
+        yield problem(
+            "access",
+            f"S3 has refused everything for {human_duration(access['refused_s'])}",
+            "see the credentials below",
+        )
+
+
+def _features(status: dict[str, Any]) -> Iterator[Finding]:
+    """What the kernel agreed to in INIT."""
+    passthrough, survival = status.get("passthrough", {}), status.get("survival", {})
+    session = f"session {status.get('session', '?')}"
+    if passthrough.get("on"):
+        yield ok("passthrough", f"{session}: {passthrough.get('why', 'on')}")
+    else:
+        yield advice(
+            "passthrough",
+            f"{session}: off ({passthrough.get('why', '?')})",
+            "cached reads are several times as fast with it: mount as root on Linux 6.9 or newer",
+        )
+    if survival.get("on"):
+        yield ok("survival", "the mount outlives its daemon")
+    else:
+        yield advice(
+            "survival",
+            f"the mount ends with its daemon ({survival.get('why', '?')})",
+            "the kernel session on Linux 6.9 or newer has this (--session kernel, --resend auto)",
+        )
+
+
+def _keeper(keeper: dict[str, Any] | None) -> Iterator[Finding]:
+    if keeper is None:
+        return
+    restarts = keeper.get("restarts", 0)
+    if not restarts:
+        yield ok("restarts", "the daemon has not been restarted", restarts=0)
+        return
+    yield advice(
+        "restarts",
+        f"the daemon was restarted {restarts} times, the last time since "
+        f"{keeper.get('last_reason', '?')}",
+        "if that was no upgrade, send the output of fusefs report",
+        restarts=restarts,
+    )
+
+
+def _cache(status: dict[str, Any]) -> Iterator[Finding]:
+    cache, integrity = status.get("cache", {}), status.get("integrity", {})
+    if cache.get("warning"):
+        yield problem(
+            "cache", str(cache["warning"]), "free space on the cache disk, or replace the disk"
+        )
+    faults = integrity.get("differed_files", 0), integrity.get("unreadable_files", 0)
+    if any(faults):
+        yield problem(
+            "cached bytes",
+            f"{faults[0]} cached files differed from their checksums, {faults[1]} could not be "
+            "read; they were fetched again",
+            "the cache disk or this machine's memory fails: see dmesg and smartctl -a, replace it",
+            differed_files=faults[0],
+            unreadable_files=faults[1],
+        )
+
+
+def _writing(writing: dict[str, Any]) -> Iterator[Finding]:
+    pending = writing.get("pending") or []
+    failed = [file for file in pending if file.get("error")]
+    if failed:
+        yield problem(
+            "uploads",
+            f"{failed[0]['key']} can't be uploaded: {failed[0]['error']}",
+            "correct that; nothing is lost meanwhile, and fusefs sync tries again at once",
+            files=writing.get("pending_files", len(pending)),
+        )
+    elif pending and pending[0]["since_s"] > OLD_UPLOAD_S:
+        yield advice(
+            "uploads",
+            f"{writing['pending_files']} files ({human_size(writing['pending_bytes'])}) wait, the "
+            f"oldest for {human_duration(pending[0]['since_s'])}",
+            "see the throughput below, and whether a program holds the file open",
+        )
+    elif writing:
+        yield ok("uploads", "nothing waits for long", files=writing.get("pending_files", 0))
+
+
+def unknown_settings(subject: MountSubject) -> Finding:
+    """The finding of a mount whose settings no keeper tells."""
+    return skipped(
+        "settings",
+        "this mount has no keeper that tells them; its endpoint, certificates and credentials are "
+        f"this shell's (give --endpoint-url and others with {subject.source} instead)",
+    )

@@ -1,0 +1,137 @@
+"""What `fusefs doctor` and `fusefs report` look at: a mount, a bucket, or the machine alone.
+
+Of a mount the settings come from its keeper, with what the daemon was given of
+the AWS configuration; what the daemon has in its environment is read from the
+keeper's process, where this user may. So a check is made as the daemon would
+make the request, not as the shell would in which the command runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fusefs.launch import control, registry
+from fusefs.launch.control import CommandError, ControlError
+from fusefs.launch.mount_requests import keeper_request, keeper_status
+from fusefs.linux import mountinfo
+from fusefs.settings.mount import MountSettings, SettingsError
+from fusefs.settings.types import MountSource
+
+ANSWER_TIMEOUT_S = 2.0
+# What decides about connections and credentials.
+_PREFIXES = ("AWS_",)
+_NAMES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "REQUESTS_CA_BUNDLE")
+_FILES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "HOME")
+
+
+@dataclass(slots=True)
+class MountSubject:
+    """One mount, as its processes describe it.
+
+    `settings` is None where no keeper tells them. `files` are files of the AWS
+    configuration by their variables, `environment` is the daemon's, as far as it
+    decides about requests (None: it can't be read). Both may have secrets.
+    """
+
+    mountpoint: Path
+    source: str
+    pid: int | None = None
+    settings: MountSettings | None = None
+    status: dict[str, Any] | None = None
+    keeper: dict[str, Any] | None = None
+    why_silent: str = ""
+    files: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] | None = None
+
+
+def find(mountpoint: Path) -> MountSubject:
+    """Everything that the processes of a mount tell. Waits for each for a few seconds at most.
+
+    Raises:
+        CommandError: `mountpoint` is not a mount of fusefs.
+    """
+    registration = registry.registration_of(mountpoint)
+    if registration is None:
+        mount = mountinfo.find_mount(mountpoint)
+        if mount is None or not mount.is_fusefs:
+            raise CommandError(f"{mountpoint} is not a mount of fusefs; fusefs status lists them")
+        return MountSubject(
+            mountpoint, mount.source, why_silent="not registered here, or just starting or ending"
+        )
+    subject = MountSubject(mountpoint, registration.source, registration.pid)
+    try:
+        subject.status = control.request(registration.socket, "status", ANSWER_TIMEOUT_S)
+    except ControlError as error:
+        subject.why_silent = str(error) if registration.is_alive() else "the daemon has died"
+    with contextlib.suppress(ControlError):
+        subject.keeper = keeper_status(mountpoint, ANSWER_TIMEOUT_S)
+    _read_settings(subject)
+    return subject
+
+
+def _read_settings(subject: MountSubject) -> None:
+    """Take the settings from the keeper. A mount under pyfuse3 has none."""
+    with contextlib.suppress(ControlError, SettingsError, ValueError, KeyError):
+        answer = keeper_request(subject.mountpoint, {"do": "settings"}, ANSWER_TIMEOUT_S)
+        given = json.loads(answer["settings"])
+        subject.files = dict(given.get("files", {}))
+        subject.settings = MountSettings.from_json(given["settings"], is_newer=True)
+        if "environment" in given:
+            subject.environment = _chosen(given["environment"])
+    if subject.environment is None and subject.keeper is not None:
+        subject.environment = environment_of(int(subject.keeper["pid"]))
+
+
+def environment_of(pid: int) -> dict[str, str] | None:
+    """What decides about requests in the environment of a process; None if that is not readable."""
+    try:
+        content = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return None
+    pairs = (os.fsdecode(entry).partition("=") for entry in content.split(b"\0") if entry)
+    return _chosen({name: value for name, _, value in pairs})
+
+
+def _chosen(environment: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if is_about_requests(name)}
+
+
+def is_about_requests(name: str) -> bool:
+    """Whether an environment variable decides about connections or credentials."""
+    return name.startswith(_PREFIXES) or name.upper() in _NAMES or name in _FILES
+
+
+@contextlib.contextmanager
+def as_daemon(subject: MountSubject) -> Iterator[None]:
+    """Give this process the environment of the mount's daemon, until the block ends."""
+    before, fds = dict(os.environ), []
+    try:
+        if subject.environment is not None:
+            for name in [name for name in os.environ if is_about_requests(name)]:
+                del os.environ[name]
+            os.environ.update(subject.environment)
+        for variable, content in subject.files.items():
+            fd = os.memfd_create(variable)  # in memory alone: it holds secrets
+            fds.append(fd)
+            os.write(fd, content.encode())
+            os.environ[variable] = f"/proc/self/fd/{fd}"
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        for fd in fds:
+            os.close(fd)
+
+
+def source_of(subject: MountSubject) -> MountSource:
+    """The bucket and prefix of a mount."""
+    if subject.settings is not None:
+        return subject.settings.source
+    bucket, _, prefix = subject.source.removeprefix("s3://").partition("/")
+    return MountSource(bucket, prefix)

@@ -1,0 +1,109 @@
+"""`fusefs doctor` on real mounts and buckets: what it finds, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.buckets import Bucket, keys
+from tests.support.faulty_s3 import FaultyS3
+from tests.support.mounting import Mounter, fusefs
+
+
+def examined(*arguments: object, **environment: str) -> tuple[int, dict[str, dict[str, Any]]]:
+    """The exit status, and the findings by the names of the checks."""
+    result = fusefs("doctor", *arguments, "--json", environment=environment, check=False)
+    assert result.stdout, result.stderr
+    answer = json.loads(result.stdout)
+    assert answer["is_wrong"] == bool(result.returncode)
+    return result.returncode, {finding["check"]: finding for finding in answer["findings"]}
+
+
+@pytest.fixture
+def faults(faulty: FaultyS3) -> Iterator[FaultyS3]:
+    yield faulty
+    faulty.clear()
+
+
+def test_a_sound_mount_has_no_problem(bucket: Bucket, mounter: Mounter) -> None:
+    bucket.put("a", b"x" * (2 << 20))
+    mount = mounter()
+    status, found = examined(mount.path)
+    assert status == 0, found
+    assert found["latency"]["figures"]["median_seconds"] > 0
+    assert found["throughput"]["figures"]["bytes"] > 2 << 20
+    assert abs(found["clock"]["figures"]["skew_seconds"]) < 30
+    assert found["daemon"]["level"] == "ok"
+    assert found["credentials"]["figures"] == {"method": "env", "is_temporary": False}
+
+
+def test_permissions_are_tried_on_request_and_nothing_is_left(bucket: Bucket) -> None:
+    bucket.put("a", b"x")
+    where = f"s3://{bucket.name}/some/prefix/", "--endpoint-url", bucket.server.endpoint_url
+    examined(*where, **bucket.server.environment)
+    assert keys(bucket, with_probes=True) == ["a"]
+    status, found = examined(*where, "--permissions", **bucket.server.environment)
+    assert status == 0, found
+    tried = ("put", "get", "copy", "multipart", "list uploads", "delete")
+    assert [found[f"may {name}"]["level"] for name in tried] == ["ok"] * len(tried)
+    assert keys(bucket, with_probes=True) == ["a"]
+
+
+def test_what_is_not_allowed_is_a_problem_that_names_the_permission(
+    bucket: Bucket, faults: FaultyS3
+) -> None:
+    bucket.put("a", b"x")
+    faults.add("PUT", code="AccessDenied")
+    status, found = examined(
+        f"s3://{bucket.name}",
+        "--endpoint-url",
+        faults.endpoint_url,
+        "--permissions",
+        **bucket.server.environment,
+    )
+    assert status == 1
+    assert found["may put"]["level"] == "problem"
+    assert "s3:PutObject" in found["may put"]["advice"]
+
+
+def test_a_server_that_is_away_is_a_problem(bucket: Bucket) -> None:
+    status, found = examined(
+        f"s3://{bucket.name}",
+        "--endpoint-url",
+        "http://127.0.0.1:9",
+        **bucket.server.environment,
+    )
+    assert status == 1
+    assert "refused" in found["connection own"]["text"]
+    assert found["list"]["level"] == "skipped"
+
+
+def test_a_daemon_that_does_not_answer_is_a_problem(bucket: Bucket, mounter: Mounter) -> None:
+    bucket.put("a", b"x")
+    mount = mounter()
+    pid = mount.pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        status, found = examined(mount.path)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert status == 1
+    assert found["daemon"]["level"] == "problem"
+    assert found["list"]["level"] == "ok"  # by the settings that the keeper has
+
+
+def test_text_says_what_to_do_and_what_is_no_mount_is_refused(bucket: Bucket) -> None:
+    result = fusefs("doctor", "s3://none", "--endpoint-url", "http://127.0.0.1:9", check=False)
+    assert result.returncode == 1
+    assert "-> " in result.stdout
+    assert "problem" in result.stdout.splitlines()[-1]
+    refused = fusefs("doctor", "/", check=False)
+    assert (refused.returncode, refused.stderr) == (
+        1,
+        "fusefs: / is not a mount of fusefs; fusefs status lists them\n",
+    )

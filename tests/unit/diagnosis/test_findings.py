@@ -1,0 +1,97 @@
+"""What checks find where nothing is mounted and no server is needed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from fusefs.diagnosis import cache_disk, credentials, findings, machine, network
+from fusefs.diagnosis.findings import Finding, Level
+from fusefs.settings.mount import MountSettings, RawValue, build
+from fusefs.store.s3.clients import S3Settings
+
+
+def settings(cache: Path, **changes: str) -> MountSettings:
+    texts = {"source": "s3://bucket", "mountpoint": "/nonexistent", "cache_dir": str(cache)}
+    return build({name: RawValue(text, name) for name, text in {**texts, **changes}.items()})
+
+
+def by_check(found: list[Finding]) -> dict[str, Finding]:
+    return {finding.check: finding for finding in found}
+
+
+@pytest.mark.parametrize(
+    ("release", "level", "has_resend"),
+    [
+        ("6.18.2-amd64", Level.OK, True),
+        ("6.12.0", Level.ADVICE, True),
+        ("6.1.0-18-cloud", Level.ADVICE, False),
+        ("strange", Level.ADVICE, False),
+    ],
+)
+def test_features_follow_from_the_kernels_version(
+    release: str, level: Level, has_resend: bool
+) -> None:
+    found = machine.kernel(release)
+    assert (found.level, found.figures["resend"]) == (level, has_resend)
+
+
+def test_a_cache_directory_is_checked_before_it_exists(tmp_path: Path) -> None:
+    found = by_check(list(cache_disk.check(settings(tmp_path / "not" / "there"))))
+    assert str(tmp_path) in found["cache disk"].text
+    assert found["cache speed"].figures["write_bytes_per_second"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_without_room_is_a_problem(tmp_path: Path) -> None:
+    found = by_check(list(cache_disk.check(settings(tmp_path, min_free="900TiB"), is_probed=False)))
+    assert found["cache room"].level is Level.PROBLEM
+    assert "--min-free" in found["cache room"].advice
+
+
+def test_the_probe_of_a_disk_reads_what_it_has_written(tmp_path: Path) -> None:
+    speed = cache_disk.measure(tmp_path, 2 << 20)
+    assert min(speed.written, speed.read, speed.page_s) > 0
+
+
+def test_a_host_without_an_address_is_a_problem() -> None:
+    s3 = S3Settings("bucket", endpoint_url="http://nothing.invalid", anonymous=True)
+    found = by_check(list(network.check(s3)))
+    assert found["DNS"].level is Level.PROBLEM
+    assert found["connection own"].level is Level.PROBLEM
+    assert found["clock"].level is Level.SKIPPED
+
+
+def test_missing_credentials_are_a_problem_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    found, clients = credentials.check(S3Settings("bucket", endpoint_url="http://127.0.0.1:9"))
+    assert clients is None
+    assert found.level is Level.PROBLEM
+    assert "AWS_ACCESS_KEY_ID" in found.advice
+
+
+def test_the_validity_of_temporary_credentials_is_found() -> None:
+    class Renewed:
+        def refresh_needed(self, refresh_in: int) -> bool:
+            return refresh_in > 1234
+
+    assert credentials.remaining_s(Renewed()) == 1235
+    assert credentials.remaining_s(object()) is None
+
+
+def test_only_a_problem_makes_the_command_fail() -> None:
+    good = [
+        findings.ok("a", "fine"),
+        findings.advice("b", "slow", "buy"),
+        findings.skipped("c", ""),
+    ]
+    assert not findings.has_problem(good)
+    assert findings.has_problem([*good, findings.problem("d", "broken", "repair")])
+    assert findings.summary(good) == "0 problems, 1 piece of advice"
+    assert good[1].as_text().splitlines()[1].strip() == "-> buy"
