@@ -128,7 +128,9 @@ def test_accounts_and_roles_that_are_named_exist(directory: Path) -> None:
     for kind in ("RoleBinding", "ClusterRoleBinding"):
         for binding in every(documents, kind):
             role = binding["roleRef"]
-            assert find(documents, role["kind"], role["name"])
+            # OpenShift has a role for the use of each constraint.
+            is_theirs = role["name"].startswith("system:openshift:scc:")
+            assert is_theirs or find(documents, role["kind"], role["name"])
             for subject in binding["subjects"]:
                 assert subject["name"] in accounts
                 assert subject["namespace"] == "fusefs-csi"
@@ -221,7 +223,8 @@ def test_what_runs_on_nodes_has_no_token_and_no_role(directory: Path) -> None:
         assert template(documents, name)["spec"]["automountServiceAccountToken"] is False
     for kind in ("RoleBinding", "ClusterRoleBinding"):
         for binding in every(documents, kind):
-            assert not on_nodes & {subject["name"] for subject in binding["subjects"]}
+            if not binding["roleRef"]["name"].startswith("system:openshift:scc:"):
+                assert not on_nodes & {subject["name"] for subject in binding["subjects"]}
 
 
 def test_roles_allow_what_the_sidecars_ask_and_no_more(base: list[Object]) -> None:
@@ -268,6 +271,53 @@ def test_the_namespace_admits_what_the_pods_need(base: list[Object]) -> None:
     used = {pod["spec"]["priorityClassName"] for pod in pod_templates(base)}
     # A class of our own needs no quota.
     assert used - {name_of(each) for each in every(base, "PriorityClass")} == set(scope["values"])
+
+
+def test_openshift_admits_the_pods() -> None:
+    documents = render(MANIFESTS / "overlays/openshift")
+    constraints = {
+        subject["name"]: binding["roleRef"]["name"].removeprefix("system:openshift:scc:")
+        for binding in every(documents, "RoleBinding")
+        for subject in binding["subjects"]
+        if "scc" in binding["roleRef"]["name"]
+    }
+    assert constraints == {
+        "fusefs-csi-node": "privileged",
+        "fusefs-csi-daemons": "privileged",
+        "fusefs-csi-controller": "nonroot-v2",
+    }
+    assert {pod["spec"]["serviceAccountName"] for pod in pod_templates(documents)} == set(
+        constraints
+    )
+    labels = find(documents, "CSIDriver")["metadata"]["labels"]
+    assert labels["security.openshift.io/csi-ephemeral-volume-profile"] == "restricted"
+    namespace = find(documents, "Namespace")["metadata"]["labels"]
+    assert namespace["security.openshift.io/scc.podSecurityLabelSync"] == "false"
+    assert namespace["pod-security.kubernetes.io/enforce"] == "privileged"
+    dns, *_ = find(documents, "NetworkPolicy")["spec"]["egress"]
+    assert {each["port"] for each in dns["ports"]} == {53, 5353}
+
+
+def test_the_controller_is_what_nonroot_v2_admits() -> None:
+    documents = render(MANIFESTS / "overlays/openshift")
+    pod = template(documents, "fusefs-csi-controller")
+    assert pod["spec"]["securityContext"]["runAsNonRoot"]
+    assert {next(iter(volume.keys() - {"name"})) for volume in pod["spec"]["volumes"]} <= {
+        "configMap",
+        "emptyDir",
+    }
+    for each in containers(pod):
+        assert each["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_apparmor_can_be_left_out(tmp_path: Path) -> None:
+    documents = render_with(tmp_path, "apparmor-unconfined")
+    for name in ("fusefs-csi-node", "fusefs-csi-daemons"):
+        context = template(documents, name)["spec"]["securityContext"]
+        assert context["appArmorProfile"] == {"type": "Unconfined"}
+        assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+    for document in documents:
+        check(document, VERSIONS[0])
 
 
 def test_no_mesh_puts_a_proxy_into_a_pod(base: list[Object]) -> None:
