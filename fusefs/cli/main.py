@@ -119,6 +119,7 @@ def _parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentParser:
     _add_sync(commands)
     _add_verify(commands)
     _add_doctor(commands, has_options=arguments is None or "doctor" in arguments)
+    _add_report(commands)
     _add_upgrade(commands, has_options=arguments is None or "upgrade" in arguments)
     _add_keeper(commands)
     return parser
@@ -373,6 +374,28 @@ def _add_doctor(commands: argparse._SubParsersAction[Parser], *, has_options: bo
     parser.set_defaults(run=_doctor)
 
 
+def _add_report(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = commands.add_parser(
+        "report",
+        help="write an archive for a bug report",
+        description="Write versions, settings, status, counters, stacks and the end of the log of "
+        "one mount, or of all mounts of this user, to an archive that only you can read. Secrets "
+        "are left out.",
+    )
+    parser.add_argument(
+        "mountpoint", metavar="MOUNTPOINT", nargs="?", help="a mount (default: all mounts)"
+    )
+    parser.add_argument(
+        "--output", metavar="FILE", help="the archive (default: fusefs-report-TIME.tar.gz)"
+    )
+    parser.add_argument(
+        "--redact",
+        action="store_true",
+        help="replace keys, buckets, hosts and paths by hashes as well",
+    )
+    parser.set_defaults(run=_report)
+
+
 def _add_upgrade(commands: argparse._SubParsersAction[Parser], *, has_options: bool) -> None:
     parser = commands.add_parser(
         "upgrade",
@@ -568,6 +591,12 @@ def _doctor(options: argparse.Namespace) -> int:
 
     config = options.config or os.environ.get(CONFIG_VARIABLE)
     return doctor.run(options, mount.flags(options), config)
+
+
+def _report(options: argparse.Namespace) -> int:
+    from fusefs.cli import report
+
+    return report.run(options.mountpoint, options.output, redacts=options.redact)
 
 
 if __name__ == "__main__":
