@@ -120,6 +120,7 @@ def _parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentParser:
     _add_verify(commands)
     _add_doctor(commands, has_options=arguments is None or "doctor" in arguments)
     _add_report(commands)
+    _add_metrics(commands)
     _add_upgrade(commands, has_options=arguments is None or "upgrade" in arguments)
     _add_keeper(commands)
     return parser
@@ -374,6 +375,24 @@ def _add_doctor(commands: argparse._SubParsersAction[Parser], *, has_options: bo
     parser.set_defaults(run=_doctor)
 
 
+def _add_metrics(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = commands.add_parser(
+        "metrics",
+        help="metrics of all mounts of this user, for Prometheus",
+        description="Serve the metrics of all mounts of this user at http://ADDRESS:PORT/metrics "
+        "until ended, or write them to a file once. Needs the extra metrics "
+        "(pip install 'fusefs[metrics]').",
+    )
+    how = parser.add_mutually_exclusive_group(required=True)
+    how.add_argument("--listen", metavar="ADDRESS:PORT", help="serve there; :PORT is all addresses")
+    how.add_argument(
+        "--textfile",
+        metavar="FILE",
+        help="replace this file in one step, for node_exporter's textfile collector",
+    )
+    parser.set_defaults(run=_metrics)
+
+
 def _add_report(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
         "report",
@@ -597,6 +616,12 @@ def _report(options: argparse.Namespace) -> int:
     from fusefs.cli import report
 
     return report.run(options.mountpoint, options.output, redacts=options.redact)
+
+
+def _metrics(options: argparse.Namespace) -> int:
+    from fusefs.exporter import main as exporter
+
+    return exporter.run(options.listen, options.textfile)
 
 
 if __name__ == "__main__":
