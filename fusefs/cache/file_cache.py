@@ -30,7 +30,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable, Container, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
@@ -61,6 +61,8 @@ SYNC_AFTER_S = 5.0
 # Files that were fetched ahead stay open this long for their first open.
 KEEP_OPEN_S = 10.0
 MOST_KEPT_OPEN = 512
+# Versions whose names are known: as many as the kernel reads by itself (fuse/passthrough.py).
+MOST_NAMES = 16384
 
 
 class FileCache:
@@ -80,6 +82,9 @@ class FileCache:
         self.directory = directory
         self.quota = quota
         self._identity = identity
+        # The name of a version's file, without its generation. Warm files are opened over
+        # and over, and the hash would be a tenth of what that costs.
+        self.name_of = lru_cache(MOST_NAMES)(self._make_name)
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         try:
             self._disk = Disk(directory / "objects")
@@ -136,7 +141,7 @@ class FileCache:
         """Whether the last process that used the directory did not end as it should have."""
         return self._mark.was_unclean
 
-    def name_of(self, version: ObjectVersion) -> str:
+    def _make_name(self, version: ObjectVersion) -> str:
         content = "\0".join((self._identity, version.key, version.etag, str(version.size)))
         return blake2b(content.encode(), digest_size=16).hexdigest()
 

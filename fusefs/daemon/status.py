@@ -13,7 +13,7 @@ from typing import Any
 import trio
 
 import fusefs
-from fusefs.daemon import metrics, stack_dump
+from fusefs.daemon import metrics
 from fusefs.daemon.cache_warmer import JobSpec
 from fusefs.daemon.mount_parts import MountParts
 from fusefs.launch.control import ControlError
@@ -43,8 +43,6 @@ def answer(
             return _collect_all(daemon)
         case {"command": "metrics"}:
             return metrics.collect(daemon)
-        case {"command": "stacks"}:
-            return stack_dump.collect()
         case {"command": "sync", "path": str(path), "start": bool(is_first)}:
             mutations = daemon.operations.mutations
             if mutations is None:
@@ -143,6 +141,7 @@ def collect(daemon: MountParts) -> dict[str, Any]:
         "requests": {
             "total": session.requests,
             "waiting": len(session.waiting),
+            "busy_polling": session.busy_poll.describe() if session.busy_poll else None,
             "downloads": daemon.fetcher.under_way,
         },
         "writing": _writing(daemon),

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import pyfuse3
 import trio
 
+from fusefs.fuse.busy_poll import BusyPoll
 from fusefs.fuse.protocol import Opcode
 from fusefs.fuse.session import OPERATIONS, Waiting
 from fusefs.linux.mount import MountError, MountRequest
@@ -46,6 +47,7 @@ class PyfuseSession(KernelNotifications):
         self._request = request
         self._handlers = Pyfuse3Handlers(operations)
         self.times = self._handlers.times
+        self.busy_poll: BusyPoll | None = None
         operations.notifier.connect(self)
 
     @property

@@ -71,7 +71,6 @@ class Handlers:
             Opcode.STATFS: self._statfs,
             Opcode.GETXATTR: self._getxattr,
             Opcode.LISTXATTR: self._listxattr,
-            Opcode.IOCTL: _refuse_ioctl,
         }
         self.table.update(dict.fromkeys(_CHANGING, _refuse_change))
 
@@ -296,12 +295,8 @@ _MODE, _MODE_AT = struct.Struct("=I"), protocol.ATTR.offsets()["mode"]
 _PADDING = [bytes(count) for count in range(8)]
 
 
-def _refuse_ioctl(_nodeid: int, _body: memoryview, _caller: Caller) -> Payload:
-    # Python's open() asks each file whether it is a terminal.
-    raise _NO_TERMINAL
-
-
-_NO_TERMINAL = OSError(errno.ENOTTY, "not a terminal")
+# Requests that all get one error. Python's open() asks each file whether it is a terminal.
+REFUSED = {int(Opcode.IOCTL): errno.ENOTTY}
 
 
 def _refuse_change(_nodeid: int, _body: memoryview, _caller: Caller) -> Payload:

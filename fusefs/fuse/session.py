@@ -9,7 +9,8 @@ is being killed. Measured with
 task for each, 19,000 under pyfuse3.
 
 Between two waits at most a fixed number of requests is handled, so that other
-tasks get their turn.
+tasks get their turn. Before the session waits it polls for the next request, where
+that pays (busy_poll.py).
 
 The request and reply buffers are private memory, resident and locked: a page
 that had to be faulted in while the kernel copies a reply would, if the
@@ -40,15 +41,17 @@ from typing import Any, Protocol
 import trio
 
 from fusefs.fuse import protocol
+from fusefs.fuse.busy_poll import BusyPoll, polling
 from fusefs.fuse.interrupts import Callers, Interrupts
 from fusefs.fuse.protocol import Init, Opcode
-from fusefs.fuse.read_handlers import Buffer, Handler, Handlers, Payload
+from fusefs.fuse.read_handlers import REFUSED, Buffer, Handler, Handlers, Payload
 from fusefs.fuse.write_handlers import ChangingHandlers
 from fusefs.linux.libc import lock_memory
 from fusefs.posix.nodes.inode_table import NodeLog
 from fusefs.posix.nodes.notifier import KernelNotifications
 from fusefs.posix.operations import Operations
 from fusefs.posix.types import Caller
+from fusefs.settings.types import BusyPolling
 from fusefs.telemetry.requests import RequestTimes
 
 logger = logging.getLogger("fusefs.session")
@@ -79,6 +82,10 @@ _NEEDED = Init.PARALLEL_DIROPS | Init.MAX_PAGES | Init.DO_READDIRPLUS
 _UNMARKED = protocol.UNIQUE_RESEND - 1
 # The names of requests, for people.
 OPERATIONS = {int(opcode): opcode.name.lower() for opcode in Opcode}
+_UNPACK_HEADER, _IN_HEADER_SIZE = protocol.IN_HEADER.unpack_from, protocol.IN_HEADER.size
+_PACK_HEADER, _OUT_HEADER_SIZE = protocol.OUT_HEADER.pack, protocol.OUT_HEADER.size
+# Up to here to copy a reply behind its header takes less than to write two pieces at once.
+_COPIED = 512
 
 
 class UnsupportedKernelError(Exception):
@@ -118,6 +125,8 @@ class RunningSession(Protocol):
     @property
     def waiting(self) -> list[Waiting]: ...
     @property
+    def busy_poll(self) -> BusyPoll | None: ...
+    @property
     def survival(self) -> tuple[bool, str]: ...
     async def run(self) -> bool: ...
 
@@ -140,6 +149,7 @@ class Session(KernelNotifications):
         *,
         max_stack_depth: int = 1,
         may_resend: bool = True,
+        busy_polling: BusyPolling = BusyPolling.AUTO,
     ) -> None:
         self._fd = fd
         self._operations = operations
@@ -152,6 +162,8 @@ class Session(KernelNotifications):
         except OSError as error:
             logger.debug("can't lock memory: %s", error.strerror)
         self._buffer = memoryview(self._memory)
+        self._buffers = [self._buffer]
+        self.busy_poll = polling(fd, busy_polling)
         # By their unique numbers, without the mark.
         self._waiting: dict[int, Waiting] = {}
         self.callers = Callers()
@@ -274,12 +286,13 @@ class Session(KernelNotifications):
 
     def _answer_batch(self, nursery: trio.Nursery) -> int:
         """Answer what is there; return how many requests, -1 once unmounted."""
-        buffers = [self._buffer]
         for count in range(BATCH):
             try:
-                size = os.readv(self._fd, buffers)
+                size = os.readv(self._fd, self._buffers)
             except BlockingIOError:
-                return count
+                if not self._finds_request():
+                    return count
+                continue
             except OSError as error:
                 if error.errno == errno.ENODEV:
                     return -1
@@ -289,17 +302,25 @@ class Session(KernelNotifications):
             self._answer(size, nursery)
         return BATCH
 
+    def _finds_request(self) -> bool:
+        """Whether a request comes within microseconds, if it pays to wait for one."""
+        # What waits already has a task, which is to have its turn.
+        if self.busy_poll is None or self._waiting:
+            return False
+        return self.busy_poll.finds_request()
+
     def _answer(self, size: int, nursery: trio.Nursery) -> None:
-        _, opcode, unique, nodeid, uid, gid, pid, extension, _ = protocol.IN_HEADER.unpack_from(
-            self._buffer
-        )
+        _, opcode, unique, nodeid, uid, gid, pid, extension, _ = _UNPACK_HEADER(self._buffer)
         self.requests += 1
         began = time.monotonic()
-        body = self._buffer[protocol.IN_HEADER.size : size - 8 * extension]
         handler = self._handlers.get(opcode)
+        if handler is None:
+            number = REFUSED.get(opcode, errno.ENOSYS)
+            self._reply_errno(unique, number)
+            self.times.failed(opcode, began, number)
+            return
+        body = self._buffer[_IN_HEADER_SIZE : size - 8 * extension]
         try:
-            if handler is None:
-                raise OSError(errno.ENOSYS, "not implemented")
             result = handler(nodeid, body, Caller(unique & _UNMARKED, uid, gid, pid))
         except OSError as error:
             self._reply_error(unique, error)
@@ -310,7 +331,7 @@ class Session(KernelNotifications):
                 raise
             self._reply_fault(unique)
             return
-        if isinstance(result, (bytes, memoryview, bytearray)):
+        if isinstance(result, (bytes, bytearray, memoryview)):
             self._reply(unique, result)
             self.times.answered(opcode, began)
         elif result is not None:
@@ -343,9 +364,13 @@ class Session(KernelNotifications):
             self._interrupts.forget(unique & _UNMARKED)
 
     def _reply(self, unique: int, payload: Buffer) -> None:
-        header = protocol.OUT_HEADER.pack(protocol.OUT_HEADER.size + len(payload), 0, unique)
+        size = _OUT_HEADER_SIZE + len(payload)
+        header = _PACK_HEADER(size, 0, unique)
         try:
-            os.writev(self._fd, (header, payload))
+            if size <= _COPIED:
+                os.write(self._fd, header + payload)
+            else:
+                os.writev(self._fd, (header, payload))
         except OSError as error:
             self._note_lost_reply(error)
 
@@ -353,8 +378,11 @@ class Session(KernelNotifications):
         number = error.errno or errno.EIO
         if number == errno.EIO:
             logger.info("answering EIO: %s", error)
+        self._reply_errno(unique, number)
+
+    def _reply_errno(self, unique: int, number: int) -> None:
         try:
-            os.write(self._fd, protocol.OUT_HEADER.pack(protocol.OUT_HEADER.size, -number, unique))
+            os.write(self._fd, _PACK_HEADER(_OUT_HEADER_SIZE, -number, unique))
         except OSError as lost:
             self._note_lost_reply(lost)
 

@@ -42,6 +42,7 @@ from fusefs.settings.types import (
     URL,
     WORD,
     Addressing,
+    BusyPolling,
     ConditionalWrites,
     Conflict,
     Durability,
@@ -226,6 +227,13 @@ class MountSettings:
         "Kernel",
         "let the kernel read cached files directly (as root, Linux 6.9 or newer)",
         PassthroughMode.AUTO,
+    )
+    busy_polling: BusyPolling = option(
+        choice(BusyPolling),
+        "Kernel",
+        "poll for the next request for up to 50 us before sleeping, while requests come close"
+        " together (auto: as long as it saves more time than it takes)",
+        BusyPolling.AUTO,
     )
 
     resend: ResendMode = option(

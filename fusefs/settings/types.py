@@ -159,6 +159,14 @@ class ResendMode(enum.StrEnum):
     OFF = "off"
 
 
+class BusyPolling(enum.StrEnum):
+    """Whether the daemon polls for a program's next request before it sleeps."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+
 class Durability(enum.StrEnum):
     """Where a file is when fsync and close return."""
 

@@ -71,9 +71,9 @@ class Opener:
         is_valid = self._is_valid(inode)
         if known := self._handles.opened_by(caller.unique):
             return self._opened_before(known)
-        if inode.is_current and is_valid:
+        if inode.is_current and is_valid and not inode.served:
             file = self._cache.find(inode.info.version)
-            if file is not None and file.is_complete and not inode.served:
+            if file is not None and file.is_complete:
                 backing_id = self._backing.find(file)
                 if backing_id and not (file.needs_check or self._cache.probing.is_due(file)):
                     return self._opened_passthrough(inode, file, backing_id, flags, caller)
@@ -241,15 +241,14 @@ class Opener:
         self, inode: Inode, file: CacheFile, backing_id: int, flags: int, caller: Caller
     ) -> Opened:
         assert inode.info is not None
+        version = file.version or inode.info.version
         self._cache.pin_again(file)
         self._cache.opened(file)
         self._count_whole(file)
         self._counters.passthrough_opens += 1
         self._counters.passthrough_bytes += file.size
-        handle = self._handles.open_file(
-            inode, inode.info.version, file, backing_id, flags, caller.unique
-        )
-        return Opened(handle.fh, keep_cache=True, backing_id=backing_id)
+        handle = self._handles.open_file(inode, version, file, backing_id, flags, caller.unique)
+        return Opened(handle.fh, True, backing_id)
 
     def _opened_served(
         self, inode: Inode, file: CacheFile, flags: int, caller: Caller, *, keep_cache: bool
