@@ -140,11 +140,15 @@ class Mounts:
             return daemon_pid(root) is not None and not self._daemons.serve(root)
 
     def ask(
-        self, record: MountRecord, timeout_s: float = ANSWER_TIMEOUT_S
+        self,
+        record: MountRecord,
+        timeout_s: float = ANSWER_TIMEOUT_S,
+        *,
+        command: str = "status",
     ) -> dict[str, Any] | None:
-        """The daemon's status; None if it does not answer within `timeout_s`."""
+        """The daemon's answer to a command; None if it has none within `timeout_s`."""
         try:
-            return daemon_request(Path(record.root), {"command": "status"}, timeout_s)
+            return daemon_request(Path(record.root), {"command": command}, timeout_s)
         except ControlError:
             return None
 

@@ -1,10 +1,10 @@
 """A volume's usage, from the status of its mount's daemon.
 
 A bucket has no size, and counting its objects would cost a LIST for every thousand of
-them, each minute and on each node. So `used` is the size of the volume's cached data and
-the number of files that the mount knows; `total` is larger than any volume. No request
-goes to the bucket or the mount. If the daemon does not answer within a second, its last
-answer counts.
+them, each minute and on each node. So `used` is the number of files that the mount knows
+(programs have looked them up, and the kernel has not forgotten them) and the sum of their
+sizes; `total` is larger than any volume. No request goes to the bucket or the mount. If
+the daemon does not answer within a second, its last answer counts.
 """
 
 from __future__ import annotations
@@ -25,12 +25,9 @@ class Stats:
 
     def of(self, record: MountRecord) -> csi_pb2.NodeGetVolumeStatsResponse:
         """The usage of the volume of a record."""
-        status = self._mounts.ask(record)
-        if status is not None:
-            self._last[record.key] = (
-                int(status["cache"]["used_bytes"]),
-                int(status["metadata"]["nodes"]),
-            )
+        usage = self._mounts.ask(record, command="usage")
+        if usage is not None:
+            self._last[record.key] = (int(usage["bytes"]), int(usage["files"]))
         used, nodes = self._last.get(record.key, (0, 0))
         units = csi_pb2.VolumeUsage
         return csi_pb2.NodeGetVolumeStatsResponse(

@@ -292,6 +292,8 @@ def mount_layer(
         layer["gid"] = RawValue(str(fs_group), "fsGroup")
         layer.setdefault("file_mode", RawValue("664", "fsGroup"))
         layer.setdefault("dir_mode", RawValue("775", "fsGroup"))
+        # Kubernetes: new files belong to the group, and permissions are OR'd with rw-rw----.
+        layer["shared_group"] = RawValue("true", "fsGroup")
     layer |= _limited(options.settings, shares)
     fixed = {
         "source": str(place.source),

@@ -333,6 +333,7 @@ class Daemon:
             settings.gid if settings.gid is not None else os.getegid(),
             settings.file_mode,
             settings.dir_mode,
+            settings.shared_group,
         )
         self._log = log
         writing = None if settings.read_only else self._writing(mounted_ns)

@@ -28,6 +28,8 @@ logger = logging.getLogger("fusefs.daemon")
 MOST_PENDING = 20
 MOST_JOBS = 10
 MOST_ENDED_JOBS = 3
+# How many nodes are counted before requests get their turn.
+USAGE_STEP = 2000
 
 
 def answer(
@@ -41,6 +43,8 @@ def answer(
     match request:
         case {"command": "status"}:
             return _collect_all(daemon)
+        case {"command": "usage"}:
+            return _usage(daemon)
         case {"command": "metrics"}:
             return metrics.collect(daemon)
         case {"command": "sync", "path": str(path), "start": bool(is_first)}:
@@ -108,6 +112,22 @@ async def _collect_all(daemon: MountParts) -> dict[str, Any]:
     status = collect(daemon)
     status["pins"] = await daemon.local_copies.describe_pins()
     return status
+
+
+async def _usage(daemon: MountParts) -> dict[str, Any]:
+    """The number of files that the mount knows, and the sum of their sizes in bytes."""
+    files = size = 0
+    known = daemon.operations.inodes.all()
+    for start in range(0, len(known), USAGE_STEP):
+        for inode in known[start : start + USAGE_STEP]:
+            if inode.is_removed or not inode.is_current:
+                continue
+            if inode.staged is not None:
+                files, size = files + 1, size + inode.staged.size()
+            elif inode.info is not None:
+                files, size = files + 1, size + inode.info.size
+        await trio.lowlevel.checkpoint()
+    return {"files": files, "bytes": size}
 
 
 def collect(daemon: MountParts) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def begin(given: dict[str, Any], configuration: Configuration, listener: Listene
     else:
         broker = Broker(configuration, state, daemon.socket, daemon.process, wire.TAKE_OVER)
         broker.attach()
-        log(f"the daemon {daemon.pid} is adopted")
+        log(f"{daemon.name} is adopted")
         keeper.adopt(daemon, broker)
     return keeper
 

@@ -261,7 +261,7 @@ class Keeper:
         pause_s = self._state.serving(has_resend)
         if daemon.served is None:
             daemon.served = time.monotonic()
-            log(f"the daemon {daemon.pid} serves, after a pause of {pause_s:.3f} s")
+            log(f"{daemon.name} serves, after a pause of {pause_s:.3f} s")
             if self._state.restarts:
                 self._deposit()
             self._standby.prepare()
@@ -274,7 +274,7 @@ class Keeper:
         if self._exit_code is not None:
             return
         end = daemon.reason or describe_end(daemon.status)
-        log(f"the daemon {daemon.pid} is gone: {end}")
+        log(f"{daemon.name} is gone: {end}")
         if daemon.is_incoming:
             self._answer_upgrade({"error": f"the new daemon is gone: {end}; the old one goes on"})
         elif self._is_terminating or not self._state.has_served:

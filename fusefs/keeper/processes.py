@@ -117,6 +117,11 @@ class DaemonProcess:
         self.reason = ""
         self.status: int | None = None
 
+    @property
+    def name(self) -> str:
+        """What the log calls it. In another PID namespace it has no number here."""
+        return f"the daemon {self.pid}" if self.pid else "the daemon in the other container"
+
     def close(self) -> None:
         """Close what we have of it."""
         os.close(self.pidfd)
@@ -389,7 +394,7 @@ class ProcessTable:
             self.kill(daemon, f"not ready within {2 * hang_s:.0f} s")
         elif daemon.step == ALIVE:
             daemon.reason = f"silent for {hang_s:.0f} s"
-            log(f"the daemon {daemon.pid} has been {daemon.reason}; its stacks follow")
+            log(f"{daemon.name} has been {daemon.reason}; its stacks follow")
             self._state.paused(daemon.heard)
             daemon.step = WARNED
             daemon.deadline = now + DUMP_S
@@ -399,7 +404,7 @@ class ProcessTable:
         elif daemon.step == LEAVING:
             self.kill(daemon, "did not end when it was told to")
         elif daemon.step == KILLED:
-            log(f"the daemon {daemon.pid} does not go away; it is left behind")
+            log(f"{daemon.name} does not go away; it is left behind")
             self._lingering.append(os.dup(daemon.pidfd))
             if daemon.is_child:
                 self._unreaped[daemon.pid] = now
@@ -488,7 +493,7 @@ class ProcessTable:
     def _hear(self, daemon: DaemonProcess, message: wire.KeeperMessage) -> None:
         daemon.heard = time.monotonic()
         if daemon.step == WARNED:
-            log(f"the daemon {daemon.pid} is heard of again")
+            log(f"{daemon.name} is heard of again")
             daemon.step, daemon.reason = ALIVE, ""
             if daemon.served is not None:
                 self._state.resumed()

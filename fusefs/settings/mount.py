@@ -167,6 +167,13 @@ class MountSettings:
     gid: int | None = option(ID, "Files", "group of all files", None, otherwise="yours")
     file_mode: int = option(MODE, "Files", "permissions of files", 0o644)
     dir_mode: int = option(MODE, "Files", "permissions of directories", 0o755)
+    shared_group: bool = option(
+        SWITCH,
+        "Files",
+        "give new files and directories the group of the mount (--gid), and the group the rights"
+        " of the owner",
+        False,
+    )
 
     durability: Durability = option(
         choice(Durability),

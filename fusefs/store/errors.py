@@ -322,5 +322,7 @@ def _from_obstore(error: Exception) -> Failure | None:
         return Failure(UnreachableError, "the answer broke off", is_retryable=True)
     if "error sending request" in text:
         return _unreachable(unreachable.of_obstore(text))
+    if "builder error" in text:  # nothing was sent
+        return Failure(StoreError, unreachable.of_builder(text))
     first_line = text.partition("\n")[0]
     return Failure(UnreachableError, f"no answer from S3: {first_line}", is_retryable=True)

@@ -62,6 +62,7 @@ _VERIFY = re.compile(r"certificate verify failed: (.*?)(?: \(_ssl\.c:\d+\))?['\"
 _OTHER_NAME = re.compile(r"doesn't match|not valid for|[Mm]ismatch")
 _TUNNEL = re.compile(r"Tunnel connection failed: (\d{3}) ?([^'\")]*)")
 _URI = re.compile(r"uri: Some\(\s*(\w+://[^/\s]+)")
+_GENERAL = re.compile(r'General\(\s*"([^"]*)"')
 _MESSAGE = re.compile(r'(?:message|error): "([^"]*)"')
 
 
@@ -121,6 +122,14 @@ def of_obstore(text: str) -> Cause:
     return Cause(
         f"no connection to {whom}: {messages[-1].lower()}" if messages else f"no answer from {whom}"
     )
+
+
+def of_builder(text: str) -> str:
+    """Why obstore made no client, as a sentence."""
+    if "No CA certificates" in text:
+        return "this system has no certificates of authorities (/etc/ssl/certs; ca-certificates)"
+    causes = _GENERAL.findall(text)
+    return f"its client can't be made: {causes[-1] if causes else 'builder error'}"
 
 
 def _of_openssl(reason: str, whom: str) -> Cause:

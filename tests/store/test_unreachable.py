@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 from botocore import exceptions
+from obstore.exceptions import GenericError
 
 from fusefs.store import unreachable
-from fusefs.store.errors import StoreError
+from fusefs.store.errors import StoreError, translate
 from fusefs.store.s3 import list as lister
 from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
@@ -207,3 +208,22 @@ def test_a_mount_of_what_redirects_is_refused_with_the_target(
     faulty.add(status=307, headers={"location": "https://s3.example.org/"})
     with pytest.raises(AssertionError, match=r"redirects to https://s3\.example\.org"):
         mounter(endpoint_url=faulty.endpoint_url)
+
+
+def test_a_system_without_certificates_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As obstore 0.9 has it in an image without ca-certificates.
+    text = """Generic HTTP client error: builder error
+
+Debug source:
+Generic {
+    store: "HTTP client",
+    source: reqwest::Error {
+        kind: Builder,
+        source: General(
+            "No CA certificates were loaded from the system",
+        ),
+    },
+}"""
+    assert "no certificates of authorities" in translate(GenericError(text)).sentence
+    other = translate(GenericError(text.replace("No CA certificates were", "The moon was")))
+    assert other.sentence == "its client can't be made: The moon was loaded from the system"

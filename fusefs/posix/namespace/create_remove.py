@@ -43,6 +43,7 @@ class Naming:
         self._directories = state.directories
         self._inodes = state.inodes
         self._handles = state.handles
+        self._owner = state.owner
         self._log = state.journal
         self._writer = writer
         self._may_delete = writing.rules.may_delete
@@ -131,7 +132,7 @@ class Naming:
             if not self._is_repeated(caller):
                 await self._check_absent(parent, name)
             prefix = self._inodes.key(parent)
-            meta = Meta(stat.S_IFDIR | mode & PERMISSIONS, caller.uid, caller.gid)
+            meta = self._owner.of_new(stat.S_IFDIR | mode & PERMISSIONS, caller.uid, caller.gid)
             self._begin(caller)
             await self._writer.put_marker(prefix + name + "/", meta, Expect(None))
             self._directories.changed(prefix, name, None)
@@ -148,7 +149,8 @@ class Naming:
             if not self._is_repeated(caller):
                 await self._check_absent(parent, name)
             prefix = self._inodes.key(parent)
-            meta = Meta(stat.S_IFLNK | 0o777, caller.uid, caller.gid, time.time_ns())
+            meta = self._owner.of_new(stat.S_IFLNK | 0o777, caller.uid, caller.gid)
+            meta = meta.changed(mtime_ns=time.time_ns())
             self._begin(caller)
             with tempfile.TemporaryFile() as file:
                 file.write(target)

@@ -24,13 +24,15 @@ FIRST_ID = 16
 class Ownership:
     """Who owns what has no owner of its own, and with which permissions.
 
-    `file` and `directory` are the attributes of each where its object has none.
+    With `is_shared` what is new belongs to the group `gid`, which may do with it what its
+    owner may. `file` and `directory` are the attributes of each where its object has none.
     """
 
     uid: int
     gid: int
     file_mode: int
     dir_mode: int
+    is_shared: bool = False
     file: Meta = field(init=False)
     directory: Meta = field(init=False)
 
@@ -41,6 +43,12 @@ class Ownership:
             ("directory", stat.S_IFDIR | self.dir_mode),
         ):
             object.__setattr__(self, name, Meta(mode, self.uid, self.gid))
+
+    def of_new(self, mode: int, uid: int, gid: int) -> Meta:
+        """The attributes of what a process of this user and group makes with this mode."""
+        if not self.is_shared:
+            return Meta(mode, uid, gid)
+        return Meta(mode | (mode & stat.S_IRWXU) >> 3, uid, self.gid)
 
 
 @dataclass(slots=True)

@@ -94,7 +94,7 @@ class Writer:
         Raises:
             OSError: EEXIST, with O_EXCL, and there is one by now.
         """
-        meta = Meta(stat.S_IFREG | mode & PERMISSIONS, caller.uid, caller.gid)
+        meta = self._state.owner.of_new(stat.S_IFREG | mode & PERMISSIONS, caller.uid, caller.gid)
         made = (parent.children or {}).get(name)
         is_asked = flags & os.O_EXCL and (is_reserved or self._is_reserved(parent, name, caller))
         if is_asked or (made is not None and made.staged is not None):

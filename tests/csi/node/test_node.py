@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -92,6 +95,43 @@ def test_files_belong_to_the_pods_group(node: Node, data: Bucket) -> None:
     found = (target / "hello").stat()
     assert (found.st_gid, found.st_mode & 0o777) == (2345, 0o664)
     node.unpublish("grouped", target)
+
+
+def test_two_users_of_a_pods_group_write_each_others_files(node: Node, data: Bucket) -> None:
+    """Kubernetes' fsGroup: what is new belongs to the group, which may write it."""
+    target = node.target("pod")
+    group = capability(group="2345")
+    node.publish("grouped", target, cap=group, bucket=data.name, prefix="shared")
+    names = ["new", "new/file", "new/link", "new/program"]
+    made = "umask 022; cd new-data; mkdir new; echo -n one > new/file; ln -s file new/link"
+    made += "; install -m 700 /dev/null new/program"
+    try:
+        (target / "new-data").mkdir()
+        of_user(1001, made, target)
+        shown = [(target / "new-data" / name).lstat() for name in names]
+        assert {one.st_gid for one in shown} == {2345}
+        assert {one.st_uid for one in shown} == {1001}
+        assert [one.st_mode & 0o777 for one in shown] == [
+            0o775,
+            0o664,
+            0o777,
+            0o700,
+        ]  # as install sets it
+        of_user(1002, "cd new-data/new; echo -n two >> file; echo -n three > other", target)
+        assert (target / "new-data/new/file").read_bytes() == b"onetwo"
+        stored = data.client.head_object(Bucket=data.name, Key="shared/new-data/new/file")
+        assert stored["Metadata"]["gid"] == "2345"
+        assert int(stored["Metadata"]["mode"]) & 0o777 == 0o664
+    finally:
+        shutil.rmtree(target / "new-data")
+        node.unpublish("grouped", target)
+
+
+def of_user(uid: int, script: str, directory: Path) -> None:
+    """Run a script as a user with a group of his own, and the pod's beside it."""
+    subprocess.run(
+        ["sh", "-ec", script], cwd=directory, user=uid, group=uid, extra_groups=[2345], check=True
+    )
 
 
 # --- publishing again ---------------------------------------------------------------
@@ -341,6 +381,7 @@ def test_a_volumes_numbers_come_from_its_daemon_or_are_the_last_ones(
     (target / "hello").read_bytes()
     until(lambda: node.stats("counted", target).usage[0].used > 0, "something is used")
     told = node.stats("counted", target)
+    assert [one.used for one in told.usage] == [len(b"hello"), 1]
     assert {one.total for one in told.usage} == {one.available for one in told.usage} == {2**60}
     os.kill(daemon := node.daemons()[0], signal.SIGSTOP)
     try:
@@ -350,6 +391,12 @@ def test_a_volumes_numbers_come_from_its_daemon_or_are_the_last_ones(
     for volume, path in (("counted", node.target("other")), ("other", target)):
         with refused(Code.NOT_FOUND):
             node.stats(volume, path)
+    # Another volume of the same identity, whose cache is the same, counts its own files.
+    empty = node.target("empty")
+    node.publish("empty", empty, bucket=data.name, prefix="nothing")
+    assert list(empty.iterdir()) == []
+    assert [one.used for one in node.stats("empty", empty).usage] == [0, 0]
+    node.unpublish("empty", empty)
     node.unpublish("counted", target)
     with refused(Code.NOT_FOUND):
         node.stats("counted", target)

@@ -160,3 +160,20 @@ def test_the_mount_has_the_flags_that_keep_it_harmless(tree: Mount) -> None:
 def test_a_mount_for_writing_is_nosuid_and_nodev_too(mounter: Mounter) -> None:
     flags = flags_of(mounter("--session", "kernel", "--no-read-only").path)
     assert {"rw", "nosuid", "nodev"} <= flags
+
+
+@states(
+    "With `--shared-group` what is made belongs to the group of `--gid`, which may do with it what"
+    " its owner may."
+)
+def test_what_is_made_belongs_to_a_shared_group(mounter: Mounter) -> None:
+    path = mounter("--no-read-only", "--shared-group", "--gid", "4321").path
+    (path / "directory").mkdir(mode=0o750)
+    (path / "directory" / "file").touch(mode=0o600)
+    (path / "directory" / "link").symlink_to("file")
+    shown = [(path / name).lstat() for name in ("directory", "directory/file", "directory/link")]
+    assert [stat.S_IMODE(one.st_mode) for one in shown] == [0o770, 0o660, 0o777]
+    assert {one.st_gid for one in shown} == {4321}
+    (path / "directory" / "file").chmod(0o600)
+    assert stat.S_IMODE((path / "directory" / "file").stat().st_mode) == 0o600
+    shutil.rmtree(path / "directory")
