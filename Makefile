@@ -8,6 +8,9 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 STAMP := .venv/.set-up
+# With a path on record, not a module that finds the packages and is imported at each start.
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	--config-settings editable_mode=compat
 SOURCES := setup.py fusefs csi tests examples $(wildcard bench)
 
 .PHONY: setup demo test test-ceph lint storm bench clean
@@ -17,7 +20,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml setup.py $(wildcard proto/*.proto) .ci/system-packages
 	.ci/system-packages
 	test -x $(BIN)/python || "$$(.ci/system-packages --python)" -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(INSTALL) -e '.[dev]'
 	$(BIN)/fusefs --version
 	touch $@
 
@@ -46,7 +49,7 @@ storm: $(STAMP)
 	$(BIN)/python -m pytest -m storm
 
 bench: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[bench]'
+	$(INSTALL) -e '.[bench]'
 	$(BIN)/python -m bench
 
 clean:

@@ -11,7 +11,8 @@ A process that starts beside an earlier one takes over: first the descriptors, t
 the sockets, then the daemons (migration.py), and is ready when all of them have
 moved. The earlier process, when it gets SIGTERM, ends after its last daemon; it
 waits without a limit, as kubelet has one. If the new process ends instead, the
-earlier one comes back.
+earlier one comes back. With `--successor=after` the next process starts when this
+one has ended, and finds the mounts through their keepers.
 """
 
 from __future__ import annotations
@@ -48,6 +49,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="a file that is there while the node's mounts are served here",
     )
+    parser.add_argument(
+        "--successor",
+        choices=("beside", "after"),
+        default="beside",
+        help="when the next pod starts in a roll-out: beside this one, which hands its daemons"
+        " over; or after this one, which ends with them as soon as each mount has a keeper"
+        " (default: %(default)s)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -69,6 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
         old=running(state / SUPERVISOR),
         on_look=service.look,
         on_return=service.start,
+        has_successor_beside=arguments.successor == "beside",
     )
     mover = _fork(lambda: _move(old, state, supervisor.number, ready), old)
     service.helpers.append(mover)

@@ -35,6 +35,8 @@ from fusefs.linux.sockets import is_trusted
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
+# For daemons whose mounts are ending already, and their uploads.
+LINGER_S = 2.0
 # For a killed process to go; one that takes longer than the second hangs in the kernel.
 GOING_S = 1.0
 HANGING_S = 5.0
@@ -73,7 +75,9 @@ class Supervisor:
 
     `old` is a connection to the one before it, which may still have daemons.
     `on_look` is called each second, and `on_return` when it listens again, after
-    another took its place and has gone.
+    another took its place and has gone. Without `has_successor_beside` nothing takes the
+    daemons over while this process lives: after SIGTERM it ends with them, once each
+    mount has a keeper that holds it until the next process is there.
 
     Raises:
         OSError: it cannot listen.
@@ -86,6 +90,8 @@ class Supervisor:
         old: socket.socket | None = None,
         on_look: Callable[[], None] = lambda: None,
         on_return: Callable[[], None] = lambda: None,
+        *,
+        has_successor_beside: bool = True,
     ) -> None:
         # What tells it from others, for keepers' answers.
         self.number = time.time_ns()
@@ -96,24 +102,41 @@ class Supervisor:
         self._on_return = on_return
         self._loop = Loop()
         self._children: dict[int, Child] = {}
+        self._has_successor_beside = has_successor_beside
         self._is_ending = False
+        self._lingers_until = 0.0  # of the monotonic clock
+        self._orphans = 0  # as logged
         self._listen()
 
     def run(self) -> None:
-        """Serve until SIGTERM has come and all daemons have ended."""
+        """Serve until SIGTERM has come and all daemons have ended, or may end with this."""
         signal.signal(signal.SIGTERM, self._end)
         signal.signal(signal.SIGINT, self._end)
-        while not self._is_ending or self._children:
+        while not self._is_over():
             self._loop.run_once(LOOK_S)
             if not self._is_ending:
                 self._keep_listening()
                 self._on_look()
         self._listener.remove()
 
+    def _is_over(self) -> bool:
+        if not self._is_ending or not self._children:
+            return self._is_ending
+        if self._has_successor_beside or time.monotonic() < self._lingers_until:
+            return False
+        # A mount without a keeper would die with its daemon: while the driver's pod is replaced,
+        # too, this waits for the next one.
+        orphans = sum(child.keeper is None for child in self._children.values())
+        if orphans != self._orphans:
+            log.info("%d of the daemons wait for a keeper", orphans)
+            self._orphans = orphans
+        return not orphans
+
     def _end(self, _number: int, _frame: FrameType | None) -> None:
         # Whoever comes meanwhile may still ask for what there is, and take it over.
         if not self._is_ending:
             log.info("ending when %d daemons have", len(self._children))
+            self._lingers_until = time.monotonic() + LINGER_S
         self._is_ending = True
 
     # --- connections ---

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,8 @@ _MEMORY_SYSTEMS = ("tmpfs", "ramfs")
 # Nobody's on a usual machine: systemd's documentation of uids leaves them free.
 FIRST_UID, LAST_UID = 1_900_000_000, 1_900_009_999
 _MOST_UIDS = 100_000
+# FUSE_NOTIFY_RESEND (include/uapi/linux/fuse.h).
+RESEND_SINCE = (6, 9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,17 @@ class NodeConfiguration:
                 " on a tmpfs, like /run"
             )
         self.mounts_directory.mkdir(parents=True, exist_ok=True)
+
+
+def kernel_warning(release: str) -> str | None:
+    """What this kernel, as `uname -r` names it, means for roll-outs; None if nothing."""
+    found = re.match(r"(\d+)\.(\d+)", release)
+    if found is None or (int(found[1]), int(found[2])) >= RESEND_SINCE:
+        return None
+    return (
+        f"Linux {release} is older than 6.9: the end of a daemon ends its mount, and roll-outs of"
+        " the daemons need a second pod (maxSurge: 1; the component surge)"
+    )
 
 
 def _file_system(directory: Path) -> str:

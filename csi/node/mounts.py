@@ -195,6 +195,13 @@ class Mounts:
         elif is_held and not is_alive:
             self.start(record, deadline)
 
+    def not_held(self) -> list[str]:
+        """The sources of the mounts whose connection the descriptor store does not hold."""
+        table = MountTable()
+        roots = [(record.source, table.top(Path(record.root))) for record in self.records.all()]
+        mounted = [(source, root) for source, root in roots if root is not None]
+        return [source for source, root in mounted if not self._fd_store.has(root)]
+
     # --- ending ---
 
     def end(self, record: MountRecord, deadline: float, *, is_forced: bool = False) -> None:

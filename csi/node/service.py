@@ -42,7 +42,12 @@ from csi.identities.credentials import DRIVER, CredentialFiles, Identity, choose
 from csi.in_flight import Claims
 from csi.node import bind_mount
 from csi.node.bind_mount import MountTable
-from csi.node.config import NodeConfiguration, add_flags, configuration_of
+from csi.node.config import (
+    NodeConfiguration,
+    add_flags,
+    configuration_of,
+    kernel_warning,
+)
 from csi.node.drain import Drains, UploadingError
 from csi.node.mount_record import MountRecord, MountRecords
 from csi.node.mounts import Mounts
@@ -65,6 +70,10 @@ TARGET_MODE = 0o750
 LONGEST_PAUSE = "15m"
 CLAIM_POLL_S = 0.02
 UPLOADS_POLL_S = 0.5
+# At the end: for the daemons' container to start again, and the reconciler to bring it what
+# it is to hold.
+HELD_S = 30.0
+HELD_POLL_S = 0.2
 
 Request = csi_pb2.NodePublishVolumeRequest
 Capability = csi_pb2.NodeServiceCapability
@@ -81,6 +90,9 @@ def make_service(arguments: argparse.Namespace, stores: Stores) -> NodeService:
     Raises:
         CsiError, OSError: a directory cannot be used.
     """
+    warning = kernel_warning(os.uname().release)
+    if warning is not None:
+        log.warning("%s", warning)
     return NodeService(configuration_of(arguments), stores)
 
 
@@ -117,9 +129,24 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         self._collector.start()
 
     def close(self) -> None:
-        """Stop the background threads. The mounts go on."""
+        """Stop the background threads. The mounts go on.
+
+        Waits for up to `HELD_S` until the daemons' container holds every mount: without it
+        the keepers, which end with this process' container, hold them alone.
+        """
+        if self._configuration.daemons == "there":
+            self._wait_until_held(time.monotonic() + HELD_S)
         self._reconciler.stop()
         self._collector.stop()
+
+    def _wait_until_held(self, deadline: float) -> None:
+        if self._mounts.not_held():
+            log.info("waiting until all mounts are held by the daemons' container")
+        while missing := self._mounts.not_held():
+            if time.monotonic() > deadline:
+                log.error("the end of the keepers may end %s", ", ".join(missing))
+                return
+            time.sleep(HELD_POLL_S)
 
     @contextmanager
     def _claimed(self, volume_id: str, ends: float) -> Iterator[None]:

@@ -27,7 +27,7 @@ _NO_MOUNTPOINT = "/nonexistent"
 def run(options: argparse.Namespace, flags: Layer, config: str | None) -> int:
     """Print the findings, and return the exit status."""
     target: str | None = options.target
-    settings = _settings(target, flags, config)
+    settings = settings_of(target, flags, config)
     found = []
     for finding in _findings(target, settings, tries_permissions=options.permissions):
         found.append(finding)
@@ -53,7 +53,7 @@ def _findings(
     return doctor.check_mount(mountpoint, settings, tries_permissions=tries_permissions)
 
 
-def _settings(target: str | None, flags: Layer, config: str | None) -> MountSettings:
+def settings_of(target: str | None, flags: Layer, config: str | None) -> MountSettings:
     """The settings that the command line, the environment and the file give."""
     is_source = target is not None and target.startswith(SCHEME)
     layer = {

@@ -2,8 +2,9 @@
 
 `mount` reads the settings (see `settings`), makes the checks that need no S3
 and starts the daemon (see `launch`). The other commands find the daemon in the
-registry (launch/registry.py) and import neither trio nor boto3, so they answer
-at once, even when the machine is busy or the mount is wedged.
+registry (launch/registry.py). They answer at once, even when the machine is busy or
+the mount is wedged: each imports what it needs when it runs, since most of the time
+of a short command goes into imports.
 
 Every failure is one line on standard error that begins with `fusefs: `. Exit
 status: 0 success, 1 failure, 2 the command line or a setting cannot be read.
@@ -15,43 +16,25 @@ import argparse
 import contextlib
 import io
 import json
-import math
 import os
-import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from fusefs.cli import local_copies, status_report, sync, umount, verify, warm
-from fusefs.cli import status as overview
-from fusefs.launch import control, launcher, preflight, registry, users
-from fusefs.launch.control import CommandError
-from fusefs.launch.mount_requests import keeper_request
-from fusefs.linux import unmount
 from fusefs.settings.arguments import Parser
-from fusefs.settings.mount import (
-    FIXED,
-    SETTINGS,
-    MountSettings,
-    RawValue,
-    SettingsError,
-    build,
-)
-from fusefs.settings.sources import from_config, from_environment
-from fusefs.settings.types import DURATION, Setting
 
-STATUS_TIMEOUT_S = 2.0
-UPGRADE_TIMEOUT_S = 90.0
-
-CONFIG_VARIABLE = "FUSEFS_CONFIG"
+if TYPE_CHECKING:
+    from fusefs.cli import warm
+    from fusefs.settings.types import Setting
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     _prepare_streams()
-    options = _parser().parse_args(arguments)
+    if arguments is None:
+        arguments = sys.argv[1:]
+    options = _parser(arguments).parse_args(arguments)
     try:
         status = int(options.run(options))
         sys.stdout.flush()
@@ -59,24 +42,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as head(1), has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except SettingsError as error:
-        _complain(error)
-        return 2
-    except (
-        CommandError,
-        control.ControlError,
-        preflight.LaunchError,
-        registry.MountsError,
-        unmount.UnmountError,
-    ) as error:
-        _complain(error)
-        return 1
     except OSError as error:
         _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error))
         return 1
     except KeyboardInterrupt:
         _complain("interrupted")
         return 130
+    except Exception as error:
+        status = _status_of(error)
+        _complain(error)
+        return status
+
+
+def _status_of(error: Exception) -> int:
+    """The exit status for an error that is meant for the user; any other is raised."""
+    from fusefs.launch import control, preflight, registry
+    from fusefs.linux import unmount
+    from fusefs.settings.mount import SettingsError
+
+    if isinstance(error, SettingsError):
+        return 2
+    if isinstance(
+        error,
+        control.CommandError
+        | control.ControlError
+        | preflight.LaunchError
+        | registry.MountsError
+        | unmount.UnmountError,
+    ):
+        return 1
+    raise error
 
 
 def _complain(what: object) -> None:
@@ -98,34 +93,23 @@ def _prepare_streams() -> None:
         sys.stdout.reconfigure(errors="surrogateescape")
 
 
-@contextlib.contextmanager
-def _signals_interrupt() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into KeyboardInterrupt, so that they leave nothing behind either."""
-
-    def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    for number, handler in before.items():
-        if handler != signal.SIG_IGN:
-            signal.signal(number, interrupt)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 # --- the command line ---------------------------------------------------------
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentParser:
+    """The parser for a command line; without one, for all of them.
+
+    Only where the settings of mounts are options of the command are they read.
+    """
     parser = Parser(
         prog="fusefs", description="Mount an S3 bucket as a file system with a local cache."
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    _add_mount(commands)
+    # Without its name argparse would make up a help text to find it in.
+    commands = parser.add_subparsers(
+        title="commands", required=True, metavar="COMMAND", prog="fusefs"
+    )
+    _add_mount(commands, has_options=arguments is None or "mount" in arguments)
     _add_umount(commands)
     _add_status(commands)
     _add_warm(commands)
@@ -134,8 +118,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_drop(commands)
     _add_sync(commands)
     _add_verify(commands)
-    _add_doctor(commands)
-    _add_upgrade(commands)
+    _add_doctor(commands, has_options=arguments is None or "doctor" in arguments)
+    _add_report(commands)
+    _add_metrics(commands)
+    _add_upgrade(commands, has_options=arguments is None or "upgrade" in arguments)
     _add_keeper(commands)
     return parser
 
@@ -150,7 +136,7 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _add_mount(commands: argparse._SubParsersAction[Parser]) -> None:
+def _add_mount(commands: argparse._SubParsersAction[Parser], *, has_options: bool) -> None:
     parser = commands.add_parser(
         "mount",
         help="mount a bucket",
@@ -167,10 +153,13 @@ def _add_mount(commands: argparse._SubParsersAction[Parser]) -> None:
         "source", metavar="s3://BUCKET[/PREFIX]", help="the bucket or prefix to mount"
     )
     parser.add_argument("mountpoint", metavar="MOUNTPOINT", help="an empty directory")
-    parser.add_argument(
-        "--config", metavar="PATH", help=f"read settings from this TOML file ({CONFIG_VARIABLE})"
-    )
-    _add_settings(parser, SETTINGS)
+    if has_options:
+        from fusefs.settings.mount import SETTINGS
+        from fusefs.settings.sources import CONFIG_VARIABLE
+
+        help_text = f"read settings from this TOML file ({CONFIG_VARIABLE})"
+        parser.add_argument("--config", metavar="PATH", help=help_text)
+        _add_settings(parser, SETTINGS)
     parser.set_defaults(run=_mount)
 
 
@@ -356,7 +345,7 @@ def _add_status(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.set_defaults(run=_status)
 
 
-def _add_doctor(commands: argparse._SubParsersAction[Parser]) -> None:
+def _add_doctor(commands: argparse._SubParsersAction[Parser], *, has_options: bool) -> None:
     parser = commands.add_parser(
         "doctor",
         help="check the machine, a mount or a bucket, and show what to do",
@@ -377,13 +366,56 @@ def _add_doctor(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     parser.add_argument("--config", metavar="PATH", help="read settings from this TOML file")
-    wanted = ("cache_dir", "cache_size", "min_free", "read_only", "no_delete")
-    chosen = [one for one in SETTINGS if one.group == "S3" or one.name in wanted]
-    _add_settings(parser, chosen)
+    if has_options:
+        from fusefs.settings.mount import SETTINGS
+
+        wanted = ("cache_dir", "cache_size", "min_free", "read_only", "no_delete")
+        chosen = [one for one in SETTINGS if one.group == "S3" or one.name in wanted]
+        _add_settings(parser, chosen)
     parser.set_defaults(run=_doctor)
 
 
-def _add_upgrade(commands: argparse._SubParsersAction[Parser]) -> None:
+def _add_metrics(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = commands.add_parser(
+        "metrics",
+        help="metrics of all mounts of this user, for Prometheus",
+        description="Serve the metrics of all mounts of this user at http://ADDRESS:PORT/metrics "
+        "until ended, or write them to a file once. Needs the extra metrics "
+        "(pip install 'fusefs[metrics]').",
+    )
+    how = parser.add_mutually_exclusive_group(required=True)
+    how.add_argument("--listen", metavar="ADDRESS:PORT", help="serve there; :PORT is all addresses")
+    how.add_argument(
+        "--textfile",
+        metavar="FILE",
+        help="replace this file in one step, for node_exporter's textfile collector",
+    )
+    parser.set_defaults(run=_metrics)
+
+
+def _add_report(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = commands.add_parser(
+        "report",
+        help="write an archive for a bug report",
+        description="Write versions, settings, status, counters, stacks and the end of the log of "
+        "one mount, or of all mounts of this user, to an archive that only you can read. Secrets "
+        "are left out.",
+    )
+    parser.add_argument(
+        "mountpoint", metavar="MOUNTPOINT", nargs="?", help="a mount (default: all mounts)"
+    )
+    parser.add_argument(
+        "--output", metavar="FILE", help="the archive (default: fusefs-report-TIME.tar.gz)"
+    )
+    parser.add_argument(
+        "--redact",
+        action="store_true",
+        help="replace keys, buckets, hosts and paths by hashes as well",
+    )
+    parser.set_defaults(run=_report)
+
+
+def _add_upgrade(commands: argparse._SubParsersAction[Parser], *, has_options: bool) -> None:
     parser = commands.add_parser(
         "upgrade",
         help="replace the daemon of a mount by this version",
@@ -392,7 +424,10 @@ def _add_upgrade(commands: argparse._SubParsersAction[Parser]) -> None:
         "their values. If the new daemon cannot start, the old one goes on.",
     )
     parser.add_argument("mountpoint", metavar="MOUNTPOINT")
-    _add_settings(parser, [setting for setting in SETTINGS if setting.name not in FIXED])
+    if has_options:
+        from fusefs.settings.mount import FIXED, SETTINGS
+
+        _add_settings(parser, [setting for setting in SETTINGS if setting.name not in FIXED])
     parser.set_defaults(run=_upgrade)
 
 
@@ -407,72 +442,26 @@ def _add_keeper(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.set_defaults(run=_keeper)
 
 
-# --- mount --------------------------------------------------------------------
+# --- the commands -------------------------------------------------------------
 
 
 def _mount(options: argparse.Namespace) -> int:
-    settings = _settings(options, os.environ)
-    if launcher.resume(settings):
-        return 0
-    preflight.check(settings)
-    for warning in preflight.warnings():
-        _complain(f"warning: {warning}")
-    with _signals_interrupt():
-        if settings.foreground:
-            return launcher.run_foreground(settings)
-        launcher.start(settings)
-    return 0
+    from fusefs.cli import mount
 
-
-def _settings(options: argparse.Namespace, environment: Mapping[str, str]) -> MountSettings:
-    layer = {
-        "source": RawValue(options.source, "the source"),
-        "mountpoint": RawValue(str(_mountpoint(options.mountpoint)), "the mountpoint"),
-    }
-    layer |= _flags(options)
-    config = options.config or environment.get(CONFIG_VARIABLE)
-    return build(layer, from_environment(environment), from_config(Path(config)) if config else {})
-
-
-def _mountpoint(path: str) -> Path:
-    if not path:  # from an unset variable of a script; not the working directory
-        raise SettingsError("the mountpoint: the path is empty")
-    return registry.resolve(Path(path))
-
-
-def _flags(options: argparse.Namespace) -> dict[str, RawValue]:
-    """The settings among the options of the command line."""
-    layer = {}
-    for setting in SETTINGS:
-        if hasattr(options, setting.name):
-            value = getattr(options, setting.name)
-            text = str(value).lower() if isinstance(value, bool) else value
-            layer[setting.name] = RawValue(text, setting.flag)
-    return layer
-
-
-# --- upgrade, keeper ----------------------------------------------------------
+    return mount.mount(options, _complain)
 
 
 def _upgrade(options: argparse.Namespace) -> int:
-    mountpoint = _mountpoint(options.mountpoint)
-    try:
-        answer = keeper_request(mountpoint, {"do": "settings"}, STATUS_TIMEOUT_S)
-    except control.NotAnsweringError:
-        raise CommandError(
-            f"{mountpoint} has no keeper, which an upgrade needs; unmount it and mount it again"
-        ) from None
-    settings = MountSettings.from_json(json.loads(answer["settings"])["settings"])
-    request = {
-        "do": "upgrade",
-        "command": launcher.DAEMON,
-        "settings": launcher.daemon_input(
-            settings.changed(_flags(options)), users.serving(mountpoint)
-        ),
-    }
-    answer = keeper_request(mountpoint, request, settings.retry_time + UPGRADE_TIMEOUT_S)
-    print(f"{mountpoint}: daemon {answer['pid']} took over; pause {answer['pause_s']:.1f} s")
+    from fusefs.cli import mount
+
+    mount.upgrade(options)
     return 0
+
+
+def _settings_error(sentence: str) -> Exception:
+    from fusefs.settings.mount import SettingsError
+
+    return SettingsError(sentence)
 
 
 def _keeper(options: argparse.Namespace) -> int:
@@ -481,30 +470,35 @@ def _keeper(options: argparse.Namespace) -> int:
     return fd_store.main(options.socket)
 
 
-# --- umount, sync, warm, pin, drop, verify, status ----------------------------------------
-
-
 def _umount(options: argparse.Namespace) -> int:
-    mountpoint = _mountpoint(options.mountpoint)
+    from fusefs.cli import sync, umount
+
+    mountpoint = sync.mountpoint(options.mountpoint)
     umount.end_mount(mountpoint, is_forced=options.force, is_lazy=options.lazy)
     return 0
 
 
 def _sync(options: argparse.Namespace) -> int:
-    timeout_s = math.inf
+    from fusefs.cli import sync
+
+    timeout_s = float("inf")
     if options.timeout is not None:
+        from fusefs.settings.types import DURATION
+
         try:
             timeout_s = DURATION.read(options.timeout)
         except ValueError as error:
-            raise SettingsError(f"--timeout: {error}") from None
+            raise _settings_error(f"--timeout: {error}") from None
     sync.sync(Path(options.path), timeout_s, sync.progress_display())
     return 0
 
 
 def _warm(options: argparse.Namespace) -> int:
+    from fusefs.cli import warm
+
     paths = [Path(path) for path in options.paths]
     if not paths and not options.manifest:
-        raise SettingsError("PATH or --manifest is missing")
+        raise _settings_error("PATH or --manifest is missing")
     if options.cancel:
         warm.cancel(paths)
         return 0
@@ -513,11 +507,11 @@ def _warm(options: argparse.Namespace) -> int:
         try:
             shard = warm.shard(options.shard)
         except ValueError as error:
-            raise SettingsError(f"--shard: {error}") from None
+            raise _settings_error(f"--shard: {error}") from None
     if options.manifest is None:
         return _fetch(warm.orders(paths, shard), is_waiting=options.wait)
     if len(paths) > 1:
-        raise SettingsError("--manifest: its paths are relative to one PATH at most")
+        raise _settings_error("--manifest: its paths are relative to one PATH at most")
     base = paths[0] if paths else None
     order, bad = warm.manifest_order(options.manifest, base, shard, _complain)
     return _fetch([order], is_waiting=options.wait) or min(bad, 1)
@@ -525,6 +519,8 @@ def _warm(options: argparse.Namespace) -> int:
 
 def _fetch(orders: Sequence[warm.Order], *, is_waiting: bool) -> int:
     """Have daemons do jobs of `fusefs warm` or `fusefs pin`."""
+    from fusefs.cli import status_report, warm
+
     jobs = warm.start(orders)
     try:
         warm.accepted(jobs)  # a missing path is an error at once
@@ -541,33 +537,44 @@ def _fetch(orders: Sequence[warm.Order], *, is_waiting: bool) -> int:
 
 
 def _pin(options: argparse.Namespace) -> int:
+    from fusefs.cli import warm
+
     orders = warm.orders([Path(path) for path in options.paths], is_pinned=True)
     return _fetch(orders, is_waiting=not options.no_wait)
 
 
 def _unpin(options: argparse.Namespace) -> int:
+    from fusefs.cli import local_copies
+
     local_copies.unpin([Path(path) for path in options.paths])
     return 0
 
 
 def _drop(options: argparse.Namespace) -> int:
+    from fusefs.cli import local_copies
+
     paths = [Path(path) for path in options.paths]
     are_dropped = [local_copies.drop(path, is_forced=options.force) for path in paths]
     return 0 if all(are_dropped) else 1
 
 
 def _verify(options: argparse.Namespace) -> int:
+    from fusefs.cli import verify
+
     path = Path(options.path)
     return 0 if verify.report(path, verify.verify(path)) else 1
 
 
 def _status(options: argparse.Namespace) -> int:
+    from fusefs.cli import status as overview
+    from fusefs.cli import sync
+
     if options.path is None:
         statuses = overview.all_statuses()
     else:
         if options.path and (place := _place_in_mount(Path(options.path))):
             return _path_status(*place, is_json=options.json)
-        statuses = [overview.mount_status(_mountpoint(options.path))]
+        statuses = [overview.mount_status(sync.mountpoint(options.path))]
     if options.json:
         print(json.dumps(statuses if options.path is None else statuses[0], indent=2))
     elif statuses:
@@ -579,6 +586,9 @@ def _status(options: argparse.Namespace) -> int:
 
 def _place_in_mount(path: Path) -> tuple[Path, str] | None:
     """The mountpoint of a path in a mount, and the path below it; None if it is no such path."""
+    from fusefs.cli import sync
+    from fusefs.launch.control import CommandError
+
     with contextlib.suppress(CommandError):
         mountpoint, below = sync.find(path)
         if below:
@@ -587,15 +597,31 @@ def _place_in_mount(path: Path) -> tuple[Path, str] | None:
 
 
 def _path_status(mountpoint: Path, below: str, *, is_json: bool) -> int:
+    from fusefs.cli import local_copies
+
     status = local_copies.status(mountpoint, below)
     print(json.dumps(status, indent=2) if is_json else local_copies.as_text(status))
     return 0
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from fusefs.cli import doctor
+    from fusefs.cli import doctor, mount
+    from fusefs.settings.sources import CONFIG_VARIABLE
 
-    return doctor.run(options, _flags(options), options.config or os.environ.get(CONFIG_VARIABLE))
+    config = options.config or os.environ.get(CONFIG_VARIABLE)
+    return doctor.run(options, mount.flags(options), config)
+
+
+def _report(options: argparse.Namespace) -> int:
+    from fusefs.cli import report
+
+    return report.run(options.mountpoint, options.output, redacts=options.redact)
+
+
+def _metrics(options: argparse.Namespace) -> int:
+    from fusefs.exporter import main as exporter
+
+    return exporter.run(options.listen, options.textfile)
 
 
 if __name__ == "__main__":

@@ -54,6 +54,19 @@ def find(path: Path) -> tuple[Path, str]:
     raise CommandError(f"{path} is not in a mount of fusefs; fusefs status lists them")
 
 
+def mountpoint(path: str) -> Path:
+    """A mountpoint of the command line, as the kernel shows it.
+
+    Raises:
+        SettingsError: it is empty.
+    """
+    if not path:  # from an unset variable of a script; not the working directory
+        from fusefs.settings.mount import SettingsError
+
+        raise SettingsError("the mountpoint: the path is empty")
+    return registry.resolve(Path(path))
+
+
 def wait(
     mountpoint: Path,
     below: str,

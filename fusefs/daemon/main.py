@@ -35,7 +35,7 @@ from fusefs.cache.disk import CacheDirectoryError, usable
 from fusefs.cache.downloader import Fetcher
 from fusefs.cache.evictor import Evictor
 from fusefs.cache.integrity.scrub import Scrub
-from fusefs.daemon import preloading, setup, status
+from fusefs.daemon import control_socket, preloading, setup, status
 from fusefs.daemon.access_guard import AccessGuard
 from fusefs.daemon.cache_warmer import CacheWarmer
 from fusefs.daemon.local_copies import LocalCopies
@@ -53,7 +53,7 @@ from fusefs.fuse.session import RunningSession, Session, UnsupportedKernelError
 from fusefs.keeper import template
 from fusefs.keeper.client import KeeperClient, KeeperError
 from fusefs.keeper.protocol import CANNOT_TAKE_OVER
-from fusefs.launch import control, registry
+from fusefs.launch import registry
 from fusefs.linux import mount, mountinfo
 from fusefs.linux.libc import forbid_inspection
 from fusefs.linux.mount import MountError, MountRequest
@@ -256,7 +256,7 @@ class Daemon:
             try:
                 self._watch_rights(nursery)
                 socket = registry.mount_directory(mountpoint) / "status.sock"
-                await nursery.start(control.serve, socket, partial(status.answer, self))
+                await nursery.start(control_socket.serve, socket, partial(status.answer, self))
                 async with trio.open_nursery() as serving:
                     serving.start_soon(self._until_ended, session, serving)
                     await trio.to_thread.run_sync(mount.raise_read_ahead, mountpoint)

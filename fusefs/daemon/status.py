@@ -13,7 +13,7 @@ from typing import Any
 import trio
 
 import fusefs
-from fusefs.daemon import metrics
+from fusefs.daemon import metrics, stack_dump
 from fusefs.daemon.cache_warmer import JobSpec
 from fusefs.daemon.mount_parts import MountParts
 from fusefs.launch.control import ControlError
@@ -47,6 +47,8 @@ def answer(
             return _usage(daemon)
         case {"command": "metrics"}:
             return metrics.collect(daemon)
+        case {"command": "stacks"}:
+            return stack_dump.collect()
         case {"command": "sync", "path": str(path), "start": bool(is_first)}:
             mutations = daemon.operations.mutations
             if mutations is None:

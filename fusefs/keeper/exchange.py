@@ -1,6 +1,6 @@
 """One request and its answer over a Unix socket, each a JSON object in one line.
 
-Keepers (control.py), daemons (launch/control.py) and the descriptor store
+Keepers (control.py), daemons (daemon/control_socket.py) and the descriptor store
 (fd_store.py) are spoken to in this way. A request may bring descriptors, and so
 may its answer. It names the version of the protocol (`protocol`; version 1 if it
 names none) and is answered in that one or refused, so that a later version can

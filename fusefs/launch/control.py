@@ -1,43 +1,20 @@
 """Requests to a running daemon: a Unix socket, one JSON line each way.
 
-The daemon serves `status.sock` in the mount's runtime directory (registry.py). A
-client sends `{"command": "status"}` and a newline, gets one line back and the
-connection ends (keeper/exchange.py, which has the clients' side). Answers never
-wait for the mount, so the status of a mount on which everything hangs can be had.
-
-The directory and the socket are the mount owner's only, and the peer's
-credentials are checked as well: the owner and root are answered. Requests
-are bounded in size and time, so a client cannot hold the daemon up.
+The daemon serves `status.sock` in the mount's runtime directory (registry.py) with
+daemon/control_socket.py; this is the commands' side. A client sends
+`{"command": "status"}` and a newline, gets one line back and the connection ends
+(keeper/exchange.py). Answers never wait for the mount, so the status of a mount on
+which everything hangs can be had.
 """
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-import json
-import logging
-import socket
-from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fusefs.keeper.exchange import (
-    ControlError,
-    NotAnsweringError,
-    check_version,
-    exchange,
-    parse,
-    peer,
-)
-from fusefs.linux import sockets
-
-if TYPE_CHECKING:
-    import trio
-
-log = logging.getLogger(__name__)
+from fusefs.keeper.exchange import ControlError, NotAnsweringError, exchange, peer
 
 __all__ = [
-    "Answer",
     "CommandError",
     "ControlError",
     "Message",
@@ -45,99 +22,13 @@ __all__ = [
     "exchange",
     "peer",
     "request",
-    "serve",
 ]
 
 Message = dict[str, Any]
-Answer = Callable[[Message], Message | Awaitable[Message]]
-
-# A piece of a list of paths, with room for what JSON makes of other characters.
-MAX_REQUEST = 256 << 10
-CLIENT_TIMEOUT_S = 5.0
 
 
 class CommandError(Exception):
     """A command failed; the message is one line for the user."""
-
-
-# --- the daemon's side --------------------------------------------------------
-
-
-async def serve(
-    path: Path, answer: Answer, *, task_status: trio.TaskStatus[None] | None = None
-) -> None:
-    """Answer clients on `path` until cancelled; then the socket is removed.
-
-    `answer` gets the request and returns what is sent back, at once or as a
-    coroutine; it is called in the event loop. Started means listening.
-    """
-    # The commands import this module too, and must not pay for trio.
-    import trio
-
-    with _listening(path) as listening:
-        listener = trio.SocketListener(trio.socket.from_stdlib_socket(listening))
-        async with trio.open_nursery() as nursery:
-
-            async def one_client(stream: trio.SocketStream) -> None:
-                await _serve_client(stream, answer)
-
-            await nursery.start(trio.serve_listeners, one_client, [listener])
-            if task_status is not None:
-                task_status.started()
-
-
-@contextlib.contextmanager
-def _listening(path: Path) -> Iterator[socket.socket]:
-    path.unlink(missing_ok=True)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
-        with sockets.short_name(path) as name:
-            listening.bind(name)
-        try:
-            path.chmod(0o600)  # nobody can connect before listen()
-            listening.listen()
-            yield listening
-        finally:
-            path.unlink(missing_ok=True)
-
-
-async def _serve_client(stream: trio.SocketStream, answer: Answer) -> None:
-    import trio
-
-    with trio.move_on_after(CLIENT_TIMEOUT_S):
-        try:
-            async with stream:
-                reply = await _reply(stream, answer)
-                await stream.send_all(json.dumps(reply).encode() + b"\n")
-        except trio.BrokenResourceError:
-            log.debug("a client of the status socket went away")
-
-
-async def _reply(stream: trio.SocketStream, answer: Answer) -> Message:
-    try:
-        message = await _receive(stream)  # first: who is still sending would miss a refusal
-        if not sockets.is_trusted(stream.socket):
-            raise ControlError("only the mount's owner and root are answered")
-        check_version(message)
-        result = answer(message)
-        return await result if inspect.isawaitable(result) else result
-    except ControlError as error:
-        return {"error": str(error)}
-    except Exception as error:  # a fault in a report must not end the mount
-        log.exception("the status socket could not answer")
-        return {"error": f"{type(error).__name__}: {error}"}
-
-
-async def _receive(stream: trio.SocketStream) -> Message:
-    line = b""
-    while b"\n" not in line:
-        chunk = await stream.receive_some(MAX_REQUEST + 1 - len(line))
-        line += chunk
-        if not chunk or len(line) > MAX_REQUEST:
-            raise ControlError(f"a request is one JSON line of at most {MAX_REQUEST} bytes")
-    return parse(line)
-
-
-# --- the commands' side -------------------------------------------------------
 
 
 def request(path: Path, command: str, timeout_s: float) -> Message:

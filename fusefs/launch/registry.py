@@ -18,11 +18,10 @@ import errno
 import hashlib
 import json
 import os
-import shutil
 import stat
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from fusefs.linux import files, mountinfo
 
@@ -91,8 +90,7 @@ def start_time(pid: int) -> int | None:
 # --- what the daemons left on record ------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Registration:
+class Registration(NamedTuple):
     """One mount and its daemon. `started` is the daemon's start time in ticks."""
 
     mountpoint: str
@@ -147,8 +145,7 @@ def mount_directory(mountpoint: Path) -> Path:
 
 def hand_over(mountpoint: Path, uid: int, gid: int) -> None:
     """Make the mount's directory the property of the user who will serve it."""
-    directory = runtime_directory() / _hashed(mountpoint)
-    shutil.rmtree(directory, ignore_errors=True)
+    _remove(mountpoint)
     os.chown(mount_directory(mountpoint), uid, gid)
 
 
@@ -188,7 +185,7 @@ def register(mountpoint: Path, source: str, pid: int) -> Registration:
         raise MountsError(f"there is no process {pid}")
     registration = Registration(str(mountpoint), source, pid, started)
     directory = mount_directory(mountpoint)
-    files.replace(directory / "mount.json", json.dumps(asdict(registration)) + "\n")
+    files.replace(directory / "mount.json", json.dumps(registration._asdict()) + "\n")
     return registration
 
 
@@ -201,6 +198,12 @@ def unregister(mountpoint: Path, *, pid: int | None = None) -> None:
         registration = _read(runtime_directory() / _hashed(mountpoint))
         if registration is None or registration.pid != pid:
             return
+    _remove(mountpoint)
+
+
+def _remove(mountpoint: Path) -> None:
+    import shutil  # it brings the compressors along, and most commands remove nothing
+
     shutil.rmtree(runtime_directory() / _hashed(mountpoint), ignore_errors=True)
 
 

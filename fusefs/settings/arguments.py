@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -45,6 +44,8 @@ class Parser(argparse.ArgumentParser):
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A suggestion to append to an error message; "" if no known word is similar."""
+    import difflib  # for mistakes alone
+
     names = [name for name in known if name.startswith("--") == word.startswith("--")]
     begun = [name for name in names if len(word) > 3 and name.startswith(word)]
     nearest = begun[:1] or difflib.get_close_matches(word, names, n=1)

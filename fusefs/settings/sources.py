@@ -13,6 +13,9 @@ from fusefs.settings.arguments import did_you_mean
 from fusefs.settings.mount import SETTINGS, Layer, RawValue, SettingsError
 from fusefs.settings.types import SWITCH, Setting, plain_number
 
+# Names the TOML file where no option does.
+CONFIG_VARIABLE = "FUSEFS_CONFIG"
+
 
 def from_environment(environment: Mapping[str, str]) -> Layer:
     """The settings among the environment's variables; an empty variable counts as unset."""

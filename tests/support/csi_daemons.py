@@ -26,7 +26,7 @@ RIGHTS = [
 class DaemonsProcess:
     """One pod's."""
 
-    def __init__(self, node: Node, name: str, before: tuple[str, ...] = ()) -> None:
+    def __init__(self, node: Node, name: str, before: tuple[str, ...] = (), *options: str) -> None:
         self._ready = node.directory / f"{name}.ready"
         self._ready.unlink(missing_ok=True)
         self._socket = node.state / "daemons.sock"
@@ -42,6 +42,7 @@ class DaemonsProcess:
                     node.state,
                     "--ready-file",
                     self._ready,
+                    *options,
                 ],
                 env={**os.environ, **node.environment},
                 start_new_session=True,
@@ -81,12 +82,14 @@ def has_ended(pidfd: int) -> bool:
 
 
 @contextmanager
-def daemons_of(node: Node, name: str, before: tuple[str, ...] = ()) -> Iterator[DaemonsProcess]:
+def daemons_of(
+    node: Node, name: str, before: tuple[str, ...] = (), *options: str
+) -> Iterator[DaemonsProcess]:
     """One that is ready, and gone at the end whatever happened.
 
     `before` is a command that starts it, in namespaces of its own say.
     """
-    daemons = DaemonsProcess(node, name, before)
+    daemons = DaemonsProcess(node, name, before, *options)
     try:
         until(lambda: daemons.is_ready, f"it is ready: {daemons.log}")
         yield daemons

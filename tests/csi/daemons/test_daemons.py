@@ -153,6 +153,59 @@ def test_a_daemon_goes_on_without_the_node_container_and_with_the_next_one(
         node.unpublish("volume", target)
 
 
+def test_a_pod_reads_on_when_the_next_starts_after_the_end_of_the_first(
+    node: Node, target: Path, shared: Bucket
+) -> None:
+    with ExitStack() as stack:
+        first = stack.enter_context(daemons_of(node, "first", (), "--successor=after"))
+        publish(node, target, shared)
+        with pod_reading(node, target / "hello") as pod:
+            first.process.terminate()
+            assert first.process.wait(PATIENCE_S) == 0
+            pod.ask()
+            stack.enter_context(daemons_of(node, "second", (), "--successor=after"))
+            assert pod.answer() == BOTH
+        node.unpublish("volume", target)
+
+
+def test_the_daemons_do_not_end_while_the_node_container_is_gone(
+    node: Node, target: Path, shared: Bucket
+) -> None:
+    with ExitStack() as stack:
+        first = stack.enter_context(daemons_of(node, "first", (), "--successor=after"))
+        publish(node, target, shared)
+        with pod_reading(node, target / "hello") as pod:
+            node.kill()
+            node.kill_all("keeper")
+            first.process.terminate()
+            until(lambda: "1 of the daemons wait" in first.log.read_text(), "it waits")
+            assert pod.read() == BOTH
+            node.start("--daemons=there")
+            assert first.process.wait(PATIENCE_S) == 0
+            stack.enter_context(daemons_of(node, "second", (), "--successor=after"))
+            assert pod.read() == BOTH
+        node.unpublish("volume", target)
+
+
+def test_the_node_container_does_not_end_while_the_daemons_are_gone(
+    node: Node, target: Path, shared: Bucket
+) -> None:
+    with ExitStack() as stack:
+        first = stack.enter_context(daemons_of(node, "first"))
+        publish(node, target, shared)
+        assert node.process is not None
+        first.kill()
+        node.process.terminate()
+        until(lambda: "waiting until all mounts are held" in node.log.read_text(), "it waits")
+        assert node.process.poll() is None
+        stack.enter_context(daemons_of(node, "second"))
+        assert node.process.wait(PATIENCE_S) == 0
+        node.kill_all("keeper")  # as the end of the container does
+        node.start("--daemons=there")
+        until(lambda: (target / "hello").read_bytes() == b"hello", "it is read")
+        node.unpublish("volume", target)
+
+
 def test_a_publish_waits_for_daemons_and_leaves_nothing_if_there_are_none(
     node: Node, target: Path, shared: Bucket
 ) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from csi.node import reconciler
+from csi.node import config, reconciler
 from tests.support.manifests import (
     MANIFESTS,
     VERSIONS,
@@ -128,7 +128,9 @@ def test_accounts_and_roles_that_are_named_exist(directory: Path) -> None:
     for kind in ("RoleBinding", "ClusterRoleBinding"):
         for binding in every(documents, kind):
             role = binding["roleRef"]
-            assert find(documents, role["kind"], role["name"])
+            # OpenShift has a role for the use of each constraint.
+            is_theirs = role["name"].startswith("system:openshift:scc:")
+            assert is_theirs or find(documents, role["kind"], role["name"])
             for subject in binding["subjects"]:
                 assert subject["name"] in accounts
                 assert subject["namespace"] == "fusefs-csi"
@@ -221,7 +223,8 @@ def test_what_runs_on_nodes_has_no_token_and_no_role(directory: Path) -> None:
         assert template(documents, name)["spec"]["automountServiceAccountToken"] is False
     for kind in ("RoleBinding", "ClusterRoleBinding"):
         for binding in every(documents, kind):
-            assert not on_nodes & {subject["name"] for subject in binding["subjects"]}
+            if not binding["roleRef"]["name"].startswith("system:openshift:scc:"):
+                assert not on_nodes & {subject["name"] for subject in binding["subjects"]}
 
 
 def test_roles_allow_what_the_sidecars_ask_and_no_more(base: list[Object]) -> None:
@@ -266,7 +269,55 @@ def test_the_namespace_admits_what_the_pods_need(base: list[Object]) -> None:
     quota = find(base, "ResourceQuota")
     [scope] = quota["spec"]["scopeSelector"]["matchExpressions"]
     used = {pod["spec"]["priorityClassName"] for pod in pod_templates(base)}
-    assert used == set(scope["values"])
+    # A class of our own needs no quota.
+    assert used - {name_of(each) for each in every(base, "PriorityClass")} == set(scope["values"])
+
+
+def test_openshift_admits_the_pods() -> None:
+    documents = render(MANIFESTS / "overlays/openshift")
+    constraints = {
+        subject["name"]: binding["roleRef"]["name"].removeprefix("system:openshift:scc:")
+        for binding in every(documents, "RoleBinding")
+        for subject in binding["subjects"]
+        if "scc" in binding["roleRef"]["name"]
+    }
+    assert constraints == {
+        "fusefs-csi-node": "privileged",
+        "fusefs-csi-daemons": "privileged",
+        "fusefs-csi-controller": "nonroot-v2",
+    }
+    assert {pod["spec"]["serviceAccountName"] for pod in pod_templates(documents)} == set(
+        constraints
+    )
+    labels = find(documents, "CSIDriver")["metadata"]["labels"]
+    assert labels["security.openshift.io/csi-ephemeral-volume-profile"] == "restricted"
+    namespace = find(documents, "Namespace")["metadata"]["labels"]
+    assert namespace["security.openshift.io/scc.podSecurityLabelSync"] == "false"
+    assert namespace["pod-security.kubernetes.io/enforce"] == "privileged"
+    dns, *_ = find(documents, "NetworkPolicy")["spec"]["egress"]
+    assert {each["port"] for each in dns["ports"]} == {53, 5353}
+
+
+def test_the_controller_is_what_nonroot_v2_admits() -> None:
+    documents = render(MANIFESTS / "overlays/openshift")
+    pod = template(documents, "fusefs-csi-controller")
+    assert pod["spec"]["securityContext"]["runAsNonRoot"]
+    assert {next(iter(volume.keys() - {"name"})) for volume in pod["spec"]["volumes"]} <= {
+        "configMap",
+        "emptyDir",
+    }
+    for each in containers(pod):
+        assert each["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_apparmor_can_be_left_out(tmp_path: Path) -> None:
+    documents = render_with(tmp_path, "apparmor-unconfined")
+    for name in ("fusefs-csi-node", "fusefs-csi-daemons"):
+        context = template(documents, name)["spec"]["securityContext"]
+        assert context["appArmorProfile"] == {"type": "Unconfined"}
+        assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+    for document in documents:
+        check(document, VERSIONS[0])
 
 
 def test_no_mesh_puts_a_proxy_into_a_pod(base: list[Object]) -> None:
@@ -296,8 +347,66 @@ def test_nothing_that_serves_mounts_has_a_memory_limit(
         assert "limits" not in container(pod, name)["resources"]
 
 
-def test_the_pod_that_serves_mounts_is_replaced_before_it_goes(base: list[Object]) -> None:
-    spec = find(base, "DaemonSet", "fusefs-csi-daemons")["spec"]
-    assert spec["updateStrategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
+@each_kustomization
+def test_a_roll_out_evicts_no_workload(directory: Path) -> None:
+    """A second pod of the highest priority would, on a node whose requests are full."""
+    documents = render(directory)
+    for workload in every(documents, "DaemonSet"):
+        assert not workload["spec"]["updateStrategy"]["rollingUpdate"].get("maxSurge")
+    classes = {name_of(each): each for each in every(documents, "PriorityClass")}
+    for workload in every(documents, "Deployment"):
+        spec = workload["spec"]["template"]["spec"]
+        assert classes[spec["priorityClassName"]]["preemptionPolicy"] == "Never"
+
+
+def test_requests_are_what_four_volumes_take(node_pod: Object, daemons_pod: Object) -> None:
+    volumes = 4
+    assert mebibytes(container(daemons_pod, "daemons")) == 64 + volumes * 72
+    assert mebibytes(container(node_pod, "driver")) >= 100 + volumes * 15
+    # The smallest GPU nodes have 14 GiB.
+    total = sum(mebibytes(each) for pod in (node_pod, daemons_pod) for each in containers(pod))
+    assert total <= 600
+
+
+def mebibytes(where: Object) -> int:
+    return int(where["resources"]["requests"]["memory"].removesuffix("Mi"))
+
+
+def test_nodes_are_chosen_in_one_place(base: list[Object]) -> None:
+    keys = ("nodeSelector", "affinity", "tolerations")
+    [place] = read((MANIFESTS / "base/nodes.yaml").read_text())
+    chosen = place["spec"]["template"]["spec"]
+    assert chosen.keys() == set(keys)
+    for name in ("fusefs-csi-node", "fusefs-csi-daemons"):
+        assert {key: template(base, name)["spec"][key] for key in keys} == chosen
+    for path in (MANIFESTS / "base/node.yaml", MANIFESTS / "base/daemons.yaml"):
+        assert not any(f"{key}:" in path.read_text() for key in keys)
+
+
+def test_virtual_nodes_get_no_pod(node_pod: Object) -> None:
+    affinity = node_pod["spec"]["affinity"]["nodeAffinity"]
+    [term] = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    excluded = {each["key"]: each["values"] for each in term["matchExpressions"]}
+    assert excluded == {
+        "eks.amazonaws.com/compute-type": ["fargate", "hybrid"],
+        "type": ["virtual-kubelet"],
+    }
+
+
+def test_older_kernels_have_the_next_pod_before_the_old_one_goes(tmp_path: Path) -> None:
+    daemons = find(render_with(tmp_path, "surge"), "DaemonSet", "fusefs-csi-daemons")["spec"]
+    assert daemons["updateStrategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
     # The driver has looked round twice meanwhile, and brought it what it is to hold.
-    assert spec["minReadySeconds"] >= 2 * reconciler.EVERY_S
+    assert daemons["minReadySeconds"] >= 2 * reconciler.EVERY_S
+    assert daemons["template"]["spec"]["terminationGracePeriodSeconds"] >= 120
+    assert flag(container(daemons["template"], "daemons"), "successor") == "beside"
+
+
+@pytest.mark.parametrize("release", ["6.8.0-45-generic", "5.14.0-503.el9.x86_64", "4.18"])
+def test_an_older_kernel_is_named_in_the_drivers_log(release: str) -> None:
+    assert "maxSurge: 1" in str(config.kernel_warning(release))
+
+
+@pytest.mark.parametrize("release", ["6.9.0", "6.12.40-63.el10", "7.0-rc1", "odd"])
+def test_a_kernel_that_resends_is_no_reason_to_warn(release: str) -> None:
+    assert config.kernel_warning(release) is None

@@ -13,8 +13,10 @@ import pytest
 
 from csi import main, server
 from csi.controller import service
+from csi.daemons import supervisor
 from csi.generated import csi_pb2
 from csi.identity import IdentityService
+from csi.node import reconciler
 from csi.node import service as node
 from csi.volume import location as volumes
 from csi.volume import stores
@@ -224,11 +226,21 @@ def test_the_provisioner_calls_no_more_at_once_than_are_answered(controller_pod:
     assert "--extra-create-metadata" in sidecar["args"]
 
 
-def test_a_pod_is_given_the_time_that_the_server_takes_to_end(
-    node_pod: Object, controller_pod: Object
+def test_a_pod_is_given_the_time_that_its_end_takes(
+    node_pod: Object, daemons_pod: Object, controller_pod: Object
 ) -> None:
-    for pod in (node_pod, controller_pod):
-        assert pod["spec"]["terminationGracePeriodSeconds"] > server.GRACE_S
+    def grace(pod: Object) -> float:
+        return float(pod["spec"]["terminationGracePeriodSeconds"])
+
+    calls = server.GRACE_S + server.CUT_OFF_S
+    assert grace(controller_pod) > calls
+    assert grace(node_pod) > calls + node.HELD_S
+    # Until the driver's pod, which is replaced as well, has its next keepers.
+    assert grace(daemons_pod) > supervisor.LINGER_S + reconciler.EVERY_S + calls
+
+
+def test_the_daemons_end_as_their_update_strategy_has_it(daemons_pod: Object) -> None:
+    assert flag(container(daemons_pod, "daemons"), "successor") == "after"
 
 
 # --- classes and stores -----------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import trio
 
+from fusefs.daemon import control_socket
 from fusefs.launch import control
 from tests.support.keeping import LIMIT_S, PROJECT, Kept, needs_fuse, needs_root
 from tests.support.waiting import until
@@ -41,7 +42,7 @@ def ask(path: Path, request: dict[str, Any]) -> dict[str, Any]:
 async def daemon(tmp_path: Path, nursery: trio.Nursery) -> Path:
     """The socket of a daemon."""
     path = tmp_path / "status.sock"
-    await nursery.start(functools.partial(control.serve, path, lambda _: {"status": "good"}))
+    await nursery.start(functools.partial(control_socket.serve, path, lambda _: {"status": "good"}))
     return path
 
 

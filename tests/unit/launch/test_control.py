@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import trio
 
+from fusefs.daemon import control_socket
 from fusefs.launch import control
 from fusefs.linux import sockets
 
@@ -28,7 +29,7 @@ async def test_a_request_is_answered(tmp_path: Path, nursery: trio.Nursery) -> N
         await trio.lowlevel.checkpoint()
         return {"asked": request["command"]}
 
-    await nursery.start(functools.partial(control.serve, path, answer))
+    await nursery.start(functools.partial(control_socket.serve, path, answer))
     assert await ask(path, "hello") == {"asked": "hello"}
     assert path.stat().st_mode & 0o777 == 0o600
 
@@ -39,7 +40,7 @@ async def test_a_fault_in_an_answer_ends_nothing(tmp_path: Path, nursery: trio.N
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         return {"value": {}[request["command"]]}
 
-    await nursery.start(functools.partial(control.serve, path, answer))
+    await nursery.start(functools.partial(control_socket.serve, path, answer))
     for _ in range(2):
         with pytest.raises(control.ControlError, match="KeyError"):
             await ask(path)
@@ -50,7 +51,7 @@ async def test_nonsense_is_answered_with_an_error(
     tmp_path: Path, nursery: trio.Nursery, line: bytes
 ) -> None:
     path = tmp_path / "status.sock"
-    await nursery.start(functools.partial(control.serve, path, lambda request: request))
+    await nursery.start(functools.partial(control_socket.serve, path, lambda request: request))
     stream = await trio.open_unix_socket(path)
     async with stream:
         await stream.send_all(line)
@@ -63,7 +64,7 @@ async def test_only_the_owner_and_root_are_answered(
     tmp_path: Path, nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "status.sock"
-    await nursery.start(functools.partial(control.serve, path, lambda request: request))
+    await nursery.start(functools.partial(control_socket.serve, path, lambda request: request))
     for uid, is_answered in ((os.geteuid(), True), (0, True), (54321, False)):
         monkeypatch.setattr(sockets, "peer_of", lambda _, uid=uid: (1, uid))
         if is_answered:
@@ -76,7 +77,7 @@ async def test_only_the_owner_and_root_are_answered(
 async def test_the_socket_is_gone_when_its_server_is(tmp_path: Path) -> None:
     path = tmp_path / "status.sock"
     async with trio.open_nursery() as nursery:
-        await nursery.start(functools.partial(control.serve, path, lambda request: request))
+        await nursery.start(functools.partial(control_socket.serve, path, lambda request: request))
         nursery.cancel_scope.cancel()
     assert not path.exists()
 

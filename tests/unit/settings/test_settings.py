@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusefs.cli import main
+from fusefs.cli import mount as mount_command
 from fusefs.daemon import setup
 from fusefs.settings.mount import (
     SETTINGS,
@@ -303,7 +304,7 @@ def test_every_setting_is_a_flag_a_variable_and_a_key_of_the_file(
     assert getattr(wanted, setting.name) != getattr(without, setting.name)
     for arguments, environment in ways:
         command = ["mount", "s3://bucket/some/prefix", "/mnt/data", *arguments]
-        assert main._settings(main._parser().parse_args(command), environment) == wanted
+        assert mount_command.settings(main._parser().parse_args(command), environment) == wanted
 
 
 def test_help_shows_every_option_in_its_group(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,107 @@
+"""`fusefs mount` and `fusefs upgrade`: start a mount's daemon, and replace it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from fusefs.cli.sync import mountpoint
+from fusefs.launch import control, launcher, preflight, users
+from fusefs.launch.control import CommandError
+from fusefs.launch.mount_requests import keeper_request
+from fusefs.settings.mount import SETTINGS, MountSettings, RawValue, build
+from fusefs.settings.sources import CONFIG_VARIABLE, from_config, from_environment
+
+SETTINGS_TIMEOUT_S = 2.0
+UPGRADE_TIMEOUT_S = 90.0
+
+
+def mount(options: argparse.Namespace, warn: Callable[[object], None]) -> int:
+    """Mount as the command line says, and return the exit status.
+
+    Raises:
+        SettingsError: a setting cannot be read.
+        LaunchError: the mount did not come up.
+    """
+    chosen = settings(options, os.environ)
+    if launcher.resume(chosen):
+        return 0
+    preflight.check(chosen)
+    for warning in preflight.warnings():
+        warn(f"warning: {warning}")
+    with _signals_interrupt():
+        if chosen.foreground:
+            return launcher.run_foreground(chosen)
+        launcher.start(chosen)
+    return 0
+
+
+def upgrade(options: argparse.Namespace) -> None:
+    """Have a daemon of this version take a mount over.
+
+    Raises:
+        CommandError: the mount has no keeper.
+        ControlError: the keeper refused it.
+    """
+    place = mountpoint(options.mountpoint)
+    try:
+        answer = keeper_request(place, {"do": "settings"}, SETTINGS_TIMEOUT_S)
+    except control.NotAnsweringError:
+        raise CommandError(
+            f"{place} has no keeper, which an upgrade needs; unmount it and mount it again"
+        ) from None
+    present = MountSettings.from_json(json.loads(answer["settings"])["settings"])
+    request = {
+        "do": "upgrade",
+        "command": launcher.DAEMON,
+        "settings": launcher.daemon_input(present.changed(flags(options)), users.serving(place)),
+    }
+    answer = keeper_request(place, request, present.retry_time + UPGRADE_TIMEOUT_S)
+    print(f"{place}: daemon {answer['pid']} took over; pause {answer['pause_s']:.1f} s")
+
+
+def settings(options: argparse.Namespace, environment: Mapping[str, str]) -> MountSettings:
+    """The settings of a mount, from the command line, the environment and the file."""
+    layer = {
+        "source": RawValue(options.source, "the source"),
+        "mountpoint": RawValue(str(mountpoint(options.mountpoint)), "the mountpoint"),
+    }
+    layer |= flags(options)
+    config = options.config or environment.get(CONFIG_VARIABLE)
+    return build(layer, from_environment(environment), from_config(Path(config)) if config else {})
+
+
+def flags(options: argparse.Namespace) -> dict[str, RawValue]:
+    """The settings among the options of the command line."""
+    layer = {}
+    for setting in SETTINGS:
+        if hasattr(options, setting.name):
+            value = getattr(options, setting.name)
+            text = str(value).lower() if isinstance(value, bool) else value
+            layer[setting.name] = RawValue(text, setting.flag)
+    return layer
+
+
+@contextlib.contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    """Turn SIGTERM and SIGHUP into KeyboardInterrupt, so that they leave nothing behind either."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:
+            signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

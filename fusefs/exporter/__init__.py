@@ -1,0 +1,1 @@
+"""The metrics of all mounts of a machine for Prometheus: over HTTP, or as a file."""

@@ -1,0 +1,81 @@
+"""Gets the metrics of many mounts side by side, each within a deadline.
+
+Each mount is sent its request from a thread of its own, so that one that hangs
+delays no other; its thread ends with the request's time-out. This module needs
+nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fusefs.launch import control, registry
+from fusefs.launch.control import ControlError, NotAnsweringError
+
+# Prometheus waits for 10 s by default. A daemon answers within milliseconds.
+TIMEOUT_S = 2.0
+# For the thread to end, after its time-out.
+MARGIN_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A mount, and what it is called: the value of the label `volume`.
+
+    `pods` are the namespaces and names of the pods that use it.
+    """
+
+    volume: str
+    socket: Path
+    pods: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a mount answered; `metrics` is None where it did not, for which `why` is the reason."""
+
+    target: Target
+    metrics: Mapping[str, Any] | None = None
+    why: str = ""
+    taken: float = field(default_factory=time.monotonic)
+
+
+def mounts_of_user() -> list[Target]:
+    """All mounts that this user has on record, named by their mountpoints."""
+    return [Target(found.mountpoint, found.socket) for found in registry.all_mounts()]
+
+
+def ask_all(targets: Iterable[Target], timeout_s: float = TIMEOUT_S) -> list[Answer]:
+    """The answers of all mounts, in the order of `targets`. Blocks for little more than the time.
+
+    Safe to call from several threads.
+    """
+    answers = [Answer(target, why="no answer in time") for target in targets]
+    threads = [
+        threading.Thread(target=_ask, args=(answer, timeout_s), name="fusefs-ask", daemon=True)
+        for answer in answers
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + timeout_s + MARGIN_S
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    # A thread that is late must not change what is being read.
+    return [Answer(one.target, one.metrics, one.why, one.taken) for one in answers]
+
+
+def _ask(answer: Answer, timeout_s: float) -> None:
+    try:
+        found = control.exchange(answer.target.socket, {"command": "metrics"}, timeout_s)
+        answer.taken = time.monotonic()
+        answer.metrics = found["metrics"]
+    except NotAnsweringError as error:
+        answer.why = str(error)
+    except (ControlError, KeyError) as error:
+        # A daemon of a version without metrics answers, and serves.
+        answer.metrics, answer.why = {}, str(error)

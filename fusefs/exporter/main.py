@@ -1,0 +1,70 @@
+"""`fusefs metrics`: serves the metrics of this user's mounts over HTTP, or writes them once.
+
+A file is replaced in one step, for the textfile collector of node_exporter; it is
+readable for everybody, as that runs as another user.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+from fusefs.exporter.asking import mounts_of_user
+from fusefs.launch.control import CommandError
+from fusefs.linux import files
+from fusefs.settings.mount import SettingsError
+
+MISSING = (
+    "the Python package prometheus_client is missing: install fusefs with its extra,"
+    " pip install 'fusefs[metrics]'"
+)
+TEXTFILE_MODE = 0o644
+
+
+def run(listen: str | None, textfile: str | None) -> int:
+    """Serve until a signal, or write the file and return; the result is the exit status.
+
+    Raises:
+        CommandError: prometheus_client is missing.
+        SettingsError: the address can't be read.
+        OSError: the address or the file can't be used.
+    """
+    try:
+        from prometheus_client import generate_latest
+
+        from fusefs.exporter.collector import MountCollector, registry_of
+        from fusefs.exporter.serving import serve
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "prometheus_client":
+            raise
+        raise CommandError(MISSING) from None
+    registry = registry_of(MountCollector(mounts_of_user))
+    if textfile is not None:
+        files.replace(textfile, generate_latest(registry), mode=TEXTFILE_MODE)
+        return 0
+    assert listen is not None
+    end = serve(*address_of(listen), registry)
+    ending = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ending.set())
+    # Python runs signal handlers only in this thread, so it has to wake up.
+    while not ending.wait(1.0):
+        pass
+    end()
+    return 0
+
+
+def address_of(text: str) -> tuple[str, int]:
+    """Host and port of `ADDRESS:PORT`, `[ADDRESS]:PORT` or `:PORT` (all addresses).
+
+    Raises:
+        SettingsError: it is none of these.
+    """
+    host, separator, port = text.rpartition(":")
+    if not separator or not port.isdecimal() or int(port) > 65535 or "/" in host:
+        raise SettingsError(f"--listen: {text!r} is not like 127.0.0.1:9811 or :9811")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise SettingsError(f"--listen: an IPv6 address goes into brackets, as in [::1]:{port}")
+    return host, int(port)

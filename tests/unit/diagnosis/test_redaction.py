@@ -1,0 +1,101 @@
+"""Secrets go from every text, and names where that is wanted."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import fusefs
+from fusefs.diagnosis.redaction import Names, Secrets, known_secrets
+
+SECRET = "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"secret {SECRET} in a sentence",
+        json.dumps({"aws_secret_access_key": SECRET}),
+        "https://bucket/key?x=" + SECRET.replace("/", "%2F").replace("+", "%2B"),
+    ],
+)
+def test_a_known_secret_is_removed_wherever_it_stands(text: str) -> None:
+    cleaned = Secrets([SECRET]).remove(text)
+    assert "bPxRfiCY" not in cleaned
+    assert "[removed]" in cleaned
+
+
+@pytest.mark.parametrize(
+    ("text", "secret"),
+    [
+        ("aws_session_token = FwoGZXIvYXdzEJr", "FwoGZXIvYXdzEJr"),
+        ('{"Authorization": "AWS4-HMAC-SHA256 Credential=x, Signature=abc"}', "Signature=abc"),
+        ("Authorization: Bearer abcdef.123456", "abcdef.123456"),
+        ("GET /k?X-Amz-Signature=0011aabb&X-Amz-Date=1", "0011aabb"),
+        ("X-Amz-Security-Token=IQoJb3JpZ2lu", "IQoJb3JpZ2lu"),
+        ("HTTPS_PROXY=http://user:pa55word@proxy:3128", "pa55word"),
+        ("proxy http://user:p%40ss@proxy:3128/ refused", "p%40ss"),
+        ("jwt eyJhbGciOiJSUzI1.eyJzdWIiOiIxMjM0.c2lnbmF0dXJl end", "c2lnbmF0dXJl"),
+        ("password='two words'", "two words"),
+        (
+            "-----BEGIN RSA PRIVATE KEY-----\nMIIEow\nIBAAK\n-----END RSA PRIVATE KEY-----\nend",
+            "IBAAK",
+        ),
+        ("-----BEGIN PRIVATE KEY-----\nMIIEow, cut off", "MIIEow"),
+        ("key AKIAIOSFODNN7EXAMPLE", "IOSFODNN7EX"),
+    ],
+)
+def test_what_looks_like_a_secret_is_removed(text: str, secret: str) -> None:
+    assert secret not in Secrets([]).remove(text)
+
+
+def test_sentences_about_credentials_stay() -> None:
+    text = "no credentials: no answer; the session token is not valid; is_temporary: true"
+    assert Secrets([]).remove(text) == text
+
+
+def test_secrets_are_found_in_environments_and_files_of_keys() -> None:
+    found = known_secrets(
+        {
+            "AWS_SECRET_ACCESS_KEY": "from-the-environment",
+            "HTTPS_PROXY": "http://me:of%2Fproxy@proxy:1",
+            "HOME": "/root",
+        },
+        [
+            "[default]\naws_access_key_id = AKIA\naws_secret_access_key = from-a-file\n",
+            "aws_secret_access_key = without-a-section\n",
+        ],
+    )
+    assert {"from-the-environment", "from-a-file", "without-a-section", "of/proxy"} <= set(found)
+    assert "/root" not in found
+
+
+def test_names_become_hashes_and_words_of_fusefs_stay() -> None:
+    names = Names()
+    line = "2026-11-23 04:00:00,123 WARNING fusefs.store: retrying GET patients/0042 Smith.dcm: 503"
+    cleaned = names.remove(line)
+    assert "atient" not in cleaned
+    assert "Smith" not in cleaned
+    assert cleaned.startswith("2026-11-23 04:00:00,123 WARNING fusefs.store: retrying GET ~")
+    assert cleaned.endswith(": 503")
+    assert names.remove("patients/0042").rstrip(":") in cleaned  # equal names stay equal
+    assert Names().remove("patients/0042") != names.remove("patients/0042")
+
+
+def test_known_names_go_though_fusefs_has_such_a_word() -> None:
+    assert Names().remove("the bucket data") == "the bucket data"
+    assert "data" not in Names(["data"]).remove("the bucket data")
+
+
+def test_values_and_unknown_keys_of_json_lose_names_and_the_rest_stays() -> None:
+    cleaned = Names().remove_plain({"cache": {"used_bytes": 3, "files": ["x/y"]}, "s3://zzyzx": 1})
+    assert cleaned["cache"]["used_bytes"] == 3
+    assert cleaned["cache"]["files"] != ["x/y"]
+    assert not any("zzyzx" in key for key in cleaned)
+
+
+def test_places_in_the_code_stay_and_other_paths_go() -> None:
+    place = f"{fusefs.__file__}:12"
+    assert Names().remove(f"{place} in write") == f"{place} in write"
+    assert "home" not in Names().remove("/home/smith/notes.py:1")

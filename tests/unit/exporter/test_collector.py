@@ -1,0 +1,161 @@
+"""The exporter: many mounts, some of which do not answer."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from fusefs.exporter import asking, main
+from fusefs.exporter.asking import Answer, Target
+from fusefs.exporter.collector import MountCollector, registry_of
+from fusefs.settings.mount import SettingsError
+
+ANSWER: dict[str, Any] = {
+    "metrics": {
+        "cache_bytes": {
+            "type": "gauge",
+            "help": "Bytes.",
+            "samples": [{"labels": {}, "value": 7}],
+        },
+        "opens_total": {
+            "type": "counter",
+            "help": "Opens.",
+            "samples": [{"labels": {"mode": "served"}, "value": 3}],
+        },
+        "s3_first_byte_seconds": {
+            "type": "histogram",
+            "help": "Times.",
+            "samples": [
+                {
+                    "labels": {"operation": "GET", "code": "206"},
+                    "buckets": [["0.1", 2], ["+Inf", 3]],
+                    "sum": 0.5,
+                    "count": 3,
+                }
+            ],
+        },
+    }
+}
+
+Serve = Callable[..., Target]
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Serve]:
+    """Starts a daemon's stand-in: it answers each request with these bytes; None is silence.
+
+    With a barrier it answers when others have come there.
+    """
+    sockets: list[socket.socket] = []
+
+    def start(name: str, answer: bytes | None, barrier: threading.Barrier | None = None) -> Target:
+        listening = socket.socket(socket.AF_UNIX)
+        listening.bind(str(tmp_path / name))
+        listening.listen()
+        sockets.append(listening)
+
+        def run() -> None:
+            while True:
+                try:
+                    client, _ = listening.accept()
+                except OSError:
+                    return
+                sockets.append(client)
+                if answer is not None:
+                    with client:
+                        client.recv(1 << 16)
+                        if barrier is not None:
+                            barrier.wait(30)
+                        client.sendall(answer)
+
+        threading.Thread(target=run, daemon=True).start()
+        return Target(name, tmp_path / name)
+
+    yield start
+    for one in sockets:
+        one.close()
+
+
+def scraped(registry: CollectorRegistry) -> dict[str, float]:
+    """The samples of a scrape, by their text."""
+    lines = generate_latest(registry).decode().splitlines()
+    pairs = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, _, value in pairs}
+
+
+def test_a_mount_that_hangs_is_down_and_the_others_are_up(serve: Serve) -> None:
+    line = json.dumps(ANSWER).encode() + b"\n"
+    targets = [serve("silent", None), serve("good", line)]
+    answers = asking.ask_all(targets, 0.5)
+    found = scraped(registry_of(MountCollector(lambda: targets, lambda _targets: answers)))
+    assert found['fusefs_volume_up{volume="silent"}'] == 0
+    assert found['fusefs_volume_up{volume="good"}'] == 1
+    assert found['fusefs_cache_bytes{volume="good"}'] == 7
+
+
+def test_mounts_answer_side_by_side(serve: Serve) -> None:
+    line = json.dumps(ANSWER).encode() + b"\n"
+    all_asked = threading.Barrier(4)  # each answers once all have been sent their request
+    targets = [serve(f"mount{number}", line, all_asked) for number in range(4)]
+    assert all(answer.metrics for answer in asking.ask_all(targets, 30))
+
+
+def test_a_mount_whose_socket_is_gone_is_down(tmp_path: Path) -> None:
+    [answer] = asking.ask_all([Target("gone", tmp_path / "gone")], 0.3)
+    assert (answer.metrics, bool(answer.why)) == (None, True)
+
+
+def test_a_daemon_without_metrics_is_up(serve: Serve) -> None:
+    [answer] = asking.ask_all([serve("old", b'{"error": "no such command"}\n')], 5)
+    assert answer.metrics == {}
+
+
+def test_all_kinds_are_exported_with_the_volume() -> None:
+    target = Target("/mnt/\udcff", Path(), (("team", "trainer-0"),))
+    collector = MountCollector(lambda: [target], lambda _: [Answer(target, ANSWER["metrics"])])
+    found = scraped(registry_of(collector))
+    volume = 'volume="/mnt/\ufffd"'
+    assert found[f'fusefs_opens_total{{mode="served",{volume}}}'] == 3
+    pod = f'fusefs_volume_pod_info{{namespace="team",pod="trainer-0",{volume}}}'
+    assert found[pod] == 1
+    labels = f'code="206",operation="GET",{volume}'
+    assert (
+        found[
+            f'fusefs_s3_first_byte_seconds_bucket{{code="206",le="0.1",operation="GET",{volume}}}'
+        ]
+        == 2
+    )
+    assert found[f"fusefs_s3_first_byte_seconds_count{{{labels}}}"] == 3
+
+
+def test_mounts_share_one_family_for_each_name() -> None:
+    targets = [Target("a", Path()), Target("b", Path())]
+    answers = [Answer(target, ANSWER["metrics"]) for target in targets]
+    text = generate_latest(registry_of(MountCollector(lambda: targets, lambda _: answers))).decode()
+    assert text.count("# TYPE fusefs_cache_bytes gauge") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("127.0.0.1:9811", ("127.0.0.1", 9811)),
+        (":9811", ("", 9811)),
+        ("[::1]:0", ("::1", 0)),
+        ("node.example:1", ("node.example", 1)),
+    ],
+)
+def test_addresses_are_read(text: str, address: tuple[str, int]) -> None:
+    assert main.address_of(text) == address
+
+
+@pytest.mark.parametrize("text", ["", "9811", "host", "host:http", "::1:9811", "h:70000", "a/b:1"])
+def test_other_texts_are_refused(text: str) -> None:
+    with pytest.raises(SettingsError, match="--listen"):
+        main.address_of(text)
