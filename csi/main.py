@@ -17,11 +17,13 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
-from fusefs.api import __version__, command_parser
+from fusefs.api import MetricsTarget, __version__, command_parser
 
 try:
+    from csi import metrics
     from csi.controller import service as controller
     from csi.daemons import main as daemons
     from csi.errors import CsiError
@@ -31,7 +33,7 @@ try:
     from csi.volume.stores import Stores, StoresError, read_stores
 except ModuleNotFoundError as error:
     # The command is installed without the driver's optional packages, too.
-    if (error.name or "").partition(".")[0] not in ("grpc", "google"):
+    if (error.name or "").partition(".")[0] not in ("grpc", "google", "prometheus_client"):
         raise
     sys.exit(
         f"fusefs-csi: the Python package {error.name} is missing:"
@@ -102,6 +104,7 @@ def _add_server_flags(parser: argparse.ArgumentParser, makers: list[Maker]) -> N
         "--node-id", required=node.make_service in makers, metavar="NAME", help="this node's name"
     )
     _add_common_flags(parser)
+    metrics.add_flags(parser)
     parser.set_defaults(run=lambda options: _serve(options, makers))
 
 
@@ -127,11 +130,14 @@ def _add_common_flags(parser: argparse.ArgumentParser) -> None:
 def _serve(options: argparse.Namespace, makers: list[Maker]) -> int:
     stores = read_stores(options.stores)
     services: list[Service] = [IdentityService(), *(make(options, stores) for make in makers)]
-    server = Server(options.endpoint, services)
+    calls = metrics.CallTimes() if options.metrics is not None else None
+    server = Server(options.endpoint, services, on_call=calls.note if calls else metrics.ignore)
     ending = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ending.set())
     server.start()
+    if calls is not None:
+        metrics.serve(options.metrics, calls, partial(_targets, services))
     logging.getLogger(__name__).info("serving %s at %s", options.command, server.path)
     # Python runs signal handlers only in this thread, so it has to wake up.
     while not ending.wait(1.0):
@@ -142,3 +148,9 @@ def _serve(options: argparse.Namespace, makers: list[Maker]) -> int:
         if close is not None:
             close()
     return 0
+
+
+def _targets(services: Sequence[Service]) -> list[MetricsTarget]:
+    """The volumes of this node, if this process serves kubelet."""
+    nodes = (service for service in services if isinstance(service, node.NodeService))
+    return [target for each in nodes for target in each.metrics_targets()]

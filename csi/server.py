@@ -36,6 +36,7 @@ from csi.errors import (
 )
 from csi.generated import csi_pb2_grpc
 from csi.in_flight import Claims
+from csi.metrics import OnCall, ignore
 from csi.redaction import redacted
 from fusefs.api import StoreError
 
@@ -76,13 +77,17 @@ class Server:
     """Serves CSI services at `endpoint`, `unix:///path`, from `start` to `stop`."""
 
     def __init__(
-        self, endpoint: str, services: Sequence[Service], claims: Claims | None = None
+        self,
+        endpoint: str,
+        services: Sequence[Service],
+        claims: Claims | None = None,
+        on_call: OnCall = ignore,
     ) -> None:
         """Raises InvalidArgumentError where `endpoint` is no Unix socket's."""
         self.path = socket_path(endpoint)
         self._server = grpc.server(
             ThreadPoolExecutor(MAX_CALLS + QUICK_THREADS, thread_name_prefix="call"),
-            interceptors=[_Interceptor(claims or Claims())],
+            interceptors=[_Interceptor(claims or Claims(), on_call)],
         )
         for service in services:
             _add(service, self._server)
@@ -167,8 +172,9 @@ def _add(service: Service, server: grpc.Server) -> None:
 
 
 class _Interceptor(grpc.ServerInterceptor):
-    def __init__(self, claims: Claims) -> None:
+    def __init__(self, claims: Claims, on_call: OnCall) -> None:
         self._claims = claims
+        self._on_call = on_call
         self._room = threading.BoundedSemaphore(MAX_CALLS)
 
     def intercept_service(
@@ -202,8 +208,10 @@ class _Interceptor(grpc.ServerInterceptor):
                 # Without the message, which may quote a header with a token.
                 frames = "".join(traceback.format_tb(error.__traceback__))
                 log.error("%s failed: %s\n%s", method, type(error).__name__, frames)
+            self._on_call(method, code.name, time.monotonic() - began)
             _log_end(method, request, code, sentence, began)
             context.abort(code, event_text(sentence))
+        self._on_call(method, grpc.StatusCode.OK.name, time.monotonic() - began)
         _log_end(method, request, grpc.StatusCode.OK, "", began)
         return response
 

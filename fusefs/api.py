@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fusefs import __version__
+from fusefs.exporter.asking import Target as MetricsTarget
+from fusefs.exporter.asking import target_at as metrics_target
+from fusefs.exporter.main import address_of
 from fusefs.launch import registry
 from fusefs.launch.control import ControlError, Message, NotAnsweringError
 from fusefs.launch.launcher import SupervisorAddress, resume, start
@@ -94,6 +97,7 @@ __all__ = [
     "LaunchError",
     "Layer",
     "Message",
+    "MetricsTarget",
     "MinFree",
     "MountEndedError",
     "MountSettings",
@@ -110,6 +114,7 @@ __all__ = [
     "UnmountError",
     "UnsupportedError",
     "__version__",
+    "address_of",
     "at_least",
     "build",
     "certificates_for",
@@ -125,9 +130,11 @@ __all__ = [
     "keeper_request",
     "keeper_status",
     "kernel_mounts",
+    "metrics_target",
     "remove_registration",
     "resolve_path",
     "runtime_environment",
+    "serve_metrics",
     "start_mount",
     "translate",
     "umount",
@@ -195,6 +202,25 @@ def command_parser(program: str, description: str) -> argparse.ArgumentParser:
     from fusefs.settings.arguments import Parser
 
     return Parser(prog=program, description=description)
+
+
+# --- metrics ------------------------------------------------------------------
+
+
+def serve_metrics(
+    address: tuple[str, int], targets: Callable[[], list[MetricsTarget]], *collectors: Any
+) -> Callable[[], None]:
+    """Serve the metrics of mounts, and of more collectors, over HTTP; the result ends that.
+
+    Needs prometheus_client.
+
+    Raises:
+        OSError: the address cannot be used.
+    """
+    from fusefs.exporter.collector import MountCollector, registry_of
+    from fusefs.exporter.serving import serve
+
+    return serve(*address, registry_of(MountCollector(targets), *collectors))
 
 
 # --- S3 clients ---------------------------------------------------------------

@@ -40,7 +40,7 @@ from csi.identities.cache_domains import Domains
 from csi.identities.cache_gc import CacheCollector
 from csi.identities.credentials import DRIVER, CredentialFiles, Identity, choose
 from csi.in_flight import Claims
-from csi.node import bind_mount
+from csi.node import bind_mount, volume_metrics
 from csi.node.bind_mount import MountTable
 from csi.node.config import (
     NodeConfiguration,
@@ -51,6 +51,7 @@ from csi.node.config import (
 from csi.node.drain import Drains, UploadingError
 from csi.node.mount_record import MountRecord, MountRecords
 from csi.node.mounts import Mounts
+from csi.node.pod_records import PodRecords
 from csi.node.publish_request import PublishRequest, read_request, target_of
 from csi.node.reconciler import Reconciler
 from csi.node.stats import Stats
@@ -59,7 +60,7 @@ from csi.server import end_of
 from csi.volume.location import Location, location_of
 from csi.volume.options import Options, Place, Warm, finished, mount_layer, read_options
 from csi.volume.stores import Stores
-from fusefs.api import MountSource, use_runtime_directory
+from fusefs.api import MetricsTarget, MountSource, use_runtime_directory
 
 __all__ = ["NodeService", "add_flags", "make_service"]
 
@@ -116,6 +117,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             Daemons(configuration.supervisor),
         )
         self._stats = Stats(self._mounts)
+        self._pods = PodRecords(state / "pods")
         self._drains = Drains(self._mounts)
         self._claims = Claims()
         self._warmups = Warmups(state / "warming")
@@ -173,6 +175,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             with self._claimed(publish.volume_id, ends):
                 cold = self._publish_if_warm(request, publish, ends)
             if cold is None:
+                self._pods.note(publish.target, request.volume_context)
                 return csi_pb2.NodePublishVolumeResponse()
             # Without the claim, so that running pods of the volume need not wait.
             self._warmups.wait(*cold, publish.target, ends)
@@ -347,6 +350,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             try:
                 with self._claimed(request.volume_id, ends):
                     self._unpublish(request.volume_id, target, ends)
+                self._pods.forget(target)
                 return csi_pb2.NodeUnpublishVolumeResponse()
             except UploadingError:
                 if time.monotonic() + UPLOADS_POLL_S > ends:
@@ -404,6 +408,10 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         return is_used or self._warmups.is_awaited(record.key)
 
     # --- queries ---
+
+    def metrics_targets(self) -> list[MetricsTarget]:
+        """The volumes of this node, for the metrics."""
+        return volume_metrics.targets(self._mounts, self._pods)
 
     def NodeGetVolumeStats(
         self, request: csi_pb2.NodeGetVolumeStatsRequest, context: grpc.ServicerContext

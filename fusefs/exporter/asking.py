@@ -45,6 +45,13 @@ class Answer:
     taken: float = field(default_factory=time.monotonic)
 
 
+def target_at(mountpoint: Path, volume: str, pods: Iterable[tuple[str, str]] = ()) -> Target:
+    """The mount at a mountpoint, be it there or not, under a name."""
+    # Only the mountpoint decides where the socket is.
+    registration = registry.Registration(str(mountpoint), "", 0, 0)
+    return Target(volume, registration.socket, tuple(pods))
+
+
 def mounts_of_user() -> list[Target]:
     """All mounts that this user has on record, named by their mountpoints."""
     return [Target(found.mountpoint, found.socket) for found in registry.all_mounts()]

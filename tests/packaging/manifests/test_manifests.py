@@ -410,3 +410,22 @@ def test_an_older_kernel_is_named_in_the_drivers_log(release: str) -> None:
 @pytest.mark.parametrize("release", ["6.9.0", "6.12.40-63.el10", "7.0-rc1", "odd"])
 def test_a_kernel_that_resends_is_no_reason_to_warn(release: str) -> None:
     assert config.kernel_warning(release) is None
+
+
+def test_metrics_are_served_at_the_port_that_is_named_let_in_and_scraped(tmp_path: Path) -> None:
+    documents = render_with(tmp_path, "network-policy", "metrics", "pod-monitor")
+    monitor = find(documents, "PodMonitor")["spec"]
+    [endpoint] = monitor["podMetricsEndpoints"]
+    policy = find(documents, "NetworkPolicy", "fusefs-csi-metrics")["spec"]
+    assert policy["podSelector"] == monitor["selector"]
+    scraped = set(monitor["selector"]["matchExpressions"][0]["values"])
+    assert scraped == {"fusefs-csi-node", "fusefs-csi-controller"}
+    for workload in scraped:
+        pod = template(documents, workload)
+        driver = container(pod, "driver")
+        ports = {port["name"]: port["containerPort"] for port in driver["ports"]}
+        assert flag(driver, "metrics") == f":{ports[endpoint['port']]}"
+        assert policy["ingress"] == [
+            {"ports": [{"protocol": "TCP", "port": ports[endpoint["port"]]}]}
+        ]
+        assert pod["metadata"]["labels"]["app.kubernetes.io/name"] == workload
