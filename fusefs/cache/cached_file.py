@@ -148,6 +148,11 @@ class CacheFile:
         return self.present.total - self.recorded
 
     @property
+    def unread(self) -> int:
+        """How many bytes were not read since their fetch."""
+        return self.present.total - self.read.total if self.read is not None else 0
+
+    @property
     def is_opening(self) -> bool:
         """Whether it is being opened, created or evicted."""
         return self._opening is not None and self._opening.locked()

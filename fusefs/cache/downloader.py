@@ -36,6 +36,7 @@ from fusefs.cache.readahead.path_meter import DownloadMeter, PathMeter
 from fusefs.cache.unkept import UnkeptBuffers
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
 from fusefs.store.interface import ObjectVersion, Priority, Store
+from fusefs.telemetry.stalls import Cause, Work
 
 # What a random read brings at least: a request costs as much time as this many
 # bytes, so less would save nothing, and more would be wasted on a jumping reader.
@@ -74,7 +75,9 @@ class Download:
         "since",
         "start",
         "stop",
+        "waited_to",
         "wanted",
+        "work",
     )
 
     def __init__(self, file: CacheFile, start: int, stop: int, hurry: Callable[[], None]) -> None:
@@ -82,12 +85,13 @@ class Download:
         self._hurry = hurry
         self.start = start
         self.stop = stop
-        self.position = start
+        self.position = self.waited_to = start
         self.since = time.monotonic()
         self.keep_used_since = math.inf
         self.demanded = 0
         self.wanted = 0
         self.is_done = False
+        self.work = Work()
         self.error: Exception | None = None
         self.on_end: Callable[[], None] = lambda: None
         self.cancel_scope = trio.CancelScope()
@@ -109,6 +113,12 @@ class Download:
         self._waiters = []
         self.on_end()
 
+    def note_wait(self, start: int, stop: int) -> int:
+        """A reader waits for [start, stop); return how many bytes none has waited for so far."""
+        new = max(0, stop - max(start, self.waited_to))
+        self.waited_to = max(self.waited_to, stop)
+        return new
+
     async def reach(self, position: int) -> None:
         """Wait until the bytes before `position` have arrived, or the download has ended.
 
@@ -120,7 +130,8 @@ class Download:
         if self.demanded == 1:
             self._hurry()
         try:
-            await event.wait()
+            with self.work.awaited():
+                await event.wait()
         except trio.Cancelled:
             self.demanded -= 1
             self._stop_if_unwanted()
@@ -182,6 +193,8 @@ class Fetcher:
         self._evictor = evictor
         self._nursery = nursery
         self._running: set[Download] = set()
+        # What readers have waited for, and so was not fetched ahead of them.
+        self.waited_bytes = 0
         # The downloads of each file that has any.
         self._of: dict[CacheFile, list[Download]] = {}
 
@@ -215,7 +228,9 @@ class Fetcher:
             download = self.find(file, missing[0])
             if download is None:
                 download = self._demand(file, *missing)
-            await download.reach(min(stop, download.stop))
+            until = min(stop, download.stop)
+            self.waited_bytes += download.note_wait(missing[0], until)
+            await download.reach(until)
             if download.error is not None and not file.present.covers(*missing):
                 raise download.error
 
@@ -356,7 +371,7 @@ class Fetcher:
         self._running.add(download)
         error: Exception | None = NotKeptError()
         try:
-            with download.cancel_scope:
+            with download.cancel_scope, download.work.doing():
                 error = await self._bring(download)
         finally:
             self._running.discard(download)
@@ -460,6 +475,7 @@ class FileSink:
         self._written_to = download.start
         self._sums = RunningSums()
         self._token = trio.lowlevel.current_trio_token()
+        self._work = download.work
 
     def write(self, offset: int, chunk: memoryview) -> None:
         """Write a chunk. Blocks: a large one is for a thread.
@@ -468,12 +484,16 @@ class FileSink:
             OSError: the cache disk fails, or is full.
         """
         began = self._latency.begin()
-        if self._fd < 0:
-            self._created = self._cache.create(self._download.file)
-            self._fd = self._created.fd
-        done = 0
-        while done < len(chunk):
-            done += os.pwrite(self._fd, chunk[done:], offset + done)
+        self._work.enter(Cause.CACHE_DISK)
+        try:
+            if self._fd < 0:
+                self._created = self._cache.create(self._download.file)
+                self._fd = self._created.fd
+            done = 0
+            while done < len(chunk):
+                done += os.pwrite(self._fd, chunk[done:], offset + done)
+        finally:
+            self._work.leave(Cause.CACHE_DISK)
         self._latency.end(began)
         self._sums.add(offset, chunk)
         self._written_to = offset + done

@@ -8,6 +8,7 @@ import trio
 
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.file_cache import FileCache
+from fusefs.telemetry.stalls import Cause, stage
 
 # Evict this share of the cache more than needed, so that not every download has to evict.
 SLACK = 0.01
@@ -32,6 +33,10 @@ class Evictor:
         """
         if self._quota.reserve(wanted):
             return True
+        with stage(Cause.CACHE_FULL):
+            return await self._make_room(wanted, keep_used_since, is_ahead=is_ahead)
+
+    async def _make_room(self, wanted: int, keep_used_since: float, *, is_ahead: bool) -> bool:
         async with self._evicting:
             if is_ahead:
                 await self._evict_until(wanted, is_ahead=True)

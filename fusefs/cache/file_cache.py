@@ -50,6 +50,7 @@ from fusefs.cache.quota import Quota
 from fusefs.cache.ranges import RangeMap
 from fusefs.cache.retention import Retention
 from fusefs.store.interface import ObjectVersion
+from fusefs.telemetry.stalls import Cause, stage
 
 logger = logging.getLogger("fusefs.cache")
 
@@ -129,6 +130,8 @@ class FileCache:
         # is set when the kernel has closed it; None if the kernel did not have it open.
         self.on_evict: Callable[[CacheFile], trio.Event | None] = lambda _file: None
         self.evicted = 0
+        self.evicted_bytes = 0
+        self.evicted_unread = 0  # bytes that were fetched and never read
 
     def __len__(self) -> int:
         return len(self._files)
@@ -253,6 +256,10 @@ class FileCache:
         """
         if file.fd >= 0 or not file.is_kept:
             return file.is_kept
+        with stage(Cause.CACHE_DISK):
+            return await self._ensure_open(file)
+
+    async def _ensure_open(self, file: CacheFile) -> bool:
         async with file.opening:
             if file.fd >= 0 or not file.is_kept:
                 return file.is_kept
@@ -587,6 +594,7 @@ class FileCache:
         self._order.leave(file)
         let_go = self.on_evict(file)
         generation, st_ino = file.generation, file.st_ino
+        size, unread = file.present.total, file.unread
         fd: int | None = None
         # No task holds the lock, for the file is not pinned; those that open it now wait.
         file.opening.acquire_nowait()
@@ -614,6 +622,8 @@ class FileCache:
         if not file.pins and self._files.get(file.name) is file:
             del self._files[file.name]
         self.evicted += 1
+        self.evicted_bytes += size
+        self.evicted_unread += unread
         return fd
 
     def _unlink_evicted(self, file: CacheFile, generation: str) -> int | None:

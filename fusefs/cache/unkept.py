@@ -16,6 +16,8 @@ from typing import Protocol
 
 import trio
 
+from fusefs.telemetry.stalls import Cause, stage
+
 # The most that is read for one reader at a time: what it may keep for its next reads.
 AHEAD = 2 << 20
 
@@ -54,7 +56,8 @@ class UnkeptBuffers:
             if self._kept:
                 self._drop_oldest()
             else:
-                await self._changed.wait()
+                with stage(Cause.CACHE_FULL):
+                    await self._changed.wait()
         self._under_way += size
         try:
             yield

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from fusefs.cli import stall_report
 from fusefs.settings.display import human_duration as human_duration
 from fusefs.settings.display import human_size as human_size
 
@@ -56,6 +57,8 @@ def render(status: Status) -> str:
     ):
         if section:
             rows.append((label, describe(section)))
+    if status.get("stalls"):
+        rows += _waits(status["stalls"])
     writing = status.get("writing") or {}
     rows += [("pending", _pending(file)) for file in writing.get("pending", ())[:MOST_PENDING]]
     rows += [("renaming", _renaming(job)) for job in writing.get("renames", ())]
@@ -118,9 +121,13 @@ def _hits(cache: Status) -> str:
     hit_bytes, miss_bytes = cache.get("hit_bytes", 0), cache.get("miss_bytes", 0)
     total = hit_bytes + miss_bytes
     share = f" ({hit_bytes / total:.1%})" if total else ""
+    # Reads of files that are open for passthrough are the kernel's alone.
+    opened = cache.get("passthrough_opens", 0)
+    unseen = f"; reads of {_count(opened, 'passthrough open')} are not seen" if opened else ""
     return (
         f"{human_size(hit_bytes)} of {human_size(total)} read were served locally{share},"
         f" {human_size(miss_bytes)} were fetched for it; {hits:,} of {hits + misses:,} reads"
+        f"{unseen}"
     )
 
 
@@ -203,6 +210,19 @@ def _requests(requests: Status) -> str:
     waiting = requests.get("in_kernel", requests.get("waiting", 0))
     answered = f"{requests['total']:,} answered, " if "total" in requests else ""
     return f"{answered}{waiting:,} waiting"
+
+
+def _waits(stalls: Status) -> Iterable[tuple[str, str]]:
+    """What programs waited for of late, a hint, and the requests that waited longest."""
+    for sentence in stall_report.sentences(stalls):
+        yield "waits", sentence
+    hint = stall_report.hint(stalls)
+    if hint is not None:
+        yield "hint", hint
+    for wait in stall_report.slowest(stalls):
+        waited_s, ago = wait["waited_s"], human_duration(round(wait["ago_s"]))
+        waited = human_duration(waited_s) if waited_s >= 1 else f"{1000 * waited_s:.0f} ms"
+        yield "slowest", f"{wait['operation']} of {wait['key']}: {waited}, {ago} ago"
 
 
 def _survival(status: Status) -> str:

@@ -18,6 +18,8 @@ from fusefs.launch.mount_requests import keeper_status
 from fusefs.settings.types import SessionKind
 from fusefs.telemetry import metrics
 from fusefs.telemetry.metrics import Sample, value
+from fusefs.telemetry.s3_requests import S3_REQUESTS
+from fusefs.telemetry.stalls import STALLS, Cause
 
 Samples = dict[str, list[Sample]]
 
@@ -28,7 +30,7 @@ KEEPER_TIMEOUT_S = 0.5
 async def collect(parts: MountParts) -> dict[str, Any]:
     """The answer to the request `metrics`."""
     samples = _mount(parts) | _cache(parts) | _store(parts) | _warming(parts) | _process()
-    samples |= _uploads(parts)
+    samples |= _uploads(parts) | _stalls() | S3_REQUESTS.samples()
     if parts.settings.session != SessionKind.PYFUSE3:
         samples |= await _keeper(parts.settings.mountpoint)
     return metrics.answer(samples)
@@ -59,7 +61,20 @@ def _mount(parts: MountParts) -> Samples:
 
 def _cache(parts: MountParts) -> Samples:
     cache = parts.cache
+    counters = parts.operations.counters
+    # What was read for the first time since it was fetched, and was not waited for.
+    ahead = counters.miss_bytes - counters.unkept_bytes - parts.fetcher.waited_bytes
+    counters.ahead_bytes = max(counters.ahead_bytes, ahead)
     return {
+        "read_bytes_total": [
+            value(counters.cache_bytes, source="cache"),
+            value(counters.s3_bytes, source="s3"),
+        ],
+        "cache_evicted_bytes_total": [value(cache.evicted_bytes)],
+        "prefetch_bytes_total": [
+            value(counters.ahead_bytes, outcome="used"),
+            value(cache.evicted_unread, outcome="wasted"),
+        ],
         "cache_bytes": [value(cache.quota.used)],
         "cache_limit_bytes": [value(cache.quota.limit)],
         "cache_files": [value(len(cache))],
@@ -78,6 +93,15 @@ def _store(parts: MountParts) -> Samples:
             value(connections.in_use, state="in_use"),
             value(connections.waiting, state="waiting"),
         ],
+    }
+
+
+def _stalls() -> Samples:
+    stalled, wait = STALLS.totals()
+    names = [(cause.name.lower(), cause) for cause in Cause]
+    return {
+        "stalled_seconds_total": [value(stalled[cause], cause=name) for name, cause in names],
+        "wait_seconds_total": [value(wait[cause], cause=name) for name, cause in names],
     }
 
 

@@ -16,11 +16,13 @@ import fusefs
 from fusefs.daemon import metrics, stack_dump
 from fusefs.daemon.cache_warmer import JobSpec
 from fusefs.daemon.mount_parts import MountParts
+from fusefs.fuse.session import RunningSession
 from fusefs.launch.control import ControlError
 from fusefs.posix.namespace.mutations import Mutations
 from fusefs.posix.nodes import names
 from fusefs.posix.write.backlog import UPLOADING
 from fusefs.posix.write.writer import Writer
+from fusefs.telemetry.stalls import STALLS, Cause
 
 logger = logging.getLogger("fusefs.daemon")
 
@@ -30,6 +32,9 @@ MOST_JOBS = 10
 MOST_ENDED_JOBS = 3
 # How many nodes are counted before requests get their turn.
 USAGE_STEP = 2000
+# The last so many seconds, of which status shows what requests waited for.
+STALL_SPANS_S = (10, 60, 300)
+CAUSES = [cause.name.lower() for cause in Cause]
 
 
 def answer(
@@ -166,9 +171,21 @@ def collect(daemon: MountParts) -> dict[str, Any]:
             "busy_polling": session.busy_poll.describe() if session.busy_poll else None,
             "downloads": daemon.fetcher.under_way,
         },
+        "stalls": _stalls(session),
         "writing": _writing(daemon),
         "warming": _warming(daemon),
         "daemon": _process(daemon),
+    }
+
+
+def _stalls(session: RunningSession) -> dict[str, Any]:
+    """How much of the last seconds requests waited, by cause, and which waited longest."""
+    return {
+        "shares": {
+            str(seconds): dict(zip(CAUSES, STALLS.shares(seconds), strict=True))
+            for seconds in STALL_SPANS_S
+        },
+        "slowest": session.slowest.describe(),
     }
 
 
@@ -247,6 +264,9 @@ def _cache(daemon: MountParts) -> dict[str, Any]:
         "misses": counters.misses,
         "miss_bytes": counters.miss_bytes,
         "local_share": counters.local_share,
+        # Each counts above as one read of the whole file; what is read of it is not known.
+        "passthrough_opens": counters.passthrough_opens,
+        "passthrough_bytes": counters.passthrough_bytes,
         "evicted_files": daemon.cache.evicted,
         "warning": daemon.cache.warning,
     }

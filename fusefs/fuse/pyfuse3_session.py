@@ -14,6 +14,7 @@ import stat
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import pyfuse3
@@ -21,7 +22,7 @@ import trio
 
 from fusefs.fuse.busy_poll import BusyPoll
 from fusefs.fuse.protocol import Opcode
-from fusefs.fuse.session import OPERATIONS, Waiting
+from fusefs.fuse.session import OPERATIONS, Waiting, name_request
 from fusefs.linux.mount import MountError, MountRequest
 from fusefs.linux.mountinfo import FILESYSTEM_TYPE
 from fusefs.posix.namespace.mutations import Mutations
@@ -30,6 +31,8 @@ from fusefs.posix.nodes.notifier import KernelNotifications
 from fusefs.posix.operations import Operations
 from fusefs.posix.types import Answer, Caller, NewAttributes
 from fusefs.telemetry.requests import RequestTimes
+from fusefs.telemetry.slowest import SlowestWaits
+from fusefs.telemetry.stalls import served
 
 logger = logging.getLogger("fusefs.session")
 
@@ -48,6 +51,7 @@ class PyfuseSession(KernelNotifications):
         self._handlers = Pyfuse3Handlers(operations)
         self.times = self._handlers.times
         self.busy_poll: BusyPoll | None = None
+        self.slowest = self._handlers.slowest
         operations.notifier.connect(self)
 
     @property
@@ -102,6 +106,7 @@ class Pyfuse3Handlers(pyfuse3.Operations):
         self._operations = operations
         self.requests = 0
         self.times = RequestTimes(OPERATIONS)
+        self.slowest = SlowestWaits(partial(name_request, operations))
         self.waiting: dict[int, Waiting] = {}
 
     async def lookup(
@@ -349,11 +354,13 @@ class Pyfuse3Handlers(pyfuse3.Operations):
         self, opcode: Opcode, nodeid: int, answer: Coroutine[Any, Any, T], pid: int
     ) -> T:
         """The answer of an operation that waits; it is on the list of those meanwhile."""
-        unique = id(answer)
-        self.waiting[unique] = Waiting(opcode, nodeid, pid, time.monotonic(), trio.CancelScope())
+        unique, since = id(answer), time.monotonic()
+        self.waiting[unique] = Waiting(opcode, nodeid, pid, since, trio.CancelScope())
         try:
-            return await answer
+            with served():
+                return await answer
         finally:
+            self.slowest.ended(opcode, nodeid, since)
             del self.waiting[unique]
 
     @contextmanager

@@ -36,6 +36,7 @@ import struct
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import trio
@@ -53,6 +54,8 @@ from fusefs.posix.operations import Operations
 from fusefs.posix.types import Caller
 from fusefs.settings.types import BusyPolling
 from fusefs.telemetry.requests import RequestTimes
+from fusefs.telemetry.slowest import SlowestWaits
+from fusefs.telemetry.stalls import served
 
 logger = logging.getLogger("fusefs.session")
 
@@ -103,11 +106,16 @@ class Waiting:
     scope: trio.CancelScope
 
     def describe(self, now: float, operations: Operations) -> str:
-        inode = operations.inodes.find(self.nodeid)
-        key = repr(operations.inodes.key(inode)) if inode is not None else f"node {self.nodeid}"
-        name = Opcode(self.opcode).name
+        name, key = name_request(operations, self.opcode, self.nodeid)
         who = f" by process {self.pid}" if self.pid else ""
-        return f"{name} of {key}{who} waits for {now - self.since:.1f} s"
+        return f"{name.upper()} of {key!r}{who} waits for {now - self.since:.1f} s"
+
+
+def name_request(operations: Operations, opcode: int, nodeid: int) -> tuple[str, str]:
+    """A request for people: its operation, and the key that it is about."""
+    inode = operations.inodes.find(nodeid)
+    key = operations.inodes.key(inode) if inode is not None else f"node {nodeid}"
+    return OPERATIONS.get(opcode, str(opcode)), key
 
 
 class RunningSession(Protocol):
@@ -119,6 +127,7 @@ class RunningSession(Protocol):
 
     name: str
     times: RequestTimes
+    slowest: SlowestWaits
 
     @property
     def requests(self) -> int: ...
@@ -172,6 +181,7 @@ class Session(KernelNotifications):
         self.negotiated = Init(0)
         self.requests = 0
         self.times = RequestTimes(OPERATIONS)
+        self.slowest = SlowestWaits(partial(name_request, operations))
         handlers = Handlers(operations)
         self._handlers: dict[int, Handler] = handlers.table | {
             Opcode.DESTROY: self._destroy,
@@ -344,7 +354,7 @@ class Session(KernelNotifications):
     ) -> None:
         """Wait for an answer and give it; EINTR if the process is being killed."""
         try:
-            with waiting.scope:
+            with waiting.scope, served():
                 payload = await result
                 if payload is not None:
                     self._reply(unique, payload)
@@ -360,6 +370,7 @@ class Session(KernelNotifications):
                 raise
             self._reply_fault(unique)
         finally:
+            self.slowest.ended(waiting.opcode, waiting.nodeid, waiting.since)
             del self._waiting[unique & _UNMARKED]
             self._interrupts.forget(unique & _UNMARKED)
 

@@ -124,9 +124,19 @@ class ReadCounters:
     hit_bytes: int = 0
     misses: int = 0
     miss_bytes: int = 0
+    unkept_bytes: int = 0  # of the misses, read past the cache
+    # What the daemon answered READs with: from the cache disk, or fetched for them.
+    cache_bytes: int = 0
+    s3_bytes: int = 0
+    ahead_bytes: int = 0  # of the misses, fetched ahead of their first read (as last computed)
     served_opens: int = 0
     passthrough_opens: int = 0
     passthrough_bytes: int = 0  # sizes of the files that were opened for it
+
+    def answered(self, size: int, fetched: int) -> None:
+        """Count a READ that was answered with `size` bytes, of which `fetched` were fetched."""
+        self.cache_bytes += size - fetched
+        self.s3_bytes += fetched
 
     def hit(self, size: int) -> None:
         self.hits += 1

@@ -24,6 +24,7 @@ from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.disk import Disk
 from fusefs.cache.integrity.probes import DirectReader, is_lost
 from fusefs.cache.integrity.verify import Integrity
+from fusefs.telemetry.stalls import Cause, stage
 
 # How soon after its last close an open may be another try of the same program.
 AGAIN_WITHIN_S = 5.0
@@ -93,9 +94,10 @@ class Probing:
         began = time.monotonic()
         self._tried[file] = began, LONGEST_PAUSE_S
         name, generation = file.name, file.generation
-        fault = await trio.to_thread.run_sync(
-            self._try, name, generation, file.size, limiter=self._threads
-        )
+        with stage(Cause.CACHE_DISK):
+            fault = await trio.to_thread.run_sync(
+                self._try, name, generation, file.size, limiter=self._threads
+            )
         self._note(file, time.monotonic() - began)
         if file.generation != generation or not file.is_kept:
             return False

@@ -41,6 +41,7 @@ from fusefs.posix.directory.walk import Walk, Walks, unasked
 from fusefs.posix.metadata.head_policy import HeadPolicy
 from fusefs.store.errors import NotFoundError
 from fusefs.store.interface import ListPage, ObjectInfo, Store
+from fusefs.telemetry.stalls import Cause, stage
 
 __all__ = ["ABSENT", "Absent", "Directories", "Directory", "Entry", "PageMemory", "Segment"]
 
@@ -150,7 +151,8 @@ class Directories:
                 continue
             event = directory.loading.get(position)
             if event is not None:
-                await event.wait()
+                with stage(Cause.METADATA):
+                    await event.wait()
                 continue
             known = directory.behind(position)
             if known is not None and known.doubtful and known.expires > valid_since:
@@ -262,7 +264,8 @@ class Directories:
         start = just_before(name) if is_known or directory.loading else ""
         under_way = [other for other in directory.loading if other <= start]
         if under_way:
-            await directory.loading[max(under_way)].wait()
+            with stage(Cause.METADATA):
+                await directory.loading[max(under_way)].wait()
         else:
             await self._load(directory, start)
 

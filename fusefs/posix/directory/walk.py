@@ -20,6 +20,7 @@ import trio
 
 from fusefs.store.errors import StoreError
 from fusefs.store.interface import ListPage, Store
+from fusefs.telemetry.stalls import Cause, stage, unattended
 
 logger = logging.getLogger("fusefs.directories")
 
@@ -99,7 +100,8 @@ class Walks:
         if walk.steps < WALK_AFTER or not walk.pays:
             return
         if walk.loading is not None:
-            await walk.loading.wait()
+            with stage(Cause.METADATA):
+                await walk.loading.wait()
         else:
             # Behind its own key, which no name stands for, comes all that it holds.
             await self._load(walk, Start(prefix))
@@ -138,7 +140,8 @@ class Walks:
 async def unasked(load: Callable[..., Awaitable[object]], *args: object) -> None:
     """Fetch something that no request waits for yet; an error is left to the next request."""
     try:
-        await load(*args)
+        with unattended():
+            await load(*args)
     except StoreError as error:
         logger.info("a listing was not fetched ahead: %s", error)
 

@@ -23,6 +23,7 @@ from fusefs.posix.nodes import names
 from fusefs.posix.nodes.inode_table import Inode, InodeTable, Ownership
 from fusefs.store.errors import NotFoundError, StoreError
 from fusefs.store.interface import ObjectInfo, Store
+from fusefs.telemetry.stalls import Work, unattended
 
 # As many as requests may run at once by default.
 MOST_AHEAD = 32
@@ -43,13 +44,14 @@ class PendingHead:
     `sent` is in seconds of the monotonic clock.
     """
 
-    __slots__ = ("done", "error", "info", "sent")
+    __slots__ = ("done", "error", "info", "sent", "work")
 
     def __init__(self) -> None:
         self.sent = time.monotonic()
         self.done = trio.Event()
         self.info: ObjectInfo | None = None
         self.error: StoreError | None = None
+        self.work = Work()
 
 
 class ScanState:
@@ -213,7 +215,8 @@ class HeadCache:
 
     async def _sample_one(self, prefix: str, info: ObjectInfo) -> None:
         try:
-            await self.learn_version(info)
+            with unattended():
+                await self.learn_version(info)
         finally:
             self._sampled.pop(prefix).set()
 
@@ -241,7 +244,8 @@ class HeadCache:
 
     async def _take(self, inode: Inode, head: PendingHead) -> None:
         """Wait for an answer, and have the inode keep it."""
-        await head.done.wait()
+        with head.work.awaited():
+            await head.done.wait()
         if head.error is not None:
             raise head.error
         if self.lacks(inode):
@@ -274,7 +278,8 @@ class HeadCache:
 
     async def _run(self, key: str, head: PendingHead) -> None:
         try:
-            head.info = await self._store.head(key)
+            with head.work.doing():
+                head.info = await self._store.head(key)
             self._observe(head.info)
         except NotFoundError:
             self._policy.observe(_directory(key), 0, has_attributes=False)

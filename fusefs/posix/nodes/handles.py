@@ -25,11 +25,13 @@ SERVED, PASSTHROUGH, DIRECTORY = range(3)  # the modes of an open handle, as the
 class FileHandle:
     """An open file. `unkept` is what was last read past the cache: (offset, bytes).
 
+    `fetched` is how many of its bytes were fetched for its open, and not read through it yet;
     `flushed_at` is when a close of it had it uploaded, in seconds of trio's clock.
     """
 
     __slots__ = (
         "backing_id",
+        "fetched",
         "fh",
         "file",
         "flags",
@@ -60,6 +62,7 @@ class FileHandle:
         self.backing_id = backing_id
         self.readahead: Readahead | None = None
         self.unkept: tuple[int, bytearray] = (0, bytearray())
+        self.fetched = 0
         self.flushed_at = -math.inf
 
 

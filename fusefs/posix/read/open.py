@@ -265,14 +265,19 @@ class Opener:
         self._counters.served_opens += 1
         handle = self._handles.open_file(inode, inode.info.version, file, 0, flags, caller.unique)
         if file.is_complete:
-            self._count_whole(file)
+            handle.fetched = self._count_whole(file)
         else:
             handle.readahead = self._readahead(inode, file)
         return Opened(handle.fh, keep_cache=keep_cache)
 
-    def _count_whole(self, file: CacheFile) -> None:
-        """Count an open of a complete file: the kernel reads it, or may have its pages."""
-        self._counters.read(file.size, file.first_read(0, file.size))
+    def _count_whole(self, file: CacheFile) -> int:
+        """Count an open of a complete file: the kernel reads it, or may have its pages.
+
+        Returns how many bytes of it had been fetched and not read yet.
+        """
+        fetched = file.first_read(0, file.size)
+        self._counters.read(file.size, fetched)
+        return fetched
 
     def _note_opening(self, inode: Inode, info: ObjectInfo, file: CacheFile) -> None:
         """Let readahead know that a file is being opened."""

@@ -23,6 +23,7 @@ from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.types import Answer, waiting
 from fusefs.posix.write.sparse_edit import Editor
 from fusefs.store.errors import NotFoundError, StaleVersionError
+from fusefs.telemetry.stalls import Cause, stage
 
 # One request is answered from a buffer of this size (max_pages of 4 KiB).
 MAX_READ = 1 << 20
@@ -77,6 +78,7 @@ class Reader:
             count = os.preadv(staged.fd, (data,), offset, self._nowait)
             # It is short at the file's end, but also where the page cache ends.
             if count == len(data) or offset + count >= staged.size():
+                self._counters.answered(count, 0)
                 return data[:count]
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EOPNOTSUPP):
@@ -90,9 +92,12 @@ class Reader:
         return await self._pread_later(staged, offset, size)
 
     async def _pread_later(self, staged: StagedFile, offset: int, size: int) -> bytes:
-        return await trio.to_thread.run_sync(
-            _read_what_is_there, staged.fd, offset, size, limiter=self._disk
-        )
+        with stage(Cause.CACHE_DISK):
+            data = await trio.to_thread.run_sync(
+                _read_what_is_there, staged.fd, offset, size, limiter=self._disk
+            )
+        self._counters.answered(len(data), 0)
+        return data
 
     def _read_now(self, file: CacheFile, offset: int, size: int) -> memoryview | None:
         """Read what the page cache has, all of it or None."""
@@ -148,9 +153,10 @@ class Reader:
         elif not await self._cache.ensure_open(file):
             raise NotKeptError
         try:
-            return await trio.to_thread.run_sync(
-                read_fully, file.fd, offset, stop - offset, limiter=self._disk
-            )
+            with stage(Cause.CACHE_DISK):
+                return await trio.to_thread.run_sync(
+                    read_fully, file.fd, offset, stop - offset, limiter=self._disk
+                )
         except OSError as error:
             if is_lost(error):
                 self._cache.integrity.drop(file, error)
@@ -159,13 +165,21 @@ class Reader:
             raise NotKeptError from error
 
     def _count(self, handle: FileHandle, offset: int, stop: int) -> None:
-        # Of a file that was complete when it was opened, the open counted.
+        size = stop - offset
         if handle.readahead is not None:
-            self._counters.read(stop - offset, handle.file.first_read(offset, stop))
+            fetched = handle.file.first_read(offset, stop)
+            self._counters.read(size, fetched)
+        else:
+            # Of a file that was complete when it was opened, the open counted.
+            fetched = min(size, handle.fetched)
+            handle.fetched -= fetched
+        self._counters.answered(size, fetched)
 
     async def _read_unkept(self, handle: FileHandle, offset: int, stop: int) -> memoryview:
         """Read past the cache, somewhat more than requested, which serves the next reads."""
         self._counters.miss(stop - offset)
+        self._counters.unkept_bytes += stop - offset
+        self._counters.answered(stop - offset, stop - offset)
         buffers = self._fetcher.unkept
         start, data = handle.unkept
         if not (start <= offset and stop <= start + len(data)):

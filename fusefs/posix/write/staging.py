@@ -21,6 +21,7 @@ import stat
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from fusefs.posix.nodes.edit_base import Base
 from fusefs.posix.nodes.inode import FileState, Inode, StagedFile
 from fusefs.posix.write import staged_sums, staging_record
 from fusefs.store.interface import ObjectVersion, UploadState
+from fusefs.telemetry.stalls import Cause, stage
 
 logger = logging.getLogger("fusefs.staging")
 
@@ -211,7 +213,9 @@ class Staging:
             while True:
                 has_file = not self._record_in_attribute(staged)
                 record = staging_record.full(staged) if has_file else staged.recorded
-                await trio.to_thread.run_sync(self._sync, staged, fd, record if has_file else None)
+                sync = partial(self._sync, staged, fd, record if has_file else None)
+                with stage(Cause.CACHE_DISK):
+                    await trio.to_thread.run_sync(sync)
                 now = staged.inode.staged
                 if now is not staged:
                     break

@@ -31,6 +31,7 @@ from fusefs.posix.write.staging import Staging
 from fusefs.posix.write.upload_steps import IN_PARTS, Sender
 from fusefs.store.errors import ConflictError, CredentialsError, StaleVersionError, StoreError
 from fusefs.store.interface import ObjectInfo, Store, Upload, UploadState
+from fusefs.telemetry.stalls import Cause, Work, stage
 
 logger = logging.getLogger("fusefs.uploads")
 
@@ -48,6 +49,7 @@ class UploadAttempt:
     def __init__(self) -> None:
         self.done = trio.Event()
         self.hurry = trio.Event()
+        self.work = Work()
         self.error: Exception | None = None
         self.scope = trio.CancelScope()
         self.is_cancellable = True
@@ -116,7 +118,8 @@ class Uploads:
         while staged.is_dirty and (staged.uploaded < wanted or staged.is_meta_dirty):
             attempt = self._attempts.get(staged) or self.start(staged)
             attempt.hurry.set()
-            await attempt.done.wait()
+            with attempt.work.awaited():
+                await attempt.done.wait()
             if attempt.error is not None:
                 raise attempt.error
 
@@ -159,7 +162,7 @@ class Uploads:
             if delay_s:
                 await self._until_left_alone(staged, attempt, delay_s)
             while staged.is_dirty:
-                with attempt.scope:
+                with attempt.scope, attempt.work.doing():
                     try:
                         await self._upload_locked(staged, attempt)
                         break
@@ -167,7 +170,8 @@ class Uploads:
                         staged.error = error
                         logger.warning("%s waits for other credentials: %s", staged.key, error)
                     # Without the lock: whoever writes to the file need not wait as well.
-                    await trio.sleep(CREDENTIALS_S)
+                    with stage(Cause.CREDENTIALS):
+                        await trio.sleep(CREDENTIALS_S)
                 attempt.scope = trio.CancelScope()
             staged.error = None
         except (StoreError, OSError) as error:

@@ -36,6 +36,7 @@ from fusefs.posix.write.sparse_edit import Editor
 from fusefs.posix.write.upload_steps import CREATED_BY, IN_PARTS, content_type
 from fusefs.store.errors import ConflictError, NotFoundError, StaleVersionError
 from fusefs.store.interface import IF_ABSENT, Condition, ObjectInfo
+from fusefs.telemetry.stalls import Cause, stage
 
 logger = logging.getLogger("fusefs.writing")
 
@@ -367,9 +368,10 @@ class Writer:
 
     async def _write_to_disk(self, staged: StagedFile, offset: int, data: bytes) -> int:
         # A cancelled write is finished by its thread all the same.
-        return await trio.to_thread.run_sync(
-            _write_fully, staged.fd, data, offset, limiter=self._disk
-        )
+        with stage(Cause.CACHE_DISK):
+            return await trio.to_thread.run_sync(
+                _write_fully, staged.fd, data, offset, limiter=self._disk
+            )
 
     async def allocate(self, fh: int, offset: int, length: int, mode: int) -> None:
         """fallocate(2), with the modes that concern no more than its range."""

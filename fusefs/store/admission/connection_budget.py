@@ -25,6 +25,7 @@ import trio
 
 from fusefs.store.admission.rate import Rate
 from fusefs.store.interface import Priority, Urgency
+from fusefs.telemetry.stalls import Cause, stage
 
 BACK_OFF_EVERY_S = 1.0
 # How many more urgent requests go before one that waits; a ninth is enough to make progress.
@@ -78,8 +79,10 @@ class _Queue:
 class ConnectionBudget:
     """The budget of one store. Belongs to the event loop."""
 
-    def __init__(self, maximum: int) -> None:
+    def __init__(self, maximum: int, next_budget: ConnectionBudget | None = None) -> None:
+        """With `next_budget`, what gets a connection here waits for one there as well."""
         self.maximum = maximum
+        self._next_budget = next_budget
         self._allowed = float(maximum)
         self._running = dict.fromkeys(Priority, 0)
         self._in_use = 0
@@ -147,7 +150,8 @@ class ConnectionBudget:
         self._queues[rank].add(waiter)
         self._admit()
         try:
-            await waiter.turn.wait()
+            with stage(Cause.THROTTLED if self._is_throttled else Cause.CONNECTION):
+                await waiter.turn.wait()
         except trio.Cancelled:
             if waiter.turn.is_set():
                 self.release(waiter.rank)
@@ -169,11 +173,17 @@ class ConnectionBudget:
 
         False if requests wait, or the store has asked to slow down of late.
         """
-        is_throttled = self.rate.limit is not None or self.allowed < self.maximum
-        if is_throttled or self._has_waiters or not self._has_room(Priority.PREFETCH):
+        if self._is_throttled or self._has_waiters or not self._has_room(Priority.PREFETCH):
             return False
         self._take(Priority.PREFETCH)
         return True
+
+    @property
+    def _is_throttled(self) -> bool:
+        """Whether the store has asked to slow down of late."""
+        if self.rate.limit is not None or self.allowed < self.maximum:
+            return True
+        return self._next_budget is not None and self._next_budget._is_throttled
 
     @property
     def _has_waiters(self) -> bool:

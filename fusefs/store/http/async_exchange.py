@@ -58,12 +58,14 @@ async def exchange(
     is_head: bool,
     size: int = 0,
     hedge: Hedge | None = None,
+    begun: Callable[[], None] = lambda: None,
 ) -> Answer | None:
     """Send a request and return its answer; None if the pool has no idle connection.
 
     `size` is how many bytes the body of the answer has; that of a failure has at
     most HEAD_ROOM. Cancelled, the request may have been sent. With `hedge`, which
-    is for requests that change nothing and have no body, it may be sent twice.
+    is for requests that change nothing and have no body, it may be sent twice. `begun` is
+    called when the answer begins, perhaps more than once.
 
     Raises:
         WireError: the answer broke off, or was none.
@@ -72,7 +74,7 @@ async def exchange(
     sock = pool.take_idle()
     if sock is None:
         return None
-    first = _Exchange(pool, sock, HEAD_ROOM + size, is_head=is_head)
+    first = _Exchange(pool, sock, HEAD_ROOM + size, begun, is_head=is_head)
     with first, trio.CancelScope(deadline=trio.current_time() + first.limit_s):
         await first.send(head, body)
         if hedge is None or await first.has_begun(hedge):
@@ -129,7 +131,7 @@ async def _send_again(first: _Exchange, head: bytes) -> Answer:
         sock = pool.take_idle()
     if sock is None:
         raise wire.WireError("another request has taken the connection")
-    with _Exchange(pool, sock, first.room, is_head=first.is_head) as second:
+    with _Exchange(pool, sock, first.room, first.begun, is_head=first.is_head) as second:
         await second.send(head, b"")
         return await second.receive()
 
@@ -138,11 +140,18 @@ class _Exchange:
     """One request on a connection, which its pool has back at the end of a `with`."""
 
     def __init__(
-        self, pool: ConnectionPool, sock: socket.socket, room: int, *, is_head: bool
+        self,
+        pool: ConnectionPool,
+        sock: socket.socket,
+        room: int,
+        begun: Callable[[], None],
+        *,
+        is_head: bool,
     ) -> None:
         limit_s = sock.gettimeout()
         self.pool = pool
         self.room = room
+        self.begun = begun
         self.is_head = is_head
         self.limit_s = math.inf if limit_s is None else limit_s
         self.sent_at = 0.0
@@ -215,6 +224,7 @@ class _Exchange:
         if not self._filled:
             await trio.lowlevel.wait_readable(self._sock)
             await self._receive_some()
+            self.begun()
 
     async def _receive_some(self) -> None:
         self._filled += await _receive_some(self._sock, self._view[self._filled :])

@@ -145,11 +145,12 @@ class Direct:
         body: bytes | bytearray | None = None,
         size: int = 0,
         hedge: Hedge | None = None,
+        begun: Callable[[], None] = lambda: None,
     ) -> Answer | None:
         """Send one small request from the event loop; return the answer, which has an ETag.
 
         That of a DELETE says by its status that it is done. `size` is how many
-        bytes the answer's body has; `hedge` is as for `async_exchange.exchange`.
+        bytes the answer's body has; `hedge` and `begun` are as for `async_exchange.exchange`.
 
         None if there is no open connection for it, or something to wait for.
 
@@ -163,7 +164,13 @@ class Direct:
         head = self._head(pattern, method, key, None, headers, None if body is None else len(body))
         try:
             answer = await async_exchange.exchange(
-                pattern.pool, head, content, is_head=method == "HEAD", size=size, hedge=hedge
+                pattern.pool,
+                head,
+                content,
+                is_head=method == "HEAD",
+                size=size,
+                hedge=hedge,
+                begun=begun,
             )
         except (OSError, exchange.WireError) as error:
             raise _unanswered(error, pattern) from error

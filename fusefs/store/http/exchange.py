@@ -20,6 +20,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
+from fusefs.telemetry.s3_requests import first_byte
+
 READ_SIZE = 1 << 16
 # Bodies of at most so many bytes are sent without asking whether they are wanted.
 SMALL = 128 << 10
@@ -157,6 +159,7 @@ def _final_head(stream: Stream) -> Head:
     while True:
         head = read_head(stream.until(b"\r\n\r\n"))
         if head.status >= 200:
+            first_byte()
             return head
 
 

@@ -32,6 +32,7 @@ from fusefs.store.s3.head import head
 from fusefs.store.s3.list_parser import quoted
 from fusefs.store.s3.requester import Requester
 from fusefs.store.s3.threads import AbandonedError, Attempt
+from fusefs.telemetry.s3_requests import first_byte, handling_answer
 
 if TYPE_CHECKING:
     from fusefs.store.s3.clients import Clients
@@ -260,7 +261,7 @@ class _Race:
         with trio.CancelScope() as scope:
             self._scopes[stream] = scope
             try:
-                await requester.in_thread(stream.attempt, partial(stream.run, clients))
+                await requester.in_thread("GET", stream.attempt, partial(stream.run, clients))
             except Exception as error:
                 self._errors[stream] = error
                 if isinstance(error, AttemptError) and not error.failure.is_retryable:
@@ -380,12 +381,14 @@ class GetStream:
         self._race.claim(self)
 
     def _compare(self, etag: str | None, start: int) -> None:
+        first_byte()
         self._part.compare(etag, start)
         self._race.claim(self)
 
     def _take(self, chunk: memoryview) -> None:
         chunk = chunk[: self._part.size]
-        self.attempt.locally(lambda: self._part.write(chunk))
+        with handling_answer():
+            self.attempt.locally(lambda: self._part.write(chunk))
         self._part.note(chunk)
 
 

@@ -42,7 +42,9 @@ from fusefs.store.interface import ListPage, Strict, Urgency, demanded
 from fusefs.store.s3 import list as listing
 from fusefs.store.s3.clients import Clients, ClientSource, S3Settings
 from fusefs.store.s3.conditions import for_condition
-from fusefs.store.s3.threads import Attempt, Progress, Threads, Transfer
+from fusefs.store.s3.threads import AbandonedError, Attempt, Progress, Threads, Transfer
+from fusefs.telemetry.s3_requests import RequestClock, cause_of, clocked
+from fusefs.telemetry.stalls import Cause, stage
 
 logger = logging.getLogger("fusefs.store")
 
@@ -123,7 +125,7 @@ class Requester:
         self.connections = ConnectionBudget(settings.max_connections)
         # Of these, the ones that take a thread, and with it buffers of a few MiB.
         streams = min(settings.max_streams, settings.max_connections)
-        self._streams = ConnectionBudget(streams)
+        self._streams = ConnectionBudget(streams, self.connections)
         # So many small bodies are in memory at a time; those of the others are on the disk.
         self.small_bodies = trio.Semaphore(2 * streams)
         # An abandoned thread keeps its place until its time-out.
@@ -183,19 +185,31 @@ class Requester:
         if clients is None:
             return None
         async with self.connections.lease(priority, key):
+            clock, code = RequestClock(operation), "none"
             try:
                 method = "PUT" if operation == "COPY" else operation
                 answer = await clients.direct.send_now(
-                    method, key, headers=headers, body=body, size=size, hedge=hedge
+                    method,
+                    key,
+                    headers=headers,
+                    body=body,
+                    size=size,
+                    hedge=hedge,
+                    begun=clock.first_byte,
                 )
                 failure = None
+                code = "200" if answer is not None else ""
             except AttemptError as error:
+                code = _code(error)
                 self._note_unanswered(operation, key, error.failure)
                 answer = None
                 failure = classify(operation, for_condition(error.failure, condition))
             except trio.Cancelled:
+                code = "cancelled"
                 self._note_unanswered(operation, key)
                 raise
+            finally:
+                clock.end(code)
         if answer is None and failure is None:
             return None
         self.counted[_COUNTERS[operation]] += 1
@@ -212,7 +226,8 @@ class Requester:
             raise self.failed(operation, key, failure)
         on_failure()
         self._note_retry(operation, key, failure)
-        await trio.sleep(RetryBudget(self.settings.retry_time_s).pause_s())
+        with stage(_cause_of_pause(operation, failure)):
+            await trio.sleep(RetryBudget(self.settings.retry_time_s).pause_s())
         return None
 
     async def with_retries(
@@ -270,14 +285,17 @@ class Requester:
                     has_retried_400 = True
                     failure = replace(failure, is_retryable=True, has_expired=True)
                 if failure.kind is CredentialsError and not failure.is_retryable:
-                    failure = replace(failure, is_retryable=await self.source.has_renewed(used))
+                    with stage(Cause.CREDENTIALS):
+                        has_renewed = await self.source.has_renewed(used)
+                    failure = replace(failure, is_retryable=has_renewed)
                 self._react(operation, key, failure, budget)
                 if progress is not None and progress.has_progressed():
                     budget.restart()
                 if not failure.is_retryable or not budget.has_time(failure.longest_s):
                     raise self.failed(operation, key, failure)
                 self._note_retry(operation, key, failure)
-                await trio.sleep(budget.pause_s())
+                with stage(_cause_of_pause(operation, failure)):
+                    await trio.sleep(budget.pause_s())
         finally:
             self._refused.discard(budget)
 
@@ -298,7 +316,7 @@ class Requester:
         """
         async with self.connected(operation, priority, key) as clients:
             attempt = Attempt() if transfer is None else transfer.begin()
-            return await self.in_thread(attempt, partial(work, clients))
+            return await self.in_thread(operation, attempt, partial(work, clients))
 
     @asynccontextmanager
     async def connected(
@@ -313,21 +331,34 @@ class Requester:
             self._streams.lease(priority, key),
             self.connections.lease(priority, key),
         ):
-            clients = self.source.clients or await self.source.connect()
+            clients = self.source.clients
+            if clients is None:
+                with stage(Cause.CREDENTIALS):
+                    clients = await self.source.connect()
             self.counted[_COUNTERS[operation]] += 1
             yield clients
 
-    async def in_thread(self, attempt: Attempt, work: Callable[[], T]) -> T:
+    async def in_thread(self, operation: str, attempt: Attempt, work: Callable[[], T]) -> T:
         """Make an attempt in a thread; cancelled, it ends there on its own.
 
         Raises:
             AttemptError: it failed.
         """
+        clock, code = RequestClock(operation), "none"
         try:
-            return await self._threads.run(attempt.guarded(work))
-        except trio.Cancelled:
-            await attempt.abandon()
+            result = await self._threads.run(clocked(clock, attempt.guarded(work)))
+            code = "200"
+            return result
+        except AttemptError as error:
+            code = _code(error)
             raise
+        except (trio.Cancelled, AbandonedError) as error:
+            code = "cancelled"
+            if isinstance(error, trio.Cancelled):
+                await attempt.abandon()
+            raise
+        finally:
+            clock.end(code)
 
     def failed(self, operation: str, key: str, failure: Failure) -> StoreError:
         """The error of a request that failed for good, which is counted and logged here."""
@@ -388,6 +419,18 @@ class Requester:
 
     def _describe(self, key: str, failure: Failure) -> str:
         return f"s3://{self.settings.bucket}/{key}: {failure.in_full}"
+
+
+def _code(error: AttemptError) -> str:
+    """The status with which S3 refused a request, for its times."""
+    return str(error.failure.status or "none")
+
+
+def _cause_of_pause(operation: str, failure: Failure) -> Cause:
+    """What a request waits for that is to be sent again."""
+    if failure.kind is ThrottledError:
+        return Cause.THROTTLED
+    return Cause.CREDENTIALS if failure.kind is CredentialsError else cause_of(operation)
 
 
 def classify(operation: str, failure: Failure) -> Failure:

@@ -236,3 +236,41 @@ def test_a_limit_that_the_disk_has_shrunk_says_why() -> None:
     assert "50.0 GiB (less than --cache-size 1TiB: the disk)" in status_report.render(
         {**STATUS, "cache": cache}
     )
+
+
+STALLS: dict[str, Any] = {
+    "shares": {
+        "10": {"any": 0.0},
+        "60": {"any": 0.38, "s3_first_byte": 0.31, "connection": 0.07, "cache_disk": 0.001},
+        "300": {"any": 0.02, "s3_first_byte": 0.02},
+    },
+    "slowest": [
+        {"operation": "open", "key": "train/1", "waited_s": 1.25, "ago_s": 31.4},
+        {"operation": "lookup", "key": "train/", "waited_s": 0.25, "ago_s": 4.0},
+    ],
+}
+
+
+def test_what_programs_waited_for_is_a_sentence_with_a_hint() -> None:
+    text = status_report.render({**STATUS, "stalls": STALLS})
+    assert (
+        "programs waited 38% of the last minute: 31% for S3's first byte,"
+        " 7% for a free connection\n" in text
+    )
+    assert "programs waited 2% of the last 5 minutes: 2% for S3's first byte\n" in text
+    assert "of the last 10 s" not in text
+    assert "hint        fetch the data before it is needed (fusefs warm)" in text
+    assert "slowest     open of train/1: 1.2 s, 31 s ago" in text
+    assert "slowest     lookup of train/: 250 ms, 4 s ago" in text
+
+
+def test_a_mount_on_which_nothing_waited_says_so() -> None:
+    shares = {span: dict.fromkeys(STALLS["shares"]["60"], 0.0) for span in ("10", "60", "300")}
+    text = status_report.render({**STATUS, "stalls": {"shares": shares, "slowest": []}})
+    assert "programs waited for nothing in the last 5 minutes" in text
+    assert "hint" not in text
+
+
+def test_the_share_of_hits_names_what_it_cannot_see() -> None:
+    text = status_report.render({**STATUS, "cache": {**STATUS["cache"], "passthrough_opens": 7}})
+    assert "75 of 100 reads; reads of 7 passthrough opens are not seen" in text

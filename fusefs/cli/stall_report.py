@@ -1,0 +1,92 @@
+"""What programs waited for, in sentences, and what may be changed about it.
+
+The shares are those of time in which at least one request waited for something; of
+several things at once each counts, so the shares may add up to more than the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+Shares = Mapping[str, float]
+
+# Below this share of the time a wait is not worth a word, nor below the next one a hint.
+LEAST_SHARE = 0.005
+LEAST_FOR_HINT = 0.05
+# Most causes that a sentence names, and slow requests that are listed.
+MOST_CAUSES = 3
+MOST_SLOWEST = 3
+
+# By cause: what is waited for, and what to do about it.
+_CAUSES = {
+    "connection": (
+        "for a free connection",
+        "more requests at once may be allowed with --max-connections",
+    ),
+    "throttled": (
+        "for S3 to take more requests",
+        "S3 refuses requests as too many: read larger files (shards), or from more prefixes",
+    ),
+    "s3_first_byte": (
+        "for S3's first byte",
+        "fetch the data before it is needed (fusefs warm), or pack small files into shards",
+    ),
+    "s3_transfer": (
+        "for bytes to and from S3",
+        "the way to S3 is full: fetch the data before it is needed (fusefs warm)",
+    ),
+    "metadata": (
+        "for listings and attributes",
+        "a longer --metadata-ttl asks S3 less often; shards have fewer names",
+    ),
+    "cache_disk": (
+        "for the cache disk",
+        "the disk is slow or busy: put --cache-dir on a faster one",
+    ),
+    "cache_full": (
+        "for room in the cache",
+        "the cache is full: a larger --cache-size (or disk) evicts less",
+    ),
+    "credentials": (
+        "for credentials",
+        "keys are looked up or refused: see the log, and what provides them",
+    ),
+}
+_SPANS = {"10": "the last 10 s", "60": "the last minute", "300": "the last 5 minutes"}
+
+
+def sentences(stalls: Mapping[str, Any]) -> Iterable[str]:
+    """A sentence for each of the last spans of time in which programs waited."""
+    waited = False
+    for seconds, span in _SPANS.items():
+        shares = stalls["shares"].get(seconds, {})
+        if shares.get("any", 0.0) < LEAST_SHARE:
+            continue
+        waited = True
+        parts = [f"{shares[cause]:.0%} {_CAUSES[cause][0]}" for cause in _causes(shares)]
+        yield f"programs waited {shares['any']:.0%} of {span}: {', '.join(parts)}"
+    if not waited:
+        yield "programs waited for nothing in the last 5 minutes"
+
+
+def hint(stalls: Mapping[str, Any]) -> str | None:
+    """What may be changed about the cause that was waited for most, in the latest such span."""
+    for span in _SPANS:
+        shares = stalls["shares"].get(span, {})
+        for cause in _causes(shares)[:1]:
+            if shares[cause] >= LEAST_FOR_HINT:
+                return _CAUSES[cause][1]
+    return None
+
+
+def slowest(stalls: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
+    """The requests of the last minutes that waited longest, with `waited_s` and `ago_s`."""
+    waits: list[Mapping[str, Any]] = stalls.get("slowest", [])
+    return waits[:MOST_SLOWEST]
+
+
+def _causes(shares: Shares) -> list[str]:
+    """The causes that are worth a word, the largest share first; of a later daemon's, the known."""
+    known = [cause for cause in _CAUSES if shares.get(cause, 0.0) >= LEAST_SHARE]
+    return sorted(known, key=lambda cause: -shares[cause])[:MOST_CAUSES]

@@ -1,0 +1,177 @@
+"""How long requests to S3 take, and what programs that wait for them wait for.
+
+A `RequestClock` accompanies one attempt of a request from being sent to its end, in the event
+loop or in a thread. In a thread it is found by `first_byte` and `set_aside`, so that the
+modules that read answers need not hand it on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from fusefs.telemetry.histogram import S3_BOUNDS, Histogram
+from fusefs.telemetry.metrics import Sample, value
+from fusefs.telemetry.stalls import Cause, current
+
+T = TypeVar("T")
+
+_LOOKS = frozenset(("HEAD", "LIST", "LIST PARTS", "LIST UPLOADS"))
+NOTHING = -1
+# What these take is for the most part the time of their bodies.
+_SENDS = frozenset(("PUT", "PUT PART"))
+
+
+class S3Requests:
+    """The times of one mount's requests to S3, from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # Of the first byte and of the whole, by operation and code.
+        self._times: dict[tuple[str, str], tuple[Histogram, Histogram]] = {}
+
+    def observe(self, operation: str, code: str, first_byte_s: float, whole_s: float) -> None:
+        with self._lock:
+            times = self._times.get((operation, code))
+            if times is None:
+                times = self._times[operation, code] = Histogram(S3_BOUNDS), Histogram(S3_BOUNDS)
+            times[0].observe(first_byte_s)
+            times[1].observe(whole_s)
+
+    def samples(self) -> dict[str, list[Sample]]:
+        """The samples of `s3_requests_total` and of both times."""
+        totals, first_bytes, wholes = [], [], []
+        with self._lock:
+            for (operation, code), (first_byte, whole) in self._times.items():
+                labels = {"operation": operation.lower().replace(" ", "_"), "code": code}
+                totals.append(value(whole.count, **labels))
+                first_bytes.append(first_byte.sample(labels))
+                wholes.append(whole.sample(labels))
+        return {
+            "s3_requests_total": totals,
+            "s3_first_byte_seconds": first_bytes,
+            "s3_request_duration_seconds": wholes,
+        }
+
+
+S3_REQUESTS = S3Requests()
+"""Those of this process, which serves one mount."""
+
+
+def cause_of(operation: str) -> Cause:
+    """What a request waits for until its answer begins."""
+    if operation in _LOOKS:
+        return Cause.METADATA
+    return Cause.S3_TRANSFER if operation in _SENDS else Cause.S3_FIRST_BYTE
+
+
+class RequestClock:
+    """One attempt of a request: `first_byte` when its answer begins, `end` when it is over.
+
+    A thread whose attempt was abandoned may use it after its end, which changes nothing.
+    """
+
+    __slots__ = (
+        "_began",
+        "_cause",
+        "_entered",
+        "_first_byte_s",
+        "_has_ended",
+        "_lock",
+        "_operation",
+        "_work",
+    )
+
+    def __init__(self, operation: str) -> None:
+        """It is sent now, as a part of the current task's work."""
+        self._operation = operation
+        self._work = current()
+        self._lock = threading.Lock()
+        self._cause = cause_of(operation)
+        self._entered = NOTHING
+        self._has_ended = False
+        self._first_byte_s = -1.0
+        self._turn_to(self._cause)
+        self._began = time.monotonic()
+
+    def first_byte(self) -> None:
+        """Its answer begins; later calls change nothing."""
+        if self._first_byte_s < 0:
+            self._first_byte_s = time.monotonic() - self._began
+            if self._cause == Cause.S3_FIRST_BYTE:
+                self._cause = Cause.S3_TRANSFER
+                self._turn_to(self._cause)
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """The time is that of the caller meanwhile, who does something with the answer."""
+        self._turn_to(NOTHING)
+        try:
+            yield
+        finally:
+            self._turn_to(self._cause)
+
+    def end(self, code: str) -> None:
+        """It is over; `code` is a refusal's status, 200 for any success, `none`, or `cancelled`.
+
+        With "" it was not sent.
+        """
+        whole_s = time.monotonic() - self._began
+        with self._lock:
+            self._has_ended = True
+            if self._entered != NOTHING:
+                self._work.leave(self._entered)
+        if code:
+            first_byte_s = self._first_byte_s if self._first_byte_s >= 0 else whole_s
+            S3_REQUESTS.observe(self._operation, code, first_byte_s, whole_s)
+
+    def _turn_to(self, cause: int) -> None:
+        """Have the work be at something else, or at nothing."""
+        with self._lock:
+            entered = self._entered
+            if self._has_ended or entered == cause:
+                return
+            if entered == NOTHING:
+                self._work.enter(cause)
+            elif cause == NOTHING:
+                self._work.leave(entered)
+            else:
+                self._work.move(entered, cause)
+            self._entered = cause
+
+
+_thread = threading.local()
+
+
+def clocked(clock: RequestClock, work: Callable[[], T]) -> Callable[[], T]:
+    """`work` for a thread, with `clock` as the clock of the request that it sends."""
+
+    def run() -> T:
+        _thread.clock = clock
+        try:
+            return work()
+        finally:
+            _thread.clock = None
+
+    return run
+
+
+def first_byte() -> None:
+    """The answer to the request that this thread has sent begins."""
+    clock: RequestClock | None = getattr(_thread, "clock", None)
+    if clock is not None:
+        clock.first_byte()
+
+
+@contextmanager
+def handling_answer() -> Iterator[None]:
+    """This thread does something with what has come of its request's answer."""
+    clock: RequestClock | None = getattr(_thread, "clock", None)
+    if clock is None:
+        yield
+        return
+    with clock.set_aside():
+        yield

@@ -1,0 +1,262 @@
+"""What the requests of programs wait for, as the kernel's pressure stall information counts it.
+
+For each cause there is a count of the requests that wait for it, the time in which there was
+at least one (*stalled*) and the time of all of them added up (*wait*). `any` is their union:
+causes overlap, so their times are never added.
+
+A *work* is something that is done and that any number of requests may wait for: the answer
+to one request, a download, an upload. What it spends its time on is noted by `enter` and
+`leave`, or by a `stage`, which finds the work of its own task; who waits for it, by `awaited`.
+Time counts while it has both. So a download that nothing waits for yet counts for nothing,
+and from its first reader on it counts for what it is at. Tasks inherit the work of the task
+that has started them (a context variable); what is fetched ahead begins a work of its own, or
+is `unattended`.
+
+How much of the last seconds was stalled follows from snapshots, which are taken when causes
+change, at most one a second. So nothing wakes up for them, and where there is none, nothing
+changed in between.
+
+Entering and leaving take a lock, for threads do so as well: 0.5 us, for requests that wait.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple
+
+
+class Cause(enum.IntEnum):
+    """What a request may wait for; the last one is the union of all others.
+
+    `CONNECTION`: one of the budget's connections to be free. `THROTTLED`: S3 to take more
+    requests than it has refused. `S3_FIRST_BYTE`, `S3_TRANSFER`: the start and the rest of an
+    answer, or a body to be sent. `METADATA`: a listing or a HEAD. `CACHE_DISK`: the local disk.
+    `CACHE_FULL`: room in the cache. `CREDENTIALS`: keys to be found or renewed.
+    """
+
+    CONNECTION = 0
+    THROTTLED = 1
+    S3_FIRST_BYTE = 2
+    S3_TRANSFER = 3
+    METADATA = 4
+    CACHE_DISK = 5
+    CACHE_FULL = 6
+    CREDENTIALS = 7
+    ANY = 8
+
+
+SNAPSHOT_EVERY_S = 1.0
+# The longest time that `shares` looks back.
+KEPT_S = 300.0
+
+
+class Pressure(NamedTuple):
+    """The times of each cause, in seconds, by its number."""
+
+    stalled: tuple[float, ...]
+    wait: tuple[float, ...]
+
+
+class Stalls:
+    """The waits of one mount's requests, from any thread."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        causes = len(Cause)
+        self._waiters = [0] * causes
+        self._changed = [0.0] * causes
+        self._stalled = [0.0] * causes
+        self._wait = [0.0] * causes
+        self._began = self._noted = time.monotonic()
+        self._snapshots: deque[tuple[float, tuple[float, ...]]] = deque()
+
+    def change(self, cause: int, count: int) -> None:
+        """So many more requests wait for something, or fewer. The caller holds `lock`."""
+        now = time.monotonic()
+        if now - self._noted >= SNAPSHOT_EVERY_S:
+            self._take_snapshot(now)
+        waiters = self._waiters[cause]
+        if waiters:
+            elapsed = now - self._changed[cause]
+            self._stalled[cause] += elapsed
+            self._wait[cause] += waiters * elapsed
+        self._changed[cause] = now
+        self._waiters[cause] = waiters + count
+
+    def totals(self) -> Pressure:
+        """All times since the process began."""
+        with self.lock:
+            return self._totals(time.monotonic())
+
+    def shares(self, seconds: float) -> list[float]:
+        """The share of the last `seconds` in which requests waited, by cause."""
+        with self.lock:
+            now = time.monotonic()
+            stalled, then = self._totals(now).stalled, now - seconds
+            before = self._stalled_at(then, now, stalled)
+        return [
+            min(1.0, max(0.0, (late - early) / seconds))
+            for late, early in zip(stalled, before, strict=True)
+        ]
+
+    def _totals(self, now: float) -> Pressure:
+        stalled, wait = self._stalled.copy(), self._wait.copy()
+        for cause, waiters in enumerate(self._waiters):
+            if waiters:
+                elapsed = now - self._changed[cause]
+                stalled[cause] += elapsed
+                wait[cause] += waiters * elapsed
+        return Pressure(tuple(stalled), tuple(wait))
+
+    def _take_snapshot(self, now: float) -> None:
+        self._noted = now
+        self._snapshots.append((now, self._totals(now).stalled))
+        while len(self._snapshots) > 1 and self._snapshots[1][0] <= now - KEPT_S:
+            self._snapshots.popleft()
+
+    def _stalled_at(self, then: float, now: float, stalled: tuple[float, ...]) -> list[float]:
+        """The stalled times as they were, between two snapshots in proportion."""
+        early, late = (self._began, (0.0,) * len(stalled)), (now, stalled)
+        for snapshot in self._snapshots:
+            if snapshot[0] > then:
+                late = snapshot
+                break
+            early = snapshot
+        if then <= early[0] or late[0] <= early[0]:
+            return list(early[1])
+        share = (then - early[0]) / (late[0] - early[0])
+        return [one + share * (two - one) for one, two in zip(early[1], late[1], strict=True)]
+
+
+STALLS = Stalls()
+"""Those of this process, which serves one mount."""
+
+
+class Work:
+    """Something that is done, and that requests may wait for; see the module's text."""
+
+    __slots__ = ("_causes", "_stalls", "_waiters")
+
+    def __init__(self, stalls: Stalls = STALLS) -> None:
+        self._stalls = stalls
+        self._waiters = 0
+        # What it is at: how many of its tasks or threads, by cause.
+        self._causes: dict[int, int] = {}
+
+    def enter(self, cause: int) -> None:
+        """It begins to spend time on something."""
+        with self._stalls.lock:
+            self._enter(cause)
+
+    def leave(self, cause: int) -> None:
+        """What was entered is done."""
+        with self._stalls.lock:
+            self._leave(cause)
+
+    def move(self, cause: int, to: int) -> None:
+        """One thing is done, and another begins."""
+        if cause != to:
+            with self._stalls.lock:
+                self._enter(to)
+                self._leave(cause)
+
+    def _enter(self, cause: int) -> None:
+        count = self._causes.get(cause, 0)
+        self._causes[cause] = count + 1
+        if not count and self._waiters:
+            self._stalls.change(cause, self._waiters)
+            if len(self._causes) == 1:
+                self._stalls.change(Cause.ANY, self._waiters)
+
+    def _leave(self, cause: int) -> None:
+        count = self._causes[cause] - 1
+        if count:
+            self._causes[cause] = count
+            return
+        del self._causes[cause]
+        if self._waiters:
+            self._stalls.change(cause, -self._waiters)
+            if not self._causes:
+                self._stalls.change(Cause.ANY, -self._waiters)
+
+    def wait(self, count: int) -> None:
+        """So many more requests wait for it, or fewer."""
+        with self._stalls.lock:
+            self._waiters += count
+            for cause in self._causes:
+                self._stalls.change(cause, count)
+            if self._causes:
+                self._stalls.change(Cause.ANY, count)
+
+    @contextmanager
+    def awaited(self) -> Iterator[None]:
+        """A request waits for it meanwhile."""
+        self.wait(1)
+        try:
+            yield
+        finally:
+            self.wait(-1)
+
+    @contextmanager
+    def doing(self) -> Iterator[None]:
+        """Stages of this task, and of those that it starts, are this work's meanwhile."""
+        token = _work.set(self)
+        try:
+            yield
+        finally:
+            _work.reset(token)
+
+
+_UNATTENDED = Work()
+_work: ContextVar[Work] = ContextVar("work", default=_UNATTENDED)
+
+
+def current() -> Work:
+    """The work that this task does a part of."""
+    return _work.get()
+
+
+class served:
+    """This task's work is one request's meanwhile, which waits for it (`with served()`)."""
+
+    __slots__ = ("_token", "_work")
+
+    def __init__(self) -> None:
+        self._work = Work()
+
+    def __enter__(self) -> None:
+        self._work.wait(1)
+        self._token = _work.set(self._work)
+
+    def __exit__(self, *_: object) -> None:
+        _work.reset(self._token)
+        self._work.wait(-1)
+
+
+@contextmanager
+def unattended() -> Iterator[None]:
+    """What this task, and those that it starts, do meanwhile is what no request waits for."""
+    with _UNATTENDED.doing():
+        yield
+
+
+class stage:
+    """What this task spends its time on meanwhile (`with stage(Cause.CACHE_DISK)`)."""
+
+    __slots__ = ("_cause", "_work")
+
+    def __init__(self, cause: int) -> None:
+        self._cause = cause
+        self._work = _work.get()
+
+    def __enter__(self) -> None:
+        self._work.enter(self._cause)
+
+    def __exit__(self, *_: object) -> None:
+        self._work.leave(self._cause)

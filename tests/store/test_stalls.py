@@ -1,0 +1,129 @@
+"""What a request for S3 waits for is told apart: a connection, a slow or refusing S3, keys."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+
+from fusefs.store.interface import ObjectVersion
+from fusefs.store.s3.store import S3Store
+from fusefs.telemetry.s3_requests import S3_REQUESTS
+from fusefs.telemetry.stalls import STALLS, Cause, served
+from tests.support.buckets import Bucket
+from tests.support.faulty_s3 import FaultyS3
+from tests.support.stalls import mostly
+from tests.support.store_reading import as_owner as as_owner
+from tests.support.store_reading import download, opened
+from tests.support.store_reading import shared as shared
+
+SMALL, LARGE = 100_000, 2 << 20
+
+
+@pytest.fixture(autouse=True)
+def longest_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pause before a retry is as long as it may be, where it mostly is shorter."""
+    monkeypatch.setattr(random, "uniform", lambda _least, most: most)
+
+
+@asynccontextmanager
+async def connected(shared: Bucket, faulty: FaultyS3, **settings: int) -> AsyncIterator[S3Store]:
+    """A store that has answered once, so that its connections are open."""
+    async with opened(shared, faulty, read_timeout_s=30.0, **settings) as store:
+        await store.list_page("")
+        yield store
+
+
+def put(shared: Bucket, key: str, size: int) -> ObjectVersion:
+    return ObjectVersion(key, shared.put(key, random.randbytes(size)), size)
+
+
+async def read(store: S3Store, version: ObjectVersion) -> None:
+    with served():
+        await download(store, version, in_loop=True)
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["small", "large"])
+async def test_an_answer_that_begins_late(shared: Bucket, faulty: FaultyS3, size: int) -> None:
+    version = put(shared, "late", size)
+    async with connected(shared, faulty) as store:
+        faulty.add("GET", delay_s=1.0)
+        with mostly(Cause.S3_FIRST_BYTE):
+            await read(store, version)
+
+
+async def test_an_answer_that_takes_long(shared: Bucket, faulty: FaultyS3) -> None:
+    version = put(shared, "slow", LARGE)
+    async with connected(shared, faulty) as store:
+        faulty.add("GET", bytes_per_s=LARGE)
+        with mostly(Cause.S3_TRANSFER):
+            await read(store, version)
+
+
+async def test_a_store_that_refuses_requests(shared: Bucket, faulty: FaultyS3) -> None:
+    version = put(shared, "refused", SMALL)
+    async with connected(shared, faulty) as store:
+        faulty.add("GET", code="SlowDown", times=3)
+        with mostly(Cause.THROTTLED):
+            await read(store, version)
+
+
+async def test_keys_that_are_refused(shared: Bucket, faulty: FaultyS3) -> None:
+    version = put(shared, "keys", SMALL)
+    async with connected(shared, faulty) as store:
+        faulty.add("GET", code="ExpiredToken", times=3)
+        with mostly(Cause.CREDENTIALS):
+            await read(store, version)
+
+
+async def test_a_connection_that_others_have(shared: Bucket, faulty: FaultyS3) -> None:
+    versions = [put(shared, f"others/{number}", SMALL) for number in range(20)]
+    async with connected(shared, faulty, max_connections=1) as store:
+        faulty.add("GET", delay_s=0.05)
+        with mostly(Cause.CONNECTION):
+            async with trio.open_nursery() as nursery:
+                for version in versions:
+                    nursery.start_soon(read, store, version)
+
+
+@pytest.mark.parametrize("operation", ["LIST", "HEAD"])
+async def test_a_listing_and_a_head_are_metadata(
+    shared: Bucket, faulty: FaultyS3, operation: str
+) -> None:
+    put(shared, "looked/at", SMALL)
+    async with connected(shared, faulty) as store:
+        faulty.add(operation, delay_s=0.5)
+        with mostly(Cause.METADATA), served():
+            await (store.head("looked/at") if operation == "HEAD" else store.list_page("looked/"))
+
+
+async def test_what_no_program_waits_for_does_not_count(shared: Bucket, faulty: FaultyS3) -> None:
+    version = put(shared, "ahead", SMALL)
+    async with connected(shared, faulty) as store:
+        before = STALLS.totals()
+        await download(store, version)
+        assert STALLS.totals() == before
+
+
+def counts(operation: str) -> dict[str, int]:
+    """How many requests there were until now, by code."""
+    samples = S3_REQUESTS.samples()["s3_requests_total"]
+    return {
+        one["labels"]["code"]: one["value"]
+        for one in samples
+        if one["labels"]["operation"] == operation
+    }
+
+
+async def test_requests_are_counted_by_their_answers(shared: Bucket, faulty: FaultyS3) -> None:
+    version = put(shared, "counted", LARGE)
+    async with connected(shared, faulty) as store:
+        faulty.add("GET", code="SlowDown", times=2)
+        before = counts("get")
+        await read(store, version)
+        after = counts("get")
+    new = {code: count - before.get(code, 0) for code, count in after.items()}
+    assert (new["200"], new["503"]) == (1, 2)

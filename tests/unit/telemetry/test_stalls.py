@@ -1,0 +1,172 @@
+"""How waits are counted: by cause, as a union, for those that wait and for nothing else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import trio
+
+from fusefs.telemetry import stalls
+from fusefs.telemetry.slowest import MOST, SlowestWaits
+from fusefs.telemetry.stalls import Cause, Stalls, Work, current, served, unattended
+
+
+class Clock:
+    """A monotonic clock that stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def pass_s(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", clock)
+    return clock
+
+
+def test_time_counts_while_something_is_done_and_waited_for(clock: Clock) -> None:
+    counted = Stalls()
+    work = Work(counted)
+    work.enter(Cause.S3_FIRST_BYTE)
+    clock.pass_s(5)  # nothing waits for it yet
+    with work.awaited():
+        clock.pass_s(2)
+        work.leave(Cause.S3_FIRST_BYTE)
+        clock.pass_s(7)  # at nothing that is known
+    totals = counted.totals()
+    assert totals.stalled[Cause.S3_FIRST_BYTE] == totals.wait[Cause.S3_FIRST_BYTE] == 2
+    assert totals.stalled[Cause.ANY] == 2
+
+
+def test_two_that_wait_stall_once_and_wait_twice(clock: Clock) -> None:
+    counted = Stalls()
+    work = Work(counted)
+    work.enter(Cause.CACHE_DISK)
+    with work.awaited():
+        clock.pass_s(1)
+        with work.awaited():
+            clock.pass_s(3)
+    work.leave(Cause.CACHE_DISK)
+    totals = counted.totals()
+    assert totals.stalled[Cause.CACHE_DISK] == 4
+    assert totals.wait[Cause.CACHE_DISK] == 7
+
+
+def test_the_union_does_not_add_causes_that_overlap(clock: Clock) -> None:
+    counted = Stalls()
+    first, second = Work(counted), Work(counted)
+    with first.awaited(), second.awaited():
+        first.enter(Cause.CONNECTION)
+        clock.pass_s(2)
+        second.enter(Cause.METADATA)
+        clock.pass_s(2)
+        first.move(Cause.CONNECTION, Cause.S3_TRANSFER)
+        clock.pass_s(2)
+        second.leave(Cause.METADATA)
+        first.leave(Cause.S3_TRANSFER)
+        clock.pass_s(10)
+    stalled = counted.totals().stalled
+    assert stalled[Cause.CONNECTION] == 4
+    assert stalled[Cause.METADATA] == 4
+    assert stalled[Cause.S3_TRANSFER] == 2
+    assert stalled[Cause.ANY] == 6
+
+
+def test_a_wait_that_goes_on_counts_already(clock: Clock) -> None:
+    counted = Stalls()
+    work = Work(counted)
+    with work.awaited():
+        work.enter(Cause.THROTTLED)
+        clock.pass_s(3)
+        assert counted.totals().stalled[Cause.THROTTLED] == 3
+        work.leave(Cause.THROTTLED)
+
+
+@pytest.mark.parametrize(("seconds", "share"), [(10, 1.0), (60, 0.5), (300, 0.1)])
+def test_shares_are_those_of_the_last_seconds(clock: Clock, seconds: int, share: float) -> None:
+    counted = Stalls()
+    clock.pass_s(1000)  # nothing happens, and nothing is noted
+    work = Work(counted)
+    with work.awaited():
+        work.enter(Cause.S3_TRANSFER)
+        clock.pass_s(30)
+        shares = counted.shares(seconds)
+        work.leave(Cause.S3_TRANSFER)
+    assert shares[Cause.S3_TRANSFER] == pytest.approx(share)
+    assert shares[Cause.ANY] == pytest.approx(share)
+    assert shares[Cause.CONNECTION] == 0
+
+
+def test_what_is_long_past_has_no_share(clock: Clock) -> None:
+    counted = Stalls()
+    work = Work(counted)
+    for _ in range(500):
+        with work.awaited():
+            work.enter(Cause.METADATA)
+            clock.pass_s(1)
+            work.leave(Cause.METADATA)
+        clock.pass_s(1)
+    assert counted.shares(60)[Cause.METADATA] == pytest.approx(0.5, abs=0.02)
+    clock.pass_s(200)
+    assert counted.shares(60)[Cause.METADATA] == 0
+    assert counted.shares(300)[Cause.METADATA] == pytest.approx(1 / 6, abs=0.02)
+
+
+async def test_tasks_have_the_work_of_the_task_that_starts_them() -> None:
+    found: dict[str, Work] = {}
+
+    async def note(name: str) -> None:
+        found[name] = current()
+
+    async def note_unattended() -> None:
+        with unattended():
+            await note("ahead")
+
+    nothing = current()
+    async with trio.open_nursery() as nursery:
+        with served():
+            found["request"] = current()
+            nursery.start_soon(note, "child")
+            nursery.start_soon(note_unattended)
+    assert found["child"] is found["request"] is not nothing
+    assert found["ahead"] is nothing is current()
+
+
+def test_the_longest_waits_are_kept_for_a_while(clock: Clock) -> None:
+    def describe(opcode: int, nodeid: int) -> tuple[str, str]:
+        return f"op{opcode}", f"key{nodeid}"
+
+    slowest = SlowestWaits(describe)
+    for number in range(20):
+        clock.pass_s(1)
+        slowest.ended(15, number, clock() - number)
+    slowest.ended(14, 19, clock() - 2)  # not the longest of its key
+    slowest.ended(15, 99, clock() - 0.001)  # too short to be of interest
+    waits = slowest.describe()
+    assert [wait["waited_s"] for wait in waits] == list(range(19, 19 - MOST, -1))
+    slowest.ended(15, 18, clock() - 30)
+    assert [wait["key"] for wait in slowest.describe()[:3]] == ["key18", "key19", "key17"]
+    assert (waits[0]["operation"], waits[0]["key"]) == ("op15", "key19")
+    clock.pass_s(300)
+    assert slowest.describe()
+    clock.pass_s(300)
+    assert slowest.describe() == []
+
+
+@pytest.mark.parametrize("use", [stalls.served, lambda: stalls.stage(Cause.METADATA)])
+async def test_a_wait_ends_with_its_cancellation(use: Callable[[], served]) -> None:
+    before = stalls.STALLS.totals().wait[Cause.METADATA]
+    with trio.move_on_after(0), served(), use():
+        await trio.sleep_forever()
+    after = stalls.STALLS.totals().wait[Cause.METADATA]
+    await trio.sleep(0.01)
+    assert stalls.STALLS.totals().wait[Cause.METADATA] == after >= before
