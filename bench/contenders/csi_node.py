@@ -22,6 +22,7 @@ from bench import processes
 from bench.contenders.contender import Contender, Place
 from bench.processes import BenchError
 from csi.generated import csi_pb2, csi_pb2_grpc
+from fusefs.keeper import template
 from tests.support.ordinary_user import runnable_by_all
 from tests.support.s3_server import ACCESS_KEY, REGION, SECRET_KEY
 
@@ -105,19 +106,35 @@ class CsiNode(Contender):
     # --- what it costs ---
 
     def memory_by_part(self) -> dict[str, int]:
-        """Bytes of all daemons, keepers and brokers; a page that several share counts once."""
-        found = {"daemon": 0, "keeper": 0, "broker": 0}
+        """Bytes of all daemons, their template, keepers and brokers; shared pages count once."""
+        found = {"daemon": 0, "template": 0, "keeper": 0, "broker": 0}
         parents = {pid: processes.parent_of(pid) for pid in self._mount_processes()}
         for pid, parent in parents.items():
-            is_daemon = b"fusefs.daemon" in _read(pid, "cmdline")
-            part = "daemon" if is_daemon else "broker" if parent in parents else "keeper"
+            if b"fusefs.daemon" in _read(pid, "cmdline"):
+                is_template = b"\nUid:\t0\t" in _read(pid, "status")
+                part = "template" if is_template else "daemon"
+            else:
+                part = "broker" if parent in parents else "keeper"
             found[part] += processes.proportional_size(pid)
         return found
 
     def _mount_processes(self) -> list[int]:
-        """Those that the driver has started, or that these have: they know its directory."""
-        mark = os.fsencode(self._state / "fusefs")
-        return [pid for pid in processes.all_pids() if mark in _read(pid, "environ")]
+        """Those that the driver has started, or that these have: they know its directory.
+
+        What is forked from the template shows the template's environment.
+        """
+        found = []
+        for pid in processes.all_pids():
+            with contextlib.suppress(OSError):
+                environment = _read(pid, "environ")
+                is_forked = template.VARIABLE.encode() in environment
+                is_known = os.fsencode(self._state / "fusefs") in environment
+                if is_known or (is_forked and self._is_of_supervisor(pid)):
+                    found.append(pid)
+        return found
+
+    def _is_of_supervisor(self, pid: int) -> bool:
+        return os.fsencode(self._state) in _read(processes.parent_of(pid), "cmdline")
 
     # --- processes ---
 

@@ -28,10 +28,12 @@ from pathlib import Path
 
 from csi.daemons.client import FdStoreClient
 from csi.daemons.migration import Moving
-from csi.daemons.supervisor import Supervisor
+from csi.daemons.supervisor import Supervisor, own_environment
+from csi.daemons.template import DaemonTemplate
 from csi.node.config import DESCRIPTOR_STORE, SUPERVISOR
 from fusefs.keeper import fd_store, supervisor_protocol
 from fusefs.keeper.exchange import ControlError
+from fusefs.launch import launcher
 from fusefs.linux.processes import close_all_but, die_with_parent
 
 # From the fork to a service that answers: it has only to bind its socket.
@@ -73,12 +75,15 @@ def run(arguments: argparse.Namespace) -> int:
     service = FdStoreProcess(state / DESCRIPTOR_STORE)
     service.take_over()
     old = running(state / SUPERVISOR)
+    templates = DaemonTemplate(launcher.DAEMON, own_environment())
+    templates.look()
     supervisor = Supervisor(
         state / SUPERVISOR,
         old=running(state / SUPERVISOR),
         on_look=service.look,
         on_return=service.start,
         has_successor_beside=arguments.successor == "beside",
+        daemon_template=templates,
     )
     mover = _fork(lambda: _move(old, state, supervisor.number, ready), old)
     service.helpers.append(mover)

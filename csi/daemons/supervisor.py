@@ -25,7 +25,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
-from fusefs.keeper import protocol, supervisor_protocol
+from csi.daemons.template import DaemonTemplate
+from fusefs.keeper import protocol, supervisor_protocol, template
 from fusefs.keeper.control import Listener, Loop
 from fusefs.keeper.supervisor_protocol import SupervisorMessage
 from fusefs.launch import launcher
@@ -75,9 +76,10 @@ class Supervisor:
 
     `old` is a connection to the one before it, which may still have daemons.
     `on_look` is called each second, and `on_return` when it listens again, after
-    another took its place and has gone. Without `has_successor_beside` nothing takes the
-    daemons over while this process lives: after SIGTERM it ends with them, once each
-    mount has a keeper that holds it until the next process is there.
+    another took its place and has gone. `daemon_template` makes daemons in less time.
+    Without `has_successor_beside` nothing takes the daemons over while this process lives:
+    after SIGTERM it ends with them, once each mount has a keeper that holds it until the
+    next process is there.
 
     Raises:
         OSError: it cannot listen.
@@ -92,6 +94,7 @@ class Supervisor:
         on_return: Callable[[], None] = lambda: None,
         *,
         has_successor_beside: bool = True,
+        daemon_template: DaemonTemplate | None = None,
     ) -> None:
         # What tells it from others, for keepers' answers.
         self.number = time.time_ns()
@@ -100,6 +103,7 @@ class Supervisor:
         self._old = old
         self._on_look = on_look
         self._on_return = on_return
+        self._template = daemon_template
         self._loop = Loop()
         self._children: dict[int, Child] = {}
         self._has_successor_beside = has_successor_beside
@@ -117,6 +121,11 @@ class Supervisor:
             if not self._is_ending:
                 self._keep_listening()
                 self._on_look()
+            if self._template is not None:
+                if self._is_ending:
+                    self._template.end()
+                else:
+                    self._template.look()
         self._listener.remove()
 
     def _is_over(self) -> bool:
@@ -243,7 +252,32 @@ class Supervisor:
             raise PermissionError(errno.EPERM, "no daemon is started as root")
         if not message.c and self._retire(message.mount):
             raise BlockingIOError(errno.EAGAIN, "its last daemon is still there")
-        channel, stdin, stdout, environment = message.fds
+        pid, ours = self._fork(uid, gid, message.fds) or self._spawn(uid, gid, message.fds)
+        ours.setblocking(False)
+        child = self._children[pid] = Child(pid, message.mount, uid, ours)
+        self._loop.watch(child.pidfd, select.POLLIN, lambda: self._on_exit(child))
+        log.info("daemon %d is started for mount %016x as uid %d", pid, message.mount, uid)
+        return child
+
+    def _fork(self, uid: int, gid: int, fds: Sequence[int]) -> tuple[int, socket.socket] | None:
+        """A daemon from the template, and the socket to it; None if that makes none."""
+        if self._template is None:
+            return None
+        channel, stdin, stdout, given = fds
+        environment = _file_of({**own_environment(), **_given_environment(given)})
+        ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with its, open(environment, "rb"):
+            pid = self._template.fork(uid, gid, channel, its.fileno(), stdin, stdout, environment)
+        if not pid:
+            ours.close()
+            return None
+        with contextlib.suppress(OSError):  # it has ended, which its pidfd will show
+            ours.send(template.GO)
+        return pid, ours
+
+    def _spawn(self, uid: int, gid: int, fds: Sequence[int]) -> tuple[int, socket.socket]:
+        """A daemon that is started as a program, and the socket to it."""
+        channel, stdin, stdout, given = fds
         ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its:
             pid = spawn(
@@ -252,19 +286,15 @@ class Supervisor:
                 stdout=stdout,
                 kept=[channel, its.fileno()],
                 environment={
-                    **_own_environment(),
-                    **_given_environment(environment),
+                    **own_environment(),
+                    **_given_environment(given),
                     protocol.ENVIRONMENT: str(channel),
                     supervisor_protocol.ENVIRONMENT: str(its.fileno()),
                 },
                 credentials=Credentials(uid, gid, []),
                 yields_memory=True,
             )
-        ours.setblocking(False)
-        child = self._children[pid] = Child(pid, message.mount, uid, ours)
-        self._loop.watch(child.pidfd, select.POLLIN, lambda: self._on_exit(child))
-        log.info("daemon %d is started for mount %016x as uid %d", pid, message.mount, uid)
-        return child
+        return pid, ours
 
     def _give(self, message: SupervisorMessage) -> Child:
         """The mount's daemon that has no keeper, which gets the new one's socket."""
@@ -335,7 +365,8 @@ def _counted(message: SupervisorMessage, count: int) -> bytes:
     )
 
 
-def _own_environment() -> dict[str, str]:
+def own_environment() -> dict[str, str]:
+    """What of this process's environment is every daemon's."""
     return {
         name: text
         for name, text in os.environ.items()
@@ -343,7 +374,16 @@ def _own_environment() -> dict[str, str]:
     }
 
 
+def _file_of(environment: dict[str, str]) -> int:
+    """A file in memory, to be read from its start."""
+    fd = os.memfd_create("environment")
+    os.write(fd, json.dumps(environment).encode())
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
 def _given_environment(fd: int) -> dict[str, str]:
+    os.lseek(fd, 0, os.SEEK_SET)
     with open(fd, "rb", closefd=False) as file:
         given = dict(json.load(file))
     return {

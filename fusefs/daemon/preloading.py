@@ -15,6 +15,7 @@ from fusefs.store.s3 import clients
 
 def serve() -> None:
     """Serve as a template; return in a forked process that is to be a daemon. Blocks."""
+    template.keep_users_alone()
     program = _program()
     installed = _identities(program)
     # What fails here fails again when it is needed, and is reported then.

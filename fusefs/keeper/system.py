@@ -13,8 +13,10 @@ import errno
 import os
 from collections.abc import Callable
 
-from fusefs.linux import libc
+from fusefs.linux import libc, processes
 
+CAP_SETGID = 6
+CAP_SETUID = 7
 CAP_SYS_ADMIN = 21
 _CAPABILITY_VERSION_3 = 0x20080522
 
@@ -49,14 +51,28 @@ def raise_privileges() -> None:
     _set_effective(lambda permitted: permitted)
 
 
+def keep_only(*capabilities: int) -> None:
+    """Give up all other capabilities for good, also those that a program could bring."""
+    wanted = sum(1 << capability for capability in capabilities)
+    processes.forbid_new_privileges()
+    _set_capabilities(lambda permitted: permitted & wanted, is_for_good=True)
+
+
 def _set_effective(choose: Callable[[int], int]) -> None:
+    _set_capabilities(choose, is_for_good=False)
+
+
+def _set_capabilities(choose: Callable[[int], int], *, is_for_good: bool) -> None:
+    """Choose the effective set from the permitted; for good, that and no more is permitted."""
     header = _Header(_CAPABILITY_VERSION_3, 0)
     sets = (_Capabilities * 2)()
     libc.check(_libc.capget(ctypes.byref(header), sets), "capget")
-    permitted = sets[0].permitted | sets[1].permitted << 32
-    effective = choose(permitted)
-    sets[0].effective = effective & 0xFFFFFFFF
-    sets[1].effective = effective >> 32
+    chosen = choose(sets[0].permitted | sets[1].permitted << 32)
+    for half, bits in zip(sets, (chosen & 0xFFFFFFFF, chosen >> 32), strict=True):
+        half.effective = bits
+        if is_for_good:
+            half.permitted = bits
+            half.inheritable = 0
     libc.check(_libc.capset(ctypes.byref(header), sets), "capset")
 
 

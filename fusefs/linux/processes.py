@@ -64,7 +64,7 @@ def spawn(
                 os.set_inheritable(fd, True)
             if yields_memory:
                 _volunteer()
-            _become(credentials)
+            become(credentials)
             close_all_but(sender, *kept)
             os.execvpe(command[0], list(command), environment)
         except OSError as error:
@@ -80,7 +80,8 @@ def spawn(
     return pid
 
 
-def _become(credentials: Credentials) -> None:
+def become(credentials: Credentials) -> None:
+    """Be a daemon's process, in a session of its own: with this user, and no rights but his."""
     os.setsid()
     for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
@@ -89,6 +90,11 @@ def _become(credentials: Credentials) -> None:
     os.setgroups(credentials.groups)
     os.setresgid(credentials.gid, credentials.gid, credentials.gid)
     os.setresuid(credentials.uid, credentials.uid, credentials.uid)
+    forbid_new_privileges()
+
+
+def forbid_new_privileges() -> None:
+    """Have no program that is executed bring this process privileges."""
     set_process_option(_PR_SET_NO_NEW_PRIVS, 1)
 
 

@@ -18,6 +18,7 @@ import grpc
 import pytest
 
 from csi.generated import csi_pb2, csi_pb2_grpc
+from fusefs.keeper import template
 from fusefs.linux import libc, mountinfo, unmount
 from tests.support.ordinary_user import runnable_by_all
 from tests.support.s3_server import ACCESS_KEY, SECRET_KEY
@@ -202,13 +203,25 @@ class Node:
         found = {}
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
-                if entry.name.isdigit() and os.fsencode(self.state) in (
-                    (entry / "environ").read_bytes()
-                ):
+                if entry.name.isdigit() and self._is_of_mount(entry):
                     command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
                     if command and "csi.main" not in command:
                         found[int(entry.name)] = command
         return found
+
+    def _is_of_mount(self, process: Path) -> bool:
+        state = os.fsencode(self.state)
+        environment = (process / "environ").read_bytes()
+        if state in environment:
+            return True
+        # One that a template has forked shows the template's environment, which names no mount.
+        is_forked = template.VARIABLE.encode() in environment
+        if not is_forked or "0" in _status(process, "Uid"):
+            return False
+        [parent_pid] = _status(process, "PPid")
+        parent = Path("/proc", parent_pid)
+        is_ours = state in (parent / "cmdline").read_bytes()
+        return is_ours or os.fsencode(self.directory) in (process / "maps").read_bytes()
 
     def daemons(self) -> list[int]:
         return [pid for pid, command in self.processes().items() if "fusefs.daemon" in command]
@@ -290,6 +303,12 @@ def running_node(*options: str, serves: str = "node", **stores: str) -> Iterator
     finally:
         if not any(one.mountpoint.is_relative_to(directory) for one in mountinfo.kernel_mounts()):
             shutil.rmtree(directory, ignore_errors=True)
+
+
+def _status(process: Path, field: str) -> list[str]:
+    """The values of a field of /proc/PID/status."""
+    lines = (process / "status").read_text().splitlines()
+    return next(line.split()[1:] for line in lines if line.startswith(f"{field}:"))
 
 
 def code_of(error: Any) -> grpc.StatusCode:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import grpc
 import pytest
 
+from fusefs.keeper import template
 from fusefs.launch import control, registry
 from fusefs.linux import mountinfo
 from tests.support.buckets import Bucket
@@ -18,6 +19,7 @@ from tests.support.csi_daemons import daemons_of
 from tests.support.csi_node import Node, running_node
 from tests.support.csi_node import node as node
 from tests.support.csi_pod import pod_reading
+from tests.support.memory_search import is_in_memory
 from tests.support.s3_server import S3Server
 from tests.support.sharing import PATIENCE_S
 from tests.support.waiting import until
@@ -56,6 +58,17 @@ def _runtime(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(registry.RUNTIME_VARIABLE, str(node.state / "fusefs"))
 
 
+def templates() -> list[int]:
+    """Processes from which daemons are forked: they are no daemon, and change users."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            is_one = template.VARIABLE.encode() in (entry / "environ").read_bytes()
+            if is_one and "Uid:\t0\t" in (entry / "status").read_text():
+                found.append(int(entry.name))
+    return found
+
+
 def publish(node: Node, target: Path, shared: Bucket) -> None:
     node.publish("volume", target, bucket=shared.name, prefix="a")
 
@@ -76,6 +89,28 @@ def test_a_daemon_is_a_user_without_rights_in_the_other_container(
         assert Path(f"/proc/{pid}/oom_score_adj").read_text() == "500\n"
         node.unpublish("volume", target)
         until(lambda: not node.daemons(), "it has ended")
+
+
+def test_daemons_are_forked_from_one_template_that_learns_nothing_of_their_mounts(
+    node: Node, target: Path, shared: Bucket
+) -> None:
+    with daemons_of(node, "first") as first:
+        until(lambda: "template of the daemons is ready" in first.log.read_text(), "it is up")
+        shared.put("prefix-of-the-first/hello", b"hello")
+        node.publish("first", target, bucket=shared.name, prefix="prefix-of-the-first")
+        [known] = node.daemons()
+        other = node.target("other")
+        shared.put("prefix-of-the-second/hello", b"hello")
+        node.publish("second", other, bucket=shared.name, prefix="prefix-of-the-second")
+        [new] = {*node.daemons()} - {known}
+        assert (target / "hello").read_bytes() == (other / "hello").read_bytes() == b"hello"
+        for pid in (known, new):
+            assert template.VARIABLE.encode() in Path(f"/proc/{pid}/environ").read_bytes()
+        assert is_in_memory(known, b"prefix-of-the-first")
+        [origin] = first.children() & set(templates())
+        assert not is_in_memory(origin, b"prefix-of-the-first")
+        for volume, path in (("first", target), ("second", other)):
+            node.unpublish(volume, path)
 
 
 def test_a_daemon_is_ended_through_a_supervisor_that_may_not_signal_it_as_root(
