@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.contenders.contender import Contender
-from bench.contenders.registry import CONTENDERS, KERNEL, LOCAL, PEERS
+from bench.contenders.registry import CONTENDERS, CSI, KERNEL, LOCAL, PEERS
 from bench.runner import Results
 from bench.workloads.table import THREADS, WORKLOADS
 
@@ -31,6 +31,11 @@ COSTS = {
     "small_p50_ms": ("first_small: of the files' times, the median", "ms"),
     "small_p99_ms": ("first_small: what one in a hundred exceeds", "ms"),
     "throttled_refused": ("throttled: requests that were refused", "%"),
+    **{
+        f"{row}{processes}_cpu": (f"{row}{processes}: processor time of the daemon for each", "us")
+        for row in ("opens", "served", "walks")
+        for processes in THREADS
+    },
     "rss_mib": ("peak memory of the daemon and its children", "MiB"),
     "cpu_s": ("processor time of the daemon and its children", "s"),
     "connections": ("most connections open at a time", ""),
@@ -71,17 +76,24 @@ TARGETS = (
     Target("rand4k_dropped8", 0.85, NATIVE),
     Target("mmap_warm", 0.85, NATIVE),
     Target("mmap_dropped", 0.85, NATIVE),
-    Target("small_warm", 0.65, NATIVE),
+    Target("small_warm", 0.80, NATIVE),
+    Target("small_warm_bare", 0.40, NATIVE),
+    Target("small_dropped", 0.80, NATIVE),
+    Target("opens1", 20_000),
     Target("first_large", 0.80, ("obstore",)),
     Target("first_large", 1.0, PEERS),
     Target("first_small", 1.0, PEERS),
     Target("tree_cold", 1.0, PEERS),
-    Target("tree_cold", 25_000),
+    Target("tree_cold", 40_000),
     Target("tree_warm", 1.0, PEERS),
+    Target("tree_warm", 0.90, NATIVE),
     Target("flat_cold", 1.0, PEERS),
-    Target("flat_cold", 25_000),
+    Target("flat_cold", 40_000),
     Target("flat_warm", 1.0, PEERS),
-    Target("direct8", 3.0, ("fusefs-pyfuse3",), subject="fusefs-nopt"),
+    Target("flat_warm", 0.90, NATIVE),
+    Target("mount_first_byte", 250, below=True),
+    Target("publish_first_byte", 250, subject=CSI, below=True),
+    Target("direct8", 4.0, ("fusefs-pyfuse3",), subject="fusefs-nopt"),
     Target("write_large", 0.85, ("obstore",)),
     Target("write_large", 1.0, PEERS),
     Target("write_local", 0.85, NATIVE, subject=LOCAL),

@@ -72,6 +72,10 @@ class Session:
         """Run one operation of `bench.programs.loaders` in a process of its own."""
         return self._run(_command(operation, arguments, module="bench.programs.loaders"))
 
+    def crowd(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        """Run one operation of `bench.programs.crowds` in a process of its own."""
+        return self._run(_command(operation, arguments, module="bench.programs.crowds"))
+
     def write(self, operation: str, **arguments: Any) -> dict[str, Any]:
         """Run one operation of `bench.programs.writers` in a process of its own."""
         return self._run(_command(operation, arguments, module="bench.programs.writers"))

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from bench.cloud.profile import CLOUD, PROFILES
+from bench.cloud.profile import LOCAL as LOCAL_PROFILE
 from bench.contenders.registry import (
     CSI,
     KERNEL,
@@ -31,14 +32,14 @@ from bench.contenders.registry import (
     WRITABLE,
 )
 from bench.session import Sample, Session
-from bench.workloads import loading, reading, starting, writing
+from bench.workloads import crowds, loading, reading, starting, writing
 from bench.workloads.fio import RandomRead
 from bench.workloads.reading import Run
 
 # How many read at a time, where that is what a row is about.
 THREADS = (1, 2, 4, 8, 16, 32)
 WIDTHS = (8, 32, 64)
-FAR = (CLOUD,)
+NEAR, FAR = (LOCAL_PROFILE,), (CLOUD,)
 
 MOUNTS = (KERNEL, NO_PASSTHROUGH, PYFUSE3, *PEERS)
 FILES = (NATIVE, *MOUNTS)
@@ -80,6 +81,7 @@ _large = partial(Workload, needs=Session.have_large)
 _small = partial(Workload, needs=Session.have_small)
 _listing = partial(Workload, group="listing", who=(*FILES, WRITABLE), unit="files/s")
 _throttling = partial(Workload, group="throttling", who=(KERNEL, *PEERS), profiles=FAR)
+_crowd = partial(Workload, group="crowds", profiles=NEAR)
 _starting = partial(Workload, group="starting", who=(CSI,))
 _writing = partial(Workload, group="writing")
 
@@ -306,6 +308,36 @@ WORKLOADS = (
         "walk again with lstat, one folder",
         run=partial(reading.walk_warm, folder="flat"),
     ),
+    *(
+        _crowd(
+            f"opens{processes}",
+            f"open and close of cached 100 KiB files, {processes} processes",
+            "opens/s",
+            partial(crowds.opens, processes=processes),
+            who=FILES,
+        )
+        for processes in THREADS
+    ),
+    *(
+        _crowd(
+            f"served{processes}",
+            f"4 KiB O_DIRECT reads that the daemon answers, {processes} processes",
+            "reads/s",
+            partial(crowds.served, processes=processes),
+            who=(NO_PASSTHROUGH, PYFUSE3, *PEERS),
+        )
+        for processes in THREADS
+    ),
+    *(
+        _crowd(
+            f"walks{processes}",
+            f"walk again with lstat, 100 folders, {processes} processes",
+            "files/s",
+            partial(crowds.walks, processes=processes),
+            who=FILES,
+        )
+        for processes in THREADS
+    ),
     Workload(
         "recovery",
         "from SIGKILL of the daemon to its first answer",
@@ -442,6 +474,7 @@ READING = {
     "epochs": ("small",),
     "throttling": ("large", "small"),
     "listing": ("tree", "flat", "folders"),
+    "crowds": ("large", "small", "tree"),
     "recovery": (),
 }
 GROUPS = (*READING, "starting", "writing")
