@@ -243,9 +243,14 @@ class FileCache:
         self.discarded.add(file.name)
         self.on_discard(file)
 
+    @property
+    def has_neighbours(self) -> bool:
+        """Whether another mount has written in the directory since this one began."""
+        return self._catalog_writer.has_neighbours
+
     def is_new(self, file: CacheFile) -> bool:
         """Whether nothing of a file is on the disk, so that its download may create it."""
-        return file.is_kept and not file.generation and not self._catalog_writer.has_neighbours
+        return file.is_kept and not file.generation and not self.has_neighbours
 
     async def ensure_open(self, file: CacheFile) -> bool:
         """Have the file's descriptor open; the caller has it pinned.

@@ -71,13 +71,25 @@ class Opener:
         is_valid = self._is_valid(inode)
         if known := self._handles.opened_by(caller.unique):
             return self._opened_before(known)
-        if inode.is_current and is_valid and not inode.served:
+        if inode.is_current and is_valid and (not inode.served or not self._backing.is_on):
             file = self._cache.find(inode.info.version)
             if file is not None and file.is_complete:
                 backing_id = self._backing.find(file)
                 if backing_id and not (file.needs_check or self._cache.probing.is_due(file)):
                     return self._opened_passthrough(inode, file, backing_id, flags, caller)
+                if self._needs_no_descriptor(inode, file):
+                    return self._opened_served(inode, file, flags, caller, keep_cache=True)
         return waiting(self._open_later(inode, flags, caller, is_valid))
+
+    def _needs_no_descriptor(self, inode: Inode, file: CacheFile) -> bool:
+        """Whether a whole file can be opened without a look at the disk: reads open it.
+
+        What the kernel has in its page cache it does not even read. For passthrough the
+        file is opened first, and where another mount could evict it: an open one it leaves.
+        """
+        if self._backing.is_on or inode.passthrough or self._cache.has_neighbours:
+            return False
+        return file.is_kept and not file.needs_check and file.name not in self._cache.discarded
 
     def _opened_before(self, fh: int) -> Opened:
         """An open that the last process had logged, but not answered."""

@@ -139,9 +139,11 @@ class Reader:
 
     async def _read_kept(self, handle: FileHandle, offset: int, stop: int) -> memoryview | bytes:
         file = handle.file
-        if not file.present.covers(offset, stop):
+        is_there = file.present.covers(offset, stop)
+        # Another mount may have evicted a file that is not open here: to open it shows.
+        if file.fd < 0 or not is_there:
             began = time.monotonic()
-            if handle.readahead is not None:
+            if handle.readahead is not None and not is_there:
                 handle.readahead.reads(offset, stop)
             await self._fetcher.wait_for(file, offset, stop)
             if handle.readahead is not None:
@@ -150,8 +152,6 @@ class Reader:
             data = self._read_now(file, offset, stop - offset)
             if data is not None:
                 return data
-        elif not await self._cache.ensure_open(file):
-            raise NotKeptError
         try:
             with stage(Cause.CACHE_DISK):
                 return await trio.to_thread.run_sync(
