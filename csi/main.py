@@ -1,8 +1,8 @@
-"""The command `fusefs-csi`: node, controller, all, daemons.
+"""The command `fusefs-csi`: node, controller, all, daemons, list.
 
 `node` serves kubelet on each node, `controller` serves the provisioner and the resizer
 once per cluster, and `all` serves both on one socket, for tests and single machines.
-`daemons` runs the mounts' daemons.
+`daemons` runs the mounts' daemons. `list` shows the volumes of a node's pods.
 
 Every failure is one line on standard error that begins with `fusefs-csi: `.
 Exit status: 0 ended by SIGTERM, 1 it failed, 2 the command line or the stores'
@@ -28,6 +28,7 @@ try:
     from csi.daemons import main as daemons
     from csi.errors import CsiError
     from csi.identity import IdentityService
+    from csi.node import listing
     from csi.node import service as node
     from csi.server import Server, Service
     from csi.volume.stores import Stores, StoresError, read_stores
@@ -89,6 +90,17 @@ def make_parser() -> argparse.ArgumentParser:
     controller.add_flags(both)
     node.add_flags(both)
 
+    listing_command = commands.add_parser(
+        "list",
+        help="list the volumes of this node's pods",
+        description="List the volumes of this node's pods: pod, claim, source, identity, what the "
+        "identity has cached, and the files that are not in the bucket yet. In the driver's "
+        "container: kubectl exec POD -c driver -- fusefs-csi list.",
+    )
+    _add_state_flag(listing_command)
+    listing.add_flags(listing_command)
+    listing_command.set_defaults(run=listing.run, log_level="warning")
+
     supervisor = commands.add_parser("daemons", help="run the daemons of the node's mounts")
     _add_common_flags(supervisor)
     daemons.add_flags(supervisor)
@@ -108,7 +120,7 @@ def _add_server_flags(parser: argparse.ArgumentParser, makers: list[Maker]) -> N
     parser.set_defaults(run=lambda options: _serve(options, makers))
 
 
-def _add_common_flags(parser: argparse.ArgumentParser) -> None:
+def _add_state_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--state-dir",
         type=Path,
@@ -116,6 +128,10 @@ def _add_common_flags(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="directory for state that a reboot may remove (default: %(default)s)",
     )
+
+
+def _add_common_flags(parser: argparse.ArgumentParser) -> None:
+    _add_state_flag(parser)
     parser.add_argument(
         "--stores", type=Path, metavar="FILE", help="file with the S3 stores besides aws (TOML)"
     )

@@ -47,6 +47,7 @@ DEFAULT_PREFIX = "${pv.name}"
 ON_DELETE = "onDelete"
 # Prefixes of the keys that the sidecars add to parameters and attributes.
 RESERVED = ("csi.storage.k8s.io/", "storage.kubernetes.io/")
+_CLAIM = ("csi.storage.k8s.io/pvc/name", "csi.storage.k8s.io/pvc/namespace")
 # The size that a mount reports to `df`, too.
 MAX_BYTES = 1 << 60
 
@@ -103,7 +104,7 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
             volume=csi_pb2.Volume(
                 volume_id=str(volume),
                 capacity_bytes=record.capacity_bytes,
-                volume_context=record.attributes,
+                volume_context={**record.attributes, **_claim(request.parameters)},
             )
         )
 
@@ -256,6 +257,11 @@ def _create(
     if differences:
         raise AlreadyExistsError(f"volume {volume} exists with another {', '.join(differences)}")
     return found
+
+
+def _claim(parameters: Mapping[str, str]) -> dict[str, str]:
+    """Which claim a volume is made for, as the provisioner says; nodes list it."""
+    return {name: parameters[name] for name in _CLAIM if name in parameters}
 
 
 def _own(given: Mapping[str, str]) -> dict[str, str]:

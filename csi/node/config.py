@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from csi.errors import FailedPreconditionError
+from csi.node.pod_records import InlineBounds
 from csi.volume.options import Shares
 from fusefs.api import (
     LEAST_MEMORY,
@@ -32,6 +33,10 @@ from fusefs.api import (
 # The sockets of `fusefs-csi daemons`, below the state directory.
 SUPERVISOR = "daemons.sock"
 DESCRIPTOR_STORE = "descriptor-store.sock"
+# Directories below the state directory: where mounts are registered, and the driver's records.
+RUNTIME = "fusefs"
+MOUNT_RECORDS = "mounts"
+POD_RECORDS = "pods"
 
 _MEMORY_SYSTEMS = ("tmpfs", "ramfs")
 # Nobody's on a usual machine: systemd's documentation of uids leaves them free.
@@ -53,6 +58,7 @@ class NodeConfiguration:
     uids: tuple[int, int]
     shares: Shares
     most_volumes: int
+    inline_bounds: InlineBounds
     daemons: str = "either"
 
     @property
@@ -154,6 +160,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "N",
         "maximum number of mounts; times the limits of a mount, it is the node's budget",
     )
+    for whose, most in (("pod", 8), ("namespace", 32)):
+        add(
+            f"--max-inline-per-{whose}",
+            _positive,
+            most,
+            "N",
+            f"maximum number of inline volumes that one {whose} may have on a node",
+        )
     add(
         "--memory-limit",
         at_least(LEAST_MEMORY, SIZE).read,
@@ -218,5 +232,6 @@ def configuration_of(arguments: argparse.Namespace) -> NodeConfiguration:
             arguments.min_free_inodes,
         ),
         arguments.max_volumes,
+        InlineBounds(arguments.max_inline_per_pod, arguments.max_inline_per_namespace),
         arguments.daemons,
     )

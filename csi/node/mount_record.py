@@ -56,7 +56,9 @@ class MountRecords:
         with self._lock:
             if len(self._names()) >= most:
                 raise ResourceExhaustedError(
-                    f"this node has {most} mounts, the maximum (--max-volumes)"
+                    f"this node has {most} mounts, the maximum (--max-volumes). The scheduler"
+                    " counts PersistentVolumes; inline volumes, and each further identity or"
+                    " fsGroup of a volume, take a mount as well"
                 )
             yield
 

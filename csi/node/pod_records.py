@@ -1,8 +1,13 @@
-"""Which pod a target path belongs to, for the metrics: a file for each path, below /run.
+"""Which pod has a volume at a target path, and whose claim it is: for `fusefs-csi list`, for the
+metrics, and for the bounds of inline volumes.
 
-Kubelet names the pod when it publishes, and again each minute, so that a record
-that was lost comes back. Records are for people alone: no decision rests on them,
-and one that can't be written is left out.
+The scheduler counts PersistentVolumes, but no inline ones, of which the author of one pod
+can write as many as there are mounts on a node. So a pod and a namespace may have some of
+them on a node and no more.
+
+A record is one file for each target path, below /run. Kubelet names the pod when it
+publishes, and again each minute, so a record that was lost comes back. One that a killed
+driver left goes once the pod's directory has gone.
 """
 
 from __future__ import annotations
@@ -11,25 +16,53 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from csi.errors import ResourceExhaustedError
+
 log = logging.getLogger(__name__)
 
-# Keys of kubelet's in a volume's context.
-NAME = "csi.storage.k8s.io/pod.name"
-NAMESPACE = "csi.storage.k8s.io/pod.namespace"
+# Keys of the volume's context that kubelet sets, and the provisioner through the controller.
+POD_NAME = "csi.storage.k8s.io/pod.name"
+POD_NAMESPACE = "csi.storage.k8s.io/pod.namespace"
+CLAIM_NAME = "csi.storage.k8s.io/pvc/name"
 
 
 @dataclass(frozen=True, slots=True)
 class PodRecord:
-    """One pod that has a volume at `target`."""
+    """One pod that has a volume at `target`; a text is "" where nothing names it."""
 
     target: str
     namespace: str
     name: str
+    claim: str = ""
+    is_inline: bool = False
+
+    @classmethod
+    def of(cls, target: Path, context: Mapping[str, str], *, is_inline: bool) -> PodRecord:
+        """What the context of a publish call says."""
+        # An inline volume's author may write any key but kubelet's.
+        claim = "" if is_inline else context.get(CLAIM_NAME, "")
+        namespace, name = context.get(POD_NAMESPACE, ""), context.get(POD_NAME, "")
+        return cls(os.fspath(target), namespace, name, claim, is_inline)
+
+    @property
+    def directory(self) -> Path:
+        """The pod's: PODS/uid of PODS/uid/volumes/kubernetes.io~csi/VOLUME/mount."""
+        parents = Path(self.target).parents
+        return parents[min(3, len(parents) - 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class InlineBounds:
+    """How many inline volumes a pod, and all pods of a namespace, may have on a node."""
+
+    of_pod: int
+    of_namespace: int
 
 
 class PodRecords:
@@ -37,15 +70,33 @@ class PodRecords:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self._lock = threading.Lock()
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    def note(self, target: Path, context: Mapping[str, str]) -> None:
-        """Put the pod of a published path on record, if kubelet has named it."""
-        name, namespace = context.get(NAME), context.get(NAMESPACE)
-        if not name or not namespace:
-            return
-        record = PodRecord(os.fspath(target), namespace, name)
-        path = self._path(target)
+    @contextmanager
+    def publishing(self, record: PodRecord, bounds: InlineBounds) -> Iterator[None]:
+        """Put a pod on record while the block publishes its volume, and keep that if it does.
+
+        Raises:
+            ResourceExhaustedError: its pod or its namespace has as many inline volumes
+                on this node as it may have.
+        """
+        path = self._path(Path(record.target))
+        with self._lock:
+            is_new = not path.exists()
+            if is_new and record.is_inline:
+                self._check_bounds(record, bounds)
+            self.note(record)
+        try:
+            yield
+        except BaseException:
+            if is_new:
+                self.forget(Path(record.target))
+            raise
+
+    def note(self, record: PodRecord) -> None:
+        """Put the pod of a published path on record."""
+        path = self._path(Path(record.target))
         if self._read(path) == record:
             return
         unfinished = path.with_suffix(".new")
@@ -53,7 +104,7 @@ class PodRecords:
             unfinished.write_text(json.dumps(asdict(record)))
             unfinished.replace(path)
         except OSError as error:
-            log.warning("the metrics will not name the pod %s/%s: %s", namespace, name, error)
+            log.warning("the pod %s/%s is not listed: %s", record.namespace, record.name, error)
 
     def forget(self, target: Path) -> None:
         """The path is published no more."""
@@ -64,6 +115,28 @@ class PodRecords:
         """All records, by their target paths."""
         found = (self._read(path) for path in self._directory.glob("*.json"))
         return {Path(record.target): record for record in found if record is not None}
+
+    def _check_bounds(self, record: PodRecord, bounds: InlineBounds) -> None:
+        others = [each for each in self._existing() if each.is_inline]
+        in_namespace = [each for each in others if each.namespace == record.namespace]
+        of_pod = [each for each in in_namespace if each.name == record.name]
+        for found, most, whose, flag in (
+            (of_pod, bounds.of_pod, f"pod {record.name}", "pod"),
+            (in_namespace, bounds.of_namespace, f"namespace {record.namespace}", "namespace"),
+        ):
+            if len(found) >= most:
+                raise ResourceExhaustedError(
+                    f"{whose} has {len(found)} inline volumes on this node, the maximum"
+                    f" (--max-inline-per-{flag}); the scheduler does not count them"
+                )
+
+    def _existing(self) -> Iterator[PodRecord]:
+        """The records of pods that are there; others are removed."""
+        for target, record in self.all().items():
+            if os.path.lexists(record.directory):
+                yield record
+            else:
+                self.forget(target)
 
     def _path(self, target: Path) -> Path:
         digest = hashlib.sha256(os.fsencode(target)).hexdigest()

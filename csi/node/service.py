@@ -43,6 +43,9 @@ from csi.in_flight import Claims
 from csi.node import bind_mount, volume_metrics
 from csi.node.bind_mount import MountTable
 from csi.node.config import (
+    MOUNT_RECORDS,
+    POD_RECORDS,
+    RUNTIME,
     NodeConfiguration,
     add_flags,
     configuration_of,
@@ -51,7 +54,7 @@ from csi.node.config import (
 from csi.node.drain import Drains, UploadingError
 from csi.node.mount_record import MountRecord, MountRecords
 from csi.node.mounts import Mounts
-from csi.node.pod_records import PodRecords
+from csi.node.pod_records import PodRecord, PodRecords
 from csi.node.publish_request import PublishRequest, read_request, target_of
 from csi.node.reconciler import Reconciler
 from csi.node.stats import Stats
@@ -106,18 +109,18 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         self._stores = stores
         configuration.prepare()
         state = configuration.state_directory
-        use_runtime_directory(state / "fusefs")
+        use_runtime_directory(state / RUNTIME)
         self._files = CredentialFiles(state / "credentials")
         self._domains = Domains(configuration.cache_directory, *configuration.uids)
         self._mounts = Mounts(
-            MountRecords(state / "mounts"),
+            MountRecords(state / MOUNT_RECORDS),
             self._files,
             configuration.mounts_directory,
             FdStoreClient(configuration.descriptor_store),
             Daemons(configuration.supervisor),
         )
         self._stats = Stats(self._mounts)
-        self._pods = PodRecords(state / "pods")
+        self._pods = PodRecords(state / POD_RECORDS)
         self._drains = Drains(self._mounts)
         self._claims = Claims()
         self._warmups = Warmups(state / "warming")
@@ -175,7 +178,6 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             with self._claimed(publish.volume_id, ends):
                 cold = self._publish_if_warm(request, publish, ends)
             if cold is None:
-                self._pods.note(publish.target, request.volume_context)
                 return csi_pb2.NodePublishVolumeResponse()
             # Without the claim, so that running pods of the volume need not wait.
             self._warmups.wait(*cold, publish.target, ends)
@@ -185,10 +187,13 @@ class NodeService(csi_pb2_grpc.NodeServicer):
     ) -> tuple[MountRecord, Warm] | None:
         """Publish, or return the mount whose warm-up comes first."""
         table = MountTable()
+        pod = PodRecord.of(publish.target, request.volume_context, is_inline=publish.is_inline)
         if self._refresh_if_published(request, publish, table):
+            self._pods.note(pod)
             return None
         self._refuse_second_target(publish, table)
-        return self._publish(request, publish, ends)
+        with self._pods.publishing(pod, self._configuration.inline_bounds):
+            return self._publish(request, publish, ends)
 
     def _refresh_if_published(
         self, request: Request, publish: PublishRequest, table: MountTable
@@ -350,7 +355,6 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             try:
                 with self._claimed(request.volume_id, ends):
                     self._unpublish(request.volume_id, target, ends)
-                self._pods.forget(target)
                 return csi_pb2.NodeUnpublishVolumeResponse()
             except UploadingError:
                 if time.monotonic() + UPLOADS_POLL_S > ends:
@@ -383,6 +387,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             bind_mount.remove_directory(target)
         except OSError as error:
             raise UnavailableError(f"{target}: {error.strerror}") from error
+        self._pods.forget(target)
         for record in records:
             if not self._is_needed(record):
                 self._drains.end(record, ends)

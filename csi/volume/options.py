@@ -150,6 +150,8 @@ def read_options(
         if name not in _OWN:
             settings[_field(name, name)] = RawValue(value, name)
     _check_readable(settings)
+    if is_inline:
+        _check_tenant(settings, attributes)
     _check_durability(settings, attributes)
     return Options(
         settings,
@@ -196,6 +198,17 @@ def _anywhere() -> Layer:
         "mountpoint": RawValue("/mnt", "mountpoint"),
         "cache_dir": RawValue("/cache", "cache_dir"),
     }
+
+
+def _check_tenant(settings: Layer, attributes: Mapping[str, str]) -> None:
+    """Refuse what would cost others of the node: a long wait for uploads, and a long log."""
+    if _duration(attributes, "drainTimeout", DRAIN_TIMEOUT_S) > DRAIN_TIMEOUT_S:
+        raise InvalidArgumentError(
+            f"drainTimeout: at most {DURATION.show(DRAIN_TIMEOUT_S)} for an inline volume"
+        )
+    level = settings.get("log_level")
+    if level is not None and level.text.strip() == "debug":
+        raise InvalidArgumentError(f"{level.origin}: debug is not for an inline volume")
 
 
 def _check_durability(settings: Layer, attributes: Mapping[str, str]) -> None:

@@ -13,7 +13,7 @@ The file is TOML:
     addressing = "path"             # or virtual, auto
     ca-bundle = "/etc/fusefs-csi/minio-ca.pem"
     sts-url = "https://minio.storage.svc:9000"
-    audience = "sts.amazonaws.com"  # of the tokens that the STS takes
+    audience = "minio"              # of the tokens that the STS takes; required with sts-url
 
 Addresses from which a cloud hands credentials to a machine are refused, when
 the file is read and again when a name of it is looked up.
@@ -35,6 +35,7 @@ from csi.errors import InvalidArgumentError, UnavailableError
 from fusefs.api import URL, WORD, Addressing, choice
 
 AWS = "aws"
+AWS_AUDIENCE = "sts.amazonaws.com"
 # A volume id holds it, a bucket's name and a volume's, and has 128 bytes.
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,19}")
 # It becomes part of a host's name, and is no number.
@@ -57,7 +58,9 @@ class StoreSettings:
     """Where a store is. `endpoint_url` is None for AWS, and the URLs have no path.
 
     `sts_url` is where tokens are exchanged; None is AWS' own for the region if
-    there is no `endpoint_url` either, else that the store takes no tokens.
+    there is no `endpoint_url` either, else that the store takes no tokens. `audience` is
+    that of the tokens. A store of the configuration names its own: one that got tokens for
+    AWS' STS could exchange them there.
     """
 
     name: str
@@ -66,7 +69,7 @@ class StoreSettings:
     addressing: Addressing = Addressing.AUTO
     ca_bundle: Path | None = None
     sts_url: str | None = None
-    audience: str = "sts.amazonaws.com"
+    audience: str = AWS_AUDIENCE
 
     def check_address(self) -> None:
         """Look up the names of the store's hosts. Blocks.
@@ -188,6 +191,11 @@ def _store(name: str, table: Any) -> StoreSettings:
             raise ValueError(f"stores.{name}.{key}: {error}") from None
     if name != AWS and "endpoint_url" not in read:
         raise ValueError(f"stores.{name}: has no endpoint-url")
+    if name != AWS and "sts_url" in read and "audience" not in read:
+        raise ValueError(
+            f"stores.{name}: sts-url needs an audience of the store's own, which the component"
+            " service-account-tokens has to request as well"
+        )
     return StoreSettings(name, **read)
 
 

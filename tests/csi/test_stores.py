@@ -36,6 +36,15 @@ def stores() -> Stores:
 # The file
 
 
+def test_a_stores_sts_gets_no_token_that_aws_would_take(tmp_path: Path) -> None:
+    store = f'[stores.minio]\nendpoint-url = "{MINIO}"\nsts-url = "{MINIO}"\n'
+    with pytest.raises(StoresError, match=r"stores\.minio: sts-url needs an audience"):
+        read_stores(written(tmp_path, store))
+    known = read_stores(written(tmp_path, store + 'audience = "minio"\n'))
+    assert known.by_name["minio"].audience == "minio"
+    assert known.by_name["aws"].audience == "sts.amazonaws.com"
+
+
 def test_aws_needs_no_file() -> None:
     assert read_stores(None).by_name == {"aws": StoreSettings("aws")}
 
@@ -120,6 +129,7 @@ def test_addresses_that_hand_out_credentials_are_no_stores(
 ) -> None:
     urls = {"endpoint-url": MINIO, "sts-url": MINIO, setting: f"http://{host}"}
     lines = "\n".join(f'{name} = "{url}"' for name, url in urls.items())
+    lines += '\naudience = "x"'
     with pytest.raises(StoresError, match="link-local or metadata"):
         read_stores(written(tmp_path, f"[stores.x]\n{lines}"))
 

@@ -252,7 +252,7 @@ class Node:
         # Their names alone, as a mount may be there.
         for parent in self.pods.glob("*/volumes/*/*"):
             left += [str(parent / name) for name in os.listdir(parent)]
-        for name in ("mounts", "credentials", "fusefs"):
+        for name in ("mounts", "credentials", "fusefs", "pods"):
             if (self.state / name).exists():
                 left += [str(path) for path in (self.state / name).iterdir()]
         return left

@@ -29,7 +29,10 @@ def test_a_new_volume_is_a_record_in_its_bucket(driver: Driver, bucket: Bucket) 
     prefix = f"team/data/{NAME}/"
     assert volume.volume_id == f"minio/{bucket.name}/{NAME}"
     assert volume.capacity_bytes == 5 * GIB
-    assert volume.volume_context == {"store": "minio", "bucket": bucket.name, "prefix": prefix}
+    # The claim is for lists and logs: no decision of the node's rests on it.
+    claim = {"csi.storage.k8s.io/pvc/name": "data", "csi.storage.k8s.io/pvc/namespace": "team"}
+    context = {"store": "minio", "bucket": bucket.name, "prefix": prefix}
+    assert volume.volume_context == context | claim
     assert set(keys(bucket)) == {record_key()}
     body = bucket.client.get_object(Bucket=bucket.name, Key=record_key())["Body"].read()
     record = json.loads(body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -181,13 +182,15 @@ def test_without_any_keys_it_says_what_is_missing(
     make_client.cache_clear()
 
 
-def test_a_denied_request_is_told_with_its_id(
-    driver: Driver, shared: Bucket, faulty: FaultyS3
+def test_the_id_of_a_denied_request_is_logged_and_in_no_event(
+    driver: Driver, shared: Bucket, faulty: FaultyS3, caplog: pytest.LogCaptureFixture
 ) -> None:
     faulty.add("PUT", code="AccessDenied")
     asked = request(shared.name, "pvc-refused", store="faulty")
-    code, sentence = refusal(driver.controller.CreateVolume, asked)
-    assert (code, "request FAULTY00" in sentence) == (Code.PERMISSION_DENIED, True)
+    with caplog.at_level(logging.INFO, "csi"):
+        code, sentence = refusal(driver.controller.CreateVolume, asked)
+    assert (code, "request FAULTY00" in sentence) == (Code.PERMISSION_DENIED, False)
+    assert "request FAULTY00" in caplog.text
 
 
 def test_a_bucket_that_is_not_there_is_named(

@@ -37,9 +37,9 @@ def sts(s3: S3Server) -> Iterator[FakeSts]:
 def running(s3: S3Server, sts: FakeSts, faulty: FaultyS3) -> Iterator[Node]:
     with running_node(main=s3.endpoint_url, door=sts.url) as node:
         node.stores.write_text(
-            f'{node.stores.read_text()}sts-url = "{sts.url}"\n'
+            f'{node.stores.read_text()}sts-url = "{sts.url}"\naudience = "{AUDIENCE}"\n'
             f'[stores.away]\nendpoint-url = "{s3.endpoint_url}"\n'
-            f'sts-url = "{faulty.endpoint_url}"\n'
+            f'sts-url = "{faulty.endpoint_url}"\naudience = "{AUDIENCE}"\n'
         )
         node.kill()
         node.start()

@@ -37,7 +37,9 @@ def running(s3: S3Server, issuer: Issuer) -> Iterator[Node]:
         sts_gateway(s3, issuer, "team:trainer", Path(directory)) as url,
         running_node(door=url) as node,
     ):
-        node.stores.write_text(node.stores.read_text() + f'sts-url = "{url}"\n')
+        node.stores.write_text(
+            node.stores.read_text() + f'sts-url = "{url}"\naudience = "{AUDIENCE}"\n'
+        )
         node.kill()
         node.start()
         yield node

@@ -16,11 +16,12 @@ from csi.controller import service
 from csi.daemons import supervisor
 from csi.generated import csi_pb2
 from csi.identity import IdentityService
-from csi.node import reconciler
+from csi.node import config, reconciler
 from csi.node import service as node
 from csi.volume import location as volumes
 from csi.volume import stores
 from csi.volume.options import check_attributes
+from fusefs.launch.registry import RUNTIME_VARIABLE
 from tests.support.manifests import (
     MANIFESTS,
     POLICIES,
@@ -58,7 +59,8 @@ def test_the_program_understands_its_arguments(
         for each in containers(pod):
             if "fusefs-csi:" in each["image"]:
                 known = {variable["name"] for variable in each.get("env", [])}
-                assert set(re.findall(r"\$\((\w+)\)", " ".join(each["args"]))) == known
+                used = set(re.findall(r"\$\((\w+)\)", " ".join(each["args"])))
+                assert used == known - {RUNTIME_VARIABLE}
                 commands.append(parser.parse_args(each["args"]).command)
     assert sorted(commands) == ["controller", "daemons", "node"]
 
@@ -137,6 +139,12 @@ def test_both_daemon_sets_meet_in_the_state_directory(
         for pod, name in ((node_pod, "driver"), (daemons_pod, "daemons"))
     ]
     assert found == [Path("/run/fusefs-csi")] * 2
+
+
+def test_commands_in_the_drivers_container_find_its_mounts(node_pod: Object) -> None:
+    driver = container(node_pod, "driver")
+    [value] = (each["value"] for each in driver["env"] if each["name"] == RUNTIME_VARIABLE)
+    assert Path(value) == Path(flag(driver, "state-dir")) / config.RUNTIME
 
 
 def test_daemons_run_in_the_other_set_alone(node_pod: Object) -> None:

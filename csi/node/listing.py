@@ -1,0 +1,147 @@
+"""`fusefs-csi list`: the volumes that pods of this node use, one line for each pod.
+
+It runs in the driver's container beside the driver and reads what the driver has on
+record, the kernel's table of mounts and the daemons' status. No mount is touched, and
+a daemon that does not answer within a second is listed as such.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from csi.node.bind_mount import MountTable
+from csi.node.config import MOUNT_RECORDS, POD_RECORDS, RUNTIME
+from csi.node.mount_record import MountRecord, MountRecords
+from csi.node.pod_records import PodRecord, PodRecords
+from fusefs.api import MIB, ControlError, daemon_request, use_runtime_directory
+
+ANSWER_TIMEOUT_S = 1.0
+NOBODY = PodRecord("", "", "")
+_HEADINGS = ("POD", "CLAIM", "VOLUME", "SOURCE", "IDENTITY", "CACHE", "PENDING", "STATE")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One volume of one pod. `cache_bytes` is what the identity has cached on the node.
+
+    `pending_files` and `pending_bytes` are not in the bucket yet.
+    """
+
+    namespace: str
+    pod: str
+    claim: str
+    volume: str
+    is_inline: bool
+    source: str
+    identity: str
+    mount: str
+    target: str
+    state: str
+    cache_bytes: int | None = None
+    pending_files: int | None = None
+    pending_bytes: int | None = None
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `fusefs-csi list`."""
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the volumes of this node; return the exit status."""
+    rows = list(rows_of(arguments.state_dir))
+    if arguments.json:
+        print(json.dumps([asdict(row) for row in rows], indent=2))
+    else:
+        print(as_table([_cells(row) for row in rows]) if rows else "no volumes")
+    return 0
+
+
+def rows_of(state: Path) -> Iterator[Row]:
+    """The volumes on record below the driver's state directory, mounted or not."""
+    use_runtime_directory(state / RUNTIME)
+    records = state / MOUNT_RECORDS
+    if not records.is_dir():
+        return
+    table = MountTable()
+    pods = PodRecords(state / POD_RECORDS).all()
+    for record in MountRecords(records).all():
+        root = table.top(Path(record.root))
+        status = _ask(record) if root is not None else None
+        targets = [
+            mount.mountpoint
+            for mount in (table.of_device(root.device) if root is not None else [])
+            if mount.mountpoint.name != record.key
+        ]
+        # Those of subPaths are the same pod's.
+        shown: list[Path | None] = [path for path in targets if "volume-subpaths" not in path.parts]
+        for target in shown or [None]:
+            pod = pods.get(target) if target is not None else None
+            yield _row(record, pod or NOBODY, target, status, is_mounted=root is not None)
+
+
+def _row(
+    record: MountRecord,
+    pod: PodRecord,
+    target: Path | None,
+    status: dict[str, Any] | None,
+    *,
+    is_mounted: bool,
+) -> Row:
+    writing = (status or {}).get("writing") or {}
+    return Row(
+        namespace=pod.namespace,
+        pod=pod.name,
+        claim=pod.claim,
+        volume=record.volume_id,
+        is_inline=pod.is_inline,
+        source=record.source,
+        identity=record.who,
+        mount=record.root,
+        target=os.fspath(target) if target is not None else "",
+        state=_state(status, is_mounted=is_mounted),
+        cache_bytes=status["cache"]["used_bytes"] if status else None,
+        pending_files=writing.get("pending_files", 0) if status else None,
+        pending_bytes=writing.get("pending_bytes", 0) if status else None,
+    )
+
+
+def _state(status: dict[str, Any] | None, *, is_mounted: bool) -> str:
+    if not is_mounted:
+        return "not mounted"
+    if status is None:
+        return "does not answer"
+    return "refused" if status["access"]["is_shut"] else "ok"
+
+
+def _ask(record: MountRecord) -> dict[str, Any] | None:
+    try:
+        return daemon_request(Path(record.root), {"command": "status"}, ANSWER_TIMEOUT_S)
+    except ControlError:
+        return None
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    pod = f"{row.namespace}/{row.pod}" if row.pod else "-"
+    pending = "-"
+    if row.pending_files is not None and row.pending_bytes is not None:
+        pending = f"{row.pending_files} ({row.pending_bytes / MIB:.1f} MiB)"
+    cache = "-" if row.cache_bytes is None else f"{row.cache_bytes / MIB:.1f} MiB"
+    claim = "(inline)" if row.is_inline else row.claim or "-"
+    return (pod, claim, row.volume, row.source, row.identity, cache, pending, row.state)
+
+
+def as_table(rows: Sequence[Sequence[str]]) -> str:
+    """The rows below their headings, in columns."""
+    lines = [_HEADINGS, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADINGS))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )

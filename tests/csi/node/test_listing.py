@@ -1,0 +1,139 @@
+"""`fusefs-csi list`, `fusefs status` in the driver's container, the bounds of inline volumes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from csi.node.pod_records import (
+    CLAIM_NAME,
+    POD_NAME,
+    POD_NAMESPACE,
+    InlineBounds,
+    PodRecord,
+    PodRecords,
+)
+from fusefs.launch.registry import RUNTIME_VARIABLE
+from tests.support.buckets import Bucket
+from tests.support.csi_node import Node, running_node
+from tests.support.csi_node import node as node
+from tests.support.csi_publishing import refused
+from tests.support.s3_server import ACCESS_KEY, S3Server
+
+EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
+BOUNDS = ("--max-inline-per-pod=1", "--max-inline-per-namespace=2")
+
+
+@pytest.fixture(scope="module")
+def running(s3: S3Server) -> Iterator[Node]:
+    with running_node(*BOUNDS, main=s3.endpoint_url) as node:
+        yield node
+
+
+def run(node: Node, *arguments: str, **environment: str) -> str:
+    done = subprocess.run(
+        arguments,
+        env={**os.environ, **node.environment, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+def listed(node: Node, *options: str) -> str:
+    return run(node, *node.command, "list", "--state-dir", str(node.state), *options)
+
+
+def pod(name: str, namespace: str = "team") -> dict[str, str]:
+    return {POD_NAMESPACE: namespace, POD_NAME: name}
+
+
+def test_each_volume_is_listed_with_its_pod_claim_and_identity(node: Node, shared: Bucket) -> None:
+    shared.put("a/hello", b"hello")
+    assert listed(node) == "no volumes\n"
+    target = node.target("uid", "pvc-1")
+    claimed = {CLAIM_NAME: "data", **pod("trainer-0")}
+    node.publish("volume", target, bucket=shared.name, prefix="a", **claimed)
+    (target / "hello").read_bytes()
+    [row] = json.loads(listed(node, "--json"))
+    assert (row["namespace"], row["pod"], row["claim"]) == ("team", "trainer-0", "data")
+    assert (row["volume"], row["source"]) == ("volume", f"s3://{shared.name}/a/")
+    assert row["identity"] == f"access key {ACCESS_KEY}"
+    assert (row["state"], row["pending_files"], row["target"]) == ("ok", 0, str(target))
+    assert row["cache_bytes"] >= len(b"hello")
+    headings, line = listed(node).splitlines()
+    assert headings.split()[:2] == ["POD", "CLAIM"]
+    assert line.split()[:3] == ["team/trainer-0", "data", "volume"]
+    assert "secret" not in listed(node).lower()
+    node.unpublish("volume", target)
+    assert listed(node) == "no volumes\n"
+
+
+def test_status_finds_the_drivers_mounts_where_the_manifests_say(
+    node: Node, shared: Bucket
+) -> None:
+    target = node.target("uid")
+    node.publish("volume", target, bucket=shared.name, prefix="a", **pod("p"))
+    variable = {RUNTIME_VARIABLE: str(node.state / "fusefs")}
+    status = [node.command[0], "-m", "fusefs.cli.main", "status", "--json"]
+    [told] = [
+        each
+        for each in json.loads(run(node, *status, **variable))
+        if each["mountpoint"].startswith(str(node.mounts))
+    ]
+    assert "not_answering" not in told
+    node.unpublish("volume", target)
+
+
+def test_a_pod_and_a_namespace_have_so_many_inline_volumes_and_no_more(
+    node: Node, shared: Bucket
+) -> None:
+    inline = {"csi.storage.k8s.io/ephemeral": "true", "bucket": shared.name, "prefix": "a"}
+
+    def publish(number: int, of: dict[str, str]) -> Path:
+        target = node.target(f"pod-{number}", f"inline-{number}")
+        node.publish(f"csi-{number}", target, **inline, **of)
+        return target
+
+    first = publish(1, pod("one"))
+    with refused(EXHAUSTED, "pod one has 1 inline volumes", "the scheduler does not count them"):
+        publish(2, pod("one"))
+    third = publish(3, pod("three"))
+    with refused(EXHAUSTED, "namespace team has 2 inline volumes"):
+        publish(4, pod("four"))
+    fifth = publish(5, pod("five", "other"))
+    publish(1, pod("one"))  # again, as kubelet does each minute
+    node.unpublish("csi-3", third)
+    fourth = publish(4, pod("four"))
+    for number, target in ((1, first), (4, fourth), (5, fifth)):
+        node.unpublish(f"csi-{number}", target)
+    # What was refused has left nothing, although kubelet does not unpublish it.
+    assert list((node.state / "pods").iterdir()) == []
+
+
+def test_what_a_killed_driver_left_does_not_count(tmp_path: Path) -> None:
+    records, bounds = PodRecords(tmp_path / "records"), InlineBounds(1, 1)
+
+    def record(uid: str) -> PodRecord:
+        path = tmp_path / "pods" / uid / "volumes/kubernetes.io~csi/data/mount"
+        path.mkdir(parents=True)
+        return PodRecord(str(path), "team", "one", is_inline=True)
+
+    gone = record("gone")
+    with records.publishing(gone, bounds):
+        pass
+    os.rename(tmp_path / "pods/gone", tmp_path / "removed")
+    with records.publishing(record("next"), bounds):
+        assert Path(gone.target) not in records.all()
+
+
+def test_attributes_of_an_author_are_no_claims() -> None:
+    context: dict[str, str] = {CLAIM_NAME: "forged", **pod("p")}
+    assert PodRecord.of(Path("/target"), context, is_inline=True).claim == ""
