@@ -1,17 +1,18 @@
 """The identity that a volume is read with, and its credentials for the mount's daemon.
 
-There are four identities, chosen in this order: the access keys of the volume's
+There are five identities, chosen in this order: the access keys of the volume's
 Secret; the role that `roleArn` names, which the pod's own service account assumes;
+the role that EKS Pod Identity associates with that account (`podIdentity`);
 anonymous; and the driver's own, which is for volumes of administrators and never
 for inline ones, which any author of a pod can write.
 
 What is secret goes into one file per mount, on tmpfs, 0600 and the daemon's
 user's own, in a directory that is root's. Its environment names the file and
 no more. boto3, in the daemon, reads keys from it, and exchanges a token
-(AssumeRoleWithWebIdentity at the store's STS) again before what it got for it
-expires; requests wait meanwhile. Kubelet publishes each volume again every
-minute or so, and the file is replaced then: rotated keys and fresh tokens need
-nothing else.
+(AssumeRoleWithWebIdentity at the store's STS, or at the node's Pod Identity
+agent) again before what it got for it expires; requests wait meanwhile. Kubelet
+publishes each volume again every minute or so, and the file is replaced then:
+rotated keys and fresh tokens need nothing else.
 """
 
 from __future__ import annotations
@@ -34,13 +35,18 @@ from csi.errors import (
 )
 from csi.identities.keys import Keys, keys_from
 from csi.volume.options import Options
-from csi.volume.stores import StoreSettings
+from csi.volume.stores import AWS, StoreSettings
 
 log = logging.getLogger(__name__)
 
 TOKENS = "csi.storage.k8s.io/serviceAccount.tokens"
 NAMESPACE = "csi.storage.k8s.io/pod.namespace"
 ACCOUNT = "csi.storage.k8s.io/serviceAccount.name"
+
+# EKS: the audience of the tokens that its agent takes, and the agent's address on each node
+# (https://docs.aws.amazon.com/eks/latest/userguide/pod-id-how-it-works.html).
+POD_IDENTITY_AUDIENCE = "pods.eks.amazonaws.com"
+POD_IDENTITY_AGENT = "http://169.254.170.23/v1/credentials"
 
 # Who reads as the driver itself.
 DRIVER = "the driver"
@@ -62,6 +68,7 @@ class Identity:
     token: str | None = field(default=None, repr=False)
     role_arn: str | None = None
     session: str = ""
+    has_pod_identity: bool = False
 
 
 def choose(
@@ -80,21 +87,30 @@ def choose(
         UnauthenticatedError: the driver has no credentials of its own.
     """
     keys = keys_from(secrets)
-    named = [keys is not None, options.role_arn is not None, options.is_anonymous]
+    named = [
+        keys is not None,
+        options.role_arn is not None,
+        options.has_pod_identity,
+        options.is_anonymous,
+    ]
     if sum(named) > 1:
-        raise InvalidArgumentError("a Secret with keys, roleArn and anonymous exclude each other")
+        raise InvalidArgumentError(
+            "a Secret with keys, roleArn, podIdentity and anonymous exclude each other"
+        )
     if keys is not None:
         _refuse_control_characters(keys)
         proof = ("keys", keys.access_key_id, keys.secret_access_key)
         return Identity(f"access key {keys.access_key_id}", proof, keys=keys)
     if options.role_arn is not None:
         return _of_role(options.role_arn, secrets, context, store)
+    if options.has_pod_identity:
+        return _of_pod_identity(secrets, context, store)
     if options.is_anonymous:
         return Identity("anonymous", ("anonymous",))
     if is_inline:
         raise InvalidArgumentError(
-            "an inline volume needs a nodePublishSecretRef, roleArn or anonymous: the driver's own"
-            " credentials are not for it"
+            "an inline volume needs a nodePublishSecretRef, roleArn, podIdentity or anonymous: the"
+            " driver's own credentials are not for it"
         )
     return Identity(DRIVER, ("driver",), keys=_own.keys())
 
@@ -110,21 +126,44 @@ def _of_role(
 ) -> Identity:
     if store.sts_url is None and store.endpoint_url is not None:
         raise InvalidArgumentError(f"roleArn: store {store.name} has no sts-url")
-    # Kubelet merges these over what the volume's author wrote.
-    namespace, account = context.get(NAMESPACE, ""), context.get(ACCOUNT, "")
-    if not namespace or not account:
-        raise FailedPreconditionError("roleArn: the CSIDriver object has to set podInfoOnMount")
+    namespace, account = _account(context, "roleArn")
     session = _NOT_FOR_SESSION.sub("-", f"{namespace}-{account}")[:_MAX_SESSION]
     return Identity(
         f"role {role_arn}",
         ("role", role_arn, namespace, account),
-        token=_token(secrets, context, store.audience),
+        token=_token(secrets, context, store.audience, "roleArn"),
         role_arn=role_arn,
         session=session,
     )
 
 
-def _token(secrets: Mapping[str, str], context: Mapping[str, str], audience: str) -> str:
+def _of_pod_identity(
+    secrets: Mapping[str, str], context: Mapping[str, str], store: StoreSettings
+) -> Identity:
+    if store.name != AWS:
+        raise InvalidArgumentError(f"podIdentity: is AWS', and store {store.name} is not")
+    namespace, account = _account(context, "podIdentity")
+    return Identity(
+        f"EKS Pod Identity of {namespace}/{account}",
+        ("pod identity", namespace, account),
+        token=_token(secrets, context, POD_IDENTITY_AUDIENCE, "podIdentity"),
+        has_pod_identity=True,
+    )
+
+
+def _account(context: Mapping[str, str], attribute: str) -> tuple[str, str]:
+    """The pod's namespace and service account, which kubelet merges over what an author wrote."""
+    namespace, account = context.get(NAMESPACE, ""), context.get(ACCOUNT, "")
+    if not namespace or not account:
+        raise FailedPreconditionError(
+            f"{attribute}: the CSIDriver object has to set podInfoOnMount"
+        )
+    return namespace, account
+
+
+def _token(
+    secrets: Mapping[str, str], context: Mapping[str, str], audience: str, attribute: str
+) -> str:
     text = secrets.get(TOKENS) or context.get(TOKENS)
     try:
         token = json.loads(text or "{}")[audience]["token"]
@@ -132,7 +171,7 @@ def _token(secrets: Mapping[str, str], context: Mapping[str, str], audience: str
         token = None
     if not isinstance(token, str) or not token.isascii() or not token.isprintable():
         raise FailedPreconditionError(
-            "roleArn: kubelet sent no token; the CSIDriver object has to list the audience"
+            f"{attribute}: kubelet sent no token; the CSIDriver object has to list the audience"
             f" {audience} in tokenRequests"
         )
     return token
@@ -191,10 +230,11 @@ _own = _OwnKeys()
 
 
 class CredentialFiles:
-    """The files below `directory`, one directory per mount."""
+    """The files below `directory`, one directory per mount. `agent` is Pod Identity's URL."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, agent: str = POD_IDENTITY_AGENT) -> None:
         self._directory = directory
+        self._agent = agent
         directory.mkdir(mode=0o711, parents=True, exist_ok=True)
 
     def store(self, mount: str, identity: Identity, uid: int) -> None:
@@ -220,6 +260,11 @@ class CredentialFiles:
         }
         if identity.keys is not None:
             variables["AWS_SHARED_CREDENTIALS_FILE"] = os.fspath(directory / "keys")
+        if identity.has_pod_identity:
+            variables |= {
+                "AWS_CONTAINER_CREDENTIALS_FULL_URI": self._agent,
+                "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE": os.fspath(directory / "token"),
+            }
         if identity.role_arn is not None:
             variables |= {
                 "AWS_ROLE_ARN": identity.role_arn,

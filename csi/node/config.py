@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from csi.errors import FailedPreconditionError
+from csi.identities.credentials import POD_IDENTITY_AGENT
 from csi.node.pod_records import InlineBounds
 from csi.volume.options import Shares
 from fusefs.api import (
@@ -60,6 +61,7 @@ class NodeConfiguration:
     most_volumes: int
     inline_bounds: InlineBounds
     daemons: str = "either"
+    pod_identity_agent: str = POD_IDENTITY_AGENT
 
     @property
     def descriptor_store(self) -> Path:
@@ -154,6 +156,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         " here, in this container; or either, there if it runs (default: %(default)s)",
     )
     add(
+        "--pod-identity-agent",
+        str,
+        POD_IDENTITY_AGENT,
+        "URL",
+        "where EKS Pod Identity's agent gives credentials for the tokens of pods",
+    )
+    add(
         "--max-volumes",
         _positive,
         100,
@@ -234,4 +243,5 @@ def configuration_of(arguments: argparse.Namespace) -> NodeConfiguration:
         arguments.max_volumes,
         InlineBounds(arguments.max_inline_per_pod, arguments.max_inline_per_namespace),
         arguments.daemons,
+        arguments.pod_identity_agent,
     )

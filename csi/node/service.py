@@ -110,7 +110,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         configuration.prepare()
         state = configuration.state_directory
         use_runtime_directory(state / RUNTIME)
-        self._files = CredentialFiles(state / "credentials")
+        self._files = CredentialFiles(state / "credentials", configuration.pod_identity_agent)
         self._domains = Domains(configuration.cache_directory, *configuration.uids)
         self._mounts = Mounts(
             MountRecords(state / MOUNT_RECORDS),

@@ -2,7 +2,7 @@
 
 Both take the settings of `fusefs mount` that a user of a node may choose, under
 the setting's own name (`cache-size`) or, as Kubernetes spells, `cacheSize`.
-Attributes also say who reads (`roleArn`, `anonymous`, `cacheDomain`), how its end
+Attributes also say who reads (`roleArn`, `podIdentity`, `anonymous`, `cacheDomain`), how its end
 is dealt with (`drainTimeout`), and what is fetched before it is read (`warm`,
 `warmBeforePublish`, `warmTimeout`). Everything else is refused by name: what
 names a path of the node, reaches another host, or is the node's to decide.
@@ -60,6 +60,7 @@ _TAKEN = _FREE | _SHARED
 _OWN = frozenset(
     (
         "roleArn",
+        "podIdentity",
         "anonymous",
         "cacheDomain",
         "allowLocalDurability",
@@ -110,6 +111,7 @@ class Options:
     cache_domain: str | None = None
     drain_timeout_s: float = DRAIN_TIMEOUT_S
     warm: Warm = Warm()
+    has_pod_identity: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +162,7 @@ def read_options(
         _cache_domain(attributes.get("cacheDomain")),
         _duration(attributes, "drainTimeout", DRAIN_TIMEOUT_S),
         _warm(attributes),
+        _switch(attributes, "podIdentity"),
     )
 
 

@@ -15,6 +15,7 @@ from csi import main, server
 from csi.controller import service
 from csi.daemons import supervisor
 from csi.generated import csi_pb2
+from csi.identities.credentials import POD_IDENTITY_AGENT, POD_IDENTITY_AUDIENCE
 from csi.identity import IdentityService
 from csi.node import config, reconciler
 from csi.node import service as node
@@ -319,6 +320,27 @@ def test_tokens_are_for_the_audience_that_aws_expects() -> None:
     [request] = find(render(MANIFESTS / "overlays/aws"), "CSIDriver")["spec"]["tokenRequests"]
     assert request["audience"] == stores.read_stores(None).named("aws").audience
     assert request["expirationSeconds"] >= 600
+
+
+def test_pods_have_tokens_for_the_agent_of_pod_identity() -> None:
+    documents = render(MANIFESTS / "overlays/aws-pod-identity")
+    requests = find(documents, "CSIDriver")["spec"]["tokenRequests"]
+    aws = stores.read_stores(None).named("aws")
+    assert aws is not None
+    assert [each["audience"] for each in requests] == [aws.audience, POD_IDENTITY_AUDIENCE]
+    [policy] = policies(documents)
+    way = policy["spec"]["egress"][-1]
+    assert policy["spec"]["podSelector"] == {}  # the daemons exchange the tokens
+    assert f"http://{way['to'][0]['ipBlock']['cidr'].removesuffix('/32')}/" in POD_IDENTITY_AGENT
+
+
+def test_tenants_never_find_the_files_of_others_before_them(tmp_path: Path) -> None:
+    [storage_class] = every(render_with(tmp_path, "tenants"), "StorageClass")
+    assert "${pv.name}" in storage_class["parameters"]["prefix"]
+    default = storage_class["metadata"]["annotations"][
+        "storageclass.kubernetes.io/is-default-class"
+    ]
+    assert default == "true"
 
 
 def test_a_store_in_the_cluster_is_known_reachable_and_has_its_keys(tmp_path: Path) -> None:
