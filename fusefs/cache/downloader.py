@@ -36,7 +36,7 @@ from fusefs.cache.readahead.path_meter import DownloadMeter, PathMeter
 from fusefs.cache.unkept import UnkeptBuffers
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
 from fusefs.store.interface import ObjectVersion, Priority, Store
-from fusefs.telemetry.stalls import Cause, Work
+from fusefs.telemetry.stalls import WaitCause, Work
 
 # What a random read brings at least: a request costs as much time as this many
 # bytes, so less would save nothing, and more would be wasted on a jumping reader.
@@ -484,7 +484,7 @@ class FileSink:
             OSError: the cache disk fails, or is full.
         """
         began = self._latency.begin()
-        self._work.enter(Cause.CACHE_DISK)
+        self._work.enter(WaitCause.CACHE_DISK)
         try:
             if self._fd < 0:
                 self._created = self._cache.create(self._download.file)
@@ -493,7 +493,7 @@ class FileSink:
             while done < len(chunk):
                 done += os.pwrite(self._fd, chunk[done:], offset + done)
         finally:
-            self._work.leave(Cause.CACHE_DISK)
+            self._work.leave(WaitCause.CACHE_DISK)
         self._latency.end(began)
         self._sums.add(offset, chunk)
         self._written_to = offset + done

@@ -8,7 +8,7 @@ import trio
 
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.file_cache import FileCache
-from fusefs.telemetry.stalls import Cause, stage
+from fusefs.telemetry.stalls import WaitCause, stage
 
 # Evict this share of the cache more than needed, so that not every download has to evict.
 SLACK = 0.01
@@ -33,7 +33,7 @@ class Evictor:
         """
         if self._quota.reserve(wanted):
             return True
-        with stage(Cause.CACHE_FULL):
+        with stage(WaitCause.CACHE_FULL):
             return await self._make_room(wanted, keep_used_since, is_ahead=is_ahead)
 
     async def _make_room(self, wanted: int, keep_used_since: float, *, is_ahead: bool) -> bool:

@@ -50,7 +50,7 @@ from fusefs.cache.quota import Quota
 from fusefs.cache.ranges import RangeMap
 from fusefs.cache.retention import Retention
 from fusefs.store.interface import ObjectVersion
-from fusefs.telemetry.stalls import Cause, stage
+from fusefs.telemetry.stalls import WaitCause, stage
 
 logger = logging.getLogger("fusefs.cache")
 
@@ -261,7 +261,7 @@ class FileCache:
         """
         if file.fd >= 0 or not file.is_kept:
             return file.is_kept
-        with stage(Cause.CACHE_DISK):
+        with stage(WaitCause.CACHE_DISK):
             return await self._ensure_open(file)
 
     async def _ensure_open(self, file: CacheFile) -> bool:

@@ -20,7 +20,7 @@ import diskcache
 import trio
 
 from fusefs.store.interface import ListPage, ObjectInfo
-from fusefs.telemetry.stalls import Cause, stage
+from fusefs.telemetry.stalls import WaitCause, stage
 
 logger = logging.getLogger("fusefs.cache")
 
@@ -76,7 +76,7 @@ class RememberedPages:
             return None
         self._left.discard(key)
         try:
-            with stage(Cause.CACHE_DISK):
+            with stage(WaitCause.CACHE_DISK):
                 value = await trio.to_thread.run_sync(self._cache.get, key, limiter=self._thread)
             return _parse(value, key) if value is not None else None
         except Exception as error:  # a damaged row may hold a pickle of anything

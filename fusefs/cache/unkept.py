@@ -16,7 +16,7 @@ from typing import Protocol
 
 import trio
 
-from fusefs.telemetry.stalls import Cause, stage
+from fusefs.telemetry.stalls import WaitCause, stage
 
 # The most that is read for one reader at a time: what it may keep for its next reads.
 AHEAD = 2 << 20
@@ -56,7 +56,7 @@ class UnkeptBuffers:
             if self._kept:
                 self._drop_oldest()
             else:
-                with stage(Cause.CACHE_FULL):
+                with stage(WaitCause.CACHE_FULL):
                     await self._changed.wait()
         self._under_way += size
         try:

@@ -19,7 +19,7 @@ from fusefs.settings.types import SessionKind
 from fusefs.telemetry import metrics
 from fusefs.telemetry.metrics import Sample, value
 from fusefs.telemetry.s3_requests import S3_REQUESTS
-from fusefs.telemetry.stalls import STALLS, Cause
+from fusefs.telemetry.stalls import CAUSES, STALLS
 
 Samples = dict[str, list[Sample]]
 
@@ -98,10 +98,13 @@ def _store(parts: MountParts) -> Samples:
 
 def _stalls() -> Samples:
     stalled, wait = STALLS.totals()
-    names = [(cause.name.lower(), cause) for cause in Cause]
     return {
-        "stalled_seconds_total": [value(stalled[cause], cause=name) for name, cause in names],
-        "wait_seconds_total": [value(wait[cause], cause=name) for name, cause in names],
+        "stalled_seconds_total": [
+            value(seconds, cause=cause) for cause, seconds in zip(CAUSES, stalled, strict=True)
+        ],
+        "wait_seconds_total": [
+            value(seconds, cause=cause) for cause, seconds in zip(CAUSES, wait, strict=True)
+        ],
     }
 
 

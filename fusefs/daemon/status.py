@@ -22,7 +22,7 @@ from fusefs.posix.namespace.mutations import Mutations
 from fusefs.posix.nodes import names
 from fusefs.posix.write.backlog import UPLOADING
 from fusefs.posix.write.writer import Writer
-from fusefs.telemetry.stalls import STALLS, Cause
+from fusefs.telemetry.stalls import CAUSES, STALLS
 
 logger = logging.getLogger("fusefs.daemon")
 
@@ -34,7 +34,6 @@ MOST_ENDED_JOBS = 3
 USAGE_STEP = 2000
 # The last so many seconds, of which status shows what requests waited for.
 STALL_SPANS_S = (10, 60, 300)
-CAUSES = [cause.name.lower() for cause in Cause]
 
 
 def answer(

@@ -15,14 +15,14 @@ from typing import TypeVar
 
 from fusefs.telemetry.histogram import S3_BOUNDS, Histogram
 from fusefs.telemetry.metrics import Sample, value
-from fusefs.telemetry.stalls import Cause, current
+from fusefs.telemetry.stalls import WaitCause, current
 
 T = TypeVar("T")
 
 _LOOKS = frozenset(("HEAD", "LIST", "LIST PARTS", "LIST UPLOADS"))
-NOTHING = -1
 # What these take is for the most part the time of their bodies.
 _SENDS = frozenset(("PUT", "PUT PART"))
+NOTHING = -1
 
 
 class S3Requests:
@@ -61,11 +61,11 @@ S3_REQUESTS = S3Requests()
 """Those of this process, which serves one mount."""
 
 
-def cause_of(operation: str) -> Cause:
-    """What a request waits for until its answer begins."""
+def cause_of(operation: str) -> int:
+    """The number of the cause that a request waits for until its answer begins."""
     if operation in _LOOKS:
-        return Cause.METADATA
-    return Cause.S3_TRANSFER if operation in _SENDS else Cause.S3_FIRST_BYTE
+        return WaitCause.METADATA
+    return WaitCause.S3_TRANSFER if operation in _SENDS else WaitCause.S3_FIRST_BYTE
 
 
 class RequestClock:
@@ -74,45 +74,45 @@ class RequestClock:
     A thread whose attempt was abandoned may use it after its end, which changes nothing.
     """
 
-    __slots__ = (
-        "_began",
-        "_cause",
-        "_entered",
-        "_first_byte_s",
-        "_has_ended",
-        "_lock",
-        "_operation",
-        "_work",
-    )
+    __slots__ = ("_began", "_cause", "_first_byte_s", "_is_aside", "_lock", "_operation", "_work")
 
     def __init__(self, operation: str) -> None:
         """It is sent now, as a part of the current task's work."""
         self._operation = operation
         self._work = current()
+        # Between the thread of an attempt and the event loop that gives it up.
         self._lock = threading.Lock()
-        self._cause = cause_of(operation)
-        self._entered = NOTHING
-        self._has_ended = False
+        self._cause = cause_of(operation)  # NOTHING after its end
+        self._is_aside = False
         self._first_byte_s = -1.0
-        self._turn_to(self._cause)
+        self._work.enter(self._cause)
         self._began = time.monotonic()
 
     def first_byte(self) -> None:
         """Its answer begins; later calls change nothing."""
-        if self._first_byte_s < 0:
-            self._first_byte_s = time.monotonic() - self._began
-            if self._cause == Cause.S3_FIRST_BYTE:
-                self._cause = Cause.S3_TRANSFER
-                self._turn_to(self._cause)
+        if self._first_byte_s >= 0:
+            return
+        self._first_byte_s = time.monotonic() - self._began
+        with self._lock:
+            if self._cause == WaitCause.S3_FIRST_BYTE:
+                self._cause = WaitCause.S3_TRANSFER
+                self._work.enter(WaitCause.S3_TRANSFER)
+                self._work.leave(WaitCause.S3_FIRST_BYTE)
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
         """The time is that of the caller meanwhile, who does something with the answer."""
-        self._turn_to(NOTHING)
+        with self._lock:
+            if self._cause != NOTHING:
+                self._is_aside = True
+                self._work.leave(self._cause)
         try:
             yield
         finally:
-            self._turn_to(self._cause)
+            with self._lock:
+                if self._cause != NOTHING:
+                    self._is_aside = False
+                    self._work.enter(self._cause)
 
     def end(self, code: str) -> None:
         """It is over; `code` is a refusal's status, 200 for any success, `none`, or `cancelled`.
@@ -121,26 +121,12 @@ class RequestClock:
         """
         whole_s = time.monotonic() - self._began
         with self._lock:
-            self._has_ended = True
-            if self._entered != NOTHING:
-                self._work.leave(self._entered)
+            if not self._is_aside:
+                self._work.leave(self._cause)
+            self._cause = NOTHING
         if code:
             first_byte_s = self._first_byte_s if self._first_byte_s >= 0 else whole_s
             S3_REQUESTS.observe(self._operation, code, first_byte_s, whole_s)
-
-    def _turn_to(self, cause: int) -> None:
-        """Have the work be at something else, or at nothing."""
-        with self._lock:
-            entered = self._entered
-            if self._has_ended or entered == cause:
-                return
-            if entered == NOTHING:
-                self._work.enter(cause)
-            elif cause == NOTHING:
-                self._work.leave(entered)
-            else:
-                self._work.move(entered, cause)
-            self._entered = cause
 
 
 _thread = threading.local()

@@ -21,23 +21,22 @@ Entering and leaving take a lock, for threads do so as well: 0.5 us, for request
 
 from __future__ import annotations
 
-import enum
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
 
 
-class Cause(enum.IntEnum):
-    """What a request may wait for; the last one is the union of all others.
+class WaitCause:
+    """What a request may wait for, by number; the last one is the union of all others.
 
     `CONNECTION`: one of the budget's connections to be free. `THROTTLED`: S3 to take more
     requests than it has refused. `S3_FIRST_BYTE`, `S3_TRANSFER`: the start and the rest of an
     answer, or a body to be sent. `METADATA`: a listing or a HEAD. `CACHE_DISK`: the local disk.
     `CACHE_FULL`: room in the cache. `CREDENTIALS`: keys to be found or renewed.
+
+    Plain numbers: members of an enumeration take twice as long to find things by.
     """
 
     CONNECTION = 0
@@ -51,6 +50,19 @@ class Cause(enum.IntEnum):
     ANY = 8
 
 
+# Their names, as metrics and status have them.
+CAUSES = (
+    "connection",
+    "throttled",
+    "s3_first_byte",
+    "s3_transfer",
+    "metadata",
+    "cache_disk",
+    "cache_full",
+    "credentials",
+    "any",
+)
+_ANY = WaitCause.ANY
 SNAPSHOT_EVERY_S = 1.0
 # The longest time that `shares` looks back.
 KEPT_S = 300.0
@@ -68,7 +80,7 @@ class Stalls:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        causes = len(Cause)
+        causes = len(CAUSES)
         self._waiters = [0] * causes
         self._changed = [0.0] * causes
         self._stalled = [0.0] * causes
@@ -76,11 +88,8 @@ class Stalls:
         self._began = self._noted = time.monotonic()
         self._snapshots: deque[tuple[float, tuple[float, ...]]] = deque()
 
-    def change(self, cause: int, count: int) -> None:
+    def change(self, cause: int, count: int, now: float) -> None:
         """So many more requests wait for something, or fewer. The caller holds `lock`."""
-        now = time.monotonic()
-        if now - self._noted >= SNAPSHOT_EVERY_S:
-            self._take_snapshot(now)
         waiters = self._waiters[cause]
         if waiters:
             elapsed = now - self._changed[cause]
@@ -88,6 +97,11 @@ class Stalls:
             self._wait[cause] += waiters * elapsed
         self._changed[cause] = now
         self._waiters[cause] = waiters + count
+
+    def note(self, now: float) -> None:
+        """Take a snapshot of what was until now, if one is due. The caller holds `lock`."""
+        if now - self._noted >= SNAPSHOT_EVERY_S:
+            self._take_snapshot(now)
 
     def totals(self) -> Pressure:
         """All times since the process began."""
@@ -151,66 +165,86 @@ class Work:
 
     def enter(self, cause: int) -> None:
         """It begins to spend time on something."""
-        with self._stalls.lock:
-            self._enter(cause)
+        stalls = self._stalls
+        with stalls.lock:
+            causes = self._causes
+            count = causes.get(cause, 0)
+            causes[cause] = count + 1
+            waiters = self._waiters
+            if waiters and not count:
+                now = time.monotonic()
+                stalls.note(now)
+                stalls.change(cause, waiters, now)
+                if len(causes) == 1:
+                    stalls.change(_ANY, waiters, now)
 
     def leave(self, cause: int) -> None:
         """What was entered is done."""
-        with self._stalls.lock:
-            self._leave(cause)
-
-    def move(self, cause: int, to: int) -> None:
-        """One thing is done, and another begins."""
-        if cause != to:
-            with self._stalls.lock:
-                self._enter(to)
-                self._leave(cause)
-
-    def _enter(self, cause: int) -> None:
-        count = self._causes.get(cause, 0)
-        self._causes[cause] = count + 1
-        if not count and self._waiters:
-            self._stalls.change(cause, self._waiters)
-            if len(self._causes) == 1:
-                self._stalls.change(Cause.ANY, self._waiters)
-
-    def _leave(self, cause: int) -> None:
-        count = self._causes[cause] - 1
-        if count:
-            self._causes[cause] = count
-            return
-        del self._causes[cause]
-        if self._waiters:
-            self._stalls.change(cause, -self._waiters)
-            if not self._causes:
-                self._stalls.change(Cause.ANY, -self._waiters)
+        stalls = self._stalls
+        with stalls.lock:
+            causes = self._causes
+            count = causes[cause]
+            if count > 1:
+                causes[cause] = count - 1
+                return
+            del causes[cause]
+            waiters = self._waiters
+            if waiters:
+                now = time.monotonic()
+                stalls.note(now)
+                stalls.change(cause, -waiters, now)
+                if not causes:
+                    stalls.change(_ANY, -waiters, now)
 
     def wait(self, count: int) -> None:
         """So many more requests wait for it, or fewer."""
-        with self._stalls.lock:
+        stalls = self._stalls
+        with stalls.lock:
             self._waiters += count
-            for cause in self._causes:
-                self._stalls.change(cause, count)
             if self._causes:
-                self._stalls.change(Cause.ANY, count)
+                now = time.monotonic()
+                stalls.note(now)
+                for cause in self._causes:
+                    stalls.change(cause, count, now)
+                stalls.change(_ANY, count, now)
 
-    @contextmanager
-    def awaited(self) -> Iterator[None]:
-        """A request waits for it meanwhile."""
-        self.wait(1)
-        try:
-            yield
-        finally:
-            self.wait(-1)
+    def awaited(self) -> _Awaited:
+        """A request waits for it meanwhile (`with work.awaited()`)."""
+        return _Awaited(self)
 
-    @contextmanager
-    def doing(self) -> Iterator[None]:
+    def doing(self) -> _Doing:
         """Stages of this task, and of those that it starts, are this work's meanwhile."""
-        token = _work.set(self)
-        try:
-            yield
-        finally:
-            _work.reset(token)
+        return _Doing(self)
+
+
+class _Awaited:
+    """Counts a request that waits; a class costs half of what a generator does."""
+
+    __slots__ = ("_work",)
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    def __enter__(self) -> None:
+        self._work.wait(1)
+
+    def __exit__(self, *_: object) -> None:
+        self._work.wait(-1)
+
+
+class _Doing:
+    """Makes a work the one of this task."""
+
+    __slots__ = ("_token", "_work")
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    def __enter__(self) -> None:
+        self._token = _work.set(self._work)
+
+    def __exit__(self, *_: object) -> None:
+        _work.reset(self._token)
 
 
 _UNATTENDED = Work()
@@ -239,15 +273,13 @@ class served:
         self._work.wait(-1)
 
 
-@contextmanager
-def unattended() -> Iterator[None]:
+def unattended() -> _Doing:
     """What this task, and those that it starts, do meanwhile is what no request waits for."""
-    with _UNATTENDED.doing():
-        yield
+    return _UNATTENDED.doing()
 
 
 class stage:
-    """What this task spends its time on meanwhile (`with stage(Cause.CACHE_DISK)`)."""
+    """What this task spends its time on meanwhile (`with stage(WaitCause.CACHE_DISK)`)."""
 
     __slots__ = ("_cause", "_work")
 

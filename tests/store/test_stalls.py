@@ -12,7 +12,7 @@ import trio
 from fusefs.store.interface import ObjectVersion
 from fusefs.store.s3.store import S3Store
 from fusefs.telemetry.s3_requests import S3_REQUESTS
-from fusefs.telemetry.stalls import STALLS, Cause, served
+from fusefs.telemetry.stalls import STALLS, WaitCause, served
 from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.stalls import mostly
@@ -51,7 +51,7 @@ async def test_an_answer_that_begins_late(shared: Bucket, faulty: FaultyS3, size
     version = put(shared, "late", size)
     async with connected(shared, faulty) as store:
         faulty.add("GET", delay_s=1.0)
-        with mostly(Cause.S3_FIRST_BYTE):
+        with mostly(WaitCause.S3_FIRST_BYTE):
             await read(store, version)
 
 
@@ -59,7 +59,7 @@ async def test_an_answer_that_takes_long(shared: Bucket, faulty: FaultyS3) -> No
     version = put(shared, "slow", LARGE)
     async with connected(shared, faulty) as store:
         faulty.add("GET", bytes_per_s=LARGE)
-        with mostly(Cause.S3_TRANSFER):
+        with mostly(WaitCause.S3_TRANSFER):
             await read(store, version)
 
 
@@ -67,7 +67,7 @@ async def test_a_store_that_refuses_requests(shared: Bucket, faulty: FaultyS3) -
     version = put(shared, "refused", SMALL)
     async with connected(shared, faulty) as store:
         faulty.add("GET", code="SlowDown", times=3)
-        with mostly(Cause.THROTTLED):
+        with mostly(WaitCause.THROTTLED):
             await read(store, version)
 
 
@@ -75,7 +75,7 @@ async def test_keys_that_are_refused(shared: Bucket, faulty: FaultyS3) -> None:
     version = put(shared, "keys", SMALL)
     async with connected(shared, faulty) as store:
         faulty.add("GET", code="ExpiredToken", times=3)
-        with mostly(Cause.CREDENTIALS):
+        with mostly(WaitCause.CREDENTIALS):
             await read(store, version)
 
 
@@ -83,7 +83,7 @@ async def test_a_connection_that_others_have(shared: Bucket, faulty: FaultyS3) -
     versions = [put(shared, f"others/{number}", SMALL) for number in range(20)]
     async with connected(shared, faulty, max_connections=1) as store:
         faulty.add("GET", delay_s=0.05)
-        with mostly(Cause.CONNECTION):
+        with mostly(WaitCause.CONNECTION):
             async with trio.open_nursery() as nursery:
                 for version in versions:
                     nursery.start_soon(read, store, version)
@@ -96,7 +96,7 @@ async def test_a_listing_and_a_head_are_metadata(
     put(shared, "looked/at", SMALL)
     async with connected(shared, faulty) as store:
         faulty.add(operation, delay_s=0.5)
-        with mostly(Cause.METADATA), served():
+        with mostly(WaitCause.METADATA), served():
             await (store.head("looked/at") if operation == "HEAD" else store.list_page("looked/"))
 
 

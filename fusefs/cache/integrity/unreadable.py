@@ -24,7 +24,7 @@ from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.disk import Disk
 from fusefs.cache.integrity.probes import DirectReader, is_lost
 from fusefs.cache.integrity.verify import Integrity
-from fusefs.telemetry.stalls import Cause, stage
+from fusefs.telemetry.stalls import WaitCause, stage
 
 # How soon after its last close an open may be another try of the same program.
 AGAIN_WITHIN_S = 5.0
@@ -94,7 +94,7 @@ class Probing:
         began = time.monotonic()
         self._tried[file] = began, LONGEST_PAUSE_S
         name, generation = file.name, file.generation
-        with stage(Cause.CACHE_DISK):
+        with stage(WaitCause.CACHE_DISK):
             fault = await trio.to_thread.run_sync(
                 self._try, name, generation, file.size, limiter=self._threads
             )

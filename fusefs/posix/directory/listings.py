@@ -41,7 +41,7 @@ from fusefs.posix.directory.walk import Walk, Walks, unasked
 from fusefs.posix.metadata.head_policy import HeadPolicy
 from fusefs.store.errors import NotFoundError
 from fusefs.store.interface import ListPage, ObjectInfo, Store
-from fusefs.telemetry.stalls import Cause, stage
+from fusefs.telemetry.stalls import WaitCause, stage
 
 __all__ = ["ABSENT", "Absent", "Directories", "Directory", "Entry", "PageMemory", "Segment"]
 
@@ -151,7 +151,7 @@ class Directories:
                 continue
             event = directory.loading.get(position)
             if event is not None:
-                with stage(Cause.METADATA):
+                with stage(WaitCause.METADATA):
                     await event.wait()
                 continue
             known = directory.behind(position)
@@ -264,7 +264,7 @@ class Directories:
         start = just_before(name) if is_known or directory.loading else ""
         under_way = [other for other in directory.loading if other <= start]
         if under_way:
-            with stage(Cause.METADATA):
+            with stage(WaitCause.METADATA):
                 await directory.loading[max(under_way)].wait()
         else:
             await self._load(directory, start)

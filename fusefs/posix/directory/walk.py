@@ -20,7 +20,7 @@ import trio
 
 from fusefs.store.errors import StoreError
 from fusefs.store.interface import ListPage, Store
-from fusefs.telemetry.stalls import Cause, stage, unattended
+from fusefs.telemetry.stalls import WaitCause, stage, unattended
 
 logger = logging.getLogger("fusefs.directories")
 
@@ -100,7 +100,7 @@ class Walks:
         if walk.steps < WALK_AFTER or not walk.pays:
             return
         if walk.loading is not None:
-            with stage(Cause.METADATA):
+            with stage(WaitCause.METADATA):
                 await walk.loading.wait()
         else:
             # Behind its own key, which no name stands for, comes all that it holds.

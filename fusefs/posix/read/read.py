@@ -23,7 +23,7 @@ from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.types import Answer, waiting
 from fusefs.posix.write.sparse_edit import Editor
 from fusefs.store.errors import NotFoundError, StaleVersionError
-from fusefs.telemetry.stalls import Cause, stage
+from fusefs.telemetry.stalls import WaitCause, stage
 
 # One request is answered from a buffer of this size (max_pages of 4 KiB).
 MAX_READ = 1 << 20
@@ -92,7 +92,7 @@ class Reader:
         return await self._pread_later(staged, offset, size)
 
     async def _pread_later(self, staged: StagedFile, offset: int, size: int) -> bytes:
-        with stage(Cause.CACHE_DISK):
+        with stage(WaitCause.CACHE_DISK):
             data = await trio.to_thread.run_sync(
                 _read_what_is_there, staged.fd, offset, size, limiter=self._disk
             )
@@ -153,7 +153,7 @@ class Reader:
             if data is not None:
                 return data
         try:
-            with stage(Cause.CACHE_DISK):
+            with stage(WaitCause.CACHE_DISK):
                 return await trio.to_thread.run_sync(
                     read_fully, file.fd, offset, stop - offset, limiter=self._disk
                 )

@@ -36,7 +36,7 @@ from fusefs.posix.nodes.edit_base import Base
 from fusefs.posix.nodes.inode import FileState, Inode, StagedFile
 from fusefs.posix.write import staged_sums, staging_record
 from fusefs.store.interface import ObjectVersion, UploadState
-from fusefs.telemetry.stalls import Cause, stage
+from fusefs.telemetry.stalls import WaitCause, stage
 
 logger = logging.getLogger("fusefs.staging")
 
@@ -214,7 +214,7 @@ class Staging:
                 has_file = not self._record_in_attribute(staged)
                 record = staging_record.full(staged) if has_file else staged.recorded
                 sync = partial(self._sync, staged, fd, record if has_file else None)
-                with stage(Cause.CACHE_DISK):
+                with stage(WaitCause.CACHE_DISK):
                     await trio.to_thread.run_sync(sync)
                 now = staged.inode.staged
                 if now is not staged:

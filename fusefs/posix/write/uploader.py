@@ -31,7 +31,7 @@ from fusefs.posix.write.staging import Staging
 from fusefs.posix.write.upload_steps import IN_PARTS, Sender
 from fusefs.store.errors import ConflictError, CredentialsError, StaleVersionError, StoreError
 from fusefs.store.interface import ObjectInfo, Store, Upload, UploadState
-from fusefs.telemetry.stalls import Cause, Work, stage
+from fusefs.telemetry.stalls import WaitCause, Work, stage
 
 logger = logging.getLogger("fusefs.uploads")
 
@@ -170,7 +170,7 @@ class Uploads:
                         staged.error = error
                         logger.warning("%s waits for other credentials: %s", staged.key, error)
                     # Without the lock: whoever writes to the file need not wait as well.
-                    with stage(Cause.CREDENTIALS):
+                    with stage(WaitCause.CREDENTIALS):
                         await trio.sleep(CREDENTIALS_S)
                 attempt.scope = trio.CancelScope()
             staged.error = None

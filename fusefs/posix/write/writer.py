@@ -36,7 +36,7 @@ from fusefs.posix.write.sparse_edit import Editor
 from fusefs.posix.write.upload_steps import CREATED_BY, IN_PARTS, content_type
 from fusefs.store.errors import ConflictError, NotFoundError, StaleVersionError
 from fusefs.store.interface import IF_ABSENT, Condition, ObjectInfo
-from fusefs.telemetry.stalls import Cause, stage
+from fusefs.telemetry.stalls import WaitCause, stage
 
 logger = logging.getLogger("fusefs.writing")
 
@@ -368,7 +368,7 @@ class Writer:
 
     async def _write_to_disk(self, staged: StagedFile, offset: int, data: bytes) -> int:
         # A cancelled write is finished by its thread all the same.
-        with stage(Cause.CACHE_DISK):
+        with stage(WaitCause.CACHE_DISK):
             return await trio.to_thread.run_sync(
                 _write_fully, staged.fd, data, offset, limiter=self._disk
             )

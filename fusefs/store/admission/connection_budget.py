@@ -25,7 +25,7 @@ import trio
 
 from fusefs.store.admission.rate import Rate
 from fusefs.store.interface import Priority, Urgency
-from fusefs.telemetry.stalls import Cause, stage
+from fusefs.telemetry.stalls import WaitCause, stage
 
 BACK_OFF_EVERY_S = 1.0
 # How many more urgent requests go before one that waits; a ninth is enough to make progress.
@@ -150,7 +150,7 @@ class ConnectionBudget:
         self._queues[rank].add(waiter)
         self._admit()
         try:
-            with stage(Cause.THROTTLED if self._is_throttled else Cause.CONNECTION):
+            with stage(WaitCause.THROTTLED if self._is_throttled else WaitCause.CONNECTION):
                 await waiter.turn.wait()
         except trio.Cancelled:
             if waiter.turn.is_set():

@@ -44,7 +44,7 @@ from fusefs.store.s3.clients import Clients, ClientSource, S3Settings
 from fusefs.store.s3.conditions import for_condition
 from fusefs.store.s3.threads import AbandonedError, Attempt, Progress, Threads, Transfer
 from fusefs.telemetry.s3_requests import RequestClock, cause_of, clocked
-from fusefs.telemetry.stalls import Cause, stage
+from fusefs.telemetry.stalls import WaitCause, stage
 
 logger = logging.getLogger("fusefs.store")
 
@@ -285,7 +285,7 @@ class Requester:
                     has_retried_400 = True
                     failure = replace(failure, is_retryable=True, has_expired=True)
                 if failure.kind is CredentialsError and not failure.is_retryable:
-                    with stage(Cause.CREDENTIALS):
+                    with stage(WaitCause.CREDENTIALS):
                         has_renewed = await self.source.has_renewed(used)
                     failure = replace(failure, is_retryable=has_renewed)
                 self._react(operation, key, failure, budget)
@@ -333,7 +333,7 @@ class Requester:
         ):
             clients = self.source.clients
             if clients is None:
-                with stage(Cause.CREDENTIALS):
+                with stage(WaitCause.CREDENTIALS):
                     clients = await self.source.connect()
             self.counted[_COUNTERS[operation]] += 1
             yield clients
@@ -426,11 +426,11 @@ def _code(error: AttemptError) -> str:
     return str(error.failure.status or "none")
 
 
-def _cause_of_pause(operation: str, failure: Failure) -> Cause:
+def _cause_of_pause(operation: str, failure: Failure) -> int:
     """What a request waits for that is to be sent again."""
     if failure.kind is ThrottledError:
-        return Cause.THROTTLED
-    return Cause.CREDENTIALS if failure.kind is CredentialsError else cause_of(operation)
+        return WaitCause.THROTTLED
+    return WaitCause.CREDENTIALS if failure.kind is CredentialsError else cause_of(operation)
 
 
 def classify(operation: str, failure: Failure) -> Failure:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fusefs.telemetry.stalls import Cause
+from fusefs.telemetry.stalls import WaitCause
 from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.mounting import Mount, Mounter, fusefs
@@ -36,15 +36,15 @@ def far(bucket: Bucket, slow: FaultyS3, mounter: Mounter) -> Mount:
 
 def test_a_late_answer_a_slow_one_and_a_listing(far: Mount, slow: FaultyS3) -> None:
     late = slow.add("GET", delay_s=1.0)
-    with mostly(Cause.S3_FIRST_BYTE, far):
+    with mostly(WaitCause.S3_FIRST_BYTE, far):
         (far.path / "data" / "small").read_bytes()
     slow.remove(late)
     narrow = slow.add("GET", bytes_per_s=2 * MIB)
-    with mostly(Cause.S3_TRANSFER, far):
+    with mostly(WaitCause.S3_TRANSFER, far):
         (far.path / "data" / "large").read_bytes()
     slow.remove(narrow)
     slow.add("LIST", delay_s=1.0)
-    with mostly(Cause.METADATA, far):
+    with mostly(WaitCause.METADATA, far):
         os.listdir(far.path / "other")
     text = fusefs("status", far.path).stdout
     for part in ("programs waited", "S3's first byte", "hint  ", "slowest  ", "of data/"):

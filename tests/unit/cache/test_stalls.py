@@ -12,7 +12,7 @@ import pytest
 import trio
 
 from fusefs.cache.disk import Disk
-from fusefs.telemetry.stalls import STALLS, Cause, served
+from fusefs.telemetry.stalls import STALLS, WaitCause, served
 from tests.support.local_cache import Parts, cache_in, version
 from tests.support.stalls import mostly
 
@@ -35,7 +35,7 @@ async def read(parts: Parts, key: str) -> None:
 async def test_a_slow_cache_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with cache_in(tmp_path) as parts:
         monkeypatch.setattr(os, "pwrite", slowly(os.pwrite, 0.05))
-        with mostly(Cause.CACHE_DISK):
+        with mostly(WaitCause.CACHE_DISK):
             await read(parts, "a")
 
 
@@ -45,7 +45,7 @@ async def test_a_cache_file_that_opens_slowly(
     async with cache_in(tmp_path) as parts:
         await read(parts, "a")
         monkeypatch.setattr(Disk, "open", slowly(Disk.open))
-        with mostly(Cause.CACHE_DISK):
+        with mostly(WaitCause.CACHE_DISK):
             await read(parts, "a")
 
 
@@ -54,7 +54,7 @@ async def test_a_cache_that_has_to_evict(tmp_path: Path, monkeypatch: pytest.Mon
         await read(parts, "a")
         await read(parts, "b")
         monkeypatch.setattr(Disk, "unlink", slowly(Disk.unlink))
-        with mostly(Cause.CACHE_FULL):
+        with mostly(WaitCause.CACHE_FULL):
             await read(parts, "c")
 
 
@@ -64,13 +64,13 @@ async def test_a_download_counts_from_its_first_reader_on(tmp_path: Path) -> Non
         file = parts.cache.pin(version("a", MIB))
         before = STALLS.totals().wait
         started = parts.fetcher.want(file, 0, MIB)
-        started[0].work.enter(Cause.S3_FIRST_BYTE)
+        started[0].work.enter(WaitCause.S3_FIRST_BYTE)
         assert STALLS.totals().wait == before
         parts.bucket.hold()
         nursery.start_soon(read, parts, "a")
         await trio.testing.wait_all_tasks_blocked()
-        assert STALLS.totals().wait[Cause.S3_FIRST_BYTE] > before[Cause.S3_FIRST_BYTE]
+        assert STALLS.totals().wait[WaitCause.S3_FIRST_BYTE] > before[WaitCause.S3_FIRST_BYTE]
         parts.bucket.let_go()
         await parts.quiet()
-        started[0].work.leave(Cause.S3_FIRST_BYTE)
+        started[0].work.leave(WaitCause.S3_FIRST_BYTE)
         parts.cache.unpin(file)

@@ -10,7 +10,7 @@ import trio
 
 from fusefs.telemetry import stalls
 from fusefs.telemetry.slowest import MOST, SlowestWaits
-from fusefs.telemetry.stalls import Cause, Stalls, Work, current, served, unattended
+from fusefs.telemetry.stalls import Stalls, WaitCause, Work, current, served, unattended
 
 
 class Clock:
@@ -36,59 +36,60 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_time_counts_while_something_is_done_and_waited_for(clock: Clock) -> None:
     counted = Stalls()
     work = Work(counted)
-    work.enter(Cause.S3_FIRST_BYTE)
+    work.enter(WaitCause.S3_FIRST_BYTE)
     clock.pass_s(5)  # nothing waits for it yet
     with work.awaited():
         clock.pass_s(2)
-        work.leave(Cause.S3_FIRST_BYTE)
+        work.leave(WaitCause.S3_FIRST_BYTE)
         clock.pass_s(7)  # at nothing that is known
     totals = counted.totals()
-    assert totals.stalled[Cause.S3_FIRST_BYTE] == totals.wait[Cause.S3_FIRST_BYTE] == 2
-    assert totals.stalled[Cause.ANY] == 2
+    assert totals.stalled[WaitCause.S3_FIRST_BYTE] == totals.wait[WaitCause.S3_FIRST_BYTE] == 2
+    assert totals.stalled[WaitCause.ANY] == 2
 
 
 def test_two_that_wait_stall_once_and_wait_twice(clock: Clock) -> None:
     counted = Stalls()
     work = Work(counted)
-    work.enter(Cause.CACHE_DISK)
+    work.enter(WaitCause.CACHE_DISK)
     with work.awaited():
         clock.pass_s(1)
         with work.awaited():
             clock.pass_s(3)
-    work.leave(Cause.CACHE_DISK)
+    work.leave(WaitCause.CACHE_DISK)
     totals = counted.totals()
-    assert totals.stalled[Cause.CACHE_DISK] == 4
-    assert totals.wait[Cause.CACHE_DISK] == 7
+    assert totals.stalled[WaitCause.CACHE_DISK] == 4
+    assert totals.wait[WaitCause.CACHE_DISK] == 7
 
 
 def test_the_union_does_not_add_causes_that_overlap(clock: Clock) -> None:
     counted = Stalls()
     first, second = Work(counted), Work(counted)
     with first.awaited(), second.awaited():
-        first.enter(Cause.CONNECTION)
+        first.enter(WaitCause.CONNECTION)
         clock.pass_s(2)
-        second.enter(Cause.METADATA)
+        second.enter(WaitCause.METADATA)
         clock.pass_s(2)
-        first.move(Cause.CONNECTION, Cause.S3_TRANSFER)
+        first.enter(WaitCause.S3_TRANSFER)
+        first.leave(WaitCause.CONNECTION)
         clock.pass_s(2)
-        second.leave(Cause.METADATA)
-        first.leave(Cause.S3_TRANSFER)
+        second.leave(WaitCause.METADATA)
+        first.leave(WaitCause.S3_TRANSFER)
         clock.pass_s(10)
     stalled = counted.totals().stalled
-    assert stalled[Cause.CONNECTION] == 4
-    assert stalled[Cause.METADATA] == 4
-    assert stalled[Cause.S3_TRANSFER] == 2
-    assert stalled[Cause.ANY] == 6
+    assert stalled[WaitCause.CONNECTION] == 4
+    assert stalled[WaitCause.METADATA] == 4
+    assert stalled[WaitCause.S3_TRANSFER] == 2
+    assert stalled[WaitCause.ANY] == 6
 
 
 def test_a_wait_that_goes_on_counts_already(clock: Clock) -> None:
     counted = Stalls()
     work = Work(counted)
     with work.awaited():
-        work.enter(Cause.THROTTLED)
+        work.enter(WaitCause.THROTTLED)
         clock.pass_s(3)
-        assert counted.totals().stalled[Cause.THROTTLED] == 3
-        work.leave(Cause.THROTTLED)
+        assert counted.totals().stalled[WaitCause.THROTTLED] == 3
+        work.leave(WaitCause.THROTTLED)
 
 
 @pytest.mark.parametrize(("seconds", "share"), [(10, 1.0), (60, 0.5), (300, 0.1)])
@@ -97,13 +98,13 @@ def test_shares_are_those_of_the_last_seconds(clock: Clock, seconds: int, share:
     clock.pass_s(1000)  # nothing happens, and nothing is noted
     work = Work(counted)
     with work.awaited():
-        work.enter(Cause.S3_TRANSFER)
+        work.enter(WaitCause.S3_TRANSFER)
         clock.pass_s(30)
         shares = counted.shares(seconds)
-        work.leave(Cause.S3_TRANSFER)
-    assert shares[Cause.S3_TRANSFER] == pytest.approx(share)
-    assert shares[Cause.ANY] == pytest.approx(share)
-    assert shares[Cause.CONNECTION] == 0
+        work.leave(WaitCause.S3_TRANSFER)
+    assert shares[WaitCause.S3_TRANSFER] == pytest.approx(share)
+    assert shares[WaitCause.ANY] == pytest.approx(share)
+    assert shares[WaitCause.CONNECTION] == 0
 
 
 def test_what_is_long_past_has_no_share(clock: Clock) -> None:
@@ -111,14 +112,14 @@ def test_what_is_long_past_has_no_share(clock: Clock) -> None:
     work = Work(counted)
     for _ in range(500):
         with work.awaited():
-            work.enter(Cause.METADATA)
+            work.enter(WaitCause.METADATA)
             clock.pass_s(1)
-            work.leave(Cause.METADATA)
+            work.leave(WaitCause.METADATA)
         clock.pass_s(1)
-    assert counted.shares(60)[Cause.METADATA] == pytest.approx(0.5, abs=0.02)
+    assert counted.shares(60)[WaitCause.METADATA] == pytest.approx(0.5, abs=0.02)
     clock.pass_s(200)
-    assert counted.shares(60)[Cause.METADATA] == 0
-    assert counted.shares(300)[Cause.METADATA] == pytest.approx(1 / 6, abs=0.02)
+    assert counted.shares(60)[WaitCause.METADATA] == 0
+    assert counted.shares(300)[WaitCause.METADATA] == pytest.approx(1 / 6, abs=0.02)
 
 
 async def test_tasks_have_the_work_of_the_task_that_starts_them() -> None:
@@ -162,11 +163,11 @@ def test_the_longest_waits_are_kept_for_a_while(clock: Clock) -> None:
     assert slowest.describe() == []
 
 
-@pytest.mark.parametrize("use", [stalls.served, lambda: stalls.stage(Cause.METADATA)])
+@pytest.mark.parametrize("use", [stalls.served, lambda: stalls.stage(WaitCause.METADATA)])
 async def test_a_wait_ends_with_its_cancellation(use: Callable[[], served]) -> None:
-    before = stalls.STALLS.totals().wait[Cause.METADATA]
+    before = stalls.STALLS.totals().wait[WaitCause.METADATA]
     with trio.move_on_after(0), served(), use():
         await trio.sleep_forever()
-    after = stalls.STALLS.totals().wait[Cause.METADATA]
+    after = stalls.STALLS.totals().wait[WaitCause.METADATA]
     await trio.sleep(0.01)
-    assert stalls.STALLS.totals().wait[Cause.METADATA] == after >= before
+    assert stalls.STALLS.totals().wait[WaitCause.METADATA] == after >= before
