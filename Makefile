@@ -17,10 +17,11 @@ SOURCES := setup.py fusefs csi tests examples $(wildcard bench)
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml setup.py $(wildcard proto/*.proto) .ci/system-packages
+$(STAMP): pyproject.toml setup.py $(wildcard proto/*.proto) .ci/system-packages .ci/prometheus
 	.ci/system-packages
 	test -x $(BIN)/python || "$$(.ci/system-packages --python)" -m venv .venv
 	$(INSTALL) -e '.[dev]'
+	.ci/prometheus $(BIN)
 	$(BIN)/fusefs --version
 	touch $@
 
