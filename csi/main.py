@@ -1,4 +1,4 @@
-"""The command `fusefs-csi`: node, controller, all, daemons, list.
+"""The command `fusefs-csi`: node, controller, all, daemons, list, untaint.
 
 `node` serves kubelet on each node, `controller` serves the provisioner and the resizer
 once per cluster, and `all` serves both on one socket, for tests and single machines.
@@ -25,6 +25,7 @@ from fusefs.api import MetricsTarget, __version__, command_parser
 try:
     from csi import metrics
     from csi.controller import service as controller
+    from csi.controller import taints
     from csi.daemons import main as daemons
     from csi.errors import CsiError
     from csi.identity import IdentityService
@@ -90,6 +91,12 @@ def make_parser() -> argparse.ArgumentParser:
     controller.add_flags(both)
     node.add_flags(both)
 
+    untaint = commands.add_parser(
+        "untaint", help="remove the startup taint of nodes whose driver is registered"
+    )
+    _add_log_flag(untaint)
+    untaint.set_defaults(run=taints.run)
+
     listing_command = commands.add_parser(
         "list",
         help="list the volumes of this node's pods",
@@ -135,6 +142,10 @@ def _add_common_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stores", type=Path, metavar="FILE", help="file with the S3 stores besides aws (TOML)"
     )
+    _add_log_flag(parser)
+
+
+def _add_log_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--log-level",
         choices=("debug", "info", "warning", "error"),

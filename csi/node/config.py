@@ -62,6 +62,7 @@ class NodeConfiguration:
     inline_bounds: InlineBounds
     daemons: str = "either"
     pod_identity_agent: str = POD_IDENTITY_AGENT
+    cache_host_path: Path | None = None
 
     @property
     def descriptor_store(self) -> Path:
@@ -79,7 +80,7 @@ class NodeConfiguration:
         """Make the directories, which the mounts' users may pass through.
 
         Raises:
-            FailedPreconditionError: secrets would get onto a disk.
+            FailedPreconditionError: secrets would get onto a disk, or the cache onto the system's.
             OSError: a directory cannot be made.
         """
         self.state_directory.mkdir(parents=True, exist_ok=True)
@@ -90,6 +91,26 @@ class NodeConfiguration:
                 " on a tmpfs, like /run"
             )
         self.mounts_directory.mkdir(parents=True, exist_ok=True)
+        if self.cache_host_path is not None:
+            check_disk(self.cache_directory, self.cache_host_path)
+
+
+def check_disk(directory: Path, host_path: Path) -> None:
+    """Refuse a cache whose path on the host is a plain directory of the system's disk.
+
+    mountinfo has the path within the file system that a bind mount shows. On a disk that is
+    mounted on the way it is the rest of the host's path; on the system's it ends with all of it.
+
+    Raises:
+        FailedPreconditionError: there is no such disk.
+    """
+    text = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
+    roots = [line.split()[3] for line in text.splitlines() if line.split()[4] == str(directory)]
+    if roots and roots[-1].endswith(str(host_path)):
+        raise FailedPreconditionError(
+            f"--cache-dir {directory}: no disk is mounted at {host_path} of the host or above it,"
+            " so the cache would fill the system's disk (--cache-host-path)"
+        )
 
 
 def kernel_warning(release: str) -> str | None:
@@ -141,6 +162,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "directory for the mounts that are bound to target paths",
     )
     add("--cache-dir", Path, Path("/var/cache/fusefs"), "DIR", "directory for cached objects")
+    group.add_argument(
+        "--cache-host-path",
+        type=Path,
+        metavar="PATH",
+        help="the path that --cache-dir has on the host: start only if a disk is mounted there or"
+        " above it, so that the cache never fills the system's disk",
+    )
     add(
         "--uid-range",
         _uids,
@@ -244,4 +272,5 @@ def configuration_of(arguments: argparse.Namespace) -> NodeConfiguration:
         InlineBounds(arguments.max_inline_per_pod, arguments.max_inline_per_namespace),
         arguments.daemons,
         arguments.pod_identity_agent,
+        arguments.cache_host_path,
     )

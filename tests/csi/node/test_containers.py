@@ -203,7 +203,11 @@ def test_a_container_of_an_ordinary_user_writes_where_it_may(
 
 
 @pytest.mark.usefixtures("daemons")
-def test_nothing_in_a_bucket_is_setuid_or_a_device_in_a_container(node: Node, data: Bucket) -> None:
+@pytest.mark.parametrize("is_read_only", [False, True])
+def test_nothing_in_a_bucket_is_setuid_or_a_device_in_a_container(
+    node: Node, data: Bucket, is_read_only: bool
+) -> None:
+    """Also where the runtime mounts it anew for `readOnly`, and drops nosuid and nodev."""
     kinds = {"device": stat.S_IFBLK, "fifo": stat.S_IFIFO, "folder": stat.S_IFDIR}
     for name, kind in kinds.items():
         data.put(f"odd/{name}", b"x", Metadata={"mode": str(kind | 0o6600), "rdev": "2049"})
@@ -211,7 +215,9 @@ def test_nothing_in_a_bucket_is_setuid_or_a_device_in_a_container(node: Node, da
     data.put("odd/id", Path("/usr/bin/id").read_bytes(), Metadata=program)
     target = node.target("pod")
     node.publish("volume", target, bucket=data.name, prefix="odd")
-    with container_reading(node, target, "id", code=LOOKER, gains_rights=True) as pod:
+    with container_reading(
+        node, target, "id", code=LOOKER, gains_rights=True, read_only=is_read_only
+    ) as pod:
         told = json.loads(pod.read())
     node.unpublish("volume", target)
     assert told["user"] == f"{USER}\n"

@@ -111,6 +111,32 @@ def test_probes_ask_ports_that_are_there(directory: Path) -> None:
                 assert flag(each, "http-endpoint") == f":{next(iter(ports.values()))}"
 
 
+@each_kustomization
+def test_a_container_that_hangs_is_found_within_a_minute_or_so(directory: Path) -> None:
+    for pod in pod_templates(render(directory)):
+        for each in containers(pod):
+            probe = each.get("livenessProbe", {})
+            assert probe.get("periodSeconds", 10) == 10
+            # Nor is one that is slow to start taken for one that hangs.
+            if each["name"] == "driver":
+                start = each["startupProbe"]
+                assert start["periodSeconds"] * start["failureThreshold"] >= 120
+                assert start["httpGet"] == probe["httpGet"]
+
+
+def test_an_autoscaler_removes_controllers_and_leaves_drivers_to_the_last(
+    base: list[Object],
+) -> None:
+    autoscaler = "cluster-autoscaler.kubernetes.io"
+    notes = {
+        pod["spec"]["serviceAccountName"]: pod["metadata"]["annotations"]
+        for pod in pod_templates(base)
+    }
+    assert notes["fusefs-csi-controller"][f"{autoscaler}/safe-to-evict"] == "true"
+    for name in ("fusefs-csi-node", "fusefs-csi-daemons"):
+        assert notes[name][f"{autoscaler}/enable-ds-eviction"] == "false"
+
+
 @pytest.mark.parametrize("name", ["fusefs-csi-node", "fusefs-csi-controller"])
 def test_the_liveness_sidecar_serves_the_drivers_port(base: list[Object], name: str) -> None:
     pod = template(base, name)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import re
+import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import grpc
 import pytest
+import yaml
 
 from csi import main, server
-from csi.controller import service
+from csi.controller import service, taints
 from csi.daemons import supervisor
+from csi.errors import FailedPreconditionError
 from csi.generated import csi_pb2
 from csi.identities.credentials import POD_IDENTITY_AGENT, POD_IDENTITY_AUDIENCE
 from csi.identity import IdentityService
@@ -38,6 +44,7 @@ from tests.support.manifests import (
     name_of,
     on_host,
     pod_templates,
+    read,
     render,
     render_with,
     template,
@@ -403,9 +410,86 @@ def test_inline_volumes_are_a_choice() -> None:
 
 
 def test_an_nvme_disk_that_is_not_mounted_is_not_replaced_by_the_systems() -> None:
-    pod = template(render(MANIFESTS / "overlays/local-nvme"), "fusefs-csi-node")
+    documents = render(MANIFESTS / "overlays/local-nvme")
+    pod = template(documents, "fusefs-csi-node")
     [cache] = (volume for volume in pod["spec"]["volumes"] if volume["name"] == "cache")
-    assert cache["hostPath"] == {"path": "/mnt/nvme/fusefs", "type": "Directory"}
+    # New nodes of an autoscaler have an empty disk.
+    assert cache["hostPath"]["type"] == "DirectoryOrCreate"
+    assert flag(container(pod, "driver"), "cache-host-path") == cache["hostPath"]["path"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts")
+@pytest.mark.parametrize("is_mounted", [True, False])
+def test_the_driver_starts_with_a_disk_of_the_caches_own_alone(
+    tmp_path: Path, is_mounted: bool
+) -> None:
+    host, cache = tmp_path / "mnt/nvme", tmp_path / "cache"
+    for path in (host, cache):
+        path.mkdir(parents=True)
+    if is_mounted:
+        subprocess.run(["mount", "-t", "tmpfs", "tmpfs", host], check=True)
+    (host / "fusefs").mkdir()
+    subprocess.run(["mount", "--bind", host / "fusefs", cache], check=True)
+    try:
+        # The root of a file system has its own paths; the end is what counts.
+        expected = (
+            contextlib.nullcontext()
+            if is_mounted
+            else pytest.raises(FailedPreconditionError, match="no disk is mounted")
+        )
+        with expected:
+            config.check_disk(cache, Path("/mnt/nvme/fusefs"))
+    finally:
+        subprocess.run(["umount", cache], check=True)
+        if is_mounted:
+            subprocess.run(["umount", host], check=True)
+
+
+def test_the_controller_removes_the_startup_taint(
+    tmp_path: Path, parser: argparse.ArgumentParser
+) -> None:
+    documents = render_with(tmp_path, "startup-taint")
+    pod = template(documents, "fusefs-csi-controller")
+    untaint = container(pod, "untaint")
+    assert parser.parse_args(untaint["args"]).run is taints.run
+    assert untaint["image"] == container(pod, "driver")["image"]
+    role = find(documents, "ClusterRole", "fusefs-csi-untaint")
+    assert {(*rule["resources"], *rule["verbs"]) for rule in role["rules"]} == {
+        ("csinodes", "list", "watch"),
+        ("nodes", "get", "patch"),
+    }
+    assert taints.TAINT in (MANIFESTS / "components/startup-taint/kustomization.yaml").read_text()
+
+
+def test_every_pod_pulls_with_the_registrys_secret(tmp_path: Path) -> None:
+    accounts = every(render_with(tmp_path, "pull-secret"), "ServiceAccount")
+    assert len(accounts) == 3
+    for account in accounts:
+        assert account["imagePullSecrets"] == [{"name": "fusefs-csi-registry"}]
+
+
+@each_kustomization
+def test_kubelets_directory_is_changed_in_one_step(directory: Path, tmp_path: Path) -> None:
+    """By the command of README.md, over what kustomize renders."""
+    [command] = re.findall(r"\| (sed .*?) \|", (MANIFESTS / "README.md").read_text())
+    done = subprocess.run(
+        shlex.split(command),
+        input=yaml.safe_dump_all(render(directory)),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    moved = read(done.stdout)
+    pod = template(moved, "fusefs-csi-node")
+    driver = container(pod, "driver")
+    for name in ("kubelet-dir", "mounts-dir"):
+        path = Path(flag(driver, name))
+        assert path.is_relative_to("/var/lib/k0s/kubelet")
+        assert on_host(pod, driver, path) == path
+    registered = flag(container(pod, "node-driver-registrar"), "kubelet-registration-path")
+    assert on_host(pod, driver, server.socket_path(endpoint(pod))) == Path(registered)
+    assert host_path(pod, "registration-dir") == Path("/var/lib/k0s/kubelet/plugins_registry")
+    assert "/var/lib/kubelet" not in done.stdout
 
 
 def test_link_local_addresses_are_closed_but_for_the_one_that_is_needed() -> None:
