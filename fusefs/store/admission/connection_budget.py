@@ -213,7 +213,7 @@ class ConnectionBudget:
                 return
             self._queues[waiter.rank].take(waiter)
             self._passed[waiter.rank] = 0
-            for rank in Priority:
+            for rank in self._queues:
                 self._passed[rank] += rank > waiter.rank and bool(self._queues[rank])
             self._take(waiter.rank)
             waiter.turn.set()
@@ -235,7 +235,7 @@ class ConnectionBudget:
 
     def _next(self) -> _Waiter | None:
         """The most urgent waiter for which there is room, or one that was passed over too often."""
-        heads = [head for rank in Priority if (head := self._head(rank)) is not None]
+        heads = [head for rank in self._queues if (head := self._head(rank)) is not None]
         fitting = [head for head in heads if self._has_room(head.rank)]
         overdue = [head for head in fitting if self._is_overdue(head.rank)]
         return next(iter(overdue + fitting), None)
