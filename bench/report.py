@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.contenders.contender import Contender
-from bench.contenders.registry import CONTENDERS, CSI, KERNEL, LOCAL, PEERS
+from bench.contenders.registry import CONTENDERS, CSI, JUICEFS, KERNEL, LOCAL, PEERS
 from bench.runner import Results
 from bench.workloads.table import THREADS, WORKLOADS
 
@@ -77,6 +77,7 @@ TARGETS = (
     Target("mmap_warm", 0.85, NATIVE),
     Target("mmap_dropped", 0.85, NATIVE),
     Target("small_warm", 0.80, NATIVE),
+    Target("small_warm", 1.5, (JUICEFS,)),
     Target("small_warm_bare", 0.40, NATIVE),
     Target("small_dropped", 0.80, NATIVE),
     Target("opens1", 20_000),

@@ -1,12 +1,15 @@
 """Other programs that mount a bucket, with the options that were fastest where they were tried.
 
-Those are large chunks, many streams, long-lived attributes, no checksums.
+Those are large chunks, many streams, long-lived attributes, no checksums. JuiceFS has a
+format of its own in the bucket, and its metadata in a Redis: only what it reads from its
+cache compares.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from abc import ABC, abstractmethod
@@ -15,8 +18,13 @@ from pathlib import Path
 from bench import processes
 from bench.bucket import Bucket
 from bench.contenders.contender import Mount, Place
+from bench.dataset import LARGE
 from bench.processes import BenchError, Usage
 from tests.support.s3_server import ACCESS_KEY, REGION, SECRET_KEY
+
+# What is copied into a file system with a format of its own.
+COPIED = (LARGE.partition("/")[0], "small", "tree")
+COPY_LIMIT_S = 300.0
 
 
 def find(program: str) -> str | None:
@@ -186,3 +194,109 @@ class S3fs(Peer):
         ]
         bucket = self.place.bucket.name
         return [str(self._program), bucket, str(self.root), "-f", "-o", ",".join(options)]
+
+
+class Juicefs(Peer):
+    """juicefs mount with a Redis beside it, filled with copies of the files."""
+
+    def __init__(self, name: str, place: Place) -> None:
+        super().__init__(name, place)
+        self._redis: subprocess.Popen[bytes] | None = None
+        self._port = 0
+
+    def missing(self) -> str | None:
+        return super().missing() or (None if find("redis-server") else "no redis-server")
+
+    def start(self) -> None:
+        self._port = _free_port()
+        self._redis = processes.start(
+            [
+                str(find("redis-server")),
+                "--port",
+                str(self._port),
+                "--bind",
+                "127.0.0.1",
+                "--save",
+                "",
+                "--dir",
+                str(self.place.scratch),
+            ],
+            self.log,
+            os.environ,
+        )
+        processes.wait_until(self._has_redis, "Redis")
+        bucket = Bucket.create(self.place.bucket.server)
+        processes.capture(
+            [
+                str(self._program),
+                "format",
+                "--storage",
+                "s3",
+                "--bucket",
+                f"{bucket.endpoint_url}/{bucket.name}",
+                self._metadata(),
+                "bench",
+            ],
+            60.0,
+            bucket.environment() | {"ACCESS_KEY": ACCESS_KEY, "SECRET_KEY": SECRET_KEY},
+        )
+        super().start()
+        for name in COPIED:
+            source = self.place.native_root / name
+            if source.exists():
+                processes.capture(["cp", "-r", str(source), str(self.root)], COPY_LIMIT_S)
+
+    def stop(self) -> None:
+        try:
+            super().stop()
+        finally:
+            if self._redis is not None:
+                processes.stop(self._redis)
+                self._redis = None
+
+    def _has_redis(self) -> bool:
+        with socket.socket() as client:
+            return client.connect_ex(("127.0.0.1", self._port)) == 0
+
+    def _metadata(self) -> str:
+        return f"redis://127.0.0.1:{self._port}/1"
+
+    def _argv(self) -> list[str]:
+        return [
+            str(self._program),
+            "mount",
+            self._metadata(),
+            str(self.root),
+            "--cache-dir",
+            str(self.cache),
+            "--cache-size",
+            "102400",
+            "--free-space-ratio",
+            "0.05",
+            "--buffer-size",
+            "1024",
+            "--max-fuse-io",
+            "1M",
+            "--attr-cache",
+            "3600",
+            "--entry-cache",
+            "3600",
+            "--dir-entry-cache",
+            "3600",
+            "--open-cache",
+            "3600",
+            "--readdir-cache",
+            "--backup-meta",
+            "0",
+            "--writeback",
+            "--no-usage-report",
+            "--no-syslog",
+            "-o",
+            "allow_other",
+        ]
+
+
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from bench.contenders.contender import BareClient, Contender, Native, Place
 from bench.contenders.csi_node import CsiNode
 from bench.contenders.fusefs import Fusefs
-from bench.contenders.peers import Rclone, S3fs
+from bench.contenders.peers import Juicefs, Rclone, S3fs
 
 NATIVE = "native"
 OBSTORE = "obstore"
@@ -20,6 +20,8 @@ WRITABLE = "fusefs-writable"
 PYFUSE3 = "fusefs-pyfuse3"
 CSI = "fusefs-csi"
 PEERS = ("rclone", "s3fs")
+# Of another kind: its files are its own, and only what is cached compares.
+JUICEFS = "juicefs"
 
 
 def _fusefs(*options: str, session: str = "kernel") -> Callable[[str, Place], Contender]:
@@ -38,4 +40,5 @@ CONTENDERS: dict[str, Callable[[str, Place], Contender]] = {
     CSI: CsiNode,
     "rclone": Rclone,
     "s3fs": S3fs,
+    JUICEFS: Juicefs,
 }

@@ -22,6 +22,7 @@ from bench.cloud.profile import CLOUD, PROFILES
 from bench.cloud.profile import LOCAL as LOCAL_PROFILE
 from bench.contenders.registry import (
     CSI,
+    JUICEFS,
     KERNEL,
     LOCAL,
     NATIVE,
@@ -205,18 +206,21 @@ WORKLOADS = (
         "100 KiB files again, page cache dropped, 8 threads",
         "files/s",
         reading.dropped(Session.read_small),
+        who=(*FILES, JUICEFS),
     ),
     _small(
         "small_warm",
         "100 KiB files again, page cache warm, 8 threads",
         "files/s",
         reading.small_warm,
+        who=(*FILES, JUICEFS),
     ),
     _small(
         "small_warm_bare",
         "the same by three system calls a file",
         "files/s",
         partial(reading.small_warm, bare=True),
+        who=(*FILES, JUICEFS),
     ),
     _first(
         "first_shards",
@@ -314,7 +318,7 @@ WORKLOADS = (
             f"open and close of cached 100 KiB files, {processes} processes",
             "opens/s",
             partial(crowds.opens, processes=processes),
-            who=FILES,
+            who=(*FILES, JUICEFS),
         )
         for processes in THREADS
     ),
@@ -334,7 +338,7 @@ WORKLOADS = (
             f"walk again with lstat, 100 folders, {processes} processes",
             "files/s",
             partial(crowds.walks, processes=processes),
-            who=FILES,
+            who=(*FILES, JUICEFS),
         )
         for processes in THREADS
     ),
