@@ -119,6 +119,7 @@ def _parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentParser:
     _add_sync(commands)
     _add_verify(commands)
     _add_doctor(commands, has_options=arguments is None or "doctor" in arguments)
+    _add_profile(commands)
     _add_report(commands)
     _add_metrics(commands)
     _add_upgrade(commands, has_options=arguments is None or "upgrade" in arguments)
@@ -393,6 +394,25 @@ def _add_metrics(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.set_defaults(run=_metrics)
 
 
+def _add_profile(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = commands.add_parser(
+        "profile",
+        help="log what programs do on a mount, and summarize it",
+        description="Log each request that reaches the daemon of a mount (when, how long it took, "
+        "where the answer came from, operation, key, range), and end with a summary and advice. "
+        "Reads of files that are open for passthrough do not reach the daemon. Ctrl-C ends early.",
+    )
+    parser.add_argument("mountpoint", metavar="MOUNTPOINT")
+    parser.add_argument(
+        "--for", dest="duration", metavar="DURATION", default="60s", help="how long (default: 60s)"
+    )
+    parser.add_argument("--summary", action="store_true", help="show the summary alone")
+    parser.add_argument(
+        "--json", action="store_true", help="print requests and, last, the summary as JSON lines"
+    )
+    parser.set_defaults(run=_profile)
+
+
 def _add_report(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
         "report",
@@ -449,6 +469,34 @@ def _mount(options: argparse.Namespace) -> int:
     from fusefs.cli import mount
 
     return mount.mount(options, _complain)
+
+
+def _profile(options: argparse.Namespace) -> int:
+    from fusefs.cli import profile, sync
+    from fusefs.settings.types import DURATION
+    from fusefs.telemetry.access_summary import Access
+
+    mountpoint = sync.mountpoint(options.mountpoint)
+    try:
+        seconds = DURATION.read(options.duration)
+    except ValueError as error:
+        raise _settings_error(f"--for: {error}") from None
+    form = profile.json_line if options.json else profile.line
+
+    def begun() -> None:
+        print(f"recording for {options.duration}; Ctrl-C ends it", file=sys.stderr, flush=True)
+
+    def show(access: Access) -> None:
+        if not options.summary:
+            print(form(access))
+
+    summary, took_s = profile.profile(mountpoint, seconds, begun, show)
+    around = profile.surroundings(mountpoint)
+    if options.json:
+        print(json.dumps(profile.as_json(summary, took_s, around)))
+    else:
+        print(profile.report(summary, took_s, around))
+    return 0
 
 
 def _upgrade(options: argparse.Namespace) -> int:

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import pyfuse3
 import trio
 
+from fusefs.fuse.access_trace import AccessTrace
 from fusefs.fuse.busy_poll import BusyPoll
 from fusefs.fuse.protocol import Opcode
 from fusefs.fuse.session import OPERATIONS, Waiting, name_request
@@ -52,6 +53,7 @@ class PyfuseSession(KernelNotifications):
         self.times = self._handlers.times
         self.busy_poll: BusyPoll | None = None
         self.slowest = self._handlers.slowest
+        self.trace: AccessTrace | None = None
         operations.notifier.connect(self)
 
     @property

@@ -42,6 +42,7 @@ from typing import Any, Protocol
 import trio
 
 from fusefs.fuse import protocol
+from fusefs.fuse.access_trace import AccessTrace
 from fusefs.fuse.busy_poll import BusyPoll, polling
 from fusefs.fuse.interrupts import Callers, Interrupts
 from fusefs.fuse.protocol import Init, Opcode
@@ -128,6 +129,8 @@ class RunningSession(Protocol):
     name: str
     times: RequestTimes
     slowest: SlowestWaits
+    # None where requests can't be put on record.
+    trace: AccessTrace | None
 
     @property
     def requests(self) -> int: ...
@@ -189,6 +192,7 @@ class Session(KernelNotifications):
         }
         if operations.mutations is not None:
             self._handlers |= ChangingHandlers(handlers, operations.mutations).table
+        self.trace: AccessTrace | None = AccessTrace(operations, self._handlers)
         operations.notifier.connect(self)
 
     @property
