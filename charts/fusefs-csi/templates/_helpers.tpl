@@ -1,0 +1,90 @@
+{{- define "fusefs-csi.labels" -}}
+app.kubernetes.io/part-of: fusefs-csi
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- end }}
+
+{{/* An image of the values: by its digest where one is given. */}}
+{{- define "fusefs-csi.image" -}}
+{{- if .digest -}}
+{{ .repository }}@{{ .digest }}
+{{- else -}}
+{{ .repository }}:{{ .tag }}
+{{- end -}}
+{{- end }}
+
+{{- define "fusefs-csi.poolLabel" -}}
+{{- with .name }}fusefs.dev/pool: {{ . | quote }}{{ end }}
+{{- end }}
+
+{{/* Environment variables of all containers of ours, such as those of a proxy. */}}
+{{- define "fusefs-csi.env" -}}
+{{- range $name, $value := .Values.env }}
+- {name: {{ $name }}, value: {{ $value | quote }}}
+{{- end }}
+{{- end }}
+
+{{/* Which nodes a pool's pods run on. */}}
+{{- define "fusefs-csi.nodes" -}}
+nodeSelector:
+  {{- merge (deepCopy (default dict .pool.nodeSelector)) .values.selector | toYaml | nindent 2 }}
+tolerations:
+  {{- toYaml .values.tolerations | nindent 2 }}
+affinity:
+  {{- toYaml .values.affinity | nindent 2 }}
+{{- end }}
+
+{{- define "fusefs-csi.hardening" -}}
+{{- if .selinux.type }}
+seLinuxOptions: {type: {{ .selinux.type }}}
+{{- end }}
+{{- if .apparmor.isUnconfined }}
+appArmorProfile: {type: Unconfined}
+{{- end }}
+{{- end }}
+
+{{/* The file of stores (TOML): strings alone, which are those of JSON. */}}
+{{- define "fusefs-csi.stores" -}}
+{{- range $name, $store := .Values.stores }}
+[stores.{{ $name }}]
+{{- range $key, $value := $store }}
+{{ $key }} = {{ $value | toJson }}
+{{- end }}
+{{ end }}
+{{- end }}
+
+{{- define "fusefs-csi.configuration" -}}
+{{- include "fusefs-csi.stores" . }}{{ toJson .Values.certificates }}{{ .Values.clusterId }}
+{{- end }}
+
+{{/* Of the tokens that kubelet requests for the driver: AWS', Pod Identity's, the stores' own. */}}
+{{- define "fusefs-csi.audiences" -}}
+{{- $audiences := list }}
+{{- if .Values.csiDriver.serviceAccountTokens }}
+{{- $audiences = append $audiences "sts.amazonaws.com" }}
+{{- range .Values.stores }}
+{{- if .audience }}{{- $audiences = append $audiences .audience }}{{- end }}
+{{- end }}
+{{- end }}
+{{- if .Values.csiDriver.podIdentityTokens }}
+{{- $audiences = append $audiences "pods.eks.amazonaws.com" }}
+{{- end }}
+{{- $audiences | uniq | toJson }}
+{{- end }}
+
+{{/* The ports of all stores and proxies outside of the cluster, as numbers. */}}
+{{- define "fusefs-csi.ports" -}}
+{{- $ports := list 443 }}
+{{- range .Values.stores }}
+{{- range $key, $url := pick . "endpoint-url" "sts-url" }}
+{{- $parts := urlParse $url }}
+{{- $default := ternary "80" "443" (eq $parts.scheme "http") }}
+{{- $port := regexFind ":[0-9]+$" $parts.host | trimPrefix ":" | default $default }}
+{{- $ports = append $ports (int $port) }}
+{{- end }}
+{{- end }}
+{{- range .Values.networkPolicy.ports }}
+{{- $ports = append $ports (int .) }}
+{{- end }}
+{{- $ports | uniq | toJson }}
+{{- end }}

@@ -1,0 +1,333 @@
+"""The Helm chart: the same objects as the kustomize base and its components, from other values.
+
+Rendered by Helm's own library, which is in a package (helm-python-sdk).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from csi import main
+from csi.volume import stores
+from tests.support.manifests import (
+    MANIFESTS,
+    VERSIONS,
+    Object,
+    check,
+    container,
+    containers,
+    every,
+    find,
+    flag,
+    host_path,
+    lets_out,
+    name_of,
+    pod_templates,
+    read,
+    render,
+    render_with,
+    template,
+)
+
+helm = pytest.importorskip("helm_python", reason="Helm's library is for x86-64 alone")
+
+CHART = MANIFESTS.parent / "charts/fusefs-csi"
+MINIO = {"endpoint-url": "https://minio.example.com:9000", "addressing": "path"}
+
+
+def chart(**values: Any) -> list[Object]:
+    """What `helm template` prints with these values."""
+    loaded = helm.Chart.load(str(CHART))
+    parts = loaded.render(values, name="fusefs-csi", namespace="fusefs-csi")
+    texts = [text for path, text in sorted(parts.items()) if not path.endswith("NOTES.txt")]
+    return [document for text in texts for document in read(text)]
+
+
+# Values, and the components that they stand for.
+PAIRS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "base": ({}, []),
+    "ephemeral": ({"csiDriver": {"inlineVolumes": True}}, ["ephemeral"]),
+    "tokens": (
+        {"csiDriver": {"serviceAccountTokens": True, "tokensInSecrets": True}},
+        ["service-account-tokens", "tokens-in-secrets"],
+    ),
+    "pod identity": (
+        {
+            "csiDriver": {"serviceAccountTokens": True, "podIdentityTokens": True},
+            "networkPolicy": {"enabled": True, "podIdentityAgent": True},
+        },
+        ["network-policy", "aws-pod-identity", "pod-identity-tokens"],
+    ),
+    "network policy": ({"networkPolicy": {"enabled": True}}, ["network-policy"]),
+    "cilium": (
+        {
+            "networkPolicy": {
+                "enabled": True,
+                "kind": "cilium",
+                "podIdentityAgent": True,
+                "namespaces": [],
+            }
+        },
+        ["network-policy-cilium", "aws-pod-identity"],
+    ),
+    "openshift": (
+        {
+            "namespace": {"create": True},
+            "openshift": {"enabled": True},
+            "selinux": {"type": "spc_t"},
+            "networkPolicy": {"enabled": True},
+        },
+        ["network-policy", "openshift", "selinux"],
+    ),
+    "apparmor": ({"apparmor": {"isUnconfined": True}}, ["apparmor-unconfined"]),
+    "surge": ({"surge": True}, ["surge"]),
+    "startup taint": ({"startupTaint": {"enabled": True}}, ["startup-taint"]),
+    "pull secret": ({"imagePullSecrets": [{"name": "fusefs-csi-registry"}]}, ["pull-secret"]),
+    "nvme": (
+        {"cache": {"hostPath": "/mnt/nvme/fusefs", "isOwnDisk": True, "minFree": "5%"}},
+        ["local-nvme"],
+    ),
+    "metrics": (
+        {"metrics": {"enabled": True, "podMonitor": {"enabled": True}}},
+        ["metrics", "pod-monitor"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_chart_has_the_objects_of_the_base_and_its_components(
+    name: str, tmp_path: Path
+) -> None:
+    values, components = PAIRS[name]
+    expected = render_with(tmp_path, *components) if components else render(MANIFESTS)
+    of_chart, of_base = (normal(documents) for documents in (chart(**values), expected))
+    if not values.get("namespace"):
+        del of_base["Namespace fusefs-csi"]
+    if name == "metrics":  # the chart's one policy, where it is enabled, opens the port
+        del of_base["NetworkPolicy fusefs-csi-metrics"]
+    if name == "pull secret":  # kustomize gives it to the accounts, the chart to the pods
+        for key in of_base:
+            of_base[key].pop("imagePullSecrets", None)
+        assert len(pod_templates_of(of_chart, "imagePullSecrets")) == 3
+    assert of_chart.keys() == of_base.keys()
+    for key, document in of_base.items():
+        assert of_chart[key] == document, key
+
+
+def pod_templates_of(documents: dict[str, Object], field: str) -> list[Object]:
+    """The pod templates with this field, which is taken out."""
+    return [
+        pod
+        for pod in pod_templates(list(documents.values()))
+        if pod["spec"].pop(field, None) is not None
+    ]
+
+
+def normal(documents: list[Object]) -> dict[str, Object]:
+    """The objects by kind and name, without what the tools themselves add."""
+    found = {}
+    for document in copy.deepcopy(documents):
+        metadata = document["metadata"]
+        for label in ("managed-by", "part-of"):
+            metadata.get("labels", {}).pop(f"app.kubernetes.io/{label}", None)
+        metadata.get("labels", {}).pop("helm.sh/chart", None)
+        if not metadata.get("labels"):
+            metadata.pop("labels", None)
+        if document["kind"] == "ConfigMap":
+            metadata["name"] = re.sub(r"-[a-z0-9]{10}$", "", metadata["name"])
+            if "stores.toml" in document["data"]:
+                document["data"]["stores.toml"] = tomllib.loads(document["data"]["stores.toml"])
+        for pod in pod_templates(document):
+            pod["metadata"]["annotations"].pop("checksum/configuration", None)
+            for volume in pod["spec"]["volumes"]:
+                if "configMap" in volume:
+                    name = volume["configMap"]["name"]
+                    volume["configMap"]["name"] = re.sub(r"-[a-z0-9]{10}$", "", name)
+            for each in containers(pod):
+                for variable in each.get("env", []):
+                    reference = variable.get("valueFrom", {}).get("configMapKeyRef", {})
+                    if reference:
+                        reference["name"] = re.sub(r"-[a-z0-9]{10}$", "", reference["name"])
+                # Their order means nothing to the programs.
+                each.get("args", []).sort()
+            for list_of_names in ("containers", "volumes"):
+                pod["spec"][list_of_names].sort(key=lambda each: str(each["name"]))
+        found[f"{document['kind']} {name_of(document)}"] = document
+    return found
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_object_is_valid_with_all_that_can_be_had(version: str) -> None:
+    for document in chart(**EVERYTHING):
+        check(document, version)
+
+
+EVERYTHING: dict[str, Any] = {
+    "namespace": {"create": True},
+    "imagePullSecrets": [{"name": "registry"}],
+    "stores": {"minio": {**MINIO, "sts-url": "https://minio.example.com:9001", "audience": "m"}},
+    "certificates": {"minio-ca.pem": "-----BEGIN CERTIFICATE-----\n"},
+    "csiDriver": {"inlineVolumes": True, "serviceAccountTokens": True, "podIdentityTokens": True},
+    "serviceAccounts": {"node": {"annotations": {"eks.amazonaws.com/role-arn": "arn:x"}}},
+    "env": {"HTTPS_PROXY": "http://proxy:3128"},
+    "controller": {"secretName": "fusefs-csi-s3"},
+    "nodePools": [
+        {"name": "gpu", "nodeSelector": {"pool": "gpu"}, "extraArgs": ["--max-volumes=10"]},
+        {"name": "cpu", "nodeSelector": {"pool": "cpu"}, "cache": {"minFree": "30%"}},
+    ],
+    "surge": True,
+    "startupTaint": {"enabled": True},
+    "networkPolicy": {
+        "enabled": True,
+        "ports": [3128],
+        "namespaces": [{"name": "seaweedfs", "ports": [8333]}],
+        "podIdentityAgent": True,
+    },
+    "selinux": {"type": "spc_t"},
+    "apparmor": {"isUnconfined": True},
+    "openshift": {"enabled": True},
+    "metrics": {"enabled": True, "podMonitor": {"enabled": True, "labels": {"release": "p"}}},
+}
+
+
+def test_helm_finds_no_fault() -> None:
+    for values in ({}, EVERYTHING):
+        report = helm.lint(
+            str(CHART), values, strict=True, namespace="fusefs-csi", kube_version="v1.31.0"
+        )
+        assert report["errors"] == []
+        told = [message for message in report["messages"] if "icon" not in message["error"]]
+        assert told == []
+
+
+def test_pools_have_their_own_caches_and_flags(tmp_path: Path) -> None:
+    documents = chart(
+        nodePools=[
+            {
+                "name": "gpu",
+                "nodeSelector": {"pool": "gpu"},
+                "cache": {"hostPath": "/mnt/nvme/fusefs", "isOwnDisk": True},
+                "extraArgs": ["--memory-limit=1GiB"],
+            },
+            {"name": "cpu", "nodeSelector": {"pool": "cpu"}},
+        ],
+        node={"extraArgs": ["--max-volumes=20"]},
+    )
+    sets = every(documents, "DaemonSet")
+    assert sorted(map(name_of, sets)) == [
+        f"fusefs-csi-{kind}-{pool}" for kind in ("daemons", "node") for pool in ("cpu", "gpu")
+    ]
+    for each in sets:
+        labels = each["spec"]["template"]["metadata"]["labels"]
+        selector = each["spec"]["selector"]["matchLabels"]
+        assert selector.items() <= labels.items()
+        assert selector["fusefs.dev/pool"] in name_of(each)
+    gpu, cpu = (template(documents, f"fusefs-csi-node-{pool}") for pool in ("gpu", "cpu"))
+    assert gpu["spec"]["nodeSelector"] == {"kubernetes.io/os": "linux", "pool": "gpu"}
+    assert flag(container(gpu, "driver"), "memory-limit") == "1GiB"
+    assert flag(container(gpu, "driver"), "cache-host-path") == "/mnt/nvme/fusefs"
+    assert str(host_path(gpu, "cache")) == "/mnt/nvme/fusefs"
+    assert str(host_path(cpu, "cache")) == "/var/lib/fusefs-csi/cache"
+    for pod in (gpu, cpu):
+        assert flag(container(pod, "driver"), "max-volumes") == "20"
+
+
+def test_stores_become_the_file_that_the_driver_reads(tmp_path: Path) -> None:
+    given = {**MINIO, "region": 'odd "region" <'}
+    documents = chart(stores={"minio": {**MINIO, "region": "eu-west-9"}})
+    [text] = (
+        each["data"]["stores.toml"]
+        for each in every(documents, "ConfigMap")
+        if "stores.toml" in each["data"]
+    )
+    path = tmp_path / "stores.toml"
+    path.write_text(text)
+    known = stores.read_stores(path).named("minio")
+    assert known is not None
+    assert (known.endpoint_url, known.region) == (MINIO["endpoint-url"], "eu-west-9")
+    odd = find(chart(stores={"minio": given}), "ConfigMap", "fusefs-csi-stores")
+    assert tomllib.loads(odd["data"]["stores.toml"])["stores"]["minio"] == given
+
+
+def test_another_store_rolls_the_pods() -> None:
+    one, other = (
+        template(chart(stores=given), "fusefs-csi-node")["metadata"]["annotations"]
+        for given in ({}, {"minio": MINIO})
+    )
+    assert one["checksum/configuration"] != other["checksum/configuration"]
+
+
+@pytest.mark.parametrize("kind", ["kubernetes", "cilium"])
+def test_the_policy_lets_out_every_store(kind: str) -> None:
+    values = copy.deepcopy(EVERYTHING)
+    values["networkPolicy"]["kind"] = kind
+    documents = chart(**values)
+    name = {"kubernetes": "NetworkPolicy", "cilium": "CiliumNetworkPolicy"}[kind]
+    policy = find(documents, name)
+    for url in (
+        "https://s3.amazonaws.com",
+        "https://minio.example.com:9000",
+        "https://minio.example.com:9001",
+        "http://proxy.example.com:3128",
+        "http://s3.seaweedfs.svc.cluster.local:8333",
+    ):
+        assert lets_out(policy, url), url
+    assert not lets_out(policy, "https://minio.example.com:9002")
+
+
+def test_kubelets_directory_is_one_value() -> None:
+    documents = chart(kubeletDir="/var/lib/k0s/kubelet")
+    assert "/var/lib/kubelet" not in str(documents)
+    pod = template(documents, "fusefs-csi-node")
+    assert str(host_path(pod, "kubelet-dir")) == "/var/lib/k0s/kubelet"
+
+
+def test_the_program_understands_the_charts_arguments() -> None:
+    parser: argparse.ArgumentParser = main.make_parser()
+    for pod in pod_templates(chart(**EVERYTHING)):
+        for each in containers(pod):
+            if "fusefs-csi:" in each["image"]:
+                parser.parse_args(each["args"])
+
+
+@pytest.mark.parametrize(
+    ("values", "word"),
+    [
+        ({"storageClass": []}, "storageClass"),
+        ({"stores": {"minio": {"endpoint": "https://minio"}}}, "endpoint"),
+        ({"stores": {"minio": {**MINIO, "sts-url": "https://sts"}}}, "audience"),
+        ({"nodePools": [{"name": "gpu"}]}, "nodeSelector"),
+        ({"networkPolicy": {"kind": "calico"}}, "kind"),
+        ({"node": {"extraArgs": ["memory-limit=1GiB"]}}, "extraArgs"),
+        ({"kubeletDir": "var/lib/kubelet"}, "kubeletDir"),
+        ({"image": {"digest": "sha256:abc"}}, "digest"),
+    ],
+)
+def test_values_that_mean_nothing_are_refused(values: dict[str, Any], word: str) -> None:
+    with pytest.raises(helm.HelmError, match=word):
+        chart(**values)
+
+
+def test_chart_and_manifests_name_the_same_versions() -> None:
+    images = [
+        sorted({each["image"] for pod in pod_templates(documents) for each in containers(pod)})
+        for documents in (chart(), render(MANIFESTS))
+    ]
+    assert images[0] == images[1]
+
+
+def test_the_values_that_are_shown_are_taken() -> None:
+    text = (CHART / "README.md").read_text()
+    shown = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    assert len(shown) == 2
+    for block in shown:
+        [values] = read(block)
+        for document in chart(**values):
+            check(document, VERSIONS[0])
