@@ -138,10 +138,8 @@ class Pyfuse3Handlers(pyfuse3.Operations):
         self, nodeid: int, context: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
         with self._errors(Opcode.GETATTR):
-            if self._operations.lacks_meta(nodeid):
-                later = self._operations.getattr_later(nodeid)
-                return self.pack(*await self._waited(Opcode.GETATTR, nodeid, later, context.pid))
-            return self.pack(*self._operations.getattr(nodeid))
+            answer = self._operations.getattr(nodeid)
+            return self.pack(*await self._result(Opcode.GETATTR, nodeid, answer, context.pid))
 
     async def open(
         self, nodeid: int, flags: int, context: pyfuse3.RequestContext

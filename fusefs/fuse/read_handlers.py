@@ -143,9 +143,10 @@ class Handlers:
         return None
 
     def _getattr(self, nodeid: int, _body: memoryview, _caller: Caller) -> Result:
-        if self._operations.lacks_meta(nodeid):
-            return self._when_there(self._operations.getattr_later(nodeid), self.attr_out)
-        return self.attr_out(self._operations.getattr(nodeid))
+        answer = self._operations.getattr(nodeid)
+        if isinstance(answer, tuple):
+            return self.attr_out(answer)
+        return self._when_there(answer, self.attr_out)
 
     def attr_out(self, answer: tuple[Inode, float]) -> bytes:
         inode, valid_s = answer

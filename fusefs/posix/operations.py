@@ -108,15 +108,16 @@ class Operations:
         known = self._directories.lookup_now(directory, text)
         if known is None:
             return waiting(self._lookup_later(parent, directory, text))
-        if self._lacks_meta(parent, directory, text, known[0]):
-            if not self._is_leaving(parent, known[0]):
-                return waiting(self._lookup_later(parent, directory, text))
-            found = self._found(parent, directory, text, *known)
-            found.has_attributes = False
-            return found
-        return self._found(parent, directory, text, *known)
+        entry, expires = known
+        if isinstance(entry, Absent):
+            return Found(None, max(0.0, expires - time.monotonic()))
+        inode = resolved(self.inodes, parent, directory, text, entry)
+        has_attributes = self.writer is None or not self.head_cache.needs_head(inode)
+        if not has_attributes and not self._is_leaving(parent, entry):
+            return waiting(self._lookup_later(parent, directory, text))
+        return self._found(inode, expires, has_attributes)
 
-    def _is_leaving(self, parent: Inode, entry: Entry | Absent) -> bool:
+    def _is_leaving(self, parent: Inode, entry: Entry) -> bool:
         """Whether a name is probably looked up to be removed, which takes no attributes.
 
         A program is removing many files there, it is no symbolic link for sure, and
@@ -130,47 +131,36 @@ class Operations:
 
     async def _lookup_later(self, parent: Inode, directory: Directory, name: str) -> Found:
         entry, expires = await self._directories.lookup(directory, name)
-        if self.writer is not None and not isinstance(entry, Absent):
-            await self.head_cache.show(resolved(self.inodes, parent, directory, name, entry))
-        return self._found(parent, directory, name, entry, expires)
-
-    def _lacks_meta(
-        self, parent: Inode, directory: Directory, name: str, entry: Entry | Absent
-    ) -> bool:
-        if self.writer is None or isinstance(entry, Absent):
-            return False
-        return self.head_cache.needs_head(resolved(self.inodes, parent, directory, name, entry))
-
-    def _found(
-        self, parent: Inode, directory: Directory, name: str, entry: Entry | Absent, expires: float
-    ) -> Found:
-        valid_s = max(0.0, expires - time.monotonic())
         if isinstance(entry, Absent):
-            return Found(None, valid_s)
+            return Found(None, max(0.0, expires - time.monotonic()))
         inode = resolved(self.inodes, parent, directory, name, entry)
+        if self.writer is not None:
+            await self.head_cache.show(inode)
+            # The name may stand for something else by now.
+            inode = resolved(self.inodes, parent, directory, name, entry)
+        return self._found(inode, expires)
+
+    def _found(self, inode: Inode, expires: float, has_attributes: bool = True) -> Found:
         self.inodes.count(inode, expires)
-        return Found(inode, valid_s)
+        return Found(inode, max(0.0, expires - time.monotonic()), has_attributes)
 
     def forget(self, nodeid: int, nlookup: int) -> None:
         self.inodes.forget(nodeid, nlookup)
 
-    async def getattr_later(self, nodeid: int) -> tuple[Inode, float]:
-        """As `getattr`, where `lacks_meta` says so."""
-        await waiting(self.head_cache.show(self.inodes.get(nodeid)))
-        return self.getattr(nodeid)
-
-    def lacks_meta(self, nodeid: int) -> bool:
-        """Whether `getattr` would lack attributes, and `getattr_later` is to be used."""
-        inode = self.inodes.find(nodeid)
-        return inode is not None and self.head_cache.needs_head(inode)
-
-    def getattr(self, nodeid: int) -> tuple[Inode, float]:
+    def getattr(self, nodeid: int) -> Answer[tuple[Inode, float]]:
         """The inode whose attributes to show, and for how many seconds they hold.
 
         They are those of the version that the node stands for, for ever; what
         a name stands for is the business of lookups.
         """
         inode = self.inodes.get(nodeid)
+        if self.writer is not None and self.head_cache.needs_head(inode):
+            return waiting(self._getattr_later(inode))
+        return inode, inode.valid_s
+
+    async def _getattr_later(self, inode: Inode) -> tuple[Inode, float]:
+        await self.head_cache.show(inode)
+        inode = self.inodes.get(inode.nodeid)
         return inode, inode.valid_s
 
     def attributes(self, inode: Inode) -> Attributes:

@@ -32,7 +32,7 @@ from fusefs.posix.journal.replay import KernelState
 from fusefs.posix.journal.restore import restore
 from fusefs.posix.mount_state import MountState, Rules, Writing
 from fusefs.posix.nodes.handles import HandleTable
-from fusefs.posix.nodes.inode_table import Inode, InodeTable, Ownership
+from fusefs.posix.nodes.inode_table import Attributes, Inode, InodeTable, Ownership
 from fusefs.posix.nodes.notifier import Notifier
 from fusefs.posix.operations import Operations
 from fusefs.posix.types import Caller
@@ -332,6 +332,11 @@ class Process:
     async def save(self, path: str, data: bytes) -> None:
         """A new file, written and closed."""
         await self.close(await self.create(path, data))
+
+    async def stat(self, inode: Inode) -> Attributes:
+        """The attributes of a node, once they are known."""
+        shown, _ = await _answered(self.operations.getattr(inode.nodeid))
+        return self.operations.attributes(shown)
 
     async def open(self, path: str, flags: int = os.O_RDONLY) -> int:
         inode = await self.node(path)

@@ -65,8 +65,7 @@ async def describe(process: Process, path: str) -> None:
 
 async def shown(process: Process, path: str) -> tuple[int, int, int, int]:
     inode = await process.node(path)
-    found, _ = await process.operations.getattr_later(inode.nodeid)
-    attributes = process.operations.attributes(found)
+    attributes = await process.stat(inode)
     return (
         stat.S_IMODE(attributes.mode),
         attributes.uid,

@@ -60,8 +60,7 @@ async def set_on(process: Process, path: str, **new: int) -> None:
 async def shown(process: Process, path: str) -> tuple[int, int, int, int]:
     """Mode, owner, group and time of a path, as stat tells them."""
     inode = await process.node(path)
-    found, _ = await process.operations.getattr_later(inode.nodeid)
-    reported = process.operations.attributes(found)
+    reported = await process.stat(inode)
     return reported.mode, reported.uid, reported.gid, reported.mtime_ns
 
 
