@@ -122,6 +122,7 @@ def _parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentParser:
     _add_profile(commands)
     _add_report(commands)
     _add_metrics(commands)
+    _add_top(commands)
     _add_upgrade(commands, has_options=arguments is None or "upgrade" in arguments)
     _add_keeper(commands)
     return parser
@@ -413,6 +414,23 @@ def _add_profile(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.set_defaults(run=_profile)
 
 
+def _add_top(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = commands.add_parser(
+        "top",
+        help="a live view of all mounts: rates, what readers wait for, uploads",
+        description="Show all mounts of this user each second: rates, where bytes come from, what "
+        "readers wait for, requests to S3, uploads and jobs of fusefs warm. Without a terminal it "
+        "prints lines. The screen needs the extra top (pip install 'fusefs[top]').",
+    )
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--plain", action="store_true", help="print a line for each mount")
+    how.add_argument("--json", action="store_true", help="print a JSON object each second")
+    parser.add_argument(
+        "--count", type=int, metavar="N", help="end after N updates (default: no limit)"
+    )
+    parser.set_defaults(run=_top)
+
+
 def _add_report(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
         "report",
@@ -664,6 +682,12 @@ def _report(options: argparse.Namespace) -> int:
     from fusefs.cli import report
 
     return report.run(options.mountpoint, options.output, redacts=options.redact)
+
+
+def _top(options: argparse.Namespace) -> int:
+    from fusefs.top import main as top
+
+    return top.run(is_plain=options.plain, is_json=options.json, count=options.count)
 
 
 def _metrics(options: argparse.Namespace) -> int:

@@ -1,0 +1,200 @@
+"""What a mount did between two answers of its daemon: rates and shares, from its metrics.
+
+A counter that is less than before belongs to another daemon: it began at 0. All
+rates are per second, sizes in bytes, times in seconds, shares from 0 to 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from fusefs.exporter.asking import Answer
+
+# Answers that say that something is wrong; 404 and 412 are answers like others.
+_FINE = ("200", "206", "404", "412", "304", "cancelled")
+_Key = tuple[str, frozenset[tuple[str, str]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """How many there were each second, and how long they took on average."""
+
+    per_s: float
+    mean_s: float
+
+
+@dataclass(slots=True)
+class Rates:
+    """One mount over `interval_s` seconds; without an answer `why` has the reason."""
+
+    volume: str
+    is_up: bool = False
+    why: str = ""
+    source: str = ""
+    interval_s: float = 0.0
+    read_s: float = 0.0
+    read_from: dict[str, float] = field(default_factory=dict)
+    sent_s: float = 0.0
+    received_s: float = 0.0
+    opened_passthrough_s: float = 0.0
+    opens: dict[str, float] = field(default_factory=dict)
+    stalled: dict[str, float] = field(default_factory=dict)
+    waiting: dict[str, float] = field(default_factory=dict)
+    requests: dict[str, Operation] = field(default_factory=dict)
+    s3_requests: dict[str, Operation] = field(default_factory=dict)
+    s3_errors_s: float = 0.0
+    s3_throttled_s: float = 0.0
+    s3_retries_s: float = 0.0
+    connections: dict[str, float] = field(default_factory=dict)
+    cache_bytes: float = 0.0
+    cache_limit_bytes: float = 0.0
+    pending_files: float = 0.0
+    pending_bytes: float = 0.0
+    oldest_pending_s: float = 0.0
+    prefetched_bytes: float = 0.0
+    wasted_share: float = 0.0
+    warm_done_bytes: float = 0.0
+    warm_target_bytes: float = 0.0
+    restarts: float = 0.0
+    cpu: float = 0.0
+    memory_bytes: float = 0.0
+
+    @property
+    def waited(self) -> float:
+        """The share of time in which at least one request waited."""
+        return self.stalled.get("any", 0.0)
+
+    @property
+    def causes(self) -> list[tuple[str, float]]:
+        """What was waited for, and in which share of the time, the longest first."""
+        found = [(cause, share) for cause, share in self.stalled.items() if cause != "any"]
+        return sorted(found, key=lambda pair: -pair[1])
+
+    @property
+    def s3_s(self) -> float:
+        return sum(operation.per_s for operation in self.s3_requests.values())
+
+    def as_plain(self) -> dict[str, Any]:
+        """This as a JSON object."""
+        return asdict(self)
+
+
+def rates(before: Answer | None, after: Answer) -> Rates:
+    """What happened between two answers of one mount; of the first there are no rates yet."""
+    if after.metrics is None:
+        return Rates(after.target.volume, why=after.why)
+    then = before if before is not None and before.metrics is not None else after
+    interval_s = after.taken - then.taken
+    change = _Change(then.metrics or {}, after.metrics, interval_s)
+    read_from = change.by("read_bytes_total", "source")
+    prefetched = change.totals_by("prefetch_bytes_total", "outcome")
+    fetched = sum(prefetched.values())
+    return Rates(
+        volume=after.target.volume,
+        is_up=True,
+        why=after.why,
+        source=change.label("volume_info", "source"),
+        interval_s=interval_s,
+        read_s=sum(read_from.values()),
+        read_from=read_from,
+        sent_s=change.rate("s3_sent_bytes_total"),
+        received_s=change.rate("s3_received_bytes_total"),
+        opened_passthrough_s=change.rate("opened_passthrough_bytes_total"),
+        opens=change.by("opens_total", "mode"),
+        stalled={
+            cause: min(1.0, share)
+            for cause, share in change.by("stalled_seconds_total", "cause").items()
+        },
+        waiting=change.by("wait_seconds_total", "cause"),
+        requests=change.operations("request_duration_seconds"),
+        s3_requests=change.operations("s3_request_duration_seconds"),
+        s3_errors_s=sum(
+            rate
+            for code, rate in change.by("s3_requests_total", "code").items()
+            if code not in _FINE
+        ),
+        s3_throttled_s=change.rate("s3_throttled_total"),
+        s3_retries_s=change.rate("s3_retries_total"),
+        connections=change.totals_by("s3_connections", "state"),
+        cache_bytes=change.value("cache_bytes"),
+        cache_limit_bytes=change.value("cache_limit_bytes"),
+        pending_files=change.value("upload_pending_files"),
+        pending_bytes=change.value("upload_pending_bytes"),
+        oldest_pending_s=change.value("upload_oldest_pending_seconds"),
+        prefetched_bytes=fetched,
+        wasted_share=prefetched.get("wasted", 0.0) / fetched if fetched else 0.0,
+        warm_done_bytes=change.value("warm_done_bytes"),
+        warm_target_bytes=change.value("warm_target_bytes"),
+        restarts=change.value("daemon_restarts_total"),
+        cpu=change.rate("daemon_cpu_seconds_total"),
+        memory_bytes=change.value("daemon_resident_memory_bytes"),
+    )
+
+
+class _Change:
+    """Two answers side by side."""
+
+    def __init__(self, then: Mapping[str, Any], now: Mapping[str, Any], interval_s: float) -> None:
+        self._metrics = now
+        self._then, self._now = _flat(then), _flat(now)
+        self._interval_s = interval_s
+
+    def label(self, name: str, label: str) -> str:
+        """A label of the first sample of a metric; "" without one."""
+        samples = self._metrics.get(name, {}).get("samples", ())
+        return str(samples[0]["labels"].get(label, "")) if samples else ""
+
+    def value(self, name: str) -> float:
+        return sum(self.totals_by(name, "").values())
+
+    def rate(self, name: str) -> float:
+        return sum(self.by(name, "").values())
+
+    def totals_by(self, name: str, label: str) -> dict[str, float]:
+        """The values now, added up for each value of a label."""
+        found: dict[str, float] = {}
+        for (metric, labels), value in self._now.items():
+            if metric == name:
+                key = dict(labels).get(label, "")
+                found[key] = found.get(key, 0.0) + value
+        return found
+
+    def by(self, name: str, label: str) -> dict[str, float]:
+        """The rates of a counter, added up for each value of a label."""
+        found: dict[str, float] = {}
+        for key, value in self._now.items():
+            if key[0] == name:
+                of = dict(key[1]).get(label, "")
+                found[of] = found.get(of, 0.0) + self._rate(key, value)
+        return found
+
+    def operations(self, name: str) -> dict[str, Operation]:
+        """Rates and mean times of a histogram, for each operation that there was."""
+        counts, times = self.by(f"{name}_count", "operation"), self.by(f"{name}_sum", "operation")
+        return {
+            operation: Operation(rate, times.get(operation, 0.0) / rate)
+            for operation, rate in sorted(counts.items(), key=lambda pair: -pair[1])
+            if rate
+        }
+
+    def _rate(self, key: _Key, value: float) -> float:
+        if self._interval_s <= 0:
+            return 0.0
+        before = self._then.get(key, 0.0)
+        return (value - before if value >= before else value) / self._interval_s
+
+
+def _flat(metrics: Mapping[str, Any]) -> dict[_Key, float]:
+    """The samples by name and labels; of histograms the counts and the sums."""
+    found: dict[_Key, float] = {}
+    for name, metric in metrics.items():
+        for sample in metric["samples"]:
+            labels = frozenset(sample["labels"].items())
+            if metric["type"] == "histogram":
+                found[f"{name}_count", labels] = float(sample["count"])
+                found[f"{name}_sum", labels] = float(sample["sum"])
+            else:
+                found[name, labels] = float(sample["value"])
+    return found

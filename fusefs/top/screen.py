@@ -1,0 +1,187 @@
+"""The picture that `fusefs top` draws, with rich: all mounts, or one of them in detail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from fusefs.cli import stall_report
+from fusefs.settings.display import human_duration, human_size
+from fusefs.top import lines
+from fusefs.top.rates import Operation, Rates
+
+COLOURS = {"cache": "green", "shared": "cyan", "s3": "yellow"}
+BAR_WIDTH = 24
+SMALL_BAR_WIDTH = 8
+MOST_OF_PATH = 32
+# Terminals with fewer columns get fewer of the table's.
+WIDE = 130
+KEYS_OF_ALL = "up/down choose   enter look into it   q quit"
+KEYS_OF_ONE = "esc all mounts   q quit"
+
+
+def overview(mounts: Sequence[Rates], chosen: int, width: int) -> RenderableType:
+    """All mounts, a row for each, and what the chosen one waits for, in `width` characters."""
+    columns = [one for one in _COLUMNS if one.is_essential or width >= WIDE]
+    table = Table(expand=True, pad_edge=False, box=box.SIMPLE_HEAD)
+    for column in columns:
+        is_first = column is columns[0]
+        table.add_column(column.heading, justify="left" if is_first else "right", no_wrap=True)
+    for number, mount in enumerate(mounts):
+        cells = [column.cell(mount) for column in columns] if mount.is_up else _silent(mount)
+        table.add_row(*cells, style="reverse" if number == chosen else "")
+    parts: list[RenderableType] = [table]
+    if not mounts:
+        parts.append(Text("no mounts"))
+    elif mounts[chosen].is_up:
+        parts.append(_causes(mounts[chosen]))
+    return Group(*parts, Text(KEYS_OF_ALL, style="dim"))
+
+
+def _silent(mount: Rates) -> list[RenderableType]:
+    return [Text(short(mount.volume)), Text("does not answer", style="red")]
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    heading: str
+    cell: Callable[[Rates], RenderableType]
+    is_essential: bool = False
+
+
+def _waited(mount: Rates) -> Text:
+    return Text.assemble(bar(mount.waited, SMALL_BAR_WIDTH, "red"), f" {mount.waited:>4.0%}")
+
+
+def _warm(mount: Rates) -> str:
+    target = mount.warm_target_bytes
+    return f"{mount.warm_done_bytes / target:.0%}" if target else ""
+
+
+_COLUMNS = (
+    _Column("mount", lambda mount: Text(short(mount.volume)), True),
+    _Column("read", lambda mount: lines.rate_text(mount.read_s), True),
+    _Column("from", lambda mount: origins(mount)),
+    _Column("sent", lambda mount: lines.rate_text(mount.sent_s)),
+    _Column("waited", _waited, True),
+    _Column("S3", lambda mount: f"{mount.s3_s:.0f}/s"),
+    _Column("errors", lambda mount: f"{mount.s3_errors_s + mount.s3_throttled_s:.1f}/s"),
+    _Column("to upload", lambda mount: f"{mount.pending_files:.0f}", True),
+    _Column("not read", lambda mount: f"{mount.wasted_share:.0%}"),
+    _Column("warm", _warm),
+)
+
+
+def detail(mount: Rates, status: dict[str, Any] | None) -> RenderableType:
+    """One mount; `status` is its daemon's, as far as it came."""
+    heading = Text(f"{mount.volume}  {mount.source}", style="bold")
+    if not mount.is_up:
+        why = Text(f"does not answer: {mount.why}", style="red")
+        return Group(heading, why, Text(KEYS_OF_ONE, style="dim"))
+    facts = Table.grid(padding=(0, 2))
+    for label, text in _facts(mount):
+        facts.add_row(Text(label, style="dim"), text)
+    operations = Table.grid(padding=(0, 4))
+    operations.add_row(
+        _operations("requests of programs", mount.requests),
+        _operations("requests to S3", mount.s3_requests),
+    )
+    parts: list[RenderableType] = [heading, facts, _causes(mount), operations]
+    stalls = (status or {}).get("stalls")
+    if stalls:
+        parts += [Text(sentence) for sentence in stall_report.sentences(stalls)]
+        parts += _slowest(stalls)
+    return Group(*parts, Text(KEYS_OF_ONE, style="dim"))
+
+
+def _facts(mount: Rates) -> list[tuple[str, RenderableType]]:
+    cache = f"{human_size(mount.cache_bytes)} of {human_size(mount.cache_limit_bytes)}"
+    opens = ", ".join(f"{rate:.0f}/s {mode}" for mode, rate in mount.opens.items())
+    states = ", ".join(f"{count:.0f} {state}" for state, count in mount.connections.items())
+    found: list[tuple[str, RenderableType]] = [
+        ("read", Text.assemble(f"{lines.rate_text(mount.read_s)} ", origins(mount))),
+        ("opened", f"{opens}; passthrough {lines.rate_text(mount.opened_passthrough_s)}"),
+        (
+            "S3",
+            f"{lines.rate_text(mount.received_s)} received, "
+            f"{lines.rate_text(mount.sent_s)} sent; {lines.s3_text(mount)}",
+        ),
+        ("connections", states.replace("_", " ")),
+        ("cache", cache),
+        (
+            "fetched ahead",
+            f"{human_size(mount.prefetched_bytes)}, {mount.wasted_share:.0%} not read",
+        ),
+        ("uploads", lines.pending_text(mount) if mount.pending_files else "nothing waits"),
+        (
+            "daemon",
+            f"{mount.cpu:.0%} of a processor, {human_size(mount.memory_bytes)}, "
+            f"{mount.restarts:.0f} restarts",
+        ),
+    ]
+    if mount.warm_target_bytes:
+        found.append(("warm", lines.warm_text(mount)))
+    return found
+
+
+def _slowest(stalls: dict[str, Any]) -> list[Text]:
+    return [
+        Text(
+            f"{wait['operation']} of {wait['key']} waited {human_duration(wait['waited_s'])}",
+            style="dim",
+        )
+        for wait in stall_report.slowest(stalls)
+    ]
+
+
+def _causes(mount: Rates) -> RenderableType:
+    """A bar for each cause that was waited for."""
+    table = Table.grid(padding=(0, 1))
+    shown = [(cause, share) for cause, share in mount.causes if share >= lines.LEAST_SHARE]
+    for cause, share in [("any", mount.waited), *shown]:
+        name = "waited" if cause == "any" else lines.CAUSES.get(cause, cause)
+        waiting = mount.waiting.get(cause, 0.0)
+        table.add_row(
+            name, bar(share, BAR_WIDTH, "red"), f"{share:.0%}", f"{waiting:.1f} requests on average"
+        )
+    return Panel(table, title=f"what {mount.volume} waits for", title_align="left")
+
+
+def _operations(title: str, found: dict[str, Operation]) -> RenderableType:
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
+    for heading in ("", "per second", "ms"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for name, operation in list(found.items())[:8]:
+        table.add_row(name, f"{operation.per_s:.0f}", f"{1e3 * operation.mean_s:.2f}")
+    return table
+
+
+def short(volume: str) -> str:
+    """The end of a long path, which says more than its beginning."""
+    return volume if len(volume) <= MOST_OF_PATH else f"…{volume[1 - MOST_OF_PATH :]}"
+
+
+def origins(mount: Rates) -> Text:
+    """Where bytes come from, as a bar of coloured parts, and the largest part's name."""
+    if not mount.read_s:
+        return Text("")
+    text = Text()
+    for source, rate in mount.read_from.items():
+        cells = round(SMALL_BAR_WIDTH * rate / mount.read_s)
+        text.append("█" * cells, style=COLOURS.get(source, "white"))
+    largest = max(mount.read_from, key=lambda source: mount.read_from[source])
+    share = mount.read_from[largest] / mount.read_s
+    return text.append(f" {share:.0%} {lines.SOURCES.get(largest, largest)}")
+
+
+def bar(share: float, width: int, colour: str) -> Text:
+    """A share as a bar."""
+    cells = round(width * min(1.0, share))
+    return Text.assemble(("█" * cells, colour), ("░" * (width - cells), "dim"))

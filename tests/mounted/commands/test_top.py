@@ -1,0 +1,123 @@
+"""`fusefs top` on real mounts: its screen in a real terminal, its lines, its JSON."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.buckets import Bucket
+from tests.support.mounting import FUSEFS, Mount, Mounter, fusefs
+from tests.support.waiting import until
+
+
+class Terminal:
+    """A terminal of tmux that runs a command."""
+
+    def __init__(self, socket: Path, *command: str) -> None:
+        self._tmux = ["tmux", "-f", os.devnull, "-S", str(socket)]
+        size = ["-x", "150", "-y", "45"]
+        self._run("new-session", "-d", *size, *command)
+
+    def _run(self, *arguments: str) -> str:
+        done = subprocess.run(
+            [*self._tmux, *arguments], capture_output=True, text=True, check=False, timeout=60
+        )
+        return done.stdout
+
+    @property
+    def text(self) -> str:
+        return self._run("capture-pane", "-p")
+
+    def press(self, key: str) -> None:
+        self._run("send-keys", key)
+
+    @property
+    def has_ended(self) -> bool:
+        return not self._run("list-sessions")
+
+    def end(self) -> None:
+        self._run("kill-server")
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
+    if shutil.which("tmux") is None:
+        pytest.skip("tmux is not there")
+    made: list[Terminal] = []
+
+    def start(*command: str) -> Terminal:
+        made.append(Terminal(tmp_path / "tmux", *command))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.end()
+
+
+def reader(mount: Mount, bucket: Bucket) -> Callable[[], None]:
+    """Reads a little more at each call, what is cached and what is not."""
+    numbers = itertools.count()
+
+    def step() -> None:
+        number = next(numbers)
+        (mount.path / f"cold/{number % 100:03}").read_bytes()
+        (mount.path / f"missing-{number}").exists()
+
+    for number in range(100):
+        bucket.put(f"cold/{number:03}", b"x" * 20_000)
+    return step
+
+
+def test_the_screen_shows_all_mounts_and_looks_into_one(
+    mounter: Mounter, bucket: Bucket, terminal: Callable[..., Terminal]
+) -> None:
+    mount = mounter()
+    read = reader(mount, bucket)
+    screen = terminal("env", "-u", "COLUMNS", "-u", "LINES", str(FUSEFS), "top")
+
+    def shows(*words: str) -> Callable[[], bool]:
+        def look() -> bool:
+            read()
+            time.sleep(0.1)
+            return all(word in screen.text for word in words)
+
+        return look
+
+    # Other tests of this machine have mounts as well.
+    own = str(mount.path)[-20:]
+    until(shows("waited", "to upload", own, "q quit"), "the overview")
+    chosen = f"what {mount.path} waits for"
+
+    def choose() -> bool:
+        if chosen not in screen.text:
+            screen.press("Down")
+            time.sleep(0.3)
+        return chosen in screen.text
+
+    until(choose, "the mount is chosen")
+    screen.press("Enter")
+    until(shows("requests of programs", "requests to S3", f"s3://{bucket.name}/"), "the detail")
+    screen.press("b")
+    until(shows("to upload"), "the overview again")
+    screen.press("q")
+    until(lambda: screen.has_ended, "the end")
+
+
+def test_lines_and_json_are_printed_each_second(mounter: Mounter, bucket: Bucket) -> None:
+    bucket.put("a", b"x")
+    mount = mounter()
+    plain = fusefs("top", "--count", "1").stdout  # not a terminal
+    assert f"{mount.path}: read " in plain
+    [line] = fusefs("top", "--json", "--count", "1").stdout.splitlines()
+    found = {one["volume"]: one for one in json.loads(line)["mounts"]}
+    assert found[str(mount.path)]["is_up"]
+    assert found[str(mount.path)]["source"] == f"s3://{bucket.name}/"
+    assert "any" in found[str(mount.path)]["stalled"]

@@ -1,0 +1,138 @@
+"""`fusefs top` without mounts: rates of two answers, and how they look."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from fusefs.exporter.asking import Answer, Target
+from fusefs.launch.control import CommandError
+from fusefs.top import lines, main, screen
+from fusefs.top.main import DOWN, ESCAPE, UP, View
+from fusefs.top.rates import Rates, rates
+
+TARGET = Target("/data", Path("/nonexistent"))
+
+
+def counter(value: float, **labels: str) -> dict[str, Any]:
+    return {"labels": labels, "value": value}
+
+
+def answer(taken: float, cached: float, s3: float, stalled: float, requests: int) -> Answer:
+    """A daemon's answer with these counters."""
+    metrics = {
+        "volume_info": [counter(1, source="s3://bucket/")],
+        "read_bytes_total": [counter(cached, source="cache"), counter(s3, source="s3")],
+        "stalled_seconds_total": [
+            counter(stalled, cause="any"),
+            counter(stalled / 2, cause="s3_first_byte"),
+            counter(0, cause="cache_disk"),
+        ],
+        "s3_requests_total": [
+            counter(requests, operation="get", code="200"),
+            counter(requests, operation="get", code="503"),
+        ],
+        "prefetch_bytes_total": [counter(300, outcome="used"), counter(100, outcome="wasted")],
+        "upload_pending_files": [counter(2)],
+        "upload_pending_bytes": [counter(2048)],
+        "upload_oldest_pending_seconds": [counter(7)],
+    }
+    plain: dict[str, Any] = {
+        name: {"type": "counter", "help": "", "samples": samples}
+        for name, samples in metrics.items()
+    }
+    plain["request_duration_seconds"] = {
+        "type": "histogram",
+        "help": "",
+        "samples": [
+            {
+                "labels": {"operation": "read"},
+                "buckets": [],
+                "sum": requests / 100,
+                "count": requests,
+            }
+        ],
+    }
+    return Answer(TARGET, plain, taken=taken)
+
+
+def test_rates_are_what_happened_in_between() -> None:
+    found = rates(answer(10, 1000, 0, 3, 50), answer(12, 7000, 2000, 4, 70))
+    assert (found.read_s, found.read_from) == (4000, {"cache": 3000, "s3": 1000})
+    assert found.stalled == {"any": 0.5, "s3_first_byte": 0.25, "cache_disk": 0}
+    assert found.causes[0] == ("s3_first_byte", 0.25)
+    assert (found.s3_errors_s, found.wasted_share) == (10, 0.25)
+    assert found.requests["read"].per_s == 10
+    assert found.requests["read"].mean_s == pytest.approx(0.01)
+    assert found.source == "s3://bucket/"
+
+
+def test_counters_of_the_next_daemon_begin_at_zero() -> None:
+    found = rates(answer(10, 10_000, 0, 3, 50), answer(12, 500, 0, 0, 0))
+    assert found.read_s == 250
+
+
+def test_the_first_answer_has_no_rates_and_a_silent_mount_a_reason() -> None:
+    assert rates(None, answer(10, 10_000, 0, 3, 50)).read_s == 0
+    silent = rates(answer(1, 0, 0, 0, 0), Answer(TARGET, None, "no answer"))
+    assert lines.line(silent) == "/data: does not answer (no answer)"
+
+
+def test_a_line_has_rates_causes_and_what_waits() -> None:
+    found = rates(answer(10, 0, 0, 0, 0), answer(11, 3 << 20, 1 << 20, 0.4, 10))
+    text = lines.line(found)
+    assert text.startswith("/data: read 4.0 MiB/s (75% cache, 25% S3)")
+    assert "waited 40%: 20% first byte" in text
+    assert "2 files (2.0 KiB) to upload, the oldest for 7 s" in text
+    assert "fetched ahead and not read 25%" in text
+
+
+def drawn(picture: Any) -> str:
+    console = Console(width=160, height=50, record=True, file=io.StringIO())
+    console.print(picture)
+    return console.export_text()
+
+
+def test_the_screen_shows_all_mounts_and_one_in_detail() -> None:
+    busy = rates(answer(10, 0, 0, 0, 0), answer(11, 3 << 20, 1 << 20, 0.4, 10))
+    narrow = drawn(screen.overview([busy], 0, 80))
+    assert "from" not in narrow
+    assert "to upload" in narrow
+    text = drawn(screen.overview([busy, Rates("/dead", why="no answer")], 0, 160))
+    assert "/data" in text
+    assert "/dead" in text
+    assert "does not answer" in text
+    assert "first byte" in text
+    text = drawn(screen.detail(busy, None))
+    assert "s3://bucket/" in text
+    assert "requests of programs" in text
+
+
+def test_keys_choose_a_mount_and_look_into_it() -> None:
+    view = View()
+    for key, chosen in ((DOWN, 1), (DOWN, 1), (UP, 0), ("k", 0), ("j", 1)):
+        view.press(key, 2)
+        assert view.chosen == chosen
+    view.press("\n", 2)
+    assert view.is_detailed
+    view.press(ESCAPE, 2)
+    assert not view.is_detailed
+    view.press("q", 0)
+    assert view.has_ended
+
+
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "fusefs.top.screen", raising=False)
+    monkeypatch.delattr("fusefs.top.screen", raising=False)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    with pytest.raises(CommandError, match=r"fusefs\[top\]"):
+        main.run(is_plain=False, is_json=False, count=1)
