@@ -8,6 +8,7 @@ import trio
 
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.file_cache import FileCache
+from fusefs.telemetry.activity import ACTIVITY
 from fusefs.telemetry.stalls import WaitCause, stage
 
 # Evict this share of the cache more than needed, so that not every download has to evict.
@@ -51,7 +52,7 @@ class Evictor:
     async def run(self) -> None:
         """Keep the cache within its limits, until cancelled."""
         while True:
-            await trio.sleep(TEND_EVERY_S)
+            await ACTIVITY.pause(TEND_EVERY_S)
             await self.tend()
 
     async def tend(self) -> None:

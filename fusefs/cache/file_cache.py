@@ -50,6 +50,7 @@ from fusefs.cache.quota import Quota
 from fusefs.cache.ranges import RangeMap
 from fusefs.cache.retention import Retention
 from fusefs.store.interface import ObjectVersion
+from fusefs.telemetry.activity import ACTIVITY
 from fusefs.telemetry.stalls import WaitCause, stage
 
 logger = logging.getLogger("fusefs.cache")
@@ -435,12 +436,14 @@ class FileCache:
             have_pins_changed = False
             while True:
                 for _ in range(TOUCH_EVERY):
-                    await trio.sleep(RECORD_EVERY_S)
+                    await ACTIVITY.pause(RECORD_EVERY_S)
                     await self.record()
                     if have_pins_changed:
                         await self._learn_retained()
                     # The catalog follows the record: it is read at the next round.
                     have_pins_changed = await self.refresh_pins()
+                    if have_pins_changed:
+                        ACTIVITY.note()
                     now = time.monotonic()
                     self._end_keeping_open(sum(until <= now for until in self._kept_open.values()))
                     await self._catalog_writer.sync(SYNC_AFTER_S)

@@ -20,6 +20,7 @@ import trio
 from fusefs.keeper.exchange import ControlError, check_version, parse
 from fusefs.launch.control import Message
 from fusefs.linux import sockets
+from fusefs.telemetry.activity import ACTIVITY
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ async def _reply(stream: trio.SocketStream, answer: Answer) -> Message:
         if not sockets.is_trusted(stream.socket):
             raise ControlError("only the mount's owner and root are answered")
         check_version(message)
+        ACTIVITY.note()
         result = answer(message)
         return await result if inspect.isawaitable(result) else result
     except ControlError as error:

@@ -80,6 +80,7 @@ from fusefs.settings.types import Conflict, ResendMode, Scrubbing, SessionKind
 from fusefs.store.errors import StoreError
 from fusefs.store.probing import Prober
 from fusefs.store.s3.store import S3Store
+from fusefs.telemetry.activity import ACTIVITY
 
 logger = logging.getLogger("fusefs.daemon")
 
@@ -94,6 +95,7 @@ USER_ERRORS = (
     SettingsError,
 )
 INIT_TIMEOUT_S = 30
+COMPACT_EVERY_S = 10.0
 # Called with warnings for the user when the mount answers.
 Ready = Callable[[list[str]], None]
 
@@ -475,7 +477,7 @@ class Daemon:
         """Rewrite the journal when it has grown, a few items at a time."""
         log = self._log
         while isinstance(log, Journal):
-            await trio.sleep(10)
+            await ACTIVITY.pause(COMPACT_EVERY_S, idle_s=2 * COMPACT_EVERY_S)
             if log.wants_compaction:
                 log.begin_compaction()
                 await self.operations.write_all(log)

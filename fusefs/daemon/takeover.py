@@ -219,7 +219,7 @@ class Handover:
         if self._supervisor is not None:
             await self._keep_with(self._supervisor, in_flight)
         while True:
-            await self.keeper.run(in_flight)
+            await self.keeper.run(in_flight, self._settings.hang_timeout)
             logger.warning("the keeper is gone: starting another")
             await trio.sleep(REVIVE_PAUSE_S)
             await self._revive()
@@ -229,7 +229,7 @@ class Handover:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_hear_supervisor, supervisor, sender)
             while True:
-                await self.keeper.run(in_flight)
+                await self.keeper.run(in_flight, self._settings.hang_timeout)
                 logger.warning("the keeper is gone: waiting for another")
                 keeper = KeeperClient(await keepers.receive())
                 for backing_id, inode in self.table():

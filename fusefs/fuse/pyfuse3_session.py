@@ -31,6 +31,7 @@ from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.nodes.notifier import KernelNotifications
 from fusefs.posix.operations import Operations
 from fusefs.posix.types import Answer, Caller, NewAttributes
+from fusefs.telemetry.activity import ACTIVITY
 from fusefs.telemetry.requests import RequestTimes
 from fusefs.telemetry.slowest import SlowestWaits
 from fusefs.telemetry.stalls import served
@@ -346,6 +347,7 @@ class Pyfuse3Handlers(pyfuse3.Operations):
 
     async def _result(self, opcode: Opcode, nodeid: int, answer: Answer[T], pid: int = 0) -> T:
         """The answer of an operation that may have to wait; libfuse does not tell all pids."""
+        ACTIVITY.note()
         if not isinstance(answer, Coroutine):
             return answer
         return await self._waited(opcode, nodeid, answer, pid)

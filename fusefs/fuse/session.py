@@ -54,6 +54,7 @@ from fusefs.posix.nodes.notifier import KernelNotifications
 from fusefs.posix.operations import Operations
 from fusefs.posix.types import Caller
 from fusefs.settings.types import BusyPolling
+from fusefs.telemetry.activity import ACTIVITY
 from fusefs.telemetry.requests import RequestTimes
 from fusefs.telemetry.slowest import SlowestWaits
 from fusefs.telemetry.stalls import served
@@ -290,6 +291,7 @@ class Session(KernelNotifications):
     async def _serve(self, nursery: trio.Nursery) -> None:
         while True:
             await trio.lowlevel.wait_readable(self._fd)
+            ACTIVITY.note()
             while True:
                 count = self._answer_batch(nursery)
                 if count < 0:

@@ -20,8 +20,11 @@ import trio
 from fusefs.keeper import protocol as wire
 from fusefs.keeper.protocol import KeeperMessage
 from fusefs.linux.callers import FATES, UNKNOWN
+from fusefs.telemetry.activity import ACTIVITY, IDLE_S
 
 TICK_S = 1.0
+# How long a keeper waits for the next one, unless it is set.
+HANG_S = 30.0
 # A keeper that does not answer by then is busy with what hangs.
 LOOK_LIMIT_S = 2.0
 
@@ -150,10 +153,13 @@ class KeeperClient:
         except OSError:
             self.gone.set()
 
-    async def run(self, in_flight: Callable[[], int]) -> None:
-        """Tick, and answer what comes, until the keeper is gone or this is cancelled."""
+    async def run(self, in_flight: Callable[[], int], hang_s: float = HANG_S) -> None:
+        """Tick, and answer what comes, until the keeper is gone or this is cancelled.
+
+        The keeper replaces a daemon that is silent for `hang_s`.
+        """
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._tick, in_flight)
+            nursery.start_soon(self._tick, in_flight, hang_s)
             nursery.start_soon(self._send_all)
             try:
                 await self._receive_all()
@@ -249,10 +255,14 @@ class KeeperClient:
             elif message.kind in _REPLIES and message.a in self._waiting:
                 self._waiting.pop(message.a).come(message.b, message.error)
 
-    async def _tick(self, in_flight: Callable[[], int]) -> None:
+    async def _tick(self, in_flight: Callable[[], int], hang_s: float) -> None:
         while True:
-            self._send(wire.pack(wire.TICK, in_flight()))
-            await trio.sleep(TICK_S)
+            count = in_flight()
+            self._send(wire.pack(wire.TICK, count))
+            if count:
+                await trio.sleep(TICK_S)
+            else:
+                await ACTIVITY.pause(TICK_S, max(TICK_S, min(IDLE_S, hang_s / 3)))
 
 
 _REPLIES = (wire.BACKING_OPENED, wire.BACKING_CLOSED, wire.LOOKED)

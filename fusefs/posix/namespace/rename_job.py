@@ -34,6 +34,8 @@ logger = logging.getLogger("fusefs.renaming")
 
 # How often what could not be finished is tried again.
 RETRY_S = 5.0
+# The same while there is nothing to be finished.
+IDLE_S = 60.0
 
 
 class Phase(enum.StrEnum):
@@ -216,6 +218,7 @@ class Renames:
         path = self._directory / f"{time.time_ns()}.json"
         renaming = Renaming(path, old, new, has_replaced=has_replaced, is_ours=True)
         self._unfinished.append(renaming)
+        self._is_wanted.set()  # `run` waits longer where there is nothing
         # `run` would take it for one that no request waits for.
         async with renaming.lock:
             try:
@@ -305,7 +308,7 @@ class Renames:
             for renaming in list(self._unfinished):
                 if not renaming.lock.locked():
                     await self._finish_later(renaming)
-            with trio.move_on_after(RETRY_S):
+            with trio.move_on_after(RETRY_S if self._unfinished else IDLE_S):
                 await self._is_wanted.wait()
 
     async def _finish_later(self, renaming: Renaming) -> None:

@@ -21,6 +21,7 @@ import trio
 import trio.lowlevel
 
 from fusefs.posix.nodes.inode_table import Inode, InodeTable
+from fusefs.telemetry.activity import ACTIVITY
 
 logger = logging.getLogger("fusefs.names")
 
@@ -52,7 +53,7 @@ class Forgetting:
     async def run(self) -> None:
         """Look now and then, until cancelled or the kernel turns out not to know how."""
         while self.can_prune:
-            await trio.sleep(CHECK_EVERY_S)
+            await ACTIVITY.pause(CHECK_EVERY_S)
             if len(self._inodes) > self.most:
                 await self.shrink()
 

@@ -12,6 +12,7 @@ from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.write.flush import Flusher
 from fusefs.posix.write.staging import Staging
 from fusefs.store.errors import CredentialsError
+from fusefs.telemetry.activity import ACTIVITY
 
 logger = logging.getLogger("fusefs.writing")
 
@@ -108,7 +109,10 @@ class Backlog:
     async def run(self) -> None:
         """Try again what could not be uploaded, until cancelled."""
         while True:
-            await trio.sleep(RETRY_S)
+            if self._staging.pending:
+                await trio.sleep(RETRY_S)
+            else:
+                await ACTIVITY.pause(RETRY_S)
             for staged in self._staging.pending:
                 if not self._may_be_written(staged.inode):
                     self._uploads.start(staged)

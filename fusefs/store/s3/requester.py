@@ -43,6 +43,7 @@ from fusefs.store.s3 import list as listing
 from fusefs.store.s3.clients import Clients, ClientSource, S3Settings
 from fusefs.store.s3.conditions import for_condition
 from fusefs.store.s3.threads import AbandonedError, Attempt, Progress, Threads, Transfer
+from fusefs.telemetry.activity import ACTIVITY
 from fusefs.telemetry.s3_requests import RequestClock, cause_of, clocked
 from fusefs.telemetry.stalls import WaitCause, stage
 
@@ -216,6 +217,7 @@ class Requester:
         if failure is None:
             self.connections.note_success()
             self.last_answer = trio.current_time()
+            ACTIVITY.note()
             return answer
         if failure.status < 400 and not failure.is_retryable:
             return None  # a redirect, which botocore follows
@@ -314,6 +316,7 @@ class Requester:
         Raises:
             AttemptError: it failed.
         """
+        ACTIVITY.note()
         async with self.connected(operation, priority, key) as clients:
             attempt = Attempt() if transfer is None else transfer.begin()
             return await self.in_thread(operation, attempt, partial(work, clients))
