@@ -3,6 +3,7 @@
 # make test    style, types and tests
 # make storm   daemons killed, stopped and upgraded by the hundred, for ten minutes and more
 # make test-ceph  the tests that use a server, against Ceph's gateway (ceph-mon, ceph-osd, radosgw)
+# make share   manual pages and shell completions, in build/share
 # make bench   the measurements against the bare disk and other mounts
 
 SHELL := /bin/bash
@@ -11,9 +12,9 @@ STAMP := .venv/.set-up
 # With a path on record, not a module that finds the packages and is imported at each start.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	--config-settings editable_mode=compat
-SOURCES := setup.py fusefs csi tests examples $(wildcard bench)
+SOURCES := setup.py fusefs csi tests examples packaging $(wildcard bench)
 
-.PHONY: setup demo test test-ceph lint storm bench clean
+.PHONY: setup share demo test test-ceph lint storm bench clean
 
 setup: $(STAMP)
 
@@ -24,6 +25,9 @@ $(STAMP): pyproject.toml setup.py $(wildcard proto/*.proto) .ci/system-packages 
 	.ci/prometheus $(BIN)
 	$(BIN)/fusefs --version
 	touch $@
+
+share: $(STAMP)
+	$(BIN)/python packaging/make_docs.py build/share
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.demo

@@ -96,6 +96,11 @@ def _prepare_streams() -> None:
 # --- the command line ---------------------------------------------------------
 
 
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands, from which manual pages and completions are made."""
+    return _parser()
+
+
 def _parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentParser:
     """The parser for a command line; without one, for all of them.
 

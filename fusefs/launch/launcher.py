@@ -31,8 +31,9 @@ from typing import IO, Any
 
 from fusefs.keeper import fd_store, supervisor_protocol
 from fusefs.launch import control, log_location, registry, users
+from fusefs.launch.mount_requests import keeper_pid
 from fusefs.launch.preflight import LaunchError, refuse_mounted
-from fusefs.linux import mountinfo, unmount
+from fusefs.linux import mountinfo, service_manager, unmount
 from fusefs.linux.mount import READ_AHEAD_KIB, MountRequest, may_mount, mount_arguments
 from fusefs.settings.mount import MountSettings
 from fusefs.settings.types import SessionKind
@@ -176,7 +177,10 @@ def _wait_until_listening(keeper: subprocess.Popen[bytes], path: Path) -> None:
 
 
 def run_foreground(settings: MountSettings) -> int:
-    """Start the mount, and stay until it has ended; what ends this process ends the mount."""
+    """Start the mount, and stay until it has ended; what ends this process ends the mount.
+
+    A service manager gets signs of life while the mount's keeper answers.
+    """
     process = start(settings)
 
     def end(_number: int, _frame: FrameType | None) -> None:
@@ -185,7 +189,15 @@ def run_foreground(settings: MountSettings) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, end)
-    return process.wait()
+    with service_manager.ready(lambda: _works(settings)):
+        return process.wait()
+
+
+def _works(settings: MountSettings) -> bool:
+    if settings.session == SessionKind.PYFUSE3:  # which has no keeper
+        return True
+    # The keeper replaces a daemon that hangs, and one that died.
+    return keeper_pid(settings.mountpoint) is not None
 
 
 @contextlib.contextmanager

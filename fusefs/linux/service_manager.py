@@ -1,0 +1,61 @@
+"""Tells systemd that a service is ready, and that it works: the protocol of sd_notify(3).
+
+A service of `Type=notify` has the socket's name in NOTIFY_SOCKET, and with `WatchdogSec=`
+in WATCHDOG_USEC how often systemd expects a sign of life, in microseconds. Elsewhere
+nothing is sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+
+_MICROSECOND_S = 1e-6
+
+
+def notify(state: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Send a state, as `READY=1`. What cannot be sent is left out."""
+    address = environment.get("NOTIFY_SOCKET", "")
+    if not address.startswith(("/", "@")):
+        return
+    # A name that begins with @ is in the abstract namespace.
+    name = address.replace("@", "\0", 1) if address.startswith("@") else address
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.connect(name)
+        sender.sendall(state.encode())
+
+
+def watchdog_interval_s(environment: Mapping[str, str] = os.environ) -> float | None:
+    """How often to send a sign of life: half of what systemd waits for; None for never."""
+    text = environment.get("WATCHDOG_USEC", "")
+    is_ours = environment.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+    if not text.isdecimal() or int(text) == 0 or not is_ours:
+        return None
+    return int(text) * _MICROSECOND_S / 2
+
+
+@contextlib.contextmanager
+def ready(works: Callable[[], bool]) -> Iterator[None]:
+    """The service is ready while the block runs; signs of life are sent while `works` says so."""
+    notify("READY=1")
+    ending = threading.Event()
+    interval_s = watchdog_interval_s()
+    thread = threading.Thread(
+        target=_send_signs, args=(works, interval_s, ending), name="watchdog", daemon=True
+    )
+    if interval_s is not None:
+        thread.start()
+    try:
+        yield
+    finally:
+        ending.set()
+        notify("STOPPING=1")
+
+
+def _send_signs(works: Callable[[], bool], interval_s: float, ending: threading.Event) -> None:
+    while not ending.wait(interval_s):
+        if works():
+            notify("WATCHDOG=1")

@@ -1,0 +1,165 @@
+"""`mount.fusefs` and `umount.fusefs`: what mount(8) and umount(8) call for a line of /etc/fstab.
+
+    s3://bucket/prefix /data fusefs _netdev,allow_other,cache_size=100GiB 0 0
+
+Options are the settings of `fusefs mount` under their names, with `_` or `-`. Options that
+mount(8) and systemd handle themselves are accepted and change nothing; what fusefs cannot
+do is refused, so that no option is lost unnoticed. `credentials=FILE` names a file of
+AWS credentials and `home=DIR` a home directory, as systemd mounts without an environment.
+
+Exit status as mount(8) documents: 0 success, 1 a wrong command line, 32 the mount failed.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import sys
+from collections.abc import Callable, Sequence
+
+from fusefs.cli import main as command
+from fusefs.settings.mount import SETTINGS
+
+SUCCESS = 0
+USAGE = 1
+FAILED = 32
+
+# What mount(8), fstab(5) and systemd.mount(5) handle, or what every mount of fusefs is anyway.
+IGNORED = frozenset(
+    (
+        "defaults",
+        "rw",
+        "auto",
+        "noauto",
+        "nofail",
+        "_netdev",
+        "nouser",
+        "owner",
+        "group",
+        "exec",
+        "nosuid",
+        "nodev",
+        "async",
+        "atime",
+        "noatime",
+        "relatime",
+        "norelatime",
+        "nodiratime",
+        "lazytime",
+        "nolazytime",
+        "nostrictatime",
+        "dirsync",
+        "loud",
+        "silent",
+    )
+)
+_HANDLED = ("x-", "X-", "comment=", "user=")
+VARIABLES = {"credentials": "AWS_SHARED_CREDENTIALS_FILE", "home": "HOME"}
+_BY_KEY = {setting.key: setting for setting in SETTINGS}
+
+
+class OptionError(ValueError):
+    """An option cannot be taken; the message is one line."""
+
+
+def mount() -> int:
+    """`mount.fusefs SOURCE MOUNTPOINT [-sfnvrw] [-o OPTIONS]`; return the exit status."""
+    return _reporting("mount.fusefs", _mount, sys.argv[1:])
+
+
+def umount() -> int:
+    """`umount.fusefs MOUNTPOINT [-nlfvr]`: unmount after the uploads; return the exit status."""
+    return _reporting("umount.fusefs", _umount, sys.argv[1:])
+
+
+def _reporting(name: str, work: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
+    try:
+        return work(arguments)
+    except OptionError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return USAGE
+
+
+def _mount(arguments: Sequence[str]) -> int:
+    paths, letters, options = _parse(arguments)
+    if len(paths) != 2:
+        raise OptionError("usage: mount.fusefs s3://BUCKET[/PREFIX] MOUNTPOINT [-o OPTIONS]")
+    flags, variables = read_options(options, is_sloppy="s" in letters)
+    if "r" in letters:
+        flags.append("--read-only")
+    if "f" in letters:  # fake: everything but the mount
+        return SUCCESS
+    # systemd mounts without the home directory, in which boto3 looks for credentials.
+    os.environ.setdefault("HOME", pwd.getpwuid(os.geteuid()).pw_dir)
+    os.environ.update(variables)
+    return FAILED if command.main(["mount", *paths, *flags]) else SUCCESS
+
+
+def _umount(arguments: Sequence[str]) -> int:
+    paths, letters, _ = _parse(arguments)
+    if len(paths) != 1:
+        raise OptionError("usage: umount.fusefs MOUNTPOINT [-nlfvr]")
+    flags = [flag for letter, flag in (("l", "--lazy"), ("f", "--force")) if letter in letters]
+    return FAILED if command.main(["umount", *flags, paths[0]]) else SUCCESS
+
+
+def _parse(arguments: Sequence[str]) -> tuple[list[str], str, list[str]]:
+    """The paths, the letters of the flags, and the options of `-o`."""
+    paths: list[str] = []
+    letters = ""
+    options: list[str] = []
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-") or word == "-":
+            paths.append(word)
+        elif word in ("-o", "-t", "-N"):
+            if not rest:
+                raise OptionError(f"{word} needs a value")
+            value = rest.pop(0)
+            options += value.split(",") if word == "-o" else []
+        else:
+            letters += word[1:]
+    return paths, letters, [option for option in options if option]
+
+
+def read_options(
+    options: Sequence[str], *, is_sloppy: bool = False
+) -> tuple[list[str], dict[str, str]]:
+    """The flags of `fusefs mount` for these options, and the variables of its environment.
+
+    Raises:
+        OptionError: one means nothing here; with `is_sloppy` it is left out.
+    """
+    flags: list[str] = []
+    variables: dict[str, str] = {}
+    for option in options:
+        name, separator, value = option.partition("=")
+        key = name.replace("_", "-")
+        if option in IGNORED or option.startswith(_HANDLED):
+            continue
+        if option == "ro":
+            flags.append("--read-only")
+        elif name in VARIABLES and value:
+            variables[VARIABLES[name]] = value
+        elif key == "config" and value:
+            flags += ["--config", value]
+        elif key in _BY_KEY:
+            flags += _flag(key, value if separator else None)
+        elif not is_sloppy:
+            raise OptionError(f"{name}: fusefs has no such option; man fusefs-mount lists all")
+    return flags, variables
+
+
+def _flag(key: str, value: str | None) -> list[str]:
+    setting = _BY_KEY[key]
+    if not setting.is_switch:
+        if value is None:
+            raise OptionError(f"{key}: needs a value, as {key}={setting.type.metavar}")
+        return [f"{setting.flag}={value}"]
+    if value in (None, "true", "on", "yes", "1"):
+        return [setting.flag]
+    if value in ("false", "off", "no", "0"):
+        # Those whose names begin with "no" are off unless they are given.
+        return [] if key.startswith("no-") else [f"--no-{key}"]
+    raise OptionError(f"{key}: {value!r} is neither true nor false")

@@ -1,0 +1,93 @@
+"""Manual pages, completions and systemd's unit: from the one definition of settings, and valid."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fusefs.settings.mount import SETTINGS
+
+PACKAGING = Path(__file__).parents[2] / "packaging"
+UNIT = PACKAGING / "systemd/fusefs@.service"
+
+
+@pytest.fixture(scope="module")
+def share(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("share")
+    subprocess.run([sys.executable, PACKAGING / "make_docs.py", directory], check=True)
+    return directory
+
+
+def test_every_setting_is_documented_wherever_it_can_be_given(share: Path) -> None:
+    def text(path: str) -> str:
+        return (share / path).read_text().replace("\\-", "-")
+
+    mount, fstab = text("man/man1/fusefs-mount.1"), text("man/man8/mount.fusefs.8")
+    bash, zsh = text("bash-completion/completions/fusefs"), text("zsh/site-functions/_fusefs")
+    for setting in SETTINGS:
+        for words in (mount, bash, zsh):
+            assert setting.flag in words
+        assert setting.help.split(";")[0][:40] in mount
+        if setting.name != "foreground":  # mount(8) waits for its helper
+            assert f".B {setting.name}" in fstab
+
+
+def test_every_command_has_a_page(share: Path) -> None:
+    pages = {path.name for path in (share / "man/man1").iterdir()}
+    shown = subprocess.run(
+        [Path(sys.prefix) / "bin/fusefs", "--help"], capture_output=True, text=True, check=True
+    )
+    commands = re.findall(r"^    ([a-z]+)  ", shown.stdout, re.MULTILINE)
+    assert "mount" in commands
+    assert pages == {"fusefs.1", *(f"fusefs-{name}.1" for name in commands)}
+
+
+@pytest.mark.skipif(shutil.which("groff") is None, reason="there is no groff")
+def test_pages_are_set_without_a_warning(share: Path) -> None:
+    pages = [str(path) for path in (share / "man").glob("*/*")]
+    done = subprocess.run(
+        ["groff", "-man", "-Tutf8", "-ww", "-z", *pages], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_bash_completes_commands_and_options(share: Path) -> None:
+    script = f"""
+    source {share}/bash-completion/completions/fusefs
+    function_of() {{ complete -p fusefs | sed 's/.*-F \\([^ ]*\\).*/\\1/'; }}
+    COMP_WORDS=(fusefs mount --cache-s) COMP_CWORD=2; $(function_of); echo "${{COMPREPLY[@]}}"
+    COMP_WORDS=(fusefs umo) COMP_CWORD=1; COMPREPLY=(); $(function_of); echo "${{COMPREPLY[@]}}"
+    """
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    options, commands = done.stdout.splitlines()
+    assert options.split() == ["--cache-size"]
+    assert commands.split() == ["umount"]
+
+
+def test_the_unit_says_ready_lives_and_is_upgraded_without_unmounting() -> None:
+    lines = UNIT.read_text().splitlines()
+    unit = dict(line.split("=", 1) for line in lines if "=" in line and line[0] not in "#[")
+    assert unit["Type"] == "notify"
+    assert "--foreground" in unit["ExecStart"]
+    assert unit["ExecReload"].split()[1] == "upgrade"
+    assert unit["EnvironmentFile"] == "/etc/fusefs/%i.env"
+    assert "WatchdogSec" in unit
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze")
+def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+    command = Path(sys.prefix) / "bin/fusefs"
+    text = UNIT.read_text().replace("/usr/bin/fusefs", str(command))
+    (tmp_path / "fusefs@data.service").write_text(text)
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", tmp_path / "fusefs@data.service"],
+        capture_output=True,
+        text=True,
+    )
+    ours = [line for line in done.stderr.splitlines() if "fusefs" in line]
+    assert ours == []

@@ -1,0 +1,67 @@
+"""The options of /etc/fstab, as mount.fusefs takes them."""
+
+from __future__ import annotations
+
+import pytest
+
+from fusefs import mount_helper
+from fusefs.mount_helper import OptionError, read_options
+
+
+def flags(text: str, *, is_sloppy: bool = False) -> list[str]:
+    return read_options(text.split(","), is_sloppy=is_sloppy)[0]
+
+
+def test_settings_are_given_by_their_names() -> None:
+    assert flags("allow_other,cache_size=100GiB,metadata-ttl=5m") == [
+        "--allow-other",
+        "--cache-size=100GiB",
+        "--metadata-ttl=5m",
+    ]
+    assert flags("ro,config=/etc/fusefs/data.toml") == [
+        "--read-only",
+        "--config",
+        "/etc/fusefs/data.toml",
+    ]
+
+
+def test_switches_are_turned_off_as_well() -> None:
+    assert flags("allow_other=false,no_delete=false,no_delete") == [
+        "--no-allow-other",
+        "--no-delete",
+    ]
+
+
+def test_what_mount_and_systemd_handle_is_left_to_them() -> None:
+    assert flags("defaults,_netdev,nofail,rw,noatime,x-systemd.automount,X-mount.mkdir") == []
+
+
+def test_files_of_credentials_are_named_and_never_keys() -> None:
+    made, variables = read_options(["credentials=/etc/fusefs/keys", "home=/root"])
+    assert (made, variables) == (
+        [],
+        {"AWS_SHARED_CREDENTIALS_FILE": "/etc/fusefs/keys", "HOME": "/root"},
+    )
+
+
+@pytest.mark.parametrize(
+    "option", ["noexec", "suid", "dev", "cache-siz=1", "cache_size", "allow_other=perhaps", "sync"]
+)
+def test_what_cannot_be_had_is_refused(option: str) -> None:
+    with pytest.raises(OptionError):
+        flags(option)
+
+
+def test_a_sloppy_mount_leaves_out_what_is_unknown() -> None:
+    assert flags("noexec,ro", is_sloppy=True) == ["--read-only"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["s3://bucket"], ["s3://b", "/data", "-o"], ["a", "b", "c"]]
+)
+def test_a_wrong_command_line_has_mounts_status_for_it(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["mount.fusefs", *arguments])
+    assert mount_helper.mount() == mount_helper.USAGE
+    assert capsys.readouterr().err.startswith("mount.fusefs: ")
