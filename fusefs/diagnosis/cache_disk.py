@@ -1,7 +1,7 @@
 """The disk that caches objects: which file system, how much room, how fast.
 
-The probe writes a file without a name (O_TMPFILE, so that nothing is left of a
-probe that is killed), reads it back past the page cache where the file system
+The probe writes a file without a name (so that nothing is left of a probe that
+is killed), reads it back past the page cache where the file system
 has O_DIRECT, and stops after a second of each.
 """
 
@@ -12,6 +12,7 @@ import errno
 import mmap
 import os
 import random
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -149,7 +150,7 @@ def _speed(directory: Path, free: int) -> Finding:
     try:
         speed = measure(directory, size)
     except OSError as error:
-        if error.errno in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOSPC, errno.EDQUOT):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return skipped("cache speed", f"the probe was refused: {error.strerror}")
         return problem(
             "cache speed",
@@ -184,16 +185,13 @@ def measure(directory: Path, size: int) -> Speed:
     Raises:
         OSError: the disk refuses.
     """
-    fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    try:
-        written = _write(fd, size)
-        reader, is_direct = _reader(fd)
+    with tempfile.TemporaryFile(dir=directory, prefix=".fusefs-", buffering=0) as file:
+        written = _write(file.fileno(), size)
+        reader, is_direct = _reader(file.fileno())
         try:
             return Speed(written, _read(reader, size), _read_pages(reader, size), is_direct)
         finally:
             os.close(reader)
-    finally:
-        os.close(fd)
 
 
 def _write(fd: int, size: int) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import urllib.request
 from collections.abc import Iterator
 
@@ -11,15 +10,9 @@ import pytest
 from tests.support.buckets import Bucket
 from tests.support.csi_node import Node, running_node
 from tests.support.csi_publishing import data as data
+from tests.support.prometheus import free_port
 
 POD = {"csi.storage.k8s.io/pod.name": "trainer-0", "csi.storage.k8s.io/pod.namespace": "team"}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from tests.support.mounting import Mount, Mounter
 from tests.support.prometheus import (
     Prometheus,
     dashboard_expressions,
+    free_port,
     hurried,
     program,
     rules,
@@ -48,13 +48,6 @@ class Gpus:
         )
         family.add_metric(["0", *POD], 40.0)
         yield family
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.fixture

@@ -1,0 +1,80 @@
+"""The way to S3 as `fusefs doctor` finds it: TLS by each path, names and clocks."""
+
+from __future__ import annotations
+
+import email.utils
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fusefs.diagnosis import network
+from fusefs.diagnosis.findings import Finding, Level
+from fusefs.store.s3.clients import S3Settings
+from tests.support import surroundings
+from tests.support.buckets import Bucket
+from tests.support.faulty_s3 import FaultyS3
+from tests.support.tls import TlsDoor, tls_door
+
+OWN, BOTO3, OBSTORE = "TLS own", "TLS boto3", "TLS obstore"
+
+
+@pytest.fixture(autouse=True)
+def of_no_machine(monkeypatch: pytest.MonkeyPatch, as_owner: None) -> None:
+    surroundings.clear(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def secure(shared: Bucket, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsDoor]:
+    with tls_door(shared.server.endpoint_url, tmp_path_factory.mktemp("tls")) as door:
+        yield door
+
+
+def found(bucket: Bucket, url: str, ca_bundle: Path | None = None) -> dict[str, Finding]:
+    settings = S3Settings(bucket.name, endpoint_url=url)
+    if ca_bundle is not None:
+        settings = replace(settings, ca_bundle=str(ca_bundle))
+    return {finding.check: finding for finding in network.check(settings)}
+
+
+def test_each_path_is_tried_with_the_certificates_of_the_settings(
+    shared: Bucket, secure: TlsDoor
+) -> None:
+    checks = found(shared, secure.url, secure.authority)
+    assert [checks[path].level for path in (OWN, BOTO3, OBSTORE)] == [Level.OK] * 3
+    assert "TLSv1" in checks[OWN].text
+    assert checks[OWN].figures["certificate_valid_seconds"] > 0
+
+
+def test_an_authority_that_is_not_trusted_is_a_problem_of_every_path(
+    shared: Bucket, secure: TlsDoor
+) -> None:
+    checks = found(shared, secure.url)
+    assert [checks[path].level for path in (OWN, BOTO3)] == [Level.PROBLEM] * 2
+    assert checks[OBSTORE].level is Level.ADVICE
+    for path in (OWN, BOTO3, OBSTORE):
+        assert "not trusted" in checks[path].text
+    assert "--ca-bundle" in checks[OWN].advice
+
+
+def test_what_one_library_alone_refuses_is_advice(shared: Bucket, tmp_path: Path) -> None:
+    with tls_door(shared.server.endpoint_url, tmp_path, is_own_authority=True) as door:
+        checks = found(shared, door.url, door.authority)
+    assert [checks[path].level for path in (OWN, BOTO3)] == [Level.OK] * 2
+    assert checks[OBSTORE].level is Level.ADVICE
+    assert "Python's connections" in checks[OBSTORE].text
+
+
+@pytest.mark.parametrize(
+    ("ahead_s", "level"), [(0, Level.OK), (120, Level.ADVICE), (-3600, Level.PROBLEM)]
+)
+def test_a_wrong_clock_is_found_also_where_access_is_denied(
+    shared: Bucket, faulty: FaultyS3, ahead_s: float, level: Level
+) -> None:
+    date = email.utils.formatdate(time.time() + ahead_s, usegmt=True)
+    faulty.add("LIST", code="AccessDenied", headers={"Date": date})
+    clock = found(shared, faulty.endpoint_url)["clock"]
+    assert clock.level is level
+    assert clock.figures["skew_seconds"] == pytest.approx(ahead_s, abs=20)
