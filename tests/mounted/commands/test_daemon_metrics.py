@@ -1,0 +1,89 @@
+"""What a daemon reports as metrics, over its control socket."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from fusefs.launch.mount_requests import daemon_request
+from fusefs.telemetry.metrics import METRICS
+from tests.support.buckets import Bucket
+from tests.support.faulty_s3 import FaultyS3
+from tests.support.mounting import Mount, Mounter, fusefs
+
+pytestmark = pytest.mark.fuse
+
+MIB = 1 << 20
+Metrics = dict[str, Any]
+
+
+def metrics_of(mount: Mount) -> Metrics:
+    answer: Metrics = daemon_request(mount.path, {"command": "metrics"}, 5.0)["metrics"]
+    return answer
+
+
+def number(metrics: Metrics, name: str, **labels: str) -> float:
+    """The sum of the samples of a counter or gauge that have these labels."""
+    return sum(
+        sample["value"]
+        for sample in metrics[name]["samples"]
+        if labels.items() <= sample["labels"].items()
+    )
+
+
+def test_metrics_are_those_of_the_table(bucket: Bucket, mount: Callable[..., Mount]) -> None:
+    """Opens and requests are counted, and bytes by where they came from."""
+    bucket.put("a", os.urandom(6 * MIB))
+    one = mount("--passthrough", "off")
+    for _ in range(3):
+        (one.path / "a").read_bytes()
+    metrics = metrics_of(one)
+    assert list(metrics) == list(METRICS)
+    for name, metric in metrics.items():
+        assert metric["type"] == METRICS[name].type
+        assert name.endswith("_total") == (metric["type"] == "counter")
+        for sample in metric["samples"]:
+            assert tuple(sample["labels"]) == METRICS[name].labels
+            assert "buckets" in sample if metric["type"] == "histogram" else "value" in sample
+    assert number(metrics, "requests_total", operation="open", outcome="ok") == 3
+    assert number(metrics, "opens_total", mode="served") == 3
+    assert number(metrics, "opened_passthrough_bytes_total") == 0
+    assert number(metrics, "s3_received_bytes_total") == 6 * MIB
+    assert number(metrics, "s3_requests_total", operation="get", code="200") >= 1
+    assert number(metrics, "read_bytes_total", source="s3") == 6 * MIB
+    assert 0 <= number(metrics, "prefetch_bytes_total", outcome="used") < 6 * MIB
+    assert number(metrics, "prefetch_bytes_total", outcome="wasted") == 0
+    assert number(metrics, "daemon_cpu_seconds_total") > 0
+
+
+def test_a_killed_daemon_is_counted_with_its_pause(bucket: Bucket, mounter: Mounter) -> None:
+    bucket.put("a", b"x")
+    one = mounter("--session", "kernel")
+    pid = one.pid
+    os.kill(pid, signal.SIGKILL)
+    assert (one.path / "a").read_bytes() == b"x"
+    metrics = metrics_of(one)
+    assert number(metrics, "daemon_restarts_total") == 1
+    assert number(metrics, "daemon_pause_seconds_total") > 0
+
+
+def test_what_is_written_is_pending_until_it_is_in_the_bucket(
+    mounter: Mounter, faulty: FaultyS3
+) -> None:
+    options = ("--no-read-only", "--durability", "local")
+    one = mounter(*options, endpoint_url=faulty.endpoint_url)
+    stalled = faulty.add("PUT", "a", stall=True)
+    (one.path / "a").write_bytes(b"x" * 1000)
+    metrics = metrics_of(one)
+    faulty.remove(stalled)
+    assert number(metrics, "upload_pending_files") == 1
+    assert number(metrics, "upload_pending_bytes") == 1000
+    assert number(metrics, "upload_oldest_pending_seconds") > 0
+    fusefs("sync", one.path)
+    metrics = metrics_of(one)
+    assert number(metrics, "upload_pending_files") == 0
+    assert number(metrics, "s3_sent_bytes_total") >= 1000
