@@ -100,7 +100,8 @@ METRICS: dict[str, Metric] = {
     "daemon_restarts_total": Metric("counter", "Daemons that were replaced by another."),
     "daemon_pause_seconds_total": Metric("counter", "Time without a daemon."),
     "daemon_loop_busy_seconds_total": Metric(
-        "counter", "Processor time of the daemon's event loop, which is one thread."
+        "counter",
+        "Processor time of the daemon's event loop, which is one thread, but for busy polling.",
     ),
     "daemon_cpu_seconds_total": Metric("counter", "Processor time of the daemon, all threads."),
     "daemon_resident_memory_bytes": Metric("gauge", "Resident memory of the daemon."),

@@ -16,16 +16,16 @@ MOST = 0.8
 @contextmanager
 def mostly(cause: int, mount: Mount | None = None) -> Iterator[None]:
     """Requests wait for this cause meanwhile for the most part, and not for others."""
-    before = _waits(mount)
+    before = waits(mount)
     yield
-    waited = {name: seconds - before[name] for name, seconds in _waits(mount).items()}
+    waited = {name: seconds - before[name] for name, seconds in waits(mount).items()}
     total = waited.pop("any")
     shares = {name: round(seconds / total, 3) for name, seconds in waited.items()}
     assert shares.pop(CAUSES[cause]) >= MOST, shares
     assert sum(shares.values()) <= 1 - MOST + 0.01, shares
 
 
-def _waits(mount: Mount | None) -> Mapping[str, float]:
+def waits(mount: Mount | None) -> Mapping[str, float]:
     """The waiting time by cause."""
     if mount is None:
         return dict(zip(CAUSES, STALLS.totals().wait, strict=True))

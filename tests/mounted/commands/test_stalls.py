@@ -11,7 +11,8 @@ from fusefs.telemetry.stalls import WaitCause
 from tests.support.buckets import Bucket
 from tests.support.faulty_s3 import FaultyS3
 from tests.support.mounting import Mount, Mounter, fusefs
-from tests.support.stalls import mostly
+from tests.support.semantics import states
+from tests.support.stalls import mostly, waits
 
 MIB = 1 << 20
 
@@ -28,17 +29,26 @@ def far(bucket: Bucket, slow: FaultyS3, mounter: Mounter) -> Mount:
     """A mount whose server is made slow, with files of two sizes."""
     bucket.put("data/small", os.urandom(MIB // 8))
     bucket.put("data/large", os.urandom(6 * MIB))
+    bucket.put("data/ahead", os.urandom(MIB // 8))
     bucket.put("other/a", b"x")
     one = mounter(endpoint_url=slow.endpoint_url)
     os.listdir(one.path / "data")
     return one
 
 
+@states(
+    "`fusefs status` shows how much of the last 10 seconds, minute and 5 minutes programs waited,"
+    " and for what; what is fetched ahead and not waited for does not count."
+)
 def test_a_late_answer_a_slow_one_and_a_listing(far: Mount, slow: FaultyS3) -> None:
     late = slow.add("GET", delay_s=1.0)
     with mostly(WaitCause.S3_FIRST_BYTE, far):
         (far.path / "data" / "small").read_bytes()
     slow.remove(late)
+    slow.add("GET", "data/ahead", delay_s=1.0)
+    before = waits(far)
+    fusefs("warm", "--wait", far.path / "data" / "ahead")
+    assert waits(far) == before
     narrow = slow.add("GET", bytes_per_s=2 * MIB)
     with mostly(WaitCause.S3_TRANSFER, far):
         (far.path / "data" / "large").read_bytes()
