@@ -55,6 +55,9 @@ from fusefs.posix.journal.records import (
     SUPERSEDED_TYPE,
     TABLE,
     TABLE_TYPE,
+    WHOLE_COUNT,
+    WHOLE_ID,
+    WHOLE_OPEN,
     header,
     node_payload,
     start_payload,
@@ -115,14 +118,14 @@ class _Log:
         else:
             self._commit()  # what the last daemon may have been killed before
 
-    def append(self, kind: int, payload: bytes) -> None:
+    def append(self, body: bytes) -> None:
+        """Append a record, of which `body` is all but its CRC."""
         # Written out: each call would cost a tenth of it.
-        body = HEAD.pack(len(payload), kind) + payload
         self._crc = crc = crc32(body, self._crc)
         stop = self.size + len(body) + CRC.size
         if stop > self._limit:
             self._grow()
-        self._map[self.size : stop] = body + CRC.pack(crc)
+        self._map[self.size : stop] = body + crc.to_bytes(CRC.size, "little")
         self.size = stop
         self._count += 1
         SLOT.pack_into(self._map, SLOTS[self._count & 1], stop, crc)
@@ -145,8 +148,9 @@ class _UnchainedLog(_Log):
 
     __slots__ = ()
 
-    def append(self, kind: int, payload: bytes) -> None:
-        whole = unchained_record(kind, payload)
+    def append(self, body: bytes) -> None:
+        _, kind = HEAD.unpack_from(body)
+        whole = unchained_record(kind, body[HEAD.size :])
         stop = self.size + len(whole)
         if stop > self._limit:
             self._grow()
@@ -197,7 +201,7 @@ class Journal:
         self._append(NODE_TYPE, node_payload(inode))
 
     def count(self, inode: Inode) -> None:
-        self._append(COUNT_TYPE, COUNT.pack(inode.nodeid, inode.nlookup))
+        self._write(WHOLE_COUNT.pack(COUNT.size, COUNT_TYPE, inode.nodeid, inode.nlookup))
 
     def gone(self, nodeid: int) -> None:
         self._append(GONE_TYPE, ID.pack(nodeid))
@@ -211,10 +215,12 @@ class Journal:
     def opened(
         self, unique: int, fh: int, nodeid: int, flags: int, mode: int, backing_id: int
     ) -> None:
-        self._append(OPEN_TYPE, OPEN.pack(unique, fh, nodeid, flags, mode, backing_id))
+        self._write(
+            WHOLE_OPEN.pack(OPEN.size, OPEN_TYPE, unique, fh, nodeid, flags, mode, backing_id)
+        )
 
     def closed(self, fh: int) -> None:
-        self._append(CLOSED_TYPE, ID.pack(fh))
+        self._write(WHOLE_ID.pack(ID.size, CLOSED_TYPE, fh))
 
     def negotiated(self, init_out: bytes) -> None:
         self._init_record = init_out
@@ -272,12 +278,15 @@ class Journal:
             self._path.with_suffix(".next").unlink(missing_ok=True)
 
     def _append(self, kind: int, payload: bytes) -> None:
+        self._write(HEAD.pack(len(payload), kind) + payload)
+
+    def _write(self, body: bytes) -> None:
         if self._log is None:
             return
         try:
-            self._log.append(kind, payload)
+            self._log.append(body)
             if self._next is not None:
-                self._next.append(kind, payload)
+                self._next.append(body)
         except OSError as error:
             self._give_up(error)
 

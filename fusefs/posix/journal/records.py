@@ -45,6 +45,10 @@ NODE = struct.Struct("<QQQQQqHHH")  # node id, parent, ino, lookups, size, mtime
 COUNT = struct.Struct("<QQ")
 ID = struct.Struct("<Q")
 OPEN = struct.Struct("<QQQIii")  # unique, fh, node id, flags, mode, backing id
+# The records of which there are most, with their HEAD: to pack both at once takes half the time.
+WHOLE_OPEN, WHOLE_ID, WHOLE_COUNT = (
+    struct.Struct(HEAD.format + part.format[1:]) for part in (OPEN, ID, COUNT)
+)
 TABLE = struct.Struct("<QQq")  # next node id, next fh, when mounted in ns since the epoch
 STALE = struct.Struct("<QII")  # node id, pid, 1 while a lookup is awaited, 0 after it
 
