@@ -37,9 +37,10 @@ from fusefs.cache.evictor import Evictor
 from fusefs.cache.integrity.scrub import Scrub
 from fusefs.daemon import control_socket, preloading, setup, status
 from fusefs.daemon.access_guard import AccessGuard
-from fusefs.daemon.cache_warmer import CacheWarmer
-from fusefs.daemon.local_copies import LocalCopies
-from fusefs.daemon.selection import Selector
+from fusefs.daemon.jobs.cache_warmer import CacheWarmer
+from fusefs.daemon.jobs.local_copies import LocalCopies
+from fusefs.daemon.jobs.selection import Selector
+from fusefs.daemon.jobs.verifier import Verifier
 from fusefs.daemon.takeover import (
     Handover,
     TakeOverError,
@@ -47,7 +48,6 @@ from fusefs.daemon.takeover import (
     renames_directory,
     staging_directory,
 )
-from fusefs.daemon.verifier import Verifier
 from fusefs.fuse.passthrough import NoPassthrough, PassthroughFiles
 from fusefs.fuse.session import RunningSession, Session, UnsupportedKernelError
 from fusefs.keeper import template

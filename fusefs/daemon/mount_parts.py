@@ -8,9 +8,9 @@ from fusefs.cache.downloader import Fetcher
 from fusefs.cache.file_cache import FileCache
 from fusefs.cache.integrity.scrub import Scrub
 from fusefs.daemon.access_guard import AccessGuard
-from fusefs.daemon.cache_warmer import CacheWarmer
-from fusefs.daemon.local_copies import LocalCopies
-from fusefs.daemon.verifier import Verifier
+from fusefs.daemon.jobs.cache_warmer import CacheWarmer
+from fusefs.daemon.jobs.local_copies import LocalCopies
+from fusefs.daemon.jobs.verifier import Verifier
 from fusefs.fuse.passthrough import NoPassthrough, PassthroughFiles
 from fusefs.fuse.session import RunningSession
 from fusefs.posix.directory.listings import Directories

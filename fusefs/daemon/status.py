@@ -14,7 +14,7 @@ import trio
 
 import fusefs
 from fusefs.daemon import metrics, stack_dump
-from fusefs.daemon.cache_warmer import JobSpec
+from fusefs.daemon.jobs.cache_warmer import JobSpec
 from fusefs.daemon.mount_parts import MountParts
 from fusefs.fuse.access_trace import AccessTrace, TraceError
 from fusefs.fuse.session import RunningSession

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fusefs.daemon.selection import Selected, Selector, Shard
+from fusefs.daemon.jobs.selection import Selected, Selector, Shard
 from fusefs.store.errors import NotFoundError, StoreError
 from tests.support.local_cache import Bucket
 

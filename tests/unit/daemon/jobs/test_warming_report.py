@@ -8,7 +8,7 @@ import pytest
 
 from fusefs.cli import status_report
 from fusefs.cli.warm import together
-from fusefs.daemon.cache_warmer import MOST_NAMED, JobSpec, WarmJob
+from fusefs.daemon.jobs.cache_warmer import MOST_NAMED, JobSpec, WarmJob
 from fusefs.store.errors import AccessDeniedError
 from fusefs.store.interface import ObjectInfo
 

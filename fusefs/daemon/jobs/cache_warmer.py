@@ -40,7 +40,7 @@ import trio
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.downloader import PART, Fetcher, NotKeptError
 from fusefs.cache.file_cache import FileCache
-from fusefs.daemon.selection import Deliver, Selected, Selector, Shard, is_pattern
+from fusefs.daemon.jobs.selection import Deliver, Selected, Selector, Shard, is_pattern
 from fusefs.daemon.takeover import Handover, state_directory
 from fusefs.launch.control import ControlError
 from fusefs.posix.metadata.head_cache import HeadCache
@@ -48,7 +48,7 @@ from fusefs.settings.mount import MountSettings
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
 from fusefs.store.interface import ObjectInfo, Store
 
-logger = logging.getLogger("fusefs.daemon.cache_warmer")
+logger = logging.getLogger("fusefs.daemon.jobs.cache_warmer")
 
 # Pages that are listed ahead: 20 MB.
 PAGES_AHEAD = 50

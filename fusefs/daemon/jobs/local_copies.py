@@ -17,7 +17,7 @@ from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.evictor import Evictor
 from fusefs.cache.file_cache import FileCache
 from fusefs.cache.retention import covers
-from fusefs.daemon.selection import Selected, Selector
+from fusefs.daemon.jobs.selection import Selected, Selector
 from fusefs.store.errors import NotFoundError, StoreError
 
 # Jobs that can still be described after they have ended.
