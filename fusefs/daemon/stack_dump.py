@@ -8,56 +8,71 @@ has faulthandler write the threads' stacks to the log.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
 
 import trio
 
-# A mount under load has a task for each request: equal stacks are shown once, with
-# their number, and of what is left so many. A control answer may have 4 MiB.
-MOST_STACKS = 500
+# A mount under load has a task for each request: equal stacks of siblings are shown once, with
+# their number. Beyond these bounds the rest is left out: each task takes the event loop
+# some 10 us, and a control answer may have 4 MiB.
+MOST_TASKS = 2000
 MOST_FRAMES = 60
-MOST_TASKS = 20_000
+MOST_BYTES = 1 << 20
 
 
 def collect() -> dict[str, Any]:
-    """The stacks as text. To be called in the event loop; 1,000 tasks take some 20 ms."""
-    return {"tasks": _tasks(), "threads": _threads()}
+    """The stacks as text. To be called in the event loop."""
+    return {"tasks": _bounded(_tasks()), "threads": _bounded(_threads())}
 
 
-def _tasks() -> str:
+def _bounded(lines: Iterable[str]) -> str:
+    """Lines as text, as many as may be."""
+    parts, size = [], 0
+    for line in lines:
+        size += len(line) + 1
+        if size > MOST_BYTES:
+            parts.append("... and more")
+            break
+        parts.append(line)
+    return "\n".join(parts) + "\n"
+
+
+def _tasks() -> Iterator[str]:
     """The tree of tasks, each nursery's children below it, equal ones once."""
     root = trio.lowlevel.current_root_task()
     if root is None:
-        return ""
-    lines: list[str] = []
-    counted = 0
-    for depth, task, number in _walk(root, 0):
-        counted += number
-        if len(lines) >= MOST_STACKS * MOST_FRAMES or counted > MOST_TASKS:
-            lines.append("… and more")
-            break
+        return
+    for depth, task, number in _walk(root, 0, itertools.count()):
         indent = "  " * depth
         times = f" ({number} times)" if number > 1 else ""
-        lines.append(f"{indent}task {task.name}{times}")
-        lines += [f"{indent}    {place}" for place in _places(task)]
-    return "\n".join(lines) + "\n"
+        yield f"{indent}task {task.name}{times}"
+        for place in _places(task):
+            yield f"{indent}    {place}"
 
 
-def _walk(task: trio.lowlevel.Task, depth: int) -> Iterator[tuple[int, trio.lowlevel.Task, int]]:
-    """Each task with its depth, and how many siblings without children look the same."""
+def _walk(
+    task: trio.lowlevel.Task, depth: int, visited: Iterator[int]
+) -> Iterator[tuple[int, trio.lowlevel.Task, int]]:
+    """Each task with its depth, and how many siblings without children look the same.
+
+    `visited` counts the tasks that were looked at.
+    """
     yield depth, task, 1
     alike: dict[tuple[str, ...], trio.lowlevel.Task] = {}
     numbers: Counter[tuple[str, ...]] = Counter()
     for nursery in task.child_nurseries:
         for child in list(nursery.child_tasks):
+            if next(visited) >= MOST_TASKS:
+                break
             if child.child_nurseries:
-                yield from _walk(child, depth + 1)
+                yield from _walk(child, depth + 1, visited)
                 continue
             look = (child.name, *_places(child))
             alike.setdefault(look, child)
@@ -81,18 +96,17 @@ def _place(frame: FrameType, line: int | None) -> str:
     return f"{code.co_filename}:{line or '?'} in {code.co_qualname}"
 
 
-def _threads() -> str:
+def _threads() -> Iterator[str]:
     """The stacks of all threads of Python, equal ones once."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    stacks: dict[str, list[str]] = {}
+    stacks: dict[tuple[str, ...], list[str]] = {}
     for ident, frame in sys._current_frames().items():
-        places = [
+        places = tuple(
             f"    {entry.filename}:{entry.lineno} in {entry.name}"
             for entry in traceback.extract_stack(frame, MOST_FRAMES)
-        ]
-        stacks.setdefault("\n".join(places), []).append(names.get(ident, "?"))
-    parts = []
-    for stack, owners in list(stacks.items())[:MOST_STACKS]:
-        of = f"{len(owners)} threads, as {owners[0]}" if len(owners) > 1 else f"thread {owners[0]}"
-        parts.append(f"{of}\n{stack}")
-    return "\n".join(parts) + "\n"
+        )
+        stacks.setdefault(places, []).append(names.get(ident, "?"))
+    for places, owners in stacks.items():
+        alone = len(owners) == 1
+        yield f"thread {owners[0]}" if alone else f"{len(owners)} threads, as {owners[0]}"
+        yield from places
