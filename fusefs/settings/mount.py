@@ -38,14 +38,17 @@ from fusefs.settings.types import (
     SILENCE,
     SIZE,
     SOURCE,
+    STORAGE_CLASS,
     SWITCH,
     URL,
     WORD,
+    Acl,
     Addressing,
     BusyPolling,
     ConditionalWrites,
     Conflict,
     Durability,
+    Encryption,
     ExclusiveCreate,
     LogLevel,
     MinFree,
@@ -107,6 +110,32 @@ class MountSettings:
     )
     requester_pays: bool = option(
         SWITCH, "S3", "agree to pay for the requests (Requester Pays buckets)", False
+    )
+    fips: bool = option(SWITCH, "S3", "use AWS's endpoints with validated cryptography", False)
+    dual_stack: bool = option(SWITCH, "S3", "use AWS's endpoints with IPv6 addresses", False)
+    storage_class: str | None = option(
+        STORAGE_CLASS,
+        "S3",
+        "storage class of new objects, like STANDARD_IA or INTELLIGENT_TIERING",
+        None,
+        otherwise="the store's",
+    )
+    encryption: Encryption | None = option(
+        choice(Encryption),
+        "S3",
+        "server-side encryption of new objects",
+        None,
+        otherwise="the bucket's",
+    )
+    kms_key: str | None = option(
+        WORD,
+        "S3",
+        "KMS key of new objects: an id, an ARN or an alias (encryption aws:kms)",
+        None,
+        otherwise="AWS's own",
+    )
+    acl: Acl | None = option(
+        choice(Acl), "S3", "canned ACL of new objects", None, otherwise="the bucket's"
     )
 
     cache_dir: Path = option(
@@ -432,6 +461,13 @@ def _read(name: str, value: RawValue) -> object:
 
 
 def _refuse_contradictions(settings: MountSettings, layer: Layer) -> None:
+    if settings.kms_key and settings.encryption == Encryption.S3:
+        raise SettingsError(
+            f"{layer['kms_key'].origin}: is for encryption {Encryption.KMS} or {Encryption.DOUBLE}"
+        )
+    if settings.endpoint_url and (settings.fips or settings.dual_stack):
+        name = "fips" if settings.fips else "dual_stack"
+        raise SettingsError(f"{layer[name].origin}: is for AWS's own endpoints; drop endpoint-url")
     if settings.anonymous and settings.profile:
         raise SettingsError(
             f"{layer['profile'].origin}: an anonymous mount uses no profile; drop one of the two"

@@ -174,6 +174,24 @@ class Durability(enum.StrEnum):
     LOCAL = "local"
 
 
+class Encryption(enum.StrEnum):
+    """How S3 encrypts an object: with its own keys, KMS', or KMS' twice."""
+
+    S3 = "AES256"
+    KMS = "aws:kms"
+    DOUBLE = "aws:kms:dsse"
+
+
+class Acl(enum.StrEnum):
+    """S3's canned ACLs for objects."""
+
+    PRIVATE = "private"
+    OWNER_FULL_CONTROL = "bucket-owner-full-control"
+    OWNER_READ = "bucket-owner-read"
+    AUTHENTICATED_READ = "authenticated-read"
+    PUBLIC_READ = "public-read"
+
+
 class Conflict(enum.StrEnum):
     """What happens to an upload over an object that another writer has replaced meanwhile."""
 
@@ -323,6 +341,15 @@ def _parse_path(text: str) -> Path:
     return Path(text).expanduser().absolute()
 
 
+def _parse_storage_class(text: str) -> str:
+    name = text.strip()
+    if not re.fullmatch(r"[A-Z0-9][A-Z0-9_-]{0,63}", name):
+        raise ValueError(f"{text!r} is not a storage class; they are like STANDARD_IA")
+    if name in ("GLACIER", "DEEP_ARCHIVE"):
+        raise ValueError(f"{name} is an archive: what is written there can't be read at once")
+    return name
+
+
 def _parse_word(text: str) -> str:
     if not text.strip():
         raise ValueError("the value is empty")
@@ -382,6 +409,7 @@ def choice(values: type[E]) -> SettingType[E]:
 
 WORD = SettingType("NAME", _parse_word)
 URL = SettingType("URL", _parse_url)
+STORAGE_CLASS = SettingType("CLASS", _parse_storage_class)
 PATH = SettingType("PATH", _parse_path)
 SWITCH = SettingType("", _parse_switch, lambda value: "true" if value else "false")
 SIZE = SettingType("SIZE", parse_size, format_size, takes_numbers=True)

@@ -51,7 +51,10 @@ def test_every_command_has_a_page(share: Path) -> None:
 def test_pages_are_set_without_a_warning(share: Path) -> None:
     pages = [str(path) for path in (share / "man").glob("*/*")]
     done = subprocess.run(
-        ["groff", "-man", "-Tutf8", "-ww", "-z", *pages], capture_output=True, text=True
+        # That a line can't be spread to the margin is no fault of a page.
+        ["groff", "-man", "-Tutf8", "-ww", "-Wbreak", "-z", *pages],
+        capture_output=True,
+        text=True,
     )
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -57,8 +57,18 @@ class _Pattern:
 class Direct:
     """Sends one bucket's requests, from any number of threads and the event loop."""
 
-    def __init__(self, client: Any, credentials: Credentials | None, network: Network) -> None:
-        """`client` is boto3's, whose LISTs show how to send the rest."""
+    def __init__(
+        self,
+        client: Any,
+        credentials: Credentials | None,
+        network: Network,
+        write_headers: Mapping[str, str],
+    ) -> None:
+        """`client` is boto3's, whose LISTs show how to send the rest.
+
+        `write_headers` go with each request that makes an object, unless it has them itself.
+        """
+        self._write_headers = dict(write_headers)
         self._credentials = credentials
         self._network = network
         self._sent: _Pattern | None = None
@@ -203,6 +213,8 @@ class Direct:
         target = f"{pattern.path.rstrip('/')}/{quote(key, safe='/~')}" if key else pattern.path
         search = _quoted(query) if query else ""
         sent = {**pattern.headers, **headers}
+        if method == "PUT" and not query:  # an object's, not a part's
+            sent = self._write_headers | sent
         if size is not None and size > exchange.SMALL:
             sent |= _WITH_BODY
         if pattern.signer is not None and self._credentials is not None:

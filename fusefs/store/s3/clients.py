@@ -24,6 +24,7 @@ from fusefs.store.http.client import Direct, unsigned_body
 from fusefs.store.http.pool import Network
 from fusefs.store.s3.list import Lister
 from fusefs.store.s3.threads import Attempt
+from fusefs.store.s3.write_options import NO_OPTIONS, WriteOptions
 
 if TYPE_CHECKING:
     import boto3
@@ -61,6 +62,9 @@ class S3Settings:
     read_timeout_s: float = 20.0
     ca_bundle: str | None = None
     requester_pays: bool = False
+    write_options: WriteOptions = NO_OPTIONS
+    fips: bool = False
+    dual_stack: bool = False
     part_size: int = 8 << 20
     conditional_writes: ConditionalWrites = ConditionalWrites.AUTO
 
@@ -113,7 +117,9 @@ class Clients:
         if settings.requester_pays:
             self.request["RequestPayer"] = "requester"
         self.s3 = self._make_s3(session)
-        self.direct = Direct(self.s3, self._credentials, self._network)
+        self.direct = Direct(
+            self.s3, self._credentials, self._network, settings.write_options.headers()
+        )
         self.lister = Lister(self.s3, self.direct, self.request)
         self.principal = self._name_principal(session)
         self.is_confined = bool(self._refusals.known) or self._is_confined()
@@ -166,6 +172,11 @@ class Clients:
         addressing = settings.addressing
         if addressing == "auto" and settings.endpoint_url is not None:
             addressing = "path"
+        # Those of the AWS configuration count where the settings say nothing.
+        if settings.fips:
+            quiet["use_fips_endpoint"] = True
+        if settings.dual_stack:
+            quiet["use_dualstack_endpoint"] = True
         ca_file = self._network.ca_file
         config = Config(
             max_pool_connections=settings.max_connections,
@@ -188,6 +199,7 @@ class Clients:
 
         client = proxies.make_client(make, self._proxies, ca_file, self._bucket_url)
         redirects.install(client)
+        settings.write_options.install(client)
         for operation in ("PutObject", "UploadPart"):
             client.meta.events.register(f"before-sign.s3.{operation}", _leave_body_unsigned)
         return client
@@ -198,7 +210,7 @@ class Clients:
         from obstore.store import S3Store as ObjectStore
 
         settings = self._settings
-        endpoint = self._custom_endpoint()
+        endpoint = self._custom_endpoint() or self._special_endpoint()
         options: dict[str, Any] = {
             "connect_timeout": timedelta(seconds=settings.connect_timeout_s),
             "read_timeout": timedelta(seconds=settings.read_timeout_s),
@@ -317,6 +329,20 @@ class Clients:
         """The endpoint if it is not AWS's own; boto3 also takes it from its configuration."""
         endpoint = self.s3.meta.endpoint_url
         return None if redirects.is_aws(endpoint) else endpoint
+
+    def _special_endpoint(self) -> str | None:
+        """AWS's endpoint in the bucket's region if it is of FIPS or dual-stack, for obstore.
+
+        obstore knows AWS's usual endpoints alone.
+        """
+        endpoint: str = self.s3.meta.endpoint_url
+        host = urlsplit(endpoint).hostname or ""
+        if not host.startswith("s3-fips.") and ".dualstack." not in host:
+            return None
+        region = self._bucket_region()
+        return (
+            endpoint.replace(f".{self.s3.meta.region_name}.", f".{region}.") if region else endpoint
+        )
 
     def _is_confined(self) -> bool:
         """Whether a redirect could take a session token to another host.

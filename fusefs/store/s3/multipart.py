@@ -296,7 +296,14 @@ class S3Upload:
     def _unseen(self, size: int, etag: str) -> ObjectInfo:
         """What is known of the object if it can't be seen, being replaced already, say."""
         state = self._state
-        return ObjectInfo(state.key, size, etag, head.now_ns(), metadata=state.metadata)
+        return ObjectInfo(
+            state.key,
+            size,
+            etag,
+            head.now_ns(),
+            storage_class=self._requester.storage_class,
+            metadata=state.metadata,
+        )
 
     async def _find(self, parts: list[Part]) -> ObjectInfo | None:
         """The object if this upload has been completed with these parts, and is the last one."""

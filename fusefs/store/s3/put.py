@@ -47,6 +47,7 @@ class _Source:
     size: int
     metadata: Mapping[str, str]
     content_type: str | None
+    storage_class: str
 
     def headers(self, condition: Strict, sums: Sums) -> dict[str, str]:
         headers = {f"{head.META}{name}": value for name, value in self.metadata.items()}
@@ -69,6 +70,7 @@ class _Source:
             quoted(etag),
             head.now_ns(),
             content_type=self.content_type,
+            storage_class=self.storage_class,
             version_id=version_id,
             metadata=self.metadata,
             crc32=crc,
@@ -87,7 +89,7 @@ async def put(
 ) -> ObjectInfo:
     """As `Store.put_file`, with one PUT."""
     head.check(metadata, content_type)
-    source = _Source(key, fd, size, metadata, content_type)
+    source = _Source(key, fd, size, metadata, content_type, requester.storage_class)
 
     async def send(strict: Strict) -> ObjectInfo:
         info = await _put(requester, source, strict, sends_md5=fence.sends_md5)

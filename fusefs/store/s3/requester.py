@@ -123,6 +123,8 @@ class Requester:
 
     def __init__(self, settings: S3Settings) -> None:
         self.settings = settings
+        # Of what is written here.
+        self.storage_class = settings.write_options.storage_class or "STANDARD"
         self.connections = ConnectionBudget(settings.max_connections)
         # Of these, the ones that take a thread, and with it buffers of a few MiB.
         streams = min(settings.max_streams, settings.max_connections)
