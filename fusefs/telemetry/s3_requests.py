@@ -96,8 +96,7 @@ class RequestClock:
         with self._lock:
             if self._cause == WaitCause.S3_FIRST_BYTE:
                 self._cause = WaitCause.S3_TRANSFER
-                self._work.enter(WaitCause.S3_TRANSFER)
-                self._work.leave(WaitCause.S3_FIRST_BYTE)
+                self._work.move(WaitCause.S3_FIRST_BYTE, WaitCause.S3_TRANSFER)
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:

@@ -196,6 +196,25 @@ class Work:
                 if not causes:
                     stalls.change(_ANY, -waiters, now)
 
+    def move(self, cause: int, to: int) -> None:
+        """What was entered is done, and something else begins."""
+        stalls = self._stalls
+        with stalls.lock:
+            causes = self._causes
+            waiters = self._waiters
+            now = time.monotonic() if waiters else 0.0
+            count = causes[cause]
+            if count > 1:
+                causes[cause] = count - 1
+            else:
+                del causes[cause]
+                if waiters:
+                    stalls.change(cause, -waiters, now)
+            count = causes.get(to, 0)
+            causes[to] = count + 1
+            if waiters and not count:
+                stalls.change(to, waiters, now)
+
     def wait(self, count: int) -> None:
         """So many more requests wait for it, or fewer."""
         stalls = self._stalls
