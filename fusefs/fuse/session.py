@@ -328,19 +328,20 @@ class Session(KernelNotifications):
     def _answer(self, size: int, nursery: trio.Nursery) -> None:
         _, opcode, unique, nodeid, uid, gid, pid, extension, _ = _UNPACK_HEADER(self._buffer)
         self.requests += 1
-        began = time.monotonic()
+        times = self.times
+        began = 0.0 if self.requests % times.period else time.monotonic()
         handler = self._handlers.get(opcode)
         if handler is None:
             number = REFUSED.get(opcode, errno.ENOSYS)
             self._reply_errno(unique, number)
-            self.times.failed(opcode, began, number)
+            times.failed(opcode, began, number, times.period)
             return
         body = self._buffer[_IN_HEADER_SIZE : size - 8 * extension]
         try:
             result = handler(nodeid, body, Caller(unique & _UNMARKED, uid, gid, pid))
         except OSError as error:
             self._reply_error(unique, error)
-            self.times.failed(opcode, began, error.errno)
+            times.failed(opcode, began, error.errno, times.period)
             return
         except Exception:
             if not unique & protocol.UNIQUE_RESEND:
@@ -349,9 +350,12 @@ class Session(KernelNotifications):
             return
         if isinstance(result, (bytes, bytearray, memoryview)):
             self._reply(unique, result)
-            self.times.answered(opcode, began)
+            times.counts[opcode] += 1
+            if began:
+                times.sampled(opcode, began)
         elif result is not None:
-            waiting = Waiting(opcode, nodeid, pid, began, trio.CancelScope())
+            since = began or time.monotonic()
+            waiting = Waiting(opcode, nodeid, pid, since, trio.CancelScope())
             self._waiting[unique & _UNMARKED] = waiting
             nursery.start_soon(self._answer_later, unique, waiting, result)
 

@@ -29,9 +29,10 @@ class Histogram:
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
-    def observe(self, seconds: float) -> None:
-        self._counts[bisect_left(self._bounds, seconds)] += 1
-        self._sum += seconds
+    def observe(self, seconds: float, weight: int = 1) -> None:
+        """Count an observation, which stands for `weight` of them."""
+        self._counts[bisect_left(self._bounds, seconds)] += weight
+        self._sum += weight * seconds
 
     @property
     def count(self) -> int:

@@ -53,7 +53,9 @@ METRICS: dict[str, Metric] = {
         ("operation", "outcome"),
     ),
     "request_duration_seconds": Metric(
-        "histogram", "Time from reading a request to its answer.", ("operation", "outcome")
+        "histogram",
+        "Time from reading a request to its answer (of those answered at once, one in 17).",
+        ("operation", "outcome"),
     ),
     "opens_total": Metric("counter", "Opened files, by how they are read.", ("mode",)),
     "opened_passthrough_bytes_total": Metric(

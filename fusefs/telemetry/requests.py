@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import time
+from collections import Counter
 from collections.abc import Mapping
 
 from fusefs.telemetry.histogram import REQUEST_BOUNDS, Histogram
@@ -17,40 +18,68 @@ from fusefs.telemetry.metrics import Sample, value
 _ERRORS = frozenset((None, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.ECONNRESET))
 
 
+# Of requests that are answered at once so many are timed; then one of PERIOD is. A prime, for
+# programs make the same few requests over and over.
+ALL_TIMED = 1000
+PERIOD = 17
+_MOST_OPCODES = 64
+
+
 class RequestTimes:
     """The times of one mount's requests; `names` has the operations by their opcodes.
 
-    Belongs to the event loop.
+    Each request is counted, and each that had to wait is timed. Of those that are answered
+    at once, in a few microseconds, two looks at the clock would be a twentieth: of these every
+    `period`-th is timed, and stands for as many. Their sessions count the others in `counts`,
+    by opcode. Belongs to the event loop.
     """
 
     def __init__(self, names: Mapping[int, str]) -> None:
         self._names = names
+        self.period = 1
+        self.counts = [0] * _MOST_OPCODES
+        self._timed = 0
         self._ok = {opcode: Histogram(REQUEST_BOUNDS) for opcode in self._names}
+        # How many failed, by opcode and outcome, and their times.
+        self._failed: Counter[tuple[int, str]] = Counter()
         self._others: dict[tuple[int, str], Histogram] = {}
+
+    def sampled(self, opcode: int, began: float) -> None:
+        """A request that is in `counts` was read at `began`, in monotonic s, and answered now."""
+        self._ok[opcode].observe(time.monotonic() - began, self.period)
+        self._timed += 1
+        if self._timed == ALL_TIMED:
+            self.period = PERIOD
 
     def answered(self, opcode: int, began: float) -> None:
         """A request that was read at `began`, in monotonic seconds, is answered now."""
+        self.counts[opcode] += 1
         self._ok[opcode].observe(time.monotonic() - began)
 
-    def failed(self, opcode: int, began: float, number: int | None) -> None:
-        """As `answered`, with an errno."""
+    def failed(self, opcode: int, began: float, number: int | None, weight: int = 1) -> None:
+        """As `answered`, with an errno; 0 for `began` if it was not timed."""
         outcome = "refused"
         if number == errno.EINTR:
             outcome = "interrupted"
         elif number in _ERRORS:
             outcome = "error"
+        self._failed[opcode, outcome] += 1
         histogram = self._others.get((opcode, outcome))
         if histogram is None:
             histogram = self._others[opcode, outcome] = Histogram(REQUEST_BOUNDS)
-        histogram.observe(time.monotonic() - began)
+        if began:
+            histogram.observe(time.monotonic() - began, weight)
 
     def samples(self) -> tuple[list[Sample], list[Sample]]:
         """The samples of `requests_total` and of `request_duration_seconds`."""
-        times = [((opcode, "ok"), histogram) for opcode, histogram in self._ok.items()]
         totals, durations = [], []
-        for (opcode, outcome), histogram in [*times, *self._others.items()]:
-            if histogram.count:
+        counted = [
+            ((opcode, "ok"), self.counts[opcode], times) for opcode, times in self._ok.items()
+        ]
+        counted += [(which, self._failed[which], times) for which, times in self._others.items()]
+        for (opcode, outcome), count, times in counted:
+            if count:
                 name = self._names.get(opcode, str(opcode))
-                totals.append(value(histogram.count, operation=name, outcome=outcome))
-                durations.append(histogram.sample({"operation": name, "outcome": outcome}))
+                totals.append(value(count, operation=name, outcome=outcome))
+                durations.append(times.sample({"operation": name, "outcome": outcome}))
         return totals, durations

@@ -169,11 +169,14 @@ class Reader:
         if handle.readahead is not None:
             fetched = handle.file.first_read(offset, stop)
             self._counters.read(size, fetched)
-        else:
+            self._counters.answered(size, fetched)
+        elif handle.fetched:
             # Of a file that was complete when it was opened, the open counted.
             fetched = min(size, handle.fetched)
             handle.fetched -= fetched
-        self._counters.answered(size, fetched)
+            self._counters.answered(size, fetched)
+        else:
+            self._counters.cache_bytes += size
 
     async def _read_unkept(self, handle: FileHandle, offset: int, stop: int) -> memoryview:
         """Read past the cache, somewhat more than requested, which serves the next reads."""

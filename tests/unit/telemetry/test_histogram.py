@@ -45,6 +45,18 @@ def test_requests_are_counted_by_operation_and_outcome() -> None:
     assert [one["count"] for one in durations] == [one["value"] for one in totals]
 
 
+def test_of_requests_that_are_answered_at_once_some_stand_for_the_others() -> None:
+    times = RequestTimes({14: "open", 15: "read"})
+    for number in range(100_000):
+        opcode = 14 + number % 2
+        if not number % times.period:
+            times.sampled(opcode, time.monotonic())
+        times.counts[opcode] += 1
+    totals, durations = times.samples()
+    assert [one["value"] for one in totals] == [50_000, 50_000]
+    assert all(49_000 < one["count"] < 51_000 for one in durations)
+
+
 def test_each_metric_is_reported_though_it_has_no_samples() -> None:
     reported = metrics.answer({"cache_files": [metrics.value(3)]})["metrics"]
     assert list(reported) == list(metrics.METRICS)
