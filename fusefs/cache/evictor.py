@@ -14,6 +14,8 @@ from fusefs.telemetry.stalls import WaitCause, stage
 # Evict this share of the cache more than needed, so that not every download has to evict.
 SLACK = 0.01
 TEND_EVERY_S = 2.0
+# How often it is read what other mounts keep: where all is in use, each reservation would.
+LEARN_EVERY_S = 2.0
 
 
 class Evictor:
@@ -23,6 +25,7 @@ class Evictor:
         self._cache = cache
         self._quota = cache.quota
         self._evicting = trio.Lock()
+        self._learned = -math.inf
 
     async def reserve(
         self, wanted: int, *, keep_used_since: float = math.inf, is_ahead: bool = False
@@ -77,9 +80,10 @@ class Evictor:
             return
         self._quota.inode_slack = int(SLACK * len(self._cache))
         await self._evict_until(wanted, used_before=keep_used_since)
-        if self._quota.excess(wanted) > 0:
+        if self._quota.excess(wanted) > 0 and self._learned + LEARN_EVERY_S <= trio.current_time():
             # What other mounts keep here may go as well.
             await self._cache.learn()
+            self._learned = trio.current_time()
             await self._evict_until(wanted, used_before=keep_used_since)
         if keep_used_since == math.inf:
             await self._evict_until(wanted + int(SLACK * self._quota.used), is_ahead=True)

@@ -62,6 +62,8 @@ TURN = 100
 MOST_ENDED = 2000
 # Files of a job that could not be read and are named.
 MOST_NAMED = 10
+# And of how many jobs; the others have their number alone.
+MOST_WITH_NAMES = 100
 # The speed is computed over this many seconds.
 SPEED_OVER_S = 20
 
@@ -338,7 +340,11 @@ class CacheWarmer:
 
     def describe(self) -> list[dict[str, Any]]:
         """The jobs as JSON can hold them, the latest last."""
-        return [job.describe(self._cache.quota.limit) for job in self._jobs.values()]
+        jobs = [job.describe(self._cache.quota.limit) for job in self._jobs.values()]
+        # All names together may be larger than an answer (launch/control.py).
+        for job in [job for job in jobs if job["failed"]][:-MOST_WITH_NAMES]:
+            job["failed"] = []
+        return jobs
 
     def _begin(self, job: WarmJob) -> None:
         self._jobs.pop(job.spec.id, None)

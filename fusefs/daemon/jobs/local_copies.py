@@ -187,7 +187,7 @@ class LocalCopies:
                     job.why = str(error)
             if job.drops:
                 await self._drop_others(job, key)
-        except StoreError as error:
+        except (StoreError, OSError) as error:
             job.why = str(error)
         finally:
             job.has_ended = True
