@@ -34,8 +34,9 @@ SHORTEST_SECRET = 6
 # After a colon and a blank, as in "credentials: no answer", shorter ones are words.
 SHORTEST_WORD = 12
 
-_SECRET_NAME = r"""[\w.-]*(?:secret|token|passw(?:or)?d|passphrase|private[_-]?key|signature|
-    credential|authorization|api[_-]?key|security)[\w.-]*"""
+# Bounded, since a key of many dots would take a search without bounds hours.
+_SECRET_NAME = r"""[\w.-]{0,64}(?:secret|token|passw(?:or)?d|passphrase|private[_-]?key|signature|
+    credential|authorization|api[_-]?key|security)[\w.-]{0,64}"""
 # name=value, "name": "value", name: value
 _NAMED = re.compile(
     rf"""(?ix)(["']?\b{_SECRET_NAME}["']?\s*[=:]\s*)

@@ -50,6 +50,11 @@ def test_what_looks_like_a_secret_is_removed(text: str, secret: str) -> None:
     assert secret not in Secrets([]).remove(text)
 
 
+@pytest.mark.parametrize("text", ["a.b-" * 20_000, "://a:b" * 50_000, "eyJ" * 100_000])
+def test_long_words_are_searched_in_time(text: str) -> None:
+    assert Secrets([]).remove(text)  # a search without bounds would not end
+
+
 def test_sentences_about_credentials_stay() -> None:
     text = "no credentials: no answer; the session token is not valid; is_temporary: true"
     assert Secrets([]).remove(text) == text
