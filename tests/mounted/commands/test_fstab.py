@@ -20,7 +20,9 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts from
 # The helpers are in /sbin for one process and its children alone: a namespace of their own.
 SCRIPT = """
 set -e
-mount -t overlay overlay -o lowerdir={helpers}:/usr/sbin /usr/sbin || exit 77
+sbin=$(readlink -f /sbin)
+mount -t overlay overlay -o "lowerdir={helpers}:$sbin" "$sbin" || exit 77
+trap '{fusefs} umount --force {path} 2>/dev/null' EXIT
 mount --all --fstab {fstab} -t fusefs
 cat {path}/hello
 mount --all --fstab {fstab} -t fusefs
@@ -58,7 +60,7 @@ def test_a_line_of_fstab_is_mounted_and_unmounted(bucket: Bucket, tmp_path: Path
     ]
     fstab = tmp_path / "fstab"
     fstab.write_text(f"s3://{bucket.name}/fstab {path} fusefs {','.join(options)} 0 0\n")
-    script = SCRIPT.format(helpers=helpers, fstab=fstab, path=path)
+    script = SCRIPT.format(helpers=helpers, fstab=fstab, path=path, fusefs=FUSEFS)
     try:
         done = subprocess.run(
             ["unshare", "--mount", "sh", "-c", script],

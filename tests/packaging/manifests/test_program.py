@@ -186,6 +186,8 @@ def test_readiness_looks_at_the_file_that_the_program_writes(daemons_pod: Object
     daemons = container(daemons_pod, "daemons")
     command = daemons["readinessProbe"]["exec"]["command"]
     assert command == ["test", "-e", flag(daemons, "ready-file")]
+    # Starting a process in the container takes seconds where the node is busy.
+    assert daemons["readinessProbe"]["timeoutSeconds"] >= 10
 
 
 def test_the_driver_object_says_what_the_services_can(base: list[Object]) -> None:

@@ -182,6 +182,10 @@ def test_a_volume_outlives_all_daemons_at_once(pods: dict[str, Container], targe
     thread.join(LIMIT_S)
     assert results == [(CONTENT, ["before"])]
     file.close()
+    # The keepers are in another PID namespace, where a daemon has no number.
+    log = pods["driver"].log.read_text()
+    assert "the daemon 0" not in log
+    assert "the daemon in the other container serves" in log
 
 
 def test_a_volume_outlives_a_roll_out_of_both_sets_at_once(
