@@ -22,7 +22,7 @@ SCRIPT = """
 set -e
 sbin=$(readlink -f /sbin)
 mount -t overlay overlay -o "lowerdir={helpers}:$sbin" "$sbin" || exit 77
-trap '{fusefs} umount --force {path} 2>/dev/null' EXIT
+trap '{fusefs} umount --force {path} 2>/dev/null || :' EXIT
 mount --all --fstab {fstab} -t fusefs
 cat {path}/hello
 mount --all --fstab {fstab} -t fusefs
