@@ -85,7 +85,9 @@ class Stalls:
         self._changed = [0.0] * causes
         self._stalled = [0.0] * causes
         self._wait = [0.0] * causes
-        self._began = self._noted = time.monotonic()
+        self._began = time.monotonic()
+        # When the next snapshot is due, in monotonic seconds.
+        self.due = self._began + SNAPSHOT_EVERY_S
         self._snapshots: deque[tuple[float, tuple[float, ...]]] = deque()
 
     def change(self, cause: int, count: int, now: float) -> None:
@@ -97,11 +99,6 @@ class Stalls:
             self._wait[cause] += waiters * elapsed
         self._changed[cause] = now
         self._waiters[cause] = waiters + count
-
-    def note(self, now: float) -> None:
-        """Take a snapshot of what was until now, if one is due. The caller holds `lock`."""
-        if now - self._noted >= SNAPSHOT_EVERY_S:
-            self._take_snapshot(now)
 
     def totals(self) -> Pressure:
         """All times since the process began."""
@@ -128,8 +125,9 @@ class Stalls:
                 wait[cause] += waiters * elapsed
         return Pressure(tuple(stalled), tuple(wait))
 
-    def _take_snapshot(self, now: float) -> None:
-        self._noted = now
+    def take_snapshot(self, now: float) -> None:
+        """Keep what was until now. The caller holds `lock`."""
+        self.due = now + SNAPSHOT_EVERY_S
         self._snapshots.append((now, self._totals(now).stalled))
         while len(self._snapshots) > 1 and self._snapshots[1][0] <= now - KEPT_S:
             self._snapshots.popleft()
@@ -173,7 +171,8 @@ class Work:
             waiters = self._waiters
             if waiters and not count:
                 now = time.monotonic()
-                stalls.note(now)
+                if now >= stalls.due:
+                    stalls.take_snapshot(now)
                 stalls.change(cause, waiters, now)
                 if len(causes) == 1:
                     stalls.change(_ANY, waiters, now)
@@ -191,7 +190,8 @@ class Work:
             waiters = self._waiters
             if waiters:
                 now = time.monotonic()
-                stalls.note(now)
+                if now >= stalls.due:
+                    stalls.take_snapshot(now)
                 stalls.change(cause, -waiters, now)
                 if not causes:
                     stalls.change(_ANY, -waiters, now)
@@ -222,7 +222,8 @@ class Work:
             self._waiters += count
             if self._causes:
                 now = time.monotonic()
-                stalls.note(now)
+                if now >= stalls.due:
+                    stalls.take_snapshot(now)
                 for cause in self._causes:
                     stalls.change(cause, count, now)
                 stalls.change(_ANY, count, now)
