@@ -80,6 +80,18 @@ def test_a_role_needs_a_store_that_takes_tokens() -> None:
         chosen({TOKENS: TOKEN_JSON}, POD, role=ROLE, store=StoreSettings("main", "http://s3:1"))
 
 
+def test_a_pod_identity_is_its_accounts_and_names_it() -> None:
+    token = json.dumps({"pods.eks.amazonaws.com": {"token": "the.jwt.token"}})
+    options = Options({}, has_pod_identity=True)
+    identity = choose({TOKENS: token}, POD, options, StoreSettings("aws"), is_inline=True)
+    assert identity.who == "EKS Pod Identity of team/trainer"
+    assert (identity.token, identity.has_pod_identity) == ("the.jwt.token", True)
+    other = choose(
+        {TOKENS: token}, POD | {ACCOUNT: "other"}, options, StoreSettings("aws"), is_inline=True
+    )
+    assert other.proof != identity.proof
+
+
 def test_the_drivers_own_credentials_are_not_for_inline_volumes() -> None:
     with pytest.raises(InvalidArgumentError, match="inline"):
         chosen(is_inline=True)

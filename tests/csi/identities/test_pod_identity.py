@@ -94,14 +94,6 @@ def test_a_pods_association_reads_its_volume(node: Node, shared: Bucket, asked: 
     node.unpublish("volume", target)
 
 
-def test_a_pod_without_an_association_is_refused_by_name(node: Node, shared: Bucket) -> None:
-    volume = {"store": "aws", "bucket": shared.name, "podIdentity": "true", **POD}
-    with refused(grpc.StatusCode.UNAUTHENTICATED, "EKS Pod Identity of team/trainer"):
-        node.publish(
-            "volume", node.target("pod"), secrets=tokens("another"), retryTime="1s", **volume
-        )
-
-
 def test_tokens_for_the_agent_are_requested_and_for_aws_alone(node: Node, shared: Bucket) -> None:
     volume = {"bucket": shared.name, "podIdentity": "true", **POD}
     with refused(grpc.StatusCode.FAILED_PRECONDITION, POD_IDENTITY_AUDIENCE, "tokenRequests"):
