@@ -1,7 +1,14 @@
-"""`python -m fusefs.daemon`: as keepers of earlier versions start a daemon."""
+"""`python -m fusefs.daemon`: a mount's daemon; see main.py."""
 
+import gc
 import sys
 
-from fusefs.daemon.main import main
 
-sys.exit(main())
+def _start() -> int:
+    gc.disable()  # as `main` does: what is imported stays, and is not to be looked through
+    from fusefs.daemon.main import main
+
+    return main()
+
+
+sys.exit(_start())

@@ -1,6 +1,6 @@
 """One mount's process: puts the parts together and owns the nursery they live in.
 
-`fusefs mount` starts `python -m fusefs.daemon.main`, writes the settings as JSON to
+`fusefs mount` starts `python -m fusefs.daemon`, writes the settings as JSON to
 its standard input and reads one line from its standard output:
 `{"ready": true, "pid": …}` once the mount answers, or `{"error": "a sentence"}`. With
 `--foreground` the command calls `run_foreground` instead.
@@ -533,7 +533,7 @@ def _innermost(error: BaseException) -> BaseException:
 
 
 def main() -> int:
-    """`python -m fusefs.daemon.main`: see the module's text."""
+    """`python -m fusefs.daemon`: see the module's text."""
 
     def tell(message: dict[str, object]) -> None:
         """Write the one line, and let go of the pipe."""

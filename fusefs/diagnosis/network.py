@@ -23,7 +23,8 @@ from fusefs.diagnosis.findings import Finding, Level, advice, ok, problem, skipp
 from fusefs.settings.display import human_duration
 from fusefs.store.errors import AttemptError, StoreError, translate
 from fusefs.store.http.proxies import PORTS
-from fusefs.store.s3.clients import DEFAULT_REGION, Clients, S3Settings
+from fusefs.store.s3.clients import Clients, S3Settings
+from fusefs.store.s3.plain import DEFAULT_REGION
 
 CONNECT_TIMEOUT_S = 5.0
 SLOW_NAME_S = 0.5

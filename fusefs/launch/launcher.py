@@ -1,7 +1,7 @@
 """Starting a mount, and the wait for it.
 
 When `preflight` has found no obstacle, `start` runs the keeper (keeper/main.py),
-which starts `python -m fusefs.daemon.main`; under pyfuse3 there is no keeper. The
+which starts `python -m fusefs.daemon`; under pyfuse3 there is no keeper. The
 settings go to the standard input as JSON; the daemon answers with one JSON line on
 the standard output, `{"ready": true}` or `{"error": "..."}`, and closes that. Its
 standard error is the log. If a daemon ends without that line, the last line of the
@@ -39,7 +39,7 @@ from fusefs.settings.mount import MountSettings
 from fusefs.settings.types import SessionKind
 
 # -P keeps the working directory, which is "/", out of the module path.
-DAEMON = [sys.executable, "-P", "-m", "fusefs.daemon.main"]
+DAEMON = [sys.executable, "-P", "-m", "fusefs.daemon"]
 # With nothing but the interpreter's own modules: it stays small.
 _START_KEEPER = (
     f"import sys; sys.path.insert(0, {os.fspath(Path(__file__).parents[2])!r});"

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from fusefs.store.errors import StaleVersionError
@@ -64,7 +68,11 @@ async def test_common_prefixes_are_listed(bucket: Bucket, faulty: FaultyS3) -> N
         assert (await store.list_page("")).prefixes == ["a b/", "d+/"]
 
 
-async def test_only_the_first_list_is_botocores(shared: Bucket, faulty: FaultyS3) -> None:
+async def test_only_the_first_list_is_botocores(
+    shared: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What it means for requests only botocore knows.
+    monkeypatch.setenv("AWS_USE_DUALSTACK_ENDPOINT", "false")
     async with opened(shared, faulty) as store:
         for _ in range(3):
             assert (await store.list_page("")).objects
@@ -72,6 +80,42 @@ async def test_only_the_first_list_is_botocores(shared: Bucket, faulty: FaultyS3
         assert len(asked) == 3
         assert ["amz-sdk-request" in request.headers for request in asked] == [True, False, False]
         assert {request.query["prefix"] for request in asked} == {""}
+
+
+async def test_no_list_is_botocores_where_the_endpoint_is_named(
+    shared: Bucket, faulty: FaultyS3
+) -> None:
+    async with opened(shared, faulty) as store:
+        for _ in range(3):
+            assert (await store.list_page("")).objects
+        assert len(faulty.requests("LIST")) == 3
+        assert not any("amz-sdk-request" in one.headers for one in faulty.requests("LIST"))
+
+
+def test_a_daemon_lists_a_bucket_without_importing_botocore(shared: Bucket) -> None:
+    """It would take more than half of the time of a mount's start."""
+    script = f"""
+import sys, trio
+import fusefs.daemon.main
+from fusefs.store.s3.clients import S3Settings
+from fusefs.store.s3.store import S3Store
+async def main():
+    store = S3Store(S3Settings({shared.name!r}, {shared.server.endpoint_url!r}))
+    await store.check("")
+    await store.list_page("")
+    await store.aclose()
+trio.run(main)
+print(*({{"boto3", "botocore", "obstore", "asyncio"}} & sys.modules.keys()), end="")
+"""
+    kept = {name: text for name, text in os.environ.items() if not name.startswith("AWS_")}
+    imported = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**kept, **shared.server.environment, "HOME": "/nowhere"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert imported.stdout == ""
 
 
 async def test_a_public_bucket_is_asked_without_a_signature(

@@ -53,8 +53,10 @@ def expect_standby(mount: Mount) -> dict[str, Any]:
     """Kill daemons one soon after the other, until a standby waits."""
 
     def is_expected() -> bool:
-        kill(serving_pid(mount))
-        serving_pid(mount)
+        killed = serving_pid(mount)
+        kill(killed)
+        # The keeper may answer before it has seen the death.
+        until(lambda: serving_pid(mount) != killed, "another daemon serves")
         return keeper_status(mount)["template"] is not None
 
     until(is_expected, "the keeper expects deaths")

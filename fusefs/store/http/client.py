@@ -5,7 +5,8 @@ endpoint rules, events, parsers. Where a user waits for hundreds of them (a
 walk through small directories, the copies of a rename, the parts of an upload)
 that is half of the time. Only the first LIST goes through botocore, which
 knows about regions, addressing and access points; what it sent (the address,
-the scope of the signature) is the pattern for the rest. They are signed here
+the scope of the signature) is the pattern for the rest. Where that is known
+(s3/plain.py), no request does. They are signed here
 (sigv4.py) and sent over connections of our own (pool.py). An answer that calls
 for more than a retry (a redirect, a bad request) has the caller send the
 request through botocore.
@@ -59,21 +60,42 @@ class Direct:
 
     def __init__(
         self,
-        client: Any,
         credentials: Credentials | None,
         network: Network,
         write_headers: Mapping[str, str],
     ) -> None:
-        """`client` is boto3's, whose LISTs show how to send the rest.
-
-        `write_headers` go with each request that makes an object, unless it has them itself.
-        """
+        """`write_headers` go with each request that makes an object, unless it has them itself."""
         self._write_headers = dict(write_headers)
         self._credentials = credentials
         self._network = network
         self._sent: _Pattern | None = None
         self._pattern: _Pattern | None = None  # of a request that was answered
+
+    def watch(self, client: Any) -> None:
+        """Have the LISTs of a client of boto3's show how to send the rest."""
         client.meta.events.register("before-send.s3.ListObjectsV2", self._note_sent)
+
+    def begin(self, endpoint: str, bucket: str, region: str, headers: Mapping[str, str]) -> bool:
+        """Send requests for a bucket in the path of this endpoint, without any of botocore's first.
+
+        False if its connections are botocore's to make.
+
+        Raises:
+            ProxyError: no proxy of its kind can be used.
+        """
+        address = urlsplit(endpoint)
+        origin = f"{address.scheme}://{address.netloc}"
+        pool = self._network.pool(origin)
+        if pool is None:
+            return False
+        self._sent = self._pattern = _Pattern(
+            origin,
+            f"/{bucket}",
+            {**headers, "host": _host(address), "accept-encoding": "identity"},
+            Signer(region, "s3") if self._credentials is not None else None,
+            pool,
+        )
+        return True
 
     def learn(self) -> None:
         """Send like the last LIST of botocore's from now on: it was answered."""

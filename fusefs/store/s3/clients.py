@@ -22,7 +22,9 @@ from fusefs.store.errors import NO_CREDENTIALS, AttemptError, UnreachableError, 
 from fusefs.store.http import proxies, redirects, trust
 from fusefs.store.http.client import Direct, unsigned_body
 from fusefs.store.http.pool import Network
+from fusefs.store.s3 import list_parser, plain
 from fusefs.store.s3.list import Lister
+from fusefs.store.s3.plain import DEFAULT_REGION, LazyClient
 from fusefs.store.s3.threads import Attempt
 from fusefs.store.s3.write_options import NO_OPTIONS, WriteOptions
 
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fusefs.store")
 
-DEFAULT_REGION = "us-east-1"
 # How long obstore may keep credentials. It asks again five minutes before the
 # end (at each request, if that is nearer); boto3 renews temporary ones at least
 # ten minutes before they expire.
@@ -81,7 +82,8 @@ class Clients:
 
     `direct` sends what there is much of through the connections of `s3`.
 
-    `request` goes with every call of `s3`. `is_confined` says that `objects` is not to be used.
+    `s3` may be made at its first use (plain.py). `request` goes with every call of it.
+    `is_confined` says that `objects` is not to be used.
     """
 
     def __init__(self, settings: S3Settings, refusals: Refusals | None = None) -> None:
@@ -94,13 +96,21 @@ class Clients:
         self._settings = settings
         self._refusals = refusals or Refusals()
         self._proxies = proxies.Proxies.of(os.environ)
-        core = _core_session()
-        session = self._session(core)
-        configured = core.get_config_variable("ca_bundle")
+        self._core: BotocoreSession | None = None
+        self._session: boto3.Session | None = None
+        is_plain = plain.is_plain_endpoint(settings.endpoint_url, settings.addressing, os.environ)
+        is_arn = ":" in settings.bucket
+        is_plain = is_plain and not (is_arn or settings.fips or settings.dual_stack)
+        has_keys = settings.anonymous or plain.has_keys(os.environ)
+        if is_plain and has_keys and settings.profile is None and not plain.has_files(os.environ):
+            configured = os.environ.get("AWS_CA_BUNDLE")
+        else:
+            core, _ = self._sessions()
+            is_plain = is_plain and plain.is_plain_profile(core.get_scoped_config())
+            configured = core.get_config_variable("ca_bundle")
         self._trust = trust.find_for(settings.endpoint_url, settings.ca_bundle, configured)
-        if settings.ca_bundle is None and self._trust is not None:
-            # For those that give out credentials, too.
-            core.set_config_variable("ca_bundle", self._trust.path)
+        if self._core is not None:
+            self._trust_alike(self._core)
         self._network = Network(
             self._proxies,
             self._trust.path if self._trust else None,
@@ -110,20 +120,25 @@ class Clients:
         )
         self._credentials: Credentials | None = None
         if not settings.anonymous:
-            self._credentials = session.get_credentials()
+            self._credentials = self._find_credentials()
             if self._credentials is None:
                 raise AttemptError(NO_CREDENTIALS)
         self.request: dict[str, Any] = {"Bucket": settings.bucket}
         if settings.requester_pays:
             self.request["RequestPayer"] = "requester"
-        self.s3 = self._make_s3(session)
-        self.direct = Direct(
-            self.s3, self._credentials, self._network, settings.write_options.headers()
-        )
+        self.direct = Direct(self._credentials, self._network, settings.write_options.headers())
+        self.s3: Any
+        if is_plain and self._begin_plainly():
+            assert settings.endpoint_url is not None
+            self.s3 = LazyClient(self._make_s3)
+            self._endpoint_url = settings.endpoint_url
+        else:
+            self.s3 = self._make_s3()
+            self._endpoint_url = self.s3.meta.endpoint_url
         self.lister = Lister(self.s3, self.direct, self.request)
-        self.principal = self._name_principal(session)
+        self.principal = self._name_principal()
         self.is_confined = bool(self._refusals.known) or self._is_confined()
-        self.objects = self._make_objects(session) if self.uses_obstore else None
+        self.objects = self._make_objects() if self.uses_obstore else None
 
     @property
     def credentials(self) -> Credentials | None:
@@ -138,9 +153,43 @@ class Clients:
     @property
     def url(self) -> str:
         """The URL to which requests about the bucket's objects go."""
-        return self._bucket_url(self.s3.meta.endpoint_url)
+        return self._bucket_url(self._endpoint_url)
 
-    def _session(self, core: BotocoreSession) -> boto3.Session:
+    def _sessions(self) -> tuple[BotocoreSession, boto3.Session]:
+        """botocore's session and boto3's above it, which are made if need be."""
+        if self._core is None or self._session is None:
+            self._core = _core_session()
+            self._session = self._session_over(self._core)
+        return self._core, self._session
+
+    def _trust_alike(self, core: BotocoreSession) -> None:
+        if self._settings.ca_bundle is None and self._trust is not None:
+            # For those that give out credentials, too.
+            core.set_config_variable("ca_bundle", self._trust.path)
+
+    def _find_credentials(self) -> Credentials | None:
+        if self._session is None:
+            return cast("Credentials", plain.EnvironmentKeys(os.environ))
+        return self._session.get_credentials()
+
+    def _begin_plainly(self) -> bool:
+        """Send requests without botocore from the first on; False if that can't be."""
+        settings = self._settings
+        assert settings.endpoint_url is not None
+        headers = {"user-agent": "fusefs"}
+        if settings.requester_pays:
+            headers["x-amz-request-payer"] = "requester"
+        return self.direct.begin(settings.endpoint_url, settings.bucket, self._region, headers)
+
+    @property
+    def _region(self) -> str:
+        """The region that is configured, or the usual one."""
+        if self._session is not None:
+            return self._session.region_name or DEFAULT_REGION
+        variables = (os.environ.get("AWS_REGION"), os.environ.get("AWS_DEFAULT_REGION"))
+        return self._settings.region or next(filter(None, variables), DEFAULT_REGION)
+
+    def _session_over(self, core: BotocoreSession) -> boto3.Session:
         import boto3
 
         # boto3 knows AWS_DEFAULT_REGION alone, other programs for AWS know this name too.
@@ -151,15 +200,19 @@ class Clients:
 
     def has_other_credentials(self) -> bool:
         """Whether boto3 would find other credentials now. Blocks, and may ask for them far away."""
-        found, known = self._session(_core_session()).get_credentials(), self._credentials
+        if isinstance(self._credentials, plain.EnvironmentKeys):
+            return False  # the environment stays as it is
+        found, known = self._session_over(_core_session()).get_credentials(), self._credentials
         if found is None or known is None:
             return False
         return bool(found.get_frozen_credentials() != known.get_frozen_credentials())
 
-    def _make_s3(self, session: boto3.Session) -> Any:
+    def _make_s3(self) -> Any:
         from botocore import UNSIGNED
         from botocore.config import Config
 
+        core, session = self._sessions()
+        self._trust_alike(core)
         settings = self._settings
         # Without these, botocore checksums what need not be checksummed.
         quiet: dict[str, Any] = {
@@ -202,9 +255,11 @@ class Clients:
         settings.write_options.install(client)
         for operation in ("PutObject", "UploadPart"):
             client.meta.events.register(f"before-sign.s3.{operation}", _leave_body_unsigned)
+        list_parser.install(client)
+        self.direct.watch(client)
         return client
 
-    def _make_objects(self, session: boto3.Session) -> ObjectStore | None:
+    def _make_objects(self) -> ObjectStore | None:
         """obstore's client; None, and `is_confined`, if it can't use the certificates."""
         from obstore.exceptions import BaseError
         from obstore.store import S3Store as ObjectStore
@@ -219,8 +274,8 @@ class Clients:
             "allow_http": endpoint is not None and endpoint.startswith("http://"),
         }
         config: dict[str, Any] = {
-            "region": self._bucket_region() or session.region_name or DEFAULT_REGION,
-            "virtual_hosted_style_request": not self._is_path_style(self.s3.meta.endpoint_url),
+            "region": self._bucket_region() or self._region,
+            "virtual_hosted_style_request": not self._is_path_style(self._endpoint_url),
             # Costs nothing: the signature needs this hash as well.
             "checksum_algorithm": "SHA256",
         }
@@ -291,7 +346,7 @@ class Clients:
     @property
     def uses_obstore(self) -> bool:
         """Whether long reads go through obstore's connections: over TLS."""
-        return self.s3.meta.endpoint_url.startswith("https:") and not self.is_confined
+        return self._endpoint_url.startswith("https:") and not self.is_confined
 
     def try_objects(self, key: str) -> None:
         """See whether obstore's connections reach S3, and do without them otherwise. Blocks.
@@ -327,7 +382,7 @@ class Clients:
 
     def _custom_endpoint(self) -> str | None:
         """The endpoint if it is not AWS's own; boto3 also takes it from its configuration."""
-        endpoint = self.s3.meta.endpoint_url
+        endpoint = self._endpoint_url
         return None if redirects.is_aws(endpoint) else endpoint
 
     def _special_endpoint(self) -> str | None:
@@ -335,7 +390,7 @@ class Clients:
 
         obstore knows AWS's usual endpoints alone.
         """
-        endpoint: str = self.s3.meta.endpoint_url
+        endpoint = self._endpoint_url
         host = urlsplit(endpoint).hostname or ""
         if not host.startswith("s3-fips.") and ".dualstack." not in host:
             return None
@@ -363,7 +418,7 @@ class Clients:
         region = answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region")
         return str(region) if region else None
 
-    def _name_principal(self, session: boto3.Session) -> str:
+    def _name_principal(self) -> str:
         if self._credentials is None:
             return "anonymous"
         method = self._credentials.method
@@ -372,7 +427,8 @@ class Clients:
             return f"key {current.access_key}"
         # Temporary keys change; what they are derived from does not.
         role = os.environ.get("AWS_ROLE_ARN", "")
-        return f"{method} {session.profile_name} {role} uid {os.geteuid()}"
+        profile = self._session.profile_name if self._session is not None else "default"
+        return f"{method} {profile} {role} uid {os.geteuid()}"
 
 
 class ClientSource:

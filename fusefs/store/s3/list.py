@@ -1,12 +1,14 @@
-"""LIST requests: the first through botocore, the rest without it (store/http/client.py)."""
+"""LIST requests: at most the first through botocore (store/http/client.py)."""
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Mapping
 from typing import Any
 
 from fusefs.store.errors import AttemptError, Failure, UnreachableError
 from fusefs.store.http.client import Direct
+from fusefs.store.http.exchange import Answer
 from fusefs.store.interface import ListPage
 from fusefs.store.s3 import list_parser
 
@@ -42,7 +44,7 @@ class Lister:
         self._client = client
         self._direct = direct
         self._request = request
-        list_parser.install(client)
+        self._has_connected = False
 
     def page(self, parameters: Mapping[str, Any]) -> ListPage:
         """Send one LIST, with list_objects_v2's parameters but the bucket. Blocks.
@@ -53,7 +55,7 @@ class Lister:
         """
         query = {"list-type": 2, **{_QUERY[name]: value for name, value in parameters.items()}}
         try:
-            answer = self._direct.send("GET", query=query)
+            answer = self._send(query)
             if answer is not None:
                 return list_parser.parse(answer.content)
             return self._through_botocore(parameters)
@@ -67,6 +69,18 @@ class Lister:
                 longest_s=GARBLED_TIME_S,
             )
             raise AttemptError(failure) from error
+
+    def _send(self, query: Mapping[str, Any]) -> Answer | None:
+        """The answer; None if botocore should send the request."""
+        try:
+            answer = self._direct.send("GET", query=query)
+        except AttemptError as error:
+            is_certificate = isinstance(error.__cause__, ssl.SSLCertVerificationError)
+            if self._has_connected or not is_certificate:
+                raise
+            return None  # it says more exactly what is wrong
+        self._has_connected = self._has_connected or answer is not None
+        return answer
 
     def _through_botocore(self, parameters: Mapping[str, Any]) -> ListPage:
         answer = self._client.list_objects_v2(**self._request, **parameters)

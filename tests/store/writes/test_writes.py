@@ -90,6 +90,7 @@ async def test_an_upload_does_not_hold_the_file_in_memory(
     file = make_file(8 * PART)
     async with opened(bucket, bucket.server.endpoint_url) as store:
         await put(store, "warm", make_file(1))
+        await put(store, "warm", make_file(2 * PART))  # boto3 is imported by now
         tracemalloc.start()
         try:
             await put(store, "large", file)
