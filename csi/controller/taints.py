@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 TAINT = f"{DRIVER_NAME}/agent-not-ready"
 # Where the API server mounts a pod's account.
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-# After which a watch is begun again, with every object.
-WATCH_S = 300
+# After which a watch is begun again, with every object: so long a node waits whose change failed.
+WATCH_S = 60
 PAUSE_S = 5.0
 TIMEOUT_S = 30.0
 
@@ -124,8 +124,12 @@ class Untainter:
         if kind == "DELETED":
             self._done.discard(uid)
         elif DRIVER_NAME in drivers and uid not in self._done:
-            self._untaint(name)
-            self._done.add(uid)
+            try:
+                self._untaint(name)
+            except Exception as error:  # of this node alone: the others do not wait for it
+                log.warning("node %s keeps its taint for now: %r", name, error)
+            else:
+                self._done.add(uid)
 
     def _untaint(self, node: str) -> None:
         path = f"/api/v1/nodes/{node}"
@@ -143,7 +147,7 @@ class Untainter:
 
 
 def run(_arguments: argparse.Namespace) -> int:
-    """Remove taints until SIGTERM; return the exit status.
+    """Remove taints until SIGTERM; return the exit status, which is 1 if the watch has failed.
 
     Raises:
         OSError: this is no pod with an account.
@@ -152,10 +156,12 @@ def run(_arguments: argparse.Namespace) -> int:
     ending = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ending.set())
-    threading.Thread(target=_watch_on, args=(untainter,), name="untaint", daemon=True).start()
+    watch = threading.Thread(target=_watch_on, args=(untainter,), name="untaint", daemon=True)
+    watch.start()
     # Python runs signal handlers only in this thread, so it has to wake up.
     while not ending.wait(1.0):
-        pass
+        if not watch.is_alive():  # its traceback is in the log; kubelet starts another container
+            return 1
     return 0
 
 

@@ -125,7 +125,7 @@ def _of_role(
     role_arn: str, secrets: Mapping[str, str], context: Mapping[str, str], store: StoreSettings
 ) -> Identity:
     if store.sts_url is None and store.endpoint_url is not None:
-        raise InvalidArgumentError(f"roleArn: store {store.name} has no sts-url")
+        raise InvalidArgumentError(f"roleArn: store {store.name} has no sts-url with an audience")
     namespace, account = _account(context, "roleArn")
     session = _NOT_FOR_SESSION.sub("-", f"{namespace}-{account}")[:_MAX_SESSION]
     return Identity(

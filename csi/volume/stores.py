@@ -13,7 +13,7 @@ The file is TOML:
     addressing = "path"             # or virtual, auto
     ca-bundle = "/etc/fusefs-csi/minio-ca.pem"
     sts-url = "https://minio.storage.svc:9000"
-    audience = "minio"              # of the tokens that the STS takes; required with sts-url
+    audience = "minio"              # of the tokens that the STS takes; needed for roleArn
 
 Addresses from which a cloud hands credentials to a machine are refused, when
 the file is read and again when a name of it is looked up.
@@ -22,6 +22,7 @@ the file is read and again when a name of it is looked up.
 from __future__ import annotations
 
 import ipaddress
+import logging
 import re
 import socket
 import tomllib
@@ -33,6 +34,8 @@ from urllib.parse import urlsplit
 
 from csi.errors import InvalidArgumentError, UnavailableError
 from fusefs.api import URL, WORD, Addressing, choice
+
+log = logging.getLogger(__name__)
 
 AWS = "aws"
 AWS_AUDIENCE = "sts.amazonaws.com"
@@ -192,9 +195,12 @@ def _store(name: str, table: Any) -> StoreSettings:
     if name != AWS and "endpoint_url" not in read:
         raise ValueError(f"stores.{name}: has no endpoint-url")
     if name != AWS and "sts_url" in read and "audience" not in read:
-        raise ValueError(
-            f"stores.{name}: sts-url needs an audience of the store's own, which the component"
-            " service-account-tokens has to request as well"
+        # The driver still has to start: volumes with other credentials do not need the STS.
+        del read["sts_url"]
+        log.error(
+            "stores.%s: no volume with a roleArn mounts: sts-url needs an audience of the store's"
+            " own, which the component service-account-tokens has to request as well",
+            name,
         )
     return StoreSettings(name, **read)
 

@@ -24,6 +24,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 {{- end }}
 
+{{/* Whether the next pod of the daemons starts beside the old one: Linux before 6.9 needs that. */}}
+{{- define "fusefs-csi.surge" -}}
+{{- if or .Values.surge .Values.openshift.enabled }}true{{ end }}
+{{- end }}
+
 {{/* Which nodes a pool's pods run on. */}}
 {{- define "fusefs-csi.nodes" -}}
 nodeSelector:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
 
 import pytest
 
+from csi.controller import taints
 from csi.controller.taints import TAINT, Api, Untainter
 from csi.server import DRIVER_NAME
 
@@ -112,11 +113,27 @@ def test_each_node_is_looked_at_once_and_again_when_it_is_another(
 
 def test_a_refused_change_is_tried_again(server: Server, untainter: Untainter) -> None:
     server.events, server.is_refusing = [csi_node("new", DRIVER_NAME)], True
-    with pytest.raises(HTTPError):
-        untainter.watch_once()
+    untainter.watch_once()
+    assert server.taints["new"] == [OTHER, OURS]
     server.is_refusing = False
     untainter.watch_once()
     assert server.taints["new"] == [OTHER]
+
+
+def test_a_node_that_cannot_be_changed_keeps_no_other_waiting(
+    server: Server, untainter: Untainter
+) -> None:
+    server.taints["odd"] = [{"effect": "NoSchedule"}]
+    server.events = [csi_node("odd", DRIVER_NAME), csi_node("new", DRIVER_NAME)]
+    untainter.watch_once()
+    assert server.taints["new"] == [OTHER]
+
+
+def test_the_process_ends_with_its_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(taints, "api_of_pod", lambda: None)
+    monkeypatch.setattr(taints, "_watch_on", lambda _: None)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    assert taints.run(argparse.Namespace()) == 1
 
 
 def test_a_watch_that_expired_is_an_error(server: Server, untainter: Untainter) -> None:

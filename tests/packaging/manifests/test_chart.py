@@ -84,7 +84,7 @@ PAIRS: dict[str, tuple[dict[str, Any], list[str]]] = {
             "selinux": {"type": "spc_t"},
             "networkPolicy": {"enabled": True},
         },
-        ["network-policy", "openshift", "selinux"],
+        ["network-policy", "openshift", "selinux", "surge"],
     ),
     "apparmor": ({"apparmor": {"isUnconfined": True}}, ["apparmor-unconfined"]),
     "surge": ({"surge": True}, ["surge"]),
@@ -254,6 +254,13 @@ def test_stores_become_the_file_that_the_driver_reads(tmp_path: Path) -> None:
     assert (known.endpoint_url, known.region) == (MINIO["endpoint-url"], "eu-west-9")
     odd = find(chart(stores={"minio": given}), "ConfigMap", "fusefs-csi-stores")
     assert tomllib.loads(odd["data"]["stores.toml"])["stores"]["minio"] == given
+
+
+def test_the_controller_runs_on_nodes_of_its_own() -> None:
+    tolerated = {"key": "dedicated", "operator": "Exists", "effect": "NoSchedule"}
+    pod = template(chart(controller={"tolerations": [tolerated]}), "fusefs-csi-controller")
+    assert tolerated in pod["spec"]["tolerations"]
+    assert len(pod["spec"]["tolerations"]) == 3
 
 
 def test_another_store_rolls_the_pods() -> None:

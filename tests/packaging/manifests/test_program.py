@@ -453,6 +453,8 @@ def test_the_controller_removes_the_startup_taint(
     documents = render_with(tmp_path, "startup-taint")
     pod = template(documents, "fusefs-csi-controller")
     untaint = container(pod, "untaint")
+    # Every node that there is may begin with the taint.
+    assert {"key": taints.TAINT, "operator": "Exists"} in pod["spec"]["tolerations"]
     assert parser.parse_args(untaint["args"]).run is taints.run
     assert untaint["image"] == container(pod, "driver")["image"]
     role = find(documents, "ClusterRole", "fusefs-csi-untaint")
