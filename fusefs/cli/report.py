@@ -14,10 +14,7 @@ from fusefs.launch import registry
 def run(mountpoint: str | None, output: str | None, *, redacts: bool) -> int:
     """Write the report of one mount, or of all mounts of this user; return the exit status."""
     path = Path(output or time.strftime("fusefs-report-%Y%m%d-%H%M%S.tar.gz"))
-    if mountpoint is None:
-        mountpoints = [Path(found.mountpoint) for found in registry.all_mounts()]
-    else:
-        mountpoints = [registry.resolve(Path(mountpoint))]
-    report.write(path, mountpoints, settings_of(None, {}, None), redacts=redacts)
+    resolved = registry.resolve(Path(mountpoint)) if mountpoint is not None else None
+    report.write(path, resolved, settings_of(None, {}, None), redacts=redacts)
     print(f"{os.path.abspath(path)}: please look through it before it leaves this machine")
     return 0

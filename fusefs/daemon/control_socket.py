@@ -69,13 +69,13 @@ async def _serve_client(stream: trio.SocketStream, answer: Answer) -> None:
     with trio.move_on_after(CLIENT_TIMEOUT_S):
         try:
             async with stream:
-                reply = await _reply(stream, answer)
-                await stream.send_all(json.dumps(reply).encode() + b"\n")
+                await stream.send_all(await _reply(stream, answer) + b"\n")
         except trio.BrokenResourceError:
             log.debug("a client of the status socket went away")
 
 
-async def _reply(stream: trio.SocketStream, answer: Answer) -> Message:
+async def _reply(stream: trio.SocketStream, answer: Answer) -> bytes:
+    """The answer as JSON. Reports have parts of all of the daemon: no fault of theirs ends it."""
     try:
         message = await _receive(stream)  # first: who is still sending would miss a refusal
         if not sockets.is_trusted(stream.socket):
@@ -83,12 +83,13 @@ async def _reply(stream: trio.SocketStream, answer: Answer) -> Message:
         check_version(message)
         ACTIVITY.note()
         result = answer(message)
-        return await result if inspect.isawaitable(result) else result
+        reply = await result if inspect.isawaitable(result) else result
+        return json.dumps(reply).encode()
     except ControlError as error:
-        return {"error": str(error)}
-    except Exception as error:  # a fault in a report must not end the mount
+        return json.dumps({"error": str(error)}).encode()
+    except Exception as error:
         log.exception("the status socket could not answer")
-        return {"error": f"{type(error).__name__}: {error}"}
+        return json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
 
 
 async def _receive(stream: trio.SocketStream) -> Message:

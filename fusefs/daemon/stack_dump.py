@@ -101,10 +101,9 @@ def _threads() -> Iterator[str]:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     stacks: dict[tuple[str, ...], list[str]] = {}
     for ident, frame in sys._current_frames().items():
-        places = tuple(
-            f"    {entry.filename}:{entry.lineno} in {entry.name}"
-            for entry in traceback.extract_stack(frame, MOST_FRAMES)
-        )
+        # Without the lines of the sources, which extract_stack would read in the event loop.
+        frames = itertools.islice(traceback.walk_stack(frame), MOST_FRAMES)
+        places = tuple(f"    {_place(*one)}" for one in frames)[::-1]
         stacks.setdefault(places, []).append(names.get(ident, "?"))
     for places, owners in stacks.items():
         alone = len(owners) == 1

@@ -8,6 +8,7 @@ lists (store/capabilities.py), which are deleted at the end.
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import statistics
@@ -141,7 +142,9 @@ async def _throughput(store: S3Store, info: ObjectInfo) -> Finding:
     """Read ranges of one object side by side for a while."""
     if info.size < LEAST_MEASURED:
         return skipped("throughput", "there is no object of 1 MiB or more on the first page")
-    offsets = iter(list(range(0, info.size, RANGE_BYTES)) * READERS)
+    offsets = itertools.chain.from_iterable(
+        itertools.repeat(range(0, info.size, RANGE_BYTES), READERS)
+    )
     done = 0
     began = trio.current_time()
 

@@ -17,7 +17,6 @@ from fusefs.daemon.setup import s3_settings
 from fusefs.diagnosis import bucket, cache_disk, credentials, machine, mounted, network
 from fusefs.diagnosis import subject as subjects
 from fusefs.diagnosis.findings import Finding, Level, skipped
-from fusefs.launch import registry
 from fusefs.settings.mount import MountSettings
 
 
@@ -25,9 +24,9 @@ def check_machine(settings: MountSettings) -> Iterator[Finding]:
     """The machine and the cache disk of these settings, then all mounts of this user."""
     yield from machine.check(None, allow_other=settings.allow_other)
     yield from cache_disk.check(settings)
-    for registration in registry.all_mounts():
-        for finding in mounted.check(subjects.find(Path(registration.mountpoint))):
-            yield replace(finding, text=f"{registration.mountpoint}: {finding.text}")
+    for subject in subjects.find_all():
+        for finding in mounted.check(subject):
+            yield replace(finding, text=f"{subject.mountpoint}: {finding.text}")
 
 
 def check_mount(

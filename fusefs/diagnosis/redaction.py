@@ -37,10 +37,12 @@ SHORTEST_WORD = 12
 # Bounded, since a key of many dots would take a search without bounds hours.
 _SECRET_NAME = r"""[\w.-]{0,64}(?:secret|token|passw(?:or)?d|passphrase|private[_-]?key|signature|
     credential|authorization|api[_-]?key|security)[\w.-]{0,64}"""
-# name=value, "name": "value", name: value
+# name=value, "name": "value", name: value, also as JSON within a string of JSON has it: with
+# backslashes before its quotes. A line may end within a value.
 _NAMED = re.compile(
-    rf"""(?ix)(["']?\b{_SECRET_NAME}["']?\s*[=:]\s*)
-    (?:(?:Bearer|Basic)\s+)?("[^"\n]+"|'[^'\n]+'|[^\s"',;&}}\]]+)""",
+    rf"""(?ix)(["']?\b{_SECRET_NAME}(?:\\*["'])?\s*[=:]\s*)
+    (?:(?:Bearer|Basic)\s+)?
+    (\\+"[^"\n]+"?|"(?:\\.|[^"\\\n])+"?|'[^'\n]+'?|[^\s"',;&}}\]]+)""",
 )
 _PATTERNS = (
     re.compile(
@@ -53,7 +55,8 @@ _PASSWORD = re.compile(r"(?<=://)[^/\s:@]*:[^/\s@]*(?=@)")
 # AWS's key ids (AKIA…, ASIA…) are no secret, and name an account.
 _KEY_ID = re.compile(r"\b(A[KS]IA)[A-Z0-9]{12}([A-Z0-9]{4})\b")
 # Settings whose names are like those of secrets, and values that are none.
-_HARMLESS = re.compile(r"(?i)^[\"']?(?:true|false|null|none|on|off|auto|\d+(?:\.\d+)?)[\"']?$")
+_HARMLESS = re.compile(r"(?i)true|false|null|none|on|off|auto|\d+(?:\.\d+)?")
+_QUOTE = re.compile(r"""\\*["']""")
 
 
 class Secrets:
@@ -76,21 +79,43 @@ class Secrets:
         text = _KEY_ID.sub(r"\1…\2", text)
         return _NAMED.sub(_without_value, text)
 
+    def remove_plain(self, value: Any, *, is_secret: bool = False) -> Any:
+        """The same for a value of JSON; what is behind the name of a secret goes as well."""
+        if isinstance(value, Mapping):
+            return {
+                self.remove(str(name)): self.remove_plain(
+                    item, is_secret=is_secret or _is_name_of_secret(str(name))
+                )
+                for name, item in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self.remove_plain(item, is_secret=is_secret) for item in value]
+        if value is None or isinstance(value, bool | int | float):
+            return value
+        text = str(value)
+        is_harmless = not text or _HARMLESS.fullmatch(text)
+        return REMOVED if is_secret and not is_harmless else self.remove(text)
+
 
 def _without_value(match: re.Match[str]) -> str:
     value = match[2]
-    is_sentence = match[1].endswith(": ") and len(value) < SHORTEST_WORD
-    if _HARMLESS.match(value) or is_sentence:
+    opening = _QUOTE.match(value)
+    quote = opening[0] if opening is not None else ""
+    is_sentence = not quote and match[1].endswith(": ") and len(value) < SHORTEST_WORD
+    if is_sentence or _HARMLESS.fullmatch(value.strip("\\\"'")):
         return match[0]
-    quoted = value[0] if value[0] in "\"'" else ""
-    return f"{match[1]}{quoted}{REMOVED}{quoted}"
+    return f"{match[1]}{quote}{REMOVED}{quote}"
+
+
+def _is_name_of_secret(name: str) -> bool:
+    return re.fullmatch(_SECRET_NAME, name, re.I | re.X) is not None
 
 
 def known_secrets(environment: Mapping[str, str], files: Iterable[str]) -> list[str]:
     """The secrets of an environment, and of texts of AWS configuration files."""
     found = []
     for name, value in environment.items():
-        if re.fullmatch(_SECRET_NAME, name, re.I | re.X) and not os.path.exists(value):
+        if _is_name_of_secret(name) and not os.path.exists(value):
             found.append(value)
         if password := _password(value):
             found += [password, unquote(password)]

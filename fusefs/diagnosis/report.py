@@ -75,8 +75,7 @@ class Archive:
 
     def add_plain(self, name: str, value: Any, *, has_names: bool = True) -> None:
         """Add a JSON value."""
-        # As text first: secrets are also known by the name before them.
-        value = json.loads(self._secrets.remove(json.dumps(value, default=str)))
+        value = self._secrets.remove_plain(value)
         if self._names is not None and has_names:
             value = self._names.remove_plain(value)
         self._add(name, json.dumps(value, indent=2) + "\n")
@@ -88,10 +87,8 @@ class Archive:
         self._tar.addfile(entry, io.BytesIO(data))
 
 
-def write(
-    path: Path, mountpoints: Sequence[Path], settings: MountSettings, *, redacts: bool
-) -> None:
-    """Write the report about these mounts to `path`, which must not exist. Blocks.
+def write(path: Path, mountpoint: Path | None, settings: MountSettings, *, redacts: bool) -> None:
+    """Write the report about a mount, or all of this user, to `path`, which must not exist. Blocks.
 
     `settings` are those of a mount that would be made now; the machine is checked for them.
 
@@ -99,7 +96,7 @@ def write(
         OSError: the file can't be written.
         CommandError: a mountpoint is not a mount of fusefs.
     """
-    subjects = [subject.find(mountpoint) for mountpoint in mountpoints]
+    subjects = subject.find_all() if mountpoint is None else [subject.find(mountpoint)]
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(fd, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as tar:
@@ -146,7 +143,9 @@ def _add_machine(archive: Archive, settings: MountSettings) -> None:
     archive.add_plain("doctor.json", [finding.as_plain() for finding in found])
     for name in _MACHINE_FILES:
         text = _read(Path(name))
-        archive.add_text(f"machine/{name.strip('/').replace('/', '-')}", text, has_names=False)
+        # The kernel's command line may name hosts and disks.
+        has_names = name == "/proc/cmdline"
+        archive.add_text(f"machine/{name.strip('/').replace('/', '-')}", text, has_names=has_names)
     mounts = [mount for mount in mountinfo.kernel_mounts() if mount.is_fuse]
     lines = [f"{mount.device} {mount.filesystem} {mount.source} {mount.path}" for mount in mounts]
     archive.add_text("machine/fuse-mounts", "\n".join(lines) + "\n")
@@ -197,9 +196,9 @@ def _add_mount(archive: Archive, folder: str, mounted: MountSubject) -> None:
     archive.add_plain(f"{folder}/metrics.json", _ask(mounted, "metrics"))
     stacks = _ask(mounted, "stacks")
     for part in ("tasks", "threads"):
-        # They have places in the code, and no values.
+        # They have places in the code, and no values; why there are none has a path.
         text = str(stacks.get(part, stacks))
-        archive.add_text(f"{folder}/stacks-{part}.txt", text, has_names=False)
+        archive.add_text(f"{folder}/stacks-{part}.txt", text, has_names=part not in stacks)
     if "tasks" not in stacks:
         _log_stacks(mounted)
     for name, text in _process_files(mounted):

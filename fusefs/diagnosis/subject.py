@@ -75,6 +75,15 @@ def find(mountpoint: Path) -> MountSubject:
     return subject
 
 
+def find_all() -> list[MountSubject]:
+    """All mounts of this user, without those that end meanwhile."""
+    found = []
+    for registration in registry.all_mounts():
+        with contextlib.suppress(CommandError):
+            found.append(find(Path(registration.mountpoint)))
+    return found
+
+
 def _read_settings(subject: MountSubject) -> None:
     """Take the settings from the keeper. A mount under pyfuse3 has none."""
     with contextlib.suppress(ControlError, SettingsError, ValueError, KeyError):

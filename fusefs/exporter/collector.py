@@ -6,13 +6,17 @@ get the label `volume`, and beside them stand
     fusefs_volume_up{volume}                        1 if the mount answered, else 0
     fusefs_volume_pod_info{volume, namespace, pod}  1 for each pod that uses it
 
-A name that a daemon of another version reports is passed on as it is. Nothing is
-kept between scrapes, so any number of them may run at once.
+A name that a daemon of another version reports is passed on as it is. An answer
+that is not as described counts as none, and the other mounts have theirs. Nothing
+is kept between scrapes, so any number of them may run at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -25,13 +29,34 @@ from prometheus_client.metrics_core import (
 
 from fusefs.exporter.asking import Answer, Target, ask_all
 
+logger = logging.getLogger(__name__)
+
 PREFIX = "fusefs_"
 VOLUME = "volume"
+# Names that are the exporter's own.
+_OWN = ("volume_up", "volume_pod_info")
+# Of one mount; a daemon has some hundreds.
+MOST_SAMPLES = 20_000
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# What reading an answer of another shape, or numbers out of range, raises.
+_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 _FAMILIES: dict[str, Callable[..., Any]] = {
     "counter": CounterMetricFamily,
     "gauge": GaugeMetricFamily,
     "histogram": HistogramMetricFamily,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class _MetricOfMount:
+    """One metric of one mount; a sample has its name, its labels and its value."""
+
+    kind: str
+    help: str
+    samples: list[tuple[str, dict[str, str], float]]
+
+
+_MetricsOfMount = dict[str, _MetricOfMount]
 
 
 class MountCollector:
@@ -50,7 +75,7 @@ class MountCollector:
         return []
 
     def collect(self) -> Iterator[Metric]:
-        answers = self._ask(list(self._targets()))
+        answers = [_parsed(answer) for answer in self._ask(list(self._targets()))]
         up = GaugeMetricFamily(
             f"{PREFIX}volume_up", "Whether the mount's daemon answered.", labels=[VOLUME]
         )
@@ -59,14 +84,14 @@ class MountCollector:
             "Always 1; the labels name a pod that uses the volume.",
             labels=[VOLUME, "namespace", "pod"],
         )
-        for answer in answers:
-            volume = _text(answer.target.volume)
-            up.add_metric([volume], float(answer.metrics is not None))
-            for namespace, pod in answer.target.pods:
+        for target, metrics in answers:
+            volume = _text(target.volume)
+            up.add_metric([volume], float(metrics is not None))
+            for namespace, pod in target.pods:
                 pods.add_metric([volume, namespace, pod], 1.0)
         yield up
         yield pods
-        yield from _families(answers)
+        yield from _families(metrics for _, metrics in answers if metrics is not None)
 
 
 def registry_of(*collectors: Any) -> CollectorRegistry:
@@ -77,37 +102,80 @@ def registry_of(*collectors: Any) -> CollectorRegistry:
     return registry
 
 
-def _families(answers: Iterable[Answer]) -> Iterator[Metric]:
+def _families(mounts: Iterable[_MetricsOfMount]) -> Iterator[Metric]:
     """One family for each name, with the samples of all mounts."""
-    families: dict[str, Any] = {}
-    for answer in answers:
-        for name, metric in (answer.metrics or {}).items():
-            kind = str(metric.get("type"))
-            if kind not in _FAMILIES:
-                continue
-            family = families.get(name)
-            if family is None:
-                made = _FAMILIES[kind](f"{PREFIX}{name.removesuffix('_total')}", metric["help"])
-                family = families[name] = (kind, made)
+    kinds: dict[str, str] = {}
+    families: dict[str, Metric] = {}
+    for metrics in mounts:
+        for name, metric in metrics.items():
+            if name not in families:
+                kinds[name] = metric.kind
+                families[name] = _FAMILIES[metric.kind](_family_name(name), metric.help)
             # Two versions of a daemon may differ in what a name is.
-            if family[0] == kind:
-                for sample in metric["samples"]:
-                    _add(family[1], kind, name, answer.target.volume, sample)
-    for _, family in families.values():
-        yield family
+            if kinds[name] == metric.kind:
+                for full, labels, value in metric.samples:
+                    families[name].add_sample(full, labels, value)
+    yield from families.values()
 
 
-def _add(family: Any, kind: str, name: str, volume: str, sample: dict[str, Any]) -> None:
-    labels = {VOLUME: volume, **sample["labels"]}
-    labels = {label: _text(value) for label, value in labels.items()}
-    full = f"{PREFIX}{name}"
+def _family_name(name: str) -> str:
+    return f"{PREFIX}{name.removesuffix('_total')}"
+
+
+def _parsed(answer: Answer) -> tuple[Target, _MetricsOfMount | None]:
+    """The metrics of a mount, None where it has not answered or what it answered is malformed."""
+    target = answer.target
+    if answer.metrics is None:
+        return target, None
+    try:
+        return target, _metrics_of(target.volume, answer.metrics)
+    except _MALFORMED:
+        logger.warning("%s: its metrics are malformed", target.volume, exc_info=True)
+        return target, None
+
+
+def _metrics_of(volume: str, answer: Mapping[str, Any]) -> _MetricsOfMount:
+    """The metrics of an answer.
+
+    Raises:
+        LookupError, TypeError, ValueError, AttributeError, ArithmeticError: it is malformed.
+    """
+    metrics: _MetricsOfMount = {}
+    remaining = MOST_SAMPLES
+    for name, metric in answer.items():
+        kind = metric["type"]
+        if kind not in _FAMILIES or name.removesuffix("_total") in _OWN:
+            continue
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"{name!r} is no name of a metric")
+        samples = [one for sample in metric["samples"] for one in _samples(name, kind, sample)]
+        remaining -= len(samples)
+        if remaining < 0:
+            raise ValueError(f"there are more than {MOST_SAMPLES} samples")
+        labelled = [(full, _with_volume(labels, volume), value) for full, labels, value in samples]
+        metrics[name] = _MetricOfMount(kind, str(metric["help"]), labelled)
+    return metrics
+
+
+def _samples(
+    name: str, kind: str, sample: Mapping[str, Any]
+) -> Iterator[tuple[str, Mapping[str, str], float]]:
+    """What Prometheus has of one sample: of a histogram one for each bucket, sum and count."""
+    full, labels = f"{PREFIX}{name}", sample["labels"]
     if kind != "histogram":
-        family.add_sample(full, labels, float(sample["value"]))
+        yield full, labels, float(sample["value"])
         return
     for bound, count in sample["buckets"]:
-        family.add_sample(f"{full}_bucket", {**labels, "le": bound}, float(count))
-    family.add_sample(f"{full}_sum", labels, float(sample["sum"]))
-    family.add_sample(f"{full}_count", labels, float(sample["count"]))
+        yield f"{full}_bucket", {**labels, "le": bound}, float(count)
+    yield f"{full}_sum", labels, float(sample["sum"])
+    yield f"{full}_count", labels, float(sample["count"])
+
+
+def _with_volume(labels: Mapping[str, str], volume: str) -> dict[str, str]:
+    """The labels of a sample, and of which mount it is, whatever the mount says."""
+    if not all(map(_NAME.fullmatch, labels)):
+        raise ValueError(f"{labels} has other things than names of labels")
+    return {name: _text(value) for name, value in {**labels, VOLUME: volume}.items()}
 
 
 def _text(value: str) -> str:

@@ -143,6 +143,8 @@ class AccessTrace:
         if opcode == Opcode.WRITE:
             fh, offset, size, *_ = protocol.WRITE_IN.unpack_from(body)
             return entry._replace(handle=fh, offset=offset, size=size, source="staged")
+        if opcode == Opcode.RELEASE:
+            return entry._replace(handle=protocol.RELEASE_IN.unpack_from(body)[0])
         if opcode == Opcode.OPEN:
             inode = self._operations.inodes.find(nodeid)
             size = inode.info.size if inode is not None and inode.info is not None else 0

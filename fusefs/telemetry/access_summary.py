@@ -15,6 +15,7 @@ from typing import NamedTuple
 # Of what is read, which parts were read before is noted in blocks of this size.
 BLOCK = 1 << 20
 MOST_FILES = 100_000
+MOST_HANDLES = 100_000
 # Files up to this size are one request each, however little that brings.
 SMALL = 1 << 20
 MOST_SLOW = 10_000  # latencies that are kept for each operation
@@ -121,6 +122,8 @@ class AccessSummary:
         self.read_bytes[access.source] += access.size
         self.sequential_reads += self._ends.get(access.handle, 0) == access.offset
         self._ends[access.handle] = access.offset + access.size
+        if len(self._ends) > MOST_HANDLES:  # releases were lost
+            del self._ends[next(iter(self._ends))]
         file = self._file(access.key)
         if file is None or not access.size:
             return

@@ -101,10 +101,14 @@ def _run_lines(*, is_json: bool, count: int | None) -> int:
 
 
 class Background:
-    """Samples in a thread; `mounts` is the last list, and `number` counts them."""
+    """Samples in a thread; `mounts` is the last list, and `number` counts the attempts.
+
+    `error` is why the last one failed, "" if it did not.
+    """
 
     def __init__(self) -> None:
         self.mounts: list[Rates] = []
+        self.error = ""
         self.number = 0
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fusefs-top", daemon=True)
@@ -112,10 +116,17 @@ class Background:
 
     def _run(self) -> None:
         sampler = Sampler()
-        sampler.sample()
+        self._sample(sampler)
         while not self._ending.wait(INTERVAL_S):
-            self.mounts = sampler.sample()
+            self._sample(sampler)
             self.number += 1
+
+    def _sample(self, sampler: Sampler) -> None:
+        try:
+            self.mounts = sampler.sample()
+            self.error = ""
+        except Exception as error:  # without this thread the screen would stay as it is
+            self.error = f"{type(error).__name__}: {error}"
 
     def end(self) -> None:
         self._ending.set()
@@ -158,15 +169,18 @@ def _run_screen(count: int | None) -> int:
                 # The first sample is there after a second.
                 if background.number and (key or shown != background.number):
                     shown = background.number
-                    live.update(_picture(view, mounts, live.console.width), refresh=True)
+                    picture = _picture(view, mounts, live.console.width, background.error)
+                    live.update(picture, refresh=True)
     finally:
         background.end()
     return 0
 
 
-def _picture(view: View, mounts: list[Rates], width: int) -> RenderableType:
+def _picture(view: View, mounts: list[Rates], width: int, error: str) -> RenderableType:
     from fusefs.top import screen
 
+    if error:
+        return screen.failure(error)
     if view.is_detailed and view.chosen < len(mounts):
         mount = mounts[view.chosen]
         return screen.detail(mount, _status(mount))

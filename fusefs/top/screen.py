@@ -1,4 +1,7 @@
-"""The picture that `fusefs top` draws, with rich: all mounts, or one of them in detail."""
+"""The picture that `fusefs top` draws, with rich: all mounts, or one of them in detail.
+
+Names of mounts and of what daemons report are `Text`: in a plain string rich finds markup.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +90,7 @@ def detail(mount: Rates, status: dict[str, Any] | None) -> RenderableType:
         return Group(heading, why, Text(KEYS_OF_ONE, style="dim"))
     facts = Table.grid(padding=(0, 2))
     for label, text in _facts(mount):
-        facts.add_row(Text(label, style="dim"), text)
+        facts.add_row(Text(label, style="dim"), Text(text) if isinstance(text, str) else text)
     operations = Table.grid(padding=(0, 4))
     operations.add_row(
         _operations("requests of programs", mount.requests),
@@ -99,6 +102,11 @@ def detail(mount: Rates, status: dict[str, Any] | None) -> RenderableType:
         parts += [Text(sentence) for sentence in stall_report.sentences(stalls)]
         parts += _slowest(stalls)
     return Group(*parts, Text(KEYS_OF_ONE, style="dim"))
+
+
+def failure(why: str) -> RenderableType:
+    """That there is nothing to show."""
+    return Group(Text(f"sampling the mounts failed: {why}", style="red"), Text("q quit"))
 
 
 def _facts(mount: Rates) -> list[tuple[str, RenderableType]]:
@@ -149,9 +157,12 @@ def _causes(mount: Rates) -> RenderableType:
         name = "waited" if cause == "any" else lines.CAUSES.get(cause, cause)
         waiting = mount.waiting.get(cause, 0.0)
         table.add_row(
-            name, bar(share, BAR_WIDTH, "red"), f"{share:.0%}", f"{waiting:.1f} requests on average"
+            Text(name),
+            bar(share, BAR_WIDTH, "red"),
+            f"{share:.0%}",
+            f"{waiting:.1f} requests on average",
         )
-    return Panel(table, title=f"what {mount.volume} waits for", title_align="left")
+    return Panel(table, title=Text(f"what {mount.volume} waits for"), title_align="left")
 
 
 def _operations(title: str, found: dict[str, Operation]) -> RenderableType:
@@ -159,7 +170,7 @@ def _operations(title: str, found: dict[str, Operation]) -> RenderableType:
     for heading in ("", "per second", "ms"):
         table.add_column(heading, justify="left" if not heading else "right")
     for name, operation in list(found.items())[:8]:
-        table.add_row(name, f"{operation.per_s:.0f}", f"{1e3 * operation.mean_s:.2f}")
+        table.add_row(Text(name), f"{operation.per_s:.0f}", f"{1e3 * operation.mean_s:.2f}")
     return table
 
 

@@ -23,7 +23,7 @@ from fusefs.posix.nodes import names
 from fusefs.posix.nodes.inode_table import Inode, InodeTable, Ownership
 from fusefs.store.errors import NotFoundError, StoreError
 from fusefs.store.interface import ObjectInfo, Store
-from fusefs.telemetry.stalls import Work, unattended
+from fusefs.telemetry.stalls import Work
 
 # As many as requests may run at once by default.
 MOST_AHEAD = 32
@@ -96,7 +96,7 @@ class HeadCache:
         self._scans: OrderedDict[str, ScanState] = OrderedDict()
         self._deferred = deferred
         # Directories in which the HEAD of a first file is under way.
-        self._sampled: dict[str, trio.Event] = {}
+        self._sampled: dict[str, PendingHead] = {}
         if nursery is not None:
             directories.expect = self._sample_ahead
         # The attributes of versions, None for no attributes, by `_version`: the kernel
@@ -191,7 +191,9 @@ class HeadCache:
         """Send HEADs of a few of a directory's files, which may spare those of the others."""
         prefix = self._inodes.key(directory)
         if prefix in self._sampled:
-            await self._sampled[prefix].wait()
+            sampled = self._sampled[prefix]
+            with sampled.work.awaited():
+                await sampled.done.wait()
         unknown = [inode for inode in inodes if self.needs_head(inode)]
         while unknown and self._policy.is_undecided(prefix):
             few = unknown[: min(SAMPLED_AT_ONCE, self._policy.remaining(prefix))]
@@ -210,15 +212,15 @@ class HeadCache:
         first = next((entry for entry in segment.entries.values() if entry is not None), None)
         if self._policy.remaining(prefix) == 1 and first is not None and self.lacks_version(first):
             assert self._nursery is not None
-            self._sampled[prefix] = trio.Event()
+            self._sampled[prefix] = PendingHead()
             self._nursery.start_soon(self._sample_one, prefix, first)
 
     async def _sample_one(self, prefix: str, info: ObjectInfo) -> None:
         try:
-            with unattended():
+            with self._sampled[prefix].work.doing():
                 await self.learn_version(info)
         finally:
-            self._sampled.pop(prefix).set()
+            self._sampled.pop(prefix).done.set()
 
     def lacks_version(self, info: ObjectInfo) -> bool:
         """Whether `learn_version` would send a HEAD."""

@@ -46,10 +46,10 @@ LONGEST_DELAYS = 5
 class UploadAttempt:
     """One upload of one file. `scope` may be cancelled while `is_cancellable`."""
 
-    def __init__(self) -> None:
+    def __init__(self, work: Work) -> None:
         self.done = trio.Event()
         self.hurry = trio.Event()
-        self.work = Work()
+        self.work = work
         self.error: Exception | None = None
         self.scope = trio.CancelScope()
         self.is_cancellable = True
@@ -60,9 +60,13 @@ class UploadAttempt:
 
 
 class Ahead:
-    """The sending of a file while it is being written."""
+    """The sending of a file while it is being written.
 
-    def __init__(self) -> None:
+    Its work is that of the file's upload: who waits for the upload waits for these parts too.
+    """
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
         self.done = trio.Event()
         self.scope = trio.CancelScope()
         self.is_last = False
@@ -127,7 +131,9 @@ class Uploads:
         """Have a file uploaded, after a while; whoever waits for it cuts that short."""
         attempt = self._attempts.get(staged)
         if attempt is None:
-            attempt = self._attempts[staged] = UploadAttempt()
+            ahead = self._aheads.get(staged)
+            work = ahead.work if ahead is not None else Work()
+            attempt = self._attempts[staged] = UploadAttempt(work)
             self._nursery.start_soon(self._run, staged, attempt, delay_s)
         return attempt
 
@@ -361,12 +367,14 @@ class Uploads:
         if staged in self._aheads or staged.upload_state is not None or staged.is_unlinked:
             return
         if staged.upload is None or _full_parts(staged, staged.upload):
-            ahead = self._aheads[staged] = Ahead()
+            attempt = self._attempts.get(staged)
+            work = attempt.work if attempt is not None else Work()
+            ahead = self._aheads[staged] = Ahead(work)
             self._nursery.start_soon(self._run_ahead, staged, ahead)
 
     async def _run_ahead(self, staged: StagedFile, ahead: Ahead) -> None:
         try:
-            with ahead.scope:
+            with ahead.scope, ahead.work.doing():
                 upload = staged.upload
                 if upload is None:
                     # The time of the content is known at the end only.

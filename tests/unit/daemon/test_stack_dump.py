@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import linecache
 import threading
 
+import pytest
 import trio
 import trio.testing
 
@@ -48,3 +50,13 @@ async def test_threads_are_shown_by_their_names() -> None:
     thread.join()
     assert "thread a-thread-of-the-test" in text
     assert "thread MainThread" in text
+    assert f"{__file__}:" in text
+
+
+async def test_no_source_is_read_for_the_stacks_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(linecache, "checkcache", lambda filename=None: read.append(str(filename)))
+        threads = stack_dump.collect()["threads"]
+    assert threads
+    assert read == []

@@ -44,13 +44,38 @@ def test_a_known_secret_is_removed_wherever_it_stands(text: str) -> None:
         ),
         ("-----BEGIN PRIVATE KEY-----\nMIIEow, cut off", "MIIEow"),
         ("key AKIAIOSFODNN7EXAMPLE", "IOSFODNN7EX"),
+        (json.dumps(json.dumps({"SecretAccessKey": "wJalrX"})), "wJalrX"),
+        (json.dumps({"SecretAccessKey": 'wJa"lrX'}), "lrX"),
+        ('{"SecretAccessKey": "wJalrX, cut off', "wJalrX"),
+        ('{"password": "short"}', "short"),
     ],
 )
 def test_what_looks_like_a_secret_is_removed(text: str, secret: str) -> None:
     assert secret not in Secrets([]).remove(text)
 
 
-@pytest.mark.parametrize("text", ["a.b-" * 20_000, "://a:b" * 50_000, "eyJ" * 100_000])
+@pytest.mark.parametrize("key", ['runs/token="x"/b', "-----BEGIN PRIVATE KEY-----", 'a\\"b'])
+def test_json_stays_json_whatever_keys_of_objects_look_like(key: str) -> None:
+    found = Secrets([]).remove_plain({"slowest": [{"key": key, "waited_s": 1.5}], key: None})
+    assert found["slowest"][0]["waited_s"] == 1.5
+    assert len(found) == 2
+
+
+def test_what_is_behind_the_name_of_a_secret_in_json_is_removed() -> None:
+    settings = {"session_token": "abc", "secrets": {"a": ["b"]}, "credentials": 0.5, "token": None}
+    assert Secrets([]).remove_plain(settings) == {
+        "session_token": "[removed]",
+        "secrets": {"a": ["[removed]"]},
+        "credentials": 0.5,
+        "token": None,
+    }
+    answer = {"log": json.dumps({"SecretAccessKey": "wJalrX"})}
+    assert "wJalrX" not in Secrets([]).remove_plain(answer)["log"]
+
+
+@pytest.mark.parametrize(
+    "text", ["a.b-" * 20_000, "://a:b" * 50_000, 'token="' * 20_000, "\\" * 50_000, "eyJ" * 100_000]
+)
 def test_long_words_are_searched_in_time(text: str) -> None:
     assert Secrets([]).remove(text)  # a search without bounds would not end
 

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from fusefs.exporter import asking, main
 from fusefs.exporter.asking import Answer, Target
-from fusefs.exporter.collector import MountCollector, registry_of
+from fusefs.exporter.collector import MOST_SAMPLES, MountCollector, registry_of
 from fusefs.settings.mount import SettingsError
 
 ANSWER: dict[str, Any] = {
@@ -140,6 +140,45 @@ def test_mounts_share_one_family_for_each_name() -> None:
     answers = [Answer(target, ANSWER["metrics"]) for target in targets]
     text = generate_latest(registry_of(MountCollector(lambda: targets, lambda _: answers))).decode()
     assert text.count("# TYPE fusefs_cache_bytes gauge") == 1
+
+
+GAUGE: dict[str, Any] = ANSWER["metrics"]["cache_bytes"]
+
+
+@pytest.mark.parametrize(
+    "malformed",
+    [
+        ["cache_bytes"],
+        {"cache_bytes": None},
+        {"cache_bytes": {**GAUGE, "samples": [{"labels": {}, "value": None}]}},
+        {"cache_bytes": {**GAUGE, "samples": [{"value": 1}]}},
+        {"cache_bytes": {**GAUGE, "samples": [{"labels": {'a="b",c': "d"}, "value": 1}]}},
+        {"cache_bytes": {**GAUGE, "samples": [{"labels": {"a": 1}, "value": 1}]}},
+        {"cache_bytes": {**GAUGE, "samples": GAUGE["samples"] * (MOST_SAMPLES + 1)}},
+        {"cache bytes": GAUGE},
+        {"cache_bytes": {**GAUGE, "type": []}},
+    ],
+)
+def test_a_malformed_answer_counts_as_none_and_the_others_are_exported(malformed: Any) -> None:
+    targets = [Target("bad", Path()), Target("good", Path())]
+    answers = [Answer(targets[0], malformed), Answer(targets[1], ANSWER["metrics"])]
+    found = scraped(registry_of(MountCollector(lambda: targets, lambda _: answers)))
+    assert found['fusefs_volume_up{volume="bad"}'] == 0
+    assert found['fusefs_volume_up{volume="good"}'] == 1
+    assert found['fusefs_cache_bytes{volume="good"}'] == 7
+    assert 'fusefs_cache_bytes{volume="bad"}' not in found
+
+
+def test_a_mount_cannot_pass_for_another_nor_for_up() -> None:
+    target = Target("honest", Path())
+    samples = [{"labels": {"volume": "other"}, "value": 3}]
+    metrics = {name: {**GAUGE, "samples": samples} for name in ("cache_bytes", "volume_up")}
+    collector = MountCollector(lambda: [target], lambda _: [Answer(target, metrics)])
+    found = scraped(registry_of(collector))
+    assert found == {
+        'fusefs_volume_up{volume="honest"}': 1,
+        'fusefs_cache_bytes{volume="honest"}': 3,
+    }
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from fusefs.telemetry import access_summary
 from fusefs.telemetry.access_summary import Access, AccessSummary, Surroundings
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -73,3 +76,13 @@ def test_many_small_files_that_wait_for_s3_call_for_shards() -> None:
         for number in range(200)
     ]
     assert any("shards" in advice for advice in summary_of(*waits).advice(Surroundings()))
+
+
+def test_handles_whose_releases_were_lost_take_bounded_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(access_summary, "MOST_HANDLES", 10)
+    summary = summary_of(*(read("a", 0, MIB, handle=number) for number in range(50)))
+    assert len(summary._ends) == 10
+    summary.add(read("a", MIB, MIB, handle=49))  # the latest are known
+    assert summary.sequential_reads == 51

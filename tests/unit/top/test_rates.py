@@ -136,3 +136,34 @@ def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     with pytest.raises(CommandError, match=r"fusefs\[top\]"):
         main.run(is_plain=False, is_json=False, count=1)
+
+
+def test_names_with_brackets_are_shown_as_they_are() -> None:
+    name = "/mnt/[/x]"
+    target = Target(name, Path("/nonexistent"))
+    early, late = answer(10, 0, 0, 0, 0), answer(12, 100, 0, 1, 70)
+    assert late.metrics is not None
+    late.metrics["stalled_seconds_total"]["samples"].append(counter(1, cause="[/b]"))
+    late.metrics["connections"] = {"type": "gauge", "samples": [counter(1, state="[/i]")]}
+    mount = rates(Answer(target, early.metrics, taken=10), Answer(target, late.metrics, taken=12))
+    text = drawn(screen.overview([mount], 0, 150)) + drawn(screen.detail(mount, None))
+    assert f"what {name} waits for" in text
+    assert "[/b]" in text
+
+
+def test_a_sample_that_fails_is_shown_and_the_next_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(_self: main.Sampler) -> list[Rates]:
+        raise ValueError("no [/such] thing")
+
+    sampler = main.Sampler()
+    background = main.Background()
+    background.end()
+    monkeypatch.setattr(main.Sampler, "sample", fail)
+    background._sample(sampler)
+    text = drawn(main._picture(View(), background.mounts, 150, background.error))
+    assert "ValueError: no [/such] thing" in text
+    monkeypatch.setattr(main.Sampler, "sample", lambda _self: [])
+    background._sample(sampler)
+    assert background.error == ""

@@ -1,0 +1,72 @@
+"""What a report keeps and leaves out, without any mount."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusefs.diagnosis import report, subject
+from fusefs.diagnosis.redaction import Names, Secrets
+from fusefs.diagnosis.subject import MountSubject
+from fusefs.launch import registry
+from fusefs.launch.control import CommandError
+
+
+def archived(path: Path) -> dict[str, str]:
+    with tarfile.open(path) as tar:
+        files = {member.name: tar.extractfile(member) for member in tar}
+        return {name: file.read().decode() for name, file in files.items() if file is not None}
+
+
+def test_why_a_mount_has_no_stacks_has_no_names(tmp_path: Path) -> None:
+    mounted = MountSubject(
+        Path("/mnt/zzyzx"), "s3://zzyzx", why_silent="/mnt/zzyzx does not answer"
+    )
+    path = tmp_path / "report.tar.gz"
+    with tarfile.open(path, "w:gz") as tar:
+        archive = report.Archive(tar, "report", Secrets([]), Names())
+        report._add_mount(archive, "mount-1", mounted)
+    texts = archived(path)
+    assert "not_answering" in texts["report/mount-1/stacks-tasks.txt"]
+    for name, text in texts.items():
+        assert "zzyzx" not in text, name
+
+
+def test_the_kernels_command_line_loses_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "_read", lambda path: "zzyzx" if path.name == "cmdline" else "")
+    monkeypatch.setattr(report.machine, "check", lambda *_, **__: [])
+    monkeypatch.setattr(report.cache_disk, "check", lambda *_: [])
+    path = tmp_path / "report.tar.gz"
+    with tarfile.open(path, "w:gz") as tar:
+        settings: Any = None
+        report._add_machine(report.Archive(tar, "report", Secrets([]), Names()), settings)
+    assert "zzyzx" not in archived(path)["report/machine/proc-cmdline"]
+
+
+def test_keys_that_look_like_secrets_leave_json(tmp_path: Path) -> None:
+    path = tmp_path / "report.tar.gz"
+    with tarfile.open(path, "w:gz") as tar:
+        archive = report.Archive(tar, "report", Secrets([]), None)
+        archive.add_plain("status.json", {"key": 'runs/token="x"/b', "path": Path("/a")})
+    found = json.loads(archived(path)["report/status.json"])
+    assert found == {"key": 'runs/token="[removed]"/b', "path": "/a"}
+
+
+def test_a_mount_that_ends_meanwhile_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = ["/mnt/ended", "/mnt/there"]
+    registrations = [registry.Registration(path, "", 0, 0) for path in paths]
+
+    def find(mountpoint: Path) -> MountSubject:
+        if mountpoint.name == "ended":
+            raise CommandError("is not a mount of fusefs")
+        return MountSubject(mountpoint, "")
+
+    monkeypatch.setattr(registry, "all_mounts", lambda: registrations)
+    monkeypatch.setattr(subject, "find", find)
+    assert [str(one.mountpoint) for one in subject.find_all()] == ["/mnt/there"]
