@@ -53,7 +53,13 @@ IGNORED = frozenset(
         "silent",
     )
 )
-_HANDLED = ("x-", "X-", "comment=", "user=")
+_HANDLED = ("x-", "X-", "comment=")
+# What mount(8) cannot have of fusefs, and why.
+REFUSED = {
+    "user": "mount(8) mounts as root alone; user=NAME is the user that the daemon runs as",
+    "users": "mount(8) mounts as root alone; others call `fusefs mount`",
+    "foreground": "mount(8) waits for its helper to end; the unit fusefs@.service stays",
+}
 VARIABLES = {"credentials": "AWS_SHARED_CREDENTIALS_FILE", "home": "HOME"}
 _BY_KEY = {setting.key: setting for setting in SETTINGS}
 
@@ -82,6 +88,9 @@ def _reporting(name: str, work: Callable[[Sequence[str]], int], arguments: Seque
 
 def _mount(arguments: Sequence[str]) -> int:
     paths, letters, options = _parse(arguments)
+    if os.geteuid() != 0:
+        # mount(8) adds the name of a caller who is not root, as whom the daemon runs anyway.
+        options = [option for option in options if not option.startswith("user=")]
     if len(paths) != 2:
         raise OptionError("usage: mount.fusefs s3://BUCKET[/PREFIX] MOUNTPOINT [-o OPTIONS]")
     flags, variables = read_options(options, is_sloppy="s" in letters)
@@ -138,7 +147,10 @@ def read_options(
         key = name.replace("_", "-")
         if option in IGNORED or option.startswith(_HANDLED):
             continue
-        if option == "ro":
+        if option in REFUSED or key == "foreground":
+            if not is_sloppy:
+                raise OptionError(f"{option}: {REFUSED[key]}")
+        elif option == "ro":
             flags.append("--read-only")
         elif name in VARIABLES and value:
             variables[VARIABLES[name]] = value
@@ -160,6 +172,7 @@ def _flag(key: str, value: str | None) -> list[str]:
     if value in (None, "true", "on", "yes", "1"):
         return [setting.flag]
     if value in ("false", "off", "no", "0"):
-        # Those whose names begin with "no" are off unless they are given.
-        return [] if key.startswith("no-") else [f"--no-{key}"]
+        if key.startswith("no-"):  # there is no flag that would overrule a file of settings
+            raise OptionError(f"{key}: is off unless it is given; leave it out")
+        return [f"--no-{key}"]
     raise OptionError(f"{key}: {value!r} is neither true nor false")

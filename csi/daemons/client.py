@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from fusefs.keeper import fd_store, supervisor_protocol
@@ -34,7 +35,12 @@ class FdStoreClient:
         return frozenset(answer["names"])
 
     def has(self, root: KernelMount) -> bool:
-        return _name(root) in self.names()
+        return not self.lacks([root])
+
+    def lacks(self, roots: Sequence[KernelMount]) -> list[KernelMount]:
+        """Those of the mounts that it does not hold, by one question."""
+        names = self.names() if roots else frozenset()
+        return [root for root in roots if _name(root) not in names]
 
     def bring(self, root: KernelMount) -> None:
         """Have it hold the connection of a mount whose keeper answers.

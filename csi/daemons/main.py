@@ -30,7 +30,7 @@ from csi.daemons.client import FdStoreClient
 from csi.daemons.migration import Moving
 from csi.daemons.supervisor import Supervisor, own_environment
 from csi.daemons.template import DaemonTemplate
-from csi.node.config import DESCRIPTOR_STORE, SUPERVISOR
+from csi.node.config import CACHE, DESCRIPTOR_STORE, SUPERVISOR, add_host_path_flag, check_disk
 from fusefs.keeper import fd_store, supervisor_protocol
 from fusefs.keeper.exchange import ControlError
 from fusefs.launch import launcher
@@ -59,6 +59,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         " over; or after this one, which ends with them as soon as each mount has a keeper"
         " (default: %(default)s)",
     )
+    parser.add_argument(
+        "--cache-dir",
+        type=Path,
+        default=CACHE,
+        metavar="DIR",
+        help="directory for cached objects, as of the driver (default: %(default)s)",
+    )
+    add_host_path_flag(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -66,7 +74,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         OSError: the directory of the sockets cannot be used.
+        FailedPreconditionError: the cache would be on the system's disk.
     """
+    if arguments.cache_host_path is not None:
+        check_disk(arguments.cache_dir, arguments.cache_host_path)
     state: Path = arguments.state_dir
     ready: Path | None = arguments.ready_file
     state.mkdir(mode=0o711, parents=True, exist_ok=True)
@@ -84,6 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         on_return=service.start,
         has_successor_beside=arguments.successor == "beside",
         daemon_template=templates,
+        other_children=service.pids,
     )
     mover = _fork(lambda: _move(old, state, supervisor.number, ready), old)
     service.helpers.append(mover)
@@ -158,6 +170,10 @@ class FdStoreProcess:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{self._path}: no process listens")
             time.sleep(POLL_S)
+
+    def pids(self) -> set[int]:
+        """The children that `look` waits for."""
+        return {self._pid, *self.helpers}
 
     def look(self) -> None:
         """Start another if it has died, and wait for the processes that have ended."""

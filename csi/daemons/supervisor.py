@@ -21,7 +21,7 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -77,6 +77,8 @@ class Supervisor:
     `old` is a connection to the one before it, which may still have daemons.
     `on_look` is called each second, and `on_return` when it listens again, after
     another took its place and has gone. `daemon_template` makes daemons in less time.
+    `other_children` are the pids of children that others wait for; with it all further ones,
+    which such a template may leave, are waited for here.
     Without `has_successor_beside` nothing takes the daemons over while this process lives:
     after SIGTERM it ends with them, once each mount has a keeper that holds it until the
     next process is there.
@@ -95,6 +97,7 @@ class Supervisor:
         *,
         has_successor_beside: bool = True,
         daemon_template: DaemonTemplate | None = None,
+        other_children: Callable[[], Collection[int]] | None = None,
     ) -> None:
         # What tells it from others, for keepers' answers.
         self.number = time.time_ns()
@@ -104,6 +107,7 @@ class Supervisor:
         self._on_look = on_look
         self._on_return = on_return
         self._template = daemon_template
+        self._other_children = other_children
         self._loop = Loop()
         self._children: dict[int, Child] = {}
         self._has_successor_beside = has_successor_beside
@@ -126,7 +130,25 @@ class Supervisor:
                     self._template.end()
                 else:
                     self._template.look()
+                    self._reap_stray(self._template.pid)
         self._listener.remove()
+
+    def _reap_stray(self, template_pid: int) -> None:
+        """Wait for a process that has ended, and that nothing here knows of.
+
+        A template that dies between its second fork and its answer leaves one: it becomes this
+        process' child, and ends as no GO comes.
+        """
+        if self._other_children is None:
+            return
+        try:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+        known = {template_pid, *self._children, *self._other_children()}
+        if ended is not None and ended.si_pid not in known:
+            log.info("process %d of a template that died has ended", ended.si_pid)
+            os.waitpid(ended.si_pid, 0)
 
     def _is_over(self) -> bool:
         if not self._is_ending or not self._children:

@@ -250,8 +250,13 @@ class CredentialFiles:
         elif identity.token is not None:
             _replace(directory / "token", identity.token, uid)
 
-    def environment(self, mount: str, identity: Identity, store: StoreSettings) -> dict[str, str]:
-        """The environment by which boto3 in the daemon finds its credentials. It has no secret."""
+    def environment(
+        self, mount: str, identity: Identity, store: StoreSettings, *, is_fips: bool = False
+    ) -> dict[str, str]:
+        """The environment by which boto3 in the daemon finds its credentials. It has no secret.
+
+        `is_fips`: AWS' STS, too, is called at its endpoint with validated cryptography.
+        """
         directory = self._directory / mount
         variables = {
             "AWS_CONFIG_FILE": os.devnull,
@@ -274,6 +279,8 @@ class CredentialFiles:
             }
             if store.sts_url is not None:
                 variables["AWS_ENDPOINT_URL_STS"] = store.sts_url
+            elif is_fips:
+                variables["AWS_USE_FIPS_ENDPOINT"] = "true"
             if store.ca_bundle is not None:
                 variables["AWS_CA_BUNDLE"] = os.fspath(store.ca_bundle)
         return variables

@@ -39,6 +39,8 @@ RUNTIME = "fusefs"
 MOUNT_RECORDS = "mounts"
 POD_RECORDS = "pods"
 
+CACHE = Path("/var/cache/fusefs")
+
 _MEMORY_SYSTEMS = ("tmpfs", "ramfs")
 # Nobody's on a usual machine: systemd's documentation of uids leaves them free.
 FIRST_UID, LAST_UID = 1_900_000_000, 1_900_009_999
@@ -100,13 +102,19 @@ def check_disk(directory: Path, host_path: Path) -> None:
 
     mountinfo has the path within the file system that a bind mount shows. On a disk that is
     mounted on the way it is the rest of the host's path; on the system's it ends with all of it.
+    So a directory of a disk that is itself bound to the host's path needs another path there.
 
     Raises:
         FailedPreconditionError: there is no such disk.
     """
     text = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
     roots = [line.split()[3] for line in text.splitlines() if line.split()[4] == str(directory)]
-    if roots and roots[-1].endswith(str(host_path)):
+    if not roots:
+        raise FailedPreconditionError(
+            f"--cache-dir {directory}: is no mountpoint, so no disk can be found at {host_path} of"
+            " the host (--cache-host-path)"
+        )
+    if roots[-1].endswith(str(host_path)):
         raise FailedPreconditionError(
             f"--cache-dir {directory}: no disk is mounted at {host_path} of the host or above it,"
             " so the cache would fill the system's disk (--cache-host-path)"
@@ -161,14 +169,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "DIR",
         "directory for the mounts that are bound to target paths",
     )
-    add("--cache-dir", Path, Path("/var/cache/fusefs"), "DIR", "directory for cached objects")
-    group.add_argument(
-        "--cache-host-path",
-        type=Path,
-        metavar="PATH",
-        help="the path that --cache-dir has on the host: start only if a disk is mounted there or"
-        " above it, so that the cache never fills the system's disk",
-    )
+    add("--cache-dir", Path, CACHE, "DIR", "directory for cached objects")
+    add_host_path_flag(group)
     add(
         "--uid-range",
         _uids,
@@ -222,6 +224,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--cache-size", SIZE.read, None, "SIZE", "maximum size of the cache of one identity")
     add("--min-free", _text_of(MIN_FREE), "20%", "SIZE|N%", "disk space that the caches leave free")
     add("--min-free-inodes", _text_of(SHARE), "10%", "N%", "inodes that the caches leave free")
+
+
+def add_host_path_flag(group: argparse._ActionsContainer) -> None:
+    """The flag for a cache on a disk of its own: each process that writes there has it."""
+    group.add_argument(
+        "--cache-host-path",
+        type=Path,
+        metavar="PATH",
+        help="the path that --cache-dir has on the host: start only if a disk is mounted there or"
+        " above it, so that the cache never fills the system's disk",
+    )
 
 
 def _positive(text: str) -> int:

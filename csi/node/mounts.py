@@ -199,8 +199,8 @@ class Mounts:
         """The sources of the mounts whose connection the descriptor store does not hold."""
         table = MountTable()
         roots = [(record.source, table.top(Path(record.root))) for record in self.records.all()]
-        mounted = [(source, root) for source, root in roots if root is not None]
-        return [source for source, root in mounted if not self._fd_store.has(root)]
+        mounted = {root: source for source, root in roots if root is not None}
+        return [mounted[root] for root in self._fd_store.lacks(list(mounted))]
 
     # --- ending ---
 

@@ -337,7 +337,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
                 publish.arguments,
                 settings.to_json(),
                 options.drain_timeout_s,
-                self._files.environment(key, identity, store),
+                self._files.environment(key, identity, store, is_fips=settings.fips),
             )
             self._mounts.records.write(record)
         return identity, record, options.warm

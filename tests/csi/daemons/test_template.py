@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -176,6 +177,31 @@ def test_a_daemon_that_the_supervisor_does_not_know_ends_unused(node: Node) -> N
     assert has_ended(forked.pidfd, LIMIT_S)
     assert os.waitpid(forked.pid, 0)[1] == 0
     assert forked.printed() == ""  # it has read nothing
+
+
+REAPS = """
+import os, sys
+from pathlib import Path
+from csi.daemons.supervisor import Supervisor
+stray, known = (os.posix_spawnp("true", ["true"], os.environ) for _ in range(2))
+for pid in (stray, known):
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+others = {known, os.getpid()}
+supervisor = Supervisor(Path(sys.argv[1]), other_children=lambda: others)
+for _ in range(2):
+    supervisor._reap_stray(0)
+assert os.waitpid(known, os.WNOHANG)[0] == known
+supervisor._reap_stray(0)
+try:
+    os.waitpid(stray, os.WNOHANG)
+    sys.exit("it is still there")
+except ChildProcessError:
+    pass
+"""
+
+
+def test_a_process_that_nobody_waits_for_is_waited_for(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", REAPS, tmp_path / "socket"], check=True)
 
 
 def test_another_template_comes_up_when_one_is_killed(

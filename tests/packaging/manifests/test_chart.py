@@ -86,6 +86,14 @@ PAIRS: dict[str, tuple[dict[str, Any], list[str]]] = {
         },
         ["network-policy", "openshift", "selinux", "surge"],
     ),
+    "openshift with cilium": (
+        {
+            "namespace": {"create": True},
+            "openshift": {"enabled": True},
+            "networkPolicy": {"enabled": True, "kind": "cilium"},
+        },
+        ["network-policy-cilium", "openshift", "surge"],
+    ),
     "apparmor": ({"apparmor": {"isUnconfined": True}}, ["apparmor-unconfined"]),
     "surge": ({"surge": True}, ["surge"]),
     "startup taint": ({"startupTaint": {"enabled": True}}, ["startup-taint"]),
@@ -233,6 +241,8 @@ def test_pools_have_their_own_caches_and_flags(tmp_path: Path) -> None:
     assert gpu["spec"]["nodeSelector"] == {"kubernetes.io/os": "linux", "pool": "gpu"}
     assert flag(container(gpu, "driver"), "memory-limit") == "1GiB"
     assert flag(container(gpu, "driver"), "cache-host-path") == "/mnt/nvme/fusefs"
+    daemons = container(template(documents, "fusefs-csi-daemons-gpu"), "daemons")
+    assert flag(daemons, "cache-host-path") == "/mnt/nvme/fusefs"
     assert str(host_path(gpu, "cache")) == "/mnt/nvme/fusefs"
     assert str(host_path(cpu, "cache")) == "/var/lib/fusefs-csi/cache"
     for pod in (gpu, cpu):
@@ -315,6 +325,9 @@ def test_the_program_understands_the_charts_arguments() -> None:
         ({"node": {"extraArgs": ["memory-limit=1GiB"]}}, "extraArgs"),
         ({"kubeletDir": "var/lib/kubelet"}, "kubeletDir"),
         ({"image": {"digest": "sha256:abc"}}, "digest"),
+        ({"metrics": {"podMonitor": {"enabled": True}}}, "metrics.enabled"),
+        ({"csiDriver": {"tokensInSecrets": True}}, "serviceAccountTokens"),
+        ({"surge": True, "daemons": {"maxUnavailable": 2}}, "maxUnavailable"),
     ],
 )
 def test_values_that_mean_nothing_are_refused(values: dict[str, Any], word: str) -> None:

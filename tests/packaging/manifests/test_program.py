@@ -413,11 +413,23 @@ def test_inline_volumes_are_a_choice() -> None:
 
 def test_an_nvme_disk_that_is_not_mounted_is_not_replaced_by_the_systems() -> None:
     documents = render(MANIFESTS / "overlays/local-nvme")
-    pod = template(documents, "fusefs-csi-node")
-    [cache] = (volume for volume in pod["spec"]["volumes"] if volume["name"] == "cache")
-    # New nodes of an autoscaler have an empty disk.
-    assert cache["hostPath"]["type"] == "DirectoryOrCreate"
-    assert flag(container(pod, "driver"), "cache-host-path") == cache["hostPath"]["path"]
+    for name in ("driver", "daemons"):
+        pod = template(documents, f"fusefs-csi-{name.replace('driver', 'node')}")
+        [cache] = (volume for volume in pod["spec"]["volumes"] if volume["name"] == "cache")
+        # New nodes of an autoscaler have an empty disk.
+        assert cache["hostPath"]["type"] == "DirectoryOrCreate"
+        assert flag(container(pod, name), "cache-host-path") == cache["hostPath"]["path"]
+
+
+def test_a_cache_that_is_no_mountpoint_is_on_no_disk_of_its_own(
+    tmp_path: Path, parser: argparse.ArgumentParser
+) -> None:
+    with pytest.raises(FailedPreconditionError, match="is no mountpoint"):
+        config.check_disk(tmp_path, Path("/mnt/nvme/fusefs"))
+    arguments = ["daemons", f"--cache-dir={tmp_path}", "--cache-host-path=/mnt/nvme/fusefs"]
+    given = parser.parse_args(arguments)
+    with pytest.raises(FailedPreconditionError, match="is no mountpoint"):
+        given.run(given)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts")

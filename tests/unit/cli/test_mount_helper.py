@@ -26,10 +26,14 @@ def test_settings_are_given_by_their_names() -> None:
 
 
 def test_switches_are_turned_off_as_well() -> None:
-    assert flags("allow_other=false,no_delete=false,no_delete") == [
+    assert flags("allow_other=false,no_delete") == [
         "--no-allow-other",
         "--no-delete",
     ]
+
+
+def test_the_daemon_has_the_user_that_is_named() -> None:
+    assert flags("user=svc,ro") == ["--user=svc", "--read-only"]
 
 
 def test_what_mount_and_systemd_handle_is_left_to_them() -> None:
@@ -45,7 +49,21 @@ def test_files_of_credentials_are_named_and_never_keys() -> None:
 
 
 @pytest.mark.parametrize(
-    "option", ["noexec", "suid", "dev", "cache-siz=1", "cache_size", "allow_other=perhaps", "sync"]
+    "option",
+    [
+        "noexec",
+        "suid",
+        "dev",
+        "cache-siz=1",
+        "cache_size",
+        "allow_other=perhaps",
+        "sync",
+        "user",
+        "users",
+        "foreground",
+        "foreground=true",
+        "no_delete=false",
+    ],
 )
 def test_what_cannot_be_had_is_refused(option: str) -> None:
     with pytest.raises(OptionError):
