@@ -55,7 +55,8 @@ has the mount wait for the network.
 Every setting of
 .BR fusefs\\-mount (1)
 is an option under its name, with underscores or dashes. Switches are given alone, or as
-.IR name =false.
+.IR name =false;
+those whose names begin with no_ only alone.
 {settings}
 .TP
 .B ro
