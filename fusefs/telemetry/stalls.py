@@ -228,6 +228,10 @@ class Work:
                     stalls.change(cause, count, now)
                 stalls.change(_ANY, count, now)
 
+    def begin_awaited(self) -> None:
+        """`wait(1)` of a work that no other task or thread has yet, without the lock."""
+        self._waiters = 1
+
     def awaited(self) -> _Awaited:
         """A request waits for it meanwhile (`with work.awaited()`)."""
         return _Awaited(self)
@@ -285,7 +289,7 @@ class served:
         self._work = Work()
 
     def __enter__(self) -> None:
-        self._work.wait(1)
+        self._work.begin_awaited()
         self._token = _work.set(self._work)
 
     def __exit__(self, *_: object) -> None:
