@@ -30,7 +30,9 @@ def faults(faulty: FaultyS3) -> Iterator[FaultyS3]:
     faulty.clear()
 
 
-def test_a_sound_mount_has_no_problem(bucket: Bucket, mounter: Mounter) -> None:
+def test_a_sound_mount_has_no_problem_and_a_silent_daemon_is_one(
+    bucket: Bucket, mounter: Mounter
+) -> None:
     bucket.put("a", b"x" * (2 << 20))
     mount = mounter()
     status, found = examined(mount.path)
@@ -40,6 +42,16 @@ def test_a_sound_mount_has_no_problem(bucket: Bucket, mounter: Mounter) -> None:
     assert abs(found["clock"]["figures"]["skew_seconds"]) < 30
     assert found["daemon"]["level"] == "ok"
     assert found["credentials"]["figures"] == {"method": "env", "is_temporary": False}
+
+    pid = mount.pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        status, found = examined(mount.path)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert status == 1
+    assert found["daemon"]["level"] == "problem"
+    assert found["list"]["level"] == "ok"  # by the settings that the keeper has
 
 
 def test_permissions_are_tried_on_request_and_nothing_is_left(bucket: Bucket) -> None:
@@ -80,20 +92,6 @@ def test_a_server_that_is_away_is_a_problem(bucket: Bucket) -> None:
     assert status == 1
     assert "refused" in found["connection own"]["text"]
     assert found["list"]["level"] == "skipped"
-
-
-def test_a_daemon_that_does_not_answer_is_a_problem(bucket: Bucket, mounter: Mounter) -> None:
-    bucket.put("a", b"x")
-    mount = mounter()
-    pid = mount.pid
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        status, found = examined(mount.path)
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    assert status == 1
-    assert found["daemon"]["level"] == "problem"
-    assert found["list"]["level"] == "ok"  # by the settings that the keeper has
 
 
 def test_text_says_what_to_do_and_what_is_no_mount_is_refused(bucket: Bucket) -> None:

@@ -11,12 +11,12 @@ import urllib.request
 from pathlib import Path
 
 from tests.support.buckets import Bucket
-from tests.support.mounting import FUSEFS, LIMIT_S, Mounter, fusefs
+from tests.support.mounting import FUSEFS, LIMIT_S, Mount, Mounter, fusefs
 from tests.support.prometheus import free_port
 from tests.support.waiting import until
 
 
-def test_a_file_is_replaced_with_the_metrics_of_all_mounts(
+def test_a_file_is_replaced_with_the_metrics_of_all_mounts_and_they_are_served(
     bucket: Bucket, mounter: Mounter, tmp_path: Path
 ) -> None:
     bucket.put("a", b"x" * 1000)
@@ -30,10 +30,11 @@ def test_a_file_is_replaced_with_the_metrics_of_all_mounts(
     assert "what was there" not in text
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
     assert list(tmp_path.glob("fusefs.prom*")) == [path]
+    serves_until_it_is_ended(mount)
 
 
-def test_metrics_are_served_until_the_command_is_ended(bucket: Bucket, mounter: Mounter) -> None:
-    mount = mounter()
+def serves_until_it_is_ended(mount: Mount) -> None:
+    """Metrics over HTTP, also of a daemon that hangs."""
     address = f"127.0.0.1:{free_port()}"
 
     def scrape() -> str:

@@ -44,20 +44,43 @@ def plant(mount: Mount) -> None:
         log.write(f"proxy http://user:{PASSWORD}@proxy:3128 refused\n")
 
 
-def test_the_report_has_everything_and_no_secret(
+def test_reports_of_one_mount_have_everything_and_no_secret(
     bucket: Bucket, mounter: Mounter, tmp_path: Path
 ) -> None:
+    """As it is, without names, and of a daemon that does not answer."""
     bucket.put("patients/smith.dcm", b"x" * 1000)
-    mount = mounter()
-    (mount.path / "patients/smith.dcm").read_bytes()
+    mount = mounter(prefix="patients/")
+    (mount.path / "smith.dcm").read_bytes()
+    (mount.path / "missing-jones.dcm").exists()
     plant(mount)
     secret = bucket.server.secret_key
     with mount.log.open("a") as log:
         log.write(f"a request signed with {secret}\n")
     path = tmp_path / "fusefs-report.tar.gz"
     texts = reported(path, mount.path, **bucket.server.environment)
-
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    has_everything(texts, mount)
+    for planted in (TOKEN, PASSWORD, secret):
+        assert leaks(texts, planted) == []
+
+    texts = reported(tmp_path / "r.tar.gz", mount.path, "--redact", **bucket.server.environment)
+    for name in ("smith", "jones", "patients", bucket.name, str(tmp_path), TOKEN, PASSWORD):
+        assert leaks(texts, name) == []
+    assert json.loads(texts["mount-1/status.json"])["session"] == "kernel"
+    assert "Daemon.run" in texts["mount-1/stacks-tasks.txt"]
+
+    pid = mount.pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        texts = reported(tmp_path / "silent.tar.gz", mount.path)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert json.loads(texts["mount-1/metrics.json"])["not_answering"]
+    assert json.loads(texts["mount-1/settings.json"])["source"]
+    assert "State:\tT" in texts["mount-1/process/status"]
+
+
+def has_everything(texts: dict[str, str], mount: Mount) -> None:
     assert json.loads(texts["versions.json"])["packages"]["trio"]
     status: dict[str, Any] = json.loads(texts["mount-1/status.json"])
     assert status["mountpoint"] == str(mount.path)
@@ -66,37 +89,7 @@ def test_the_report_has_everything_and_no_secret(
     assert "Daemon.run" in texts["mount-1/stacks-tasks.txt"]
     assert "thread MainThread" in texts["mount-1/stacks-threads.txt"]
     assert "serving s3://" in texts["mount-1/log"]
-    for planted in (TOKEN, PASSWORD, secret):
-        assert leaks(texts, planted) == []
     assert leaks(texts, "smith.dcm") or leaks(texts, str(mount.path))
-
-
-def test_a_redacted_report_has_no_names(bucket: Bucket, mounter: Mounter, tmp_path: Path) -> None:
-    bucket.put("patients/smith.dcm", b"x" * 1000)
-    mount = mounter(prefix="patients/")
-    (mount.path / "smith.dcm").read_bytes()
-    (mount.path / "missing-jones.dcm").exists()
-    plant(mount)
-    texts = reported(tmp_path / "r.tar.gz", mount.path, "--redact", **bucket.server.environment)
-    for name in ("smith", "jones", "patients", bucket.name, str(tmp_path), TOKEN, PASSWORD):
-        assert leaks(texts, name) == []
-    assert json.loads(texts["mount-1/status.json"])["session"] == "kernel"
-    assert "Daemon.run" in texts["mount-1/stacks-tasks.txt"]
-
-
-def test_a_silent_daemon_is_reported_all_the_same(
-    bucket: Bucket, mounter: Mounter, tmp_path: Path
-) -> None:
-    mount = mounter()
-    pid = mount.pid
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        texts = reported(tmp_path / "r.tar.gz", mount.path)
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    assert json.loads(texts["mount-1/metrics.json"])["not_answering"]
-    assert json.loads(texts["mount-1/settings.json"])["source"]
-    assert "State:\tT" in texts["mount-1/process/status"]
 
 
 def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:

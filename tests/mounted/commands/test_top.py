@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.buckets import Bucket
-from tests.support.mounting import FUSEFS, Mount, Mounter, fusefs
+from tests.support.mounting import FUSEFS, LIMIT_S, Mount, Mounter
 from tests.support.waiting import until
 
 
@@ -62,6 +62,18 @@ def terminal(tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
         one.end()
 
 
+def start_top(*options: str) -> subprocess.Popen[str]:
+    """One sample, for what is not a terminal."""
+    command = [str(FUSEFS), "top", "--count", "1", *options]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+
+
+def output_of(process: subprocess.Popen[str]) -> str:
+    out, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0
+    return out
+
+
 def reader(mount: Mount, bucket: Bucket) -> Callable[[], None]:
     """Reads a little more at each call, what is cached and what is not."""
     numbers = itertools.count()
@@ -76,7 +88,7 @@ def reader(mount: Mount, bucket: Bucket) -> Callable[[], None]:
     return step
 
 
-def test_the_screen_shows_all_mounts_and_looks_into_one(
+def test_the_screen_the_lines_and_json_show_all_mounts(
     mounter: Mounter, bucket: Bucket, terminal: Callable[..., Terminal]
 ) -> None:
     mount = mounter()
@@ -93,6 +105,9 @@ def test_the_screen_shows_all_mounts_and_looks_into_one(
 
     # Other tests of this machine have mounts as well.
     own = str(mount.path)[-20:]
+    # One after the other they would take as long again.
+    plain = start_top()
+    as_json = start_top("--json")
     until(shows("waited", "to upload", own, "q quit"), "the overview")
     chosen = f"what {mount.path} waits for"
 
@@ -110,13 +125,8 @@ def test_the_screen_shows_all_mounts_and_looks_into_one(
     screen.press("q")
     until(lambda: screen.has_ended, "the end")
 
-
-def test_lines_and_json_are_printed_each_second(mounter: Mounter, bucket: Bucket) -> None:
-    bucket.put("a", b"x")
-    mount = mounter()
-    plain = fusefs("top", "--count", "1").stdout  # not a terminal
-    assert f"{mount.path}: read " in plain
-    [line] = fusefs("top", "--json", "--count", "1").stdout.splitlines()
+    assert f"{mount.path}: read " in output_of(plain)
+    [line] = output_of(as_json).splitlines()
     found = {one["volume"]: one for one in json.loads(line)["mounts"]}
     assert found[str(mount.path)]["is_up"]
     assert found[str(mount.path)]["source"] == f"s3://{bucket.name}/"
