@@ -13,8 +13,9 @@ import trio.testing
 
 from fusefs.posix.types import NewAttributes
 from fusefs.posix.write import uploader
-from fusefs.store.errors import CredentialsError
+from fusefs.store.errors import CredentialsError, StoreError
 from fusefs.store.interface import ObjectInfo
+from fusefs.telemetry.stalls import STALLS, WaitCause, served, stage
 from tests.support.mortal_mount import MemoryStore, MortalMount
 
 LIMIT_S = 20.0
@@ -124,3 +125,44 @@ async def test_a_fault_in_an_upload_is_a_failed_upload_and_no_more(
         await process.close(fh)
     assert mount.store.contents() == {"file": b"content"}
     assert "Traceback" in caplog.text
+
+
+class SlowAhead(SlowStore):
+    """A bucket that is slow to begin uploads in parts, and then refuses them."""
+
+    async def begin_upload(self, *_: Any, **_more: Any) -> Any:
+        with stage(WaitCause.S3_TRANSFER):
+            self.begun.set()
+            await self.may_end.wait()
+        raise StoreError("no uploads in parts")
+
+
+async def test_a_close_waits_for_what_is_sent_while_the_file_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploader, "AHEAD", 4)
+    monkeypatch.setattr(uploader, "IN_PARTS", 4)
+    mount = MortalMount(tmp_path)
+    store = mount.store = SlowAhead()
+
+    def waited_s() -> float:
+        return STALLS.totals().stalled[WaitCause.S3_TRANSFER]
+
+    async with mount.serving() as process:
+        fh = await process.create("file", b"")
+        with served():
+            await process.write(fh, 0, b"two parts")
+        await store.begun.wait()
+        before = waited_s()
+        assert waited_s() == before  # the write has ended
+
+        async def close() -> None:
+            with served():
+                await process.close(fh)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(close)
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            store.may_end.set()
+    assert waited_s() > before
+    assert store.contents() == {"file": b"two parts"}
