@@ -71,7 +71,7 @@ class DaemonTemplate:
                     stdin=stdin.fileno(),
                     stdout=1,
                     kept=[],
-                    environment={**self._environment, template.VARIABLE: "1"},
+                    environment={**self._environment, template.VARIABLE: template.FOR_DAEMONS},
                     credentials=Credentials(os.geteuid(), os.getegid(), []),
                     yields_memory=True,
                 )

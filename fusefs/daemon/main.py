@@ -547,8 +547,8 @@ def main() -> int:
     # What a start makes stays: modules, boto3's models, perhaps a million restored nodes. To look
     # through them again and again takes a twentieth of a start, and more with many nodes.
     gc.disable()
-    if template.is_template():
-        preloading.serve()
+    if purpose := template.purpose():
+        preloading.serve(purpose)
     try:
         run(
             setup.read_input(sys.stdin.read()),

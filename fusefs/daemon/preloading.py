@@ -13,9 +13,13 @@ from fusefs.keeper import template
 from fusefs.store.s3 import clients
 
 
-def serve() -> None:
-    """Serve as a template; return in a forked process that is to be a daemon. Blocks."""
-    template.keep_users_alone()
+def serve(purpose: str) -> None:
+    """Serve as a template; return in a forked process that is to be a daemon. Blocks.
+
+    A standby is of its keeper's mount, and has all rights that its daemon has.
+    """
+    if purpose == template.FOR_DAEMONS:
+        template.keep_users_alone()
     program = _program()
     installed = _identities(program)
     # What fails here fails again when it is needed, and is reported then.

@@ -51,13 +51,15 @@ class BusyPoll:
         self._account_ns = 0
         self._pause = FIRST_PAUSE
         self._skipping = 0
-        self._preempted = 0
+        self._preempted = _preemptions()
         self.polled = self.hits = self.spent_ns = 0
 
     def finds_request(self) -> bool:
         """Wait up to 50 microseconds for a request, if that pays; whether there is one."""
         if self._skipping:
             self._skipping -= 1
+            if not self._skipping:
+                self._preempted = _preemptions()
             return False
         poll, clock = self._poll.poll, time.perf_counter_ns
         began = clock()
@@ -78,7 +80,7 @@ class BusyPoll:
         self.spent_ns += spent_ns
         gain = (LONGEST_NS if is_hit else 0) - spent_ns
         if self.polled % PREEMPTIONS_EVERY == 0:
-            preempted = resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
+            preempted = _preemptions()
             gain -= (preempted - self._preempted) * PREEMPTION_NS
             self._preempted = preempted
         self._account_ns = account = min(MOST_NS, self._account_ns + gain)
@@ -95,6 +97,11 @@ class BusyPoll:
             "hits": self.hits,
             "spent_s": self.spent_ns / 1e9,
         }
+
+
+def _preemptions() -> int:
+    """How often this thread had to give its processor up."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
 
 
 def polling(fd: int, mode: BusyPolling) -> BusyPoll | None:

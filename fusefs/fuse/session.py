@@ -67,6 +67,9 @@ BUFFER_SIZE = MAX_WRITE + 4096
 MAX_PAGES = 256
 # Requests between two checkpoints: about 2 ms of them.
 BATCH = 64
+# Requests that were polled for between two checkpoints: what else is due waits for half
+# a millisecond at most.
+MOST_POLLED = 8
 
 _WANTED = (
     Init.ASYNC_READ
@@ -291,8 +294,8 @@ class Session(KernelNotifications):
     async def _serve(self, nursery: trio.Nursery) -> None:
         while True:
             await trio.lowlevel.wait_readable(self._fd)
-            ACTIVITY.note()
             while True:
+                ACTIVITY.note()
                 count = self._answer_batch(nursery)
                 if count < 0:
                     return
@@ -302,12 +305,16 @@ class Session(KernelNotifications):
 
     def _answer_batch(self, nursery: trio.Nursery) -> int:
         """Answer what is there; return how many requests, -1 once unmounted."""
+        polled = 0
         for count in range(BATCH):
             try:
                 size = os.readv(self._fd, self._buffers)
             except BlockingIOError:
                 if not self._finds_request():
                     return count
+                polled += 1
+                if polled == MOST_POLLED:
+                    break
                 continue
             except OSError as error:
                 if error.errno == errno.ENODEV:

@@ -153,7 +153,10 @@ class Standby:
                     stdin=stdin.fileno(),
                     stdout=1,
                     kept=[],
-                    environment={**_environment(INITIAL_VARIABLES), template.VARIABLE: "1"},
+                    environment={
+                        **_environment(INITIAL_VARIABLES),
+                        template.VARIABLE: template.FOR_STANDBYS,
+                    },
                     credentials=self._configuration.credentials,
                     yields_memory=_may_order_by_memory(),
                 )

@@ -27,8 +27,10 @@ its program again before it reads, so that no daemon is made of two versions.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import signal
 import socket
 import struct
 import sys
@@ -41,6 +43,8 @@ from fusefs.linux import processes
 from fusefs.linux.libc import forbid_inspection
 
 VARIABLE = "FUSEFS_TEMPLATE"
+# Its values: what is forked is for one mount alone, or for any of a supervisor's.
+FOR_STANDBYS, FOR_DAEMONS = "standbys", "daemons"
 READY = b"ready"
 FORK = b"fork"
 LAUNCH = b"launch"
@@ -49,9 +53,9 @@ PID = struct.Struct("=i")
 USER = struct.Struct("=II")  # uid, gid
 
 
-def is_template() -> bool:
-    """Whether this process was started as one; true once."""
-    return os.environ.pop(VARIABLE, None) is not None
+def purpose() -> str:
+    """What this process is a template for; "" if it is none, and when it was looked at before."""
+    return os.environ.pop(VARIABLE, "")
 
 
 def serve(has_changed: Callable[[], bool]) -> None:
@@ -61,7 +65,7 @@ def serve(has_changed: Callable[[], bool]) -> None:
     """
     try:
         begin = _fork_for_ever(has_changed)
-    except OSError:  # whoever has started it is gone
+    except OSError:  # whoever has started it is gone, or it can't fork
         sys.exit()
     begin()
 
@@ -100,7 +104,10 @@ def _fork_for_parent() -> int:
     reader, writer = os.pipe()
     middle = os.fork()
     if middle == 0:
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:
+            os._exit(1)
         if pid:
             os.write(writer, PID.pack(pid))
             os._exit(0)
@@ -111,6 +118,8 @@ def _fork_for_parent() -> int:
     packed = os.read(reader, PID.size)
     os.close(reader)
     os.waitpid(middle, 0)
+    if not packed:
+        raise OSError(errno.EAGAIN, "no process can be forked")
     return int(PID.unpack(packed)[0])
 
 
@@ -145,6 +154,9 @@ def _become_daemon(
     os.dup2(stdout, 1)
     processes.close_all_but(channel, supervisor, environment)
     processes.become(credentials)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_IGN)  # as where Python starts: nothing is executed here
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     forbid_inspection()  # a change of the user may have allowed it
     if os.read(supervisor, len(GO)) != GO:
         os._exit(0)

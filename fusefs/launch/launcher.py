@@ -18,7 +18,6 @@ import fcntl
 import json
 import os
 import selectors
-import signal
 import socket
 import subprocess
 import sys
@@ -26,14 +25,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any
 
 from fusefs.keeper import fd_store, supervisor_protocol
 from fusefs.launch import control, log_location, registry, users
-from fusefs.launch.mount_requests import keeper_pid
+from fusefs.launch.foreground import Foreground
 from fusefs.launch.preflight import LaunchError, refuse_mounted
-from fusefs.linux import mountinfo, service_manager, unmount
+from fusefs.linux import mountinfo, unmount
 from fusefs.linux.mount import READ_AHEAD_KIB, MountRequest, may_mount, mount_arguments
 from fusefs.settings.mount import MountSettings
 from fusefs.settings.types import SessionKind
@@ -179,25 +177,10 @@ def _wait_until_listening(keeper: subprocess.Popen[bytes], path: Path) -> None:
 def run_foreground(settings: MountSettings) -> int:
     """Start the mount, and stay until it has ended; what ends this process ends the mount.
 
-    A service manager gets signs of life while the mount's keeper answers.
+    A service manager gets signs of life while the mount has a keeper.
     """
-    process = start(settings)
-
-    def end(_number: int, _frame: FrameType | None) -> None:
-        process.terminate()
-
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, end)
-    with service_manager.ready(lambda: _works(settings)):
-        return process.wait()
-
-
-def _works(settings: MountSettings) -> bool:
-    if settings.session == SessionKind.PYFUSE3:  # which has no keeper
-        return True
-    # The keeper replaces a daemon that hangs, and one that died.
-    return keeper_pid(settings.mountpoint) is not None
+    has_keeper = settings.session != SessionKind.PYFUSE3
+    return Foreground(start(settings), settings.mountpoint, has_keeper=has_keeper).run()
 
 
 @contextlib.contextmanager

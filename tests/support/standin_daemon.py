@@ -366,7 +366,7 @@ def be_template(arguments: list[str]) -> None:
 
 def main() -> None:
     faulthandler.register(signal.SIGUSR1)
-    was_standby = template.is_template()
+    was_standby = bool(template.purpose())
     if was_standby:
         be_template(sys.argv[1:])
     settings = json.load(sys.stdin)

@@ -89,7 +89,9 @@ class Opener:
         """
         if self._backing.is_on or inode.passthrough or self._cache.has_neighbours:
             return False
-        return file.is_kept and not file.needs_check and file.name not in self._cache.discarded
+        if file.is_opening or file.needs_check:
+            return False
+        return file.is_kept and file.name not in self._cache.discarded
 
     def _opened_before(self, fh: int) -> Opened:
         """An open that the last process had logged, but not answered."""

@@ -32,7 +32,7 @@ import json, os, sys
 from fusefs.keeper import template
 from fusefs.linux.libc import forbid_inspection
 forbid_inspection()
-assert template.is_template()
+assert template.purpose() == template.FOR_DAEMONS
 template.keep_users_alone()
 template.serve(lambda: False)
 read = sys.stdin.read()
@@ -161,6 +161,16 @@ def test_a_daemon_has_no_rights_and_cannot_be_looked_into(node: Node) -> None:
     # The files in /proc of a process that may not be inspected are root's.
     assert os.stat(f"/proc/{forked.pid}/mem").st_uid == 0
     assert os.getsid(forked.pid) == forked.pid
+
+
+def test_a_daemon_outlives_whom_it_answers(node: Node) -> None:
+    """What leaves before its answer is an error of a write, as in a daemon that is executed."""
+    forked = node.fork(40001, "one")
+    forked.go()
+    forked.printed()
+    ignored = int(forked.status()["SigIgn"], 16)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        assert ignored & 1 << (number - 1), number
 
 
 def test_the_template_may_change_users_and_nothing_else(node: Node) -> None:

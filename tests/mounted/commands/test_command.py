@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fusefs.launch import registry
+from fusefs.launch import control, mount_requests, registry
 from fusefs.linux import mountinfo
 from tests.support.buckets import Bucket
 from tests.support.gate import Gate
@@ -185,13 +185,12 @@ def test_the_mount_of_a_killed_daemon_can_be_taken_away(mounter: Mounter) -> Non
     assert os.listdir(one.path) == []
 
 
-@pytest.mark.parametrize(
-    ("session", "number"), [("kernel", signal.SIGINT), ("pyfuse3", signal.SIGHUP)]
-)
-def test_a_mount_in_the_foreground_ends_with_an_interrupt(
-    bucket: Bucket, tmp_path: Path, session: str, number: int
-) -> None:
-    path = tmp_path / "mnt"
+@contextlib.contextmanager
+def in_the_foreground(
+    bucket: Bucket, directory: Path, session: str
+) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """A mount of a file `a`, once it answers, and the command that stays."""
+    path = directory / "mnt"
     path.mkdir()
     bucket.put("a", b"x")
     process = subprocess.Popen(
@@ -206,7 +205,7 @@ def test_a_mount_in_the_foreground_ends_with_an_interrupt(
             "--endpoint-url",
             bucket.server.endpoint_url,
             "--cache-dir",
-            tmp_path / "cache",
+            directory / "cache",
         ],
         env={**os.environ, **bucket.server.environment},
         stderr=subprocess.PIPE,
@@ -218,16 +217,49 @@ def test_a_mount_in_the_foreground_ends_with_an_interrupt(
             lambda: "not_answering" not in json.loads(fusefs("status", path, "--json").stdout),
             "the mount answers",
         )
-        assert (path / "a").read_bytes() == b"x"
-        process.send_signal(number)
-        _, said = process.communicate(timeout=LIMIT_S)
-        assert process.returncode == 0
-        assert "Traceback" not in said
-        assert mountinfo.find_mount(path) is None
-        assert registry.registration_of(path) is None
+        yield process, path
     finally:
         process.kill()
         fusefs("umount", "--force", path, check=False)
+
+
+def keeper(path: Path) -> int | None:
+    try:
+        return int(mount_requests.keeper_status(path, LIMIT_S)["pid"])
+    except control.ControlError:
+        return None
+
+
+def end_with(number: int, process: subprocess.Popen[str], path: Path) -> None:
+    process.send_signal(number)
+    _, said = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0
+    assert "Traceback" not in said
+    assert mountinfo.find_mount(path) is None
+    assert registry.registration_of(path) is None
+
+
+@pytest.mark.parametrize(
+    ("session", "number"), [("kernel", signal.SIGINT), ("pyfuse3", signal.SIGHUP)]
+)
+def test_a_mount_in_the_foreground_ends_with_an_interrupt(
+    bucket: Bucket, tmp_path: Path, session: str, number: int
+) -> None:
+    with in_the_foreground(bucket, tmp_path, session) as (process, path):
+        assert (path / "a").read_bytes() == b"x"
+        end_with(number, process, path)
+
+
+def test_a_mount_in_the_foreground_outlives_its_keeper(bucket: Bucket, tmp_path: Path) -> None:
+    with in_the_foreground(bucket, tmp_path, "kernel") as (process, path), open(path / "a") as file:
+        first = keeper(path)
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        until(lambda: keeper(path) not in (None, first), "another keeper goes on")
+        assert file.read() == "x"
+        file.close()
+        assert process.poll() is None
+        end_with(signal.SIGTERM, process, path)
 
 
 # What is told

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -176,6 +177,34 @@ def test_a_standby_whose_program_is_replaced_begins_with_the_new_one(
         assert one.lines().count("begun") == 1 + is_replaced
 
 
+PRELOADING = """
+import sys
+sys.path.insert(0, {project!r})
+from fusefs.daemon import preloading
+from fusefs.keeper import template
+preloading.serve(template.purpose())
+"""
+
+
+@needs_root
+def test_a_standby_has_all_rights_of_the_daemon_that_it_becomes() -> None:
+    keeper, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with keeper, its:
+        process = subprocess.Popen(
+            [sys.executable, "-c", PRELOADING.format(project=os.fspath(PROJECT))],
+            stdin=its,
+            env={**os.environ, template.VARIABLE: template.FOR_STANDBYS},
+        )
+        its.close()
+        assert keeper.recv(64) == template.READY
+        rights = [
+            re.findall(r"CapEff:\s+(\w+)", Path(f"/proc/{pid}/status").read_text())
+            for pid in (os.getpid(), process.pid)
+        ]
+    assert rights[0] == rights[1]
+    assert process.wait(LIMIT_S) == 0
+
+
 def test_a_standby_without_its_keeper_ends(tmp_path: Path) -> None:
     with running_template(tmp_path) as one:
         standby = one.fork()
@@ -192,7 +221,7 @@ import os, sys
 sys.path.insert(0, {project!r})
 from fusefs.keeper import template
 print("begun", flush=True)
-if template.is_template():
+if template.purpose():
     template.serve(lambda: os.path.exists("changed"))
 print("read:", sys.stdin.read(), flush=True)
 """
@@ -210,7 +239,7 @@ class RunningTemplate:
                 stdin=its,
                 stdout=output,
                 cwd=directory,
-                env={**os.environ, template.VARIABLE: "1"},
+                env={**os.environ, template.VARIABLE: template.FOR_STANDBYS},
             )
         assert self.keeper.recv(64) == template.READY
 
