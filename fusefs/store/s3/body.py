@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from fusefs.store.checksum import crc32
 from fusefs.store.errors import AttemptError, Failure, StoreError
-from fusefs.store.s3.threads import Attempt
+from fusefs.store.http.threads import Attempt
 
 PIECE = 1 << 20
 

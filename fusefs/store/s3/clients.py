@@ -22,10 +22,10 @@ from fusefs.store.errors import NO_CREDENTIALS, AttemptError, UnreachableError, 
 from fusefs.store.http import proxies, redirects, trust
 from fusefs.store.http.client import Direct, unsigned_body
 from fusefs.store.http.pool import Network
+from fusefs.store.http.threads import Attempt
 from fusefs.store.s3 import list_parser, plain
 from fusefs.store.s3.list import Lister
 from fusefs.store.s3.plain import DEFAULT_REGION, LazyClient
-from fusefs.store.s3.threads import Attempt
 from fusefs.store.s3.write_options import NO_OPTIONS, WriteOptions
 
 if TYPE_CHECKING:

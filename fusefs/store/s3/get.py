@@ -27,11 +27,11 @@ from fusefs.store.errors import (
     UnreachableError,
 )
 from fusefs.store.http.exchange import Answer
+from fusefs.store.http.threads import AbandonedError, Attempt
 from fusefs.store.interface import ChunkWriter, ObjectVersion, Urgency, demanded
 from fusefs.store.s3.head import head
 from fusefs.store.s3.list_parser import quoted
 from fusefs.store.s3.requester import Requester
-from fusefs.store.s3.threads import AbandonedError, Attempt
 from fusefs.telemetry.s3_requests import first_byte, handling_answer
 
 if TYPE_CHECKING:

@@ -38,11 +38,11 @@ from fusefs.store.errors import (
 )
 from fusefs.store.http.async_exchange import Hedge
 from fusefs.store.http.exchange import Answer
+from fusefs.store.http.threads import AbandonedError, Attempt, Progress, Threads, Transfer
 from fusefs.store.interface import ListPage, Strict, Urgency, demanded
 from fusefs.store.s3 import list as listing
 from fusefs.store.s3.clients import Clients, ClientSource, S3Settings
 from fusefs.store.s3.conditions import for_condition
-from fusefs.store.s3.threads import AbandonedError, Attempt, Progress, Threads, Transfer
 from fusefs.telemetry.activity import ACTIVITY
 from fusefs.telemetry.s3_requests import RequestClock, cause_of, clocked
 from fusefs.telemetry.stalls import WaitCause, stage
