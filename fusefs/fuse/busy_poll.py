@@ -32,6 +32,8 @@ LONGEST_NS = 50_000
 # The account's bounds: 2 ms, which is how long a loss goes unnoticed.
 MOST_NS = 2_000_000
 FIRST_PAUSE, LONGEST_PAUSE = 16, 4096
+# After a pause so many waits in vain show that it still does not pay.
+TRIED_AGAIN = 8
 # How often the number of preemptions is read, in polled waits, and what one costs.
 PREEMPTIONS_EVERY = 16
 PREEMPTION_NS = 200_000
@@ -87,7 +89,7 @@ class BusyPoll:
         if account > 0:
             self._pause = FIRST_PAUSE
         elif account < -MOST_NS and not self._is_always:
-            self._account_ns = 0
+            self._account_ns = TRIED_AGAIN * LONGEST_NS - MOST_NS
             self._skipping = self._pause
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
 
