@@ -57,7 +57,8 @@ def test_requests_are_logged_with_where_their_answers_came_from(
     requests, summary = end_profile(process)
     reads = of(requests, "read", "data/large")
     assert sum(one["size"] for one in reads) == 6 * MIB
-    assert {"s3"} <= {one["source"] for one in reads} <= {"s3", "cache"}
+    # What was fetched ahead of a read is in the cache by then, perhaps all of it.
+    assert {one["source"] for one in reads} <= {"s3", "cache"}
     assert [one["size"] for one in of(requests, "open", "data/small")] == [1000, 1000]
     assert of(requests, "lookup", "data/absent")
     assert all(one["seconds"] >= 0 for one in requests)
