@@ -22,7 +22,7 @@ from csi.node.pod_records import PodRecord, PodRecords
 from fusefs.api import MIB, ControlError, daemon_request, use_runtime_directory
 
 ANSWER_TIMEOUT_S = 1.0
-NOBODY = PodRecord("", "", "")
+NO_POD = PodRecord("", "", "")
 _HEADINGS = ("POD", "CLAIM", "VOLUME", "SOURCE", "IDENTITY", "CACHE", "PENDING", "STATE")
 
 
@@ -83,7 +83,7 @@ def rows_of(state: Path) -> Iterator[Row]:
         shown: list[Path | None] = [path for path in targets if "volume-subpaths" not in path.parts]
         for target in shown or [None]:
             pod = pods.get(target) if target is not None else None
-            yield _row(record, pod or NOBODY, target, status, is_mounted=root is not None)
+            yield _row(record, pod or NO_POD, target, status, is_mounted=root is not None)
 
 
 def _row(

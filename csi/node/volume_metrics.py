@@ -20,7 +20,7 @@ KEY_LENGTH = 8
 
 
 def targets(mounts: Mounts, pods: PodRecords) -> list[MetricsTarget]:
-    """What is to be asked for metrics at this moment. No mount is touched."""
+    """The processes that have metrics at this moment. No mount is touched."""
     records = mounts.records.all()
     counts = Counter(record.volume_id for record in records)
     table, known = MountTable(), pods.all()

@@ -58,7 +58,7 @@ def _listening(path: Path) -> Iterator[socket.socket]:
         with sockets.short_name(path) as name:
             listening.bind(name)
         try:
-            path.chmod(0o600)  # nobody can connect before listen()
+            path.chmod(0o600)  # no process can connect before listen()
             listening.listen()
             yield listening
         finally:

@@ -9,7 +9,7 @@ environment and a SOCK_SEQPACKET socket as standard input:
               LAUNCH and a user, + a daemon's sockets to keeper and supervisor, its
               standard input and output, and a file with its environment, a JSON object
 
-What is forked is a child of whoever asked: it is forked twice, and the other side takes
+What is forked is a child of who requests it: it is forked twice, and the other side takes
 orphans in meanwhile. A standby waits for its standard input, over which it gets what a
 daemon reads once it is to be one. A daemon waits for GO from its supervisor, so that none
 serves which the supervisor does not know. The end of either socket is the process's.

@@ -171,7 +171,7 @@ class ConnectionBudget:
     def take_spare(self) -> bool:
         """Take a connection that nothing else needs, with the priority PREFETCH; never waits.
 
-        False if requests wait, or the store has asked to slow down of late.
+        False if requests wait, or the store has refused some of late as too many.
         """
         if self._is_throttled or self._has_waiters or not self._has_room(Priority.PREFETCH):
             return False
@@ -180,7 +180,7 @@ class ConnectionBudget:
 
     @property
     def _is_throttled(self) -> bool:
-        """Whether the store has asked to slow down of late."""
+        """Whether the store has refused requests of late as too many."""
         if self.rate.limit is not None or self.allowed < self.maximum:
             return True
         return self._next_budget is not None and self._next_budget._is_throttled

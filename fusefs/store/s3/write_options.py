@@ -1,4 +1,4 @@
-"""What is asked of the store for each object that a mount makes: class, encryption, ACL.
+"""What each object that a mount makes is sent with: class, encryption, ACL.
 
 S3 takes these with the requests that begin an object: PUT, COPY and the beginning of a
 multipart upload. botocore gets them as parameters, and requests of our own as headers.
