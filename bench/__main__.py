@@ -34,7 +34,7 @@ from bench.dataset import DataSet, Sizes
 from bench.processes import BenchError
 from bench.runner import Runner
 from bench.workloads.table import READING, WORKLOADS, Workload
-from tests.support.s3_server import S3Server, ServerError
+from tests.support.servers.s3_server import S3Server, ServerError
 
 MIB = 1024 * 1024
 RESULTS = Path(__file__).parent / "results"

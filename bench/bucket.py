@@ -15,7 +15,7 @@ from typing import Any
 from bench import pagecache
 from bench.cloud.proxy import Proxy
 from bench.programs.readers import open_store
-from tests.support.s3_server import REGION, S3Server
+from tests.support.servers.s3_server import REGION, S3Server
 
 # What would have programs trust other certificates than they are given.
 CERTIFICATES = (

@@ -36,8 +36,8 @@ from bench.contenders.contender import Contender, Native, Place
 from bench.contenders.registry import CONTENDERS, KERNEL, PEERS
 from bench.processes import BenchError
 from bench.session import next_line
-from tests.support.cgroup import memory_group
-from tests.support.s3_server import S3Server, ServerError
+from tests.support.machine.cgroup import memory_group
+from tests.support.servers.s3_server import S3Server, ServerError
 
 MIB = 1024 * 1024
 WORKERS = 4

@@ -36,7 +36,7 @@ from bench.contenders.fusefs import Fusefs
 from bench.contenders.peers import find, rclone_environment
 from bench.contenders.registry import CONTENDERS, KERNEL
 from bench.processes import BenchError
-from tests.support.s3_server import S3Server
+from tests.support.servers.s3_server import S3Server
 
 MIB = 1024 * 1024
 LIMIT_S = 600.0

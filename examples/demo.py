@@ -32,7 +32,7 @@ from typing import NoReturn
 
 from fusefs.cli.status_report import human_size
 from fusefs.linux import mountinfo
-from tests.support.s3_server import S3Server, ServerError
+from tests.support.servers.s3_server import S3Server, ServerError
 
 MIB = 1 << 20
 CLASSES = 20

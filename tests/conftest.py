@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import ceph_server
-from tests.support.buckets import Bucket, new_bucket
-from tests.support.ceph_server import CephServer
-from tests.support.faulty_s3 import FaultyS3
-from tests.support.keeping import Kept, kept_mount
-from tests.support.local_file import LocalFile, MakeFile
+from tests.support.machine.local_file import LocalFile, MakeFile
+from tests.support.machine.ordinary_user import public_directory
 from tests.support.mounting import Mount, Mounter
-from tests.support.ordinary_user import public_directory
-from tests.support.s3_server import S3Server
+from tests.support.servers import ceph_server
+from tests.support.servers.buckets import Bucket, new_bucket
+from tests.support.servers.ceph_server import CephServer
+from tests.support.servers.faulty_s3 import FaultyS3
+from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import skip_without_fuse
+from tests.support.survival.keeping import Kept, kept_mount
 
 TESTS = Path(__file__).parent
 MOUNTING = [TESTS / name for name in ("mounted", "survival", "csi/node", "csi/identities")]

@@ -23,7 +23,7 @@ from bench import processes
 from bench.bucket import Bucket
 from bench.cloud.proxy import NEAR, Distance, Proxy
 from bench.processes import BenchError
-from tests.support.s3_server import S3Server, ServerError
+from tests.support.servers.s3_server import S3Server, ServerError
 
 
 def main() -> int:

@@ -23,8 +23,8 @@ from bench.contenders.contender import Contender, Place
 from bench.processes import BenchError
 from csi.generated import csi_pb2, csi_pb2_grpc
 from fusefs.keeper import template
-from tests.support.ordinary_user import runnable_by_all
-from tests.support.s3_server import ACCESS_KEY, REGION, SECRET_KEY
+from tests.support.machine.ordinary_user import runnable_by_all
+from tests.support.servers.s3_server import ACCESS_KEY, REGION, SECRET_KEY
 
 CALL_LIMIT_S = 60.0
 _Mode = csi_pb2.VolumeCapability.AccessMode

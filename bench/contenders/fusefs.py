@@ -10,7 +10,7 @@ from pathlib import Path
 from bench import processes
 from bench.contenders.contender import Mount, Place
 from bench.processes import BenchError, Usage
-from tests.support.s3_server import REGION
+from tests.support.servers.s3_server import REGION
 
 COMMAND_WAIT_S = 60.0
 

@@ -20,7 +20,7 @@ from bench.bucket import Bucket
 from bench.contenders.contender import Mount, Place
 from bench.dataset import LARGE
 from bench.processes import BenchError, Usage
-from tests.support.s3_server import ACCESS_KEY, REGION, SECRET_KEY
+from tests.support.servers.s3_server import ACCESS_KEY, REGION, SECRET_KEY
 
 # What is copied into a file system with a format of its own.
 COPIED = (LARGE.partition("/")[0], "small", "tree")

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 from csi.generated import csi_pb2
-from tests.support.buckets import Bucket, keys, stored
-from tests.support.csi import Driver, mount_capability
-from tests.support.csi_node import SECRETS, Node, running_node
-from tests.support.csi_volumes import CLUSTER, NAME, create, delete, record_key, request
-from tests.support.s3_server import S3Server
+from tests.support.csi.calls import Driver, mount_capability
+from tests.support.csi.node import SECRETS, Node, running_node
+from tests.support.csi.volumes import CLUSTER, NAME, create, delete, record_key, request
+from tests.support.servers.buckets import Bucket, keys, stored
+from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import PATIENCE_S
 
 # What the provisioner adds to a volume's attributes, and kubelet when it publishes.

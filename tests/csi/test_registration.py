@@ -17,7 +17,7 @@ import grpc
 import pytest
 
 from csi.generated import csi_pb2, pluginregistration_pb2, pluginregistration_pb2_grpc
-from tests.support.csi import DEADLINE_S, Driver
+from tests.support.csi.calls import DEADLINE_S, Driver
 
 # What Kubernetes takes for the name of a driver.
 NAME = re.compile(r"[a-zA-Z0-9]([-a-zA-Z0-9.]{0,61}[a-zA-Z0-9])?")

@@ -27,8 +27,8 @@ from csi.server import DRIVER_NAME, MAX_CALLS, Server
 from fusefs import __version__
 from fusefs.store import errors as store_errors
 from fusefs.store import unreachable
-from tests.support.csi import DEADLINE_S, Driver, mount_capability, refusal, serving
-from tests.support.s3_server import SECRET_KEY, S3Server
+from tests.support.csi.calls import DEADLINE_S, Driver, mount_capability, refusal, serving
+from tests.support.servers.s3_server import SECRET_KEY, S3Server
 
 Code = grpc.StatusCode
 TOKENS = "csi.storage.k8s.io/serviceAccount.tokens"

@@ -14,8 +14,8 @@ from csi.volume.location import VolumeId, fill_in, location_of, normal_prefix, o
 from csi.volume.stores import Stores, StoresError, StoreSettings, is_forbidden, read_stores
 from fusefs.settings.types import Addressing
 from fusefs.store.errors import StoreError
-from tests.support.faulty_s3 import FaultyS3
-from tests.support.s3_server import ACCESS_KEY, REGION, SECRET_KEY, S3Server
+from tests.support.servers.faulty_s3 import FaultyS3
+from tests.support.servers.s3_server import ACCESS_KEY, REGION, SECRET_KEY, S3Server
 
 MINIO = "https://minio.storage.svc:9000"
 KEYS = Keys(ACCESS_KEY, SECRET_KEY, "session-token")

@@ -8,7 +8,7 @@ import pytest
 
 from examples import demo
 from fusefs.linux import mountinfo
-from tests.support.s3_server import S3Server
+from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import skip_without_fuse
 
 MIB = 1 << 20

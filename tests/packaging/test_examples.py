@@ -20,8 +20,8 @@ import pytest
 from csi.server import DRIVER_NAME
 from csi.volume import location, stores
 from csi.volume.options import check_attributes
-from tests.support.kinds import check_kind
-from tests.support.manifests import (
+from tests.support.packaging.kinds import check_kind
+from tests.support.packaging.manifests import (
     MANIFESTS,
     PROJECT,
     VERSIONS,

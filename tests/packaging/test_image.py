@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from tests.support.image import (
+from tests.support.packaging.image import (
     PROJECT,
     Stage,
     build,

@@ -12,7 +12,7 @@ from prometheus_client import generate_latest
 from fusefs.exporter.asking import Answer, Target
 from fusefs.exporter.collector import PREFIX, MountCollector, registry_of
 from fusefs.telemetry.metrics import METRICS
-from tests.support.prometheus import (
+from tests.support.servers.prometheus import (
     PROJECT,
     RULES,
     dashboard_expressions,

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.buckets import Bucket, new_bucket
-from tests.support.listing_server import ListingServer
 from tests.support.mounting import Mount, Mounter
-from tests.support.s3_server import S3Server
 from tests.support.semantics import states
+from tests.support.servers.buckets import Bucket, new_bucket
+from tests.support.servers.listing_server import ListingServer
+from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import SESSIONS, content, drop_caches, mounted, read_all, stamped
 from tests.support.writing import WRITABLE
 

@@ -14,9 +14,9 @@ from fusefs.store import capabilities, probing
 from fusefs.store.capabilities import ALL, PROBE_NAME, Capabilities
 from fusefs.store.errors import AccessDeniedError
 from fusefs.store.interface import Expect
-from tests.support.buckets import Bucket, keys
-from tests.support.faulty_s3 import FaultyS3
-from tests.support.local_file import LocalFile
+from tests.support.machine.local_file import LocalFile
+from tests.support.servers.buckets import Bucket, keys
+from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.store_writing import opened, put
 
 MakeFile = Callable[[int], LocalFile]

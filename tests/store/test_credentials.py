@@ -9,13 +9,13 @@ import pytest
 
 from fusefs.store.errors import CredentialsError, StoreError
 from fusefs.store.interface import ObjectVersion
-from tests.support.buckets import Bucket
-from tests.support.faulty_s3 import FaultyS3
-from tests.support.s3_server import ACCESS_KEY, SECRET_KEY
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.faulty_s3 import FaultyS3
+from tests.support.servers.s3_server import ACCESS_KEY, SECRET_KEY
+from tests.support.servers.tls import TlsDoor, tls_door
 from tests.support.store_reading import BODY, download, opened
 from tests.support.store_reading import as_owner as as_owner
 from tests.support.store_reading import shared as shared
-from tests.support.tls import TlsDoor, tls_door
 
 HELLO = ObjectVersion("hello", '"1"', 5)
 HELLO_HEADERS = {

@@ -13,10 +13,10 @@ import pytest
 from fusefs.diagnosis import network
 from fusefs.diagnosis.findings import Finding, Level
 from fusefs.store.s3.clients import S3Settings
-from tests.support import surroundings
-from tests.support.buckets import Bucket
-from tests.support.faulty_s3 import FaultyS3
-from tests.support.tls import TlsDoor, tls_door
+from tests.support.machine import surroundings
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.faulty_s3 import FaultyS3
+from tests.support.servers.tls import TlsDoor, tls_door
 
 OWN, BOTO3, OBSTORE = "TLS own", "TLS boto3", "TLS obstore"
 

@@ -16,8 +16,8 @@ from fusefs.store.errors import (
     ThrottledError,
     UnreachableError,
 )
-from tests.support.buckets import Bucket
-from tests.support.faulty_s3 import REQUEST_ID, FaultyS3
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.faulty_s3 import REQUEST_ID, FaultyS3
 from tests.support.store_reading import BODY, download, opened
 from tests.support.store_reading import as_owner as as_owner
 from tests.support.store_reading import shared as shared

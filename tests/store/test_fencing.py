@@ -11,9 +11,9 @@ from fusefs.store.fencing import CHANGE, ChangeToken, TokenSource, without_token
 from fusefs.store.http.client import Direct
 from fusefs.store.interface import IF_ABSENT, Expect, IfMatch, ObjectInfo
 from fusefs.store.s3 import copy
-from tests.support.buckets import Bucket, keys, stored
-from tests.support.faulty_s3 import FaultyS3
-from tests.support.local_file import LocalFile
+from tests.support.machine.local_file import LocalFile
+from tests.support.servers.buckets import Bucket, keys, stored
+from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.store_writing import METADATA, PART, each_way, opened, put
 
 MakeFile = Callable[[int], LocalFile]

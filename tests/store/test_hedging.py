@@ -14,13 +14,13 @@ import trio
 from fusefs.store.errors import StaleVersionError
 from fusefs.store.s3.get import SMALL
 from fusefs.store.s3.store import S3Store
-from tests.support.buckets import Bucket
-from tests.support.faulty_s3 import FaultyS3, Hold
 from tests.support.semantics import states
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.faulty_s3 import FaultyS3, Hold
+from tests.support.servers.tls import tls_door
 from tests.support.store_reading import BODY, download, opened
 from tests.support.store_reading import as_owner as as_owner
 from tests.support.store_reading import shared as shared
-from tests.support.tls import tls_door
 from tests.support.waiting import eventually
 
 SIZES = pytest.mark.parametrize("size", [1000, SMALL, len(BODY)])

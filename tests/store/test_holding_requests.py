@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 from botocore.exceptions import ConnectionClosedError, ReadTimeoutError
 
-from tests.support.buckets import Bucket, keys, stored
-from tests.support.faulty_s3 import FaultyS3
-from tests.support.s3_server import S3Server
+from tests.support.servers.buckets import Bucket, keys, stored
+from tests.support.servers.faulty_s3 import FaultyS3
+from tests.support.servers.s3_server import S3Server
 from tests.support.waiting import until
 
 LIMIT_S = 60

@@ -16,15 +16,15 @@ import pytest
 
 from fusefs.store.errors import NotFoundError, StoreError
 from fusefs.store.interface import IF_ABSENT
-from tests.support import ceph_server
-from tests.support.buckets import Bucket, keys, new_bucket, stored
-from tests.support.ceph_server import CephServer
-from tests.support.faulty_s3 import FaultyS3
-from tests.support.local_file import MakeFile
+from tests.support.machine.local_file import MakeFile
 from tests.support.mounting import Mount, Mounter, fusefs
 from tests.support.programs import WRITABLE
-from tests.support.s3_server import S3Server
 from tests.support.semantics import states
+from tests.support.servers import ceph_server
+from tests.support.servers.buckets import Bucket, keys, new_bucket, stored
+from tests.support.servers.ceph_server import CephServer
+from tests.support.servers.faulty_s3 import FaultyS3
+from tests.support.servers.s3_server import S3Server
 from tests.support.store_writing import KEYS, PART, digest, each_way, opened, put
 from tests.support.waiting import until
 

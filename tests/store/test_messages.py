@@ -10,8 +10,8 @@ import pytest
 
 from fusefs.store.errors import StoreError
 from fusefs.store.interface import ObjectVersion
-from tests.support.buckets import Bucket
-from tests.support.faulty_s3 import REQUEST_ID, FaultyS3
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.faulty_s3 import REQUEST_ID, FaultyS3
 from tests.support.store_reading import ODD_KEY, download, opened
 from tests.support.store_reading import as_owner as as_owner
 from tests.support.store_reading import shared as shared

@@ -11,12 +11,12 @@ from fusefs.store.errors import StaleVersionError, StoreError
 from fusefs.store.s3.get import SMALL, GetStream
 from fusefs.store.s3.store import S3Store
 from tests.store.test_failures import FAULTS
-from tests.support.buckets import Bucket
-from tests.support.faulty_s3 import REQUEST_ID, FaultyS3
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.faulty_s3 import REQUEST_ID, FaultyS3
+from tests.support.servers.tls import tls_door
 from tests.support.store_reading import BODY, ODD_KEY, download, opened
 from tests.support.store_reading import as_owner as as_owner
 from tests.support.store_reading import shared as shared
-from tests.support.tls import tls_door
 
 # In the middle of an object, so that a server that ignores the range is noticed.
 START = 100_000

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from fusefs.store.errors import StaleVersionError
-from tests.support.buckets import Bucket
-from tests.support.faulty_s3 import FaultyS3
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.store_reading import BODY, ODD_KEY, download, opened
 from tests.support.store_reading import as_owner as as_owner
 from tests.support.store_reading import shared as shared

@@ -10,12 +10,12 @@ import pytest
 from fusefs.store.errors import StoreError
 from fusefs.store.http import exchange
 from fusefs.store.s3.get import GetStream
-from tests.support.buckets import Bucket
-from tests.support.faulty_s3 import FaultyS3
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.faulty_s3 import FaultyS3
+from tests.support.servers.tls import tls_door
 from tests.support.store_reading import BODY, ODD_KEY, download, opened
 from tests.support.store_reading import as_owner as as_owner
 from tests.support.store_reading import shared as shared
-from tests.support.tls import tls_door
 
 
 def _fail(*_: Any) -> None:

@@ -18,9 +18,9 @@ from fusefs.store.admission import rate as rate_module
 from fusefs.store.admission.connection_budget import ConnectionBudget
 from fusefs.store.admission.rate import Rate
 from fusefs.store.interface import demanded
-from tests.support.buckets import Bucket
-from tests.support.faulty_s3 import FaultyS3
 from tests.support.semantics import states
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.store_reading import as_owner as as_owner
 from tests.support.store_reading import opened
 from tests.support.store_reading import shared as shared

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.support.disks import recorded_by
+from tests.support.machine.disks import recorded_by
 
 FUSEFS = Path(sys.prefix) / "bin" / "fusefs"
 LIMIT_S = 60

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import pytest
 
 from tests.support import sharing
-from tests.support.buckets import Bucket
 from tests.support.mounting import Mount
+from tests.support.servers.buckets import Bucket
 
 # The full size of each workload, in place of the one that is quick.
 IS_FULL = "PROGRAMS_FULL" in os.environ

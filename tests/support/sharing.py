@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.support.mounting import Mount
-from tests.support.s3_server import S3Server
+from tests.support.servers.s3_server import S3Server
 
 # How long a test waits for what must happen, on a machine that others use too.
 PATIENCE_S = 60

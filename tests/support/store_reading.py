@@ -17,8 +17,8 @@ from fusefs.store.interface import ObjectInfo, ObjectVersion
 from fusefs.store.s3 import store as s3_module
 from fusefs.store.s3.clients import S3Settings
 from fusefs.store.s3.store import S3Store
-from tests.support.buckets import Bucket
-from tests.support.faulty_s3 import FaultyS3
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.faulty_s3 import FaultyS3
 
 BODY = os.urandom(5 << 20)
 # No path of obstore's can hold it, so boto3 reads it.

@@ -14,8 +14,8 @@ from fusefs.store.interface import Condition, ObjectInfo
 from fusefs.store.s3.clients import S3Settings
 from fusefs.store.s3.put import SMALL
 from fusefs.store.s3.store import S3Store
-from tests.support.buckets import Bucket
-from tests.support.local_file import LocalFile
+from tests.support.machine.local_file import LocalFile
+from tests.support.servers.buckets import Bucket
 
 PART = 5 << 20  # no S3 takes smaller ones
 LIMIT_S = 60

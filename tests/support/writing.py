@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from fusefs.launch import control, registry
-from tests.support.buckets import Bucket
 from tests.support.mounting import Mount
+from tests.support.servers.buckets import Bucket
 from tests.support.waiting import until
 
 WRITABLE = "--no-read-only"

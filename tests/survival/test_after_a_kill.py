@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.buckets import Bucket
-from tests.support.disks import fill, small_disk
-from tests.support.libc import DirectoryStream
-from tests.support.listing_server import ListingServer
+from tests.support.machine.disks import fill, small_disk
+from tests.support.machine.libc import DirectoryStream
 from tests.support.mounting import Mount, Mounter
-from tests.support.s3_server import S3Server
 from tests.support.semantics import states
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.listing_server import ListingServer
+from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import mounted, read_all, read_or_stale, stamped
-from tests.support.surviving import serving_pid
+from tests.support.survival.surviving import serving_pid
 from tests.support.waiting import until
 
 LARGE = 24 << 20

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from fusefs.posix.journal import records
-from tests.support.buckets import Bucket, stored
 from tests.support.mounting import Mount, Mounter
 from tests.support.semantics import states
-from tests.support.surviving import expect_not_connected, serving_pid
+from tests.support.servers.buckets import Bucket, stored
+from tests.support.survival.surviving import expect_not_connected, serving_pid
 from tests.support.waiting import until
 from tests.support.writing import WRITABLE
 

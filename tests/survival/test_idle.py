@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 from fusefs.telemetry.activity import IDLE_AFTER_S
-from tests.support.buckets import Bucket
 from tests.support.mounting import Mounter
 from tests.support.semantics import states
-from tests.support.surviving import children_of, keeper_pid
+from tests.support.servers.buckets import Bucket
+from tests.support.survival.surviving import children_of, keeper_pid
 from tests.support.waiting import until
 
 # Two ticks through three processes, and looks of the daemon in threads; with a timer of one

@@ -1,6 +1,6 @@
 """A request that is executed late, after its sender has given it up, undoes nothing for long.
 
-Each row of tests/support/late_rows.py has one request that is held back while
+Each row of tests/support/survival/late_rows.py has one request that is held back while
 its daemon is killed, or its connection is lost and all processes live. Rows share
 a mount and their waiting.
 """
@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.buckets import Bucket, stored
-from tests.support.faulty_s3 import FaultyS3, Hold
-from tests.support.late_rows import FENCED, ROWS, Row
 from tests.support.mounting import Mount, Mounter
 from tests.support.programs import WRITABLE
 from tests.support.semantics import states
-from tests.support.surviving import serving_pid
+from tests.support.servers.buckets import Bucket, stored
+from tests.support.servers.faulty_s3 import FaultyS3, Hold
+from tests.support.survival.late_rows import FENCED, ROWS, Row
+from tests.support.survival.surviving import serving_pid
 from tests.support.waiting import until
 from tests.survival.test_writing_survives import kill_everything
 

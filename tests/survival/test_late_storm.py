@@ -26,12 +26,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.buckets import new_bucket
-from tests.support.faulty_s3 import FaultyS3, Hold, Request, Rule
 from tests.support.mounting import Mount
 from tests.support.programs import WRITABLE
-from tests.support.s3_server import S3Server
-from tests.support.surviving import keeper_status, serving_pid
+from tests.support.servers.buckets import new_bucket
+from tests.support.servers.faulty_s3 import FaultyS3, Hold, Request, Rule
+from tests.support.servers.s3_server import S3Server
+from tests.support.survival.surviving import keeper_status, serving_pid
 from tests.survival.test_writing_survives import kill_everything
 
 pytestmark = pytest.mark.storm

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.buckets import Bucket, stored
-from tests.support.faulty_s3 import FaultyS3
 from tests.support.mounting import Mount, fusefs
 from tests.support.semantics import states
+from tests.support.servers.buckets import Bucket, stored
+from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.sharing import PATIENCE_S, content, python, skip_without_fuse
-from tests.support.surviving import expect_not_connected, keeper_status, serving_pid
+from tests.support.survival.surviving import expect_not_connected, keeper_status, serving_pid
 from tests.support.waiting import until
 from tests.support.writing import WRITABLE
 

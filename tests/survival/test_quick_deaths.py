@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from tests.support import survival_data as data
-from tests.support.buckets import Bucket
 from tests.support.mounting import Mount, Mounter, fusefs
 from tests.support.semantics import states
-from tests.support.surviving import filled as filled
-from tests.support.surviving import keeper_status, serving_pid
-from tests.support.surviving import survival as survival
-from tests.support.tls import tls_door
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.tls import tls_door
+from tests.support.survival import survival_data as data
+from tests.support.survival.surviving import filled as filled
+from tests.support.survival.surviving import keeper_status, serving_pid
+from tests.support.survival.surviving import survival as survival
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.storm

@@ -17,10 +17,10 @@ import pytest
 
 from fusefs.launch import registry
 from fusefs.linux import mountinfo
-from tests.support.buckets import Bucket
-from tests.support.disks import fill, small_disk
+from tests.support.machine.disks import fill, small_disk
 from tests.support.mounting import LIMIT_S, Mount, Mounter
 from tests.support.semantics import states
+from tests.support.servers.buckets import Bucket
 from tests.support.waiting import until
 
 MIB = 1 << 20

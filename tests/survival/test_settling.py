@@ -19,16 +19,16 @@ from fusefs.posix.late.request_log import PUT, Change, RequestLog
 from fusefs.posix.late.requests import SETTLE_S, LateRequests, boottime
 from fusefs.posix.late.watched_store import WatchedStore
 from fusefs.store.interface import ObjectVersion
-from tests.support.buckets import Bucket
-from tests.support.faulty_s3 import FaultyS3
 from tests.support.local_cache import Bucket as MemoryBucket
-from tests.support.local_file import MakeFile
+from tests.support.machine.local_file import MakeFile
 from tests.support.mounting import LIMIT_S, Mounter
 from tests.support.programs import WRITABLE
 from tests.support.semantics import states
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.sharing import python
 from tests.support.store_writing import opened
-from tests.support.surviving import serving_pid
+from tests.support.survival.surviving import serving_pid
 from tests.support.waiting import until
 
 SAVE = """

@@ -16,7 +16,7 @@ from fusefs.fuse import protocol
 from fusefs.launch import registry
 from tests.support.mounting import Mount
 from tests.support.semantics import states
-from tests.support.surviving import (
+from tests.support.survival.surviving import (
     ROUNDS,
     keeper_status,
     serving_pid,
@@ -24,8 +24,8 @@ from tests.support.surviving import (
     storm,
     survivors,
 )
-from tests.support.surviving import filled as filled
-from tests.support.surviving import survival as survival
+from tests.support.survival.surviving import filled as filled
+from tests.support.survival.surviving import survival as survival
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.storm

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 
 from fusefs.launch import control
-from tests.support import survival_data as data
-from tests.support.buckets import Bucket
+from tests.support.machine.ordinary_user import runnable_by_all
 from tests.support.mounting import FUSEFS, Mount, Mounter, fusefs
-from tests.support.ordinary_user import runnable_by_all
 from tests.support.semantics import states
-from tests.support.surviving import (
+from tests.support.servers.buckets import Bucket
+from tests.support.survival import survival_data as data
+from tests.support.survival.surviving import (
     LIMIT_S,
     children_of,
     expect_not_connected,
@@ -31,8 +31,8 @@ from tests.support.surviving import (
     signal_daemon,
     warm,
 )
-from tests.support.surviving import filled as filled
-from tests.support.surviving import survival as survival
+from tests.support.survival.surviving import filled as filled
+from tests.support.survival.surviving import survival as survival
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.storm

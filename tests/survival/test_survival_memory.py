@@ -7,12 +7,18 @@ import signal
 
 import pytest
 
-from tests.support.cgroup import memory_group
+from tests.support.machine.cgroup import memory_group
 from tests.support.mounting import Mount, fusefs
 from tests.support.semantics import states
-from tests.support.surviving import filled as filled
-from tests.support.surviving import keeper_status, serving_pid, signal_daemon, storm, survivors
-from tests.support.surviving import survival as survival
+from tests.support.survival.surviving import filled as filled
+from tests.support.survival.surviving import (
+    keeper_status,
+    serving_pid,
+    signal_daemon,
+    storm,
+    survivors,
+)
+from tests.support.survival.surviving import survival as survival
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.storm

@@ -23,11 +23,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.buckets import Bucket
-from tests.support.checkpointer import Journal, journal_of
 from tests.support.mounting import LIMIT_S, Mount, fusefs
 from tests.support.programs import WRITABLE
-from tests.support.surviving import children_of, keeper_status, serving_pid
+from tests.support.servers.buckets import Bucket
+from tests.support.survival.checkpointer import Journal, journal_of
+from tests.support.survival.surviving import children_of, keeper_status, serving_pid
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.storm
@@ -130,7 +130,7 @@ def at_work(mount: Mount, scratch: Path) -> Iterator[list[Program]]:
                 [
                     sys.executable,
                     "-m",
-                    "tests.support.checkpointer",
+                    "tests.support.survival.checkpointer",
                     mount.path / name,
                     str(seed),
                     journal,

@@ -9,11 +9,11 @@ import pytest
 from csi.controller.service import ControllerService
 from csi.volume.stores import Stores, StoreSettings
 from fusefs.settings.types import Addressing
-from tests.support.buckets import Bucket, keys
-from tests.support.csi import Driver, serving
-from tests.support.csi_volumes import CLUSTER
-from tests.support.faulty_s3 import FaultyS3
-from tests.support.s3_server import REGION, S3Server
+from tests.support.csi.calls import Driver, serving
+from tests.support.csi.volumes import CLUSTER
+from tests.support.servers.buckets import Bucket, keys
+from tests.support.servers.faulty_s3 import FaultyS3
+from tests.support.servers.s3_server import REGION, S3Server
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from csi.generated import csi_pb2
-from tests.support.buckets import Bucket, keys
-from tests.support.csi import GIB, Driver, refusal
-from tests.support.csi_volumes import (
+from tests.support.csi.calls import GIB, Driver, refusal
+from tests.support.csi.volumes import (
     CLUSTER,
     NAME,
     Code,
@@ -20,7 +19,8 @@ from tests.support.csi_volumes import (
     record_key,
     request,
 )
-from tests.support.s3_server import SECRET_KEY, S3Server
+from tests.support.servers.buckets import Bucket, keys
+from tests.support.servers.s3_server import SECRET_KEY, S3Server
 from tests.support.sharing import mounted
 
 

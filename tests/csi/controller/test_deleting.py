@@ -7,10 +7,10 @@ import json
 import pytest
 
 from csi.generated import csi_pb2
-from tests.support.buckets import Bucket, keys
-from tests.support.csi import Driver, refusal
-from tests.support.csi_volumes import NAME, Code, create, delete, record_key
-from tests.support.s3_server import S3Server
+from tests.support.csi.calls import Driver, refusal
+from tests.support.csi.volumes import NAME, Code, create, delete, record_key
+from tests.support.servers.buckets import Bucket, keys
+from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import PATIENCE_S
 
 

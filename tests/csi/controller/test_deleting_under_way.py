@@ -11,9 +11,8 @@ import pytest
 from csi.controller.service import ControllerService
 from csi.generated import csi_pb2
 from csi.volume.stores import Stores
-from tests.support.buckets import Bucket, keys
-from tests.support.csi import Driver, refusal, serving
-from tests.support.csi_volumes import (
+from tests.support.csi.calls import Driver, refusal, serving
+from tests.support.csi.volumes import (
     CLUSTER,
     KEYS,
     NAME,
@@ -24,7 +23,8 @@ from tests.support.csi_volumes import (
     record_key,
     request,
 )
-from tests.support.faulty_s3 import FaultyS3
+from tests.support.servers.buckets import Bucket, keys
+from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.sharing import PATIENCE_S
 
 

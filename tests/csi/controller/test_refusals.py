@@ -12,11 +12,18 @@ from csi.controller.bucket_client import make_client
 from csi.controller.service import ControllerService
 from csi.generated import csi_pb2
 from csi.volume.stores import Stores
-from tests.support.buckets import Bucket, keys
-from tests.support.csi import Driver, Mode, block_capability, mount_capability, refusal, serving
-from tests.support.csi_volumes import NAME, Code, changed, record_key, request
-from tests.support.faulty_s3 import FaultyS3
-from tests.support.s3_server import SECRET_KEY
+from tests.support.csi.calls import (
+    Driver,
+    Mode,
+    block_capability,
+    mount_capability,
+    refusal,
+    serving,
+)
+from tests.support.csi.volumes import NAME, Code, changed, record_key, request
+from tests.support.servers.buckets import Bucket, keys
+from tests.support.servers.faulty_s3 import FaultyS3
+from tests.support.servers.s3_server import SECRET_KEY
 from tests.support.sharing import PATIENCE_S
 
 BAD_REQUESTS = {

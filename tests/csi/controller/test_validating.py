@@ -8,9 +8,9 @@ import grpc
 import pytest
 
 from csi.generated import csi_pb2
-from tests.support.buckets import Bucket
-from tests.support.csi import GIB, Driver, Mode, block_capability, mount_capability, refusal
-from tests.support.csi_volumes import KEYS, Code, create
+from tests.support.csi.calls import GIB, Driver, Mode, block_capability, mount_capability, refusal
+from tests.support.csi.volumes import KEYS, Code, create
+from tests.support.servers.buckets import Bucket
 
 
 def test_the_controller_tells_what_it_can(driver: Driver) -> None:

@@ -14,14 +14,14 @@ import pytest
 from fusefs.keeper import template
 from fusefs.launch import control, registry
 from fusefs.linux import mountinfo
-from tests.support.buckets import Bucket
-from tests.support.csi_daemons import daemons_of
-from tests.support.csi_node import Node, running_node
-from tests.support.csi_node import node as node
-from tests.support.csi_pod import pod_reading
-from tests.support.memory_search import is_in_memory
-from tests.support.s3_server import S3Server
+from tests.support.csi.daemons import daemons_of
+from tests.support.csi.node import Node, running_node
+from tests.support.csi.node import node as node
+from tests.support.csi.pod import pod_reading
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import PATIENCE_S
+from tests.support.survival.memory_search import is_in_memory
 from tests.support.waiting import until
 
 BOTH = "hello hello"

@@ -21,8 +21,8 @@ import pytest
 from csi.daemons.template import DaemonTemplate
 from fusefs.keeper import protocol, supervisor_protocol, template
 from fusefs.linux.processes import has_ended
-from tests.support.keeping import LIMIT_S, needs_root
-from tests.support.memory_search import is_in_memory
+from tests.support.survival.keeping import LIMIT_S, needs_root
+from tests.support.survival.memory_search import is_in_memory
 from tests.support.waiting import until
 
 pytestmark = needs_root

@@ -14,13 +14,13 @@ import pytest
 
 from csi.identities.credentials import ACCOUNT, NAMESPACE, TOKENS
 from fusefs.store.s3.clients import RECONNECT_EVERY_S
-from tests.support.buckets import Bucket, new_bucket
-from tests.support.csi_node import Node, code_of, running_node
-from tests.support.csi_node import node as node
-from tests.support.csi_rights import allow, retire
-from tests.support.fake_sts import AUDIENCE, FakeSts, token_for
-from tests.support.faulty_s3 import FaultyS3
-from tests.support.s3_server import SECRET_KEY, S3Server
+from tests.support.csi.node import Node, code_of, running_node
+from tests.support.csi.node import node as node
+from tests.support.csi.rights import allow, retire
+from tests.support.servers.buckets import Bucket, new_bucket
+from tests.support.servers.fake_sts import AUDIENCE, FakeSts, token_for
+from tests.support.servers.faulty_s3 import FaultyS3
+from tests.support.servers.s3_server import SECRET_KEY, S3Server
 from tests.support.waiting import until
 
 ROLE = "arn:aws:iam::123456789012:role/reader"

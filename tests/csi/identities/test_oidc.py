@@ -13,11 +13,11 @@ import grpc
 import pytest
 
 from csi.identities.credentials import ACCOUNT, NAMESPACE, TOKENS
-from tests.support.buckets import Bucket, stored
-from tests.support.csi_node import Node, code_of, running_node
-from tests.support.csi_node import node as node
-from tests.support.csi_oidc import AUDIENCE, ROLE, Issuer, sts_gateway
-from tests.support.s3_server import S3Server
+from tests.support.csi.node import Node, code_of, running_node
+from tests.support.csi.node import node as node
+from tests.support.csi.oidc import AUDIENCE, ROLE, Issuer, sts_gateway
+from tests.support.servers.buckets import Bucket, stored
+from tests.support.servers.s3_server import S3Server
 
 Code = grpc.StatusCode
 

@@ -13,11 +13,11 @@ import grpc
 import pytest
 
 from csi.identities.credentials import ACCOUNT, NAMESPACE, POD_IDENTITY_AUDIENCE, TOKENS
-from tests.support.buckets import Bucket
-from tests.support.csi_node import Node, running_node
-from tests.support.csi_node import node as node
-from tests.support.csi_publishing import refused
-from tests.support.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
+from tests.support.csi.node import Node, running_node
+from tests.support.csi.node import node as node
+from tests.support.csi.publishing import refused
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 
 POD = {NAMESPACE: "team", ACCOUNT: "trainer"}
 TOKEN = "the.pods.token"

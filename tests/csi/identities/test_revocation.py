@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.buckets import Bucket, new_bucket
-from tests.support.csi_node import START, Node, running_node
-from tests.support.csi_node import node as node
-from tests.support.csi_rights import allow, retire
-from tests.support.s3_server import S3Server
+from tests.support.csi.node import START, Node, running_node
+from tests.support.csi.node import node as node
+from tests.support.csi.rights import allow, retire
+from tests.support.servers.buckets import Bucket, new_bucket
+from tests.support.servers.s3_server import S3Server
 from tests.support.waiting import until
 
 # The driver gives its mounts two minutes, which no volume may change.

@@ -19,11 +19,11 @@ from csi.node.mount_record import MountRecord
 from csi.node.reconciler import AT_ONCE, Reconciler
 from fusefs.launch import control
 from fusefs.linux.processes import has_ended
-from tests.support.buckets import Bucket
-from tests.support.csi_daemons import daemons_of
-from tests.support.csi_node import START, Node, running_node
-from tests.support.csi_pod import pod_reading
-from tests.support.s3_server import S3Server
+from tests.support.csi.daemons import daemons_of
+from tests.support.csi.node import START, Node, running_node
+from tests.support.csi.pod import pod_reading
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import PATIENCE_S
 from tests.support.waiting import until
 

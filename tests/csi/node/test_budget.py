@@ -15,9 +15,9 @@ from csi.generated import csi_pb2
 from csi.node.mount_record import MountRecord, MountRecords
 from fusefs.settings.mount import MountSettings
 from fusefs.settings.types import MIB
-from tests.support.buckets import Bucket
-from tests.support.csi_node import Node, code_of, running_node
-from tests.support.s3_server import S3Server
+from tests.support.csi.node import Node, code_of, running_node
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import PATIENCE_S
 
 MOST = 2

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.buckets import Bucket
-from tests.support.csi_container import container_reading
-from tests.support.csi_daemons import DaemonsProcess, daemons_of
-from tests.support.csi_node import Node, capability, running_node
-from tests.support.csi_node import node as node
-from tests.support.csi_pod import USER, Pod
-from tests.support.s3_server import S3Server
+from tests.support.csi.container import container_reading
+from tests.support.csi.daemons import DaemonsProcess, daemons_of
+from tests.support.csi.node import Node, capability, running_node
+from tests.support.csi.node import node as node
+from tests.support.csi.pod import USER, Pod
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import PATIENCE_S
 from tests.support.waiting import until
 

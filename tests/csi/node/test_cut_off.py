@@ -12,9 +12,9 @@ from typing import Any
 import grpc
 import pytest
 
-from tests.support.buckets import Bucket, keys
-from tests.support.csi_node import START, Node, running_node, until_final
-from tests.support.s3_server import S3Server
+from tests.support.csi.node import START, Node, running_node, until_final
+from tests.support.servers.buckets import Bucket, keys
+from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import PATIENCE_S
 
 pytestmark = pytest.mark.storm

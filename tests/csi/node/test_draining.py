@@ -10,13 +10,13 @@ import grpc
 import pytest
 
 from csi.generated import csi_pb2
-from tests.support.buckets import Bucket, keys, stored
-from tests.support.csi_node import Node, until_final
-from tests.support.csi_publishing import data as data
-from tests.support.csi_publishing import node as node
-from tests.support.csi_publishing import refused
-from tests.support.csi_publishing import running as running
-from tests.support.faulty_s3 import FaultyS3
+from tests.support.csi.node import Node, until_final
+from tests.support.csi.publishing import data as data
+from tests.support.csi.publishing import node as node
+from tests.support.csi.publishing import refused
+from tests.support.csi.publishing import running as running
+from tests.support.servers.buckets import Bucket, keys, stored
+from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.sharing import PATIENCE_S
 from tests.support.waiting import until
 

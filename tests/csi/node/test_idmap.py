@@ -13,9 +13,9 @@ import pytest
 
 from csi.node import bind_mount
 from fusefs.linux import libc
-from tests.support.buckets import Bucket
-from tests.support.csi_node import running_node
-from tests.support.s3_server import S3Server
+from tests.support.csi.node import running_node
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import skip_without_fuse
 
 FIRST_ID = 100_000

@@ -20,11 +20,11 @@ from csi.node.pod_records import (
     PodRecords,
 )
 from fusefs.launch.registry import RUNTIME_VARIABLE
-from tests.support.buckets import Bucket
-from tests.support.csi_node import Node, running_node
-from tests.support.csi_node import node as node
-from tests.support.csi_publishing import refused
-from tests.support.s3_server import ACCESS_KEY, S3Server
+from tests.support.csi.node import Node, running_node
+from tests.support.csi.node import node as node
+from tests.support.csi.publishing import refused
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.s3_server import ACCESS_KEY, S3Server
 
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 BOUNDS = ("--max-inline-per-pod=1", "--max-inline-per-namespace=2")

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.buckets import Bucket
-from tests.support.csi_node import Node, running_node
-from tests.support.csi_publishing import data as data
-from tests.support.prometheus import free_port
+from tests.support.csi.node import Node, running_node
+from tests.support.csi.publishing import data as data
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.prometheus import free_port
 
 POD = {"csi.storage.k8s.io/pod.name": "trainer-0", "csi.storage.k8s.io/pod.namespace": "team"}
 

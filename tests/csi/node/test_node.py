@@ -14,14 +14,14 @@ import grpc
 import pytest
 
 from csi.generated import csi_pb2
-from tests.support.buckets import Bucket
-from tests.support.csi_node import SECRETS, Mode, Node, capability, until_final
-from tests.support.csi_publishing import data as data
-from tests.support.csi_publishing import node as node
-from tests.support.csi_publishing import refused
-from tests.support.csi_publishing import running as running
-from tests.support.faulty_s3 import FaultyS3
-from tests.support.s3_server import ACCESS_KEY
+from tests.support.csi.node import SECRETS, Mode, Node, capability, until_final
+from tests.support.csi.publishing import data as data
+from tests.support.csi.publishing import node as node
+from tests.support.csi.publishing import refused
+from tests.support.csi.publishing import running as running
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.faulty_s3 import FaultyS3
+from tests.support.servers.s3_server import ACCESS_KEY
 from tests.support.waiting import until
 
 Code = grpc.StatusCode

@@ -22,11 +22,11 @@ from hypothesis.stateful import (
 )
 from hypothesis.strategies import sampled_from
 
-from tests.support.buckets import Bucket, keys, new_bucket
-from tests.support.csi_daemons import DaemonsProcess
-from tests.support.csi_node import Node, running_node, until_final
-from tests.support.csi_rights import allow, reboot, retire
-from tests.support.s3_server import S3Server
+from tests.support.csi.daemons import DaemonsProcess
+from tests.support.csi.node import Node, running_node, until_final
+from tests.support.csi.rights import allow, reboot, retire
+from tests.support.servers.buckets import Bucket, keys, new_bucket
+from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import PATIENCE_S
 from tests.support.waiting import until
 

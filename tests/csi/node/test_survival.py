@@ -20,11 +20,11 @@ import csi
 from fusefs.launch import control
 from fusefs.linux import libc
 from fusefs.store.capabilities import PROBE_NAME
-from tests.support.buckets import Bucket
-from tests.support.csi_node import Node, running_node, until_final
-from tests.support.csi_pod import pod_reading
-from tests.support.csi_rights import reboot
-from tests.support.s3_server import S3Server
+from tests.support.csi.node import Node, running_node, until_final
+from tests.support.csi.pod import pod_reading
+from tests.support.csi.rights import reboot
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import PATIENCE_S
 from tests.support.waiting import until
 

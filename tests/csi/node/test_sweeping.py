@@ -16,8 +16,8 @@ from csi.identities.cache_gc import KEEP_IF_SCARCE_S, KEEP_S, REMOVAL, CacheColl
 from csi.volume.options import Shares
 from fusefs.settings.mount import MountSettings
 from fusefs.settings.types import MountSource
-from tests.support.disks import small_disk
-from tests.support.ordinary_user import runnable_by_all
+from tests.support.machine.disks import small_disk
+from tests.support.machine.ordinary_user import runnable_by_all
 
 FIRST_UID = 1_900_000_000
 

@@ -16,10 +16,10 @@ import pytest
 from csi.errors import InvalidArgumentError
 from csi.volume.options import Warm, read_options
 from fusefs.launch import control, registry
-from tests.support.buckets import Bucket
-from tests.support.csi_node import Node, code_of, running_node, until_final
-from tests.support.faulty_s3 import FaultyS3
-from tests.support.s3_server import S3Server
+from tests.support.csi.node import Node, code_of, running_node, until_final
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.faulty_s3 import FaultyS3
+from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import skip_without_fuse, stamped
 from tests.support.waiting import until
 

@@ -20,14 +20,14 @@ from fusefs.posix.types import NewAttributes
 from fusefs.posix.write import recovery
 from fusefs.store.errors import StoreError
 from fusefs.store.interface import ObjectInfo
-from tests.support.buckets import Bucket, keys, stored
-from tests.support.disks import fill, small_disk
-from tests.support.mortal_mount import DiedError, MortalMount, Process
+from tests.support.machine.disks import fill, small_disk
 from tests.support.mounting import Mount, fusefs
-from tests.support.s3_server import S3Server
 from tests.support.semantics import states
+from tests.support.servers.buckets import Bucket, keys, stored
+from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import mounted
-from tests.support.surviving import serving_pid
+from tests.support.survival.mortal_mount import DiedError, MortalMount, Process
+from tests.support.survival.surviving import serving_pid
 from tests.support.waiting import until
 from tests.support.writing import WRITABLE, all_sent, cost, metadata
 

@@ -21,11 +21,11 @@ from fusefs.posix.metadata.head_cache import HeadCache
 from fusefs.posix.metadata.head_policy import EXPERIENCE, SAME_TIME_NS, SAMPLE, HeadPolicy
 from fusefs.posix.nodes.inode_table import Inode, InodeTable, Ownership
 from fusefs.settings.types import ObjectAttributes
-from tests.support.buckets import Bucket, stored
 from tests.support.local_cache import Bucket as InMemory
 from tests.support.mounting import Mount
-from tests.support.s3_server import S3Server
 from tests.support.semantics import states
+from tests.support.servers.buckets import Bucket, stored
+from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import mounted
 from tests.support.writing import WRITABLE, cost, metadata
 

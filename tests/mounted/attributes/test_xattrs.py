@@ -12,10 +12,10 @@ from urllib.parse import unquote
 
 import pytest
 
-from tests.support.buckets import Bucket, stored
 from tests.support.mounting import Mount
-from tests.support.s3_server import S3Server
 from tests.support.semantics import states
+from tests.support.servers.buckets import Bucket, stored
+from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import mounted
 from tests.support.writing import WRITABLE, all_sent, cost, metadata, status
 

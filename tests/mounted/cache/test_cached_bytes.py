@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from fusefs.cache.integrity.checksums import unpack
-from tests.support.buckets import Bucket, keys, stored
-from tests.support.damage import cached, flip
-from tests.support.faulty_s3 import FaultyS3
+from tests.support.machine.damage import cached, flip
 from tests.support.mounting import Mount, Mounter, fusefs
 from tests.support.semantics import states
-from tests.support.surviving import keeper_status, serving_pid
+from tests.support.servers.buckets import Bucket, keys, stored
+from tests.support.servers.faulty_s3 import FaultyS3
+from tests.support.survival.surviving import keeper_status, serving_pid
 from tests.support.waiting import until
 from tests.support.writing import WRITABLE
 

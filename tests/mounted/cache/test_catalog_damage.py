@@ -22,10 +22,10 @@ import pytest
 from fusefs.cache.catalog import Catalog, Row
 from fusefs.cache.integrity.damage import KEPT
 from fusefs.cache.ranges import RangeMap
-from tests.support.buckets import Bucket, stored
 from tests.support.mounting import Mount, Mounter
 from tests.support.semantics import states
-from tests.support.surviving import serving_pid
+from tests.support.servers.buckets import Bucket, stored
+from tests.support.survival.surviving import serving_pid
 from tests.support.waiting import until
 from tests.support.writing import WRITABLE
 

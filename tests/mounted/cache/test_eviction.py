@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from bench.eviction import files, shuffled
-from tests.support.buckets import Bucket
-from tests.support.disks import taken_by
-from tests.support.libc import mapped
+from tests.support.machine.disks import taken_by
+from tests.support.machine.libc import mapped
 from tests.support.mounting import Mount, Mounter, fusefs
 from tests.support.semantics import states
+from tests.support.servers.buckets import Bucket
 from tests.support.sharing import drop_caches, read_all, stamped
 from tests.support.waiting import until
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.buckets import Bucket
-from tests.support.damage import cached
-from tests.support.failing_disk import FailingDisk, failing_disk
+from tests.support.machine.damage import cached
+from tests.support.machine.failing_disk import FailingDisk, failing_disk
 from tests.support.mounting import Mount, Mounter
 from tests.support.semantics import states
+from tests.support.servers.buckets import Bucket
 from tests.support.waiting import until
 from tests.support.writing import WRITABLE
 

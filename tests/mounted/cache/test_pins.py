@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.buckets import Bucket, stored
-from tests.support.faulty_s3 import FaultyS3
 from tests.support.mounting import FUSEFS, Mount, Mounter, fusefs
 from tests.support.semantics import states
+from tests.support.servers.buckets import Bucket, stored
+from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.sharing import read_all, stamped
-from tests.support.surviving import serving_pid
+from tests.support.survival.surviving import serving_pid
 from tests.support.waiting import until
 
 MIB = 1 << 20

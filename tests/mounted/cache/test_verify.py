@@ -12,12 +12,12 @@ import trio
 
 from fusefs.cache.integrity import scrub
 from fusefs.cache.integrity.scrub import Scrub, UseMark
-from tests.support.buckets import Bucket
-from tests.support.damage import cached, flip
-from tests.support.faulty_s3 import FaultyS3
 from tests.support.local_cache import Parts, cache_in, version
+from tests.support.machine.damage import cached, flip
 from tests.support.mounting import Mounter, fusefs
 from tests.support.semantics import states
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.faulty_s3 import FaultyS3
 
 MIB = 1 << 20
 SMALL = random.Random(1).randbytes(50_000)

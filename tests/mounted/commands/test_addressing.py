@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.support.buckets import Bucket, stored
 from tests.support.mounting import FUSEFS, LIMIT_S
-from tests.support.s3_server import DOMAIN
+from tests.support.servers.buckets import Bucket, stored
+from tests.support.servers.s3_server import DOMAIN
 from tests.support.sharing import content, skip_without_fuse
 
 # In a mount namespace of its own; what ends the script takes the mount away, and so the daemon.

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from fusefs.linux import mountinfo
-from tests.support.buckets import Bucket
-from tests.support.faulty_s3 import FaultyS3
 from tests.support.mounting import FUSEFS, Mounter, fusefs
-from tests.support.s3_server import S3Server
 from tests.support.semantics import states
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.faulty_s3 import FaultyS3
+from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import skip_without_fuse
 from tests.support.waiting import until
 

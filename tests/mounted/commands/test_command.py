@@ -16,9 +16,9 @@ import pytest
 
 from fusefs.launch import control, mount_requests, registry
 from fusefs.linux import mountinfo
-from tests.support.buckets import Bucket
-from tests.support.gate import Gate
 from tests.support.mounting import FUSEFS, LIMIT_S, Mount, Mounter, fusefs
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.gate import Gate
 from tests.support.waiting import until
 
 MIB = 1 << 20

@@ -15,12 +15,12 @@ import pytest
 from fusefs.launch import launcher, users
 from fusefs.settings.mount import MountSettings
 from fusefs.settings.types import MountSource
-from tests.support.buckets import Bucket
-from tests.support.faulty_s3 import FaultyS3, Request
-from tests.support.identity_services import identity_services
 from tests.support.mounting import Mount
-from tests.support.s3_server import ACCESS_KEY, SECRET_KEY
 from tests.support.semantics import states
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.faulty_s3 import FaultyS3, Request
+from tests.support.servers.identity_services import identity_services
+from tests.support.servers.s3_server import ACCESS_KEY, SECRET_KEY
 from tests.support.store_reading import as_owner as as_owner
 from tests.support.store_reading import download, opened
 from tests.support.waiting import until

@@ -11,9 +11,9 @@ import pytest
 
 from fusefs.launch.mount_requests import daemon_request
 from fusefs.telemetry.metrics import METRICS
-from tests.support.buckets import Bucket
-from tests.support.faulty_s3 import FaultyS3
 from tests.support.mounting import Mount, Mounter, fusefs
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.faulty_s3 import FaultyS3
 
 pytestmark = pytest.mark.fuse
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.buckets import Bucket, keys
-from tests.support.faulty_s3 import FaultyS3
 from tests.support.mounting import Mounter, fusefs
+from tests.support.servers.buckets import Bucket, keys
+from tests.support.servers.faulty_s3 import FaultyS3
 
 
 def examined(*arguments: object, **environment: str) -> tuple[int, dict[str, dict[str, Any]]]:

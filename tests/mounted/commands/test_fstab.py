@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.buckets import Bucket
 from tests.support.mounting import FUSEFS, LIMIT_S, fusefs
+from tests.support.servers.buckets import Bucket
 from tests.support.sharing import skip_without_fuse
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts from fstab")

@@ -10,9 +10,9 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from tests.support.buckets import Bucket
 from tests.support.mounting import FUSEFS, LIMIT_S, Mount, Mounter, fusefs
-from tests.support.prometheus import free_port
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.prometheus import free_port
 from tests.support.waiting import until
 
 

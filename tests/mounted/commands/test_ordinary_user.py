@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.buckets import Bucket
+from tests.support.machine.ordinary_user import runnable_by_all
 from tests.support.mounting import LIMIT_S
-from tests.support.ordinary_user import runnable_by_all
 from tests.support.semantics import states
+from tests.support.servers.buckets import Bucket
 from tests.support.sharing import skip_without_fuse
 
 NOBODY = 65534

@@ -9,8 +9,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from tests.support.buckets import Bucket
 from tests.support.mounting import FUSEFS, LIMIT_S, Mount, Mounter, fusefs
+from tests.support.servers.buckets import Bucket
 
 MIB = 1 << 20
 

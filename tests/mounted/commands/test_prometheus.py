@@ -16,11 +16,11 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from fusefs.exporter.asking import target_at
 from fusefs.exporter.collector import MountCollector, registry_of
 from fusefs.exporter.serving import serve
-from tests.support.buckets import Bucket
-from tests.support.disks import fill, small_disk
-from tests.support.faulty_s3 import FaultyS3
+from tests.support.machine.disks import fill, small_disk
 from tests.support.mounting import Mount, Mounter
-from tests.support.prometheus import (
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.faulty_s3 import FaultyS3
+from tests.support.servers.prometheus import (
     Prometheus,
     dashboard_expressions,
     free_port,

@@ -10,8 +10,8 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-from tests.support.buckets import Bucket
 from tests.support.mounting import Mount, Mounter, fusefs
+from tests.support.servers.buckets import Bucket
 
 TOKEN = "planted-session-token-0123456789"
 PASSWORD = "planted-password"

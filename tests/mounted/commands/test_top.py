@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.buckets import Bucket
 from tests.support.mounting import FUSEFS, LIMIT_S, Mount, Mounter
+from tests.support.servers.buckets import Bucket
 from tests.support.waiting import until
 
 

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.support.buckets import Bucket, new_bucket
-from tests.support.libc import DirectoryStream
+from tests.support.machine.libc import DirectoryStream
 from tests.support.mounting import Mount
-from tests.support.s3_server import S3Server
 from tests.support.semantics import states
+from tests.support.servers.buckets import Bucket, new_bucket
+from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import SESSIONS, drop_caches, mounted, read_all
 from tests.support.waiting import until
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.buckets import Bucket
-from tests.support.libc import DirectoryStream
-from tests.support.listing_server import ListingServer
+from tests.support.machine.libc import DirectoryStream
 from tests.support.mounting import Mount
-from tests.support.s3_server import S3Server
 from tests.support.semantics import states
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.listing_server import ListingServer
+from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import SESSIONS, drop_caches, mounted, read_all
 from tests.support.waiting import until
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.buckets import Bucket, new_bucket
+from tests.support.machine.ordinary_user import NOBODY
 from tests.support.mounting import Mount, Mounter
-from tests.support.ordinary_user import NOBODY
-from tests.support.s3_server import S3Server
 from tests.support.semantics import states
+from tests.support.servers.buckets import Bucket, new_bucket
+from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import SESSIONS, mounted, read_all
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.buckets import Bucket
-from tests.support.mortal_mount import MortalMount, Process
 from tests.support.mounting import Mount, Mounter
 from tests.support.semantics import states
-from tests.support.surviving import serving_pid
+from tests.support.servers.buckets import Bucket
+from tests.support.survival.mortal_mount import MortalMount, Process
+from tests.support.survival.surviving import serving_pid
 from tests.support.waiting import until
 from tests.support.writing import WRITABLE
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.buckets import Bucket, new_bucket
-from tests.support.listing_server import ListingServer
 from tests.support.mounting import Mount
-from tests.support.s3_server import S3Server
 from tests.support.semantics import states
+from tests.support.servers.buckets import Bucket, new_bucket
+from tests.support.servers.listing_server import ListingServer
+from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import SESSIONS, mounted
 
 # Under each name its own UTF-8 is the content.

@@ -24,11 +24,11 @@ from fusefs.posix.types import Found
 from fusefs.posix.write import recovery
 from fusefs.store.errors import AccessDeniedError, StoreError, UnsupportedError
 from fusefs.store.interface import DeleteFailure
-from tests.support.buckets import Bucket, keys
-from tests.support.mortal_mount import DiedError, MortalMount, Process
 from tests.support.mounting import Mount, Mounter, fusefs
 from tests.support.semantics import states
-from tests.support.surviving import serving_pid
+from tests.support.servers.buckets import Bucket, keys
+from tests.support.survival.mortal_mount import DiedError, MortalMount, Process
+from tests.support.survival.surviving import serving_pid
 from tests.support.waiting import until
 from tests.support.writing import WRITABLE, cost
 

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from fusefs.launch import control, registry
-from tests.support.buckets import Bucket
-from tests.support.faulty_s3 import FaultyS3
 from tests.support.mounting import Mount, Mounter, fusefs
-from tests.support.s3_server import S3Server
 from tests.support.semantics import states
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.faulty_s3 import FaultyS3
+from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import content, mounted
-from tests.support.surviving import keeper_status, serving_pid
+from tests.support.survival.surviving import keeper_status, serving_pid
 from tests.support.waiting import until
 
 OPTIONS = ("--session", "kernel", "--no-read-only")

@@ -9,8 +9,8 @@ import trio
 
 from fusefs.cache.cached_file import CacheFile
 from fusefs.fuse.passthrough import PassthroughFiles
-from tests.support.buckets import Bucket
 from tests.support.mounting import Mounter
+from tests.support.servers.buckets import Bucket
 from tests.support.sharing import stamped
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.buckets import Bucket
-from tests.support.faulty_s3 import REQUEST_ID, FaultyS3
 from tests.support.mounting import Mount
-from tests.support.s3_server import S3Server
 from tests.support.semantics import states
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.faulty_s3 import REQUEST_ID, FaultyS3
+from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import mounted
 from tests.support.waiting import until
 

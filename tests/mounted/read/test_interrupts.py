@@ -19,9 +19,9 @@ from fusefs.keeper.client import KeeperClient
 from fusefs.linux import callers
 from fusefs.linux.callers import EXITS, IS_KILLED, LIVES, UNKNOWN, WAS_KILLED
 from fusefs.posix.types import Caller
-from tests.support.keeping import STANDIN, Kept, needs_fuse, needs_root
-from tests.support.ordinary_user import NOBODY, public_python
+from tests.support.machine.ordinary_user import NOBODY, public_python
 from tests.support.semantics import states
+from tests.support.survival.keeping import STANDIN, Kept, needs_fuse, needs_root
 
 PID = 4321
 

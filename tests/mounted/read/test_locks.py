@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.buckets import Bucket, new_bucket
 from tests.support.mounting import Mount, Mounter
-from tests.support.s3_server import S3Server
 from tests.support.semantics import states
+from tests.support.servers.buckets import Bucket, new_bucket
+from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import SESSIONS, mounted, python, read_all, stamped
 
 SMALL = 300_000

@@ -19,11 +19,11 @@ from fusefs.settings.memory import MemoryBudget
 from fusefs.settings.types import MIB
 from fusefs.store.s3.clients import S3Settings
 from fusefs.store.s3.store import S3Store
-from tests.support.buckets import Bucket
-from tests.support.listing_server import SIZE as SERVED_SIZE
-from tests.support.listing_server import ListingServer
 from tests.support.mounting import Mount, Mounter, fusefs
 from tests.support.semantics import states
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.listing_server import SIZE as SERVED_SIZE
+from tests.support.servers.listing_server import ListingServer
 from tests.support.sharing import content
 from tests.support.waiting import until
 

@@ -10,9 +10,9 @@ import pytest
 
 from fusefs.linux import mountinfo
 from fusefs.linux.mount import READ_AHEAD_KIB
-from tests.support.buckets import Bucket
 from tests.support.mounting import Mount
 from tests.support.page_reads import FEW, requests
+from tests.support.servers.buckets import Bucket
 from tests.support.sharing import mounted
 
 

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.buckets import Bucket
 from tests.support.mounting import Mounter
 from tests.support.semantics import states
+from tests.support.servers.buckets import Bucket
 from tests.support.sharing import read_all, stamped, version_of
 
 MIB = 1 << 20

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from fusefs.linux import callers, libc, mountinfo, unmount
-from tests.support.buckets import Bucket
-from tests.support.csi_container import container_reading
-from tests.support.csi_daemons import daemons_of
-from tests.support.csi_node import Node, capability, running_node
-from tests.support.faulty_s3 import FaultyS3
+from tests.support.csi.container import container_reading
+from tests.support.csi.daemons import daemons_of
+from tests.support.csi.node import Node, capability, running_node
 from tests.support.mounting import FUSEFS, Mounter
 from tests.support.semantics import states
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.sharing import PATIENCE_S, content, skip_without_fuse
 from tests.support.waiting import until
 

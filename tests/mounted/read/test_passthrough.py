@@ -20,11 +20,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.buckets import Bucket
-from tests.support.libc import mapped
+from tests.support.machine.libc import mapped
 from tests.support.mounting import Mounter
 from tests.support.page_reads import FEW, is_passthrough, read_by_page, requests
 from tests.support.semantics import states
+from tests.support.servers.buckets import Bucket
 from tests.support.sharing import drop_caches, python, read_all, stamped
 
 MIB = 1 << 20

@@ -19,11 +19,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.buckets import Bucket, new_bucket
-from tests.support.libc import mapped
+from tests.support.machine.libc import mapped
 from tests.support.mounting import Mount
-from tests.support.s3_server import S3Server
 from tests.support.semantics import states
+from tests.support.servers.buckets import Bucket, new_bucket
+from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import KINDS, content, drop_caches, mounted, python, read_all
 
 MIB = 1 << 20

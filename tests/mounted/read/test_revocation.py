@@ -16,10 +16,10 @@ import trio
 from trio.testing import MockClock
 
 from fusefs.daemon.access_guard import AccessGuard
-from tests.support.buckets import Bucket
-from tests.support.faulty_s3 import FaultyS3
 from tests.support.mounting import Mount, fusefs
 from tests.support.semantics import states
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.waiting import until
 
 AFTER_S = 120.0

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import surroundings
-from tests.support.buckets import Bucket
+from tests.support.machine import surroundings
 from tests.support.mounting import Mounter, fusefs
 from tests.support.semantics import states
-from tests.support.tls import tls_door
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.tls import tls_door
 
 
 @pytest.fixture(autouse=True)

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.buckets import Bucket
-from tests.support.faulty_s3 import FaultyS3
 from tests.support.mounting import Mount, Mounter
-from tests.support.s3_server import S3Server
 from tests.support.semantics import states
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.faulty_s3 import FaultyS3
+from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import KINDS, mounted, read_all, read_or_stale, stamped, version_of
 
 MIB = 1 << 20

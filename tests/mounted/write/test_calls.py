@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from fusefs.linux.libc import allocate
-from tests.support.buckets import Bucket, stored
 from tests.support.mounting import Mount
-from tests.support.s3_server import S3Server
 from tests.support.semantics import states
+from tests.support.servers.buckets import Bucket, stored
+from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import SESSIONS, mounted
 from tests.support.waiting import until
 from tests.support.writing import WRITABLE

@@ -21,12 +21,12 @@ import pytest
 
 from fusefs.cli import sync
 from fusefs.launch import control, registry
-from tests.support.buckets import Bucket, keys, stored
-from tests.support.disks import small_disk
-from tests.support.faulty_s3 import FaultyS3
+from tests.support.machine.disks import small_disk
 from tests.support.mounting import Mount, Mounter, fusefs
 from tests.support.semantics import states
-from tests.support.surviving import serving_pid
+from tests.support.servers.buckets import Bucket, keys, stored
+from tests.support.servers.faulty_s3 import FaultyS3
+from tests.support.survival.surviving import serving_pid
 from tests.support.waiting import until
 from tests.support.writing import pending, status
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from fusefs.posix.write.upload_steps import CREATED_BY
-from tests.support.buckets import Bucket, keys, stored
 from tests.support.mounting import Mount, Mounter
-from tests.support.s3_server import S3Server
 from tests.support.semantics import states
+from tests.support.servers.buckets import Bucket, keys, stored
+from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import content, mounted
-from tests.support.surviving import serving_pid
+from tests.support.survival.surviving import serving_pid
 from tests.support.waiting import until
 from tests.support.writing import WRITABLE, cost, metadata
 

@@ -13,12 +13,12 @@ import trio
 
 from fusefs.posix.types import NewAttributes
 from fusefs.posix.write import flush
-from tests.support.buckets import Bucket, stored
-from tests.support.mortal_mount import MortalMount
 from tests.support.mounting import Mount
-from tests.support.s3_server import S3Server
 from tests.support.semantics import states
+from tests.support.servers.buckets import Bucket, stored
+from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import PATIENCE_S, content, mounted, python
+from tests.support.survival.mortal_mount import MortalMount
 from tests.support.waiting import until
 from tests.support.writing import WRITABLE, status, uploads
 

@@ -23,9 +23,9 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
-from tests.support.buckets import Bucket
 from tests.support.mounting import Mount
 from tests.support.programs import WRITABLE, in_bucket, rename_to_a_new_name, tree
+from tests.support.servers.buckets import Bucket
 from tests.support.sharing import remembering
 
 pytestmark = pytest.mark.storm

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.buckets import Bucket, stored
 from tests.support.mounting import Mount, Mounter
-from tests.support.s3_server import S3Server
 from tests.support.semantics import states
+from tests.support.servers.buckets import Bucket, stored
+from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import SESSIONS, mounted, python
-from tests.support.surviving import keeper_status, serving_pid
+from tests.support.survival.surviving import keeper_status, serving_pid
 from tests.support.waiting import until
 from tests.support.writing import WRITABLE
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.buckets import Bucket
 from tests.support.mounting import Mount
 from tests.support.programs import mounted, need, run
-from tests.support.s3_server import ACCESS_KEY, SECRET_KEY
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.s3_server import ACCESS_KEY, SECRET_KEY
 from tests.support.writing import all_sent
 
 TIME_NS = 1_400_000_000_987_654_321

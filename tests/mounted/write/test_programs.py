@@ -18,7 +18,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.buckets import Bucket
 from tests.support.mounting import Mount
 from tests.support.programs import (
     IS_FULL,
@@ -29,6 +28,7 @@ from tests.support.programs import (
     run,
     tree,
 )
+from tests.support.servers.buckets import Bucket
 
 FILES = 5000 if IS_FULL else 100
 # Those of stress-ng that work below a directory on what a bucket can keep (no links),

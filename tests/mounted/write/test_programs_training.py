@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.buckets import Bucket
 from tests.support.mounting import Mount
 from tests.support.programs import check_what_is_left, mounted, run
+from tests.support.servers.buckets import Bucket
 
 REPOSITORY = Path(__file__).parents[3]
 RECORD = 262_144

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.buckets import Bucket, stored
 from tests.support.mounting import Mount, Mounter
-from tests.support.s3_server import S3Server
+from tests.support.servers.buckets import Bucket, stored
+from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import mounted
 from tests.support.waiting import until
 from tests.support.writing import WRITABLE, all_sent, cost, metadata, status

@@ -13,12 +13,12 @@ import pytest
 
 from fusefs.cli import status_report
 from fusefs.launch import control, registry
-from tests.support.buckets import Bucket, keys, new_bucket, stored
 from tests.support.mounting import Mount, Mounter
-from tests.support.s3_server import S3Server
 from tests.support.semantics import states
+from tests.support.servers.buckets import Bucket, keys, new_bucket, stored
+from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import SESSIONS, mounted
-from tests.support.surviving import keeper_status, serving_pid
+from tests.support.survival.surviving import keeper_status, serving_pid
 from tests.support.waiting import until
 from tests.support.writing import WRITABLE, all_sent
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.manifests import MANIFESTS, Object, render, template
+from tests.support.packaging.manifests import MANIFESTS, Object, render, template
 
 
 @pytest.fixture

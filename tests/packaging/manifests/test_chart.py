@@ -16,7 +16,7 @@ import pytest
 
 from csi import main
 from csi.volume import stores
-from tests.support.manifests import (
+from tests.support.packaging.manifests import (
     MANIFESTS,
     VERSIONS,
     Object,

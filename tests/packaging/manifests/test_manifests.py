@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from csi.node import config, reconciler
-from tests.support.manifests import (
+from tests.support.packaging.manifests import (
     MANIFESTS,
     VERSIONS,
     WORKLOADS,

@@ -29,7 +29,7 @@ from csi.volume import location as volumes
 from csi.volume import stores
 from csi.volume.options import check_attributes
 from fusefs.launch.registry import RUNTIME_VARIABLE
-from tests.support.manifests import (
+from tests.support.packaging.manifests import (
     MANIFESTS,
     POLICIES,
     Object,

@@ -16,10 +16,7 @@ import pytest
 
 from csi.generated import csi_pb2, csi_pb2_grpc
 from csi.server import DRIVER_NAME
-from tests.support.buckets import Bucket
-from tests.support.keeping import LIMIT_S, needs_fuse, needs_root
-from tests.support.manifests import MANIFESTS, find, render
-from tests.support.pods import (
+from tests.support.csi.pods import (
     Container,
     Host,
     free,
@@ -27,7 +24,10 @@ from tests.support.pods import (
     mountpoints_of,
     overlaid_root,
 )
-from tests.support.s3_server import ACCESS_KEY, SECRET_KEY
+from tests.support.packaging.manifests import MANIFESTS, find, render
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.s3_server import ACCESS_KEY, SECRET_KEY
+from tests.support.survival.keeping import LIMIT_S, needs_fuse, needs_root
 
 pytestmark = [needs_root, needs_fuse]
 

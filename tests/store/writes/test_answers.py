@@ -11,9 +11,9 @@ from fusefs.store.errors import ExistsError, StoreError, UnreachableError
 from fusefs.store.fencing import without_token
 from fusefs.store.interface import IF_ABSENT, IfMatch
 from fusefs.store.s3 import copy
-from tests.support.buckets import Bucket, keys, stored
-from tests.support.faulty_s3 import FaultyS3
-from tests.support.local_file import MakeFile
+from tests.support.machine.local_file import MakeFile
+from tests.support.servers.buckets import Bucket, keys, stored
+from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.store_writing import PART, digest, each_way, opened, put
 
 pytestmark = pytest.mark.usefixtures("as_owner")

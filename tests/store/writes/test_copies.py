@@ -8,9 +8,9 @@ from fusefs.store.errors import ExistsError, NotFoundError, StaleVersionError
 from fusefs.store.fencing import without_token
 from fusefs.store.interface import IF_ABSENT, ObjectInfo, ObjectVersion
 from fusefs.store.s3 import copy, multipart
-from tests.support.buckets import Bucket, keys, stored
-from tests.support.faulty_s3 import FaultyS3
-from tests.support.local_file import MakeFile
+from tests.support.machine.local_file import MakeFile
+from tests.support.servers.buckets import Bucket, keys, stored
+from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.store_writing import KEYS, METADATA, PART, digest, opened, put
 
 pytestmark = pytest.mark.usefixtures("as_owner")

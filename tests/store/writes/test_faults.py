@@ -15,9 +15,9 @@ from fusefs.store.errors import (
     UnsupportedError,
 )
 from fusefs.store.interface import IF_ABSENT, IfMatch, ObjectVersion
-from tests.support.buckets import Bucket, keys, stored
-from tests.support.faulty_s3 import FaultyS3
-from tests.support.local_file import MakeFile
+from tests.support.machine.local_file import MakeFile
+from tests.support.servers.buckets import Bucket, keys, stored
+from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.store_writing import METADATA, PART, digest, each_way, opened, put
 from tests.support.waiting import eventually
 

@@ -13,9 +13,9 @@ import trio
 from fusefs.store.errors import NotFoundError, StoreError
 from fusefs.store.interface import Upload
 from fusefs.store.s3.store import S3Store
-from tests.support.buckets import Bucket, keys, stored
-from tests.support.faulty_s3 import FaultyS3
-from tests.support.local_file import LocalFile, MakeFile
+from tests.support.machine.local_file import LocalFile, MakeFile
+from tests.support.servers.buckets import Bucket, keys, stored
+from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.store_writing import PART, digest, opened
 from tests.support.waiting import eventually
 

@@ -11,10 +11,10 @@ import trio
 from fusefs.store.fencing import without_token
 from fusefs.store.http.client import Direct
 from fusefs.store.s3 import put as writing
-from tests.support.buckets import Bucket
-from tests.support.local_file import MakeFile
+from tests.support.machine.local_file import MakeFile
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.tls import tls_door
 from tests.support.store_writing import METADATA, opened, put
-from tests.support.tls import tls_door
 
 pytestmark = pytest.mark.usefixtures("as_owner")
 

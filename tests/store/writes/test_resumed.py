@@ -11,9 +11,9 @@ from fusefs.store.errors import NotFoundError, StaleVersionError
 from fusefs.store.fencing import without_token
 from fusefs.store.interface import IF_ABSENT, Condition, IfMatch, ObjectInfo, Upload, UploadState
 from fusefs.store.s3.body import Body
-from tests.support.buckets import Bucket, keys, stored
-from tests.support.faulty_s3 import FaultyS3
-from tests.support.local_file import LocalFile, MakeFile
+from tests.support.machine.local_file import LocalFile, MakeFile
+from tests.support.servers.buckets import Bucket, keys, stored
+from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.store_writing import METADATA, PART, digest, opened, put
 from tests.support.waiting import eventually
 

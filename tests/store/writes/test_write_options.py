@@ -7,10 +7,10 @@ import pytest
 from fusefs.settings.mount import RawValue, SettingsError, build
 from fusefs.store.s3.clients import Clients, S3Settings
 from fusefs.store.s3.write_options import WriteOptions
-from tests.support.buckets import Bucket
-from tests.support.faulty_s3 import FaultyS3, Request
-from tests.support.local_file import MakeFile
+from tests.support.machine.local_file import MakeFile
 from tests.support.semantics import states
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.faulty_s3 import FaultyS3, Request
 from tests.support.store_writing import each_way, opened, put
 
 pytestmark = pytest.mark.usefixtures("as_owner")

@@ -22,9 +22,9 @@ from fusefs.store.s3 import delete
 from fusefs.store.s3 import put as writing
 from fusefs.store.s3.body import Body
 from fusefs.store.s3.clients import Clients, S3Settings
-from tests.support.buckets import Bucket, keys, stored
-from tests.support.faulty_s3 import FaultyS3
-from tests.support.local_file import MakeFile
+from tests.support.machine.local_file import MakeFile
+from tests.support.servers.buckets import Bucket, keys, stored
+from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.store_writing import KEYS, METADATA, PART, digest, opened, put
 
 pytestmark = pytest.mark.usefixtures("as_owner")

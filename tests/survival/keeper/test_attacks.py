@@ -15,7 +15,8 @@ import pytest
 
 from fusefs.keeper.protocol import FRESH
 from fusefs.linux import libc
-from tests.support.keeping import (
+from tests.support.machine.ordinary_user import NOBODY, public_python
+from tests.support.survival.keeping import (
     LIMIT_S,
     PROJECT,
     STANDIN,
@@ -24,12 +25,11 @@ from tests.support.keeping import (
     needs_passthrough,
     needs_root,
 )
-from tests.support.ordinary_user import NOBODY, public_python
 from tests.support.waiting import until
 
 pytestmark = [needs_root, needs_fuse, needs_passthrough]
 
-HOSTILE = PROJECT / "tests" / "support" / "hostile_fuse.py"
+HOSTILE = PROJECT / "tests" / "support" / "survival" / "hostile_fuse.py"
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import threading
 import time
 
 from fusefs.keeper.protocol import FRESH
-from tests.support.keeping import (
+from tests.support.survival.keeping import (
     HELD,
     LIMIT_S,
     Kept,

@@ -19,7 +19,7 @@ from fusefs.keeper import fd_store
 from fusefs.keeper.exchange import ControlError
 from fusefs.launch import control
 from fusefs.linux.processes import has_ended
-from tests.support.keeping import LIMIT_S, PROJECT, Kept, needs_fuse, needs_root
+from tests.support.survival.keeping import LIMIT_S, PROJECT, Kept, needs_fuse, needs_root
 from tests.support.waiting import until
 
 pytestmark = [needs_root, needs_fuse]

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 
-from tests.support.keeping import LIMIT_S, Kept, blocked_reader, needs_fuse, needs_root
+from tests.support.survival.keeping import LIMIT_S, Kept, blocked_reader, needs_fuse, needs_root
 from tests.support.waiting import until
 
 pytestmark = [needs_root, needs_fuse]

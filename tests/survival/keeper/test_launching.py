@@ -20,8 +20,8 @@ import pytest
 from fusefs.daemon import setup as process
 from fusefs.keeper import fd_store, protocol, supervisor_protocol
 from fusefs.linux.processes import has_ended
-from tests.support.keeping import LIMIT_S, PROJECT, needs_root
-from tests.support.ordinary_user import NOBODY, public_python
+from tests.support.machine.ordinary_user import NOBODY, public_python
+from tests.support.survival.keeping import LIMIT_S, PROJECT, needs_root
 from tests.support.waiting import until
 
 pytestmark = needs_root

@@ -18,7 +18,7 @@ import trio
 
 from fusefs.daemon import control_socket
 from fusefs.launch import control
-from tests.support.keeping import LIMIT_S, PROJECT, Kept, needs_fuse, needs_root
+from tests.support.survival.keeping import LIMIT_S, PROJECT, Kept, needs_fuse, needs_root
 from tests.support.waiting import until
 
 HOLD = "import sys; from fusefs.keeper.fd_store import main; sys.exit(main(sys.argv[1]))"

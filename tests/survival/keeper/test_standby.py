@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from fusefs.keeper import template
-from tests.support.keeping import LIMIT_S, PROJECT, STANDIN, Kept, needs_fuse, needs_root
-from tests.support.ordinary_user import NOBODY, public_python
+from tests.support.machine.ordinary_user import NOBODY, public_python
+from tests.support.survival.keeping import LIMIT_S, PROJECT, STANDIN, Kept, needs_fuse, needs_root
 from tests.support.waiting import until
 
 pytestmark = [needs_root, needs_fuse]

@@ -13,7 +13,8 @@ import time
 from typing import Any
 
 from fusefs.keeper.system import CAP_SYS_ADMIN
-from tests.support.keeping import (
+from tests.support.machine.ordinary_user import NOBODY, public_python
+from tests.support.survival.keeping import (
     HELD,
     LIMIT_S,
     PROJECT,
@@ -27,7 +28,6 @@ from tests.support.keeping import (
     needs_root,
     put_through,
 )
-from tests.support.ordinary_user import NOBODY, public_python
 from tests.support.waiting import until
 
 pytestmark = [needs_root, needs_fuse]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fusefs.keeper.protocol import PREPARE
-from tests.support.keeping import (
+from tests.support.survival.keeping import (
     HELD,
     LIMIT_S,
     Kept,

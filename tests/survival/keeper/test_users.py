@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.keeping import (
+from tests.support.machine.ordinary_user import NOBODY, public_python
+from tests.support.survival.keeping import (
     LIMIT_S,
     STANDIN,
     Kept,
@@ -22,7 +23,6 @@ from tests.support.keeping import (
     needs_root,
     put_through,
 )
-from tests.support.ordinary_user import NOBODY, public_python
 from tests.support.waiting import until
 
 pytestmark = [needs_root, needs_fuse]

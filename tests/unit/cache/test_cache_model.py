@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.downloader import NotKeptError
-from tests.support.disks import small_disk
 from tests.support.local_cache import Parts, cache_in, content, version
+from tests.support.machine.disks import small_disk
 
 MIB = 1 << 20
 SIZES = [300_000, MIB, 3 * MIB + 17]

@@ -12,8 +12,8 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from fusefs.cache.downloader import NotKeptError
-from tests.support.disks import small_disk
 from tests.support.local_cache import Parts, cache_in, version
+from tests.support.machine.disks import small_disk
 from tests.support.semantics import states
 from tests.support.waiting import eventually
 

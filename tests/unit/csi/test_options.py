@@ -13,7 +13,7 @@ from csi.volume.location import LOCATION_KEYS
 from csi.volume.options import Place, Shares, check_attributes, finished, mount_layer, read_options
 from fusefs.settings.mount import MountSettings
 from fusefs.settings.types import GIB, MIB, MountSource
-from tests.support.manifests import PROJECT
+from tests.support.packaging.manifests import PROJECT
 
 PLACE = Place(MountSource("bucket", "p/"), "http://s3:1", "us-east-1", "auto", None)
 SHARES = Shares(256 * MIB, 32, None, "20%", "10%")

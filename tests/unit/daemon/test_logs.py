@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from fusefs.daemon.log_handlers import LOOK_EVERY, BoundedHandler
-from tests.support.disks import small_disk
+from tests.support.machine.disks import small_disk
 
 PART = 1 << 18
 LINE = "{} {:06} " + "x" * 90

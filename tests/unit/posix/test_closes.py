@@ -12,8 +12,8 @@ from trio.testing import MockClock
 
 from fusefs.posix.write.closes import QUIET_S, Closes
 from fusefs.posix.write.flush import LATER_S
-from tests.support.mortal_mount import MortalMount, Process
 from tests.support.semantics import states
+from tests.support.survival.mortal_mount import MortalMount, Process
 
 
 @asynccontextmanager

@@ -12,8 +12,8 @@ import pytest
 from fusefs.posix.namespace.mutations import Mutations
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.types import NewAttributes
-from tests.support.mortal_mount import MortalMount, Process
 from tests.support.semantics import states
+from tests.support.survival.mortal_mount import MortalMount, Process
 
 CHANGES = NewAttributes(mode=0o600, uid=7, gid=8, mtime_ns=9 * 10**9)
 CHANGED = {"mode": str(stat.S_IFREG | 0o600), "uid": "7", "gid": "8", "mtime": "9.000000000"}

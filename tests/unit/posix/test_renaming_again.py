@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from fusefs.posix.journal.journal import Journal
-from tests.support.fate import Fate, fate_of_records
-from tests.support.mortal_mount import DiedError, MemoryStore, MortalMount, Process
+from tests.support.survival.fate import Fate, fate_of_records
+from tests.support.survival.mortal_mount import DiedError, MemoryStore, MortalMount, Process
 
 MOST_POINTS = 200
 

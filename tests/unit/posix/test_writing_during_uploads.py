@@ -16,7 +16,7 @@ from fusefs.posix.write import uploader
 from fusefs.store.errors import CredentialsError, StoreError
 from fusefs.store.interface import ObjectInfo
 from fusefs.telemetry.stalls import STALLS, WaitCause, served, stage
-from tests.support.mortal_mount import MemoryStore, MortalMount
+from tests.support.survival.mortal_mount import MemoryStore, MortalMount
 
 LIMIT_S = 20.0
 

@@ -13,7 +13,7 @@ import trio.testing
 from fusefs.posix.types import NewAttributes
 from fusefs.posix.write import backlog
 from fusefs.store.errors import StoreError
-from tests.support.mortal_mount import MortalMount
+from tests.support.survival.mortal_mount import MortalMount
 from tests.support.waiting import eventually
 
 LIMIT_S = 20.0

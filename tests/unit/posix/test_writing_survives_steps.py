@@ -1,6 +1,6 @@
 """A program makes, writes, renames and deletes a file; the process dies at each step in turn.
 
-The steps are those of tests/support/fate.py and the requests to the bucket.
+The steps are those of tests/support/survival/fate.py and the requests to the bucket.
 What was not answered is asked for again, as the kernel does.
 """
 
@@ -18,8 +18,8 @@ import trio.testing
 
 from fusefs.posix.namespace.rename_job import Renames
 from fusefs.posix.write import backlog, flush
-from tests.support.fate import Fate, fate_of_records
-from tests.support.mortal_mount import DiedError, MortalMount, Process
+from tests.support.survival.fate import Fate, fate_of_records
+from tests.support.survival.mortal_mount import DiedError, MortalMount, Process
 
 MOST_POINTS = 200
 LIMIT_S = 30

@@ -8,7 +8,7 @@ import pytest
 
 from fusefs.cache.file_cache import FileCache
 from fusefs.cache.quota import Quota
-from tests.support.mortal_mount import MortalMount, Process
+from tests.support.survival.mortal_mount import MortalMount, Process
 
 CONTENT = bytes(range(256)) * 64
 

@@ -1,0 +1,250 @@
+"""Proxies of the environment: the same for every path to S3."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from csi.controller.bucket_client import Bucket as CsiBucket
+from csi.identities.keys import Keys
+from csi.volume.stores import StoreSettings as CsiStore
+from fusefs.store.errors import StoreError
+from fusefs.store.http.proxies import Proxies, ProxyError, make_client, shown
+from fusefs.store.s3.get import SMALL, GetStream
+from tests.support.machine import surroundings
+from tests.support.semantics import states
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.faulty_s3 import FaultyS3
+from tests.support.servers.forward_proxy import ForwardProxy, forward_proxy
+from tests.support.servers.s3_server import ACCESS_KEY, REGION, SECRET_KEY
+from tests.support.servers.tls import TlsDoor, tls_door
+from tests.support.store_reading import BODY, download, opened
+from tests.support.store_reading import as_owner as as_owner
+from tests.support.store_reading import shared as shared
+
+PROXY = "http://proxy.example.org:3128"
+# No process listens there.
+NOWHERE = "http://127.0.0.1:1"
+
+
+@pytest.fixture(autouse=True)
+def of_no_machine(monkeypatch: pytest.MonkeyPatch, as_owner: None) -> None:
+    surroundings.clear(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def secure(shared: Bucket, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsDoor]:
+    with tls_door(shared.server.endpoint_url, tmp_path_factory.mktemp("tls")) as door:
+        yield door
+
+
+@pytest.fixture
+def proxy() -> Iterator[ForwardProxy]:
+    with forward_proxy() as one:
+        yield one
+
+
+@pytest.mark.parametrize(
+    ("url", "environment", "chosen"),
+    [
+        ("https://s3.example.org", {"HTTPS_PROXY": PROXY}, PROXY),
+        ("http://s3.example.org", {"HTTPS_PROXY": PROXY}, None),
+        ("http://s3.example.org", {"HTTP_PROXY": PROXY}, PROXY),
+        ("http://s3.example.org", {"HTTP_PROXY": PROXY, "REQUEST_METHOD": "GET"}, None),
+        ("https://s3.example.org", {"ALL_PROXY": PROXY}, PROXY),
+        ("http://s3.example.org", {"all_proxy": PROXY}, PROXY),
+        ("https://s3.example.org", {"ALL_PROXY": NOWHERE, "HTTPS_PROXY": PROXY}, PROXY),
+        ("https://s3.example.org", {"HTTPS_PROXY": NOWHERE, "https_proxy": PROXY}, PROXY),
+        ("https://s3.example.org", {"HTTPS_PROXY": PROXY, "https_proxy": ""}, None),
+        ("https://s3.example.org", {"HTTPS_PROXY": "proxy.example.org:3128"}, PROXY),
+        ("https://s3.example.org", {}, None),
+    ],
+)
+def test_the_proxy_is_that_of_the_scheme_or_of_all(
+    url: str, environment: dict[str, str], chosen: str | None
+) -> None:
+    assert Proxies.of(environment).choose(url) == chosen
+
+
+@pytest.mark.parametrize(
+    ("excluded", "url", "is_excluded"),
+    [
+        ("*", "https://s3.example.org", True),
+        ("s3.example.org", "https://s3.example.org", True),
+        ("S3.Example.ORG", "https://s3.example.org", True),
+        ("example.org", "https://s3.example.org", True),
+        (".example.org", "https://s3.example.org", True),
+        ("*.example.org", "https://s3.example.org", True),
+        ("example.org", "https://example.org.", True),
+        ("example.org", "https://s3-example.org", False),
+        ("s3.example.org", "https://example.org", False),
+        ("other.org, example.org", "https://s3.example.org", True),
+        ("other.org example.org", "https://s3.example.org", True),
+        ("example.org:9000", "https://s3.example.org:9000", True),
+        ("example.org:9000", "https://s3.example.org", False),
+        ("example.org:443", "https://s3.example.org", True),
+        ("10.0.0.0/8", "https://10.1.2.3:9000", True),
+        ("10.0.0.0/8", "https://11.1.2.3", False),
+        ("10.0.0.0/8:9000", "https://10.1.2.3:9000", True),
+        ("10.0.0.0/8:9000", "https://10.1.2.3", False),
+        ("10.1.2.3", "https://10.1.2.3", True),
+        ("10.0.0.0/8", "https://s3.example.org", False),
+        ("fd00::/8", "https://[fd00::1]:9000", True),
+        ("::1", "https://[::1]", True),
+        ("[::1]:9000", "https://[::1]:9000", True),
+        ("[::1]:9000", "https://[::1]", False),
+        (",,", "https://s3.example.org", False),
+        ("", "https://s3.example.org", False),
+    ],
+)
+def test_what_no_proxy_names_is_reached_without(
+    excluded: str, url: str, *, is_excluded: bool
+) -> None:
+    proxies = Proxies.of({"ALL_PROXY": PROXY, "NO_PROXY": excluded})
+    assert proxies.choose(url) == (None if is_excluded else PROXY)
+
+
+def test_no_proxy_may_name_a_bucket_s_own_host() -> None:
+    proxies = Proxies.of({"HTTPS_PROXY": PROXY, "NO_PROXY": "data.s3.example.org"})
+    made: list[dict[str, Any]] = []
+
+    def make(parameters: dict[str, Any]) -> Any:
+        made.append(parameters["proxies"])
+        return SimpleNamespace(meta=SimpleNamespace(endpoint_url="https://s3.example.org"))
+
+    make_client(make, proxies, None, lambda url: url.replace("//", "//data."))
+    make_client(make, proxies, None)
+    assert made == [{}, {}, {"http": PROXY, "https": PROXY}]
+
+
+@pytest.mark.parametrize("proxy", ["socks5h://u:word@host:1080", "http://", "http://host:port"])
+def test_a_proxy_that_nothing_can_use_is_refused_without_its_password(proxy: str) -> None:
+    proxies = Proxies.of({"ALL_PROXY": proxy})
+    with pytest.raises(ProxyError) as raised:
+        proxies.choose("https://s3.example.org")
+    assert "word" not in str(raised.value)
+    assert shown("http://user:word@host:1") == "http://host:1"
+
+
+def _no_boto(*_: object) -> None:
+    raise AssertionError("read by boto3")
+
+
+@pytest.mark.parametrize("variable", ["HTTPS_PROXY", "ALL_PROXY"])
+@states(
+    "All requests take the same proxy: that of `HTTPS_PROXY`, `HTTP_PROXY` or `ALL_PROXY`, but"
+    " for the hosts, networks and ports in `NO_PROXY`."
+)
+async def test_every_read_over_tls_goes_through_the_proxy(
+    shared: Bucket,
+    faulty: FaultyS3,
+    secure: TlsDoor,
+    proxy: ForwardProxy,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+) -> None:
+    monkeypatch.setenv(variable, proxy.url)
+    monkeypatch.setattr(GetStream, "_run_boto", _no_boto)
+    settings = {"endpoint_url": secure.url, "ca_bundle": str(secure.authority)}
+    async with opened(shared, faulty, **settings) as store:
+        await store.check("")
+        python = len(proxy.tunnels)  # with obstore's, which was tried
+        assert python >= 2
+        info = await store.head("body")
+        assert await download(store, info, 0, SMALL) == BODY[:SMALL]
+        assert await download(store, info) == BODY
+    assert set(proxy.tunnels) == {secure.url.removeprefix("https://")}
+
+
+@pytest.mark.parametrize("variable", ["HTTP_PROXY", "ALL_PROXY"])
+async def test_every_read_without_tls_goes_through_the_proxy(
+    shared: Bucket,
+    faulty: FaultyS3,
+    proxy: ForwardProxy,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+) -> None:
+    monkeypatch.setenv(variable, proxy.url)
+    async with opened(shared, faulty) as store:
+        await store.check("")
+        info = await store.head("body")
+        assert await download(store, info, 0, SMALL) == BODY[:SMALL]
+        assert await download(store, info) == BODY
+    through = [url for url in proxy.urls if url.startswith(faulty.endpoint_url)]
+    assert len(through) == len(faulty.requests()) > 2
+
+
+@pytest.mark.parametrize("is_secure", [True, False])
+@pytest.mark.parametrize("excluded", ["127.0.0.0/8", "127.0.0.1"])
+async def test_no_read_goes_through_a_proxy_where_no_proxy_says_so(
+    shared: Bucket,
+    faulty: FaultyS3,
+    secure: TlsDoor,
+    monkeypatch: pytest.MonkeyPatch,
+    excluded: str,
+    *,
+    is_secure: bool,
+) -> None:
+    for variable in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(variable, NOWHERE)
+    monkeypatch.setenv("NO_PROXY", f"example.org, {excluded}")
+    monkeypatch.setattr(GetStream, "_run_boto", _no_boto)
+    settings = {"endpoint_url": secure.url, "ca_bundle": str(secure.authority)}
+    async with opened(shared, faulty, **(settings if is_secure else {})) as store:
+        await store.check("")
+        info = await store.head("body")
+        assert await download(store, info, 0, SMALL) == BODY[:SMALL]
+        assert await download(store, info) == BODY
+        assert store.counters()["retries"] == 0
+
+
+@pytest.mark.parametrize("is_secure", [True, False])
+async def test_a_password_that_the_proxy_refuses_is_the_reason_and_is_not_tried_again(
+    shared: Bucket,
+    faulty: FaultyS3,
+    secure: TlsDoor,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    *,
+    is_secure: bool,
+) -> None:
+    with forward_proxy(password="user:right") as proxy:
+        settings = {"endpoint_url": secure.url, "ca_bundle": str(secure.authority)}
+        monkeypatch.setenv("ALL_PROXY", proxy.url.replace("//", "//user:wrong@"))
+        async with opened(shared, faulty, **(settings if is_secure else {})) as store:
+            with pytest.raises(StoreError, match="proxy wants a user and a password") as raised:
+                await store.check("")
+            assert store.counters()["retries"] == 0
+        assert proxy.refused == 1
+    assert "wrong" not in str(raised.value) + caplog.text
+
+
+async def test_a_password_that_the_proxy_takes_goes_with_every_connection(
+    shared: Bucket, faulty: FaultyS3, secure: TlsDoor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GetStream, "_run_boto", _no_boto)
+    with forward_proxy(password="user:p@ss") as proxy:
+        monkeypatch.setenv("HTTPS_PROXY", proxy.url.replace("//", "//user:p%40ss@"))
+        settings = {"endpoint_url": secure.url, "ca_bundle": str(secure.authority)}
+        async with opened(shared, faulty, **settings) as store:
+            await store.check("")
+            assert await download(store, await store.head("body")) == BODY
+        assert proxy.refused == 0
+
+
+def test_the_controller_chooses_proxies_as_mounts_do(
+    shared: Bucket, secure: TlsDoor, proxy: ForwardProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(secure.authority))
+    monkeypatch.setenv("ALL_PROXY", proxy.url)
+    keys = Keys(ACCESS_KEY, SECRET_KEY, None)
+    through = CsiBucket(CsiStore("through", secure.url, REGION), shared.name, None, keys)
+    assert through.get("body") == BODY
+    assert proxy.tunnels == [secure.url.removeprefix("https://")]
+    monkeypatch.setenv("NO_PROXY", "127.0.0.0/8")
+    without = CsiBucket(CsiStore("without", secure.url, REGION), shared.name, None, keys)
+    assert without.get("body") == BODY
+    assert len(proxy.tunnels) == 1

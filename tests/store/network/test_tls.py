@@ -1,0 +1,214 @@
+"""TLS: every path to S3 has the same authorities, and what one can't do the others do."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from csi.controller.bucket_client import Bucket as CsiBucket
+from csi.identities.keys import Keys
+from csi.volume.stores import StoreSettings as CsiStore
+from fusefs.store.errors import StoreError
+from fusefs.store.http import trust
+from fusefs.store.s3.get import SMALL, GetStream
+from tests.support.machine import surroundings
+from tests.support.semantics import states
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.faulty_s3 import FaultyS3
+from tests.support.servers.s3_server import ACCESS_KEY, REGION, SECRET_KEY
+from tests.support.servers.tls import TlsDoor, tls_door
+from tests.support.store_reading import BODY, download, opened
+from tests.support.store_reading import as_owner as as_owner
+from tests.support.store_reading import shared as shared
+
+CA = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"
+OTHER = CA.replace("AAAA", "BBBB")
+
+
+@pytest.fixture(autouse=True)
+def of_no_machine(monkeypatch: pytest.MonkeyPatch, as_owner: None) -> None:
+    surroundings.clear(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def secure(shared: Bucket, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsDoor]:
+    """A certificate of a private authority."""
+    with tls_door(shared.server.endpoint_url, tmp_path_factory.mktemp("tls")) as door:
+        yield door
+
+
+@pytest.fixture(scope="module")
+def own_authority(shared: Bucket, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsDoor]:
+    """A certificate that has signed itself, and is an authority's."""
+    directory = tmp_path_factory.mktemp("own")
+    with tls_door(shared.server.endpoint_url, directory, is_own_authority=True) as door:
+        yield door
+
+
+async def test_a_certificate_that_is_its_own_authority_serves_large_reads_too(
+    shared: Bucket, faulty: FaultyS3, own_authority: TlsDoor, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"endpoint_url": own_authority.url, "ca_bundle": str(own_authority.authority)}
+    with caplog.at_level(logging.INFO, "fusefs"):
+        async with opened(shared, faulty, **settings) as store:
+            await store.check("")
+            info = await store.head("body")
+            assert await download(store, info, 0, SMALL) == BODY[:SMALL]
+            assert await download(store, info) == BODY
+            assert store.counters()["retries"] == 0
+    (line,) = [one.getMessage() for one in caplog.records]
+    assert "large reads go over Python's connections" in line
+    assert "that of an authority" in line
+
+
+async def test_what_rustls_refuses_is_seen_at_a_read_where_there_was_no_check(
+    shared: Bucket, faulty: FaultyS3, own_authority: TlsDoor
+) -> None:
+    settings = {"endpoint_url": own_authority.url, "ca_bundle": str(own_authority.authority)}
+    async with opened(shared, faulty, **settings) as store:
+        assert await download(store, await store.head("body")) == BODY
+        assert store.counters()["retries"] == 0
+
+
+@pytest.mark.parametrize("place", ["SSL_CERT_FILE", "SSL_CERT_DIR", "the system"])
+@states(
+    "All requests trust the same certificates: those of `--ca-bundle`, of `AWS_CA_BUNDLE`, of"
+    " `SSL_CERT_FILE` and `SSL_CERT_DIR`, or the system's."
+)
+async def test_an_authority_of_the_system_is_trusted_for_all_requests(
+    shared: Bucket,
+    faulty: FaultyS3,
+    secure: TlsDoor,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    place: str,
+) -> None:
+    installed = tmp_path / "installed"
+    installed.mkdir()
+    (installed / "ours.crt").write_bytes(secure.authority.read_bytes())
+    if place == "SSL_CERT_FILE":
+        monkeypatch.setenv(place, str(installed / "ours.crt"))
+    elif place == "SSL_CERT_DIR":
+        monkeypatch.setenv(place, f"{tmp_path}:{installed}")
+    else:
+        monkeypatch.setattr(trust, "SYSTEM_FILES", (str(installed / "ours.crt"),))
+    # Whoever reads it through Python reads it through obstore.
+    monkeypatch.setattr(GetStream, "_run_boto", lambda *_: pytest.fail("read by boto3"))
+    async with opened(shared, faulty, endpoint_url=secure.url) as store:
+        await store.check("")
+        info = await store.head("body")
+        assert await download(store, info, 0, SMALL) == BODY[:SMALL]
+        assert await download(store, info) == BODY
+
+
+async def _refusal(shared: Bucket, faulty: FaultyS3, **settings: Any) -> str:
+    """What the check of a store says that is never tried again."""
+    async with opened(shared, faulty, **settings) as store:
+        with pytest.raises(StoreError) as raised:
+            await store.check("")
+        assert store.counters()["retries"] == 0
+    return str(raised.value)
+
+
+@states(
+    "What waiting does not mend fails at once, with the cause in the log: a certificate that is"
+    " not trusted, a proxy that refuses the password, an endpoint that redirects elsewhere."
+)
+async def test_an_unknown_authority_is_named_as_the_cause_and_not_tried_again(
+    shared: Bucket, faulty: FaultyS3, secure: TlsDoor, own_authority: TlsDoor
+) -> None:
+    said = await _refusal(shared, faulty, endpoint_url=secure.url)
+    assert f"no secure connection to {secure.url}" in said
+    assert "of an authority that is not trusted" in said
+    assert "its own authority" in await _refusal(shared, faulty, endpoint_url=own_authority.url)
+
+
+async def test_a_certificate_for_another_name_is_refused_with_that_name(
+    shared: Bucket, faulty: FaultyS3, tmp_path: Path
+) -> None:
+    with tls_door(shared.server.endpoint_url, tmp_path, name="DNS:s3.example.org") as door:
+        settings = {"endpoint_url": door.url, "ca_bundle": str(door.authority)}
+        assert "for another name, for s3.example.org" in await _refusal(shared, faulty, **settings)
+
+
+async def test_a_server_without_tls_is_named_as_such(shared: Bucket, faulty: FaultyS3) -> None:
+    url = shared.server.endpoint_url.replace("http:", "https:")
+    assert "speaks no TLS" in await _refusal(shared, faulty, endpoint_url=url)
+
+
+async def test_certificates_that_are_missing_matter_only_where_they_are_needed(
+    shared: Bucket,
+    faulty: FaultyS3,
+    secure: TlsDoor,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "missing"))
+    said = await _refusal(shared, faulty, endpoint_url=secure.url)
+    assert "missing (SSL_CERT_FILE or SSL_CERT_DIR) can't be read" in said
+    async with opened(shared, faulty) as store:
+        await store.check("")
+
+
+def test_the_controller_trusts_what_mounts_trust(
+    shared: Bucket, secure: TlsDoor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = Keys(ACCESS_KEY, SECRET_KEY, None)
+    unknown = CsiBucket(CsiStore("secure", secure.url, REGION), shared.name, None, keys)
+    with pytest.raises(StoreError, match="not trusted"):
+        unknown.get("body")
+    monkeypatch.setenv("SSL_CERT_FILE", str(secure.authority))
+    # The same store under another name, since clients are kept.
+    known = CsiBucket(CsiStore("known", secure.url, REGION), shared.name, None, keys)
+    assert known.get("body") == BODY
+
+
+def test_what_is_named_first_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = {
+        name: tmp_path / name for name in ("setting", "config", "requests", "openssl", "system")
+    }
+    for path in paths.values():
+        path.write_text(CA)
+    monkeypatch.setattr(trust, "SYSTEM_FILES", (str(paths["system"]),))
+    environment = {
+        "REQUESTS_CA_BUNDLE": str(paths["requests"]),
+        "SSL_CERT_FILE": str(paths["openssl"]),
+    }
+    config = str(paths["config"])
+    assert trust.find(str(paths["setting"]), environment, config).path == str(paths["setting"])
+    assert trust.find(None, environment, config).path == config
+    assert trust.find(None, environment).path == environment.pop("REQUESTS_CA_BUNDLE")
+    assert trust.find(None, environment).path == environment.pop("SSL_CERT_FILE")
+    assert trust.find(None, environment).path == str(paths["system"])
+
+
+def test_files_and_directories_of_certificates_are_put_together(tmp_path: Path) -> None:
+    (tmp_path / "certs").mkdir()
+    (tmp_path / "file").write_text(f"a comment\n{CA}")
+    for name, text in (("a.pem", CA), ("b.crt", OTHER), ("README", "nothing")):
+        (tmp_path / "certs" / name).write_text(text)
+    environment = {
+        "SSL_CERT_FILE": str(tmp_path / "file"),
+        "SSL_CERT_DIR": f"{tmp_path / 'missing'}:{tmp_path / 'certs'}",
+    }
+    found = trust.find(None, environment)
+    assert found.pem().split() == (CA + OTHER).encode().split()
+    with pytest.raises(trust.TrustError, match="no certificate"):
+        trust.find(str(tmp_path / "certs" / "README"), {})
+
+
+def test_a_directory_of_certificates_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_path: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(trust.TrustError, match=f"{tmp_path} .*Permission denied"):
+        trust.find(str(tmp_path), {})

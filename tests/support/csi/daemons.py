@@ -1,0 +1,106 @@
+"""`fusefs-csi daemons` as a process beside a driver, with the rights that its container has."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fusefs.keeper import supervisor_protocol
+from fusefs.launch import launcher
+from tests.support.csi.node import Node
+from tests.support.sharing import PATIENCE_S
+from tests.support.waiting import until
+
+# What the manifests give it.
+RIGHTS = [
+    "setpriv",
+    "--no-new-privs",
+    "--inh-caps=-all",
+    "--bounding-set=-all,+setuid,+setgid",
+]
+
+
+class DaemonsProcess:
+    """One pod's."""
+
+    def __init__(self, node: Node, name: str, before: tuple[str, ...] = (), *options: str) -> None:
+        self._ready = node.directory / f"{name}.ready"
+        self._ready.unlink(missing_ok=True)
+        self._socket = node.state / "daemons.sock"
+        self.log = node.directory / f"{name}.log"
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [
+                    *before,
+                    *RIGHTS,
+                    *node.command,
+                    "daemons",
+                    "--state-dir",
+                    node.state,
+                    "--ready-file",
+                    self._ready,
+                    *options,
+                ],
+                env={**os.environ, **node.environment},
+                start_new_session=True,
+                stderr=log,
+            )
+
+    @property
+    def is_ready(self) -> bool:
+        return self._ready.exists()
+
+    def children(self) -> set[int]:
+        """The pids of what it has started: daemons, and what holds descriptors."""
+        pid = self.process.pid
+        return {int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+
+    def kill(self) -> None:
+        """SIGKILL all of it, as when its container dies."""
+        ended = [os.pidfd_open(pid) for pid in self.children()]
+        self.process.kill()
+        self.process.wait()
+        for pidfd in ended:
+            until(lambda pidfd=pidfd: has_ended(pidfd), "its children die with it")
+            os.close(pidfd)
+
+    def clean_up(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(PATIENCE_S)
+        if os.environ.get("SHOW_DRIVER_LOG"):
+            print(self.log.read_text())
+
+
+def has_ended(pidfd: int) -> bool:
+    from fusefs.linux.processes import has_ended
+
+    return has_ended(pidfd)
+
+
+@contextmanager
+def daemons_of(
+    node: Node, name: str, before: tuple[str, ...] = (), *options: str
+) -> Iterator[DaemonsProcess]:
+    """One that is ready, and gone at the end whatever happened.
+
+    `before` is a command that starts it, in namespaces of its own say.
+    """
+    daemons = DaemonsProcess(node, name, before, *options)
+    try:
+        until(lambda: daemons.is_ready, f"it is ready: {daemons.log}")
+        yield daemons
+    finally:
+        daemons.clean_up()
+
+
+def daemons_there(node: Node) -> int:
+    """How many daemons whoever listens has for the node's mounts."""
+    path = os.fspath(node.state / "daemons.sock")
+    return sum(
+        supervisor_protocol.count(path, launcher.mount_number(one.mountpoint))
+        for one in node.roots()
+    )

@@ -1,0 +1,338 @@
+"""`fusefs-csi node` as a process, and kubelet's side of its socket."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from csi.generated import csi_pb2, csi_pb2_grpc
+from fusefs.keeper import template
+from fusefs.linux import libc, mountinfo, unmount
+from tests.support.machine.ordinary_user import runnable_by_all
+from tests.support.servers.s3_server import ACCESS_KEY, SECRET_KEY
+from tests.support.sharing import PATIENCE_S, skip_without_fuse
+
+START = "import sys; from csi.main import main; sys.exit(main())"
+SECRETS = {"accessKeyId": ACCESS_KEY, "secretAccessKey": SECRET_KEY}
+Mode = csi_pb2.VolumeCapability.AccessMode
+MULTI = Mode.MULTI_NODE_MULTI_WRITER
+NOT_FINAL = (
+    grpc.StatusCode.ABORTED,
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+)
+
+
+def capability(
+    mode: int = MULTI, *, flags: tuple[str, ...] = (), group: str = ""
+) -> csi_pb2.VolumeCapability:
+    return csi_pb2.VolumeCapability(
+        mount=csi_pb2.VolumeCapability.MountVolume(mount_flags=flags, volume_mount_group=group),
+        access_mode=Mode(mode=mode),
+    )
+
+
+class Node:
+    """One node: kubelet's directories, the driver, and calls of its socket.
+
+    `serves` is the driver's command, `node` or `all`.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        stores: dict[str, str],
+        command: list[str],
+        environment: Any,
+        serves: str,
+    ) -> None:
+        self.directory = directory
+        self.serves = serves
+        self.kubelet = directory / "kubelet"
+        self.mounts = self.kubelet / "plugins" / "mounts"
+        self.cache = directory / "cache"
+        self.pods = self.kubelet / "pods"
+        self.pods.mkdir(parents=True)
+        self.state = Path(tempfile.mkdtemp(prefix="csi", dir="/dev/shm"))
+        self.log = directory / "driver.log"
+        self.socket = directory / "csi.sock"
+        self.stores = directory / "stores.toml"
+        self.stores.write_text(
+            "".join(
+                f'[stores.{name}]\nendpoint-url = "{url}"\nregion = "us-east-1"\n'
+                for name, url in stores.items()
+            )
+        )
+        # The driver's own identity.
+        own = directory / "own-keys"
+        own.write_text(
+            f"[default]\naws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {SECRET_KEY}\n"
+        )
+        self.command = command
+        self.environment = {**environment, "AWS_SHARED_CREDENTIALS_FILE": str(own)}
+        self.process: subprocess.Popen[bytes] | None = None
+        self._channel: grpc.Channel | None = None
+
+    # --- the driver ---
+
+    def start(self, *options: str) -> None:
+        clean = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("AWS_", "FUSEFS_"))
+        }
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [
+                    *self.command,
+                    self.serves,
+                    "--endpoint",
+                    f"unix://{self.socket}",
+                    "--node-id",
+                    "node-1",
+                    "--state-dir",
+                    self.state,
+                    "--stores",
+                    self.stores,
+                    "--kubelet-dir",
+                    self.kubelet,
+                    "--mounts-dir",
+                    self.mounts,
+                    "--cache-dir",
+                    self.cache,
+                    "--min-free",
+                    "1%",
+                    "--log-level",
+                    "debug",
+                    *options,
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**clean, **self.environment},
+                start_new_session=True,
+            )
+        # A channel of its own connection: the process before this one had the same address.
+        alone = [("grpc.use_local_subchannel_pool", 1)]
+        self._channel = grpc.insecure_channel(f"unix:{self.socket}", alone)
+        self.node = csi_pb2_grpc.NodeStub(self._channel)
+        self.identity = csi_pb2_grpc.IdentityStub(self._channel)
+        self.identity.Probe(csi_pb2.ProbeRequest(), wait_for_ready=True, timeout=PATIENCE_S)
+
+    def kill(self) -> None:
+        """SIGKILL the driver and nothing else."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+        if self._channel is not None:
+            self._channel.close()
+
+    # --- kubelet ---
+
+    def target(self, pod: str, volume: str = "data") -> Path:
+        path = self.pods / pod / "volumes" / "kubernetes.io~csi" / volume / "mount"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def publish(
+        self, volume: str, target: Path | str, *, timeout_s: float = PATIENCE_S, **asked: Any
+    ) -> None:
+        """NodePublishVolume; see `request` for what can be asked."""
+        self.node.NodePublishVolume(self.request(volume, target, **asked), timeout=timeout_s)
+
+    def request(
+        self,
+        volume: str,
+        target: Path | str,
+        *,
+        cap: csi_pb2.VolumeCapability | None = None,
+        readonly: bool = False,
+        secrets: dict[str, str] | None = None,
+        **context: str,
+    ) -> csi_pb2.NodePublishVolumeRequest:
+        """What kubelet sends; `context` is the volume's."""
+        return csi_pb2.NodePublishVolumeRequest(
+            volume_id=volume,
+            target_path=str(target),
+            readonly=readonly,
+            volume_capability=cap or capability(),
+            secrets=SECRETS if secrets is None else secrets,
+            volume_context={"store": "main", "conditional-writes": "on", **context},
+        )
+
+    def unpublish(self, volume: str, target: Path | str, *, timeout_s: float = PATIENCE_S) -> None:
+        self.node.NodeUnpublishVolume(
+            csi_pb2.NodeUnpublishVolumeRequest(volume_id=volume, target_path=str(target)),
+            timeout=timeout_s,
+        )
+
+    def stats(self, volume: str, path: Path | str) -> csi_pb2.NodeGetVolumeStatsResponse:
+        request = csi_pb2.NodeGetVolumeStatsRequest(volume_id=volume, volume_path=str(path))
+        answer: csi_pb2.NodeGetVolumeStatsResponse = self.node.NodeGetVolumeStats(
+            request, timeout=PATIENCE_S
+        )
+        return answer
+
+    # --- what is there ---
+
+    def mounted(self) -> list[mountinfo.KernelMount]:
+        """The mounts below kubelet's directory."""
+        return [
+            mount
+            for mount in mountinfo.kernel_mounts()
+            if mount.mountpoint.is_relative_to(self.kubelet)
+        ]
+
+    def roots(self) -> list[mountinfo.KernelMount]:
+        return [mount for mount in self.mounted() if mount.mountpoint.parent == self.mounts]
+
+    def processes(self) -> dict[int, str]:
+        """The mounts' processes and their commands, by pid; the driver and zombies are none."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if entry.name.isdigit() and self._is_of_mount(entry):
+                    command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    if command and "csi.main" not in command:
+                        found[int(entry.name)] = command
+        return found
+
+    def _is_of_mount(self, process: Path) -> bool:
+        state = os.fsencode(self.state)
+        environment = (process / "environ").read_bytes()
+        if state in environment:
+            return True
+        # One that a template has forked shows the template's environment, which names no mount.
+        is_forked = template.VARIABLE.encode() in environment
+        if not is_forked or "0" in _status(process, "Uid"):
+            return False
+        [parent_pid] = _status(process, "PPid")
+        parent = Path("/proc", parent_pid)
+        is_ours = state in (parent / "cmdline").read_bytes()
+        return is_ours or os.fsencode(self.directory) in (process / "maps").read_bytes()
+
+    def daemons(self) -> list[int]:
+        return [pid for pid, command in self.processes().items() if "fusefs.daemon" in command]
+
+    def kill_all(self, whom: str = "") -> None:
+        """SIGKILL all keepers and daemons, or those whose command says so, at one moment.
+
+        Returns when they have closed all that they held.
+        """
+        dying = []
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid, command in self.processes().items():
+                if whom in command:
+                    with contextlib.suppress(ProcessLookupError):
+                        dying.append(os.pidfd_open(pid))
+                        os.kill(pid, number)
+        for process in dying:
+            ended = select.poll()
+            ended.register(process, select.POLLIN)
+            ended.poll(1000 * PATIENCE_S)
+            os.close(process)
+
+    def leftovers(self) -> list[str]:
+        """What is left of mounts: to be nothing when all volumes are unpublished."""
+        left = [str(mount.mountpoint) for mount in self.mounted()]
+        left += [f"{pid} {command}" for pid, command in self.processes().items()]
+        left += [str(path) for path in self.mounts.iterdir()]
+        # Their names alone, as a mount may be there.
+        for parent in self.pods.glob("*/volumes/*/*"):
+            left += [str(parent / name) for name in os.listdir(parent)]
+        for name in ("mounts", "credentials", "fusefs", "pods"):
+            if (self.state / name).exists():
+                left += [str(path) for path in (self.state / name).iterdir()]
+        return left
+
+    def clean_up(self) -> None:
+        """Whatever the test did: no mount and no process afterwards."""
+        if self.process is not None and self.process.poll() is None:
+            self.kill()
+        connections = {mount.connection for mount in self.mounted() if mount.is_fusefs}
+        for connection in connections:
+            with contextlib.suppress(unmount.UnmountError):
+                unmount.abort_connection(connection)
+        for mount in reversed(self.mounted()):
+            with contextlib.suppress(OSError):
+                libc.umount(str(mount.mountpoint), libc.MNT_DETACH | libc.UMOUNT_NOFOLLOW)
+        deadline = time.monotonic() + PATIENCE_S
+        while (left := self.processes()) and time.monotonic() < deadline:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+        if os.environ.get("SHOW_DRIVER_LOG"):
+            print(self.log.read_text())
+        if not self.mounted():
+            shutil.rmtree(self.state, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def running_node(*options: str, serves: str = "node", **stores: str) -> Iterator[Node]:
+    """A node whose driver runs, gone at the end whatever happened. `stores` are URLs by name.
+
+    Skips where mounting is not possible.
+    """
+    skip_without_fuse()
+    if os.geteuid() != 0:
+        pytest.skip("the node service is root's")
+    # Not below pytest's own directory, which it keeps closing to other users.
+    directory = Path(tempfile.mkdtemp(prefix="node"))
+    directory.chmod(0o755)
+    try:
+        with runnable_by_all() as (command, environment):
+            node = Node(directory, stores, [command[0], "-c", START], environment, serves)
+            try:
+                node.start(*options)
+                yield node
+            finally:
+                node.clean_up()
+    finally:
+        if not any(one.mountpoint.is_relative_to(directory) for one in mountinfo.kernel_mounts()):
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _status(process: Path, field: str) -> list[str]:
+    """The values of a field of /proc/PID/status."""
+    lines = (process / "status").read_text().splitlines()
+    return next(line.split()[1:] for line in lines if line.startswith(f"{field}:"))
+
+
+def code_of(error: Any) -> grpc.StatusCode:
+    """The status of a failed call."""
+    code: grpc.StatusCode = error.value.code()
+    return code
+
+
+def until_final(call: Any, *arguments: Any, **options: Any) -> None:
+    """Call as kubelet does: again until the answer is final, which has to be OK."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            call(*arguments, **options)
+            return
+        except grpc.RpcError as error:
+            told: Any = error
+            if told.code() not in NOT_FINAL or time.monotonic() > deadline:
+                raise
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def node(running: Node) -> Iterator[Node]:
+    """The module's node; each test has to leave nothing on it."""
+    yield running
+    assert running.leftovers() == []

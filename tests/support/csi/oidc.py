@@ -1,0 +1,219 @@
+"""A cluster's issuer of tokens (OpenID Connect), and SeaweedFS's own STS, which trusts it.
+
+The gateway is a second one over the tests' S3 server: there pods exchange their service account
+tokens (AssumeRoleWithWebIdentity), and there alone the keys that they get for them are known.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from tests.support.servers.s3_server import GRPC_DISTANCE, S3Server, _free_ports, die_with_parent
+from tests.support.waiting import until
+
+AUDIENCE = "sts.amazonaws.com"
+ROLE = "arn:aws:iam::123456789012:role/reader"
+_KEY_ID = "key-1"
+
+
+class Issuer:
+    """Serves its public key at `url`, and signs tokens (RS256) as kubelet gets them."""
+
+    def __init__(self, directory: Path) -> None:
+        self._key = directory / "issuer.key"
+        self._another_key = directory / "another.key"
+        for key in (self._key, self._another_key):
+            subprocess.run(
+                ["openssl", "genrsa", "-out", key, "2048"], check=True, capture_output=True
+            )
+        owner = self
+
+        class Handler(_Handler):
+            issuer = owner
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def __enter__(self) -> Issuer:
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def documents(self) -> dict[str, Any]:
+        """What is served, by path."""
+        told = _openssl("rsa", "-in", self._key, "-noout", "-modulus").decode()
+        modulus = bytes.fromhex(told.strip().partition("=")[2])
+        key = {
+            "kty": "RSA",
+            "kid": _KEY_ID,
+            "use": "sig",
+            "alg": "RS256",
+            "n": _base64(modulus),
+            "e": _base64((65537).to_bytes(3)),
+        }
+        return {
+            "/.well-known/openid-configuration": {
+                "issuer": self.url,
+                "jwks_uri": f"{self.url}/keys",
+                "id_token_signing_alg_values_supported": ["RS256"],
+            },
+            "/keys": {"keys": [key]},
+        }
+
+    def token(
+        self,
+        account: str,
+        *,
+        audience: str = AUDIENCE,
+        lifetime_s: float = 3600,
+        is_forged: bool = False,
+    ) -> str:
+        """A token of a service account, NAMESPACE:NAME."""
+        now = int(time.time())
+        claims = {
+            "iss": self.url,
+            "aud": [audience],
+            "sub": f"system:serviceaccount:{account}",
+            "iat": now - 1,
+            "exp": int(now + lifetime_s),
+            "jti": uuid.uuid4().hex,
+        }
+        header = {"alg": "RS256", "kid": _KEY_ID}
+        signed = ".".join(_base64(json.dumps(part).encode()) for part in (header, claims))
+        key = self._another_key if is_forged else self._key
+        signature = _openssl("dgst", "-sha256", "-sign", key, told=signed.encode())
+        return f"{signed}.{_base64(signature)}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    issuer: Issuer
+
+    def do_GET(self) -> None:
+        document = self.issuer.documents().get(self.path)
+        body = json.dumps(document).encode()
+        self.send_response(404 if document is None else 200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+
+@contextmanager
+def sts_gateway(s3: S3Server, issuer: Issuer, account: str, directory: Path) -> Iterator[str]:
+    """The URL of a gateway to the server's buckets with an STS, where `account` may be ROLE."""
+    trust = {
+        "Effect": "Allow",
+        "Principal": {"Federated": "cluster"},
+        "Action": ["sts:AssumeRoleWithWebIdentity"],
+        "Condition": {"StringEquals": {"oidc:sub": f"system:serviceaccount:{account}"}},
+    }
+    allowed = [
+        {"Effect": "Allow", "Action": ["s3:*"], "Resource": ["arn:aws:s3:::*"]},
+        {"Effect": "Allow", "Action": ["sts:ValidateSession"], "Resource": ["*"]},
+    ]
+    config = {
+        "sts": {
+            "tokenDuration": "1h",
+            "maxSessionLength": "12h",
+            "issuer": "the-sts",
+            "signingKey": base64.b64encode(b"k" * 32).decode(),
+        },
+        "providers": [
+            {
+                "name": "cluster",
+                "type": "oidc",
+                "enabled": True,
+                "config": {
+                    "issuer": issuer.url,
+                    "clientId": AUDIENCE,
+                    "jwksUri": f"{issuer.url}/keys",
+                },
+            }
+        ],
+        "policy": {"defaultEffect": "Deny"},
+        "policies": [
+            {
+                "name": "all",
+                "document": {"Version": "2012-10-17", "Statement": allowed},
+            }
+        ],
+        "roles": [
+            {
+                "roleName": ROLE.rpartition("/")[2],
+                "roleArn": ROLE,
+                "attachedPolicies": ["all"],
+                "trustPolicy": {"Version": "2012-10-17", "Statement": [trust]},
+            }
+        ],
+    }
+    path = directory / "iam.json"
+    path.write_text(json.dumps(config))
+    port = _free_ports()[0]
+    with (
+        (directory / "sts.log").open("ab") as log,
+        subprocess.Popen(
+            [
+                str(Path(sys.prefix) / "bin" / "weed"),
+                f"-logdir={directory}",
+                "s3",
+                f"-filer=127.0.0.1:{s3._ports[2]}",
+                "-ip.bind=127.0.0.1",
+                f"-port={port}",
+                f"-port.grpc={port + GRPC_DISTANCE}",
+                "-port.iceberg=0",
+                "-port.lance=0",
+                f"-config={s3.data.parent / 'identities.json'}",
+                f"-iam.config={path}",
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        ) as process,
+    ):
+        try:
+            until(lambda: _is_listening(port), "the gateway listens")
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.kill()
+            for near in (port, port + GRPC_DISTANCE):
+                for left in Path("/tmp").glob(f"seaweedfs-*-{near}.sock"):
+                    left.unlink(missing_ok=True)
+
+
+def _is_listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _openssl(*arguments: Any, told: bytes = b"") -> bytes:
+    return subprocess.run(
+        ["openssl", *arguments], input=told, capture_output=True, check=True
+    ).stdout
+
+
+def _base64(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()

@@ -1,0 +1,192 @@
+"""Kubernetes objects for tests: rendered by kustomize, read from YAML, checked against schemas."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import kubernetes_validate
+import kubernetes_validate.utils
+import pytest
+import yaml
+
+PROJECT = Path(__file__).parents[3]
+MANIFESTS = PROJECT / "manifests"
+OVERLAYS = sorted((MANIFESTS / "overlays").iterdir())
+# The oldest version that the manifests are for, and the newest whose schemas are known.
+VERSIONS = ("1.31", "1.37")
+WORKLOADS = ("Deployment", "DaemonSet")
+
+Object = dict[str, Any]
+
+each_kustomization = pytest.mark.parametrize(
+    "directory", [MANIFESTS, *OVERLAYS], ids=lambda path: path.name
+)
+
+# The schemas are large files, and it reads them for each object.
+kubernetes_validate.utils.schema_contents = functools.cache(
+    kubernetes_validate.utils.schema_contents
+)
+
+
+def render_with(directory: Path, *components: str, more: str = "") -> list[Object]:
+    """The base with these components, as a cluster's own kustomization would have it.
+
+    `directory` is empty, and `more` is added to the kustomization.
+    """
+    lines = [
+        "apiVersion: kustomize.config.k8s.io/v1beta1",
+        "kind: Kustomization",
+        "resources: [manifests/base]",
+        "components:",
+        *(f"  - manifests/components/{name}" for name in components),
+    ]
+    (directory / "manifests").symlink_to(MANIFESTS)
+    (directory / "kustomization.yaml").write_text("\n".join([*lines, more]))
+    return render(directory)
+
+
+@functools.cache
+def render(directory: Path) -> list[Object]:
+    """What `kubectl apply -k DIRECTORY` would send."""
+    kubectl = Path(sys.executable).with_name("kubectl")
+    done = subprocess.run([kubectl, "kustomize", directory], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return read(done.stdout)
+
+
+def read(text: str) -> list[Object]:
+    return [document for document in yaml.load_all(text, yaml.CSafeLoader) if document]
+
+
+# Resources of operators and plugins, whose schemas are not Kubernetes' own.
+CUSTOM_GROUPS = ("cilium.io/", "monitoring.coreos.com/")
+
+
+def check(document: Object, version: str) -> None:
+    """Raises kubernetes_validate.ValidationError; unknown fields count as errors."""
+    if document["apiVersion"].startswith(CUSTOM_GROUPS):
+        return
+    _check(json.dumps(document, sort_keys=True), version)
+
+
+@functools.cache  # most objects are the same in many overlays
+def _check(document: str, version: str) -> None:
+    kubernetes_validate.validate(json.loads(document), version, strict=True)
+
+
+def find(documents: list[Object], kind: str, name: str | None = None) -> Object:
+    """The only object of that kind (and name)."""
+    [found] = (document for document in every(documents, kind) if name in (None, name_of(document)))
+    return found
+
+
+def every(documents: list[Object], kind: str) -> list[Object]:
+    return [document for document in documents if document["kind"] == kind]
+
+
+POLICIES = ("NetworkPolicy", "CiliumNetworkPolicy")
+
+
+def name_of(document: Object) -> str:
+    return str(document["metadata"]["name"])
+
+
+def template(documents: list[Object], workload: str) -> Object:
+    """The pods of one Deployment or DaemonSet."""
+    [found] = (
+        document["spec"]["template"]
+        for kind in WORKLOADS
+        for document in every(documents, kind)
+        if name_of(document) == workload
+    )
+    return found
+
+
+def pod_templates(value: Any) -> Iterator[Object]:
+    """Every pod template at any depth of an object."""
+    if isinstance(value, dict):
+        if isinstance(value.get("spec"), dict) and "containers" in value["spec"]:
+            yield value
+        else:
+            for inner in value.values():
+                yield from pod_templates(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from pod_templates(inner)
+
+
+def containers(pod: Object) -> list[Object]:
+    spec = pod["spec"]
+    return [*spec.get("initContainers", []), *spec["containers"]]
+
+
+def container(pod: Object, name: str) -> Object:
+    [found] = (each for each in containers(pod) if each["name"] == name)
+    return found
+
+
+def flag(where: Object, name: str) -> str:
+    """The value of `--name=value` among a container's arguments."""
+    [value] = (
+        argument.partition("=")[2]
+        for argument in where["args"]
+        if argument.partition("=")[0] == f"--{name}"
+    )
+    return str(value)
+
+
+def host_path(pod: Object, volume: str) -> Path | None:
+    """Where a volume is on the host; None for other kinds of volumes."""
+    [found] = (each for each in pod["spec"]["volumes"] if each["name"] == volume)
+    return Path(found["hostPath"]["path"]) if "hostPath" in found else None
+
+
+def on_host(pod: Object, where: Object, path: Path) -> Path | None:
+    """What a path in a container is on the host; None if it is not the host's."""
+    mounts = [
+        (Path(mount["mountPath"]), mount["name"])
+        for mount in where.get("volumeMounts", [])
+        if path.is_relative_to(mount["mountPath"])
+    ]
+    if not mounts:
+        return None
+    mountpoint, volume = max(mounts, key=lambda mount: len(mount[0].parts))
+    base = host_path(pod, volume)
+    return base / path.relative_to(mountpoint) if base else None
+
+
+def lets_out(policy: Object, url: str) -> bool:
+    """Whether a NetworkPolicy, or a CiliumNetworkPolicy, lets a pod call this URL.
+
+    A host of the form NAME.NAMESPACE.svc is in the cluster, which CIDR rules do not reach.
+    """
+    parts = urlsplit(url)
+    port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+    names = (parts.hostname or "").split(".")
+    namespace = names[1] if "svc" in names[2:3] else None
+    return any(
+        port in _ports(way) and _reaches(way, namespace) for way in policy["spec"].get("egress", [])
+    )
+
+
+def _ports(way: Object) -> set[int]:
+    given = [*way.get("ports", []), *(p for to in way.get("toPorts", []) for p in to["ports"])]
+    return {int(each["port"]) for each in given}
+
+
+def _reaches(way: Object, namespace: str | None) -> bool:
+    if namespace is None:
+        blocks = [peer["ipBlock"]["cidr"] for peer in way.get("to", []) if "ipBlock" in peer]
+        return "0.0.0.0/0" in [*blocks, *(each["cidr"] for each in way.get("toCIDRSet", []))]
+    labels = [peer.get("namespaceSelector", {}).get("matchLabels") for peer in way.get("to", [])]
+    selectors = [each["matchLabels"] for each in way.get("toEndpoints", [])]
+    return {"kubernetes.io/metadata.name": namespace} in labels or {
+        "k8s:io.kubernetes.pod.namespace": namespace
+    } in selectors

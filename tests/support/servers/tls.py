@@ -1,0 +1,148 @@
+"""A server behind TLS, with a certificate of an authority that is not known otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.support.servers.relay import relay
+
+
+@dataclass(frozen=True)
+class TlsDoor:
+    """Where the server is to be found, and the file that is to be trusted for it."""
+
+    url: str
+    authority: Path
+
+
+@contextlib.contextmanager
+def tls_door(
+    upstream: str, directory: Path, *, is_own_authority: bool = False, name: str = "IP:127.0.0.1"
+) -> Iterator[TlsDoor]:
+    """Forward connections to `upstream`, an http URL.
+
+    The server's certificate is for `name`; with `is_own_authority` it has signed itself.
+    """
+    make = _make_own_authority if is_own_authority else _make_certificates
+    authority = make(directory, name)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(directory / "server.pem", directory / "server.key")
+    parts = urlsplit(upstream)
+    assert parts.hostname is not None
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+        address = (parts.hostname, parts.port or 80)
+        thread = threading.Thread(target=_serve, args=(listener, context, address), daemon=True)
+        thread.start()
+        yield TlsDoor(f"https://127.0.0.1:{listener.getsockname()[1]}", authority)
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+_KEY = ("-newkey", "rsa:2048", "-nodes")
+
+
+def _openssl(directory: Path, *arguments: str) -> None:
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("needs openssl")
+    subprocess.run([openssl, *arguments], cwd=directory, check=True, capture_output=True)
+
+
+def _make_certificates(directory: Path, name: str) -> Path:
+    _openssl(
+        directory,
+        "req",
+        "-x509",
+        *_KEY,
+        "-keyout",
+        "ca.key",
+        "-out",
+        "ca.pem",
+        "-subj",
+        "/CN=test",
+        "-days",
+        "30",
+        "-addext",
+        "keyUsage=critical,keyCertSign",
+    )
+    _openssl(
+        directory,
+        "req",
+        *_KEY,
+        "-keyout",
+        "server.key",
+        "-out",
+        "server.csr",
+        "-subj",
+        "/CN=127.0.0.1",
+    )
+    (directory / "names").write_text(f"subjectAltName={name}\n")
+    _openssl(
+        directory,
+        "x509",
+        "-req",
+        "-in",
+        "server.csr",
+        "-CA",
+        "ca.pem",
+        "-CAkey",
+        "ca.key",
+        "-CAcreateserial",
+        "-out",
+        "server.pem",
+        "-days",
+        "30",
+        "-extfile",
+        "names",
+    )
+    return directory / "ca.pem"
+
+
+def _make_own_authority(directory: Path, name: str) -> Path:
+    """What `openssl req -x509` makes by default: basicConstraints=critical,CA:TRUE."""
+    _openssl(
+        directory,
+        "req",
+        "-x509",
+        *_KEY,
+        "-keyout",
+        "server.key",
+        "-out",
+        "server.pem",
+        "-subj",
+        "/CN=127.0.0.1",
+        "-days",
+        "30",
+        "-addext",
+        f"subjectAltName={name}",
+    )
+    return directory / "server.pem"
+
+
+def _serve(listener: socket.socket, context: ssl.SSLContext, address: tuple[str, int]) -> None:
+    while True:
+        try:
+            plain, _ = listener.accept()
+        except OSError:
+            return
+        threading.Thread(target=_forward, args=(plain, context, address), daemon=True).start()
+
+
+def _forward(plain: socket.socket, context: ssl.SSLContext, address: tuple[str, int]) -> None:
+    with (
+        contextlib.suppress(OSError),
+        socket.create_connection(address) as upstream,
+        context.wrap_socket(plain, server_side=True) as client,
+    ):
+        relay(client, upstream)

@@ -1,0 +1,332 @@
+"""What a daemon that was taken over might send to its keeper, or do to it.
+
+Each attack gets the stand-in right after it has begun to serve; what it
+returns is left in the stand-in's facts. Files for it are in the cache, where
+the test has put them.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import errno
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from fusefs.keeper import protocol
+
+if TYPE_CHECKING:
+    from tests.support.survival.standin_daemon import Standin
+
+FLOOD_S = 2.0
+
+
+# --- descriptors ----------------------------------------------------------------
+
+
+def _offer(standin: Standin, path: str, flags: int) -> int:
+    """The errno with which a descriptor is refused, 0 if it is not."""
+    error, _ = standin.register(os.open(path, flags))
+    return error
+
+
+def _in_cache(standin: Standin, name: str) -> str:
+    return os.path.join(standin.settings["cache"], name)
+
+
+def good_file(standin: Standin) -> int:
+    return _offer(standin, _in_cache(standin, "through"), os.O_RDWR)
+
+
+def path_descriptor(standin: Standin) -> int:
+    return _offer(standin, _in_cache(standin, "through"), os.O_PATH)
+
+
+def path_descriptor_for_writing(standin: Standin) -> int:
+    return _offer(standin, _in_cache(standin, "through"), os.O_PATH | os.O_RDWR)
+
+
+def read_only_descriptor(standin: Standin) -> int:
+    return _offer(standin, _in_cache(standin, "through"), os.O_RDONLY)
+
+
+def write_only_descriptor(standin: Standin) -> int:
+    return _offer(standin, _in_cache(standin, "through"), os.O_WRONLY)
+
+
+def system_file(standin: Standin) -> int:
+    return _offer(standin, "/etc/passwd", os.O_RDONLY)
+
+
+def roots_file(standin: Standin) -> int:
+    return _offer(standin, _in_cache(standin, "roots"), os.O_RDWR)
+
+
+def roots_read_only_file(standin: Standin) -> int:
+    return _offer(standin, _in_cache(standin, "roots"), os.O_RDONLY)
+
+
+def linked_file(standin: Standin) -> int:
+    os.link(_in_cache(standin, "through"), _in_cache(standin, "link"))
+    return _offer(standin, _in_cache(standin, "link"), os.O_RDWR)
+
+
+def unlinked_file(standin: Standin) -> int:
+    fd = os.open(_in_cache(standin, "new"), os.O_RDWR | os.O_CREAT)
+    os.unlink(_in_cache(standin, "new"))
+    return standin.register(fd)[0]
+
+
+def directory(standin: Standin) -> int:
+    return _offer(standin, _in_cache(standin, ""), os.O_RDONLY | os.O_DIRECTORY)
+
+
+def fifo(standin: Standin) -> int:
+    os.mkfifo(_in_cache(standin, "fifo"))
+    return _offer(standin, _in_cache(standin, "fifo"), os.O_RDWR)
+
+
+def socket_descriptor(standin: Standin) -> int:
+    one, _other = socket.socketpair()
+    return standin.register(one.fileno())[0]
+
+
+def device(standin: Standin) -> int:
+    return _offer(standin, "/dev/null", os.O_RDWR)
+
+
+def the_mounts_own_descriptor(standin: Standin) -> int:
+    return standin.register(standin.fuse)[0]
+
+
+def file_of_the_mount_itself(standin: Standin) -> int:
+    """Anything that touched it would wait for this very process."""
+    pid = os.fork()
+    if pid == 0:
+        fd = os.open(os.path.join(standin.settings["mountpoint"], "plain"), os.O_RDWR)
+        protocol.send(standin.channel, protocol.pack(protocol.BACKING_OPEN, 1), fd)
+        os._exit(0)
+    return 0
+
+
+def file_elsewhere(standin: Standin) -> int:
+    """A regular file of its own, on the kernel's tmpfs."""
+    return standin.register(os.memfd_create("elsewhere"))[0]
+
+
+def more_than_allowed(standin: Standin) -> list[int]:
+    """As many as are taken; returns the first error and how many were."""
+    fd = os.open(_in_cache(standin, "through"), os.O_RDWR)
+    first_error, count = 0, 0
+    while not first_error:
+        first_error, _ = standin.register(fd)
+        count += not first_error
+    return [first_error, count]
+
+
+def register_20000(standin: Standin) -> list[int]:
+    fd = os.open(_in_cache(standin, "through"), os.O_RDWR)
+    errors = [standin.register(fd)[0] for _ in range(20_000)]
+    return [max(errors), errors.count(0)]
+
+
+def ids_of_nobody(standin: Standin) -> list[int]:
+    """Close what was never opened, and what was closed before."""
+    fd = os.open(_in_cache(standin, "through"), os.O_RDWR)
+    _, backing_id = standin.register(fd)
+    errors = []
+    for one in (0, backing_id + 1, 1 << 40, (1 << 64) - 1, backing_id, backing_id):
+        standin.say(protocol.BACKING_CLOSE, 7, one)
+        answer = standin.hear(protocol.BACKING_CLOSED)
+        assert answer.a == 7
+        errors.append(answer.error)
+    return errors
+
+
+# --- messages -------------------------------------------------------------------
+
+
+def _send(standin: Standin, data: bytes, *fds: int) -> None:
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    standin.channel.sendmsg([data], rights)
+
+
+def _wait_for_death() -> None:
+    time.sleep(600)
+
+
+def _breach(data: bytes, count: int = 0) -> Callable[[Standin], None]:
+    def attack(standin: Standin) -> None:
+        fd = os.open(_in_cache(standin, "through"), os.O_RDWR)
+        _send(standin, data, *[fd] * count)
+        _wait_for_death()
+
+    return attack
+
+
+_OPEN = protocol.pack(protocol.BACKING_OPEN)
+_TICK = protocol.pack(protocol.TICK)
+
+two_descriptors = _breach(_OPEN, 2)
+many_descriptors = _breach(_OPEN, 200)
+no_descriptor = _breach(_OPEN)
+no_descriptor_with_an_error = _breach(protocol.pack(protocol.BACKING_OPEN, error=1))
+descriptor_with_a_tick = _breach(_TICK, 1)
+short_message = _breach(_TICK[:-1])
+long_message = _breach(_TICK + b"\0")
+huge_message = _breach(_TICK * 1000)
+empty_message = _breach(b"")
+empty_message_with_a_descriptor = _breach(b"", 1)
+message_of_kind_0 = _breach(protocol.pack(0))
+message_of_kind_max = _breach(protocol.pack(0xFFFFFFFF))
+message_of_the_keepers = _breach(protocol.pack(protocol.TAKE), 1)
+message_of_the_brokers = _breach(protocol.pack(64, 0, 1, 1))
+second_hello = _breach(protocol.pack(protocol.HELLO, protocol.VERSION))
+second_mount = _breach(protocol.pack(protocol.MOUNT))
+deposit_with_a_privileged_keeper = _breach(protocol.pack(protocol.DEPOSIT), 1)
+prepared_without_an_upgrade = _breach(protocol.pack(protocol.PREPARED))
+
+
+def _flood(standin: Standin, *messages: bytes) -> int:
+    """Send as fast as they are taken, and hear nothing; returns how many were."""
+    standin.channel.setblocking(False)
+    count = 0
+    stop = time.monotonic() + FLOOD_S
+    while time.monotonic() < stop:
+        try:
+            standin.channel.send(messages[count % len(messages)])
+            count += 1
+        except BlockingIOError:
+            time.sleep(0.001)
+    return count
+
+
+def flood_of_ticks(standin: Standin) -> int:
+    return _flood(standin, _TICK)
+
+
+def flood_of_everything(standin: Standin) -> int:
+    return _flood(
+        standin,
+        protocol.pack(protocol.SERVING, 1),
+        protocol.pack(protocol.ENDING),
+        protocol.pack(protocol.TICK, 1 << 63),
+    )
+
+
+def flood_without_listening(standin: Standin) -> int:
+    return _flood(standin, protocol.pack(protocol.BACKING_CLOSE, 1, 1))
+
+
+# --- what hangs -----------------------------------------------------------------
+
+
+def hostile_file(standin: Standin) -> None:
+    """Nobody who looks at the descriptor, or closes it, gets away."""
+    path = os.path.join(standin.settings["hostile"], "file")
+    standin.say(protocol.BACKING_OPEN, 1, fd=os.open(path, os.O_RDWR))
+
+
+def hostile_files_in_one_message(standin: Standin) -> None:
+    path = os.path.join(standin.settings["hostile"], "file")
+    _send(standin, _OPEN, os.open(path, os.O_RDWR), os.open(path, os.O_RDWR))
+    _wait_for_death()
+
+
+def child_that_keeps_the_socket(standin: Standin) -> None:
+    """It goes on talking when the daemon is dead."""
+    if os.fork() == 0:
+        os.setsid()
+        while True:
+            try:
+                standin.say(protocol.SERVING, 1)
+            except OSError:
+                time.sleep(0.01)
+
+
+# --- other ways to get at the keeper ----------------------------------------------
+
+_PIDFD_GETFD = 438
+_PTRACE_ATTACH = 16
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def reach_for_the_keeper(standin: Standin) -> dict[str, Any]:
+    """What each attempt on keeper and broker ends with, by its name."""
+    keeper = os.getppid()
+    with open(f"/proc/{keeper}/task/{keeper}/children") as file:
+        brokers = [int(pid) for pid in file.read().split() if int(pid) != os.getpid()]
+    assert brokers
+    results: dict[str, Any] = {}
+    for pid in (keeper, *brokers):
+        for name, attempt in _ATTEMPTS.items():
+            try:
+                attempt(pid)
+                results[f"{name} {pid}"] = 0
+            except OSError as error:
+                results[f"{name} {pid}"] = error.errno
+    return results
+
+
+def _kill(pid: int) -> None:
+    os.kill(pid, 0)
+
+
+def _take_descriptor(pid: int) -> None:
+    pidfd = os.pidfd_open(pid)
+    for number in range(20):
+        result = _libc.syscall(_PIDFD_GETFD, pidfd, number, 0)
+        if result >= 0 or ctypes.get_errno() != errno.EBADF:
+            _check(result)
+            return
+    raise OSError(errno.EBADF, "")
+
+
+def _trace(pid: int) -> None:
+    _check(_libc.ptrace(_PTRACE_ATTACH, pid, None, None))
+
+
+def _open(name: str) -> Callable[[int], None]:
+    def attempt(pid: int) -> None:
+        os.close(os.open(f"/proc/{pid}/{name}", os.O_RDONLY))
+
+    return attempt
+
+
+def _list_descriptors(pid: int) -> None:
+    os.listdir(f"/proc/{pid}/fd")
+
+
+def _check(result: int) -> None:
+    if result < 0:
+        raise OSError(ctypes.get_errno(), "")
+
+
+_ATTEMPTS: dict[str, Callable[[int], None]] = {
+    "kill": _kill,
+    "pidfd_getfd": _take_descriptor,
+    "ptrace": _trace,
+    "mem": _open("mem"),
+    "environ": _open("environ"),
+    "fd": _list_descriptors,
+}
+
+
+# --- looks at processes -----------------------------------------------------------
+
+
+def look(standin: Standin) -> dict[str, Any]:
+    """Not an attack: what this process sees of others, and what the keeper says of them."""
+    from fusefs.linux import callers
+
+    pids = standin.settings["looked_at"]
+    standin.say(protocol.SERVING, 1)
+    namespace = standin.hear(protocol.ABLE).b
+    fates = []
+    for pid in pids:
+        standin.say(protocol.LOOK, 5, pid)
+        fates.append(standin.hear(protocol.LOOKED).b)
+    return {"namespace": namespace, "fates": fates, "own": [callers.fate(pid) for pid in pids]}

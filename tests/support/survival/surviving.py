@@ -1,0 +1,194 @@
+"""What the survival tests share: a filled bucket, a mount of it, programs at work there."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusefs.launch import control, registry
+from fusefs.linux import mountinfo
+from tests.support.mounting import Mount
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.s3_server import S3Server
+from tests.support.survival import survival_data as data
+from tests.support.waiting import until
+
+LIMIT_S = 60.0
+ROLES = ("stream", "stream", "small", "small", "walk", "walk", "mapped", "served", "passthrough")
+# `make storm` has more of each.
+ROUNDS = int(os.environ.get("SURVIVAL_ROUNDS", "12"))
+
+
+def keeper_status(mount: Mount) -> dict[str, Any]:
+    return control.exchange(registry.keeper_socket(mount.path), {"do": "status"}, 10)
+
+
+def serving_pid(mount: Mount) -> int:
+    """The daemon's pid, once it serves."""
+    status: dict[str, Any] = {}
+
+    def is_there() -> bool:
+        nonlocal status
+        try:
+            status = keeper_status(mount)
+        except control.NotAnsweringError:
+            return False  # it was killed, and its successor does not listen yet
+        return bool(status["pause_s"] == 0.0 and status["daemon"])
+
+    until(is_there, "no daemon serves")
+    return int(status["daemon"])
+
+
+@pytest.fixture(scope="module")
+def filled(s3: S3Server) -> Bucket:
+    """A bucket with what `survivor.py` expects."""
+    bucket = Bucket(s3, s3.new_bucket(), s3.client())
+    small = ((data.small_name(n), data.small(n)) for n in range(data.SMALL_FILES))
+    tree = ((data.tree_name(n), b"x" * data.tree_size(n)) for n in range(data.tree_files()))
+    with ThreadPoolExecutor(16) as pool:
+        for number in range(data.LARGE_FILES + 1):
+            bucket.put(data.large_name(number), data.large(number, 0, data.LARGE_SIZE))
+        for _ in pool.map(lambda one: bucket.put(*one), itertools.chain(small, tree)):
+            pass
+    return bucket
+
+
+@pytest.fixture
+def survival(filled: Bucket, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Mount]:
+    """A mount of it, with a cache that is too small for all of it.
+
+    A module that waits for daemons that hang sets HANG_TIMEOUT.
+    """
+    hang_timeout = getattr(request.module, "HANG_TIMEOUT", "30s")
+    if os.geteuid() or not os.path.exists("/dev/fuse"):
+        pytest.skip("needs root and /dev/fuse")
+    (tmp_path / "mnt").mkdir()
+    mount = Mount(
+        f"s3://{filled.name}/",
+        tmp_path / "mnt",
+        tmp_path / "cache",
+        filled.server.endpoint_url,
+        filled.server.environment,
+        tmp_path / "log",
+        ("--cache-size", "80MiB", "--hang-timeout", hang_timeout),
+    )
+    try:
+        mount.start()
+        if not mount.status()["survival"]["on"]:
+            pytest.skip(mount.status()["survival"]["why"])
+        warm(mount)
+        yield mount
+        # Nothing is left behind: not the keeper, not a daemon, not the mount.
+        keeper = keeper_status(mount)["pid"]
+        mount.end()
+        until(lambda: not Path(f"/proc/{keeper}").exists(), "the keeper has not ended")
+        assert mountinfo.find_mount(mount.path) is None
+    finally:
+        mount.clean_up()
+    assert not processes_with(str(mount.path))
+
+
+def warm(mount: Mount) -> None:
+    """Have the held file whole in the cache, and by passthrough where there is one."""
+    held = mount.path / data.large_name(data.HELD)
+    assert len(held.read_bytes()) == data.LARGE_SIZE
+
+
+def processes_with(text: str) -> list[str]:
+    found = []
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = process.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if text in command:
+            found.append(command)
+    return found
+
+
+def signal_daemon(mount: Mount, number: int) -> None:
+    pid = keeper_status(mount)["daemon"]
+    if pid:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def expect_not_connected(mount: Mount) -> None:
+    def is_dead() -> bool:
+        try:
+            os.statvfs(mount.path)
+        except OSError as error:
+            return error.errno == errno.ENOTCONN
+        return False
+
+    until(is_dead, "the mount was not given up")
+
+
+def children_of(pid: int) -> list[int]:
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(child) for child in text.split()]
+
+
+def keeper_pid(mount: Mount) -> int | None:
+    try:
+        return int(keeper_status(mount)["pid"])
+    except control.ControlError:
+        return None
+
+
+@contextlib.contextmanager
+def survivors(mount: Mount) -> Iterator[None]:
+    """Programs at work on the mount; none of them may have failed in the end."""
+    programs = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                str(Path(__file__).with_name("survivor.py")),
+                role,
+                str(mount.path),
+                str(seed),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for seed, role in enumerate(ROLES)
+    ]
+    try:
+        for program in programs:
+            assert program.stdout is not None
+            program.stdout.readline()
+        time.sleep(1)
+        yield
+        for program in programs:
+            assert program.stdin is not None
+            program.stdin.close()
+            program.stdin = None
+        for role, program in zip(ROLES, programs, strict=True):
+            out, err = program.communicate(timeout=LIMIT_S)
+            assert program.returncode == 0, f"{role}: {err}"
+            assert int(out) > 0, role
+    finally:
+        for program in programs:
+            program.kill()
+
+
+def storm(blow: Callable[[], object]) -> None:
+    """Do something to the mount again and again, at moments that nobody expects."""
+    dice = random.Random(7)
+    for _ in range(ROUNDS):
+        time.sleep(dice.uniform(0.3, 0.9))
+        blow()

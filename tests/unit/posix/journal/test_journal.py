@@ -1,0 +1,301 @@
+"""The journal: what was written is what is read back, whatever tore the log."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusefs.posix.journal import journal, records
+from fusefs.posix.journal.journal import Journal
+from fusefs.posix.journal.records import LoggedHandle, LoggedNode
+from fusefs.posix.journal.replay import KernelState, UnusableJournalError, replay
+from fusefs.posix.nodes.inode_table import Inode
+from fusefs.store.interface import ObjectInfo
+from tests.support.machine.disks import small_disk
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
+IDS = st.integers(1, 20)
+U64 = st.integers(0, 2**64 - 1)
+INFO = st.builds(
+    ObjectInfo,
+    key=TEXT,
+    size=U64,
+    etag=TEXT,
+    mtime_ns=st.integers(-(2**63), 2**63 - 1),
+    storage_class=TEXT,
+)
+EVENT = st.one_of(
+    st.tuples(st.just("node"), IDS, IDS, U64, TEXT, st.none() | INFO, U64),
+    st.tuples(st.just("count"), IDS, U64),
+    st.tuples(st.just("gone"), IDS),
+    st.tuples(st.just("opened"), U64, IDS, IDS, st.integers(0, 2**32 - 1), st.integers(0, 2)),
+    st.tuples(st.just("closed"), IDS),
+    st.tuples(st.just("negotiated"), st.binary(max_size=64)),
+    st.tuples(st.just("superseded"), IDS),
+    st.tuples(st.just("table"), U64, U64, st.integers(0, 2**63 - 1)),
+)
+
+
+def inode(nodeid: int, parent: int, ino: int, name: str, info: ObjectInfo | None, n: int) -> Inode:
+    above = Inode(parent, parent, None, "", None)
+    node = Inode(nodeid, ino, above, name, info)
+    node.nlookup = n
+    return node
+
+
+def tell(log: Journal, model: KernelState, event: tuple) -> None:
+    """Write one event, and note what a reader of the log should find."""
+    match event:
+        case ("node", nodeid, parent, ino, name, info, count):
+            log.node(inode(nodeid, parent, ino, name, info, count))
+            model.nodes[nodeid] = LoggedNode(nodeid, parent, ino, name, count, info)
+            model.next_id = max(model.next_id, nodeid + 1)
+        case ("count", nodeid, count):
+            log.count(inode(nodeid, 1, 1, "", None, count))
+            if nodeid in model.nodes:
+                model.nodes[nodeid].nlookup = count
+        case ("gone", nodeid):
+            log.gone(nodeid)
+            model.nodes.pop(nodeid, None)
+            model.superseded.discard(nodeid)
+        case ("opened", unique, fh, nodeid, flags, mode):
+            log.opened(unique, fh, nodeid, flags, mode, 7)
+            model.handles[fh] = LoggedHandle(unique, fh, nodeid, flags, mode, 7)
+            model.next_fh = max(model.next_fh, fh + 1)
+        case ("closed", fh):
+            log.closed(fh)
+            model.handles.pop(fh, None)
+        case ("negotiated", init_out):
+            log.negotiated(init_out)
+            model.init_out = init_out
+        case ("superseded", nodeid):
+            log.superseded(nodeid)
+            model.superseded.add(nodeid)
+        case ("table", next_id, next_fh, mounted_ns):
+            log.table(next_id, next_fh, mounted_ns)
+            model.next_id = max(model.next_id, next_id)
+            model.next_fh = max(model.next_fh, next_fh)
+            model.mounted_ns = mounted_ns
+
+
+def retell(log: Journal, model: KernelState) -> Iterator[None]:
+    """Write every item that is still there, with a pause before each, as a compaction does."""
+    log.table(model.next_id, model.next_fh, model.mounted_ns)
+    for nodeid in list(model.nodes):
+        yield
+        if nodeid in model.nodes:
+            node = model.nodes[nodeid]
+            log.node(inode(nodeid, node.parent, node.ino, node.name, node.info, node.nlookup))
+    for nodeid in list(model.superseded):
+        log.superseded(nodeid)
+    for fh in list(model.handles):
+        yield
+        if fh in model.handles:
+            one = model.handles[fh]
+            log.opened(one.unique, fh, one.nodeid, one.flags, one.mode, one.backing_id)
+
+
+def append_raw(path: Path, at: int, data: bytes) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at)
+        file.write(data)
+
+
+def written_size(path: Path) -> int:
+    return replay(path).stop
+
+
+def in_earlier_format(data: bytes, format: int) -> bytes:
+    """A log as the versions before this one wrote it."""
+    old = [records.unchained_record(records.START_TYPE, records.start_payload(format))]
+    old += [records.unchained_record(one.kind, one.payload) for one in records.parse(data)][1:]
+    return b"".join(old)
+
+
+def filled(path: Path, count: int = 40) -> KernelState:
+    """A log of a few nodes and handles, closed as a kill leaves it."""
+    log, model = Journal(path), KernelState()
+    for number in range(1, count):
+        info = ObjectInfo(f"p/{number}", number, f'"{number}"', number) if number % 3 else None
+        tell(log, model, ("node", number, 1, number, f"n{number}", info, 1))
+        tell(log, model, ("opened", number, number, number, 0, 0))
+    log.close(remove=False)
+    return model
+
+
+@given(st.lists(EVENT, max_size=60))
+@settings(deadline=None, max_examples=100)
+def test_what_is_read_back_is_what_was_written(events: list[tuple]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "journal")
+        log, model = Journal(path), KernelState()
+        for event in events:
+            tell(log, model, event)
+        # Without a close, as after a SIGKILL.
+        assert replay(path).state == model
+        log.close(remove=True)
+
+
+@given(st.lists(EVENT, max_size=40), st.lists(EVENT, max_size=40), st.lists(EVENT, max_size=10))
+@settings(deadline=None, max_examples=100)
+def test_compaction_while_it_is_written_keeps_the_state(
+    before: list[tuple], meanwhile: list[tuple], after: list[tuple]
+) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "journal")
+        log, model = Journal(path), KernelState()
+        for event in before:
+            tell(log, model, event)
+        log.begin_compaction()
+        writing = retell(log, model)
+        for event in meanwhile:
+            next(writing, None)
+            tell(log, model, event)
+            assert replay(path).state == model
+        for _ in writing:
+            pass
+        log.finish_compaction()
+        assert replay(path).state == model
+        for event in after:
+            tell(log, model, event)
+        assert replay(path).state == model
+        assert os.listdir(directory) == ["journal"]
+        log.close(remove=True)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_torn_record_ends_the_log(tmp_path: Path, seed: int) -> None:
+    path = tmp_path / "journal"
+    whole = filled(path)
+    dice = random.Random(seed)
+    append_raw(path, written_size(path), dice.randbytes(dice.randrange(1, 300)))
+    assert replay(path).state == whole
+
+
+def test_a_log_of_another_boot_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(tmp_path / "journal")
+    assert replay(tmp_path / "journal")
+    other = f"fusefs journal {records.FORMAT} another-boot".encode()
+    monkeypatch.setattr(journal, "start_payload", lambda: other)
+    filled(tmp_path / "journal")
+    with pytest.raises(UnusableJournalError):
+        replay(tmp_path / "journal")
+
+
+def test_a_log_of_another_format_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unknown = records.start_payload(records.FORMAT + 1)
+    monkeypatch.setattr(journal, "start_payload", lambda: unknown)
+    filled(tmp_path / "journal")
+    with pytest.raises(UnusableJournalError):
+        replay(tmp_path / "journal")
+
+
+@pytest.mark.parametrize("format", [1, 2])
+def test_a_log_of_an_earlier_format_is_read_and_rewritten(tmp_path: Path, format: int) -> None:
+    """As an upgrade finds it, and the death of the new daemon before it has rewritten it."""
+    path = tmp_path / "journal"
+    whole = filled(path)
+    path.write_bytes(in_earlier_format(path.read_bytes(), format) + b"torn")
+    assert replay(path, is_live=True).state == whole
+    for number in (1, 2):
+        log, state = Journal.resume(path)
+        assert state == whole
+        tell(log, whole, ("node", 90 + number, 1, number, "new", None, 1))
+        assert log.wants_compaction
+        assert replay(path).state == whole
+    log.begin_compaction()
+    for _ in retell(log, whole):
+        pass
+    log.finish_compaction()
+    assert not log.wants_compaction
+    assert path.read_bytes().startswith(records.MAGIC)
+    assert replay(path).state == whole
+    log.close(remove=True)
+
+
+@given(st.lists(EVENT, max_size=40), st.lists(EVENT, max_size=40), st.binary(max_size=200))
+@settings(deadline=None, max_examples=100)
+def test_a_resumed_log_goes_on_behind_its_last_good_record(
+    before: list[tuple], after: list[tuple], torn: bytes
+) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "journal")
+        log, model = Journal(path), KernelState()
+        for event in before:
+            tell(log, model, event)
+        log.close(remove=False)
+        append_raw(path, replay(path).stop, torn)
+        resumed, state = Journal.resume(path)
+        assert state == model
+        for event in after:
+            tell(resumed, model, event)
+        assert replay(path).state == model
+        resumed.close(remove=True)
+
+
+def test_a_half_written_compaction_is_forgotten(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    whole = filled(path)
+    path.with_suffix(".next").write_bytes(path.read_bytes()[:100])
+    resumed, state = Journal.resume(path)
+    assert state == whole
+    assert os.listdir(tmp_path) == ["journal"]
+    resumed.close(remove=True)
+
+
+@pytest.mark.parametrize("data", [b"", b"\0" * 8192, b"not a journal"])
+def test_what_is_no_log_is_refused(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "journal").write_bytes(data)
+    with pytest.raises(UnusableJournalError):
+        replay(tmp_path / "journal")
+
+
+def test_a_log_grows_with_its_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "STEP", 4096)
+    whole = filled(tmp_path / "journal", 2000)
+    assert replay(tmp_path / "journal").state == whole
+
+
+def test_many_nodes_take_little_room(tmp_path: Path) -> None:
+    """Scaled down from a million nodes, which have to fit into 200 MiB."""
+    count = 50_000
+    log = Journal(tmp_path / "journal")
+    for number in range(1, count + 1):
+        key = f"train/n{number % 1000:08}/n{number:08}_10026.JPEG"
+        log.node(
+            inode(number, 1, number, key[-20:], ObjectInfo(key, 9, '"' + "e" * 32 + '"', 9), 1)
+        )
+    log.close(remove=False)
+    assert written_size(tmp_path / "journal") < 200 * (1 << 20) * count // 1_000_000
+    assert len(replay(tmp_path / "journal").state.nodes) == count
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", 8) as path:
+        yield path
+
+
+def test_a_full_disk_turns_the_journal_off_with_one_warning(
+    disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = Journal(disk / "journal")
+    with caplog.at_level(logging.WARNING, logger="fusefs.journal"):
+        for number in range(200_000):
+            log.count(inode(number, 1, 1, "", None, 1))
+            log.opened(number, number, number, 0, 0, 0)
+    assert len(caplog.records) == 1
+    assert "taken over" in caplog.text
+    assert os.listdir(disk) == []
+    assert not log.wants_compaction
+    log.close(remove=True)

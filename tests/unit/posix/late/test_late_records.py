@@ -1,0 +1,130 @@
+"""The records of uncertain keys: taken over whole, also from a process that was killed doing so."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fusefs.posix.directory.segment import ABSENT
+from fusefs.posix.late.request_log import PUT, Change
+from fusefs.posix.late.requests import LateRequests, Uncertain
+from fusefs.posix.write import recovery
+from fusefs.store.interface import ObjectInfo
+from tests.support.survival.mortal_mount import MortalMount
+
+SOURCE = "aws/bucket"
+
+
+def requests_in(directory: Path) -> LateRequests:
+    directory.parent.mkdir(exist_ok=True)
+    return LateRequests(directory, SOURCE, (3600.0,))
+
+
+def left_by_a_mount(directory: Path) -> None:
+    """A key with a request without an answer, and the content that is expected under it."""
+    late = requests_in(directory)
+    entry = late.note(Change(PUT, "key", ("1.1",)))
+    path = late.content_path(entry)
+    path.write_bytes(b"expected")
+    late.expect(entry, ObjectInfo("key", 8, '"etag"', 5), path.name)
+    late.close(remove=False)
+
+
+def taken_over(directory: Path) -> tuple[Uncertain, bytes | None]:
+    late = requests_in(directory)
+    (entry,) = late
+    content = None
+    if entry.content is not None:
+        content = (directory / entry.content).read_bytes()
+    late.close(remove=False)
+    return entry, content
+
+
+def test_the_next_mount_has_what_an_earlier_one_has_left(tmp_path: Path) -> None:
+    left_by_a_mount(tmp_path / "late" / "1")
+    entry, content = taken_over(tmp_path / "late" / "2")
+    assert (entry.key, content) == ("key", b"expected")
+    assert [one.change.tokens for one in entry.unanswered] == [("1.1",)]
+    assert [path.name for path in (tmp_path / "late").iterdir()] == ["2"]
+
+
+@pytest.mark.parametrize("next_one", ["2", "3"])
+def test_a_process_that_was_killed_while_it_took_over_loses_nothing(
+    tmp_path: Path, next_one: str
+) -> None:
+    """It had the record and the content, and had removed nothing of the other mount's."""
+    old = tmp_path / "late" / "1"
+    left_by_a_mount(old)
+    shutil.copytree(old, tmp_path / "kept")
+    taken_over(tmp_path / "late" / "2")
+    for path in (tmp_path / "kept").iterdir():
+        if path.suffix or path.name in ("source", "requests"):
+            old.mkdir(exist_ok=True)
+            shutil.copy(path, old)
+    content = next(path for path in old.iterdir() if path.name.startswith("1.1"))
+    content.unlink()
+    entry, expected = taken_over(tmp_path / "late" / next_one)
+    assert (entry.key, expected) == ("key", b"expected")
+
+
+def test_a_record_whose_content_is_gone_ends_no_mount(tmp_path: Path) -> None:
+    old = tmp_path / "late" / "1"
+    left_by_a_mount(old)
+    for path in old.glob("1.1*"):
+        path.unlink()
+    entry, content = taken_over(tmp_path / "late" / "2")
+    assert (entry.key, content) == ("key", None)
+    assert isinstance(entry.expected, ObjectInfo)
+
+
+@pytest.mark.parametrize("source", [b"", b"\xff\xfe"])
+def test_a_damaged_source_ends_no_mount(tmp_path: Path, source: bytes) -> None:
+    old = tmp_path / "late" / "1"
+    left_by_a_mount(old)
+    (old / "source").write_bytes(source)
+    late = requests_in(tmp_path / "late" / "2")
+    assert len(late) == 0
+    late.close(remove=True)
+    assert taken_over(old)[0].key == "key"
+
+
+def test_a_disk_that_removes_nothing_ends_no_mount(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left_by_a_mount(tmp_path / "late" / "1")
+    late = requests_in(tmp_path / "late" / "1")
+    (entry,) = late
+
+    def refuse(_path: Path, *, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", refuse)
+        batch = late.log.begin_batch(["a", "b"])
+        late.log.end_batch(batch)
+        late.expect(entry, ABSENT, None)
+        late.forget(entry)
+    assert len(late) == 0
+    late.close(remove=False)
+
+
+@pytest.mark.parametrize("source", [b"", b"\xff\xfe"])
+@pytest.mark.parametrize("is_mounted_anew", [True, False])
+async def test_a_damaged_source_of_staged_files_ends_no_mount(
+    tmp_path: Path, source: bytes, *, is_mounted_anew: bool
+) -> None:
+    mount = MortalMount(tmp_path)
+    async with mount.serving() as process:
+        await process.save("file", b"content")
+    (path,) = mount.directory.glob("**/staging/**/source")
+    path.write_bytes(source)
+    if is_mounted_anew:
+        mount.reboot()
+    async with mount.serving() as process:
+        recovery.adopt(process.writer)
+        assert await process.load("file") == b"content"
+    assert mount.store.contents() == {"file": b"content"}
