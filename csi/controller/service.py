@@ -231,7 +231,7 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
 
 
 def _create(
-    bucket: Bucket, volume: VolumeId, record: Record, asked: csi_pb2.CapacityRange
+    bucket: Bucket, volume: VolumeId, record: Record, capacity: csi_pb2.CapacityRange
 ) -> Record:
     """Write the record of a new volume, or return an existing record that is equal."""
     try:
@@ -252,7 +252,7 @@ def _create(
         for name in ("name", "prefix", "deletes", "cluster", "attributes")
         if getattr(found, name) != getattr(record, name)
     ]
-    if not _has_size(found.capacity_bytes, asked):
+    if not _has_size(found.capacity_bytes, capacity):
         differences.append("size")
     if differences:
         raise AlreadyExistsError(f"volume {volume} exists with another {', '.join(differences)}")
@@ -294,9 +294,9 @@ def _check_settings(
         check_attributes(settings, list(capability.mount.mount_flags), is_inline=False)
 
 
-def _size(asked: csi_pb2.CapacityRange) -> int:
+def _size(capacity: csi_pb2.CapacityRange) -> int:
     """The size of a volume in bytes; 0 if none was requested."""
-    required, limit = asked.required_bytes, asked.limit_bytes
+    required, limit = capacity.required_bytes, capacity.limit_bytes
     if required < 0 or limit < 0:
         raise InvalidArgumentError("capacity_range: a size is negative")
     if limit and required > limit:
@@ -306,6 +306,6 @@ def _size(asked: csi_pb2.CapacityRange) -> int:
     return required
 
 
-def _has_size(capacity_bytes: int, asked: csi_pb2.CapacityRange) -> bool:
-    limit = asked.limit_bytes
-    return asked.required_bytes <= capacity_bytes and (not limit or capacity_bytes <= limit)
+def _has_size(capacity_bytes: int, capacity: csi_pb2.CapacityRange) -> bool:
+    limit = capacity.limit_bytes
+    return capacity.required_bytes <= capacity_bytes and (not limit or capacity_bytes <= limit)

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from csi.errors import FailedPreconditionError
@@ -42,7 +43,7 @@ POD_RECORDS = "pods"
 CACHE = Path("/var/cache/fusefs")
 
 _MEMORY_SYSTEMS = ("tmpfs", "ramfs")
-# Nobody's on a usual machine: systemd's documentation of uids leaves them free.
+# Unused on a usual machine: systemd's documentation of uids leaves them free.
 FIRST_UID, LAST_UID = 1_900_000_000, 1_900_009_999
 _MOST_UIDS = 100_000
 # FUSE_NOTIFY_RESEND (include/uapi/linux/fuse.h).
@@ -141,27 +142,33 @@ def _file_system(directory: Path) -> str:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `fusefs-csi node`."""
-    kubelet = Path("/var/lib/kubelet")
     group = parser.add_argument_group("node")
+    _add_places(group)
+    _add_limits(group)
 
-    def add(
-        flag: str, kind: Callable[[str], object], default: object, metavar: str, text: str
-    ) -> None:
-        group.add_argument(
-            flag,
-            type=kind,
-            default=default,
-            metavar=metavar,
-            help=f"{text} (default: %(default)s)",
-        )
 
-    add(
-        "--kubelet-dir",
-        Path,
-        kubelet,
-        "DIR",
-        "kubelet's directory, with all target paths",
+def _add(
+    group: argparse._ArgumentGroup,
+    flag: str,
+    kind: Callable[[str], object],
+    default: object,
+    metavar: str,
+    text: str,
+) -> None:
+    group.add_argument(
+        flag,
+        type=kind,
+        default=default,
+        metavar=metavar,
+        help=f"{text} (default: %(default)s)",
     )
+
+
+def _add_places(group: argparse._ArgumentGroup) -> None:
+    """Directories, and where daemons and credentials come from."""
+    kubelet = Path("/var/lib/kubelet")
+    add = partial(_add, group)
+    add("--kubelet-dir", Path, kubelet, "DIR", "kubelet's directory, with all target paths")
     add(
         "--mounts-dir",
         Path,
@@ -192,6 +199,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "URL",
         "where EKS Pod Identity's agent gives credentials for the tokens of pods",
     )
+
+
+def _add_limits(group: argparse._ArgumentGroup) -> None:
+    """What a mount, a pod, a namespace and the caches may take."""
+    add = partial(_add, group)
     add(
         "--max-volumes",
         _positive,

@@ -78,7 +78,7 @@ class StoreSettings:
         """Look up the names of the store's hosts. Blocks.
 
         Raises:
-            InvalidArgumentError: one is an address that is never asked.
+            InvalidArgumentError: one is an address to which no request is ever sent.
             UnavailableError: a name is not known now.
         """
         for url in filter(None, (self.endpoint_url, self.sts_url)):

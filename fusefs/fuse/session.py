@@ -152,7 +152,7 @@ class Session(KernelNotifications):
 
     `max_stack_depth` is 0 to leave passthrough alone, 1 to negotiate it, 2 if
     the cache's own file system is stacked (overlayfs). Without `may_resend` a
-    kernel that can send requests again is not asked to.
+    kernel that can send requests again is not sent the notification to do so.
     """
 
     name = "kernel"

@@ -8,8 +8,8 @@ that they run in is replaced. A process that mounts there again fetches the copy
 Each descriptor is held by a helper process of its own, which also receives it
 and hands out copies: should anything hang, it is the helper. The service only
 looks at requests, and passes the connection on. A helper ends when its
-descriptor is dropped, when the mount is gone, and when the service is told to
-end. If the service dies instead, the helper gives its descriptor to the next
+descriptor is dropped, when the mount is gone, and when the service is ordered
+to end. If the service dies instead, the helper gives its descriptor to the next
 service at PATH, unless the process that had started the dead service is gone
 too, and its container with it.
 

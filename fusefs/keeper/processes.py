@@ -402,7 +402,7 @@ class ProcessTable:
         elif daemon.step == WARNED:
             self.kill(daemon, daemon.reason)
         elif daemon.step == LEAVING:
-            self.kill(daemon, "did not end when it was told to")
+            self.kill(daemon, "did not end in time")
         elif daemon.step == KILLED:
             log(f"{daemon.name} does not go away; it is left behind")
             self._lingering.append(os.dup(daemon.pidfd))
@@ -427,7 +427,7 @@ class ProcessTable:
         daemon.step = LEAVING
         daemon.deadline = time.monotonic() + limit_s
         if daemon.broker is None or not daemon.broker.tell(wire.pack(wire.QUIESCE)):
-            self.kill(daemon, "could not be told to end")
+            self.kill(daemon, "could not be sent the order to end")
 
     def end(self) -> None:
         """Kill them all, and wait shortly until they are gone."""

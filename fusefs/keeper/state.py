@@ -192,7 +192,7 @@ class KeeperState:
         self.last_id = max(self.last_id, backing_id)
 
     def closing(self, backing_id: int) -> None:
-        """Told before the kernel is: an id that is lost costs less than one that is wrong."""
+        """Called before the kernel closes it: a lost id costs less than a wrong one."""
         self.files.remove(backing_id)
         self.doubtful_id = backing_id
 

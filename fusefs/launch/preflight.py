@@ -188,7 +188,7 @@ def _clear_dead_mount(mountpoint: Path) -> None:
 def _is_dead(mountpoint: Path) -> bool:
     """Whether no process holds the mount any more, so that every call on it fails.
 
-    Asked in a child, since the call waits for ever while somebody holds the
+    Looked up in a child, since the call waits for ever while a process holds the
     mount and does not answer.
     """
     child = os.fork()

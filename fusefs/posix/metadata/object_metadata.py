@@ -8,8 +8,8 @@
 | `xattr` | JSON, percent-encoded: {name: value in base64} |
 
 What an object lacks, or what cannot be read, is the mount's default. Set-id
-bits and device types in a bucket are never believed: who may write there is
-not who may become root here. s3fs' `atime` and `ctime` are not kept, which
+bits and device types in a bucket are ignored: the right to write there is not
+the right to become root here. s3fs' `atime` and `ctime` are not kept, which
 would be wrong after the next change. What else is there is kept as it is.
 """
 

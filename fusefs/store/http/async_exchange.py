@@ -286,7 +286,7 @@ async def _receive_piecemeal(sock: _Socket, data: bytes, *, is_head: bool) -> tu
 async def _receive_some(sock: _Socket, room: memoryview) -> int:
     """Receive at least a byte; return how many."""
     if not room:
-        raise wire.WireError("the answer is longer than what was asked for")
+        raise wire.WireError("the answer is longer than the requested range")
     while True:
         try:
             count = sock.recv_into(room)

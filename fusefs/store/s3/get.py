@@ -217,7 +217,7 @@ class MissingPart:
             sentence = "the object has been replaced"
             raise AttemptError(Failure(StaleVersionError, sentence))
         if start != self.position:
-            raise AttemptError(Failure(StoreError, "S3 sent another range than it was asked for"))
+            raise AttemptError(Failure(StoreError, "S3 sent another range than the requested one"))
 
     def check_end(self) -> None:
         """See whether nothing is missing any more.

@@ -187,32 +187,18 @@ class Requester:
         clients = self.source.clients
         if clients is None:
             return None
+        method = "PUT" if operation == "COPY" else operation
+        send = partial(
+            clients.direct.send_now,
+            method,
+            key,
+            headers=headers,
+            body=body,
+            size=size,
+            hedge=hedge,
+        )
         async with self.connections.lease(priority, key):
-            clock, code = RequestClock(operation), "none"
-            try:
-                method = "PUT" if operation == "COPY" else operation
-                answer = await clients.direct.send_now(
-                    method,
-                    key,
-                    headers=headers,
-                    body=body,
-                    size=size,
-                    hedge=hedge,
-                    begun=clock.first_byte,
-                )
-                failure = None
-                code = "200" if answer is not None else ""
-            except AttemptError as error:
-                code = _code(error)
-                self._note_unanswered(operation, key, error.failure)
-                answer = None
-                failure = classify(operation, for_condition(error.failure, condition))
-            except trio.Cancelled:
-                code = "cancelled"
-                self._note_unanswered(operation, key)
-                raise
-            finally:
-                clock.end(code)
+            answer, failure = await self._attempt_now(operation, key, send, condition)
         if answer is None and failure is None:
             return None
         self.counted[_COUNTERS[operation]] += 1
@@ -233,6 +219,34 @@ class Requester:
         with stage(_cause_of_pause(operation, failure)):
             await trio.sleep(RetryBudget(self.settings.retry_time_s).pause_s())
         return None
+
+    async def _attempt_now(
+        self,
+        operation: str,
+        key: str,
+        send: Callable[..., Awaitable[Answer | None]],
+        condition: Strict,
+    ) -> tuple[Answer | None, Failure | None]:
+        """Make one attempt in the event loop: its answer, or why it failed.
+
+        Neither if it can't be made there. `send` takes what to call at the first byte
+        as `begun`.
+        """
+        clock, code = RequestClock(operation), "none"
+        try:
+            answer = await send(begun=clock.first_byte)
+            code = "200" if answer is not None else ""
+            return answer, None
+        except AttemptError as error:
+            code = _code(error)
+            self._note_unanswered(operation, key, error.failure)
+            return None, classify(operation, for_condition(error.failure, condition))
+        except trio.Cancelled:
+            code = "cancelled"
+            self._note_unanswered(operation, key)
+            raise
+        finally:
+            clock.end(code)
 
     async def with_retries(
         self,

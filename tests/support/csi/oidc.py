@@ -60,8 +60,8 @@ class Issuer:
 
     def documents(self) -> dict[str, Any]:
         """What is served, by path."""
-        told = _openssl("rsa", "-in", self._key, "-noout", "-modulus").decode()
-        modulus = bytes.fromhex(told.strip().partition("=")[2])
+        line = _openssl("rsa", "-in", self._key, "-noout", "-modulus").decode()
+        modulus = bytes.fromhex(line.strip().partition("=")[2])
         key = {
             "kty": "RSA",
             "kid": _KEY_ID,
@@ -100,7 +100,7 @@ class Issuer:
         header = {"alg": "RS256", "kid": _KEY_ID}
         signed = ".".join(_base64(json.dumps(part).encode()) for part in (header, claims))
         key = self._another_key if is_forged else self._key
-        signature = _openssl("dgst", "-sha256", "-sign", key, told=signed.encode())
+        signature = _openssl("dgst", "-sha256", "-sign", key, text=signed.encode())
         return f"{signed}.{_base64(signature)}"
 
 
@@ -123,6 +123,45 @@ class _Handler(BaseHTTPRequestHandler):
 @contextmanager
 def sts_gateway(s3: S3Server, issuer: Issuer, account: str, directory: Path) -> Iterator[str]:
     """The URL of a gateway to the server's buckets with an STS, where `account` may be ROLE."""
+    path = directory / "iam.json"
+    path.write_text(json.dumps(_iam_config(issuer, account)))
+    port = _free_ports()[0]
+    command = [
+        str(Path(sys.prefix) / "bin" / "weed"),
+        f"-logdir={directory}",
+        "s3",
+        f"-filer=127.0.0.1:{s3._ports[2]}",
+        "-ip.bind=127.0.0.1",
+        f"-port={port}",
+        f"-port.grpc={port + GRPC_DISTANCE}",
+        "-port.iceberg=0",
+        "-port.lance=0",
+        f"-config={s3.data.parent / 'identities.json'}",
+        f"-iam.config={path}",
+    ]
+    with (
+        (directory / "sts.log").open("ab") as log,
+        subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        ) as process,
+    ):
+        try:
+            until(lambda: _is_listening(port), "the gateway listens")
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.kill()
+            for near in (port, port + GRPC_DISTANCE):
+                for left in Path("/tmp").glob(f"seaweedfs-*-{near}.sock"):
+                    left.unlink(missing_ok=True)
+
+
+def _iam_config(issuer: Issuer, account: str) -> dict[str, Any]:
+    """The gateway's configuration: tokens of `issuer` let `account` be ROLE, which may do all."""
     trust = {
         "Effect": "Allow",
         "Principal": {"Federated": "cluster"},
@@ -133,7 +172,7 @@ def sts_gateway(s3: S3Server, issuer: Issuer, account: str, directory: Path) -> 
         {"Effect": "Allow", "Action": ["s3:*"], "Resource": ["arn:aws:s3:::*"]},
         {"Effect": "Allow", "Action": ["sts:ValidateSession"], "Resource": ["*"]},
     ]
-    config = {
+    return {
         "sts": {
             "tokenDuration": "1h",
             "maxSessionLength": "12h",
@@ -168,40 +207,6 @@ def sts_gateway(s3: S3Server, issuer: Issuer, account: str, directory: Path) -> 
             }
         ],
     }
-    path = directory / "iam.json"
-    path.write_text(json.dumps(config))
-    port = _free_ports()[0]
-    with (
-        (directory / "sts.log").open("ab") as log,
-        subprocess.Popen(
-            [
-                str(Path(sys.prefix) / "bin" / "weed"),
-                f"-logdir={directory}",
-                "s3",
-                f"-filer=127.0.0.1:{s3._ports[2]}",
-                "-ip.bind=127.0.0.1",
-                f"-port={port}",
-                f"-port.grpc={port + GRPC_DISTANCE}",
-                "-port.iceberg=0",
-                "-port.lance=0",
-                f"-config={s3.data.parent / 'identities.json'}",
-                f"-iam.config={path}",
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-        ) as process,
-    ):
-        try:
-            until(lambda: _is_listening(port), "the gateway listens")
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.kill()
-            for near in (port, port + GRPC_DISTANCE):
-                for left in Path("/tmp").glob(f"seaweedfs-*-{near}.sock"):
-                    left.unlink(missing_ok=True)
 
 
 def _is_listening(port: int) -> bool:
@@ -209,9 +214,9 @@ def _is_listening(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def _openssl(*arguments: Any, told: bytes = b"") -> bytes:
+def _openssl(*arguments: Any, text: bytes = b"") -> bytes:
     return subprocess.run(
-        ["openssl", *arguments], input=told, capture_output=True, check=True
+        ["openssl", *arguments], input=text, capture_output=True, check=True
     ).stdout
 
 
