@@ -133,7 +133,7 @@ def _publish(results: dict[str, Any]) -> None:
 
 
 def _keep_logs(scratch: Path) -> None:
-    """What the daemons said, for whoever looks into a failure; the next failure replaces it."""
+    """Keep the daemons' logs, to look into a failure; the next failure replaces it."""
     target = RESULTS / "logs"
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()

@@ -81,7 +81,7 @@ class DataSet:
         for name in self.small_names():
             write_random(self.root / "small" / name, SMALL_SIZE)
         for number, name in enumerate(self.listed_names()):
-            # Sizes that differ, to be told apart.
+            # Sizes that differ, so that a mistaken listing is noticed.
             write_random(self.root / name, 16 + number % 64)
         self.names_file.write_text(json.dumps(self.small_names()))
         os.sync()

@@ -5,7 +5,7 @@ resident sizes (VmHWM), processor time that of all of them together. Whatever
 is started here gets a session of its own, so that a Ctrl-C at the terminal
 reaches only the bench, which then ends everything in order.
 
-A mount that does not end when asked is aborted through the kernel's control
+A mount that does not end when unmounted is aborted through the kernel's control
 file system before it is detached: a detached mount whose daemon hangs leaves
 processes behind that nothing can kill.
 """
@@ -147,7 +147,7 @@ def kill_group(process: subprocess.Popen[str]) -> None:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a program that `start` started: asked first, then killed with its group."""
+    """End a program that `start` started: SIGTERM first, then killed with its group."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -167,7 +167,7 @@ def wait_until(ready: Callable[[], bool], what: str, limit_s: float = START_WAIT
 
 
 def wait_gone(pid: int) -> None:
-    """Wait for a daemon that was told to end; one that does not is killed, and that is an error."""
+    """Wait for the end of a daemon that was unmounted; one that goes on is killed: an error."""
     gone = Path(f"/proc/{pid}")
     try:
         wait_until(lambda: not gone.exists(), f"end of daemon {pid}")
@@ -215,7 +215,7 @@ def _mounts() -> dict[Path, str]:
 
 
 def unmount(mountpoint: Path) -> None:
-    """End a mount, by force if it does not end when asked. Nothing mounted is no error."""
+    """End a mount, by force if it does not end at once. Nothing mounted is no error."""
     device = _mounts().get(mountpoint)
     if device is None:
         return

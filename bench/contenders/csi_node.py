@@ -189,9 +189,9 @@ def _call(method: Any, request: Any) -> None:
             method(request, wait_for_ready=True, timeout=CALL_LIMIT_S)
             return
         except grpc.RpcError as error:
-            told: Any = error
-            if told.code() != grpc.StatusCode.ABORTED or time.monotonic() > deadline:
-                raise BenchError(f"{type(request).__name__}: {told.details()}") from error
+            failure: Any = error
+            if failure.code() != grpc.StatusCode.ABORTED or time.monotonic() > deadline:
+                raise BenchError(f"{type(request).__name__}: {failure.details()}") from error
         time.sleep(0.1)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 # Each child reports its start and stop as JSON padded to this length, so that
-# reports are told apart in the pipe they share.
+# reports can be separated in the pipe they share.
 SPAN_SIZE = 80
 
 

@@ -1,6 +1,6 @@
 """Random reads by fio, whose own cost per read is far below a Python loop's.
 
-fio is told to leave the page cache alone (it would drop the file from it) and
+fio's options make it leave the page cache alone (it would drop the file from it) and
 to give the kernel no advice (unmodified programs give none either, and advice
 on a FUSE file does not reach a file behind it). Every job has its own share
 of the file and reads each page of it once, so that after the page cache was

@@ -1,7 +1,7 @@
 """The workloads of the group "starting": from the wish for a mount to a file's first byte.
 
 Values are milliseconds and MiB, so here less is better. The reader is a process that waits, ready
-to open, and is told when the mount is there: so a mount that hangs hangs no more than that.
+to open, and gets a message when the mount is there: so a mount that hangs hangs no more than that.
 """
 
 from __future__ import annotations

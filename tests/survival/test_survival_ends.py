@@ -152,8 +152,9 @@ def test_without_resend_the_death_of_the_daemon_is_an_error_and_no_hang(
 
 
 @states(
-    "A mount that nobody serves for the longest pause is aborted: calls that wait fail with"
-    " ECONNABORTED and later ones with ENOTCONN, as the kernel has it, so nobody waits for ever."
+    "A mount without a daemon that serves it for the longest pause is aborted: calls that wait"
+    " fail with ECONNABORTED and later ones with ENOTCONN, as the kernel has it, so no program"
+    " waits for ever."
 )
 def test_a_pause_has_an_end(filled: Bucket, mounter_of: Mounter) -> None:
     mount = mounter_of(filled, FUSEFS_MAX_PAUSE="2s")

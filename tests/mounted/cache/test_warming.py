@@ -142,7 +142,7 @@ def test_what_cannot_be_read_is_counted_and_named(here: Mount, faulty: FaultyS3)
 
 @states(
     "Warming evicts nothing that it fetched itself or that was used since it began; what "
-    "has no room is said."
+    "has no room is reported."
 )
 def test_what_has_no_room_is_left_out_and_evicts_nothing_that_was_fetched(
     mounter: Mounter, bucket: Bucket

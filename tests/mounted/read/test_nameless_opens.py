@@ -71,7 +71,7 @@ def test_nameless_opens_get_the_old_version_if_it_is_cached(
             os.close(nameless)
 
 
-@states("Otherwise it gets the current version, if nobody has the old one open.")
+@states("Otherwise it gets the current version, if no program has the old one open.")
 @pytest.mark.parametrize("new_size", [LARGE, 10_000, LARGE + MIB], ids=["same", "less", "more"])
 def test_nameless_opens_get_the_current_version_if_the_old_is_gone(
     passthrough: Mounter, bucket: Bucket, tmp_path: Path, new_size: int

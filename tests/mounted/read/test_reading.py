@@ -154,7 +154,7 @@ def test_a_read_at_the_end_returns_nothing(world: World) -> None:
 
 
 @states(
-    "A read returns all bytes that were asked for, fewer only at the end of the file, and none"
+    "A read returns all bytes that it requests, fewer only at the end of the file, and none"
     " behind it."
 )
 def test_a_read_across_the_end_returns_what_is_there(world: World) -> None:
@@ -164,7 +164,7 @@ def test_a_read_across_the_end_returns_what_is_there(world: World) -> None:
 
 
 @states(
-    "A read returns all bytes that were asked for, fewer only at the end of the file, and none"
+    "A read returns all bytes that it requests, fewer only at the end of the file, and none"
     " behind it."
 )
 def test_a_read_far_past_the_end_returns_nothing(world: World) -> None:
@@ -315,7 +315,7 @@ def _direct(path: Path, offset: int, size: int, memory_offset: int = 0) -> bytes
 
 
 @states(
-    "A read returns all bytes that were asked for, fewer only at the end of the file, and none"
+    "A read returns all bytes that it requests, fewer only at the end of the file, and none"
     " behind it."
 )
 def test_aligned_direct_reads(world: World) -> None:
@@ -325,7 +325,7 @@ def test_aligned_direct_reads(world: World) -> None:
 
 
 @states(
-    "A read returns all bytes that were asked for, fewer only at the end of the file, and none"
+    "A read returns all bytes that it requests, fewer only at the end of the file, and none"
     " behind it."
 )
 def test_a_direct_read_across_the_end_returns_what_is_there(world: World) -> None:

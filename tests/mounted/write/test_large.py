@@ -86,7 +86,8 @@ def test_parts_that_the_bucket_has_are_not_sent_again_by_the_next_daemon(
 
 
 @states(
-    "What nobody had closed when the machine went down is not uploaded; the log says where it is."
+    "What no program had closed when the machine went down is not uploaded; the log says where it"
+    " is."
 )
 def test_what_was_never_closed_is_kept_and_its_upload_aborted(
     mounter: Mounter, bucket: Bucket

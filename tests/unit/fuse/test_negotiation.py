@@ -189,8 +189,8 @@ async def fail_later(*_: object) -> None:
 
 @pytest.mark.parametrize("fail", [fail_at_once, fail_later])
 @states(
-    "A request that no daemon can answer for a fault of its own is EIO for whoever made "
-    "it, and ends the mount for nobody."
+    "A request that no daemon can answer for a fault of its own is EIO for the program "
+    "that sent it, and does not end the mount."
 )
 async def test_a_request_that_meets_a_fault_ends_the_daemon_once_and_is_eio_then(
     kernel: Kernel, caplog: pytest.LogCaptureFixture, fail: Callable[..., object]
