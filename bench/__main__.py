@@ -3,7 +3,8 @@
 Needs root (it drops the page cache) and room on a real disk: `--scratch` is
 where data, caches and mounts go, in a directory of their own that is removed
 at the end, also after Ctrl-C or a failure. `--quick` is for trying things
-out; the figures that count come from a full run.
+out; the figures that count come from a full run. `python -m bench draw` draws
+results (`bench.drawing`), as a run does at its end where matplotlib is installed.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from bench.cloud.profile import PROFILES, at_distance
 from bench.contenders.contender import Contender, Place
 from bench.contenders.registry import CONTENDERS
 from bench.dataset import DataSet, Sizes
+from bench.drawing import command as drawing
 from bench.processes import BenchError
 from bench.runner import Runner
 from bench.workloads.table import READING, WORKLOADS, Workload
@@ -49,6 +51,8 @@ MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 
 
 def main() -> int:
+    if sys.argv[1:2] == ["draw"]:
+        return drawing.main(sys.argv[2:])
     arguments = _parser().parse_args()
     workloads = [w for w in WORKLOADS if _matches(w.name, arguments.only)]
     names = [name for name in CONTENDERS if _matches(name, arguments.contenders)]
@@ -130,6 +134,11 @@ def _publish(results: dict[str, Any]) -> None:
     target = RESULTS / f"{datetime.now():%Y%m%d-%H%M%S}.json"
     target.write_text(json.dumps(results, indent=1))
     print(f"written to {target}")
+    try:
+        for picture in drawing.draw_result(target, RESULTS):
+            print(f"drawn {picture}")
+    except drawing.DrawingError as error:
+        print(f"not drawn: {error}")
 
 
 def _keep_logs(scratch: Path) -> None:

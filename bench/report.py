@@ -12,6 +12,7 @@ import datetime
 import os
 import platform
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -226,11 +227,12 @@ def _cell(row: str, values: dict[str, float], name: str) -> str:
     value = values[name]
     base = values.get("native", values.get("obstore"))
     if row in COSTS or base is None or name in ("native", "obstore"):
-        return _number(value)
-    return f"{_number(value)} ({value / base:.2f})"
+        return number_text(value)
+    return f"{number_text(value)} ({value / base:.2f})"
 
 
-def _number(value: float) -> str:
+def number_text(value: float) -> str:
+    """A value with three digits or more."""
     if value >= 100 or value == int(value):
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
@@ -251,7 +253,7 @@ def _targets(results: Results) -> str:
         who = f"{target.subject} {target.row}"
         met = "yes" if verdict.is_met else "NO"
         lines.append(
-            _line([who, _number(verdict.value), verdict.reference, ratio, spread, floor, met])
+            _line([who, number_text(verdict.value), verdict.reference, ratio, spread, floor, met])
         )
     return "\n".join(lines) + "\n" if found else ""
 
@@ -276,17 +278,26 @@ def profile_as_json(
     """Everything, also the single rounds."""
     return {
         "contenders": {
-            one.name: {"version": one.version(), "command": one.command()} for one in contenders
+            one.name: {"version": one.version(), "command": _command(one)} for one in contenders
         },
         "skipped": skipped,
         "medians": medians(results),
         "samples": {
-            row: {name: [asdict(one) for one in rounds.values()] for name, rounds in by.items()}
+            row: {
+                name: [{"round": number, **asdict(one)} for number, one in rounds.items()]
+                for name, rounds in by.items()
+            }
             for row, by in results.samples.items()
         },
         "targets": [{**asdict(verdict), "is_met": verdict.is_met} for verdict in verdicts(results)],
         "errors": results.errors,
     }
+
+
+def _command(contender: Contender) -> str:
+    """How it is started, without the paths that only this run had."""
+    command = contender.command().replace(str(contender.place.scratch), "SCRATCH")
+    return command.replace(f"{sys.prefix}/bin/", "")
 
 
 def _machine() -> dict[str, Any]:
