@@ -21,7 +21,7 @@ import shtab
 from argparse_manpage.manpage import Manpage
 
 from fusefs import __version__
-from fusefs.cli.main import make_parser
+from fusefs.cli.parser import make_parser
 from fusefs.mount_helper import IGNORED, VARIABLES
 from fusefs.settings.mount import SETTINGS
 from fusefs.settings.types import Setting

@@ -1,4 +1,4 @@
-"""`fusefs doctor`: shows the findings of diagnosis/ while they are made.
+"""`fusefs doctor` shows the findings of diagnosis/ as they are made, `fusefs report` writes them.
 
 Exit status: 0 nothing is wrong, though there may be advice; 1 something is wrong;
 2 the command line or a setting can't be read.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,3 +63,14 @@ def settings_of(target: str | None, flags: Layer, config: str | None) -> MountSe
     }
     file = from_config(Path(config)) if config else {}
     return build({**layer, **flags}, from_environment(os.environ), file)
+
+
+def report(mountpoint: str | None, output: str | None, *, redacts: bool) -> int:
+    """Write the report of one mount, or of all mounts of this user; return the exit status."""
+    from fusefs.diagnosis import report as archive
+
+    path = Path(output or time.strftime("fusefs-report-%Y%m%d-%H%M%S.tar.gz"))
+    resolved = registry.resolve(Path(mountpoint)) if mountpoint is not None else None
+    archive.write(path, resolved, settings_of(None, {}, None), redacts=redacts)
+    print(f"{os.path.abspath(path)}: please look through it before it leaves this machine")
+    return 0

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from fusefs.cli import main
 from fusefs.cli import mount as mount_command
+from fusefs.cli.parser import make_parser
 from fusefs.daemon import setup
 from fusefs.settings.mount import (
     SETTINGS,
@@ -304,7 +305,7 @@ def test_every_setting_is_a_flag_a_variable_and_a_key_of_the_file(
     assert getattr(wanted, setting.name) != getattr(without, setting.name)
     for arguments, environment in ways:
         command = ["mount", "s3://bucket/some/prefix", "/mnt/data", *arguments]
-        assert mount_command.settings(main._parser().parse_args(command), environment) == wanted
+        assert mount_command.settings(make_parser().parse_args(command), environment) == wanted
 
 
 def test_help_shows_every_option_in_its_group(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,389 @@
+"""The command line of `fusefs`: each command with its arguments and help, in one table.
+
+main.py has a function for each command, which it finds by the command's name. Only where
+the settings of mounts are options of a command are these read: to import them would take
+most of the time of a short command.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fusefs.settings.arguments import Parser
+
+if TYPE_CHECKING:
+    from fusefs.settings.types import Setting
+
+# The names and the options of one call of `add_argument`.
+_Argument = tuple[tuple[str, ...], dict[str, Any]]
+
+
+class _Command(NamedTuple):
+    """One command. Of `alternatives` at most one may be given, or exactly one if `must_choose`.
+
+    `add_settings` adds the options that are settings of mounts.
+    """
+
+    name: str
+    help: str
+    description: str
+    arguments: tuple[_Argument, ...] = ()
+    alternatives: tuple[_Argument, ...] = ()
+    must_choose: bool = False
+    add_settings: Callable[[Parser], None] | None = None
+    usage: str | None = None
+    epilog: str | None = None
+
+
+def make_parser(arguments: Sequence[str] | None = None) -> Parser:
+    """The parser for a command line; without one, for all of them, with the settings of each."""
+    parser = Parser(
+        prog="fusefs", description="Mount an S3 bucket as a file system with a local cache."
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version")
+    # Without its name argparse would make up a help text to find it in.
+    commands = parser.add_subparsers(
+        title="commands", required=True, metavar="COMMAND", prog="fusefs", dest="command"
+    )
+    for command in _COMMANDS:
+        has_settings = arguments is None or command.name in arguments
+        _add_command(commands, command, has_settings=has_settings)
+    return parser
+
+
+class _Version(argparse.Action):
+    """Looks the version up only when it is printed, because the look-up is slow."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import version
+
+        print(f"fusefs {version('fusefs')}")
+        parser.exit()
+
+
+def _add_command(
+    commands: argparse._SubParsersAction[Parser], command: _Command, *, has_settings: bool
+) -> None:
+    parser = commands.add_parser(
+        command.name,
+        help=command.help,
+        description=command.description,
+        usage=command.usage,
+        epilog=command.epilog,
+    )
+    for names, options in command.arguments:
+        parser.add_argument(*names, **options)
+    if command.alternatives:
+        group = parser.add_mutually_exclusive_group(required=command.must_choose)
+        for names, options in command.alternatives:
+            group.add_argument(*names, **options)
+    if has_settings and command.add_settings is not None:
+        command.add_settings(parser)
+
+
+# --- settings as options --------------------------------------------------------
+
+
+def _add_mount_settings(parser: Parser) -> None:
+    from fusefs.settings.mount import SETTINGS
+    from fusefs.settings.sources import CONFIG_VARIABLE
+
+    help_text = f"read settings from this TOML file ({CONFIG_VARIABLE})"
+    parser.add_argument("--config", metavar="PATH", help=help_text)
+    _add_settings(parser, SETTINGS)
+
+
+def _add_doctor_settings(parser: Parser) -> None:
+    from fusefs.settings.mount import SETTINGS
+
+    wanted = ("cache_dir", "cache_size", "min_free", "read_only", "no_delete")
+    _add_settings(parser, [one for one in SETTINGS if one.group == "S3" or one.name in wanted])
+
+
+def _add_upgrade_settings(parser: Parser) -> None:
+    from fusefs.settings.mount import FIXED, SETTINGS
+
+    _add_settings(parser, [setting for setting in SETTINGS if setting.name not in FIXED])
+
+
+def _add_settings(parser: Parser, settings: Sequence[Setting]) -> None:
+    names = dict.fromkeys(setting.group for setting in settings)
+    groups = {name: parser.add_argument_group(name) for name in names}
+    for setting in settings:
+        _add_setting(groups[setting.group], setting)
+
+
+def _add_setting(group: argparse._ArgumentGroup, setting: Setting) -> None:
+    # argparse passes the text on unread: settings.build reads it, with better messages.
+    text = f"{setting.help} (default: {setting.default})".replace("%", "%%")
+    shared: dict[str, Any] = {"dest": setting.name, "default": argparse.SUPPRESS, "help": text}
+    if setting.is_switch and setting.flag.startswith("--no-"):
+        # BooleanOptionalAction would take the flag itself for a negation.
+        group.add_argument(setting.flag, action="store_true", **shared)
+    elif setting.is_switch:
+        group.add_argument(setting.flag, action=argparse.BooleanOptionalAction, **shared)
+    else:
+        group.add_argument(setting.flag, metavar=setting.type.metavar, **shared)
+
+
+# --- the commands ---------------------------------------------------------------
+
+
+def _argument(*names: str, **options: Any) -> _Argument:
+    return names, options
+
+
+def _switch(name: str, text: str) -> _Argument:
+    return _argument(name, action="store_true", help=text)
+
+
+_A_PATH = "a mountpoint, or a file or directory in a mount"
+_MOUNTPOINT = _argument("mountpoint", metavar="MOUNTPOINT")
+_PATH = _argument("path", metavar="PATH", help=_A_PATH)
+_PATHS = _argument("paths", metavar="PATH", nargs="+", help=_A_PATH)
+_JSON = _switch("--json", "print JSON, for programs")
+_PATTERNS = (
+    "A PATH may be a pattern (in quotes, or the shell expands it): '*', '?' and '[...]' match "
+    "within a name, '**' any number of directories."
+)
+
+_COMMANDS = (
+    _Command(
+        "mount",
+        "mount a bucket",
+        "Mount a bucket, or the part of it below a prefix, on an empty directory. "
+        "The command returns when the mount answers; a daemon serves it in the background.",
+        (
+            _argument(
+                "source", metavar="s3://BUCKET[/PREFIX]", help="the bucket or prefix to mount"
+            ),
+            _argument("mountpoint", metavar="MOUNTPOINT", help="an empty directory"),
+        ),
+        add_settings=_add_mount_settings,
+        usage="%(prog)s s3://BUCKET[/PREFIX] MOUNTPOINT [options]",
+        epilog="Each option is also an environment variable (--cache-size is "
+        'FUSEFS_CACHE_SIZE) and a key of the TOML file (cache-size = "50GiB"); options win '
+        "over the environment, the environment over the file. Sizes: 50GiB, 1.5TB, 4096. "
+        "Times: 60s, 500ms, 5m, 2h. Credentials come from the same places as for the AWS "
+        "command line: environment, profile, SSO, web identity, instance metadata.",
+    ),
+    _Command(
+        "umount",
+        "unmount",
+        "Unmount, and wait until uploads are done and the daemon has ended.",
+        (
+            _MOUNTPOINT,
+            _switch(
+                "--force",
+                "end a mount that does not answer: abort its connection and kill its daemon",
+            ),
+            _switch("--lazy", "detach the mount now; it ends when its last user is gone"),
+        ),
+    ),
+    _Command(
+        "status",
+        "show the mounts, or how much of a path is on the local disk",
+        "Show one mount, or all mounts of this user, or of a file or directory in a "
+        f"mount how much is on the local disk, and how much is pinned. {_PATTERNS}",
+        (
+            _argument("path", metavar="PATH", nargs="?", help=f"{_A_PATH} (default: all mounts)"),
+            _JSON,
+        ),
+    ),
+    _Command(
+        "warm",
+        "fetch files into the cache before they are read",
+        "Fetch files, and all files below directories, into the cache, as far as it "
+        "has room. Files that are cached already are skipped. The command returns when the "
+        f"daemon has accepted the job; fusefs status shows its progress. {_PATTERNS}",
+        (
+            _argument("paths", metavar="PATH", nargs="*", help=_A_PATH),
+            _argument(
+                "--manifest",
+                metavar="FILE",
+                help="fetch what this file lists, a path on each line: absolute, relative to PATH "
+                "(default: the mountpoint of the only mount) or an s3:// URI of the mount's "
+                "bucket; - is standard input. Empty lines and those that begin with # are skipped",
+            ),
+            _argument(
+                "--shard",
+                metavar="I/N",
+                help="fetch one of N disjoint parts of the files, of about equal numbers; I counts "
+                "from 0",
+            ),
+        ),
+        (
+            _switch(
+                "--wait", "wait until the job has ended; fails if a file is not in the cache then"
+            ),
+            _switch(
+                "--cancel",
+                "cancel the jobs at and below PATH; the mountpoint stands for all jobs",
+            ),
+        ),
+        usage="%(prog)s [--wait] [--shard I/N] PATH...\n"
+        "       %(prog)s [--wait] [--shard I/N] --manifest FILE [PATH]\n"
+        "       %(prog)s --cancel PATH...",
+    ),
+    _Command(
+        "pin",
+        "fetch files into the cache and keep them there",
+        "Fetch files, and all files below directories, and never evict them until "
+        "fusefs unpin. Pins outlive the daemon and the mount: every mount of the bucket that uses "
+        "the cache respects them. A new version of a pinned object is kept once it was read, or "
+        f"fetched by another fusefs pin. Fails if not everything could be fetched. {_PATTERNS}",
+        (
+            _PATHS,
+            _switch(
+                "--no-wait",
+                "return when the daemon has accepted the job; fusefs status shows its progress",
+            ),
+        ),
+    ),
+    _Command(
+        "unpin",
+        "let pinned files be evicted",
+        "Let the files that are pinned at and below PATH be evicted when the cache "
+        "needs their room. Pins that fusefs pin is still fetching are cancelled.",
+        (_argument("paths", metavar="PATH", nargs="+", help="a path that is pinned, or above"),),
+    ),
+    _Command(
+        "drop",
+        "remove cached copies of files from the local disk",
+        "Remove the cached copies of files, and of all files below directories; the "
+        "bucket keeps them. Copies of files that programs have open stay, and so does what is not "
+        "in the bucket yet. The command names files in use, and fails if a copy stays because it "
+        f"is in use or pinned. {_PATTERNS}",
+        (_PATHS, _switch("--force", "drop pinned copies as well; they stay pinned")),
+    ),
+    _Command(
+        "sync",
+        "upload written files and wait for it",
+        "Upload every written file at or below PATH, and wait for that. "
+        "Fails if a file cannot be uploaded; the file stays on the local disk and is retried.",
+        (
+            _PATH,
+            _argument(
+                "--timeout", metavar="DURATION", help="maximum time to wait (default: no limit)"
+            ),
+        ),
+    ),
+    _Command(
+        "verify",
+        "compare cached copies with their checksums",
+        "Read the cached copies of all files at or below PATH and compare them with "
+        "their checksums. A copy that differs is dropped and fetched again from the bucket; the "
+        "command fails if that is not possible.",
+        (_PATH,),
+    ),
+    _Command(
+        "doctor",
+        "check the machine, a mount or a bucket, and show what to do",
+        "Check what a mount needs: the kernel, /dev/fuse, privileges and the cache "
+        "disk; of a mount or a bucket also names, TLS, the clock, credentials, latency and "
+        "throughput. Exit status 0: nothing is wrong (there may be advice), 1: something is.",
+        (
+            _argument(
+                "target",
+                metavar="MOUNTPOINT | s3://BUCKET[/PREFIX]",
+                nargs="?",
+                help="a mount, which is checked with its own settings, or a bucket (default: the "
+                "machine)",
+            ),
+            _switch(
+                "--permissions",
+                "write, copy and delete objects of one byte to see what the credentials allow",
+            ),
+            _JSON,
+            _argument("--config", metavar="PATH", help="read settings from this TOML file"),
+        ),
+        add_settings=_add_doctor_settings,
+    ),
+    _Command(
+        "profile",
+        "log what programs do on a mount, and summarize it",
+        "Log each request that reaches the daemon of a mount (when, how long it took, "
+        "where the answer came from, operation, key, range), and end with a summary and advice. "
+        "Reads of files that are open for passthrough do not reach the daemon. Ctrl-C ends early.",
+        (
+            _MOUNTPOINT,
+            _argument(
+                "--for",
+                dest="duration",
+                metavar="DURATION",
+                default="60s",
+                help="how long (default: 60s)",
+            ),
+            _switch("--summary", "show the summary alone"),
+            _switch("--json", "print requests and, last, the summary as JSON lines"),
+        ),
+    ),
+    _Command(
+        "report",
+        "write an archive for a bug report",
+        "Write versions, settings, status, counters, stacks and the end of the log of "
+        "one mount, or of all mounts of this user, to an archive that only you can read. Secrets "
+        "are left out.",
+        (
+            _argument(
+                "mountpoint", metavar="MOUNTPOINT", nargs="?", help="a mount (default: all mounts)"
+            ),
+            _argument(
+                "--output", metavar="FILE", help="the archive (default: fusefs-report-TIME.tar.gz)"
+            ),
+            _switch("--redact", "replace keys, buckets, hosts and paths by hashes as well"),
+        ),
+    ),
+    _Command(
+        "metrics",
+        "metrics of all mounts of this user, for Prometheus",
+        "Serve the metrics of all mounts of this user at http://ADDRESS:PORT/metrics "
+        "until ended, or write them to a file once. Needs the extra metrics "
+        "(pip install 'fusefs[metrics]').",
+        alternatives=(
+            _argument(
+                "--listen", metavar="ADDRESS:PORT", help="serve there; :PORT is all addresses"
+            ),
+            _argument(
+                "--textfile",
+                metavar="FILE",
+                help="replace this file in one step, for node_exporter's textfile collector",
+            ),
+        ),
+        must_choose=True,
+    ),
+    _Command(
+        "top",
+        "a live view of all mounts: rates, what readers wait for, uploads",
+        "Show all mounts of this user each second: rates, where bytes come from, what "
+        "readers wait for, requests to S3, uploads and jobs of fusefs warm. Without a terminal it "
+        "prints lines. The screen needs the extra top (pip install 'fusefs[top]').",
+        (
+            _argument(
+                "--count", type=int, metavar="N", help="end after N updates (default: no limit)"
+            ),
+        ),
+        (
+            _switch("--plain", "print a line for each mount"),
+            _switch("--json", "print a JSON object each second"),
+        ),
+    ),
+    _Command(
+        "upgrade",
+        "replace the daemon of a mount by this version",
+        "Start a daemon of this version, let the old one finish its requests, and hand "
+        "the mount over; programs see a short pause. Options change settings, the others keep "
+        "their values. If the new daemon cannot start, the old one goes on.",
+        (_MOUNTPOINT,),
+        add_settings=_add_upgrade_settings,
+    ),
+    _Command(
+        "keeper",
+        "hold the descriptors of mounts",
+        "Hold the /dev/fuse descriptors of mounts made with --descriptor-store, so "
+        "that these mounts outlive their own keepers, too. For root only.",
+        (_argument("--socket", metavar="PATH", required=True, help="the socket to listen on"),),
+    ),
+)
