@@ -20,7 +20,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from tests.support.servers.s3_server import GRPC_DISTANCE, S3Server, _free_ports, die_with_parent
+from tests.support.servers.s3_server import GRPC_DISTANCE, S3Server, die_with_parent, free_ports
 from tests.support.waiting import until
 
 AUDIENCE = "sts.amazonaws.com"
@@ -125,7 +125,7 @@ def sts_gateway(s3: S3Server, issuer: Issuer, account: str, directory: Path) -> 
     """The URL of a gateway to the server's buckets with an STS, where `account` may be ROLE."""
     path = directory / "iam.json"
     path.write_text(json.dumps(_iam_config(issuer, account)))
-    port = _free_ports()[0]
+    port = free_ports()[0]
     command = [
         str(Path(sys.prefix) / "bin" / "weed"),
         f"-logdir={directory}",

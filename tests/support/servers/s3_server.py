@@ -97,7 +97,7 @@ class S3Server:
         identities = [{"name": "owner", "credentials": credentials, "actions": actions}]
         config = self._directory / "identities.json"
         config.write_text(json.dumps({"identities": identities}))
-        self._ports = _free_ports()
+        self._ports = free_ports()
         master, volume, filer, s3 = self._ports
         arguments = [
             str(Path(sys.prefix) / "bin" / "weed"),
@@ -199,7 +199,7 @@ def die_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _free_ports() -> list[int]:
+def free_ports() -> list[int]:
     """Four neighbouring ports that are free, with their gRPC counterparts."""
     for _ in range(100):
         first = random.randrange(20_000, 30_000)

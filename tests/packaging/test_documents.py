@@ -1,0 +1,87 @@
+"""What the documents have typed: shells, our programs and the repository know it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.packaging.documents import (
+    PROJECT,
+    anchors,
+    fault_of,
+    inline_code,
+    known_commands,
+    known_flags,
+    own_commands,
+    shell_blocks,
+)
+
+DOCUMENTS = [
+    *sorted((PROJECT / "docs").glob("*.md")),
+    *(
+        PROJECT / path
+        for path in (
+            "README.md",
+            "charts/fusefs-csi/README.md",
+            "examples/kubernetes/README.md",
+            "image/README.md",
+            "manifests/README.md",
+            "packaging/README.md",
+        )
+    ),
+]
+# Those that show options of no other programs in their text.
+OPERATORS = [PROJECT / "docs" / name for name in ("csi.md", "operations.md")]
+
+each_document = pytest.mark.parametrize(
+    "path", DOCUMENTS, ids=lambda path: str(path.relative_to(PROJECT))
+)
+
+
+@each_document
+def test_a_shell_reads_the_commands(path: Path) -> None:
+    for block in shell_blocks(path):
+        done = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, ""), block
+
+
+@each_document
+def test_our_programs_take_their_command_lines(path: Path) -> None:
+    for block in shell_blocks(path):
+        for command in own_commands(block):
+            assert fault_of(command) is None, command
+
+
+def test_there_are_command_lines_to_check() -> None:
+    blocks = shell_blocks(PROJECT / "README.md")
+    readme = [command for block in blocks for command in own_commands(block)]
+    assert ["fusefs", "mount", "s3://BUCKET/PREFIX", "/data"] in readme
+    assert fault_of(["fusefs", "warm", "--shards", "0/4", "/data"]) is not None
+
+
+@each_document
+def test_commands_in_the_text_are_known(path: Path) -> None:
+    commands, flags = known_commands(), known_flags()
+    for code in inline_code(path):
+        words = code.split()
+        if words[0] in commands:
+            assert len(words) == 1 or words[1].startswith("-") or words[1] in commands[words[0]]
+            is_ours = True
+        else:
+            is_ours = path in OPERATORS and words[0].startswith("--")
+        for word in words if is_ours else []:
+            assert not word.startswith("--") or word.partition("=")[0] in flags, code
+
+
+@each_document
+def test_links_lead_to_what_is_there(path: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+        if "://" in link:
+            continue
+        name, _, anchor = link.partition("#")
+        target = path.parent / name if name else path
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link

@@ -1,0 +1,387 @@
+"""docs/quickstart-kubernetes.md: what it has typed works, as far as one machine can show it.
+
+Its store starts with the manifest's own arguments, its bucket is made by the command that is
+written there, its claim is provisioned with the parameters of the class that its kustomization
+renders, and its pods' commands run over the mount. What takes a cluster, a cloud or another
+company's store is checked by reading it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import re
+import shlex
+import string
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from csi import main
+from csi.generated import csi_pb2
+from csi.volume import location, stores
+from csi.volume.options import check_attributes
+from tests.support.csi.calls import Driver, mount_capability
+from tests.support.csi.node import running_node
+from tests.support.packaging.documents import Command, commands, shell_blocks
+from tests.support.packaging.manifests import (
+    PROJECT,
+    VERSIONS,
+    Object,
+    check,
+    container,
+    containers,
+    every,
+    find,
+    lets_out,
+    name_of,
+    pod_templates,
+    read,
+    render,
+    template,
+)
+from tests.support.servers.s3_server import free_ports, is_free, spawn
+from tests.support.sharing import PATIENCE_S
+
+DOCUMENT = PROJECT / "docs/quickstart-kubernetes.md"
+FILES = PROJECT / "examples/kubernetes/quickstart"
+KUSTOMIZATIONS = sorted(path.parent for path in FILES.rglob("kustomization.yaml"))
+CHART = PROJECT / "charts/fusefs-csi"
+# What the reader's own commands find out.
+FOUND = {"ACCOUNT": "123456789012", "OIDC": "oidc.eks.eu-central-1.amazonaws.com/id/EXAMPLE"}
+CREATED = "volume-0b5c6a3e"
+
+typed = [command for block in shell_blocks(DOCUMENT) for command in commands(block)]
+
+
+def exported() -> dict[str, str]:
+    """The variables of the section on EKS, with examples of what commands find."""
+    found: dict[str, str] = dict(FOUND)
+    for command in typed:
+        if command[0] == "export":
+            for name, _, value in (word.partition("=") for word in command[1:]):
+                found.setdefault(name, string.Template(value).safe_substitute(found))
+    return found
+
+
+def substituted(path: Path, **more: str) -> str:
+    """What `envsubst` makes of the file; a variable that is not exported is a KeyError."""
+    text = path.read_text()
+    values = {**exported(), **more}
+    return re.sub(r"\$([A-Z_]+)", lambda name: values[name[1]], text)
+
+
+def options_of(command: Command, *names: str) -> list[str]:
+    return [value for name, value in itertools.pairwise(command) if name in names]
+
+
+def chart(*files: Path) -> list[Object]:
+    helm = pytest.importorskip("helm_python", reason="Helm's library is for x86-64 alone")
+    values: dict[str, Any] = {"certificates": {"ca.pem": "-----BEGIN CERTIFICATE-----\n"}}
+    for path in files:
+        [own] = read(substituted(path))
+        values |= own
+    parts = helm.Chart.load(str(CHART)).render(values, name="fusefs-csi", namespace="fusefs-csi")
+    texts = [text for path, text in sorted(parts.items()) if not path.endswith("NOTES.txt")]
+    return [document for text in texts for document in read(text)]
+
+
+CHARTS = {
+    "eks": [FILES / "eks/values.yaml"],
+    "minio": [FILES / "on-premises/values.yaml", FILES / "on-premises/minio.yaml"],
+    "ceph": [FILES / "on-premises/values.yaml", FILES / "on-premises/ceph.yaml"],
+}
+
+# --- what it names ----------------------------------------------------------------
+
+
+def test_every_file_it_names_is_there() -> None:
+    directory = ""
+    for command in typed:
+        for word in command:
+            if word.startswith("files="):
+                directory = word.removeprefix("files=")
+            named = word.replace("$files", directory)
+            if named.startswith(("examples/", "charts/", "image/", "packaging/")):
+                assert (PROJECT / named).exists(), word
+    named = {path for path in FILES.rglob("*") if path.is_file() and path.parent == FILES / "eks"}
+    assert all(path.name in DOCUMENT.read_text() for path in named)
+
+
+@pytest.mark.parametrize("directory", KUSTOMIZATIONS, ids=lambda path: path.name)
+def test_every_kustomization_is_valid(directory: Path) -> None:
+    parser: argparse.ArgumentParser = main.make_parser()
+    for document in render(directory):
+        for version in VERSIONS:
+            check(document, version)
+        for pod in pod_templates(document):
+            for each in containers(pod):
+                assert re.search(r":.*\d", each["image"].rpartition("/")[2])
+                if "fusefs-csi:" in each["image"]:
+                    parser.parse_args(each["args"])
+
+
+@pytest.mark.parametrize("name", CHARTS)
+def test_the_charts_values_are_taken_and_understood(name: str, tmp_path: Path) -> None:
+    documents = chart(*CHARTS[name])
+    for document in documents:
+        for version in VERSIONS:
+            check(document, version)
+    understand_classes(documents, tmp_path)
+
+
+def understand_classes(documents: list[Object], directory: Path) -> None:
+    known = stores.read_stores(stores_file(documents, directory))
+    for each in every(documents, "StorageClass"):
+        parameters = own_parameters(each)
+        assert parameters.pop("onDelete") == "retain"
+        names = {"pvc.namespace": "default", "pvc.name": "training", "pv.name": "pvc-1"}
+        place = {key: parameters.pop(key) for key in location.LOCATION_KEYS & parameters.keys()}
+        location.location_of({**place, "prefix": location.fill_in(place["prefix"], names)}, known)
+        check_attributes(parameters, [], is_inline=False)
+
+
+def own_parameters(storage_class: Object) -> dict[str, str]:
+    return {
+        name: value
+        for name, value in storage_class["parameters"].items()
+        if not name.startswith("csi.storage.k8s.io/")
+    }
+
+
+def stores_file(documents: list[Object], directory: Path) -> Path:
+    [text] = (
+        each["data"]["stores.toml"]
+        for each in every(documents, "ConfigMap")
+        if "stores.toml" in each["data"]
+    )
+    certificate = directory / "ca.pem"
+    certificate.touch()
+    path = directory / "stores.toml"
+    path.write_text(text.replace("/etc/fusefs-csi/ca.pem", str(certificate)))
+    return path
+
+
+def test_kubectl_names_objects_that_there_are() -> None:
+    there = {
+        (document["kind"].lower(), name_of(document), document["metadata"].get("namespace"))
+        for directory in KUSTOMIZATIONS
+        for document in render(directory)
+    }
+    namespaces = {name for kind, name, _ in there if kind == "namespace"} | {"default"}
+    for command in typed:
+        if command[0] != "kubectl":
+            continue
+        command = command[: command.index("--")] if "--" in command else command
+        [namespace] = options_of(command, "-n") or ["default"]
+        assert namespace in namespaces or namespace.startswith("$")
+        for word in command:
+            kind, separator, name = word.partition("/")
+            if separator and kind in ("deployment", "daemonset", "job"):
+                assert (kind, name, namespace) in there, command
+
+
+def test_secrets_are_those_that_the_classes_name() -> None:
+    made = set()
+    for command in typed:
+        if command[:1] == ["kubectl"] and "generic" in command:
+            made.add(command[command.index("generic") + 1])
+            fields = {word.split("=")[1] for word in command if word.startswith("--from-literal")}
+            assert fields == {"access_key_id", "secret_access_key"}
+    for documents in (render(FILES / "driver"), chart(*CHARTS["minio"])):
+        for each in every(documents, "StorageClass"):
+            for name, value in each["parameters"].items():
+                assert not name.endswith("secret-name") or value in made
+
+
+# --- EKS and on premises ----------------------------------------------------------
+
+
+def test_envsubst_replaces_what_is_exported_and_nothing_else() -> None:
+    for path in (FILES / "eks/values.yaml", FILES / "eks/cluster.yaml", FILES / "eks/volume.yaml"):
+        expected = substituted(path)
+        assert not re.search(r"\$[A-Z]", expected)
+        try:
+            done = subprocess.run(
+                ["envsubst"],
+                input=path.read_text(),
+                env={**os.environ, **exported()},
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+        except FileNotFoundError:
+            continue
+        assert done.stdout == expected
+
+
+def test_a_roles_trust_policy_names_an_account_that_is_there() -> None:
+    subjects = {
+        word.partition("=")[2].removeprefix("(")
+        for block in shell_blocks(DOCUMENT)
+        for word in re.findall(r"SERVICE_ACCOUNT=\S+", block)
+    }
+    documents = [*chart(*CHARTS["eks"]), *render(FILES / "eks/training")]
+    accounts = {
+        f"{each['metadata']['namespace']}:{name_of(each)}"
+        for each in every(documents, "ServiceAccount")
+    }
+    assert len(subjects) == 2
+    assert subjects <= accounts
+    [job] = pod_templates(find(documents, "Job"))
+    assert f"default:{job['spec']['serviceAccountName']}" in subjects
+    for subject in subjects:
+        policy = json.loads(substituted(FILES / "eks/trust.json", SERVICE_ACCOUNT=subject))
+        [condition] = (each["Condition"]["StringEquals"] for each in policy["Statement"])
+        assert condition[f"{FOUND['OIDC']}:sub"] == f"system:serviceaccount:{subject}"
+        [request] = find(documents, "CSIDriver")["spec"]["tokenRequests"]
+        assert condition[f"{FOUND['OIDC']}:aud"] == request["audience"]
+
+
+def test_roles_are_made_under_the_names_that_are_used() -> None:
+    made = {options_of(command, "--role-name")[0] for command in typed if "create-role" in command}
+    text = "".join(path.read_text() for path in (FILES / "eks").glob("*.yaml"))
+    assert set(re.findall(r"role/([\w$-]+)", text)) == made
+
+
+def test_the_pods_role_may_what_a_volume_does() -> None:
+    policy = json.loads(substituted(FILES / "eks/training-policy.json"))
+    [storage_class] = every(chart(*CHARTS["eks"]), "StorageClass")
+    names = {"pvc.namespace": "default", "pvc.name": "training"}
+    prefix = location.fill_in(storage_class["parameters"]["prefix"], names)
+    bucket = storage_class["parameters"]["bucket"]
+    allowed = {
+        action
+        for each in policy["Statement"]
+        for action in ([each["Action"]] if isinstance(each["Action"], str) else each["Action"])
+        if f"arn:aws:s3:::{bucket}/{prefix}".startswith(each["Resource"].rstrip("*"))
+        or each["Resource"].endswith(bucket)
+    }
+    page = (PROJECT / "docs/csi.md").read_text()
+    [sentence] = re.findall(r"bucket's policy has to grant, below the prefix: (.*?);", page)
+    assert allowed == set(re.findall(r"s3:\w+", sentence))
+
+
+@pytest.mark.parametrize("name", ["minio", "ceph"])
+def test_the_policy_lets_out_the_store(name: str, tmp_path: Path) -> None:
+    documents = chart(*CHARTS[name])
+    known = stores.read_stores(stores_file(documents, tmp_path)).named("on-premises")
+    assert known is not None
+    assert known.endpoint_url is not None
+    assert lets_out(find(documents, "NetworkPolicy"), known.endpoint_url)
+    assert known.endpoint_url in DOCUMENT.read_text()
+    assert find(documents, "ConfigMap", "fusefs-csi-stores")["data"]["ca.pem"]
+
+
+# --- kind, as it is written -------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[int]]:
+    """The store's pod without its container; the ports of master, volume server, filer and S3."""
+    directory = tmp_path_factory.mktemp("store")
+    pod = template(render(FILES / "store"), "seaweedfs")
+    weed = container(pod, "seaweedfs")
+    master, volume, filer, s3 = ports = free_ports()
+    given = " ".join(weed["args"])
+    places = {"/tmp": directory, "/data": directory, "/etc/seaweedfs": FILES / "store"}
+    for path, place in places.items():
+        given = given.replace(f"={path}", f"={place}")
+    given = given.replace("-s3.port=8333", f"-s3.port={s3}")
+    given += f" -master.port={master} -volume.port={volume} -filer.port={filer}"
+    environment = {each["name"]: each["value"] for each in weed["env"]}
+    program = Path(sys.prefix) / "bin" / weed["command"][0]
+    process = spawn([str(program), *given.split()], directory / "weed.out", **environment)
+    try:
+        # As the pod's readiness probe.
+        deadline = time.monotonic() + PATIENCE_S
+        while is_free(s3):
+            assert process.poll() is None, (directory / "weed.out").read_text()[-2000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield ports
+    finally:
+        process.kill()
+        process.wait()
+        for port in ports:
+            for left in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):
+                left.unlink(missing_ok=True)
+
+
+def in_store(ports: list[int], number: int) -> str:
+    """Run a command that is typed for the store's pod; returns what it printed."""
+    inside = [
+        command[command.index("--") + 1 :]
+        for command in typed
+        if command[0] == "kubectl" and "exec" in command and "deployment/seaweedfs" in command
+    ][number]
+    text = shlex.join(inside).replace("weed shell", f"weed shell -master=127.0.0.1:{ports[0]}")
+    path = f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["sh", "-c", text],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PATH": path},
+        timeout=PATIENCE_S,
+    )
+    return done.stdout + done.stderr
+
+
+def test_the_quick_start_lists_trains_and_goes_on(store: list[int], tmp_path: Path) -> None:
+    in_store(store, 0)
+    documents = render(FILES / "driver")
+    url = f"http://127.0.0.1:{store[-1]}"
+    [claim] = every(render(FILES / "training"), "PersistentVolumeClaim")
+    parameters = own_parameters(find(documents, "StorageClass", claim["spec"]["storageClassName"]))
+    [identity] = json.loads((FILES / "store/s3.json").read_text())["identities"]
+    [keys] = identity["credentials"]
+    secrets = {"access_key_id": keys["accessKey"], "secret_access_key": keys["secretKey"]}
+    assert all(f"{name}={value}" in DOCUMENT.read_text() for name, value in secrets.items())
+    with running_node(serves="all", **{parameters["store"]: url}) as node:
+        driver = Driver(node.socket)
+        created = driver.controller.CreateVolume(
+            csi_pb2.CreateVolumeRequest(
+                name=CREATED,
+                volume_capabilities=[mount_capability()],
+                parameters={
+                    **parameters,
+                    "csi.storage.k8s.io/pvc/name": name_of(claim),
+                    "csi.storage.k8s.io/pvc/namespace": claim["metadata"]["namespace"],
+                    "csi.storage.k8s.io/pv/name": CREATED,
+                },
+                secrets=secrets,
+            ),
+            timeout=PATIENCE_S,
+        ).volume
+        driver.close()
+        target = node.target("training")
+        node.publish(created.volume_id, target, secrets=secrets, **dict(created.volume_context))
+        first, second = run_job(target), run_job(target)
+        node.unpublish(created.volume_id, target)
+    assert "part-007.csv" in first
+    assert first.splitlines()[-1] in DOCUMENT.read_text()
+    assert "going on after epoch-004.json" in second
+    assert "epoch-004.json" in in_store(store, 1)
+
+
+def run_job(target: Path) -> str:
+    """The commands of the job's containers, over the volume; what they print."""
+    [job] = pod_templates(render(FILES / "training"))
+    printed = ""
+    for each in containers(job):
+        command = shlex.join(each["command"])
+        command = command.replace("/training", str(target))
+        command = command.replace("/scripts", str(FILES / "training"))
+        command = re.sub(r"\bpython\b", sys.executable, command)
+        done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        printed += done.stdout
+    return printed
