@@ -6,7 +6,8 @@ causes overlap, so their times are never added.
 
 A *work* is something that is done and that any number of requests may wait for: the answer
 to one request, a download, an upload. What it spends its time on is noted by `enter` and
-`leave`, or by a `stage`, which finds the work of its own task; who waits for it, by `awaited`.
+`leave`, or by a `stage`, which finds the work of its own task; who waits for it, by `awaited`,
+or by `waiting_for` where a work waits for what another one has begun.
 Time counts while it has both. So a download that nothing waits for yet counts for nothing,
 and from its first reader on it counts for what it is at. Tasks inherit the work of the task
 that has started them (a context variable); what is fetched ahead begins a work of its own, or
@@ -228,6 +229,11 @@ class Work:
                     stalls.change(cause, count, now)
                 stalls.change(_ANY, count, now)
 
+    @property
+    def waiters(self) -> int:
+        """How many requests wait for it now."""
+        return self._waiters
+
     def begin_awaited(self) -> None:
         """`wait(1)` of a work that no other task or thread has yet, without the lock."""
         self._waiters = 1
@@ -300,6 +306,30 @@ class served:
 def unattended() -> _Doing:
     """What this task, and those that it starts, do meanwhile is what no request waits for."""
     return _UNATTENDED.doing()
+
+
+class waiting_for:
+    """What this task's work waits for meanwhile is another one (`with waiting_for(work)`).
+
+    So the requests that wait for the one wait for the other as well: none, if this task's
+    work is unattended. Requests that come to wait for it later are not counted.
+    """
+
+    __slots__ = ("_count", "_work")
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        mine = _work.get()
+        # A part of a work that waits for another part: its requests are counted already.
+        self._count = 0 if mine is work else mine.waiters
+
+    def __enter__(self) -> None:
+        if self._count:
+            self._work.wait(self._count)
+
+    def __exit__(self, *_: object) -> None:
+        if self._count:
+            self._work.wait(-self._count)
 
 
 class stage:

@@ -29,6 +29,7 @@ from fusefs.posix.metadata.attribute_log import AttributeLog, Recorded
 from fusefs.posix.metadata.object_metadata import Meta
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
 from fusefs.store.interface import ObjectInfo
+from fusefs.telemetry.stalls import Work, unattended, waiting_for
 
 logger = logging.getLogger("fusefs.attributes")
 
@@ -45,11 +46,11 @@ class Deferred:
     """What one object is to say; `info` is the version that it is about.
 
     `since` and `due` are in trio's seconds. `sending` is set while a request is
-    under way, and `error` is what the last one failed with. `changes` counts
-    how often it was changed.
+    under way, which is a part of `work`, and `error` is what the last one failed
+    with. `changes` counts how often it was changed.
     """
 
-    __slots__ = ("changes", "due", "error", "info", "meta", "sending", "since")
+    __slots__ = ("changes", "due", "error", "info", "meta", "sending", "since", "work")
 
     def __init__(self, info: ObjectInfo, meta: Meta) -> None:
         self.info = info
@@ -59,6 +60,7 @@ class Deferred:
         self.due = self.since + DEFER_S
         self.sending: trio.Event | None = None
         self.error: Exception | None = None
+        self.work = Work()
 
     @property
     def key(self) -> str:
@@ -238,7 +240,8 @@ class DeferredAttributes:
     async def settle(self, key: str) -> None:
         """Wait until no request for a key is under way."""
         while (entry := self._by_key.get(key)) is not None and entry.sending is not None:
-            await entry.sending.wait()
+            with waiting_for(entry.work):
+                await entry.sending.wait()
 
     async def flush(self, key: str) -> None:
         """Have the bucket say what an object is to say.
@@ -276,7 +279,7 @@ class DeferredAttributes:
         """Have everything at or below a key sent now."""
         for entry in self.pending(key):
             entry.error = None
-            self._nursery.start_soon(self._send, entry)
+            self._nursery.start_soon(self._send_unattended, entry)
 
     async def _run(self) -> None:
         """Send what is due, until there is nothing left."""
@@ -290,15 +293,25 @@ class DeferredAttributes:
                     continue
                 heapq.heappop(self._queue)
                 if self._by_key.get(entry.key) is entry and entry.sending is None:
-                    self._nursery.start_soon(self._send, entry)
+                    self._nursery.start_soon(self._send_unattended, entry)
         finally:
             self._is_running = False
 
+    async def _send_unattended(self, entry: Deferred) -> None:
+        """As `_send`, where the request that has begun this task does not wait for it."""
+        with unattended():
+            await self._send(entry)
+
     async def _send(self, entry: Deferred) -> None:
         """Send a change; one that is under way is waited for."""
-        if entry.sending is not None:
-            await entry.sending.wait()
-            return
+        with waiting_for(entry.work):
+            if entry.sending is not None:
+                await entry.sending.wait()
+                return
+            with entry.work.doing():
+                await self._begin_sending(entry)
+
+    async def _begin_sending(self, entry: Deferred) -> None:
         entry.sending = trio.Event()
         try:
             async with self._at_once:

@@ -30,6 +30,7 @@ from fusefs.posix.journal.line_log import LineLog, line, load_lines
 from fusefs.posix.late.requests import LateRequests
 from fusefs.store.errors import NotFoundError, StoreError, UnsupportedError
 from fusefs.store.interface import Store
+from fusefs.telemetry.stalls import Work, waiting_for
 
 logger = logging.getLogger("fusefs.removals")
 
@@ -59,12 +60,13 @@ class Removal:
 
     `since` is in trio's seconds, `removed_ns` is when a program removed it by this
     machine's clock, and `error` what the last request failed with.
-    `attempted` is set after the next request, and `hurry` has that made now.
+    `attempted` is set after the next request, which is a part of `work`, and `hurry`
+    has that made now.
     """
 
-    __slots__ = ("attempted", "error", "etag", "hurry", "key", "removed_ns", "since")
+    __slots__ = ("attempted", "error", "etag", "hurry", "key", "removed_ns", "since", "work")
 
-    def __init__(self, key: str, etag: str, removed_ns: int) -> None:
+    def __init__(self, key: str, etag: str, removed_ns: int, work: Work) -> None:
         self.key = key
         self.etag = etag
         self.removed_ns = removed_ns
@@ -72,6 +74,7 @@ class Removal:
         self.error: Exception | None = None
         self.attempted = trio.Event()
         self.hurry = trio.Event()
+        self.work = work
 
     def size(self) -> int:
         """The bytes that wait to be sent, which are none."""
@@ -97,6 +100,8 @@ class Removals:
         # Those of which no request was made yet.
         self._new: dict[str, Removal] = {}
         self._is_running = False
+        # What the requests for many of them spend their time on: there is one at a time.
+        self._batches = Work()
         self._is_sooner = trio.Event()
         # Whether S3 knows DeleteObjects, as far as is known.
         self._has_batches = True
@@ -139,7 +144,7 @@ class Removals:
         self._last = now
         if not may_wait or not etag:
             return False
-        removal = Removal(key, etag, time.time_ns())
+        removal = Removal(key, etag, time.time_ns(), self._batches)
         try:
             self._log.append(removal.line())
         except OSError as error:
@@ -187,7 +192,8 @@ class Removals:
             attempted = removal.attempted
             removal.hurry.set()
             self._is_sooner.set()
-            await attempted.wait()
+            with waiting_for(removal.work):
+                await attempted.wait()
             if removal.error is not None and self._by_key.get(key) is removal:
                 raise removal.error
 
@@ -237,7 +243,8 @@ class Removals:
                 batch = list(self._new.values())[:AT_ONCE]
                 for removal in batch:
                     del self._new[removal.key]
-                await self._send(batch)
+                with self._batches.doing():
+                    await self._send(batch)
         finally:
             self._is_running = False
 
@@ -266,8 +273,9 @@ class Removals:
                 await removal.hurry.wait()
             removal.hurry = trio.Event()
             try:
-                async with self._retrying:
-                    await self._delete(removal)
+                with removal.work.doing():
+                    async with self._retrying:
+                        await self._delete(removal)
             except Exception as error:
                 self._note_failed(removal, self._judged(error))
                 delay_s = RETRY_S
@@ -302,6 +310,8 @@ class Removals:
         if removal.error is None:
             logger.warning("%s is not deleted in the bucket yet: %s", removal.key, error)
         removal.error = error
+        if removal.work is self._batches:
+            removal.work = Work()  # from now on it is deleted by itself
         self._attempted(removal)
 
     def _attempted(self, removal: Removal) -> None:
@@ -339,7 +349,7 @@ class Removals:
             OSError: the disk does not take the record.
         """
         if key not in self._by_key:
-            removal = Removal(key, etag, removed_ns)
+            removal = Removal(key, etag, removed_ns, Work())
             if not is_on_record:
                 self._log.append(removal.line())
             self._by_key[key] = removal

@@ -31,7 +31,7 @@ from fusefs.posix.write.staging import Staging
 from fusefs.posix.write.upload_steps import IN_PARTS, Sender
 from fusefs.store.errors import ConflictError, CredentialsError, StaleVersionError, StoreError
 from fusefs.store.interface import ObjectInfo, Store, Upload, UploadState
-from fusefs.telemetry.stalls import WaitCause, Work, stage
+from fusefs.telemetry.stalls import WaitCause, Work, stage, waiting_for
 
 logger = logging.getLogger("fusefs.uploads")
 
@@ -141,7 +141,22 @@ class Uploads:
         """Wait until a file's upload, if there is one, has come to its end, good or bad."""
         attempt = self._attempts.get(staged)
         if attempt is not None:
-            await attempt.done.wait()
+            with waiting_for(attempt.work):
+                await attempt.done.wait()
+
+    @asynccontextmanager
+    async def locked(self, staged: StagedFile) -> AsyncIterator[None]:
+        """Hold a file's lock; requests that wait for its upload to end wait for what that does."""
+        attempt = self._attempts.get(staged)
+        if attempt is not None and staged.lock.locked():
+            with waiting_for(attempt.work):
+                await staged.lock.acquire()
+        else:
+            await staged.lock.acquire()
+        try:
+            yield
+        finally:
+            staged.lock.release()
 
     def is_under_way(self, staged: StagedFile) -> bool:
         return staged in self._attempts
@@ -157,7 +172,7 @@ class Uploads:
         if attempt is not None and attempt.is_cancellable:
             attempt.scope.cancel()
         await self._stop_ahead(staged)
-        async with staged.lock:
+        async with self.locked(staged):
             key = staged.key
             yield
             if staged.key != key or staged.is_unlinked:

@@ -231,7 +231,7 @@ class Writer:
             assert staged is not None
             if keep is None:
                 return staged
-            async with staged.lock:
+            async with self.uploads.locked(staged):
                 if inode.staged is not staged:
                     continue  # it settled while this was waiting
                 self.staging.charge(staged, keep)
@@ -344,7 +344,7 @@ class Writer:
 
     async def _write_later(self, staged: StagedFile, offset: int, data: bytes) -> int:
         stop = offset + len(data)
-        async with staged.lock:
+        async with self.uploads.locked(staged):
             if stop > staged.charged:
                 self.staging.charge(staged, stop)
             if staged.sum is not None:
@@ -380,7 +380,7 @@ class Writer:
             raise OSError(errno.EBADF, "not open for writing")
         if mode & ~ALLOCATION_MODES:
             raise OSError(errno.EOPNOTSUPP, "not supported")
-        async with staged.lock:
+        async with self.uploads.locked(staged):
             if offset + length > staged.charged and not mode & KEEP_SIZE:
                 self.staging.charge(staged, offset + length)
             staged_sums.forget(staged)

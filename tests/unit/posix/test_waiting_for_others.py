@@ -1,0 +1,205 @@
+"""A request that waits for what an earlier one has begun waits for what that is at."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+
+from fusefs.posix.metadata.attribute_log import AttributeLog
+from fusefs.posix.metadata.deferred_attributes import DeferredAttributes
+from fusefs.posix.metadata.object_metadata import Meta
+from fusefs.posix.namespace.removals import MANY, Removals
+from fusefs.store.errors import StoreError
+from fusefs.store.interface import DeleteFailure, ObjectInfo
+from fusefs.telemetry.stalls import CAUSES, STALLS, WaitCause, served, stage
+from tests.support.survival.mortal_mount import MemoryStore, MortalMount
+
+# A cause that nothing else has in these tests.
+AT = WaitCause.THROTTLED
+
+
+class Held:
+    """Something that takes until it may end, and is at AT meanwhile."""
+
+    def __init__(self) -> None:
+        self.begun = trio.Event()
+        self.may_end = trio.Event()
+
+    async def pass_by(self) -> None:
+        with stage(AT):
+            self.begun.set()
+            await self.may_end.wait()
+
+
+class HeldStore(MemoryStore):
+    """A bucket that answers changes when it may."""
+
+    def __init__(self, held: Held) -> None:
+        super().__init__()
+        self.held = held
+
+    async def put_file(self, *arguments: Any, **more: Any) -> ObjectInfo:
+        await self.held.pass_by()
+        return await super().put_file(*arguments, **more)
+
+    async def delete(self, *arguments: Any, **more: Any) -> None:
+        await self.held.pass_by()
+        await super().delete(*arguments, **more)
+
+    async def delete_many(self, *arguments: Any, **more: Any) -> list[DeleteFailure]:
+        await self.held.pass_by()
+        return await super().delete_many(*arguments, **more)
+
+
+def waited() -> dict[str, float]:
+    return dict(zip(CAUSES, STALLS.totals().wait, strict=True))
+
+
+async def assert_waits_for(held: Held, request: Callable[[], Awaitable[object]]) -> None:
+    """The request waits for what is held, for nothing else, and from its own start on."""
+    await held.begun.wait()
+    before = waited()
+    assert waited() == before  # nothing waits yet
+
+    async def serve() -> None:
+        with served():
+            await request()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(serve)
+        await trio.testing.wait_all_tasks_blocked()
+        changed = {cause for cause, seconds in waited().items() if seconds > before[cause]}
+        held.may_end.set()
+    assert changed == {CAUSES[AT], "any"}
+    before = waited()
+    assert waited() == before  # the request has its answer
+
+
+async def test_a_write_waits_for_the_upload_of_its_file(tmp_path: Path) -> None:
+    held, mount = Held(), MortalMount(tmp_path)
+    mount.store = HeldStore(held)
+    async with mount.serving() as process:
+        fh = await process.create("file", b"content")
+        staged = (await process.node("file")).staged
+        assert staged is not None
+        process.writer.uploads.start(staged)
+        await assert_waits_for(held, lambda: process.write(fh, 0, b"CON"))
+        await process.close(fh)
+    assert mount.store.contents() == {"file": b"CONtent"}
+
+
+@asynccontextmanager
+async def removals(store: MemoryStore, directory: Path) -> AsyncIterator[Removals]:
+    """Of a program that removes many files of the directory `a/`."""
+    async with trio.open_nursery() as nursery:
+        made = Removals(store, directory, nursery, None)
+        for number in range(MANY):
+            assert not made.takes(f"a/{number}", None)
+        made.allowed("a/0")
+        yield made
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_change_waits_for_the_removals_that_are_sent_together(tmp_path: Path) -> None:
+    store = HeldStore(Held())
+    store.put("a/file")
+    async with removals(store, tmp_path) as sent:
+        with served():  # as the request of the program that removes, which does not wait
+            assert sent.takes("a/file", store.objects["a/file"].info.etag)
+        await assert_waits_for(store.held, lambda: sent.flush("a/file"))
+    assert store.contents() == {}
+
+
+async def test_a_change_waits_for_a_removal_that_is_tried_again(tmp_path: Path) -> None:
+    store = HeldStore(Held())
+    store.put("a/file")
+    async with removals(store, tmp_path) as sent:
+        sent.adopt("a/file", store.objects["a/file"].info.etag, time.time_ns(), is_on_record=False)
+        await assert_waits_for(store.held, lambda: sent.flush("a/file"))
+    assert store.contents() == {}
+
+
+async def test_a_removal_that_failed_is_waited_for_by_itself(tmp_path: Path) -> None:
+    store = HeldStore(Held())
+    store.put("a/file")
+    store.held.may_end.set()
+
+    def refuse(what: str, key: str) -> None:
+        if what == "DELETED":
+            raise StoreError(key)
+
+    store.before = refuse
+    async with removals(store, tmp_path) as sent:
+        assert sent.takes("a/file", store.objects["a/file"].info.etag)
+        (removal,) = sent.pending("")
+        await removal.attempted.wait()
+        store.held = Held()
+        sent.hurry("a/file")
+        await assert_waits_for(store.held, lambda: sent.flush("a/file"))
+    assert store.contents() == {}
+
+
+@asynccontextmanager
+async def deferred(held: Held, directory: Path) -> AsyncIterator[DeferredAttributes]:
+    """With attributes of the object `file` on their way into the bucket."""
+
+    async def copy(info: ObjectInfo, _meta: Meta) -> ObjectInfo:
+        await held.pass_by()
+        return info
+
+    async def landed(_old: ObjectInfo, _new: ObjectInfo) -> None:
+        pass
+
+    async with trio.open_nursery() as nursery:
+        made = DeferredAttributes(
+            nursery, AttributeLog(directory), copy, landed, lambda _info: None
+        )
+        with served():  # as the request that changes them, which does not wait
+            made.put(ObjectInfo("file", 7, '"1"', 0), Meta(0o600, 0, 0))
+            made.hurry("file")
+        yield made
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_change_waits_for_attributes_that_are_sent(tmp_path: Path) -> None:
+    held = Held()
+    async with deferred(held, tmp_path) as attributes:
+        await assert_waits_for(held, lambda: attributes.settle("file"))
+
+
+async def test_an_fsync_waits_for_attributes_that_are_sent(tmp_path: Path) -> None:
+    held = Held()
+    async with deferred(held, tmp_path) as attributes:
+        await assert_waits_for(held, lambda: attributes.flush("file"))
+
+
+async def test_an_fsync_that_sends_attributes_waits_for_them_once(tmp_path: Path) -> None:
+    held = Held()
+    async with deferred(held, tmp_path) as attributes:
+        held.may_end.set()
+        await attributes.drain()
+        again = held.may_end = trio.Event()
+        attributes.put(ObjectInfo("file", 7, '"1"', 0), Meta(0o640, 0, 0))
+
+        async def fsync() -> None:
+            with served():
+                await attributes.flush("file")
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(fsync)
+            await trio.testing.wait_all_tasks_blocked()
+            before = STALLS.totals()
+            await trio.sleep(0.01)
+            after = STALLS.totals()
+            stalled = after.stalled[AT] - before.stalled[AT]
+            # One request waits: each second of it is one second of waiting.
+            assert after.wait[AT] - before.wait[AT] == pytest.approx(stalled)
+            assert stalled > 0
+            again.set()
