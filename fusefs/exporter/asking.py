@@ -19,6 +19,8 @@ from fusefs.launch.control import ControlError, NotAnsweringError
 
 # Prometheus waits for 10 s by default. A daemon answers within milliseconds.
 TIMEOUT_S = 2.0
+# What reading metrics of another form, or numbers out of range, raises.
+MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 # For the thread to end, after its time-out.
 MARGIN_S = 0.5
 
@@ -83,6 +85,6 @@ def _ask(answer: Answer, timeout_s: float) -> None:
         answer.metrics = found["metrics"]
     except NotAnsweringError as error:
         answer.why = str(error)
-    except (ControlError, KeyError) as error:
+    except (ControlError, LookupError, TypeError) as error:
         # A daemon of a version without metrics answers, and serves.
         answer.metrics, answer.why = {}, str(error)

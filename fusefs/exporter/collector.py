@@ -27,7 +27,7 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 
-from fusefs.exporter.asking import Answer, Target, ask_all
+from fusefs.exporter.asking import MALFORMED, Answer, Target, ask_all
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +38,6 @@ _OWN = ("volume_up", "volume_pod_info")
 # Of one mount; a daemon has some hundreds.
 MOST_SAMPLES = 20_000
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# What reading an answer of another shape, or numbers out of range, raises.
-_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 _FAMILIES: dict[str, Callable[..., Any]] = {
     "counter": CounterMetricFamily,
     "gauge": GaugeMetricFamily,
@@ -129,7 +127,7 @@ def _parsed(answer: Answer) -> tuple[Target, _MetricsOfMount | None]:
         return target, None
     try:
         return target, _metrics_of(target.volume, answer.metrics)
-    except _MALFORMED:
+    except MALFORMED:
         logger.warning("%s: its metrics are malformed", target.volume, exc_info=True)
         return target, None
 
@@ -138,7 +136,7 @@ def _metrics_of(volume: str, answer: Mapping[str, Any]) -> _MetricsOfMount:
     """The metrics of an answer.
 
     Raises:
-        LookupError, TypeError, ValueError, AttributeError, ArithmeticError: it is malformed.
+        MALFORMED: it has another form.
     """
     metrics: _MetricsOfMount = {}
     remaining = MOST_SAMPLES

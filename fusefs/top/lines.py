@@ -24,8 +24,11 @@ LEAST_SHARE = 0.005
 def line(mount: Rates) -> str:
     """One mount, without a line's end."""
     if not mount.is_up:
-        return f"{mount.volume}: does not answer ({mount.why})"
-    parts = [f"read {rate_text(mount.read_s)}{_origins(mount)}", f"sent {rate_text(mount.sent_s)}"]
+        return f"{mount.volume}: {trouble(mount)} ({mount.why})"
+    parts = [
+        f"read {rate_text(mount.read_s)}{_origins(mount)}",
+        f"sent to S3 {rate_text(mount.sent_s)}",
+    ]
     if mount.opened_passthrough_s:
         parts.append(f"passthrough {rate_text(mount.opened_passthrough_s)} opened")
     parts += [f"waited {waits(mount)}", s3_text(mount)]
@@ -36,6 +39,11 @@ def line(mount: Rates) -> str:
     if mount.warm_target_bytes:
         parts.append(warm_text(mount))
     return f"{mount.volume}: {'; '.join(parts)}"
+
+
+def trouble(mount: Rates) -> str:
+    """What is wrong with a mount of which there are no rates."""
+    return "its metrics can't be read" if mount.is_malformed else "does not answer"
 
 
 def rate_text(rate: float) -> str:

@@ -51,14 +51,12 @@ class Sampler:
         """What happened since the last call. Blocks for as long as a silent mount may take."""
         answers = ask_all(mounts_of_user())
         found = [rates(self._before.get(one.target.volume), one) for one in answers]
-        # A mount that misses one answer goes on from the last that it gave.
-        silent = {
-            one.target.volume: self._before[one.target.volume]
-            for one in answers
-            if one.metrics is None and one.target.volume in self._before
+        # A mount that misses one answer goes on from the last that it gave and that can be read.
+        self._before = {
+            one.target.volume: one if mount.is_up else self._before[one.target.volume]
+            for one, mount in zip(answers, found, strict=True)
+            if mount.is_up or one.target.volume in self._before
         }
-        answered = {one.target.volume: one for one in answers if one.metrics is not None}
-        self._before = silent | answered
         return found
 
 

@@ -6,11 +6,12 @@ rates are per second, sizes in bytes, times in seconds, shares from 0 to 1.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from fusefs.exporter.asking import Answer
+from fusefs.exporter.asking import MALFORMED, Answer
 
 # Answers that say that something is wrong; 404 and 412 are answers like others.
 _FINE = ("200", "206", "404", "412", "304", "cancelled")
@@ -27,10 +28,11 @@ class Operation:
 
 @dataclass(slots=True)
 class Rates:
-    """One mount over `interval_s` seconds; without an answer `why` has the reason."""
+    """One mount over `interval_s` seconds; without an answer that can be read `why` says why."""
 
     volume: str
     is_up: bool = False
+    is_malformed: bool = False
     why: str = ""
     source: str = ""
     interval_s: float = 0.0
@@ -82,9 +84,21 @@ class Rates:
 
 
 def rates(before: Answer | None, after: Answer) -> Rates:
-    """What happened between two answers of one mount; of the first there are no rates yet."""
+    """What happened between two answers of one mount; of the first there are no rates yet.
+
+    What can't be read in an answer concerns that mount alone. `before` has been read.
+    """
     if after.metrics is None:
         return Rates(after.target.volume, why=after.why)
+    try:
+        return _rates(before, after)
+    except MALFORMED as error:
+        why = f"{type(error).__name__}: {error}"
+        return Rates(after.target.volume, is_malformed=True, why=why)
+
+
+def _rates(before: Answer | None, after: Answer) -> Rates:
+    assert after.metrics is not None
     then = before if before is not None and before.metrics is not None else after
     interval_s = after.taken - then.taken
     change = _Change(then.metrics or {}, after.metrics, interval_s)
@@ -187,14 +201,27 @@ class _Change:
 
 
 def _flat(metrics: Mapping[str, Any]) -> dict[_Key, float]:
-    """The samples by name and labels; of histograms the counts and the sums."""
+    """The samples by name and labels; of histograms the counts and the sums.
+
+    Raises:
+        MALFORMED: they have another form.
+    """
     found: dict[_Key, float] = {}
     for name, metric in metrics.items():
         for sample in metric["samples"]:
-            labels = frozenset(sample["labels"].items())
+            labels = frozenset(
+                (str(label), str(value)) for label, value in sample["labels"].items()
+            )
             if metric["type"] == "histogram":
-                found[f"{name}_count", labels] = float(sample["count"])
-                found[f"{name}_sum", labels] = float(sample["sum"])
+                found[f"{name}_count", labels] = _finite(sample["count"])
+                found[f"{name}_sum", labels] = _finite(sample["sum"])
             else:
-                found[name, labels] = float(sample["value"])
+                found[name, labels] = _finite(sample["value"])
     return found
+
+
+def _finite(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{number} is no value of a metric")
+    return number

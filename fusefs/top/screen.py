@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fusefs.cli import stall_report
+from fusefs.exporter.asking import MALFORMED
 from fusefs.settings.display import human_duration, human_size
 from fusefs.top import lines
 from fusefs.top.rates import Operation, Rates
@@ -49,7 +50,7 @@ def overview(mounts: Sequence[Rates], chosen: int, width: int) -> RenderableType
 
 
 def _silent(mount: Rates) -> list[RenderableType]:
-    return [Text(short(mount.volume)), Text("does not answer", style="red")]
+    return [Text(short(mount.volume)), Text(lines.trouble(mount), style="red")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ _COLUMNS = (
     _Column("mount", lambda mount: Text(short(mount.volume)), True),
     _Column("read", lambda mount: lines.rate_text(mount.read_s), True),
     _Column("from", lambda mount: origins(mount)),
-    _Column("sent", lambda mount: lines.rate_text(mount.sent_s)),
+    _Column("sent to S3", lambda mount: lines.rate_text(mount.sent_s)),
     _Column("waited", _waited, True),
     _Column("S3", lambda mount: f"{mount.s3_s:.0f}/s"),
     _Column("errors", lambda mount: f"{mount.s3_errors_s + mount.s3_throttled_s:.1f}/s"),
@@ -86,7 +87,7 @@ def detail(mount: Rates, status: dict[str, Any] | None) -> RenderableType:
     """One mount; `status` is its daemon's, as far as it came."""
     heading = Text(f"{mount.volume}  {mount.source}", style="bold")
     if not mount.is_up:
-        why = Text(f"does not answer: {mount.why}", style="red")
+        why = Text(f"{lines.trouble(mount)}: {mount.why}", style="red")
         return Group(heading, why, Text(KEYS_OF_ONE, style="dim"))
     facts = Table.grid(padding=(0, 2))
     for label, text in _facts(mount):
@@ -97,11 +98,20 @@ def detail(mount: Rates, status: dict[str, Any] | None) -> RenderableType:
         _operations("requests to S3", mount.s3_requests),
     )
     parts: list[RenderableType] = [heading, facts, _causes(mount), operations]
-    stalls = (status or {}).get("stalls")
-    if stalls:
-        parts += [Text(sentence) for sentence in stall_report.sentences(stalls)]
-        parts += _slowest(stalls)
+    parts += _stalls(status or {})
     return Group(*parts, Text(KEYS_OF_ONE, style="dim"))
+
+
+def _stalls(status: dict[str, Any]) -> list[RenderableType]:
+    """The status's sentences and slowest files, where it has some."""
+    stalls = status.get("stalls")
+    if not stalls:
+        return []
+    try:
+        return [*(Text(one) for one in stall_report.sentences(stalls)), *_slowest(stalls)]
+    except MALFORMED as error:
+        text = f"its status can't be read: {type(error).__name__}: {error}"
+        return [Text(text, style="red")]
 
 
 def failure(why: str) -> RenderableType:

@@ -83,6 +83,64 @@ def test_the_first_answer_has_no_rates_and_a_silent_mount_a_reason() -> None:
     assert lines.line(silent) == "/data: does not answer (no answer)"
 
 
+def malformed(metrics: Any) -> Answer:
+    return Answer(Target("/broken", Path("/nonexistent")), metrics, taken=11)
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        [],
+        {"cache_bytes": None},
+        {"cache_bytes": {"type": "gauge"}},
+        {"cache_bytes": {"type": "gauge", "samples": [{"labels": {}, "value": "many"}]}},
+        {"cache_bytes": {"type": "gauge", "samples": [{"labels": {}, "value": float("nan")}]}},
+        {"volume_info": {"type": "gauge", "samples": [{"labels": ["source"], "value": 1}]}},
+        {"read_bytes_total": {"type": "histogram", "samples": [{"labels": {}, "value": 1}]}},
+    ],
+)
+def test_metrics_that_cannot_be_read_concern_their_mount_alone(
+    metrics: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter(
+        [
+            [answer(10, 0, 0, 0, 0), malformed(metrics)],
+            [answer(12, 4000, 0, 0, 0), malformed(metrics)],
+        ]
+    )
+    monkeypatch.setattr(main, "mounts_of_user", list)
+    monkeypatch.setattr(main, "ask_all", lambda _targets: next(answers))
+    sampler = main.Sampler()
+    sampler.sample()
+    well, broken = sampler.sample()
+    assert well.read_s == 2000
+    assert lines.line(broken).startswith("/broken: its metrics can't be read (")
+    text = drawn(screen.overview([well, broken], 1, 160)) + drawn(screen.detail(broken, None))
+    assert "/data" in text
+    assert "its metrics can't be read" in text
+
+
+def test_a_mount_goes_on_from_its_last_answer_that_could_be_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    unreadable = Answer(TARGET, {"cache_bytes": None}, taken=11)
+    silent = Answer(TARGET, None, "no answer", taken=12)
+    answers = iter([[answer(10, 0, 0, 0, 0)], [unreadable], [silent], [answer(14, 4000, 0, 0, 0)]])
+    monkeypatch.setattr(main, "mounts_of_user", list)
+    monkeypatch.setattr(main, "ask_all", lambda _targets: next(answers))
+    sampler = main.Sampler()
+    found = [sampler.sample()[0] for _ in range(4)]
+    assert [mount.is_up for mount in found] == [True, False, False, True]
+    assert (found[-1].interval_s, found[-1].read_s) == (4, 1000)
+
+
+def test_a_status_that_cannot_be_read_leaves_the_rest_of_its_mount() -> None:
+    busy = rates(answer(10, 0, 0, 0, 0), answer(11, 3 << 20, 1 << 20, 0.4, 10))
+    text = drawn(screen.detail(busy, {"stalls": {"shares": 5}}))
+    assert "its status can't be read" in text
+    assert "requests of programs" in text
+
+
 def test_a_line_has_rates_causes_and_what_waits() -> None:
     found = rates(answer(10, 0, 0, 0, 0), answer(11, 3 << 20, 1 << 20, 0.4, 10))
     text = lines.line(found)
