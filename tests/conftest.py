@@ -151,9 +151,9 @@ def passthrough(mounter: Mounter) -> Mounter:
 
     def mount(*options: str) -> Mount:
         made = mounter("--session", "kernel", *options)
-        told = made.status()["passthrough"]
-        if not told["on"]:
-            pytest.skip(f"no passthrough: {told['why']}")
+        passthrough_state = made.status()["passthrough"]
+        if not passthrough_state["on"]:
+            pytest.skip(f"no passthrough: {passthrough_state['why']}")
         return made
 
     return mount

@@ -33,7 +33,7 @@ LOCAL = from_environment("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", default=0)
 
 
 class Files(Dataset[tuple[Tensor, Tensor]]):
-    """Each item is one file, read when it is asked for."""
+    """Each item is one file, read when the loader wants it."""
 
     def __init__(self, directory: Path) -> None:
         self.paths = sorted(directory.rglob("*.pt"))

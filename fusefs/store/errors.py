@@ -68,7 +68,7 @@ class ArchivedError(StoreError):
 
 
 class ThrottledError(StoreError):
-    """S3 asked to slow down for longer than the retry time (429, 503)."""
+    """S3 throttled a request for longer than the retry time (429, 503)."""
 
 
 class UnreachableError(StoreError):

@@ -24,17 +24,17 @@ NAME = re.compile(r"[a-zA-Z0-9]([-a-zA-Z0-9.]{0,61}[a-zA-Z0-9])?")
 
 
 class Registrar(pluginregistration_pb2_grpc.RegistrationServicer):
-    """The sidecar: it tells kubelet what the driver has told it."""
+    """The sidecar: it passes on to kubelet what the driver answers."""
 
     def __init__(self, driver: Driver) -> None:
-        told = driver.identity.GetPluginInfo(csi_pb2.GetPluginInfoRequest(), timeout=1)
+        answer = driver.identity.GetPluginInfo(csi_pb2.GetPluginInfoRequest(), timeout=1)
         self._info = pluginregistration_pb2.PluginInfo(
             type="CSIPlugin",
-            name=told.name,
+            name=answer.name,
             endpoint=str(driver.path),
             supported_versions=["1.0.0"],
         )
-        self.told: pluginregistration_pb2.RegistrationStatus | None = None
+        self.status: pluginregistration_pb2.RegistrationStatus | None = None
 
     def GetInfo(
         self, request: pluginregistration_pb2.InfoRequest, context: grpc.ServicerContext
@@ -44,7 +44,7 @@ class Registrar(pluginregistration_pb2_grpc.RegistrationServicer):
     def NotifyRegistrationStatus(
         self, request: pluginregistration_pb2.RegistrationStatus, context: grpc.ServicerContext
     ) -> pluginregistration_pb2.RegistrationStatusResponse:
-        self.told = request
+        self.status = request
         return pluginregistration_pb2.RegistrationStatusResponse()
 
 
@@ -101,14 +101,14 @@ def test_kubelet_registers_the_driver(driver: Driver) -> None:
         assert NAME.fullmatch(info.name)
         # Kubelet then asks the driver itself, and refuses it if that fails.
         node = Driver(Path(info.endpoint))
-        told = node.node.NodeGetInfo(csi_pb2.NodeGetInfoRequest(), timeout=DEADLINE_S)
+        answer = node.node.NodeGetInfo(csi_pb2.NodeGetInfoRequest(), timeout=DEADLINE_S)
         node.close()
-        assert told.node_id == "node-1"
-        assert told.max_volumes_per_node >= 0
-        assert not told.HasField("accessible_topology")
+        assert answer.node_id == "node-1"
+        assert answer.max_volumes_per_node >= 0
+        assert not answer.HasField("accessible_topology")
         status = pluginregistration_pb2.RegistrationStatus(plugin_registered=True)
         stub.NotifyRegistrationStatus(status, timeout=DEADLINE_S)
-        assert registrar.told == status
+        assert registrar.status == status
     finally:
         kubelet.close()
         server.stop(None).wait()

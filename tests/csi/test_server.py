@@ -83,21 +83,21 @@ def fail_with(error: Exception) -> Callable[[], None]:
 
 
 def test_the_driver_says_who_it_is(served: tuple[StandIn, Driver]) -> None:
-    told = served[1].identity.GetPluginInfo(csi_pb2.GetPluginInfoRequest())
-    assert (told.name, told.vendor_version) == (DRIVER_NAME, __version__)
+    complaint = served[1].identity.GetPluginInfo(csi_pb2.GetPluginInfoRequest())
+    assert (complaint.name, complaint.vendor_version) == (DRIVER_NAME, __version__)
     assert DRIVER_NAME == "s3.csi.fusefs.dev"
 
 
 def test_the_driver_says_what_it_has(served: tuple[StandIn, Driver]) -> None:
-    told = served[1].identity.GetPluginCapabilities(csi_pb2.GetPluginCapabilitiesRequest())
-    service, expansion = told.capabilities
+    complaint = served[1].identity.GetPluginCapabilities(csi_pb2.GetPluginCapabilitiesRequest())
+    service, expansion = complaint.capabilities
     assert service.service.type == csi_pb2.PluginCapability.Service.CONTROLLER_SERVICE
     assert expansion.volume_expansion.type == csi_pb2.PluginCapability.VolumeExpansion.ONLINE
 
 
 def test_a_probe_finds_it_ready(served: tuple[StandIn, Driver]) -> None:
-    told = served[1].identity.Probe(csi_pb2.ProbeRequest())
-    assert not told.HasField("ready")
+    complaint = served[1].identity.Probe(csi_pb2.ProbeRequest())
+    assert not complaint.HasField("ready")
 
 
 # Codes
@@ -359,8 +359,8 @@ def test_a_bad_command_line_is_told_in_a_line(
     arguments: tuple[str, ...], status: int, what: str
 ) -> None:
     process = command(*arguments)
-    _, told = process.communicate(timeout=DEADLINE_S)
-    assert (process.returncode, what in told.splitlines()[-1]) == (status, True), told
+    _, complaint = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, what in complaint.splitlines()[-1]) == (status, True), complaint
 
 
 def test_credentials_are_not_kept_on_a_disk() -> None:
@@ -371,8 +371,8 @@ def test_credentials_are_not_kept_on_a_disk() -> None:
         process = command(
             "node", "--endpoint", endpoint, "--node-id", "n", "--state-dir", directory
         )
-        _, told = process.communicate(timeout=DEADLINE_S)
-    assert (process.returncode, "tmpfs" in told.splitlines()[-1]) == (1, True), told
+        _, complaint = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, "tmpfs" in complaint.splitlines()[-1]) == (1, True), complaint
 
 
 @pytest.mark.parametrize("package", ["grpc", "google.protobuf"])

@@ -359,8 +359,14 @@ def test_prefixes_overlap_by_whole_segments(one: str, other: str, is_so: bool) -
 
 
 def test_an_attribute_says_where_a_static_volume_is(stores: Stores) -> None:
-    told = {"store": "minio", "bucket": "data", "prefix": "sets/a", "region": "eu-west-1", "x": "y"}
-    location = location_of(told, stores)
+    attributes = {
+        "store": "minio",
+        "bucket": "data",
+        "prefix": "sets/a",
+        "region": "eu-west-1",
+        "x": "y",
+    }
+    location = location_of(attributes, stores)
     assert (location.store.name, str(location)) == ("minio", "s3://data/sets/a/")
     assert location.region == "eu-west-1"
 

@@ -26,7 +26,7 @@ def test_the_demo_shows_what_it_says_and_leaves_nothing(
     # Other tests count on the page cache.
     monkeypatch.setattr(demo, "IS_ROOT", False)
     demo.show(tmp_path, s3)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for part in (
         "img0002.jpg",
         "class07,4",
@@ -36,7 +36,7 @@ def test_the_demo_shows_what_it_says_and_leaves_nothing(
         "read from the bucket past the mount: the same bytes",
         "everything is in the bucket",
     ):
-        assert part in said
+        assert part in output
     assert not mountinfo.is_mountpoint(tmp_path / "data")
 
 

@@ -153,8 +153,8 @@ def test_all_steps_run_in_a_fresh_root(found: list[Stage], tmp_path: Path) -> No
     root = build(found, tmp_path)
     try:
         user = found[-1].texts("USER")[0]
-        told = run_in(root, "fusefs-csi --version && fusefs --version", user=user)
-        assert told.startswith("fusefs-csi ")
+        output = run_in(root, "fusefs-csi --version && fusefs --version", user=user)
+        assert output.startswith("fusefs-csi ")
         run_in(root, "fusefs-csi node --help && fusefs-csi controller --help", user=user)
         run_in(root, "/opt/fusefs/bin/python -c 'import pyfuse3'", user=user)
         assert run_in(root, "command -v gcc cc pip || echo none", user=user).strip() == "none"

@@ -88,10 +88,10 @@ def still(
     " time."
 )
 def test_size_and_times_are_the_objects(still: Mount, objects: Bucket) -> None:
-    told = objects.client.head_object(Bucket=objects.name, Key="d/file")
+    answer = objects.client.head_object(Bucket=objects.name, Key="d/file")
     status = (still.path / "d" / "file").stat()
     assert status.st_size == len(DATA)
-    assert int(status.st_mtime) == int(told["LastModified"].timestamp())
+    assert int(status.st_mtime) == int(answer["LastModified"].timestamp())
     assert status.st_mtime_ns == status.st_ctime_ns == status.st_atime_ns
 
 
@@ -157,10 +157,10 @@ def test_reading_changes_no_access_time(still: Mount) -> None:
 )
 def test_extended_attributes_tell_of_the_object(still: Mount, objects: Bucket) -> None:
     path = still.path / "d" / "file"
-    told = objects.client.head_object(Bucket=objects.name, Key="d/file")
+    answer = objects.client.head_object(Bucket=objects.name, Key="d/file")
     assert {name: os.getxattr(path, name) for name in os.listxattr(path)} == {
         "user.s3.key": b"d/file",
-        "user.s3.etag": told["ETag"].encode(),
+        "user.s3.etag": answer["ETag"].encode(),
         "user.s3.storage_class": b"STANDARD",
         "user.s3.content_type": b"text/x-test",
     }
@@ -172,9 +172,9 @@ def test_a_bucket_with_versions_tells_the_version(
     bucket.client.put_bucket_versioning(
         Bucket=bucket.name, VersioningConfiguration={"Status": "Enabled"}
     )
-    told = bucket.client.put_object(Bucket=bucket.name, Key="file", Body=b"x")
+    answer = bucket.client.put_object(Bucket=bucket.name, Key="file", Body=b"x")
     path = mount().path / "file"
-    assert os.getxattr(path, "user.s3.version_id") == told["VersionId"].encode()
+    assert os.getxattr(path, "user.s3.version_id") == answer["VersionId"].encode()
     read_all(path)
 
 

@@ -73,7 +73,7 @@ async def test_a_head_with_credentials_that_have_just_expired_waits_for_new_ones
 ) -> None:
     async with opened(shared, faulty) as store:
         await store.list_page("")
-        # What a HEAD is told has no reason in it; botocore and we ask once each.
+        # The answer to a HEAD has no reason in it; botocore and we send one each.
         faulty.add("HEAD", code="ExpiredToken", times=6)
         faulty.add("LIST", code="ExpiredToken", times=3)
         assert (await store.head("body")).size == len(BODY)
@@ -97,9 +97,9 @@ async def test_a_key_that_is_rejected_is_looked_up_again_before_a_read_fails(
 
 
 @pytest.mark.parametrize("listed", ['"1"', 'W/"1"'])
-@pytest.mark.parametrize("told", ['"1"', 'W/"1"'])
+@pytest.mark.parametrize("answered", ['"1"', 'W/"1"'])
 async def test_a_proxy_that_weakens_etags_makes_no_other_versions(
-    shared: Bucket, faulty: FaultyS3, listed: str, told: str
+    shared: Bucket, faulty: FaultyS3, listed: str, answered: str
 ) -> None:
     page = (
         "<ListBucketResult><IsTruncated>false</IsTruncated><Contents><Key>hello</Key><Size>5</Size>"
@@ -107,7 +107,7 @@ async def test_a_proxy_that_weakens_etags_makes_no_other_versions(
         "</ListBucketResult>"
     )
     faulty.add("LIST", body=page.encode())
-    faulty.add("GET", status=206, body=b"hello", headers={**HELLO_HEADERS, "etag": told})
+    faulty.add("GET", status=206, body=b"hello", headers={**HELLO_HEADERS, "etag": answered})
     async with opened(shared, faulty) as store:
         (info,) = (await store.list_page("")).objects
         assert info.version == HELLO

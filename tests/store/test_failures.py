@@ -154,7 +154,7 @@ async def test_expired_credentials_are_asked_for_again(
     async with opened(shared, faulty) as store:
         info = await store.head("body")
         before = store.requester.source.clients
-        # A HEAD without a reason is asked again, also through botocore, and then believed.
+        # A HEAD without a reason is sent again, also through botocore, and then taken as it is.
         faulty.add(operation, code="ExpiredToken", times=3 if operation == "HEAD" else 1)
         await store.list_page("")
         assert await store.head("body") == info

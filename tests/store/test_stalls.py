@@ -1,4 +1,4 @@
-"""What a request for S3 waits for is told apart: a connection, a slow or refusing S3, keys."""
+"""Waits of S3 requests are counted by cause: a connection, a slow or refusing S3, keys."""
 
 from __future__ import annotations
 

@@ -76,10 +76,10 @@ async def test_only_the_first_list_is_botocores(
     async with opened(shared, faulty) as store:
         for _ in range(3):
             assert (await store.list_page("")).objects
-        asked = faulty.requests("LIST")
-        assert len(asked) == 3
-        assert ["amz-sdk-request" in request.headers for request in asked] == [True, False, False]
-        assert {request.query["prefix"] for request in asked} == {""}
+        sent = faulty.requests("LIST")
+        assert len(sent) == 3
+        assert ["amz-sdk-request" in request.headers for request in sent] == [True, False, False]
+        assert {request.query["prefix"] for request in sent} == {""}
 
 
 async def test_no_list_is_botocores_where_the_endpoint_is_named(

@@ -70,8 +70,8 @@ async def test_what_has_come_before_a_break_is_not_asked_for_again(
         info = await store.head("body")
         faulty.add("GET", cut_after=1_500_000, times=1)
         assert await download(store, info) == BODY
-    asked = [request.range for request in faulty.requests("GET")]
-    assert asked == [f"bytes=0-{len(BODY) - 1}", f"bytes=1500000-{len(BODY) - 1}"]
+    ranges = [request.range for request in faulty.requests("GET")]
+    assert ranges == [f"bytes=0-{len(BODY) - 1}", f"bytes=1500000-{len(BODY) - 1}"]
 
 
 async def test_a_server_that_does_not_say_how_much_it_sends_is_read_by_a_library(
@@ -80,8 +80,8 @@ async def test_a_server_that_does_not_say_how_much_it_sends_is_read_by_a_library
     body_size = exchange.Head.body_size
 
     def untold(head: exchange.Head, *, is_head: bool) -> int | None:
-        told = body_size(head, is_head=is_head)
-        return None if told == len(BODY) else told
+        size = body_size(head, is_head=is_head)
+        return None if size == len(BODY) else size
 
     monkeypatch.setattr(exchange.Head, "body_size", untold)
     async with opened(shared, faulty) as store:

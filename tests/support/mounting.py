@@ -26,7 +26,7 @@ LIMIT_S = 60
 def fusefs(
     *arguments: object, environment: dict[str, str] | None = None, check: bool = True
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command; with `check` a failure is an error that shows what it said."""
+    """Run the command; with `check` a failure is an error that shows its output."""
     result = subprocess.run(
         [str(FUSEFS), *map(str, arguments)],
         env={**_clean_environment(), **(environment or {})},

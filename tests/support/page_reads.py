@@ -1,4 +1,4 @@
-"""Who answers the reads of an open file, found out by what a daemon is asked.
+"""Who answers the reads of an open file, found out by the requests that a daemon gets.
 
 With random access advised and nothing in the page cache, a file that the
 daemon serves costs a request for each page, and a passthrough file none.
@@ -33,6 +33,6 @@ def is_passthrough(mount: Mount, fd: int) -> bool:
     assert pages > 10 * FEW, "too small to tell"
     before = requests(mount)
     read_by_page(fd)
-    asked = requests(mount) - before
-    assert asked <= FEW or asked >= pages // 2, f"{asked} requests for {pages} pages"
-    return asked <= FEW
+    sent = requests(mount) - before
+    assert sent <= FEW or sent >= pages // 2, f"{sent} requests for {pages} pages"
+    return sent <= FEW

@@ -32,7 +32,7 @@ KINDS = {
 
 
 def content(name: str, size: int) -> bytes:
-    """Bytes that look random and are the same whenever asked for."""
+    """Bytes that look random and are the same at each call."""
     return random.Random(name).randbytes(size)
 
 

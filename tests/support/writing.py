@@ -26,8 +26,8 @@ def pending(mount: Mount) -> list[dict[str, Any]]:
 
 
 def metadata(bucket: Bucket, key: str) -> dict[str, str]:
-    told: dict[str, str] = bucket.client.head_object(Bucket=bucket.name, Key=key)["Metadata"]
-    return told
+    metadata: dict[str, str] = bucket.client.head_object(Bucket=bucket.name, Key=key)["Metadata"]
+    return metadata
 
 
 def status(mount: Mount) -> dict[str, Any]:

@@ -24,9 +24,9 @@ LARGE = 24 << 20
 
 def kill_daemon(mount: Mount) -> None:
     """Kill it, and return when another one serves."""
-    told = mount.status()["survival"]
-    if not told["on"]:
-        pytest.skip(told["why"])
+    survival = mount.status()["survival"]
+    if not survival["on"]:
+        pytest.skip(survival["why"])
     pid = serving_pid(mount)
     os.kill(pid, signal.SIGKILL)
     until(lambda: serving_pid(mount) != pid, "another daemon")
@@ -112,9 +112,9 @@ def test_an_open_directory_goes_on_where_it_was(s3: S3Server, tmp_path: Path, sh
         kill_daemon(mount)
         # What came or went before and behind the place moves nothing else.
         server.keys = sorted([*server.keys, "d/object-00000-new", "d/object-04998-new"])
-        told = [entry[0] for entry in found if entry is not None] + stream.names()
-    assert len(set(told)) == len(told)
-    assert set(told) - {"object-00000-new", "object-04998-new"} == {".", "..", *names}
+        shown = [entry[0] for entry in found if entry is not None] + stream.names()
+    assert len(set(shown)) == len(shown)
+    assert set(shown) - {"object-00000-new", "object-04998-new"} == {".", "..", *names}
 
 
 @states(

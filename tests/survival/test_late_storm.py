@@ -285,7 +285,7 @@ class Lane:
         self.held += len(hold.held)
 
     def _explain(self, hold: Hold, wrong: list[str]) -> None:
-        """Print what was done and asked for where something is wrong."""
+        """Print what was done and requested where something is wrong."""
         for program in self.programs:
             prefix = program.directory.name + "/"
             names = {one.partition(" ")[2].removeprefix(prefix) for one in wrong if prefix in one}
@@ -296,12 +296,12 @@ class Lane:
                 path = program.directory / name
                 print(f"{path}: mode here {path.lstat().st_mode:o}" if path.exists() else path)
             for one in self.proxy.requests(key=f"{prefix}*")[-150:]:
-                said = {
+                headers = {
                     text: one.headers[text]
                     for text in sorted(one.headers)
                     if text.startswith(("x-amz-meta-", "x-amz-copy", "if-"))
                 }
-                print(clock(one.at), one.operation, one.key, said)
+                print(clock(one.at), one.operation, one.key, headers)
             for held in hold.held:
                 print("held:", held.operation, held.key, held.status, clock(held.done_at))
 

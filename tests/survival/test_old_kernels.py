@@ -116,8 +116,8 @@ def test_a_read_that_is_under_way_is_answered_by_the_old_daemon(
             until(lambda: keeper_status(mount)["pause_s"] > 0, "the old daemon is to finish")
             assert keeper_status(mount)["daemon"] == old
             faulty.clear()
-            said = upgrading.communicate(timeout=PATIENCE_S)
-        assert upgrading.returncode == 0, said
+            output = upgrading.communicate(timeout=PATIENCE_S)
+        assert upgrading.returncode == 0, output
         assert bytes.fromhex(reader.stdout.readline()) == data[: 1 << 16]
     assert serving_pid(mount) != old
 

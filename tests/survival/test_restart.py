@@ -83,8 +83,8 @@ def test_a_clean_restart_reuses_everything(bucket: Bucket, mount: Callable[..., 
     assert os.listdir(one.path / "d") == ["e"]
     check_all(one, objects)
     assert (one.path / "d" / "e").read_bytes() == b"deep"
-    told = one.status()["s3"]
-    assert (told["gets"], told["heads"], told["lists"]) == (0, 0, at_rest)
+    requests = one.status()["s3"]
+    assert (requests["gets"], requests["heads"], requests["lists"]) == (0, 0, at_rest)
 
 
 def remembered_pages(mount: Mount) -> int:

@@ -1,4 +1,4 @@
-"""What a killed daemon had asked of S3 may happen after its death, and does no harm then."""
+"""What a killed daemon had requested of S3 may happen after its death, and does no harm then."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def test_a_mount_that_lost_everything_is_made_anew(survival: Mount) -> None:
     kill_everything(survival)
     with pytest.raises(OSError, match="not connected"):
         os.listdir(survival.path)
-    said = fusefs(
+    output = fusefs(
         "mount",
         survival.source,
         survival.path,
@@ -133,7 +133,7 @@ def test_a_mount_that_lost_everything_is_made_anew(survival: Mount) -> None:
         survival.cache,
         environment=survival.environment,
     )
-    assert "dead mount" in said.stderr
+    assert "dead mount" in output.stderr
     assert (survival.path / data.small_name(1)).read_bytes() == data.small(1)
 
 
@@ -262,7 +262,7 @@ def test_a_held_mount_outlives_keeper_and_daemon(filled: Bucket, mounter_of: Mou
             with open(mount.path / data.large_name(1), "rb", buffering=0) as held:
                 assert held.read(4096) == data.large(1, 0, 4096)
                 kill_everything(mount)
-                said = fusefs(
+                output = fusefs(
                     "mount",
                     mount.source,
                     mount.path,
@@ -272,7 +272,7 @@ def test_a_held_mount_outlives_keeper_and_daemon(filled: Bucket, mounter_of: Mou
                     mount.cache,
                     environment=mount.environment,
                 )
-                assert "goes on" in said.stderr
+                assert "goes on" in output.stderr
                 at = data.LARGE_SIZE - 4096
                 assert os.pread(held.fileno(), 4096, at) == data.large(1, at, 4096)
             mount.end()

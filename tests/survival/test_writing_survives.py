@@ -85,8 +85,8 @@ class Objects:
 
     def uploads(self) -> list[object]:
         """The multipart uploads that are under way."""
-        told = self.bucket.client.list_multipart_uploads(Bucket=self.bucket.name)
-        uploads: list[object] = told.get("Uploads", [])
+        answer = self.bucket.client.list_multipart_uploads(Bucket=self.bucket.name)
+        uploads: list[object] = answer.get("Uploads", [])
         return uploads
 
 
@@ -114,9 +114,9 @@ class Program:
         told_within = select.poll()
         told_within.register(self.process.stdout)
         assert told_within.poll(1000 * LIMIT_S), f"{self.name} hangs"
-        told = self.process.stdout.readline()
-        assert told, self.process.communicate(timeout=LIMIT_S)[1]
-        return {f"{self.name}/{path}": digest for path, digest in json.loads(told).items()}
+        line = self.process.stdout.readline()
+        assert line, self.process.communicate(timeout=LIMIT_S)[1]
+        return {f"{self.name}/{path}": digest for path, digest in json.loads(line).items()}
 
 
 @contextmanager
@@ -160,7 +160,7 @@ def kill_some(mount: Mount, victims: tuple[str, ...]) -> None:
 
 
 def expect_saved(programs: list[Program], objects: Objects) -> None:
-    """Whatever was saved, and nobody changes, is in the bucket at this moment."""
+    """Whatever was saved, and no program changes, is in the bucket at this moment."""
     before = {program.name: program.journal().saved for program in programs}
     found = objects.digests()
     for program in programs:
@@ -225,7 +225,7 @@ def test_what_was_saved_is_there_after_everything_has_died(
         scratch = tmp_path / str(round)
         scratch.mkdir()
         with at_work(mount, scratch) as programs:
-            until(lambda: all(one.journal().saved for one in programs), "nobody begins")
+            until(lambda: all(one.journal().saved for one in programs), "no program begins")
             time.sleep(dice.uniform(0.1, 1.0))
             kill_everything(mount)
             for program in programs:

@@ -115,7 +115,7 @@ class ConnectionBudget:
         return _Lease(self, priority, key)
 
     def note_throttled(self) -> None:
-        """S3 asked to slow down."""
+        """Note that S3 answered that requests come too fast."""
         now = time.monotonic()
         # With a rate, fewer connections would only leave some of it unused.
         if self.rate.limit is None and now - self._backed_off >= BACK_OFF_EVERY_S:

@@ -18,7 +18,7 @@ from tests.support.servers.s3_server import REGION, S3Server
 
 @pytest.fixture(scope="module")
 def stores(s3: S3Server, faulty: FaultyS3) -> Stores:
-    """The server, directly and through one that fails on demand, and one where nobody is."""
+    """The server, directly and through one that fails on demand, and an address without any."""
     urls = {
         "minio": s3.endpoint_url,
         "faulty": faulty.endpoint_url,

@@ -59,13 +59,13 @@ def test_a_volume_that_is_there_is_created_again_without_a_change(
     assert set(keys(bucket)) == {record_key(), f"{NAME}/data"}
 
 
-def _larger(asked: csi_pb2.CreateVolumeRequest) -> None:
-    asked.capacity_range.required_bytes *= 2
+def _larger(message: csi_pb2.CreateVolumeRequest) -> None:
+    message.capacity_range.required_bytes *= 2
 
 
-def _smaller(asked: csi_pb2.CreateVolumeRequest) -> None:
-    asked.capacity_range.required_bytes = 1
-    asked.capacity_range.limit_bytes = GIB
+def _smaller(message: csi_pb2.CreateVolumeRequest) -> None:
+    message.capacity_range.required_bytes = 1
+    message.capacity_range.limit_bytes = GIB
 
 
 @pytest.mark.parametrize(
@@ -82,9 +82,9 @@ def test_a_name_stands_for_one_volume(
     driver: Driver, shared: Bucket, change: Any, what: str
 ) -> None:
     create(driver, shared.name, "pvc-taken")
-    asked = request(shared.name, "pvc-taken")
-    change(asked)
-    code, sentence = refusal(driver.controller.CreateVolume, asked)
+    message = request(shared.name, "pvc-taken")
+    change(message)
+    code, sentence = refusal(driver.controller.CreateVolume, message)
     assert (code, what in sentence) == (Code.ALREADY_EXISTS, True)
 
 

@@ -22,8 +22,8 @@ def test_data_are_retained_unless_the_class_says_otherwise(
     delete(driver, volume.volume_id)
     assert set(keys(bucket)) == {f"{NAME}/data"}
     delete(driver, volume.volume_id)
-    told = [record.getMessage() for record in caplog.records if "retained" in record.message]
-    assert [f"s3://{bucket.name}/{NAME}/ is retained" in line for line in told] == [True]
+    messages = [record.getMessage() for record in caplog.records if "retained" in record.message]
+    assert [f"s3://{bucket.name}/{NAME}/ is retained" in line for line in messages] == [True]
 
 
 def test_a_deleted_volume_takes_all_below_its_prefix_and_nothing_else(
@@ -125,8 +125,8 @@ def test_what_is_no_volume_is_deleted_already(driver: Driver, volume_id: str) ->
 
 
 def test_deleting_needs_an_id(driver: Driver) -> None:
-    asked = csi_pb2.DeleteVolumeRequest()
-    assert refusal(driver.controller.DeleteVolume, asked)[0] is Code.INVALID_ARGUMENT
+    message = csi_pb2.DeleteVolumeRequest()
+    assert refusal(driver.controller.DeleteVolume, message)[0] is Code.INVALID_ARGUMENT
 
 
 def test_deleting_without_keys_is_tried_as_the_driver(
@@ -135,6 +135,6 @@ def test_deleting_without_keys_is_tried_as_the_driver(
     volume = create(driver, bucket.name)
     for name, value in s3.environment.items():
         monkeypatch.setenv(name, value)
-    asked = csi_pb2.DeleteVolumeRequest(volume_id=volume.volume_id)
-    driver.controller.DeleteVolume(asked, timeout=PATIENCE_S)
+    message = csi_pb2.DeleteVolumeRequest(volume_id=volume.volume_id)
+    driver.controller.DeleteVolume(message, timeout=PATIENCE_S)
     assert set(keys(bucket)) == set()

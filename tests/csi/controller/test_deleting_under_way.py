@@ -34,15 +34,15 @@ def test_a_long_deletion_tells_how_far_it_is_and_goes_on(
     volume = create(driver, bucket.name, store="faulty", onDelete="delete")
     bucket.put(f"{NAME}/data", b"")
     held = Held(faulty, "DELETE MANY")
-    asked = csi_pb2.DeleteVolumeRequest(volume_id=volume.volume_id, secrets=KEYS)
+    message = csi_pb2.DeleteVolumeRequest(volume_id=volume.volume_id, secrets=KEYS)
     with pytest.raises(grpc.RpcError) as caught:
-        driver.controller.DeleteVolume(asked, timeout=4)
+        driver.controller.DeleteVolume(message, timeout=4)
     assert caught.value.code() is Code.ABORTED
     assert "0 objects deleted so far" in caught.value.details()
     code, _ = refusal(driver.controller.CreateVolume, request(bucket.name, store="faulty"))
     assert code is Code.ABORTED
     held.let_go()
-    driver.controller.DeleteVolume(asked, timeout=PATIENCE_S)
+    driver.controller.DeleteVolume(message, timeout=PATIENCE_S)
     assert set(keys(bucket)) == set()
     assert len(faulty.requests("DELETE MANY")) == 1
 
@@ -55,8 +55,8 @@ def test_a_second_call_for_a_volume_is_not_queued(
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(delete, driver, volume.volume_id)
         assert held.begun.wait(PATIENCE_S)
-        asked = csi_pb2.DeleteVolumeRequest(volume_id=volume.volume_id, secrets=KEYS)
-        assert refusal(driver.controller.DeleteVolume, asked)[0] is Code.ABORTED
+        message = csi_pb2.DeleteVolumeRequest(volume_id=volume.volume_id, secrets=KEYS)
+        assert refusal(driver.controller.DeleteVolume, message)[0] is Code.ABORTED
         held.let_go()
         first.result()
 
@@ -105,7 +105,7 @@ def test_many_objects_are_deleted_page_by_page(
     delete(driver, volume.volume_id)
     assert set(keys(bucket)) == {record_key(f"pvc-{number}") for number in range(7)}
     assert len(faulty.requests("DELETE MANY")) == 3
-    # Each record is asked for once, however often they are listed; its own before that.
+    # Each record is fetched once, however often they are listed; its own before that.
     assert len(faulty.requests("GET")) == 1 + 8
 
 
@@ -157,8 +157,8 @@ def test_a_deletion_that_failed_is_finished_by_the_next_call(
     volume = create(driver, bucket.name, store="faulty", onDelete="delete")
     bucket.put(f"{NAME}/data", b"")
     rule = faulty.add("DELETE MANY", code="InternalError")
-    asked = csi_pb2.DeleteVolumeRequest(volume_id=volume.volume_id, secrets=KEYS)
-    assert refusal(driver.controller.DeleteVolume, asked)[0] is Code.UNAVAILABLE
+    message = csi_pb2.DeleteVolumeRequest(volume_id=volume.volume_id, secrets=KEYS)
+    assert refusal(driver.controller.DeleteVolume, message)[0] is Code.UNAVAILABLE
     assert set(keys(bucket)) == {f"{NAME}/data", record_key()}
     faulty.remove(rule)
     delete(driver, volume.volume_id)

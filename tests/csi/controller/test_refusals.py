@@ -27,8 +27,8 @@ from tests.support.servers.s3_server import SECRET_KEY
 from tests.support.sharing import PATIENCE_S
 
 BAD_REQUESTS = {
-    "no name": (lambda asked: asked.ClearField("name"), "name"),
-    "no capability": (lambda asked: asked.ClearField("volume_capabilities"), "capabilities"),
+    "no name": (lambda message: message.ClearField("name"), "name"),
+    "no capability": (lambda message: message.ClearField("volume_capabilities"), "capabilities"),
     "a block volume": (changed(volume_capabilities=[block_capability()]), "volumeMode"),
     "no access mode": (
         changed(volume_capabilities=[mount_capability(Mode.UNKNOWN)]),
@@ -56,9 +56,9 @@ BAD_REQUESTS = {
     ),
     "mutable parameters": (changed(mutable_parameters={"speed": "9"}), "speed"),
     "a field of the Secret": (changed(secrets={"endpoint": "http://x"}), "endpoint"),
-    "half a Secret": (lambda asked: asked.secrets.pop("secretAccessKey"), "secret_access_key"),
+    "half a Secret": (lambda message: message.secrets.pop("secretAccessKey"), "secret_access_key"),
     "a negative size": (
-        lambda asked: setattr(asked.capacity_range, "required_bytes", -1),
+        lambda message: setattr(message.capacity_range, "required_bytes", -1),
         "negative",
     ),
 }
@@ -68,9 +68,9 @@ BAD_REQUESTS = {
 def test_a_bad_request_is_refused_and_nothing_made(
     driver: Driver, shared: Bucket, change: Any, what: str
 ) -> None:
-    asked = request(shared.name, "pvc-refused")
-    change(asked)
-    code, sentence = refusal(driver.controller.CreateVolume, asked)
+    message = request(shared.name, "pvc-refused")
+    change(message)
+    code, sentence = refusal(driver.controller.CreateVolume, message)
     assert (code, what in sentence) == (Code.INVALID_ARGUMENT, True), sentence
     assert record_key("pvc-refused") not in set(keys(shared))
 
@@ -113,9 +113,9 @@ def test_a_bad_request_is_refused_and_nothing_made(
 def test_a_bad_parameter_is_refused_by_name(
     driver: Driver, shared: Bucket, name: str, value: str
 ) -> None:
-    asked = request(shared.name, "pvc-refused")
-    asked.parameters[name] = value
-    code, sentence = refusal(driver.controller.CreateVolume, asked)
+    message = request(shared.name, "pvc-refused")
+    message.parameters[name] = value
+    code, sentence = refusal(driver.controller.CreateVolume, message)
     assert (code, name in sentence) == (Code.INVALID_ARGUMENT, True), sentence
     assert record_key("pvc-refused") not in set(keys(shared))
 
@@ -131,9 +131,9 @@ def test_a_bad_parameter_is_refused_by_name(
 def test_a_value_that_would_lead_elsewhere_is_not_filled_in(
     driver: Driver, shared: Bucket, name: str, value: str, what: str
 ) -> None:
-    asked = request(shared.name, "pvc-refused", prefix="${pvc.namespace}/${pvc.name}")
-    asked.parameters[name] = value
-    code, sentence = refusal(driver.controller.CreateVolume, asked)
+    message = request(shared.name, "pvc-refused", prefix="${pvc.namespace}/${pvc.name}")
+    message.parameters[name] = value
+    code, sentence = refusal(driver.controller.CreateVolume, message)
     assert (code, what in sentence) == (Code.INVALID_ARGUMENT, True), sentence
 
 
@@ -141,15 +141,15 @@ def test_a_value_that_would_lead_elsewhere_is_not_filled_in(
 def test_deleting_needs_a_prefix_of_the_volumes_own(
     driver: Driver, shared: Bucket, prefix: str
 ) -> None:
-    asked = request(shared.name, "pvc-refused", prefix=prefix, onDelete="delete")
-    code, sentence = refusal(driver.controller.CreateVolume, asked)
+    message = request(shared.name, "pvc-refused", prefix=prefix, onDelete="delete")
+    code, sentence = refusal(driver.controller.CreateVolume, message)
     assert (code, "${pv.name}" in sentence) == (Code.INVALID_ARGUMENT, True)
 
 
 def test_deleting_needs_a_cluster_id(stores: Stores, shared: Bucket) -> None:
     with serving([ControllerService(stores, "")]) as nameless:
-        asked = request(shared.name, "pvc-refused", onDelete="delete")
-        code, sentence = refusal(nameless.controller.CreateVolume, asked)
+        message = request(shared.name, "pvc-refused", onDelete="delete")
+        code, sentence = refusal(nameless.controller.CreateVolume, message)
         assert (code, "--cluster-id" in sentence) == (Code.INVALID_ARGUMENT, True)
 
 
@@ -157,16 +157,16 @@ def test_deleting_needs_a_cluster_id(stores: Stores, shared: Bucket) -> None:
 def test_an_impossible_size_is_out_of_range(
     driver: Driver, shared: Bucket, required: int, limit: int
 ) -> None:
-    asked = request(shared.name, "pvc-refused")
-    asked.capacity_range.required_bytes = required
-    asked.capacity_range.limit_bytes = limit
-    assert refusal(driver.controller.CreateVolume, asked)[0] is Code.OUT_OF_RANGE
+    message = request(shared.name, "pvc-refused")
+    message.capacity_range.required_bytes = required
+    message.capacity_range.limit_bytes = limit
+    assert refusal(driver.controller.CreateVolume, message)[0] is Code.OUT_OF_RANGE
 
 
 def test_rejected_keys_are_unauthenticated(driver: Driver, shared: Bucket) -> None:
-    asked = request(shared.name, "pvc-refused")
-    asked.secrets["accessKeyId"] = "nobody"
-    code, sentence = refusal(driver.controller.CreateVolume, asked)
+    message = request(shared.name, "pvc-refused")
+    message.secrets["accessKeyId"] = "nobody"
+    code, sentence = refusal(driver.controller.CreateVolume, message)
     assert code is Code.UNAUTHENTICATED
     assert f"s3://{shared.name}/" in sentence
     assert SECRET_KEY not in sentence
@@ -182,9 +182,9 @@ def test_without_any_keys_it_says_what_is_missing(
         monkeypatch.setenv(name, os.devnull)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     make_client.cache_clear()
-    asked = request(shared.name, "pvc-refused")
-    asked.ClearField("secrets")
-    code, sentence = refusal(driver.controller.CreateVolume, asked)
+    message = request(shared.name, "pvc-refused")
+    message.ClearField("secrets")
+    code, sentence = refusal(driver.controller.CreateVolume, message)
     assert (code, "provisioner Secret" in sentence) == (Code.UNAUTHENTICATED, True)
     make_client.cache_clear()
 
@@ -193,9 +193,9 @@ def test_the_id_of_a_denied_request_is_logged_and_in_no_event(
     driver: Driver, shared: Bucket, faulty: FaultyS3, caplog: pytest.LogCaptureFixture
 ) -> None:
     faulty.add("PUT", code="AccessDenied")
-    asked = request(shared.name, "pvc-refused", store="faulty")
+    message = request(shared.name, "pvc-refused", store="faulty")
     with caplog.at_level(logging.INFO, "csi"):
-        code, sentence = refusal(driver.controller.CreateVolume, asked)
+        code, sentence = refusal(driver.controller.CreateVolume, message)
     assert (code, "request FAULTY00" in sentence) == (Code.PERMISSION_DENIED, False)
     assert "request FAULTY00" in caplog.text
 
@@ -204,22 +204,22 @@ def test_a_bucket_that_is_not_there_is_named(
     driver: Driver, shared: Bucket, faulty: FaultyS3
 ) -> None:
     faulty.add("PUT", code="NoSuchBucket")
-    asked = request(shared.name, "pvc-refused", store="faulty")
-    code, sentence = refusal(driver.controller.CreateVolume, asked)
+    message = request(shared.name, "pvc-refused", store="faulty")
+    code, sentence = refusal(driver.controller.CreateVolume, message)
     assert (code, f"s3://{shared.name}/" in sentence) == (Code.INVALID_ARGUMENT, True)
 
 
 def test_a_store_that_is_away_is_a_reason_to_try_again(driver: Driver, shared: Bucket) -> None:
-    asked = request(shared.name, "pvc-refused", store="gone")
-    assert refusal(driver.controller.CreateVolume, asked)[0] is Code.UNAVAILABLE
+    message = request(shared.name, "pvc-refused", store="gone")
+    assert refusal(driver.controller.CreateVolume, message)[0] is Code.UNAVAILABLE
 
 
 def test_a_volume_whose_answer_was_lost_is_created_by_the_next_call(
     driver: Driver, bucket: Bucket, faulty: FaultyS3
 ) -> None:
     faulty.add("PUT", times=1, lose_answer=True)
-    asked = request(bucket.name, store="faulty")
-    driver.controller.CreateVolume(asked, timeout=PATIENCE_S)
+    message = request(bucket.name, store="faulty")
+    driver.controller.CreateVolume(message, timeout=PATIENCE_S)
     faulty.clear()
-    again = driver.controller.CreateVolume(asked, timeout=PATIENCE_S)
+    again = driver.controller.CreateVolume(message, timeout=PATIENCE_S)
     assert again.volume.volume_id == f"faulty/{bucket.name}/{NAME}"

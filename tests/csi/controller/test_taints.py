@@ -31,7 +31,7 @@ class Handler(BaseHTTPRequestHandler):
             self._answer("\n".join([*lines, ""]))
         else:
             name = self.path.removeprefix("/api/v1/nodes/")
-            self.server.asked.append(name)
+            self.server.read_nodes.append(name)
             self._answer(json.dumps({"spec": {"taints": self.server.taints[name]}}))
 
     def do_PATCH(self) -> None:
@@ -60,14 +60,14 @@ class Handler(BaseHTTPRequestHandler):
 class Server(ThreadingHTTPServer):
     events: list[Any]
     taints: dict[str, list[Any]]
-    asked: list[str]
+    read_nodes: list[str]
     is_refusing: bool
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
     with Server(("127.0.0.1", 0), Handler) as server:
-        server.events, server.asked, server.is_refusing = [], [], False
+        server.events, server.read_nodes, server.is_refusing = [], [], False
         server.taints = {name: [OTHER, OURS] for name in ("new", "bare")}
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
@@ -93,7 +93,7 @@ def csi_node(name: str, *drivers: str, kind: str = "ADDED") -> dict[str, Any]:
 def test_the_taint_goes_when_kubelet_has_the_driver(server: Server, untainter: Untainter) -> None:
     server.events = [csi_node("new", "ebs.csi.aws.com"), csi_node("bare")]
     untainter.watch_once()
-    assert server.asked == []
+    assert server.read_nodes == []
     server.events = [csi_node("new", "ebs.csi.aws.com", DRIVER_NAME, kind="MODIFIED")]
     untainter.watch_once()
     assert server.taints == {"new": [OTHER], "bare": [OTHER, OURS]}
@@ -105,10 +105,10 @@ def test_each_node_is_looked_at_once_and_again_when_it_is_another(
     server.events = [csi_node("new", DRIVER_NAME)]
     untainter.watch_once()
     untainter.watch_once()
-    assert server.asked == ["new"]
+    assert server.read_nodes == ["new"]
     server.events = [csi_node("new", kind="DELETED"), csi_node("new", DRIVER_NAME)]
     untainter.watch_once()
-    assert server.asked == ["new", "new"]
+    assert server.read_nodes == ["new", "new"]
 
 
 def test_a_refused_change_is_tried_again(server: Server, untainter: Untainter) -> None:

@@ -14,10 +14,10 @@ from tests.support.servers.buckets import Bucket
 
 
 def test_the_controller_tells_what_it_can(driver: Driver) -> None:
-    asked = csi_pb2.ControllerGetCapabilitiesRequest()
+    message = csi_pb2.ControllerGetCapabilitiesRequest()
     kinds = csi_pb2.ControllerServiceCapability.RPC.Type
-    told = driver.controller.ControllerGetCapabilities(asked).capabilities
-    assert {kinds.Name(one.rpc.type) for one in told} == {
+    answer = driver.controller.ControllerGetCapabilities(message).capabilities
+    assert {kinds.Name(one.rpc.type) for one in answer} == {
         "CREATE_DELETE_VOLUME",
         "EXPAND_VOLUME",
         "SINGLE_NODE_MULTI_WRITER",
@@ -28,8 +28,8 @@ def test_the_controller_tells_what_it_can(driver: Driver) -> None:
     "method", ["ControllerPublishVolume", "ListVolumes", "GetCapacity", "CreateSnapshot"]
 )
 def test_what_it_cannot_is_unimplemented(driver: Driver, method: str) -> None:
-    asked = getattr(csi_pb2, method + "Request")()
-    assert refusal(getattr(driver.controller, method), asked)[0] is Code.UNIMPLEMENTED
+    message = getattr(csi_pb2, method + "Request")()
+    assert refusal(getattr(driver.controller, method), message)[0] is Code.UNIMPLEMENTED
 
 
 def _validate(volume_id: str, **fields: Any) -> csi_pb2.ValidateVolumeCapabilitiesRequest:
@@ -41,13 +41,13 @@ def _validate(volume_id: str, **fields: Any) -> csi_pb2.ValidateVolumeCapabiliti
 def test_every_access_mode_is_confirmed(driver: Driver, shared: Bucket, mode: int) -> None:
     volume = create(driver, shared.name, "pvc-valid")
     context = {**volume.volume_context, "storage.kubernetes.io/csiProvisionerIdentity": "x"}
-    asked = _validate(
+    message = _validate(
         volume.volume_id,
         volume_context=context,
         volume_capabilities=[mount_capability(mode)],
     )
-    confirmed = driver.controller.ValidateVolumeCapabilities(asked).confirmed
-    assert confirmed.volume_capabilities == asked.volume_capabilities
+    confirmed = driver.controller.ValidateVolumeCapabilities(message).confirmed
+    assert confirmed.volume_capabilities == message.volume_capabilities
     assert confirmed.volume_context == context
 
 
@@ -64,8 +64,8 @@ def test_what_does_not_hold_is_told_and_no_error(
     driver: Driver, shared: Bucket, fields: dict[str, Any]
 ) -> None:
     volume = create(driver, shared.name, "pvc-valid")
-    asked = _validate(volume.volume_id, **fields)
-    answer = driver.controller.ValidateVolumeCapabilities(asked)
+    message = _validate(volume.volume_id, **fields)
+    answer = driver.controller.ValidateVolumeCapabilities(message)
     assert not answer.HasField("confirmed")
     assert answer.message
 
@@ -83,8 +83,8 @@ def test_what_does_not_hold_is_told_and_no_error(
 def test_only_a_volume_can_be_validated(
     driver: Driver, shared: Bucket, volume_id: str, capabilities: list[Any], code: grpc.StatusCode
 ) -> None:
-    asked = _validate(volume_id.format(shared.name), volume_capabilities=capabilities)
-    assert refusal(driver.controller.ValidateVolumeCapabilities, asked)[0] is code
+    message = _validate(volume_id.format(shared.name), volume_capabilities=capabilities)
+    assert refusal(driver.controller.ValidateVolumeCapabilities, message)[0] is code
 
 
 def _expand(volume_id: str, **fields: Any) -> csi_pb2.ControllerExpandVolumeRequest:
@@ -95,16 +95,16 @@ def _sized(required: int, limit: int = 0) -> csi_pb2.CapacityRange:
     return csi_pb2.CapacityRange(required_bytes=required, limit_bytes=limit)
 
 
-@pytest.mark.parametrize(("asked", "told"), [(9 * GIB, 9 * GIB), (GIB, 5 * GIB)])
+@pytest.mark.parametrize(("requested", "granted"), [(9 * GIB, 9 * GIB), (GIB, 5 * GIB)])
 def test_a_volume_can_be_said_to_be_larger(
-    driver: Driver, shared: Bucket, asked: int, told: int
+    driver: Driver, shared: Bucket, requested: int, granted: int
 ) -> None:
     volume = create(driver, shared.name, "pvc-valid")
     answer = driver.controller.ControllerExpandVolume(
-        _expand(volume.volume_id, capacity_range=_sized(asked))
+        _expand(volume.volume_id, capacity_range=_sized(requested))
     )
-    assert (answer.capacity_bytes, answer.node_expansion_required) == (told, False)
-    # A creation whose answer was lost may still be asked for again.
+    assert (answer.capacity_bytes, answer.node_expansion_required) == (granted, False)
+    # A creation whose answer was lost may still be requested again.
     assert create(driver, shared.name, "pvc-valid") == volume
 
 
@@ -127,5 +127,5 @@ def test_a_bad_expansion_is_refused(
     driver: Driver, shared: Bucket, volume_id: str, fields: dict[str, Any], code: grpc.StatusCode
 ) -> None:
     create(driver, shared.name, "pvc-valid")
-    asked = _expand(volume_id.format(shared.name), **fields)
-    assert refusal(driver.controller.ControllerExpandVolume, asked)[0] is code
+    message = _expand(volume_id.format(shared.name), **fields)
+    assert refusal(driver.controller.ControllerExpandVolume, message)[0] is code

@@ -48,9 +48,9 @@ def status_of(root: mountinfo.KernelMount) -> dict[str, object]:
         except control.ControlError:
             return None
 
-    told = until(ask, "a keeper answers")
-    assert isinstance(told, dict)
-    return told
+    answer = until(ask, "a keeper answers")
+    assert isinstance(answer, dict)
+    return answer
 
 
 @pytest.fixture(autouse=True)
@@ -178,7 +178,7 @@ def test_a_daemon_goes_on_without_the_node_container_and_with_the_next_one(
             before, registered = node.daemons(), status_of(root)["backing_ids"]
             node.kill()
             node.kill_all("keeper")
-            assert pod.read() == BOTH  # though nobody keeps it
+            assert pod.read() == BOTH  # though no keeper holds it
             node.start("--daemons=there")
             until(lambda: status_of(root)["is_serving"], "it has a keeper")
             assert node.daemons() == before

@@ -27,7 +27,7 @@ class PlayedKeeper(threading.Thread):
         self._why = why
         self._is_replaceable = is_replaceable
         self.supervisor = OLD
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         self._listening = socket.socket(socket.AF_UNIX)
         self._listening.bind(os.fspath(path))
         self._listening.listen()
@@ -40,7 +40,7 @@ class PlayedKeeper(threading.Thread):
                 client.sendall(json.dumps(self.answer(request["do"])).encode() + b"\n")
 
     def answer(self, what: str) -> dict[str, Any]:
-        self.asked.append(what)
+        self.requests.append(what)
         if what == "status":
             return {"supervisor": self.supervisor, "is_serving": True, "mountpoint": "/mnt"}
         if what == "upgrade" and self._why:
@@ -90,9 +90,9 @@ def test_a_mount_whose_new_daemon_is_refused_for_long_is_replaced(tmp_path: Path
         PlayedKeeper(tmp_path / "1.keeper", "the new daemon is gone: exited with 1"),
     ]
     assert move(tmp_path, keepers, PATIENCE_S)
-    assert "replace" not in keepers[0].asked
-    assert keepers[1].asked.count("upgrade") > 1
-    assert keepers[1].asked.count("replace") == 1
+    assert "replace" not in keepers[0].requests
+    assert keepers[1].requests.count("upgrade") > 1
+    assert keepers[1].requests.count("replace") == 1
 
 
 def test_a_mount_that_the_new_daemon_cannot_take_over_stays_with_the_old_one(
@@ -100,8 +100,8 @@ def test_a_mount_that_the_new_daemon_cannot_take_over_stays_with_the_old_one(
 ) -> None:
     keeper = PlayedKeeper(tmp_path / "0.keeper", "the new daemon is gone: exited with 3")
     assert not move(tmp_path, [keeper], 1.0)
-    assert keeper.asked.count("upgrade") > 1
-    assert "replace" not in keeper.asked
+    assert keeper.requests.count("upgrade") > 1
+    assert "replace" not in keeper.requests
     keeper.supervisor = NEW  # so that it ends
 
 
@@ -109,6 +109,6 @@ def test_a_mount_that_would_end_by_force_stays_and_the_others_move(tmp_path: Pat
     kept = PlayedKeeper(tmp_path / "0.keeper", "exited with 1", is_replaceable=False)
     other = PlayedKeeper(tmp_path / "1.keeper", "exited with 1")
     assert not move(tmp_path, [kept, other], 2.0)
-    until(lambda: other.supervisor == NEW and kept.asked.count("replace") > 1, "all are tried")
+    until(lambda: other.supervisor == NEW and kept.requests.count("replace") > 1, "all are tried")
     assert kept.supervisor == OLD
     kept.supervisor = NEW  # so that it ends

@@ -1,4 +1,4 @@
-"""Who reads a volume, and what its daemon is told of that: files on tmpfs, and no secret beside."""
+"""Who reads a volume, and what its daemon learns of that: files on tmpfs, and no secret beside."""
 
 from __future__ import annotations
 
@@ -125,12 +125,12 @@ def test_the_environment_names_files_and_no_secret(tmp_path: Path) -> None:
     files = CredentialFiles(tmp_path)
     role = chosen({TOKENS: TOKEN_JSON}, POD, role=ROLE)
     files.store("role", role, 12345)
-    told = files.environment("role", role, STORE)
-    assert told["AWS_ENDPOINT_URL_STS"] == "http://sts:1"
+    variables = files.environment("role", role, STORE)
+    assert variables["AWS_ENDPOINT_URL_STS"] == "http://sts:1"
     at_aws = files.environment("role", role, StoreSettings("aws"), is_fips=True)
     assert at_aws["AWS_USE_FIPS_ENDPOINT"] == "true"
     assert "AWS_USE_FIPS_ENDPOINT" not in files.environment("role", role, STORE, is_fips=True)
-    assert Path(told["AWS_WEB_IDENTITY_TOKEN_FILE"]).read_text() == "the.jwt.token"
+    assert Path(variables["AWS_WEB_IDENTITY_TOKEN_FILE"]).read_text() == "the.jwt.token"
     for identity in (role, chosen(KEYS)):
         environment = str(files.environment("mount", identity, STORE))
         assert "the.jwt.token" not in environment

@@ -133,7 +133,7 @@ def test_reads_wait_while_keys_are_renewed_with_the_latest_token(
     node.publish("role", target, secrets=tokens(token_for("team:trainer")), **with_role(data))
     latest = token_for("team:trainer")
     node.publish("role", target, secrets=tokens(latest), **with_role(data))
-    time.sleep(RECONNECT_EVERY_S)  # nobody's keys expire as soon as they were made
+    time.sleep(RECONNECT_EVERY_S)  # no keys expire as soon as they were made
     sts.expire_all()
     assert (target / "hello").read_bytes() == b"hello"
     assert sts.exchanged[-1][2] == latest
@@ -151,7 +151,7 @@ for path in sys.argv[1:]:
     try:
         if path.endswith(".sock"):
             socket.socket(socket.AF_UNIX).connect(path)
-        elif path.isdecimal():  # a process: PTRACE_SEIZE, which stops nobody
+        elif path.isdecimal():  # a process: PTRACE_SEIZE, which stops no process
             if libc.ptrace(0x4206, int(path), 0, 0):
                 raise PermissionError
         elif path.startswith("/proc/") and "/fd/" in path:
@@ -263,14 +263,14 @@ def things_of(node: Node, uid: int) -> list[str]:
 def test_secrets_are_nowhere_but_in_their_file(node: Node, data: Bucket) -> None:
     target = node.target("pod")
     node.publish("secret", target, bucket=data.name)
-    told = node.log.read_bytes()
+    content = node.log.read_bytes()
     for pid in (*node.processes(), node.process.pid if node.process else 0):
-        told += (
+        content += (
             Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
         )
     for record in (node.state / "mounts").iterdir():
-        told += record.read_bytes()
-    assert SECRET_KEY.encode() not in told
+        content += record.read_bytes()
+    assert SECRET_KEY.encode() not in content
     for place in (node.cache, node.kubelet / "plugins"):
         for directory, _, names in os.walk(place):
             if directory == str(node.mounts):

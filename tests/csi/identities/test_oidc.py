@@ -90,5 +90,5 @@ def test_a_token_that_is_refused_is_said_with_the_role(
 ) -> None:
     with pytest.raises(grpc.RpcError) as error:
         publish(node, shared, issuer.token(f"team:{account}", **how), account)
-    told: Any = error.value
-    assert (code_of(error), ROLE in told.details()) == (code, True), told.details()
+    failure: Any = error.value
+    assert (code_of(error), ROLE in failure.details()) == (code, True), failure.details()

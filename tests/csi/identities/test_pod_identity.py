@@ -26,11 +26,11 @@ TOKEN = "the.pods.token"
 class Agent(BaseHTTPRequestHandler):
     """Gives the server's keys for one token, as the agent of EKS does."""
 
-    asked: list[str]
+    sent_tokens: list[str]
 
     def do_GET(self) -> None:
         token = self.headers.get("Authorization", "")
-        self.asked.append(token)
+        self.sent_tokens.append(token)
         ends = datetime.now(UTC) + timedelta(hours=1)
         keys = {
             "AccessKeyId": ACCESS_KEY,
@@ -51,20 +51,20 @@ class Agent(BaseHTTPRequestHandler):
 @contextmanager
 def agent() -> Iterator[tuple[str, list[str]]]:
     """The agent's URL, and the tokens that it gets."""
-    Agent.asked = []
+    Agent.sent_tokens = []
     with ThreadingHTTPServer(("127.0.0.1", 0), Agent) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         try:
-            yield f"http://127.0.0.1:{server.server_port}/v1/credentials", Agent.asked
+            yield f"http://127.0.0.1:{server.server_port}/v1/credentials", Agent.sent_tokens
         finally:
             server.shutdown()
             thread.join()
 
 
 @pytest.fixture(scope="module")
-def asked(running: Node) -> list[str]:
-    return Agent.asked
+def sent_tokens(running: Node) -> list[str]:
+    return Agent.sent_tokens
 
 
 @pytest.fixture(scope="module")
@@ -83,13 +83,15 @@ def tokens(token: str, audience: str = POD_IDENTITY_AUDIENCE) -> dict[str, str]:
     return {TOKENS: json.dumps({audience: {"token": token}})}
 
 
-def test_a_pods_association_reads_its_volume(node: Node, shared: Bucket, asked: list[str]) -> None:
+def test_a_pods_association_reads_its_volume(
+    node: Node, shared: Bucket, sent_tokens: list[str]
+) -> None:
     shared.put("a/hello", b"hello")
     target = node.target("pod")
     volume = {"store": "aws", "bucket": shared.name, "prefix": "a", "podIdentity": "true", **POD}
     node.publish("volume", target, secrets=tokens(TOKEN), **volume)
     assert (target / "hello").read_bytes() == b"hello"
-    assert set(asked) == {TOKEN}
+    assert set(sent_tokens) == {TOKEN}
     assert TOKEN not in node.log.read_text()
     node.unpublish("volume", target)
 

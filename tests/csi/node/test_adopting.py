@@ -135,10 +135,10 @@ def node(s3: S3Server) -> Iterator[Node]:
 def held(node: Node) -> list[str]:
     """What the descriptor store has, which may just not be there."""
     try:
-        told = control.exchange(node.state / "descriptor-store.sock", {"do": "list"}, PATIENCE_S)
+        answer = control.exchange(node.state / "descriptor-store.sock", {"do": "list"}, PATIENCE_S)
     except control.ControlError:
         return []
-    return list(told["names"])
+    return list(answer["names"])
 
 
 def kill_descriptor_store(node: Node) -> None:

@@ -48,8 +48,8 @@ def test_mounts_together_never_have_more_than_the_nodes_budget(node: Node, share
     def publish(volume: str, pod: str = "", **attributes: str) -> None:
         node.publish(volume, targets[pod or volume], bucket=shared.name, **attributes)
 
-    told = node.node.NodeGetInfo(csi_pb2.NodeGetInfoRequest(), timeout=PATIENCE_S)
-    assert told.max_volumes_per_node == MOST
+    answer = node.node.NodeGetInfo(csi_pb2.NodeGetInfoRequest(), timeout=PATIENCE_S)
+    assert answer.max_volumes_per_node == MOST
     publish("one", maxConnections="100", memoryLimit="1GiB")
     publish("two")
     with pytest.raises(grpc.RpcError, match="--max-volumes") as refused:

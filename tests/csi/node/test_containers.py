@@ -24,25 +24,25 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.skipif(shutil.which("runc") is None, reason="there is no runc")
 
 # Reads without a pause: a file that it has open, the same opened anew, and the directory.
-# Tells how often, and what went wrong, when it is asked.
+# Prints how often, and what went wrong, for each line of its input.
 ALWAYS_READING = """
 import json, os, sys, threading
 path = sys.argv[1]
 held = open(path, "rb")
-told = {"reads": 0, "wrong": []}
+report = {"reads": 0, "wrong": []}
 def read_on():
     while True:
         try:
             seen = [os.pread(held.fileno(), 99, 0), open(path, "rb").read()]
             if seen != [b"hello"] * 2 or os.listdir(os.path.dirname(path)) != ["hello"]:
-                told["wrong"].append(repr(seen))
+                report["wrong"].append(repr(seen))
         except OSError as error:
-            told["wrong"].append(str(error))
-        told["reads"] += 1
+            report["wrong"].append(str(error))
+        report["reads"] += 1
 print("ready", flush=True)
 threading.Thread(target=read_on, daemon=True).start()
 for _ in sys.stdin:
-    print(json.dumps({**told, "wrong": told["wrong"][:3]}), flush=True)
+    print(json.dumps({**report, "wrong": report["wrong"][:3]}), flush=True)
 """
 
 WRITER = """
@@ -103,9 +103,9 @@ class Readers:
             until(lambda pod=pod, before=before: self._told(pod) > before + 1, "it reads on")
 
     def _told(self, pod: Pod) -> int:
-        told = json.loads(pod.read())
-        assert told["wrong"] == []
-        return int(told["reads"])
+        report = json.loads(pod.read())
+        assert report["wrong"] == []
+        return int(report["reads"])
 
 
 def test_containers_always_read_whatever_dies_or_is_replaced(
@@ -196,8 +196,8 @@ def test_a_container_of_an_ordinary_user_writes_where_it_may(
         "volume", target, cap=capability(flags=(f"uid={USER}",)), bucket=data.name, prefix="a"
     )
     with container_reading(node, target, "new", read_only=is_read_only, code=WRITER) as pod:
-        told = pod.read()
-        assert told == "from the container" if not is_read_only else "Read-only" in told
+        output = pod.read()
+        assert output == "from the container" if not is_read_only else "Read-only" in output
     node.unpublish("volume", target)
     data.delete("a/new")
 
@@ -218,8 +218,8 @@ def test_nothing_in_a_bucket_is_setuid_or_a_device_in_a_container(
     with container_reading(
         node, target, "id", code=LOOKER, gains_rights=True, read_only=is_read_only
     ) as pod:
-        told = json.loads(pod.read())
+        answer = json.loads(pod.read())
     node.unpublish("volume", target)
-    assert told["user"] == f"{USER}\n"
+    assert answer["user"] == f"{USER}\n"
     plain = dict.fromkeys(kinds, stat.S_IFREG | 0o600)
-    assert told["modes"] == {"id": stat.S_IFREG | 0o755, **plain}
+    assert answer["modes"] == {"id": stat.S_IFREG | 0o755, **plain}

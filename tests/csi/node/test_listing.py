@@ -82,13 +82,13 @@ def test_status_finds_the_drivers_mounts_where_the_manifests_say(
     target = node.target("uid")
     node.publish("volume", target, bucket=shared.name, prefix="a", **pod("p"))
     variable = {RUNTIME_VARIABLE: str(node.state / "fusefs")}
-    status = [node.command[0], "-m", "fusefs.cli.main", "status", "--json"]
-    [told] = [
+    command = [node.command[0], "-m", "fusefs.cli.main", "status", "--json"]
+    [status] = [
         each
-        for each in json.loads(run(node, *status, **variable))
+        for each in json.loads(run(node, *command, **variable))
         if each["mountpoint"].startswith(str(node.mounts))
     ]
-    assert "not_answering" not in told
+    assert "not_answering" not in status
     node.unpublish("volume", target)
 
 

@@ -201,7 +201,7 @@ def test_a_publish_that_was_cut_off_is_finished_by_the_next(
     slow = faulty.add("LIST", stall=True)
     before = len(faulty.requests("LIST"))
     call = node.node.NodePublishVolume.future(node.request("cut", target, **volume))
-    until(lambda: len(faulty.requests("LIST")) > before, "the bucket is asked")
+    until(lambda: len(faulty.requests("LIST")) > before, "the bucket gets a request")
     node.kill()
     call.cancel()
     node.start()
@@ -370,7 +370,7 @@ def test_what_is_not_published_is_unpublished(node: Node) -> None:
             node.stats("volume", path)
 
 
-# --- what is told -------------------------------------------------------------------
+# --- statistics and capabilities ----------------------------------------------------
 
 
 def test_a_volumes_numbers_come_from_its_daemon_or_are_the_last_ones(
@@ -380,12 +380,12 @@ def test_a_volumes_numbers_come_from_its_daemon_or_are_the_last_ones(
     node.publish("counted", target, bucket=data.name, prefix="a")
     (target / "hello").read_bytes()
     until(lambda: node.stats("counted", target).usage[0].used > 0, "something is used")
-    told = node.stats("counted", target)
-    assert [one.used for one in told.usage] == [len(b"hello"), 1]
-    assert {one.total for one in told.usage} == {one.available for one in told.usage} == {2**60}
+    answer = node.stats("counted", target)
+    assert [one.used for one in answer.usage] == [len(b"hello"), 1]
+    assert {one.total for one in answer.usage} == {one.available for one in answer.usage} == {2**60}
     os.kill(daemon := node.daemons()[0], signal.SIGSTOP)
     try:
-        assert node.stats("counted", target).usage[0].used == told.usage[0].used
+        assert node.stats("counted", target).usage[0].used == answer.usage[0].used
     finally:
         os.kill(daemon, signal.SIGCONT)
     for volume, path in (("counted", node.target("other")), ("other", target)):
@@ -406,9 +406,9 @@ def test_a_node_tells_its_name_and_what_it_can(node: Node) -> None:
     info = node.node.NodeGetInfo(csi_pb2.NodeGetInfoRequest(), timeout=10)
     assert info.node_id == "node-1"
     assert not info.HasField("accessible_topology")
-    told = node.node.NodeGetCapabilities(csi_pb2.NodeGetCapabilitiesRequest(), timeout=10)
+    answer = node.node.NodeGetCapabilities(csi_pb2.NodeGetCapabilitiesRequest(), timeout=10)
     types = csi_pb2.NodeServiceCapability.RPC
-    assert {one.rpc.type for one in told.capabilities} == {
+    assert {one.rpc.type for one in answer.capabilities} == {
         types.GET_VOLUME_STATS,
         types.VOLUME_MOUNT_GROUP,
         types.SINGLE_NODE_MULTI_WRITER,

@@ -142,7 +142,7 @@ class NodeModel(RuleBasedStateMachine):
 
     @invariant()
     def references_are_the_mounts(self) -> None:
-        """Pods have their volumes and nobody else has; each mount is bound by some pod."""
+        """Pods have their volumes and no other process has; each mount is bound by some pod."""
         roots = {one.device for one in self.node.roots()}
         bound = [one for one in self.node.mounted() if one.mountpoint.parent != self.node.mounts]
         assert {one.mountpoint for one in bound} == {self.node.target(pod) for pod in self.used}

@@ -57,9 +57,9 @@ def data(shared: Bucket) -> Bucket:
 
 
 def objects(bucket: Bucket) -> dict[str, str]:
-    told = bucket.client.list_objects_v2(Bucket=bucket.name).get("Contents", [])
+    found = bucket.client.list_objects_v2(Bucket=bucket.name).get("Contents", [])
     # A daemon that was killed while it tried what the store honours has left objects.
-    return {one["Key"]: one["ETag"] for one in told if f"{PROBE_NAME}/" not in one["Key"]}
+    return {one["Key"]: one["ETag"] for one in found if f"{PROBE_NAME}/" not in one["Key"]}
 
 
 @contextmanager
@@ -206,8 +206,8 @@ def test_a_pod_reads_on_when_all_but_the_descriptor_store_die_and_when_that_is_r
 
 
 def held(node: Node) -> list[str]:
-    told = control.exchange(node.state / "descriptor-store.sock", {"do": "list"}, PATIENCE_S)
-    return list(told["names"])
+    answer = control.exchange(node.state / "descriptor-store.sock", {"do": "list"}, PATIENCE_S)
+    return list(answer["names"])
 
 
 def test_a_pod_sees_the_mount_that_is_stacked_on_a_dead_one(node: Node, data: Bucket) -> None:
@@ -232,7 +232,7 @@ def test_no_object_is_lost_with_the_drivers_memory(node: Node, data: Bucket) -> 
         shutil.rmtree(node.state / name)
     libc.umount(str(other), libc.UMOUNT_NOFOLLOW)
     node.start()
-    until(lambda: len(node.roots()) == 1, "what nobody uses has gone")
+    until(lambda: len(node.roots()) == 1, "what no pod uses has gone")
     node.unpublish("volume", target)
     node.unpublish("unused", other)
     until(lambda: not node.roots(), "the other one, too")

@@ -1,4 +1,4 @@
-"""Caches of identities that nobody has any more: which go, and which stay."""
+"""Caches of identities that no volume has any more: which go, and which stay."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_what_was_put_aside_by_a_process_that_was_killed_goes_later(node: Node) 
     (unused,) = node.domains.unused()
     with node.domains.alone():
         aside = node.domains.set_aside(unused)
-    # Until it is gone, nobody else has its uid.
+    # Until it is gone, no other identity has its uid.
     assert node.domains.claim(node.domains.name_of("next")).uid != old.uid
     node.collector.collect()
     assert not aside.exists()

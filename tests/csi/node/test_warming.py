@@ -54,26 +54,26 @@ def volume(bucket: Bucket) -> dict[str, str]:
     return {"store": "faulty", "bucket": bucket.name}
 
 
-def publish_until(said: str, node: Node, volume: str, target: Path, **asked: str) -> None:
+def publish_until(sentence: str, node: Node, volume: str, target: Path, **attributes: str) -> None:
     """Publish as kubelet does, with more time each time, until a call is aborted with these words.
 
     On a busy machine the mount takes its time.
     """
     for timeout_s in (5, 10, 20, 40):
         with pytest.raises(grpc.RpcError) as error:
-            node.publish(volume, target, timeout_s=timeout_s, **asked)
-        told: Any = error.value
-        assert code_of(error) is Code.ABORTED, told.details()
-        if said in told.details():
+            node.publish(volume, target, timeout_s=timeout_s, **attributes)
+        failure: Any = error.value
+        assert code_of(error) is Code.ABORTED, failure.details()
+        if sentence in failure.details():
             return
-    raise AssertionError(told.details())
+    raise AssertionError(failure.details())
 
 
 def record(node: Node) -> dict[str, Any]:
     """What is on record about the only warming."""
     for path in (node.state / "warming").glob("*.json"):
-        told: dict[str, Any] = json.loads(path.read_text())
-        return told
+        record: dict[str, Any] = json.loads(path.read_text())
+        return record
     return {}
 
 
@@ -81,8 +81,8 @@ def job(node: Node) -> dict[str, Any]:
     """What the daemon of the only mount says of its only job."""
     [root] = node.roots()
     directory = node.state / "fusefs" / registry.keeper_socket(root.mountpoint).stem
-    [told] = control.request(directory / "status.sock", "warming", 5)["jobs"]
-    return dict(told)
+    [found] = control.request(directory / "status.sock", "warming", 5)["jobs"]
+    return dict(found)
 
 
 def read_cold(node: Node, faulty: FaultyS3, target: Any) -> None:
@@ -93,7 +93,7 @@ def read_cold(node: Node, faulty: FaultyS3, target: Any) -> None:
     faulty.remove(rule)
 
 
-# --- what may be asked --------------------------------------------------------------
+# --- which attributes are allowed ---------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -148,13 +148,13 @@ def test_a_publish_that_ends_before_says_how_far_it_is_and_the_next_goes_on(
     node: Node, volume: dict[str, str], faulty: FaultyS3
 ) -> None:
     target = node.target("pod")
-    asked = {"warm": ".", "warmBeforePublish": "true", **volume}
+    attributes = {"warm": ".", "warmBeforePublish": "true", **volume}
     stalled = faulty.add("GET", key="set/d1/*", stall=True)
-    publish_until("warming 50%, 488 of 977 KiB", node, "long", target, **asked)
+    publish_until("warming 50%, 488 of 977 KiB", node, "long", target, **attributes)
     assert not target.exists()
     faulty.remove(stalled)
     before = len(faulty.requests("GET", "set/d0/*"))
-    node.publish("long", target, **asked)
+    node.publish("long", target, **attributes)
     assert len(faulty.requests("GET", "set/d0/*")) == before == 5
     read_cold(node, faulty, target)
     node.unpublish("long", target)
@@ -164,11 +164,11 @@ def test_after_its_time_the_pod_starts_and_the_warming_goes_on(
     node: Node, volume: dict[str, str], faulty: FaultyS3
 ) -> None:
     target = node.target("pod")
-    asked = {"warm": "set", "warmBeforePublish": "true", "warmTimeout": "1s", **volume}
+    attributes = {"warm": "set", "warmBeforePublish": "true", "warmTimeout": "1s", **volume}
     stalled = faulty.add("GET", stall=True)
-    node.publish("slow", target, **asked)
+    node.publish("slow", target, **attributes)
     assert job(node)["state"] == "under way"
-    node.publish("slow", target, timeout_s=10, **asked)  # again
+    node.publish("slow", target, timeout_s=10, **attributes)  # again
     faulty.remove(stalled)
     until(lambda: job(node)["state"] == "ended", "its end")
     read_cold(node, faulty, target)
@@ -179,16 +179,16 @@ def test_a_restarted_driver_goes_on_counting_and_keeps_the_mount(
     node: Node, volume: dict[str, str], faulty: FaultyS3
 ) -> None:
     target = node.target("pod")
-    asked = {"warm": "set", "warmBeforePublish": "true", "warmTimeout": "5s", **volume}
+    attributes = {"warm": "set", "warmBeforePublish": "true", "warmTimeout": "5s", **volume}
     stalled = faulty.add("GET", stall=True)
     with ThreadPoolExecutor() as pool:
-        call = pool.submit(node.publish, "restarted", target, **asked)
+        call = pool.submit(node.publish, "restarted", target, **attributes)
         began = until(lambda: record(node), "the first call")["began"]
         [daemon] = node.daemons()
         node.kill()
         assert call.exception() is not None
     node.start()
-    until_final(node.publish, "restarted", target, **asked)
+    until_final(node.publish, "restarted", target, **attributes)
     assert node.daemons() == [daemon]
     assert record(node)["began"] == began
     faulty.remove(stalled)
@@ -199,10 +199,10 @@ def test_pods_of_a_volume_wait_side_by_side(
     node: Node, volume: dict[str, str], faulty: FaultyS3
 ) -> None:
     targets = [node.target(f"pod-{number}") for number in range(3)]
-    asked = {"warm": "set", "warmBeforePublish": "true", **volume}
+    attributes = {"warm": "set", "warmBeforePublish": "true", **volume}
     stalled = faulty.add("GET", stall=True)
     with ThreadPoolExecutor() as pool:
-        calls = [pool.submit(node.publish, "shared", target, **asked) for target in targets]
+        calls = [pool.submit(node.publish, "shared", target, **attributes) for target in targets]
         until(lambda: faulty.requests("GET"), "the first request")
         until(lambda: len(record(node).get("waiting", ())) == 3, "all of them")
         # Whoever gives up does not take the mount away from the others.
@@ -256,9 +256,9 @@ def test_a_daemon_that_is_silent_keeps_no_pod_from_starting(
 ) -> None:
     target = node.target("pod")
     faulty.add("GET", stall=True)
-    asked = {"warm": "set", "warmBeforePublish": "true", "warmTimeout": "3s", **volume}
+    attributes = {"warm": "set", "warmBeforePublish": "true", "warmTimeout": "3s", **volume}
     with ThreadPoolExecutor() as pool:
-        call = pool.submit(node.publish, "silent", target, **asked)
+        call = pool.submit(node.publish, "silent", target, **attributes)
         until(lambda: record(node), "the call's waiting")
         [daemon] = node.daemons()
         os.kill(daemon, signal.SIGSTOP)

@@ -58,8 +58,8 @@ FOREIGN: dict[str, tuple[bytes, dict[str, str]]] = {
 def mount(
     s3: S3Server, shared: Bucket, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Mount]:
-    for key, (content, told) in FOREIGN.items():
-        shared.put(key, content, Metadata=told)
+    for key, (content, metadata_of) in FOREIGN.items():
+        shared.put(key, content, Metadata=metadata_of)
     for number in range(60):
         shared.put(f"many/{number:02}", b"x", Metadata={"mode": str(stat.S_IFREG | 0o600)})
     directory = tmp_path_factory.mktemp("attributes")
@@ -205,9 +205,9 @@ def test_attributes_of_an_open_file_go_up_with_its_content(
             os.utime(file.fileno(), ns=(5, 10**18 + 7))
 
     assert cost(mount, rewrite) == {"puts": 1}
-    told = metadata(shared, path.name)
-    assert (told["mode"], told["uid"], told["gid"]) == (str(stat.S_IFREG | 0o640), "3", "4")
-    assert told["mtime"] == "1000000000.000000007"
+    kept = metadata(shared, path.name)
+    assert (kept["mode"], kept["uid"], kept["gid"]) == (str(stat.S_IFREG | 0o640), "3", "4")
+    assert kept["mtime"] == "1000000000.000000007"
     assert path.stat().st_mtime_ns == 10**18 + 7
 
 

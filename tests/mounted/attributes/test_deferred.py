@@ -74,12 +74,12 @@ async def shown(process: Process, path: str) -> tuple[int, int, int, int]:
     )
 
 
-def said(mount: MortalMount, key: str) -> dict[str, str]:
+def metadata_of(mount: MortalMount, key: str) -> dict[str, str]:
     return dict(mount.store.objects[key].info.metadata or {})
 
 
 def check(mount: MortalMount, key: str) -> None:
-    kept = said(mount, key)
+    kept = metadata_of(mount, key)
     assert (kept["mode"], kept["uid"], kept["gid"]) == (MODE, "3", "4")
     assert kept["mtime"] == "1000000000.000000007"
 
@@ -92,7 +92,7 @@ async def test_what_is_changed_together_is_sent_together(mount: MortalMount) -> 
         assert mount.store.count("COPY") == 1
         assert await shown(process, "file") == (0o600, 3, 4, TIME_NS)
     check(mount, "file")
-    assert said(mount, "file")["note"] == "kept"
+    assert metadata_of(mount, "file")["note"] == "kept"
 
 
 @pytest.mark.parametrize("is_written", [True, False])
@@ -127,7 +127,7 @@ async def test_an_edit_takes_them_along(mount: MortalMount) -> None:
         await process.close(fh)
         await process.writer.deferred.drain()
         assert (await shown(process, "file"))[:3] == (0o600, 3, 4)
-    assert (said(mount, "file")["mode"], mount.store.count("COPY")) == (MODE, 0)
+    assert (metadata_of(mount, "file")["mode"], mount.store.count("COPY")) == (MODE, 0)
     assert mount.store.contents() == {"file": b"Content"}
 
 
@@ -148,7 +148,7 @@ async def test_what_is_made_anew_under_the_name_has_its_own(mount: MortalMount) 
         await process.save("file", b"content")
         await process.writer.deferred.drain()
         assert (await shown(process, "file"))[0] == 0o644
-    assert (said(mount, "file")["mode"], mount.store.count("COPY")) == (
+    assert (metadata_of(mount, "file")["mode"], mount.store.count("COPY")) == (
         str(stat.S_IFREG | 0o644),
         0,
     )
@@ -167,7 +167,7 @@ async def test_what_is_changed_while_it_is_sent_is_sent_as_well(mount: MortalMou
 
         mount.store.before = change_again
         await process.writer.deferred.flush("file")
-    assert (said(mount, "file")["uid"], mount.store.count("COPY")) == ("5", 2)
+    assert (metadata_of(mount, "file")["uid"], mount.store.count("COPY")) == ("5", 2)
 
 
 async def test_a_name_that_the_kernel_has_forgotten_shows_them(mount: MortalMount) -> None:

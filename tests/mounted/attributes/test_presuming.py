@@ -1,4 +1,4 @@
-"""Objects that are not asked for modes, owners and times, because others said nothing."""
+"""Objects without a HEAD for modes, owners and times, because others have none."""
 
 from __future__ import annotations
 
@@ -161,8 +161,8 @@ def stat_all(mount: Mount) -> dict[str, os.stat_result]:
     " (`--object-attributes auto`); not in directories that were changed here."
 )
 def test_files_among_silent_ones_are_not_asked(mount: Mount) -> None:
-    asked = cost(mount, lambda: stat_all(mount)).get("heads", 0)
-    assert 0 < asked <= 2 * SAMPLE
+    heads = cost(mount, lambda: stat_all(mount)).get("heads", 0)
+    assert 0 < heads <= 2 * SAMPLE
     late = (mount.path / "late").stat()
     assert (late.st_mode, late.st_uid) == (stat.S_IFREG | 0o644, os.geteuid())
 
@@ -178,8 +178,8 @@ def test_what_is_written_to_keeps_what_it_says(mount: Mount, plain: Bucket) -> N
     stat_all(mount)
     with (mount.path / "late").open("ab") as file:
         file.write(b"r")
-    told = metadata(plain, "late")
-    assert (told["mode"], told["uid"]) == (SAID["mode"], SAID["uid"])
+    kept = metadata(plain, "late")
+    assert (kept["mode"], kept["uid"]) == (SAID["mode"], SAID["uid"])
     assert stored(plain, "late") == b"later"
 
 

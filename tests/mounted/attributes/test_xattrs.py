@@ -38,8 +38,8 @@ FOREIGN = {
 def mount(
     s3: S3Server, shared: Bucket, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Mount]:
-    for key, told in FOREIGN.items():
-        shared.put(key, b"x", Metadata={"xattr": told, "mode": "33188"})
+    for key, kept in FOREIGN.items():
+        shared.put(key, b"x", Metadata={"xattr": kept, "mode": "33188"})
     directory = tmp_path_factory.mktemp("xattrs")
     with mounted(s3, f"s3://{shared.name}/", directory, WRITABLE) as mount:
         yield mount
@@ -76,9 +76,9 @@ def test_attributes_are_set_listed_read_and_removed(path: Path) -> None:
 def test_the_object_keeps_them_as_s3fs_does(mount: Mount, path: Path, shared: Bucket) -> None:
     os.setxattr(path, "user.größe", b"\xff\xfb\xf0")
     all_sent(mount)
-    told = metadata(shared, path.name)["xattr"]
-    assert told.isascii()
-    assert json.loads(unquote(told)) == {"user.größe": base64.b64encode(b"\xff\xfb\xf0").decode()}
+    kept = metadata(shared, path.name)["xattr"]
+    assert kept.isascii()
+    assert json.loads(unquote(kept)) == {"user.größe": base64.b64encode(b"\xff\xfb\xf0").decode()}
 
 
 @states(

@@ -183,10 +183,10 @@ def test_a_command_that_is_ended_while_it_waits_leaves_nothing(
             stderr=subprocess.PIPE,
             text=True,
         )
-        until(lambda: rule.used, "the bucket is asked")
+        until(lambda: rule.used, "the bucket gets a request")
         process.send_signal(number)
-        _, said = process.communicate(timeout=60)
-    assert (process.returncode, said) == (130, "fusefs: interrupted\n")
+        _, output = process.communicate(timeout=60)
+    assert (process.returncode, output) == (130, "fusefs: interrupted\n")
     assert not mountinfo.is_mountpoint(attempts.mountpoint)
     assert not list(_processes_with(mark))
 
@@ -195,9 +195,9 @@ def test_a_prefix_with_nothing_below_it_is_mentioned(attempts: Attempts, shared:
     shared.put("there/file", b"content")
     for prefix, is_empty in (("ther", True), ("there", False)):
         arguments = attempts.arguments(source=f"s3://{shared.name}/{prefix}")
-        said = fusefs(*arguments, environment=attempts.environment).stderr
+        output = fusefs(*arguments, environment=attempts.environment).stderr
         warning = f"fusefs: warning: there is nothing below s3://{shared.name}/{prefix}/ (yet)"
-        assert said.startswith(warning) if is_empty else said == ""
+        assert output.startswith(warning) if is_empty else output == ""
         fusefs("umount", attempts.mountpoint)
 
 
@@ -352,7 +352,7 @@ def test_a_log_that_cannot_be_written(attempts: Attempts) -> None:
 
 
 def _in_namespace(command: str) -> tuple[str, ...]:
-    """Runs what follows where /dev/fuse is something else; nobody else notices."""
+    """Runs what follows where /dev/fuse is something else; no other process notices."""
     return ("unshare", "--mount", "sh", "-ec", f'{command}; exec "$@"', "sh")
 
 

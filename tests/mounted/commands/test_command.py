@@ -173,12 +173,12 @@ def test_force_ends_a_mount_whose_bucket_does_not_answer(
 
 
 def test_the_mount_of_a_killed_daemon_can_be_taken_away(mounter: Mounter) -> None:
-    one = mounter("--session", "pyfuse3")  # which has nobody to replace it
+    one = mounter("--session", "pyfuse3")  # which has no process to replace it
     pid = one.pid
     os.kill(pid, signal.SIGKILL)
     until(lambda: registry.start_time(pid) is None, "the daemon is gone")
-    told = json.loads(fusefs("status", one.path, "--json").stdout)
-    assert "died" in told["not_answering"]
+    status = json.loads(fusefs("status", one.path, "--json").stdout)
+    assert "died" in status["not_answering"]
     one.force()
     assert nothing_is_left(one, pid)
     one.start()
@@ -232,9 +232,9 @@ def keeper(path: Path) -> int | None:
 
 def end_with(number: int, process: subprocess.Popen[str], path: Path) -> None:
     process.send_signal(number)
-    _, said = process.communicate(timeout=LIMIT_S)
+    _, output = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0
-    assert "Traceback" not in said
+    assert "Traceback" not in output
     assert mountinfo.find_mount(path) is None
     assert registry.registration_of(path) is None
 
@@ -262,7 +262,7 @@ def test_a_mount_in_the_foreground_outlives_its_keeper(bucket: Bucket, tmp_path:
         end_with(signal.SIGTERM, process, path)
 
 
-# What is told
+# What status and log show
 
 
 def test_sigusr2_logs_what_waits(
@@ -276,11 +276,11 @@ def test_sigusr2_logs_what_waits(
         until(lambda: one.status()["requests"]["downloads"], "a download")
         os.kill(one.pid, signal.SIGUSR2)
         until(lambda: "downloading 'slow'" in one.log.read_text(), "the log tells of it")
-        said = one.log.read_text()
-        assert "1 requests wait" in said
+        log = one.log.read_text()
+        assert "1 requests wait" in log
         # libfuse does not tell who reads.
-        who = f" by process {process.pid}" if session == "kernel" or "OPEN" in said else ""
-        assert re.search(rf"(OPEN|READ) of 'slow'{who} waits for [0-9.]+ s", said)
+        who = f" by process {process.pid}" if session == "kernel" or "OPEN" in log else ""
+        assert re.search(rf"(OPEN|READ) of 'slow'{who} waits for [0-9.]+ s", log)
         gate.open()
         assert process.communicate(timeout=LIMIT_S)[0] == b"x" * MIB
 
@@ -325,29 +325,29 @@ def test_status_counts_what_was_read_and_asked(bucket: Bucket, mounter: Mounter)
 
 def test_status_tells_about_the_daemon(mount: Callable[..., Mount], session: str) -> None:
     one = mount()
-    told = one.status()
-    assert told["session"].startswith(session)
-    command = Path(f"/proc/{told['daemon']['pid']}/cmdline").read_bytes()
+    status = one.status()
+    assert status["session"].startswith(session)
+    command = Path(f"/proc/{status['daemon']['pid']}/cmdline").read_bytes()
     assert b"fusefs.daemon" in command
-    assert 10 * MIB < told["daemon"]["rss_bytes"] < 250 * MIB
-    assert 10 * MIB < told["daemon"]["peak_rss_bytes"] < 250 * MIB
-    assert told["daemon"]["cpu_s"] > 0
+    assert 10 * MIB < status["daemon"]["rss_bytes"] < 250 * MIB
+    assert 10 * MIB < status["daemon"]["peak_rss_bytes"] < 250 * MIB
+    assert status["daemon"]["cpu_s"] > 0
     text = fusefs("status", one.path).stdout
-    assert str(told["daemon"]["pid"]) in text
+    assert str(status["daemon"]["pid"]) in text
     assert "passthrough" in text
 
 
 def test_status_lists_all_mounts(mounter: Mounter) -> None:
     several = [mounter("--passthrough", "off", cache=f"cache{number}") for number in range(2)]
-    told = {one["mountpoint"]: one for one in json.loads(fusefs("status", "--json").stdout)}
+    statuses = {one["mountpoint"]: one for one in json.loads(fusefs("status", "--json").stdout)}
     for one in several:
-        assert told[str(one.path)]["daemon"]["pid"] == one.pid
+        assert statuses[str(one.path)]["daemon"]["pid"] == one.pid
     text = fusefs("status").stdout
     assert all(str(one.path) in text for one in several)
     several[0].end()
-    told = {one["mountpoint"] for one in json.loads(fusefs("status", "--json").stdout)}
-    assert str(several[0].path) not in told
-    assert str(several[1].path) in told
+    statuses = {one["mountpoint"] for one in json.loads(fusefs("status", "--json").stdout)}
+    assert str(several[0].path) not in statuses
+    assert str(several[1].path) in statuses
 
 
 def test_status_of_a_stopped_daemon_says_so(mounter: Mounter) -> None:
@@ -355,9 +355,9 @@ def test_status_of_a_stopped_daemon_says_so(mounter: Mounter) -> None:
     pid = one.pid
     os.kill(pid, signal.SIGSTOP)
     try:
-        told = json.loads(fusefs("status", one.path, "--json").stdout)
-        assert told["daemon"]["pid"] == pid
-        assert "not_answering" in told
+        status = json.loads(fusefs("status", one.path, "--json").stdout)
+        assert status["daemon"]["pid"] == pid
+        assert "not_answering" in status
         assert f"not answering, pid {pid}" in fusefs("status", one.path).stdout
     finally:
         os.kill(pid, signal.SIGCONT)

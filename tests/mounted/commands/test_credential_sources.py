@@ -102,12 +102,12 @@ async def test_keys_come_from_each_service_and_are_renewed(
     async with opened(shared, faulty) as store:
         for prefix in ("a/", "b/"):
             await store.list_page(prefix)
-    asked = faulty.requests("LIST")[before:]
-    keys = [key_of(request) for request in asked]
+    sent = faulty.requests("LIST")[before:]
+    keys = [key_of(request) for request in sent]
     assert {key.rstrip("0123456789") for key in keys} == {service}
-    # Those of an instance are kept for some minutes longer than they are said to hold.
+    # Those of an instance are kept for some minutes longer than they are valid.
     assert len(set(keys)) > (0 if service == "instance" else 1)
-    assert {request.headers["x-amz-security-token"] for request in asked} == {"t"}
+    assert {request.headers["x-amz-security-token"] for request in sent} == {"t"}
 
 
 @pytest.mark.parametrize("place", ["setting", "AWS_REGION", "AWS_DEFAULT_REGION", "profile"])
@@ -144,9 +144,9 @@ async def test_every_request_agrees_to_pay_where_the_requester_does(
         await store.list_page("")
         for key in ("large", "small", "odd//key"):
             await download(store, await store.head(key))
-    asked = faulty.requests()[before:]
-    assert len(asked) >= 7
-    unpaid = {one.operation for one in asked if one.headers.get("x-amz-request-payer") is None}
+    sent = faulty.requests()[before:]
+    assert len(sent) >= 7
+    unpaid = {one.operation for one in sent if one.headers.get("x-amz-request-payer") is None}
     assert unpaid == set()
 
 

@@ -90,8 +90,8 @@ def test_an_ordinary_user_mounts_without_passthrough(
     bucket.put("a", b"the bytes\n")
     result = mounted_by_nobody("as_nobody cat $mnt/a; fusefs status $mnt --json")
     assert result.returncode == 0, result.stderr
-    said, _, status = result.stdout.partition("\n")
-    assert said == "the bytes"
+    output, _, status = result.stdout.partition("\n")
+    assert output == "the bytes"
     passthrough = json.loads(status)["passthrough"]
     assert not passthrough["on"]
     assert session == "pyfuse3" or "root" in passthrough["why"]

@@ -121,7 +121,7 @@ def test_listing_a_file_is_enotdir(tree: Mount) -> None:
 def test_telldir_and_seekdir_go_back_to_any_place(
     mount: Callable[..., Mount], still: Bucket, ttl: str
 ) -> None:
-    """With a TTL of an hour the kernel keeps what it was told, with one of 0 it asks again."""
+    """With a TTL of an hour the kernel keeps its answers, with one of 0 it looks up again."""
     root = mount("--metadata-ttl", ttl, bucket=still).path
     with DirectoryStream(root / "many") as stream:
         places, names = [stream.tell()], []

@@ -78,9 +78,9 @@ def test_large_directories_list_completely_and_memory_is_for_what_is_remembered(
             assert server.lists - before < 110
             if number == 0:
                 assert growth() < 1.5 * 1024 * COUNT
-            asked = server.lists
+            lists = server.lists
             assert (folder / names[77_777]).stat().st_size == 100
-            assert server.lists == asked
+            assert server.lists == lists
             have_all_forgotten(mount)
         # 200 MiB; of six 316 if all listings were kept, and 600 if no node was given back.
         assert growth() < 240 * MIB

@@ -44,11 +44,11 @@ def writable(
 
 def requests(mount: Mount) -> dict[str, int]:
     socket = registry.mount_directory(mount.path) / "status.sock"
-    told: dict[str, int] = control.request(socket, "status", 10)["s3"]
-    return told
+    counts: dict[str, int] = control.request(socket, "status", 10)["s3"]
+    return counts
 
 
-def asked(mount: Mount, action: Callable[[], object]) -> dict[str, int]:
+def cost(mount: Mount, action: Callable[[], object]) -> dict[str, int]:
     """How many requests of each kind an action takes."""
     names = ("gets", "heads", "lists", "puts", "copies", "deletes")
     before = requests(mount)
@@ -68,11 +68,11 @@ def test_what_was_saved_by_rename_is_read_from_the_cache(writable: Mount, shared
     path = writable.path / "model"
     path.write_bytes(b"old")
     writable.path.joinpath("model.tmp").write_bytes(data)
-    assert asked(writable, lambda: os.replace(writable.path / "model.tmp", path)) == {
+    assert cost(writable, lambda: os.replace(writable.path / "model.tmp", path)) == {
         "copies": 1,
         "deletes": 1,
     }
-    assert asked(writable, lambda: path.read_bytes()) == {}
+    assert cost(writable, lambda: path.read_bytes()) == {}
     assert path.read_bytes() == data
     assert keys(shared, "model") == ["model"]
 
@@ -88,7 +88,7 @@ def test_a_file_that_is_read_by_passthrough_is_opened_again_after_a_rename(
         os.rename(writable.path / "run-1", writable.path / "run-2")
         assert held.read(MIB) == data[MIB : 2 * MIB]
         moved = writable.path / "run-2" / "held"
-        assert asked(writable, lambda: moved.read_bytes()) == {}
+        assert cost(writable, lambda: moved.read_bytes()) == {}
         os.rename(moved, writable.path / "kept")
         with open(writable.path / "kept", "rb", buffering=0) as again:
             assert again.read() == data
@@ -130,19 +130,19 @@ def test_unlinked_files_are_read_on(writable: Mount) -> None:
 
 def test_names_cost_few_requests(writable: Mount) -> None:
     top = writable.path / "few"
-    assert asked(writable, top.mkdir) == {"puts": 1}
+    assert cost(writable, top.mkdir) == {"puts": 1}
     inner = top / "inner"
-    assert asked(writable, inner.mkdir) == {"puts": 1}
-    assert asked(writable, lambda: (inner / "a").write_bytes(b"a")) == {"puts": 1}
+    assert cost(writable, inner.mkdir) == {"puts": 1}
+    assert cost(writable, lambda: (inner / "a").write_bytes(b"a")) == {"puts": 1}
     (inner / "b").write_bytes(b"b")
-    assert asked(writable, lambda: os.rename(inner / "a", inner / "c")) == {
+    assert cost(writable, lambda: os.rename(inner / "a", inner / "c")) == {
         "copies": 1,
         "deletes": 1,
     }
-    assert asked(writable, lambda: os.unlink(inner / "b")) == {"deletes": 1}
-    assert asked(writable, lambda: os.unlink(inner / "c")) == {"deletes": 1}
-    assert asked(writable, inner.rmdir) == {"deletes": 1}
-    assert asked(writable, top.rmdir) == {"deletes": 1}
+    assert cost(writable, lambda: os.unlink(inner / "b")) == {"deletes": 1}
+    assert cost(writable, lambda: os.unlink(inner / "c")) == {"deletes": 1}
+    assert cost(writable, inner.rmdir) == {"deletes": 1}
+    assert cost(writable, top.rmdir) == {"deletes": 1}
 
 
 @states(
@@ -189,7 +189,7 @@ def test_a_directory_is_renamed_while_daemons_are_killed(
 def test_the_next_mount_finishes_a_rename(
     mounter: Callable[..., Mount], bucket: Bucket, faulty: FaultyS3
 ) -> None:
-    """As after a crash of the machine: nobody asks for it again."""
+    """As after a crash of the machine: no program requests it again."""
     skip_unless_root()
     faulty.clear()
     for number in range(10):

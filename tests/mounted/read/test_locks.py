@@ -27,8 +27,8 @@ with open(sys.argv[1], "rb") as file:
         print("free")
     except BlockingIOError:
         print("locked")
-    asked = struct.pack("hhqqi", fcntl.F_WRLCK, 0, 0, 0, 0)
-    kind, _, start, size, pid = struct.unpack("hhqqi", fcntl.fcntl(file, fcntl.F_GETLK, asked))
+    lock = struct.pack("hhqqi", fcntl.F_WRLCK, 0, 0, 0, 0)
+    kind, _, start, size, pid = struct.unpack("hhqqi", fcntl.fcntl(file, fcntl.F_GETLK, lock))
     print({fcntl.F_UNLCK: "free", fcntl.F_RDLCK: f"read {start} {size} {pid}"}[kind])
 """
 
@@ -49,9 +49,9 @@ def steady(
 
 def as_another_sees(path: Path) -> list[str]:
     """What another process that opens a file gets to know of its locks: by flock, by fcntl."""
-    said, complaint = python(OTHER, path).communicate()
+    output, complaint = python(OTHER, path).communicate()
     assert not complaint
-    return said.split("\n")[:2]
+    return output.split("\n")[:2]
 
 
 @states(

@@ -195,9 +195,9 @@ def test_a_cache_on_an_overlay_of_several_file_systems_is_read_through_the_daemo
         overlay(over, tmp_path / "two") as twice,
     ):
         mount = mounter("--session", "kernel", cache=str(twice / "cache"))
-        told = mount.status()["passthrough"]
-        assert not told["on"]
-        assert told["why"] == "the cache is on an overlay of several file systems"
+        passthrough = mount.status()["passthrough"]
+        assert not passthrough["on"]
+        assert passthrough["why"] == "the cache is on an overlay of several file systems"
         for _ in range(2):
             assert read_all(mount.path / "file") == stamped(1, SMALL)
         mount.end()
@@ -240,7 +240,7 @@ print(hashlib.sha256(view[:]).hexdigest(), flush=True)
         )
         listener.start()
         listener.join(30)
-        # Nobody has taken its place either.
+        # No other file has taken its place either.
         assert Path(f"/proc/{daemon}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     finally:
         with contextlib.suppress(ProcessLookupError):

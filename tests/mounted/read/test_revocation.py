@@ -26,15 +26,15 @@ AFTER_S = 120.0
 
 
 class Probe:
-    """A store that says what the test wants, and counts how often it is asked."""
+    """A store that says what the test wants, and counts its calls."""
 
     def __init__(self) -> None:
         self.is_closed: bool | None = False
-        self.asked = 0
+        self.calls = 0
         self.answered = -math.inf
 
     async def is_refused(self, _prefix: str) -> bool | None:
-        self.asked += 1
+        self.calls += 1
         if self.is_closed is False:
             self.answered = trio.current_time()
         return self.is_closed
@@ -83,7 +83,7 @@ async def test_a_store_that_tells_nothing_shuts_nobody_out(
 ) -> None:
     watched.probe.is_closed = None
     await trio.sleep(10 * AFTER_S)
-    assert watched.probe.asked
+    assert watched.probe.calls
     assert watched.changes == []
 
 
@@ -113,7 +113,7 @@ async def test_while_others_are_answered_nothing_is_asked(
     for _ in range(100):
         watched.probe.answered = trio.current_time()
         await trio.sleep(AFTER_S / 10)
-    assert watched.probe.asked == 0
+    assert watched.probe.calls == 0
 
 
 async def test_the_next_daemon_does_not_start_with_trust(
@@ -132,7 +132,7 @@ async def test_without_the_setting_nobody_is_asked(
 ) -> None:
     one = Watched(tmp_path / "refused", math.inf)
     await one.guard.run()
-    assert one.probe.asked == 0
+    assert one.probe.calls == 0
 
 
 # --- through a mount ------------------------------------------------------------------

@@ -191,7 +191,7 @@ def test_an_outdated_listing_does_not_make_an_open_fail(
 def test_an_object_that_is_replaced_during_an_open(
     kind: str, bucket: Folder, mounter: Mounter, faulty: FaultyS3, size: int, times: int
 ) -> None:
-    """It is replaced just before the first bytes are asked for, once or twice."""
+    """It is replaced just before the first bytes are requested, once or twice."""
     versions = itertools.count(1)
 
     def replace() -> None:
@@ -311,7 +311,7 @@ def test_readers_of_an_object_that_is_being_replaced_see_whole_versions(
     # At rest, everybody sees the last one.
     assert read_through(path, MIB) == replacer.version
     if len(sizes) == 1:
-        assert any(seen), "nobody could read anything"
+        assert any(seen), "no reader got anything"
 
 
 def test_a_mapping_of_a_cached_file_keeps_its_version(

@@ -77,6 +77,6 @@ def test_a_file_that_was_created_is_not_held_open(
     flags = "os.O_CREAT | os.O_EXCL | os.O_WRONLY"
     killed_in(f"os.open(path, {flags})", mount.path / "lock", faulty, "PUT")
     until(lambda: "lock" in keys(shared), "the file is created")
-    until(lambda: status(mount)["writing"]["staged"] == 0, "nobody has it open")
+    until(lambda: status(mount)["writing"]["staged"] == 0, "no program has it open")
     (mount.path / "lock").write_bytes(b"used")
     assert (mount.path / "lock").read_bytes() == b"used"

@@ -94,7 +94,7 @@ def attributes_of(root: Path) -> dict[str, object]:
 
 
 def of_files(found: dict[str, Any]) -> dict[str, Any]:
-    return {path: told for path, told in found.items() if not stat.S_ISDIR(told[0])}
+    return {path: facts for path, facts in found.items() if not stat.S_ISDIR(facts[0])}
 
 
 @dataclass
@@ -428,7 +428,7 @@ def test_a_mount_behaves_like_a_disk(
         has_attributes = all(map(can_set_attributes, (mount.path / "x", tmp_path / "x")))
         # pyfuse3 has none, and glibc's substitute needs a file that can be read.
         has_fallocate = session == "kernel"
-        # Under pyfuse3 a file that was replaced is not told from one that was edited.
+        # Under pyfuse3 a file that was replaced looks like one that was edited.
         knows_old_nodes = session == "kernel"
 
     Machine.mount, Machine.bucket, Machine.scratch = mount, bucket, tmp_path / "plain"

@@ -66,9 +66,9 @@ def mount(
 
 def as_another_sees(path: Path) -> tuple[str, str]:
     """Whether another process that writes can lock a file: by flock, by fcntl."""
-    said, complaint = python(OTHER, path).communicate()
+    output, complaint = python(OTHER, path).communicate()
     assert not complaint
-    by_flock, by_fcntl = said.split()
+    by_flock, by_fcntl = output.split()
     return by_flock, by_fcntl
 
 
@@ -117,13 +117,13 @@ def test_record_locks_hold_for_their_bytes_alone(mount: Mount) -> None:
     with open(path, "w+b", buffering=0) as mine:
         mine.write(bytes(1000))
         fcntl.lockf(mine, fcntl.LOCK_EX, 100, 200)
-        said = [
+        output = [
             subprocess.check_output(
                 ["python3", "-c", f"where = (100, {start})\n{code}", path], text=True
             ).strip()
             for start in (100, 199, 299, 300)
         ]
-        assert said == ["free", "locked", "locked", "free"]
+        assert output == ["free", "locked", "locked", "free"]
 
 
 def test_a_file_that_is_created_exclusively_is_a_lock(mount: Mount) -> None:

@@ -102,6 +102,6 @@ def test_rclone_knows_owners_and_times(mount: Mount, bucket: Bucket) -> None:
         AWS_CA_BUNDLE="",
         **environment,
     )
-    (told,) = [one for one in json.loads(listed) if one["Path"] == "directory/file"]
-    assert told["ModTime"] == "2014-05-13T16:53:20.987654321Z"
-    assert (told["Metadata"]["uid"], told["Metadata"]["gid"]) == ("12", "34")
+    (record,) = [one for one in json.loads(listed) if one["Path"] == "directory/file"]
+    assert record["ModTime"] == "2014-05-13T16:53:20.987654321Z"
+    assert (record["Metadata"]["uid"], record["Metadata"]["gid"]) == ("12", "34")

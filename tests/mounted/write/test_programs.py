@@ -163,8 +163,8 @@ def test_sqlite_rolls_back_what_a_killed_program_had_not_committed(
         program = [sys.executable, "-c", _TRANSFERS, path]
         with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as transfers:
             assert transfers.stdout is not None
-            for told in transfers.stdout:
-                if told == "done\n":
+            for output in transfers.stdout:
+                if output == "done\n":
                     break
             transfers.stdout.readline()
             os.kill(transfers.pid, signal.SIGKILL)
@@ -213,8 +213,8 @@ def test_rsync_transfers_nothing_the_second_time(
     with (source / "large.bin").open("r+b") as file:
         file.write(b"changed")
     (source / "nothing").unlink()
-    told = run(*sync, "--delete", "--inplace", "--no-whole-file").splitlines()
-    assert [line for line in told if not line.startswith(".d")] == [
+    output = run(*sync, "--delete", "--inplace", "--no-whole-file").splitlines()
+    assert [line for line in output if not line.startswith(".d")] == [
         "*deleting   nothing",
         ">f..t...... large.bin",
     ]

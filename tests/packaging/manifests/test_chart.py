@@ -211,8 +211,8 @@ def test_helm_finds_no_fault() -> None:
             str(CHART), values, strict=True, namespace="fusefs-csi", kube_version="v1.31.0"
         )
         assert report["errors"] == []
-        told = [message for message in report["messages"] if "icon" not in message["error"]]
-        assert told == []
+        messages = [message for message in report["messages"] if "icon" not in message["error"]]
+        assert messages == []
 
 
 def test_pools_have_their_own_caches_and_flags(tmp_path: Path) -> None:

@@ -230,7 +230,7 @@ def test_of_all_others_one_may_change_its_user_and_none_gains_a_capability(
 
 @pytest.mark.parametrize("path", sorted((MANIFESTS / "base").glob("*.yaml")), ids=lambda p: p.stem)
 def test_every_line_of_a_security_context_says_why(path: Path) -> None:
-    """By a comment above it. What `capabilities` are is said of what they drop and add."""
+    """By a comment above it. Each of the `capabilities` is explained by what they drop and add."""
     context, before = -1, ""
     for line in path.read_text().splitlines():
         depth = len(line) - len(line.lstrip())

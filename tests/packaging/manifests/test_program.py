@@ -103,9 +103,9 @@ def endpoint(pod: Object) -> str:
 
 def test_kubelet_is_told_the_sockets_path_on_the_host(node_pod: Object) -> None:
     socket = server.socket_path(endpoint(node_pod))
-    told = flag(container(node_pod, "node-driver-registrar"), "kubelet-registration-path")
-    assert on_host(node_pod, container(node_pod, "driver"), socket) == Path(told)
-    assert len(told) < 108  # what the address of a Unix socket holds
+    path = flag(container(node_pod, "node-driver-registrar"), "kubelet-registration-path")
+    assert on_host(node_pod, container(node_pod, "driver"), socket) == Path(path)
+    assert len(path) < 108  # what the address of a Unix socket holds
 
 
 def test_target_paths_are_the_hosts_own(node_pod: Object) -> None:

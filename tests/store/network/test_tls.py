@@ -123,9 +123,9 @@ async def _refusal(shared: Bucket, faulty: FaultyS3, **settings: Any) -> str:
 async def test_an_unknown_authority_is_named_as_the_cause_and_not_tried_again(
     shared: Bucket, faulty: FaultyS3, secure: TlsDoor, own_authority: TlsDoor
 ) -> None:
-    said = await _refusal(shared, faulty, endpoint_url=secure.url)
-    assert f"no secure connection to {secure.url}" in said
-    assert "of an authority that is not trusted" in said
+    sentence = await _refusal(shared, faulty, endpoint_url=secure.url)
+    assert f"no secure connection to {secure.url}" in sentence
+    assert "of an authority that is not trusted" in sentence
     assert "its own authority" in await _refusal(shared, faulty, endpoint_url=own_authority.url)
 
 
@@ -150,8 +150,8 @@ async def test_certificates_that_are_missing_matter_only_where_they_are_needed(
     tmp_path: Path,
 ) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "missing"))
-    said = await _refusal(shared, faulty, endpoint_url=secure.url)
-    assert "missing (SSL_CERT_FILE or SSL_CERT_DIR) can't be read" in said
+    sentence = await _refusal(shared, faulty, endpoint_url=secure.url)
+    assert "missing (SSL_CERT_FILE or SSL_CERT_DIR) can't be read" in sentence
     async with opened(shared, faulty) as store:
         await store.check("")
 

@@ -165,12 +165,12 @@ async def test_an_endpoint_that_redirects_names_its_target(
     shared: Bucket, faulty: FaultyS3, status: int
 ) -> None:
     away = {"location": "https://s3.example.org:9000/bucket"}
-    said = await _complaint(shared, faulty, status=status, headers=away)
-    assert f"{faulty.endpoint_url} redirects to https://s3.example.org:9000: " in said
-    said = await _complaint(shared, faulty, status=status, headers={"location": "/login"})
-    assert f"{faulty.endpoint_url} redirects to its own path /login" in said
-    said = await _complaint(shared, faulty, status=status)
-    assert f"{faulty.endpoint_url} redirects and does not say where to" in said
+    sentence = await _complaint(shared, faulty, status=status, headers=away)
+    assert f"{faulty.endpoint_url} redirects to https://s3.example.org:9000: " in sentence
+    sentence = await _complaint(shared, faulty, status=status, headers={"location": "/login"})
+    assert f"{faulty.endpoint_url} redirects to its own path /login" in sentence
+    sentence = await _complaint(shared, faulty, status=status)
+    assert f"{faulty.endpoint_url} redirects and does not say where to" in sentence
 
 
 async def test_a_redirect_that_comes_later_is_named_too(shared: Bucket, faulty: FaultyS3) -> None:

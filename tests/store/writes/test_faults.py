@@ -256,7 +256,7 @@ async def test_of_many_deletes_only_those_that_failed_are_tried_again(
     async with opened(bucket, faulty.endpoint_url) as store:
         assert await store.delete_many(["one", "two"]) == []
         assert store.counters()["retries"] == 2
-    # The server that failed deleted nothing, and "one" was not asked for again.
+    # The server that failed deleted nothing, and "one" was not requested again.
     assert keys(bucket) == ["one"]
 
 

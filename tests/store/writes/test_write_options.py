@@ -1,4 +1,4 @@
-"""What a store is asked for with each object: storage class, encryption, ACL; AWS's endpoints."""
+"""What is sent to a store with each object: storage class, encryption, ACL; AWS's endpoints."""
 
 from __future__ import annotations
 

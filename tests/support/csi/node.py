@@ -147,10 +147,10 @@ class Node:
         return path
 
     def publish(
-        self, volume: str, target: Path | str, *, timeout_s: float = PATIENCE_S, **asked: Any
+        self, volume: str, target: Path | str, *, timeout_s: float = PATIENCE_S, **fields: Any
     ) -> None:
-        """NodePublishVolume; see `request` for what can be asked."""
-        self.node.NodePublishVolume(self.request(volume, target, **asked), timeout=timeout_s)
+        """NodePublishVolume; see `request` for its fields."""
+        self.node.NodePublishVolume(self.request(volume, target, **fields), timeout=timeout_s)
 
     def request(
         self,
@@ -325,8 +325,8 @@ def until_final(call: Any, *arguments: Any, **options: Any) -> None:
             call(*arguments, **options)
             return
         except grpc.RpcError as error:
-            told: Any = error
-            if told.code() not in NOT_FINAL or time.monotonic() > deadline:
+            failure: Any = error
+            if failure.code() not in NOT_FINAL or time.monotonic() > deadline:
                 raise
         time.sleep(0.1)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.support.csi.node import Node
 
 USER = 12345
-# It holds a file open and, when told, reads that again and opens it anew.
+# It holds a file open and, on request, reads that again and opens it anew.
 READER = """
 import sys
 path = sys.argv[1]

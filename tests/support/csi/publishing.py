@@ -39,10 +39,10 @@ def refused(code: grpc.StatusCode, *words: str) -> Iterator[Any]:
     """The call inside ends with this code, and says each of the words."""
     with pytest.raises(grpc.RpcError) as error:
         yield error
-    told: Any = error.value
-    assert code_of(error) == code, told.details()
+    failure: Any = error.value
+    assert code_of(error) == code, failure.details()
     for word in words:
-        assert word in told.details()
+        assert word in failure.details()
 
 
 @pytest.fixture(scope="module")

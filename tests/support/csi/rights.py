@@ -15,12 +15,12 @@ from tests.support.waiting import until
 def allow(s3: S3Server, name: str, bucket: str, prefix: str) -> dict[str, str]:
     """A Secret whose keys may read one prefix's objects."""
     path = s3.data.parent / "identities.json"
-    told = json.loads(path.read_text())
+    record = json.loads(path.read_text())
     keys = {"accessKey": f"KEY{name}", "secretKey": f"secret-{name}"}
     actions = [f"{verb}:{bucket}/{prefix}*" for verb in ("Read", "List", "Write")]
-    told["identities"] = [one for one in told["identities"] if one["name"] != name]
-    told["identities"].append({"name": name, "credentials": [keys], "actions": actions})
-    path.write_text(json.dumps(told))
+    record["identities"] = [one for one in record["identities"] if one["name"] != name]
+    record["identities"].append({"name": name, "credentials": [keys], "actions": actions})
+    path.write_text(json.dumps(record))
     assert s3._process is not None
     s3._process.send_signal(signal.SIGHUP)
     secret = {"accessKeyId": keys["accessKey"], "secretAccessKey": keys["secretKey"]}
@@ -48,11 +48,11 @@ def may_read(s3: S3Server, secret: dict[str, str], bucket: str, prefix: str) -> 
 def retire(s3: S3Server, name: str) -> None:
     """Have the server know somebody's keys no more."""
     path = s3.data.parent / "identities.json"
-    told = json.loads(path.read_text())
-    for one in told["identities"]:
+    record = json.loads(path.read_text())
+    for one in record["identities"]:
         if one["name"] == name:
             one["credentials"] = []  # whoever is missing altogether, the server keeps as he was
-    path.write_text(json.dumps(told))
+    path.write_text(json.dumps(record))
     assert s3._process is not None
     s3._process.send_signal(signal.SIGHUP)
 

@@ -1,4 +1,4 @@
-"""What a container runtime is told of one of our containers: its manifest, as an OCI bundle."""
+"""What a container runtime gets for one of our containers: its manifest, as an OCI bundle."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def runc_config(
 
 
 def _system_mounts(*, is_privileged: bool) -> list[dict[str, Any]]:
-    """The host's devices for who is privileged; for others a few that harm nobody."""
+    """The host's devices for who is privileged; for others a few that are harmless."""
     proc = {"destination": "/proc", "type": "proc", "source": "proc"}
     if is_privileged:
         return [

@@ -39,13 +39,13 @@ def request(bucket: str, name: str = NAME, **parameters: str) -> csi_pb2.CreateV
 
 
 def create(driver: Driver, bucket: str, name: str = NAME, **parameters: str) -> csi_pb2.Volume:
-    asked = request(bucket, name, **parameters)
-    return driver.controller.CreateVolume(asked, timeout=PATIENCE_S).volume
+    message = request(bucket, name, **parameters)
+    return driver.controller.CreateVolume(message, timeout=PATIENCE_S).volume
 
 
 def delete(driver: Driver, volume_id: str, timeout: float = PATIENCE_S) -> None:
-    asked = csi_pb2.DeleteVolumeRequest(volume_id=volume_id, secrets=KEYS)
-    driver.controller.DeleteVolume(asked, timeout=timeout)
+    message = csi_pb2.DeleteVolumeRequest(volume_id=volume_id, secrets=KEYS)
+    driver.controller.DeleteVolume(message, timeout=timeout)
 
 
 def record_key(name: str = NAME) -> str:
@@ -55,8 +55,8 @@ def record_key(name: str = NAME) -> str:
 def changed(**fields: Any) -> Callable[[csi_pb2.CreateVolumeRequest], None]:
     """What merges these fields into a request."""
 
-    def change(asked: csi_pb2.CreateVolumeRequest) -> None:
-        asked.MergeFrom(csi_pb2.CreateVolumeRequest(**fields))
+    def change(message: csi_pb2.CreateVolumeRequest) -> None:
+        message.MergeFrom(csi_pb2.CreateVolumeRequest(**fields))
 
     return change
 

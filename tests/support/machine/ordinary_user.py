@@ -40,7 +40,7 @@ def public_directory() -> Iterator[Path]:
 def public_python() -> Iterator[str]:
     """The path of an interpreter that every user may run.
 
-    Bind-mounted read-only, so that nobody who tidies up can harm it.
+    Bind-mounted read-only, so that no cleaning up can harm it.
     """
     prefix = make_public_directory()
     libc.mount(sys.base_prefix, str(prefix), "none", MS_BIND, "")

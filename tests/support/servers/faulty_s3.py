@@ -5,7 +5,7 @@ which the signature covers) and applies what its rules say on the way: another
 answer, a stall, a cut, a lie about If-Match, or a request that is held back and
 executed after its client has given it up. Rules are looked at in the order
 in which they were added; the first that fits and is not used up is taken.
-Each request is on record, so that a test can say what must not have been asked.
+Each request is on record, so that a test can say what must not have been requested.
 
 One thread serves one connection of a client and has one to the real server.
 """
@@ -166,7 +166,7 @@ class Rule:
     A fault is one of: `code` (an S3 error, with its usual status or `status`),
     `stall` (silence until the client gives up or the test says `release`),
     `cut_after` and `stall_after` (the body breaks off, or stops, after so many
-    bytes), `short` (a body with so many bytes, told as whole). `ignore_if_match`
+    bytes), `short` (a body with so many bytes, declared as whole). `ignore_if_match`
     takes the header away, `ignored_header` the one of that name. `headers` go with an
     answer of the rule's own, which comes after the real server's if `is_done`. Of a
     request with a body: `cut_request_after` hangs up when so many bytes of it have
@@ -540,15 +540,15 @@ class _Client(socketserver.StreamRequestHandler):
         headers = {
             name: value for name, value in answer.getheaders() if name.lower() not in _HOP_BY_HOP
         }
-        told = answer.getheader("content-length")
+        declared = answer.getheader("content-length")
         if method == "HEAD":
             answer.read()
-            self._head(answer.status, headers, int(told) if told is not None else 0)
+            self._head(answer.status, headers, int(declared) if declared is not None else 0)
             return
         # Without a length it is chunked, as SeaweedFS sends long listings.
-        whole = answer.read() if told is None else b""
-        body = answer if told is not None else io.BytesIO(whole)
-        length = int(told) if told is not None else len(whole)
+        whole = answer.read() if declared is None else b""
+        body = answer if declared is not None else io.BytesIO(whole)
+        length = int(declared) if declared is not None else len(whole)
         end = length if rule.short is None else min(length, rule.short)
         self._head(answer.status, headers, end)
         self._send_body(body, end, rule)

@@ -30,13 +30,13 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path.startswith("/federation/credentials"):
             keys = _keys("sso")
             ends = datetime.fromisoformat(keys["Expiration"]).timestamp()
-            told = {
+            credentials = {
                 "accessKeyId": keys["AccessKeyId"],
                 "secretAccessKey": "s",
                 "sessionToken": "t",
                 "expiration": int(1000 * ends),
             }
-            self._answer(json.dumps({"roleCredentials": told}))
+            self._answer(json.dumps({"roleCredentials": credentials}))
         else:
             self.send_error(404)
 
@@ -44,13 +44,15 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer("a token")
 
     def do_POST(self) -> None:
-        asked = self.rfile.read(int(self.headers["content-length"])).decode()
-        assert "Action=AssumeRoleWithWebIdentity" in asked
+        form = self.rfile.read(int(self.headers["content-length"])).decode()
+        assert "Action=AssumeRoleWithWebIdentity" in form
         keys = _keys("sts") | {"SessionToken": "t"}
-        told = "".join(f"<{name}>{text}</{name}>" for name, text in keys.items() if name != "Token")
+        elements = "".join(
+            f"<{name}>{text}</{name}>" for name, text in keys.items() if name != "Token"
+        )
         self._answer(
             '<AssumeRoleWithWebIdentityResponse xmlns="https://sts.amazonaws.com/doc/2011-06-15/">'
-            f"<AssumeRoleWithWebIdentityResult><Credentials>{told}</Credentials>"
+            f"<AssumeRoleWithWebIdentityResult><Credentials>{elements}</Credentials>"
             "</AssumeRoleWithWebIdentityResult></AssumeRoleWithWebIdentityResponse>"
         )
 

@@ -2,7 +2,7 @@
 
     python checkpointer.py DIRECTORY SEED JOURNAL
 
-Whatever it does is told in JOURNAL, a file that is not on the mount, one JSON
+Whatever it does is written to JOURNAL, a file that is not on the mount, one JSON
 object to a line (see `journal_of`): what is about to change, before, and what
 was saved, when close or fsync has returned. On the line `hold` on its standard
 input it comes to rest and prints as JSON what there has to be; with `go` it
@@ -53,16 +53,16 @@ def journal_of(path: Path) -> Journal:
     """Read a journal, of which the last line may be cut."""
     found = Journal({}, {})
     for line in path.read_bytes().split(b"\n")[:-1]:
-        told = json.loads(line)
-        for name, content in told["changing"].items():
+        record = json.loads(line)
+        for name, content in record["changing"].items():
             contents = found.changing.setdefault(name, [])
             if name in found.saved:
                 contents.append(found.saved.pop(name))
             contents.append(Content(*content))
-        for name, content in told["saved"].items():
+        for name, content in record["saved"].items():
             found.changing.pop(name, None)
             found.saved[name] = Content(*content)
-        for name in told["gone"]:
+        for name in record["gone"]:
             found.changing.pop(name, None)
     return found
 
@@ -83,8 +83,8 @@ class Program:
         saved: dict[str, Content] | None = None,
         gone: list[str] | None = None,
     ) -> None:
-        told = {"changing": changing or {}, "saved": saved or {}, "gone": gone or []}
-        os.write(self._journal, json.dumps(told).encode() + b"\n")
+        record = {"changing": changing or {}, "saved": saved or {}, "gone": gone or []}
+        os.write(self._journal, json.dumps(record).encode() + b"\n")
         self.files |= saved or {}
 
     def forget(self, paths: list[str]) -> None:
@@ -228,7 +228,7 @@ class Program:
         self.check()
 
 
-def told() -> str:
+def order() -> str:
     """The next line, of which no more is read: `select` has to see what follows."""
     line = b""
     while not line.endswith(b"\n"):
@@ -244,11 +244,11 @@ def main() -> None:
     program.root.mkdir()
     while True:
         if select.select([0], [], [], 0)[0]:
-            if told() != "hold":
+            if order() != "hold":
                 return
             files = {path: content.digest() for path, content in program.files.items()}
             print(json.dumps(files), flush=True)
-            if told() != "go":
+            if order() != "go":
                 return
         program.step()
 

@@ -10,7 +10,7 @@ from tests.support.survival.mortal_mount import DiedError
 
 
 class Fate:
-    """Kills after so many steps, if told to. From then on nothing gets done."""
+    """Kills after so many steps, if it is set to. From then on nothing gets done."""
 
     def __init__(self) -> None:
         self.left: int | None = None

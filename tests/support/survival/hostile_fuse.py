@@ -1,7 +1,7 @@
 """A FUSE server that lets files be opened and then answers nothing any more.
 
 Arguments: the mountpoint, the owner's uid, and how long attributes are
-believed, in seconds. It says `ready` when the mount is there, and the mount's
+valid, in seconds. It says `ready` when the mount is there, and the mount's
 connection ends with this process.
 """
 

@@ -112,17 +112,17 @@ class Kept:
             "keeper_command": [*keeper_command(program[0] if user else sys.executable), self._mark],
         } | overrides
         self.settings["keeper"] = self.configuration
-        said = self._launch(user=user)
+        answer = self._launch(user=user)
         if is_expected_to_serve:
-            assert said == '{"ready": true}\n', (said, self.said())
+            assert answer == '{"ready": true}\n', (answer, self.log_text())
             self.connection = self.status()["connection"]
-        return said
+        return answer
 
     def resume(self, fuse_fd: int, **overrides: Any) -> None:
         """Start another keeper for the mount, which has none, with its descriptor."""
         self.configuration |= {"fuse_fd": fuse_fd, **overrides}
-        said = self._launch(pass_fds=[fuse_fd])
-        assert said == '{"ready": true}\n', (said, self.said())
+        answer = self._launch(pass_fds=[fuse_fd])
+        assert answer == '{"ready": true}\n', (answer, self.log_text())
 
     def _launch(self, **options: Any) -> str:
         given = self.configuration | {"settings": json.dumps(self.settings)}
@@ -167,7 +167,7 @@ class Kept:
         return facts
 
     def process_of(self, state: int) -> int:
-        """The daemon that was told `state` in WELCOME, once there is one."""
+        """The daemon that got `state` in WELCOME, once there is one."""
 
         def look() -> int | None:
             for path in self.facts_directory.iterdir():
@@ -197,7 +197,7 @@ class Kept:
         found: dict[str, Any] = until(look)
         return found
 
-    def said(self) -> str:
+    def log_text(self) -> str:
         return self.log.read_text(errors="replace")
 
     def connection_now(self) -> int | None:
@@ -279,12 +279,12 @@ class Kept:
 
     @property
     def _mark(self) -> str:
-        """An argument that nobody reads; it tells our processes from all others."""
+        """An argument without effect; it tells our processes from all others."""
         return f"kept-in={self.directory}"
 
     def clean_up(self) -> None:
         """Whatever the test did: no mount and no process afterwards."""
-        print(self.said())  # pytest shows it where a test failed
+        print(self.log_text())  # pytest shows it where a test failed
         connection = self.connection_now()
         if connection is None and any(map(holds_a_connection, self.processes())):
             connection = self.connection  # detached; otherwise it may be another one's by now

@@ -1,6 +1,6 @@
 """A writable mount without a kernel: what it keeps on the disk outlives its processes.
 
-`MemoryStore` is a bucket that counts what it is asked and can fail or die at
+`MemoryStore` is a bucket that counts its requests and can fail or die at
 any request. `MortalMount` has one process after the other serve, each going
 on with the journal, the staged files and the records that the last one left.
 """
@@ -77,7 +77,7 @@ class MemoryStore:
     def __init__(self) -> None:
         self.objects: dict[str, Stored] = {}
         self.tokens = TokenSource()
-        self.asked: list[tuple[str, str]] = []
+        self.requests: list[tuple[str, str]] = []
         self.before: Callable[[str, str], None] = lambda _what, _key: None
         self.after: Callable[[str, str], None] = lambda _what, _key: None
         self.pause: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
@@ -101,12 +101,12 @@ class MemoryStore:
         return {key: one.data for key, one in self.objects.items() if not key.endswith("/")}
 
     def count(self, *what: str) -> int:
-        return sum(asked in what for asked, _ in self.asked)
+        return sum(kind in what for kind, _ in self.requests)
 
     @asynccontextmanager
     async def _request(self, what: str, key: str) -> AsyncIterator[None]:
         await trio.lowlevel.checkpoint()
-        self.asked.append((what, key))
+        self.requests.append((what, key))
         self.before(what, key)
         await self.pause()
         yield
@@ -192,11 +192,11 @@ class MemoryStore:
                 raise StaleVersionError(version.key)
             if condition == IF_ABSENT and key in self.objects:
                 raise ExistsError(key)
-            said = dict((found.info.metadata if metadata is None else metadata) or {})
+            attributes = dict((found.info.metadata if metadata is None else metadata) or {})
             if keeps_mtime:
                 seconds, rest = divmod(found.info.mtime_ns, SECOND_NS)
-                said.setdefault("mtime", f"{seconds}.{rest:09}")
-            self.put(key, found.data, **said)
+                attributes.setdefault("mtime", f"{seconds}.{rest:09}")
+            self.put(key, found.data, **attributes)
         return self._get(key).info
 
     async def delete(self, key: str, etag: str | None = None, *, adopts: bool = False) -> None:
@@ -213,7 +213,7 @@ class MemoryStore:
     ) -> list[DeleteFailure]:
         failures: list[DeleteFailure] = []
         await trio.lowlevel.checkpoint()
-        self.asked.append(("DELETES", ""))
+        self.requests.append(("DELETES", ""))
         for key in keys:
             try:
                 self.before("DELETED", key)

@@ -225,7 +225,7 @@ def flood_without_listening(standin: Standin) -> int:
 
 
 def hostile_file(standin: Standin) -> None:
-    """Nobody who looks at the descriptor, or closes it, gets away."""
+    """No process that looks at the descriptor, or closes it, gets away."""
     path = os.path.join(standin.settings["hostile"], "file")
     standin.say(protocol.BACKING_OPEN, 1, fd=os.open(path, os.O_RDWR))
 

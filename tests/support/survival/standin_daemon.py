@@ -2,7 +2,7 @@
 
 Files: `plain` is answered by this process, `held` is answered once the file
 that the settings name as `hold` is gone, `through` is passed through to the
-cache file of the same name. What each daemon was told is left as JSON in the
+cache file of the same name. What each daemon received is left as JSON in the
 directory `facts`, one file per process. `behaviour` in the settings says what
 to do wrong; it may name one of the attacks in `standin_attacks`.
 """
@@ -373,10 +373,10 @@ def main() -> None:
     standin = Standin(settings)
     standin.facts |= {"was_standby": was_standby, "environment": settings.get("environment")}
 
-    def told(*_: object) -> None:
+    def end(*_: object) -> None:
         standin.is_told_to_end = True
 
-    signal.signal(signal.SIGTERM, told)
+    signal.signal(signal.SIGTERM, end)
     standin.begin()
     standin.run()
 

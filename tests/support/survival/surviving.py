@@ -187,7 +187,7 @@ def survivors(mount: Mount) -> Iterator[None]:
 
 
 def storm(blow: Callable[[], object]) -> None:
-    """Do something to the mount again and again, at moments that nobody expects."""
+    """Do something to the mount again and again, at random moments."""
     dice = random.Random(7)
     for _ in range(ROUNDS):
         time.sleep(dice.uniform(0.3, 0.9))

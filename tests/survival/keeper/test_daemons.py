@@ -75,7 +75,7 @@ def test_a_daemon_that_hangs_tells_where_and_is_replaced(kept: Kept) -> None:
     status = kept.served_by_another_than(old)
     assert status["last_reason"] == "silent for 1 s"
     assert status["longest_pause_s"] >= 1
-    assert "most recent call first" in kept.said()
+    assert "most recent call first" in kept.log_text()
     assert (kept.mountpoint / "plain").read_bytes() == b"plain content"
 
 
@@ -96,7 +96,7 @@ def test_daemons_that_die_one_after_the_other_end_the_mount_with_an_error(kept: 
         _, complaint = reader.communicate(timeout=LIMIT_S)
         assert complaint
     assert kept.wait() == 1
-    assert "10 daemons in a row" in kept.said()
+    assert "10 daemons in a row" in kept.log_text()
     assert error_of(kept.mountpoint / "plain") == errno.ENOTCONN
     assert kept.connection_now() is not None
     assert kept.processes() == []
@@ -119,7 +119,7 @@ def test_without_resend_a_death_ends_the_mount_at_once(kept: Kept) -> None:
         kept.kill_daemon()
         assert reader.communicate(timeout=LIMIT_S)[1]
     assert kept.wait() == 1
-    assert "cannot send requests again" in kept.said()
+    assert "cannot send requests again" in kept.log_text()
     assert error_of(kept.mountpoint / "plain") == errno.ENOTCONN
 
 
@@ -127,7 +127,7 @@ def test_a_daemon_that_cannot_take_over_is_the_last_one(kept: Kept) -> None:
     kept.start({"take_over": "cannot"})
     kept.kill_daemon()
     assert kept.wait() == 1
-    assert kept.said().count("is gone") == 2
+    assert kept.log_text().count("is gone") == 2
     assert error_of(kept.mountpoint / "plain") == errno.ENOTCONN
 
 

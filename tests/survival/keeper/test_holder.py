@@ -93,7 +93,7 @@ def test_a_copy_is_held_before_another_daemon_gets_the_mount(kept: Kept) -> None
         kept.start({"take_over": "hang"}, descriptor_store=path)
         until(is_held(path, kept), "it is held")
     with serving(kept) as path:
-        assert names(path) == []  # the first one was told to end, and let it go
+        assert names(path) == []  # the first one was ended, and let it go
         kept.kill_daemon()
         until(is_held(path, kept), "it is held again")
 
@@ -124,9 +124,9 @@ def test_a_mount_goes_on_after_keeper_broker_and_daemon_were_killed(
 
 
 def test_a_keeper_does_without_its_descriptor_store(kept: Kept) -> None:
-    kept.start(descriptor_store=str(kept.directory / "nobody.sock"))
+    kept.start(descriptor_store=str(kept.directory / "unused.sock"))
     assert (kept.mountpoint / "plain").read_bytes() == b"plain content"
-    until(lambda: "the descriptor store: " in kept.said())
+    until(lambda: "the descriptor store: " in kept.log_text())
 
 
 def test_a_copy_can_be_fetched_more_than_once_and_dropped(kept: Kept, service: str) -> None:

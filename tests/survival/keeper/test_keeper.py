@@ -13,8 +13,8 @@ pytestmark = [needs_root, needs_fuse]
 
 
 def test_a_first_daemon_that_fails_is_the_keepers_own_failure(kept: Kept) -> None:
-    said = kept.start({"fresh": "exit"}, is_expected_to_serve=False)
-    assert said == ""
+    answer = kept.start({"fresh": "exit"}, is_expected_to_serve=False)
+    assert answer == ""
     assert kept.wait() == 5
     assert kept.connection_now() is None
     assert not kept.control.exists()
@@ -28,14 +28,14 @@ def test_what_a_failed_first_daemon_mounted_is_taken_away(kept: Kept) -> None:
 
 
 def test_a_program_that_cannot_be_started_is_told(kept: Kept) -> None:
-    said = kept.start(command=["/nonexistent"], is_expected_to_serve=False)
-    assert "/nonexistent" in json.loads(said)["error"]
+    answer = kept.start(command=["/nonexistent"], is_expected_to_serve=False)
+    assert "/nonexistent" in json.loads(answer)["error"]
     assert kept.wait() == 1
 
 
 def test_a_mount_that_is_refused_is_the_daemons_to_tell(kept: Kept) -> None:
-    said = kept.start(mount_data="nonsense", is_expected_to_serve=False)
-    assert json.loads(said) == {"error": "not mounted"}
+    answer = kept.start(mount_data="nonsense", is_expected_to_serve=False)
+    assert json.loads(answer) == {"error": "not mounted"}
     assert kept.wait() == 4
 
 
@@ -45,7 +45,7 @@ def test_a_program_that_is_missing_for_a_while_is_waited_for(kept: Kept) -> None
     kept.start(command=[str(program), *kept.command[1:]])
     program.unlink()
     old = kept.kill_daemon()
-    until(lambda: "no daemon can be started" in kept.said())
+    until(lambda: "no daemon can be started" in kept.log_text())
     program.symlink_to(kept.command[0])
     kept.served_by_another_than(old)
     assert (kept.mountpoint / "plain").read_bytes() == b"plain content"

@@ -29,7 +29,7 @@ pytestmark = needs_root
 MOUNT = 0x1122334455667788
 # What is started in place of a daemon: says who it is, and waits to be killed.
 STANDIN = (
-    "import os, time; print(os.getuid(), os.environ['AWS_TOLD'], 'HOME' in os.environ,"
+    "import os, time; print(os.getuid(), os.environ['AWS_GIVEN'], 'HOME' in os.environ,"
     " 'LEFT_OUT' in os.environ, flush=True); time.sleep(600)"
 )
 HOLD = "import sys; from fusefs.keeper.fd_store import main; sys.exit(main(sys.argv[1]))"
@@ -59,7 +59,7 @@ def supervising(directory: Path, python: str, before: str = "") -> Iterator[str]
     process = subprocess.Popen(
         [sys.executable, "-c", before + RUN, path, python, "-I", "-S", "-c", STANDIN],
         cwd=PROJECT,
-        env={**os.environ, "AWS_OWN": "not told"},
+        env={**os.environ, "AWS_OWN": "not given"},
     )
     try:
         until(lambda: listener_at(path) == process.pid, "it listens")
@@ -113,21 +113,21 @@ def launch(
 def test_a_daemon_is_started_as_its_user_with_its_keepers_part_of_the_environment(
     supervisor: str, output: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("AWS_TOLD", "told")
+    monkeypatch.setenv("AWS_GIVEN", "given")
     monkeypatch.setenv("LEFT_OUT", "what")
     reader, writer = output
     process = launch(supervisor, writer)
-    assert os.read(reader, 100) == f"{NOBODY} told True False\n".encode()
+    assert os.read(reader, 100) == f"{NOBODY} given True False\n".encode()
     process.signal(signal.SIGTERM)
     until(lambda: has_ended(process.pidfd), "it has ended")
-    assert os.WTERMSIG(until(process.hear_end, "its end is told")) == signal.SIGTERM
+    assert os.WTERMSIG(until(process.hear_end, "its end is reported")) == signal.SIGTERM
     assert supervisor_protocol.count(supervisor) == 0
 
 
 def test_a_mount_has_one_daemon_unless_another_prepares_itself(
     supervisor: str, output: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("AWS_TOLD", "told")
+    monkeypatch.setenv("AWS_GIVEN", "given")
     first = launch(supervisor, output[1])
     second = launch(supervisor, output[1], is_beside=True)
     assert not has_ended(first.pidfd)
@@ -141,7 +141,7 @@ def test_a_mount_has_one_daemon_unless_another_prepares_itself(
 def test_a_daemon_of_the_last_supervisor_is_ended_before_the_next_one_starts_its_own(
     supervisor: str, python: str, output: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("AWS_TOLD", "told")
+    monkeypatch.setenv("AWS_GIVEN", "given")
     first = launch(supervisor, output[1])
     with supervising(Path(supervisor).parent, python):
         second = launch(supervisor, output[1])
@@ -157,7 +157,7 @@ def test_no_daemon_is_started_as_root(supervisor: str, output: tuple[int, int]) 
 def test_one_that_ends_starts_no_more_and_waits_for_what_it_has(
     supervisor: str, output: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("AWS_TOLD", "told")
+    monkeypatch.setenv("AWS_GIVEN", "given")
     launch(supervisor, output[1])
     os.kill(listener_at(supervisor), signal.SIGTERM)
     until(lambda: refuses(supervisor, output[1]), "it is ending")
@@ -200,7 +200,7 @@ def test_a_keeper_of_the_first_version_is_spoken_to_in_it_by_the_next_ones_super
 ) -> None:
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     environment = os.memfd_create("environment")
-    os.write(environment, b'{"AWS_TOLD": "told"}')
+    os.write(environment, b'{"AWS_GIVEN": "given"}')
     os.lseek(environment, 0, os.SEEK_SET)
     with ours, its, open(os.devnull) as null, supervising(tmp_path, python, NEXT) as path:
         with supervisor_protocol.connect(path) as first:
@@ -218,10 +218,10 @@ def test_a_keeper_of_the_first_version_is_spoken_to_in_it_by_the_next_ones_super
 
 def pidfd_after(sock: socket.socket, begin: bytes) -> bool:
     """Whether an answer begins so, and comes with a process."""
-    told, fds, _, _ = socket.recv_fds(sock, 100, 1)
+    message, fds, _, _ = socket.recv_fds(sock, 100, 1)
     for fd in fds:
         os.close(fd)
-    return told.startswith(begin) and len(fds) == 1
+    return message.startswith(begin) and len(fds) == 1
 
 
 def is_adopted(sock: socket.socket, channel: int) -> bool:
@@ -247,8 +247,8 @@ def test_a_daemons_first_words_are_those_of_the_first_version() -> None:
 
 def test_a_daemon_leaves_out_the_settings_of_a_newer_driver() -> None:
     settings = {"source": "s3://bucket", "mountpoint": "/mnt", "cache_dir": "/c", "newer": "1"}
-    told = {"settings": json.dumps(settings), "files": {}}
-    assert process.read_input(json.dumps(told)).source.bucket == "bucket"
+    message = {"settings": json.dumps(settings), "files": {}}
+    assert process.read_input(json.dumps(message)).source.bucket == "bucket"
 
 
 @pytest.mark.parametrize(

@@ -72,8 +72,8 @@ async def test_a_daemon_refuses_a_version_that_it_does_not_know(daemon: Path) ->
 
 
 async def test_who_asks_sees_nothing_of_the_version(daemon: Path) -> None:
-    told = await trio.to_thread.run_sync(control.request, daemon, "status", LIMIT_S)
-    assert told == {"status": "good"}
+    answer = await trio.to_thread.run_sync(control.request, daemon, "status", LIMIT_S)
+    assert answer == {"status": "good"}
 
 
 def test_a_daemon_or_keeper_of_the_first_version_is_understood(tmp_path: Path) -> None:
@@ -109,10 +109,10 @@ def test_a_descriptor_store_takes_and_gives_descriptors_in_the_words_of_the_firs
 ) -> None:
     kept.start()
     fd = exchange(kept.control, b'{"do": "hand"}\n', [])[1][0]
-    said, fds = exchange(holding, b'{"do": "hold", "name": "one"}\n', [fd])
-    assert (said, fds) == (b'{"ok": true}\n', [])
-    said, fds = exchange(holding, b'{"do": "fetch", "name": "one"}\n', [])
-    assert said == b'{"ok": true}\n'
+    answer, fds = exchange(holding, b'{"do": "hold", "name": "one"}\n', [fd])
+    assert (answer, fds) == (b'{"ok": true}\n', [])
+    answer, fds = exchange(holding, b'{"do": "fetch", "name": "one"}\n', [])
+    assert answer == b'{"ok": true}\n'
     assert os.fstat(fds[0]).st_rdev == os.fstat(fd).st_rdev
     assert exchange(holding, b'{"do": "drop", "name": "one"}\n', [])[0] == b'{"ok": true}\n'
     for one in (fd, *fds):
@@ -125,5 +125,5 @@ def exchange(path: Path, request: bytes, fds: list[int]) -> tuple[bytes, list[in
         sock.settimeout(LIMIT_S)
         sock.connect(os.fspath(path))
         socket.send_fds(sock, [request], fds)
-        said, received, _, _ = socket.recv_fds(sock, 1 << 16, 1)
-    return said, list(received)
+        answer, received, _, _ = socket.recv_fds(sock, 1 << 16, 1)
+    return answer, list(received)

@@ -318,7 +318,7 @@ def test_daemons_that_die_of_themselves_end_the_mount_with_standbys_too(kept: Ke
     kept.upgrade({"take_over": "exit"})
     kept.kill_daemon()
     assert kept.wait() == 1
-    assert "10 daemons in a row" in kept.said()
+    assert "10 daemons in a row" in kept.log_text()
     assert kept.processes() == []
 
 

@@ -171,7 +171,7 @@ def test_a_mount_whose_keepers_fail_one_after_the_other_is_given_up(kept: Kept) 
     mark = f"kept-in={kept.directory}"
     kept.start(is_expected_to_serve=False, keeper_command=[*command, mark])
     until(lambda: kept.processes() == [], "none of them is left")
-    assert "its keepers fail one after the other" in kept.said()
+    assert "its keepers fail one after the other" in kept.log_text()
     assert error_of(kept.mountpoint / "plain") == errno.ENOTCONN
 
 

@@ -210,7 +210,7 @@ def test_the_log_belongs_to_its_user_alone(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "part"),
     [
         (("mount", "s3://b", "/mnt", "--cache-s", "1GiB"), "--cache-s; did you mean --cache-size?"),
         (("mount", "s3://b", "/mnt", "--endpoint=x"), "--endpoint; did you mean --endpoint-url?"),
@@ -221,14 +221,14 @@ def test_the_log_belongs_to_its_user_alone(
     ],
 )
 def test_an_option_or_a_command_is_written_out_and_a_near_one_is_named(
-    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+    arguments: tuple[str, ...], part: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         run(*arguments)
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("fusefs: ")
-    assert said in line
+    assert part in line
 
 
 def test_the_driver_knows_no_abbreviations_either(capsys: pytest.CaptureFixture[str]) -> None:

@@ -103,10 +103,10 @@ def test_a_mount_that_is_not_on_record_is_not_said_to_have_ended(
     monkeypatch.setattr(mountinfo, "kernel_mounts", lambda: mountinfo.parse(MOUNTINFO)[3:])
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert run("status") == 0
-    said = capsys.readouterr().out
-    assert "not registered here" in said
-    assert "ended" not in said
-    assert "died" not in said
+    output = capsys.readouterr().out
+    assert "not registered here" in output
+    assert "ended" not in output
+    assert "died" not in output
 
 
 @pytest.mark.usefixtures("runtime")

@@ -26,8 +26,8 @@ def settings(
     is_read_only: bool = False,
     fs_group: int | None = None,
 ) -> MountSettings:
-    asked = read_options(attributes, flags, is_inline=False)
-    layer = mount_layer(asked, PLACE, shares, is_read_only=is_read_only, fs_group=fs_group)
+    wanted = read_options(attributes, flags, is_inline=False)
+    layer = mount_layer(wanted, PLACE, shares, is_read_only=is_read_only, fs_group=fs_group)
     return finished(layer, mountpoint="/mnt/key", cache_dir="/cache/domain")
 
 
@@ -114,8 +114,8 @@ def test_local_durability_needs_the_administrators_word() -> None:
 
 def test_a_volume_gets_no_more_than_the_nodes_share() -> None:
     shares = Shares(128 * MIB, 8, 10 * GIB, "20%", "15%")
-    asked = {"memoryLimit": "4GiB", "maxConnections": "500", "cacheSize": "1TiB"}
-    made = settings(asked, shares=shares)
+    wanted = {"memoryLimit": "4GiB", "maxConnections": "500", "cacheSize": "1TiB"}
+    made = settings(wanted, shares=shares)
     assert (made.memory_limit, made.max_connections) == (128 * MIB, 8)
     assert made.cache_size == 10 * GIB
     assert made.min_free_inodes.percent == 15
@@ -142,10 +142,10 @@ def test_where_the_volume_is_comes_from_its_store() -> None:
 def test_what_a_volume_may_say_is_documented() -> None:
     text = (PROJECT / "docs/csi.md").read_text()
     table = text.split("| name | meaning |")[1].split("\n\n")[0]
-    told: set[str] = set()
+    documented: set[str] = set()
     for row in table.splitlines()[2:]:
         _, names, meaning, _ = row.split("|")
-        told |= set(re.findall("`([^`]+)`", meaning if "a setting of" in names else names))
-    told -= {"fusefs mount", "onDelete", "metadataTtl"}  # the class's alone, another spelling
+        documented |= set(re.findall("`([^`]+)`", meaning if "a setting of" in names else names))
+    documented -= {"fusefs mount", "onDelete", "metadataTtl"}  # the class's alone, another spelling
     settings = {name.replace("_", "-") for name in options._TAKEN}
-    assert told == settings | options._OWN | LOCATION_KEYS - {"endpoint"}
+    assert documented == settings | options._OWN | LOCATION_KEYS - {"endpoint"}

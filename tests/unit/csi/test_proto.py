@@ -25,7 +25,7 @@ SCALARS = {
 
 
 class Teller:
-    """A file's descriptor, told in the words of the data."""
+    """A file's descriptor, in the words of the data."""
 
     def __init__(self, file: FileDescriptor) -> None:
         self._file = file
@@ -83,8 +83,8 @@ class Teller:
     [(csi_pb2, "csi-1.12.0.txt"), (pluginregistration_pb2, "pluginregistration-v1.txt")],
 )
 def test_the_interface_is_that_of_the_specification(module: Any, data: str) -> None:
-    told = set(Teller(module.DESCRIPTOR).lines())
-    assert told == set((DATA / data).read_text().splitlines())
+    lines = set(Teller(module.DESCRIPTOR).lines())
+    assert lines == set((DATA / data).read_text().splitlines())
 
 
 def test_every_field_with_secrets_is_marked() -> None:

@@ -54,7 +54,7 @@ class Kernel:
         size = protocol.IN_HEADER.size + len(body)
         self.end.send(protocol.IN_HEADER.pack(size, opcode, unique, 0, 0, 0, 0, 0, 0) + body)
 
-    def told(self) -> tuple[int, bytes]:
+    def notification(self) -> tuple[int, bytes]:
         """What the session wrote next, behind a request's number or a notification's code."""
         message = self.end.recv(1 << 16)
         size, error, unique = protocol.OUT_HEADER.unpack_from(message)
@@ -77,7 +77,7 @@ async def negotiated(
     """What becomes of an offer: the flags, and the other fields of the answer."""
     kernel.offer(flags, minor)
     await kernel.session.negotiate()
-    unique, answer = kernel.told()
+    unique, answer = kernel.notification()
     assert unique == UNIQUE
     assert kernel.log == [answer]
     names = [name for name, _ in protocol.INIT_OUT.fields]
@@ -144,15 +144,15 @@ async def test_a_kernel_that_is_too_old_is_named_with_what_to_do(
 async def test_no_notification_makes_the_kernel_wait(kernel: Kernel) -> None:
     await negotiated(kernel, EVERYTHING)
     kernel.session.invalidate_attributes(5)
-    code, body = kernel.told()
+    code, body = kernel.notification()
     assert code == protocol.NOTIFY_INVAL_INODE_CODE
     node, offset, _ = protocol.NOTIFY_INVAL_INODE.unpack_from(body)
     assert node == 5
     assert offset < 0, "with its pages, it would wait for whoever reads them"
     kernel.session.invalidate_names()
-    assert kernel.told() == (protocol.NOTIFY_INC_EPOCH_CODE, b"")
+    assert kernel.notification() == (protocol.NOTIFY_INC_EPOCH_CODE, b"")
     kernel.session.adopt(kernel.log[0], is_all_answered=False)
-    assert kernel.told() == (protocol.NOTIFY_RESEND_CODE, b"")
+    assert kernel.notification() == (protocol.NOTIFY_RESEND_CODE, b"")
 
 
 @pytest.mark.parametrize("is_masked", [True, False])

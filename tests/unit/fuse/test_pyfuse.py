@@ -21,7 +21,7 @@ async def test_a_request_that_meets_a_fault_of_ours_is_eio_and_the_mount_goes_on
 
     operations: Any = SimpleNamespace(lookup=fail)
     caller: Any = SimpleNamespace(uid=0, gid=0, pid=1)
-    with caplog.at_level(logging.ERROR), pytest.raises(pyfuse3.FUSEError) as told:
+    with caplog.at_level(logging.ERROR), pytest.raises(pyfuse3.FUSEError) as error:
         await Pyfuse3Handlers(operations).lookup(1, b"name", caller)
-    assert told.value.errno == errno.EIO
+    assert error.value.errno == errno.EIO
     assert "so it goes" in caplog.text

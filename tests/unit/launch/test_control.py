@@ -27,10 +27,10 @@ async def test_a_request_is_answered(tmp_path: Path, nursery: trio.Nursery) -> N
 
     async def answer(request: dict[str, Any]) -> dict[str, Any]:
         await trio.lowlevel.checkpoint()
-        return {"asked": request["command"]}
+        return {"received": request["command"]}
 
     await nursery.start(functools.partial(control_socket.serve, path, answer))
-    assert await ask(path, "hello") == {"asked": "hello"}
+    assert await ask(path, "hello") == {"received": "hello"}
     assert path.stat().st_mode & 0o777 == 0o600
 
 

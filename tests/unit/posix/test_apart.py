@@ -1,4 +1,4 @@
-"""Changes that go on when whoever asked for them is cancelled."""
+"""Changes that go on when the request for them is cancelled."""
 
 from __future__ import annotations
 

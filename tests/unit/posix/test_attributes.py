@@ -260,33 +260,33 @@ async def test_attributes_of_an_unlinked_open_file_are_its_own(mount: MortalMoun
     assert mount.store.contents() == {}
 
 
-# --- asked ahead -----------------------------------------------------------------
+# --- sent ahead ------------------------------------------------------------------
 
 NAMES = [f"{number:03}" for number in range(100)]
 
 
 async def walk(mount: MortalMount, names: list[str]) -> list[int]:
-    """Look names up one after the other; how many HEADs had been asked after each."""
+    """Look names up one after the other; how many HEADs had been sent after each."""
     for name in NAMES:
         mount.store.put("d/" + name, b"x", mode=str(stat.S_IFREG | 0o600))
     async with mount.serving() as process:
         await process.node("d")
         before = mount.store.count("HEAD")
-        asked = []
+        heads = []
         for name in names:
             assert (await shown(process, "d/" + name))[0] == stat.S_IFREG | 0o600
-            asked.append(mount.store.count("HEAD") - before)
-    return asked
+            heads.append(mount.store.count("HEAD") - before)
+    return heads
 
 
 async def test_who_goes_through_a_directory_in_order_is_asked_for_ahead(
     mount: MortalMount,
 ) -> None:
-    asked = await walk(mount, NAMES)
-    assert asked[0] == 1
-    assert asked[30] > 45, asked
-    assert max(ahead - done for done, ahead in enumerate(asked)) <= 2 * 32
-    assert asked[-1] == len(NAMES)
+    heads = await walk(mount, NAMES)
+    assert heads[0] == 1
+    assert heads[30] > 45, heads
+    assert max(ahead - done for done, ahead in enumerate(heads)) <= 2 * 32
+    assert heads[-1] == len(NAMES)
 
 
 async def test_who_looks_here_and_there_gets_what_was_asked_for_alone(mount: MortalMount) -> None:
@@ -336,4 +336,4 @@ async def test_what_was_asked_once_is_known_when_the_kernel_has_forgotten_the_na
                 assert process.operations.head_cache.meta(inode).mode == stat.S_IFREG | 0o600
                 process.operations.forget(inode.nodeid, inode.nlookup)
             # What is new may change again within the second that S3 tells.
-            assert mount.store.asked.count(("HEAD", name)) == heads
+            assert mount.store.requests.count(("HEAD", name)) == heads

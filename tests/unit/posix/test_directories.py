@@ -87,12 +87,12 @@ def test_a_stream_tells_each_name_once_in_order(keys: set[str], page_size: int) 
 @given(PREFIXED, st.integers(1, 7), st.lists(NAME, min_size=1, max_size=12), st.data())
 @settings(deadline=None)
 def test_lookups_and_streams_in_any_order_tell_what_is_there(
-    keys: set[str], page_size: int, asked: list[str], data: st.DataObject
+    keys: set[str], page_size: int, looked_up: list[str], data: st.DataObject
 ) -> None:
     async def check() -> None:
         names = expected(keys, "p/")
         async with listings(Bucket(keys, page_size)) as directories:
-            for name in asked + sorted(names):
+            for name in looked_up + sorted(names):
                 if data.draw(st.booleans()):
                     ordered = sorted(names, key=position)
                     start = data.draw(st.sampled_from(["", *map(position, ordered)]))

@@ -1,4 +1,4 @@
-"""The node and handle tables: ids that are never used twice, and go when nobody knows them."""
+"""The node and handle tables: ids are never used twice, and go when the kernel forgets them."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ NAMES = st.sampled_from(["a", "b", "c", "d"])
 
 
 class Kernel(RuleBasedStateMachine):
-    """The kernel's side: what it was told and has not forgotten must be known, and nothing more."""
+    """The kernel's side: what it knows and has not forgotten must be known, and nothing more."""
 
     directories: Bundle[Inode] = Bundle("directories")
     references: Bundle[int] = Bundle("references")
@@ -193,7 +193,7 @@ class Kernel(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.log.close(remove=True)
 
-    def told(self, inode: Inode) -> int:
+    def answered(self, inode: Inode) -> int:
         self.table.count(inode, 0.0)
         assert self.versions.setdefault(inode.nodeid, inode.info) == inode.info
         self.held[inode.nodeid] = self.held.get(inode.nodeid, 0) + 1
@@ -203,12 +203,12 @@ class Kernel(RuleBasedStateMachine):
     def look_up_a_file(self, name: str, etag: str, data: st.DataObject) -> int:
         parent = self.some_directory(data)
         key = self.table.key(parent) + name
-        return self.told(self.table.resolve(parent, name, info(key, etag), key))
+        return self.answered(self.table.resolve(parent, name, info(key, etag), key))
 
     @rule(target=references, name=NAMES, data=st.data())
     def look_up_a_directory(self, name: str, data: st.DataObject) -> int:
         parent = self.some_directory(data)
-        return self.told(self.table.resolve(parent, name, None, self.table.key(parent) + name))
+        return self.answered(self.table.resolve(parent, name, None, self.table.key(parent) + name))
 
     @rule(target=references, reference=consumes(references))
     def forget(self, reference: int) -> object:

@@ -35,21 +35,21 @@ METAS = st.builds(
 
 
 @given(METAS)
-def test_what_is_written_is_read_again(said: Meta) -> None:
-    assert object_metadata.read(said.as_metadata(), FILE) == said
+def test_what_is_written_is_read_again(meta: Meta) -> None:
+    assert object_metadata.read(meta.as_metadata(), FILE) == meta
 
 
 @given(METAS)
-def test_what_is_written_can_be_a_header(said: Meta) -> None:
-    for value in said.as_metadata().values():
+def test_what_is_written_can_be_a_header(meta: Meta) -> None:
+    for value in meta.as_metadata().values():
         assert value.isascii()
         assert value.isprintable()
         assert value == value.strip()
 
 
 @given(st.dictionaries(st.sampled_from(["mode", "uid", "gid", "mtime", "xattr"]), ANYTHING))
-def test_whatever_stands_there_is_read_as_something(told: dict[str, str]) -> None:
-    found = object_metadata.read(told, FILE)
+def test_whatever_stands_there_is_read_as_something(metadata: dict[str, str]) -> None:
+    found = object_metadata.read(metadata, FILE)
     assert stat.S_IFMT(found.mode) in (stat.S_IFREG, stat.S_IFLNK)
     assert not found.mode & 0o6000
     assert object_metadata.read(found.as_metadata(), FILE).mode == found.mode
@@ -63,7 +63,7 @@ def test_decimal_and_octal_modes_are_told_apart(bits: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "mode"),
+    ("metadata", "mode"),
     [
         ({}, FILE.mode),
         ({"mode": ""}, FILE.mode),
@@ -74,8 +74,10 @@ def test_decimal_and_octal_modes_are_told_apart(bits: int) -> None:
         ({"mode": "9" * 30}, FILE.mode),
     ],
 )
-def test_a_file_is_a_file_or_a_link_whatever_its_mode_says(told: dict[str, str], mode: int) -> None:
-    assert object_metadata.read(told, FILE).mode == mode
+def test_a_file_is_a_file_or_a_link_whatever_its_mode_says(
+    metadata: dict[str, str], mode: int
+) -> None:
+    assert object_metadata.read(metadata, FILE).mode == mode
 
 
 @pytest.mark.parametrize(
@@ -98,19 +100,19 @@ def test_a_time_is_seconds_with_or_without_a_fraction(text: str, mtime_ns: int |
 
 
 def test_times_that_will_be_wrong_are_not_kept() -> None:
-    told = {"mode": "33188", "atime": "1", "ctime": "2", "fusefs-change": "0-1", "btime": "3"}
-    assert object_metadata.read(told, FILE).other == (("btime", "3"),)
+    metadata = {"mode": "33188", "atime": "1", "ctime": "2", "fusefs-change": "0-1", "btime": "3"}
+    assert object_metadata.read(metadata, FILE).other == (("btime", "3"),)
 
 
 def test_what_cannot_be_sent_again_is_left_out() -> None:
-    told = {"a": "größe", "b": " x", "c": "", "d": "x\ny", "e": "fine"}
-    assert object_metadata.read(told, FILE).other == (("e", "fine"),)
+    metadata = {"a": "größe", "b": " x", "c": "", "d": "x\ny", "e": "fine"}
+    assert object_metadata.read(metadata, FILE).other == (("e", "fine"),)
 
 
 def test_what_fits_is_counted_with_its_headers() -> None:
     # "x-amz-meta-" for each, the names, and what they say; and the token of the change.
-    said = Meta(stat.S_IFREG | 0o644, 0, 0, 0, other=(("note", "x"),))
-    counted = sum(11 + len(name) + len(text) for name, text in said.as_metadata().items())
+    meta = Meta(stat.S_IFREG | 0o644, 0, 0, 0, other=(("note", "x"),))
+    counted = sum(11 + len(name) + len(text) for name, text in meta.as_metadata().items())
     room = METADATA_LIMIT - counted - 11 - CHANGE_SIZE
-    assert said.changed(other=(("note", "x" * (1 + room)),)).fits
-    assert not said.changed(other=(("note", "x" * (2 + room)),)).fits
+    assert meta.changed(other=(("note", "x" * (1 + room)),)).fits
+    assert not meta.changed(other=(("note", "x" * (2 + room)),)).fits

@@ -46,7 +46,7 @@ async def change(process: Process, inode: Inode) -> tuple[int, int, int]:
     return stat.S_IMODE(shown.mode), shown.uid, shown.mtime_ns
 
 
-def said(mount: MortalMount, key: str) -> dict[str, str]:
+def metadata_of(mount: MortalMount, key: str) -> dict[str, str]:
     return dict(mount.store.objects[key].info.metadata or {})
 
 
@@ -61,8 +61,8 @@ async def test_what_was_edited_meanwhile_is_still_that_file(mount: MortalMount) 
         assert await process.node("file") is not inode
         await process.writer.deferred.drain()
     assert mount.store.contents()["file"] == b""
-    assert CHANGED.items() <= said(mount, "file").items()
-    assert "xattr" in said(mount, "file")
+    assert CHANGED.items() <= metadata_of(mount, "file").items()
+    assert "xattr" in metadata_of(mount, "file")
 
 
 async def test_the_attributes_that_the_name_got_meanwhile_stay(mount: MortalMount) -> None:
@@ -74,7 +74,7 @@ async def test_the_attributes_that_the_name_got_meanwhile_stay(mount: MortalMoun
         await mutations(process).setattr(inode.nodeid, NewAttributes(mode=0o600))
         await process.writer.deferred.drain()
     expected = {"uid": "5", "mtime": "1.000000000", "mode": CHANGED["mode"], "note": "kept"}
-    assert expected.items() <= said(mount, "file").items()
+    assert expected.items() <= metadata_of(mount, "file").items()
 
 
 @states(
@@ -93,7 +93,7 @@ async def test_what_was_edited_and_renamed_is_changed_under_its_new_name(
         inode = process.operations.inodes.get(inode.nodeid)
         assert await change(process, inode) == (0o600, 7, 9 * 10**9)
         await process.writer.deferred.drain()
-    assert CHANGED.items() <= said(mount, "new").items()
+    assert CHANGED.items() <= metadata_of(mount, "new").items()
 
 
 @pytest.mark.parametrize("is_renamed", [True, False])
@@ -108,9 +108,9 @@ async def test_what_was_edited_and_then_removed_is_no_name_any_more(
         if not is_renamed:
             await process.unlink("file")
         await process.rename("tmp", "file")
-        before = said(mount, "file")
+        before = metadata_of(mount, "file")
         assert await change(process, inode) == (0o600, 7, 9 * 10**9)
-    assert said(mount, "file") == before
+    assert metadata_of(mount, "file") == before
 
 
 @pytest.mark.parametrize("content", [b"content", b"other"])
@@ -125,9 +125,9 @@ async def test_what_was_replaced_by_a_rename_is_left_alone(
         inode = await opened(process, "file")
         await process.save("tmp", content)
         await process.rename("tmp", "file")
-        before = said(mount, "file")
+        before = metadata_of(mount, "file")
         assert await change(process, inode) == (0o600, 7, 9 * 10**9)
-    assert said(mount, "file") == before
+    assert metadata_of(mount, "file") == before
     assert mount.store.contents() == {"file": content}
 
 
@@ -136,9 +136,9 @@ async def test_what_was_removed_and_made_again_is_left_alone(mount: MortalMount)
         inode = await opened(process, "file")
         await process.unlink("file")
         await process.save("file", b"content")
-        before = said(mount, "file")
+        before = metadata_of(mount, "file")
         assert await change(process, inode) == (0o600, 7, 9 * 10**9)
-    assert said(mount, "file") == before
+    assert metadata_of(mount, "file") == before
 
 
 async def test_a_removed_directory_that_is_open_is_not_made_again(mount: MortalMount) -> None:
@@ -170,7 +170,7 @@ async def test_what_somebody_else_has_replaced_or_removed_is_looked_up_again(
         now = await process.node("file")
         await mutations(process).setattr(now.nodeid, NewAttributes(mode=0o600))
         await process.writer.deferred.drain()
-    assert said(mount, "file")["mode"] == CHANGED["mode"]
+    assert metadata_of(mount, "file")["mode"] == CHANGED["mode"]
 
 
 async def test_a_name_that_another_node_has_by_now_is_not_truncated_through_the_old_one(

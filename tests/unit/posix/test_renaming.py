@@ -85,7 +85,7 @@ async def test_what_was_cached_is_not_downloaded_again(mount: MortalMount) -> No
         await process.save("old/saved", b"saved")
         await process.rename("old", "new")
         await process.rename("new/saved", "final")
-        mount.store.asked.clear()
+        mount.store.requests.clear()
         for path, data in tree.items():
             assert await process.load(f"new/{path}") == data
         assert await process.load("final") == b"saved"
@@ -119,7 +119,7 @@ async def test_what_is_only_staged_is_uploaded_under_the_new_name_alone(
         await process.write(fh, 3, b"two")
         await process.close(fh)
         assert mount.store.contents() == {"new/fresh": b"onetwo"}
-        assert not [key for what, key in mount.store.asked if what == "PUT" and "old/f" in key]
+        assert not [key for what, key in mount.store.requests if what == "PUT" and "old/f" in key]
 
 
 @states("Files that are open, also for writing, go on under the new name.")
@@ -215,8 +215,8 @@ async def test_what_cannot_be_deleted_yet_is_deleted_later(mount: MortalMount) -
         await process.rename("old", "new")
         assert below(mount.store, "old/") == {"2": b"2"}
         assert await process.listing() == ["new"]
-        (told,) = process.changes.describe_renames()
-        assert (told["phase"], told["copied"], told["deleted"]) == ("deleting", 8, 7)
+        (state,) = process.changes.describe_renames()
+        assert (state["phase"], state["copied"], state["deleted"]) == ("deleting", 8, 7)
         # What comes into being under the old name stays.
         await process.mkdir("old")
         await process.save("old/1", b"1")
@@ -283,7 +283,7 @@ async def test_the_next_mount_finishes_what_a_dead_machine_had_begun(tmp_path: P
         assert {**below(mount.store, "old/"), **below(mount.store, "new/")} == tree
         is_on_record = list((mount.directory / "renames").glob("*.json"))
         mount.reboot()
-        mount.store.asked.clear()
+        mount.store.requests.clear()
         async with mount.serving() as process:
             for one in list(process.changes._renames._unfinished):
                 assert await process.changes._renames.finish(one)
@@ -301,14 +301,14 @@ async def test_a_record_of_another_bucket_is_left_alone(mount: MortalMount) -> N
     fill(mount.store, "old/")
     record = mount.directory / "renames" / "1.json"
     record.parent.mkdir()
-    told = (
+    text = (
         '{"source": "other", "old": "old/", "new": "new/", "phase": "copying",'
         ' "has_replaced": false}'
     )
-    record.write_text(told)
+    record.write_text(text)
     async with mount.serving() as process:
         assert process.changes.describe_renames() == []
-    assert record.read_text() == told
+    assert record.read_text() == text
 
 
 def die_at(store: MemoryStore, point: int) -> None:
@@ -344,7 +344,7 @@ async def test_what_is_not_one_step_is_refused(mount: MortalMount, flags: int) -
 
 @states("Where the store has conditional copies, RENAME_NOREPLACE replaces no other node's file.")
 async def test_what_another_node_has_just_made_is_not_replaced(mount: MortalMount) -> None:
-    """If that is what the program asked for, as `mv` does."""
+    """If that is what the program wants, as `mv` does."""
     mount.store.put("a", b"a")
     async with mount.serving() as process:
         assert await process.listing() == ["a"]
@@ -435,7 +435,7 @@ async def test_removing_a_tree_asks_for_no_listings(mount: MortalMount) -> None:
         await process.listing()
         await process.listing("tree")
         await process.listing("tree/sub")
-        mount.store.asked.clear()
+        mount.store.requests.clear()
         for name in ("0", "1", "2", "3", "sub/x"):
             await process.unlink(f"tree/{name}")
         await process.rmdir("tree/sub")

@@ -1,4 +1,4 @@
-"""Requests that come twice: whoever did them first died somewhere, and nobody notices.
+"""Requests that come twice: whoever did them first died somewhere, unnoticed.
 
 The process is killed at each point in turn: before and after every request to
 the bucket, every record of the journal, and every record of a staged file.

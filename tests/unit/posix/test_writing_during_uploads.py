@@ -22,7 +22,7 @@ LIMIT_S = 20.0
 
 
 class SlowStore(MemoryStore):
-    """A bucket that takes no object before it is told to; `begun` when the first has come."""
+    """A bucket that takes no object before it is released; `begun` when the first has come."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """A program makes, writes, renames and deletes a file; the process dies at each step in turn.
 
 The steps are those of tests/support/survival/fate.py and the requests to the bucket.
-What was not answered is asked for again, as the kernel does.
+What was not answered is sent again, as the kernel does.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ async def check(process: Process, mount: MortalMount, expected: dict[str, bytes]
     async with trio.open_nursery() as nursery:
         nursery.start_soon(process.writer.backlog.run)
         with trio.fail_after(LIMIT_S):
-            while process.writer.staging.pending:  # noqa: ASYNC110 - nobody sets an event
+            while process.writer.staging.pending:  # noqa: ASYNC110 - there is no event
                 await trio.sleep(0.001)
         nursery.cancel_scope.cancel()
     assert mount.store.contents() == expected
@@ -141,15 +141,15 @@ async def check(process: Process, mount: MortalMount, expected: dict[str, bytes]
 async def test_a_rename_that_is_just_being_recorded_is_left_to_who_asked_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that nobody waits for are looked for at the same time."""
+    """Those that no program waits for are looked for at the same time."""
     mount = MortalMount(tmp_path)
     mount.store.put("d/a", b"a")
     is_let_go = threading.Event()
     write = Renames._write
 
-    def write_late(self: Renames, path: Path, told: str) -> None:
+    def write_late(self: Renames, path: Path, text: str) -> None:
         assert is_let_go.wait(LIMIT_S)
-        write(self, path, told)
+        write(self, path, text)
 
     monkeypatch.setattr(Renames, "_write", write_late)
     async with mount.serving() as process, trio.open_nursery() as nursery:
@@ -160,9 +160,9 @@ async def test_a_rename_that_is_just_being_recorded_is_left_to_who_asked_for_it(
         assert mount.store.contents() == {"d/a": b"a"}
         is_let_go.set()
         with trio.fail_after(LIMIT_S):
-            while mount.store.contents() != {"e/a": b"a"}:  # noqa: ASYNC110 - nobody sets an event
+            while mount.store.contents() != {"e/a": b"a"}:  # noqa: ASYNC110 - there is no event
                 await trio.sleep(0.001)
-            while process.changes.describe_renames():  # noqa: ASYNC110 - nobody sets an event
+            while process.changes.describe_renames():  # noqa: ASYNC110 - there is no event
                 await trio.sleep(0.001)
         nursery.cancel_scope.cancel()
     assert list((tmp_path / "renames").iterdir()) == []

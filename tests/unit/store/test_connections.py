@@ -46,7 +46,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 class Holders:
-    """Tasks that take a connection each, in a known order, and hold it until told."""
+    """Tasks that take a connection each, in a known order, and hold it until released."""
 
     def __init__(self, budget: ConnectionBudget, nursery: trio.Nursery) -> None:
         self._budget = budget

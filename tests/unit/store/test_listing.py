@@ -26,17 +26,17 @@ DEFAULTS = {
 
 
 def entry(order: tuple[str, ...] = AWS, **fields: str) -> str:
-    told = {**DEFAULTS, **fields}
+    fields = {**DEFAULTS, **fields}
     return (
-        "<Contents>" + "".join(f"<{name}>{told[name]}</{name}>" for name in order) + "</Contents>"
+        "<Contents>" + "".join(f"<{name}>{fields[name]}</{name}>" for name in order) + "</Contents>"
     )
 
 
 def document(*parts: str, namespace: str = NAMESPACE, encoding: str = "url") -> bytes:
-    told = f"<EncodingType>{encoding}</EncodingType>" if encoding else ""
+    element = f"<EncodingType>{encoding}</EncodingType>" if encoding else ""
     return (
         f'<?xml version="1.0" encoding="UTF-8"?>\n<ListBucketResult{namespace}>'
-        f"<Name>bucket</Name>{''.join(parts)}{told}</ListBucketResult>"
+        f"<Name>bucket</Name>{''.join(parts)}{element}</ListBucketResult>"
     ).encode()
 
 
@@ -83,7 +83,7 @@ def test_fractions_of_a_second_are_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "key"),
+    ("encoded", "key"),
     [
         ("a+b", "a b"),
         ("a%2Bb", "a+b"),
@@ -96,8 +96,8 @@ def test_fractions_of_a_second_are_left_out() -> None:
         ("a%26b", "a&b"),
     ],
 )
-def test_encoded_keys_are_decoded(told: str, key: str) -> None:
-    assert parse(document(entry(Key=told))).objects[0].key == key
+def test_encoded_keys_are_decoded(encoded: str, key: str) -> None:
+    assert parse(document(entry(Key=encoded))).objects[0].key == key
 
 
 def test_keys_are_taken_as_they_are_where_nothing_is_encoded() -> None:
@@ -201,9 +201,12 @@ def test_every_key_arrives_as_it_is(keys: list[str]) -> None:
     st.sampled_from([AWS, SEAWEEDFS]),
 )
 def test_both_ways_of_reading_agree(
-    told: list[tuple[str, int, str]], order: tuple[str, ...]
+    encoded: list[tuple[str, int, str]], order: tuple[str, ...]
 ) -> None:
     body = document(
-        *(entry(order, Key=quote_plus(key), Size=str(size), ETag=etag) for key, size, etag in told)
+        *(
+            entry(order, Key=quote_plus(key), Size=str(size), ETag=etag)
+            for key, size, etag in encoded
+        )
     )
     assert parse(body) == list_parser._page(ElementTree.fromstring(body), None)

@@ -30,7 +30,7 @@ async def test_a_file_that_is_whole_is_opened_at_once(mount: MortalMount) -> Non
     async with mount.serving() as process:
         await fetched(process)
         inode = await process.node("file")
-        before = len(mount.store.asked)
+        before = len(mount.store.requests)
         for _ in range(2):
             opened = process.operations.open(inode.nodeid, 0, process.caller())
             assert not hasattr(opened, "send"), "it waits"
@@ -38,7 +38,7 @@ async def test_a_file_that_is_whole_is_opened_at_once(mount: MortalMount) -> Non
             assert file.fd == -1
         assert await process.read(opened.fh) == CONTENT
         assert file.fd >= 0
-        assert len(mount.store.asked) == before
+        assert len(mount.store.requests) == before
 
 
 async def test_what_another_mount_evicted_since_is_fetched_again(
