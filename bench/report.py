@@ -95,6 +95,7 @@ TARGETS = (
     Target("flat_warm", 0.90, NATIVE),
     Target("mount_first_byte", 250, below=True),
     Target("publish_first_byte", 250, subject=CSI, below=True),
+    Target("publish20", 3, subject=CSI, below=True),
     Target("direct8", 4.0, ("fusefs-pyfuse3",), subject="fusefs-nopt"),
     Target("write_large", 0.85, ("obstore",)),
     Target("write_large", 1.0, PEERS),
@@ -247,8 +248,10 @@ def _targets(results: Results) -> str:
     for verdict in found:
         target = verdict.target
         floor = f"{'under ' if target.below else ''}{target.floor:,g}"
-        form = ",.2f" if target.references else ",.0f"
-        spread = f"{verdict.lowest:{form}} to {verdict.highest:{form}}"
+        ends = (verdict.lowest, verdict.highest)
+        spread = " to ".join(
+            f"{end:.2f}" if target.references else number_text(end) for end in ends
+        )
         ratio = f"{verdict.ratio:.2f}" if target.references else ""
         who = f"{target.subject} {target.row}"
         met = "yes" if verdict.is_met else "NO"

@@ -14,7 +14,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -167,17 +169,29 @@ class Session:
 
     def seconds_to_first_byte(self, path: Path, begin: Callable[[], None]) -> float:
         """From before `begin`, which makes the file's mount, until its first byte is read."""
+        return self.seconds_to_first_bytes({path: begin})[0]
+
+    def seconds_to_first_bytes(self, begins: Mapping[Path, Callable[[], None]]) -> list[float]:
+        """From before all of `begins`, which make the files' mounts at the same time.
+
+        In the order of `begins`.
+        """
+        with ExitStack() as cleanup:
+            readers = [cleanup.enter_context(self._waiting_reader(path)) for path in begins]
+            threads = cleanup.enter_context(ThreadPoolExecutor(len(readers)))
+            begun = time.monotonic()
+            moments = list(threads.map(_read_once_begun, readers, begins.values()))
+        return [moment - begun for moment in moments]
+
+    @contextmanager
+    def _waiting_reader(self, path: Path) -> Iterator[subprocess.Popen[str]]:
+        """A process that opens and reads a file as soon as it gets a line."""
         reader = processes.open_reader(
             _command("read_when_told", {"path": str(path)}), self._environment()
         )
         try:
             next_line(reader)
-            begun = time.monotonic()
-            begin()
-            assert reader.stdin is not None
-            reader.stdin.write("\n")
-            reader.stdin.flush()
-            return float(next_line(reader)["read_at"]) - begun
+            yield reader
         finally:
             processes.kill_group(reader)
 
@@ -223,6 +237,15 @@ def _command(
     operation: str, arguments: dict[str, Any], module: str = "bench.programs.readers"
 ) -> list[str]:
     return [sys.executable, "-m", module, json.dumps({"op": operation, **arguments})]
+
+
+def _read_once_begun(reader: subprocess.Popen[str], begin: Callable[[], None]) -> float:
+    """The moment, of the monotonic clock, at which a waiting reader has a first byte."""
+    begin()
+    assert reader.stdin is not None
+    reader.stdin.write("\n")
+    reader.stdin.flush()
+    return float(next_line(reader)["read_at"])
 
 
 def next_line(process: subprocess.Popen[str]) -> dict[str, Any]:

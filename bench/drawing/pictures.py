@@ -90,6 +90,7 @@ LATENCIES = {
     "mount_first_byte": "from the mount's command to a first byte",
     "publish_first_byte": "from NodePublishVolume to a first byte",
     "publish_second_pod": "the same for a second pod of a volume",
+    "publish20": "20 volumes published at once, to the last first byte",
     "recovery": "from the daemon's death to its first answer",
 }
 CROWDS = {
@@ -356,7 +357,7 @@ class _Rows:
     def latencies(self) -> list[Bars | Lines]:
         """A panel for each row, since their times are of different orders."""
         return [
-            Bars(title, "ms", (Group(row, "", self._marks(row)),))
+            Bars(title, UNITS[row], (Group(row, "", self._marks(row)),))
             for row, title in LATENCIES.items()
             if self._of(row)
         ]

@@ -1,6 +1,6 @@
 """The workloads of the group "starting": from the wish for a mount to a file's first byte.
 
-Values are milliseconds and MiB, so here less is better. The reader is a process that waits, ready
+Values are times and MiB, so here less is better. The reader is a process that waits, ready
 to open, and gets a message when the mount is there: so a mount that hangs hangs no more than that.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from bench.bucket import READY
@@ -16,6 +17,8 @@ from bench.session import Sample, Session
 
 MIB = 1024 * 1024
 TIMES = 5
+# As many as the pods of a job that start on a node at once may bring.
+AT_ONCE = 20
 # So many that what they share, which is divided among them, weighs little.
 VOLUMES = 5
 
@@ -40,6 +43,23 @@ def publish_second_pod(session: Session) -> Sample:
     """A volume that another pod of the node uses, as the same identity."""
     _publish_ms(session, "shared", "first-pod")
     return _median(lambda number: _publish_ms(session, "shared", f"pod-{number}"))
+
+
+def publish_at_once(session: Session) -> Sample:
+    """Many volumes that the node has not, published at the same time: until all have a byte."""
+    node = _node(session)
+    node.unpublish_all()
+    targets = {
+        f"at-once-{number}": node.target(f"at-once-{number}", "pod") for number in range(AT_ONCE)
+    }
+    seconds = session.seconds_to_first_bytes(
+        {
+            target / READY: partial(node.publish, volume, target)
+            for volume, target in targets.items()
+        }
+    )
+    node.unpublish_all()
+    return Sample(max(seconds), {"volumes": AT_ONCE, "seconds": seconds})
 
 
 def volume_mib(session: Session) -> Sample:

@@ -370,6 +370,12 @@ WORKLOADS = (
         starting.publish_second_pod,
     ),
     _starting(
+        "publish20",
+        "20 new volumes published at once, to the last one's first byte",
+        "s",
+        starting.publish_at_once,
+    ),
+    _starting(
         "volume_mib", "memory of a volume's processes, of 5 volumes", "MiB", starting.volume_mib
     ),
     _writing(
