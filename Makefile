@@ -4,6 +4,8 @@
 # make storm   daemons killed, stopped and upgraded by the hundred, for ten minutes and more
 # make test-ceph  the tests that use a server, against Ceph's gateway (ceph-mon, ceph-osd, radosgw)
 # make share   manual pages and shell completions, in build/share
+# make deb     a Debian package, in build/
+# make test-deb   that package in a fresh Debian: installed, upgraded under load, removed
 # make bench   the measurements against the bare disk and other mounts
 
 SHELL := /bin/bash
@@ -14,7 +16,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	--config-settings editable_mode=compat
 SOURCES := setup.py fusefs csi tests examples packaging $(wildcard bench)
 
-.PHONY: setup share demo test test-ceph lint storm bench clean
+.PHONY: setup share deb test-deb demo test test-ceph lint storm bench clean
 
 setup: $(STAMP)
 
@@ -28,6 +30,12 @@ $(STAMP): pyproject.toml setup.py $(wildcard proto/*.proto) .ci/system-packages 
 
 share: $(STAMP)
 	$(BIN)/python packaging/make_docs.py build/share
+
+deb: $(STAMP)
+	$(BIN)/python packaging/deb/build.py
+
+test-deb: $(STAMP)
+	$(BIN)/python -m pytest -s tests/packaging/debian/in_chroot.py
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.demo

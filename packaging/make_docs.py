@@ -128,6 +128,8 @@ def page(parser: argparse.ArgumentParser, date: str) -> str:
         "single_commands_section": True,
     }
     text = str(Manpage(parser, format="single-commands-section", _data=data))
+    # whatis(1) takes the name up to the first blank.
+    text = text.replace(f".SH NAME\n{parser.prog} ", f".SH NAME\n{title} ")
     # A blank would end the title, and troff's own input has no such character.
     return re.sub(r'^\.TH [^"]* "', f'.TH {title.upper()} "', text).replace("…", "...")
 

@@ -19,7 +19,8 @@ from fusefs.launch.mount_requests import keeper_request
 from fusefs.settings.mount import SETTINGS, MountSettings, RawValue, build
 from fusefs.settings.sources import CONFIG_VARIABLE, from_config, from_environment
 
-SETTINGS_TIMEOUT_S = 2.0
+# A keeper answers at once, but for a machine that is busy.
+SETTINGS_TIMEOUT_S = 15.0
 UPGRADE_TIMEOUT_S = 90.0
 
 
