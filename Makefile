@@ -6,6 +6,7 @@
 # make share   manual pages and shell completions, in build/share
 # make deb     a Debian package, in build/
 # make test-deb   that package in a fresh Debian: installed, upgraded under load, removed
+# make sbom    what the image has of Python, as CycloneDX, in build/sbom.json
 # make bench   the measurements against the bare disk and other mounts
 
 SHELL := /bin/bash
@@ -16,7 +17,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	--config-settings editable_mode=compat
 SOURCES := setup.py fusefs csi tests examples packaging $(wildcard bench)
 
-.PHONY: setup share deb test-deb demo test test-ceph lint storm bench clean
+.PHONY: setup share deb test-deb sbom demo test test-ceph lint storm bench clean
 
 setup: $(STAMP)
 
@@ -36,6 +37,12 @@ deb: $(STAMP)
 
 test-deb: $(STAMP)
 	$(BIN)/python -m pytest -s tests/packaging/debian/in_chroot.py
+
+SBOM := build/sbom.json
+sbom: $(STAMP)
+	mkdir -p $(dir $(SBOM))
+	$(BIN)/cyclonedx-py requirements --output-reproducible --no-validate --pyproject pyproject.toml \
+		--output-file $(SBOM) image/requirements.txt
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.demo

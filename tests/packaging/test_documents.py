@@ -70,6 +70,9 @@ def test_commands_in_the_text_are_known(path: Path) -> None:
         if words[0] in commands:
             assert len(words) == 1 or words[1].startswith("-") or words[1] in commands[words[0]]
             is_ours = True
+            # One that only names an option says less than it has to.
+            fault = fault_of(words) if len(words) > 2 else None
+            assert fault is None or "required" in fault or "expected" in fault, fault
         else:
             is_ours = path in OPERATORS and words[0].startswith("--")
         for word in words if is_ours else []:

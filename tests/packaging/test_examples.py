@@ -7,8 +7,10 @@ in them, and all else, against Kubernetes' schemas.
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +22,7 @@ import pytest
 from csi.server import DRIVER_NAME
 from csi.volume import location, stores
 from csi.volume.options import check_attributes
+from tests.support.mounting import Mounter
 from tests.support.packaging.kinds import check_kind
 from tests.support.packaging.manifests import (
     MANIFESTS,
@@ -34,6 +37,7 @@ from tests.support.packaging.manifests import (
     read,
     render,
 )
+from tests.support.servers.buckets import Bucket
 
 DIRECTORY = PROJECT / "examples/kubernetes"
 EXAMPLES = sorted(DIRECTORY.glob("*.yaml"))
@@ -131,8 +135,14 @@ def understand(source: Object, flags: list[str], *, is_inline: bool) -> None:
 def test_whoever_is_not_root_has_the_group_that_may_write(path: Path) -> None:
     for pod in pods(path):
         context = pod["spec"].get("securityContext", {})
+        # Memory belongs to whoever mounts it, and a ConfigMap cannot be written.
+        own = {
+            each["name"]
+            for each in pod["spec"].get("volumes", [])
+            if "emptyDir" in each or "configMap" in each
+        }
         writes = any(
-            not mount.get("readOnly") and mount["name"] not in ("scripts",)
+            not mount.get("readOnly") and mount["name"] not in own
             for each in containers(pod)
             for mount in each.get("volumeMounts", [])
         )
@@ -175,6 +185,45 @@ def test_every_example_is_in_the_list() -> None:
     here = {path.name for path in DIRECTORY.iterdir() if path.suffix in (".yaml", ".py")}
     assert here <= listed
     assert all((DIRECTORY / name).exists() for name in listed)
+
+
+def test_the_rules_for_gpus_are_those_of_the_monitoring() -> None:
+    [rules] = read((PROJECT / "monitoring/prometheus/rules.yaml").read_text())
+    ours = {
+        rule["record"]: rule
+        for group in rules["groups"]
+        for rule in group["rules"]
+        if "record" in rule
+    }
+    [example] = every(documents(DIRECTORY / "dcgm.yaml"), "PrometheusRule")
+    for rule in example["spec"]["groups"][0]["rules"]:
+        assert rule == ours[rule["record"]]
+    [monitor] = every(documents(DIRECTORY / "dcgm.yaml"), "PodMonitor")
+    [own] = read((MANIFESTS / "components/pod-monitor/podmonitor.yaml").read_text())
+    assert monitor["spec"]["podMetricsEndpoints"] == own["spec"]["podMetricsEndpoints"]
+
+
+def test_the_pods_of_a_job_fetch_parts_that_are_disjoint_and_all(
+    mounter: Mounter, bucket: Bucket
+) -> None:
+    """The init container's own command, over a mount, as each of the pods."""
+    names = [f"train/{number:02} of 'all'.tar" for number in range(10)]
+    for name in names:
+        bucket.put(name, f"{name}\n".encode())
+    [job] = every(documents(DIRECTORY / "warm-shards.yaml"), "Job")
+    [warm] = job["spec"]["template"]["spec"]["initContainers"]
+    count = job["spec"]["completions"]
+    assert warm["env"] == [{"name": "SHARDS", "value": str(count)}]
+    mount = mounter()
+    command = [word.replace("/data", str(mount.path)) for word in warm["command"]]
+    command[-1] = command[-1].removesuffix(" > /dev/null")
+    read_by = []
+    for index in range(count):
+        environment = {**os.environ, "SHARDS": str(count), "JOB_COMPLETION_INDEX": str(index)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        read_by.append(done.stdout.splitlines())
+    assert sorted(len(part) for part in read_by) == [2, 2, 3, 3]
+    assert sorted(name for part in read_by for name in part) == names
 
 
 def test_the_airflow_tasks_mount_the_claim_of_the_dynamic_example(

@@ -8,6 +8,7 @@ needed; it stands for the base image, which no test here can fetch).
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.support.packaging.image import (
     PROJECT,
@@ -158,8 +160,22 @@ def test_all_steps_run_in_a_fresh_root(found: list[Stage], tmp_path: Path) -> No
         run_in(root, "fusefs-csi node --help && fusefs-csi controller --help", user=user)
         run_in(root, "/opt/fusefs/bin/python -c 'import pyfuse3'", user=user)
         assert run_in(root, "command -v gcc cc pip || echo none", user=user).strip() == "none"
-        own = size_of(root / "opt/fusefs")
-        print(f"/opt/fusefs {own / MIB:.0f} MiB, all {size_of(root) / MIB:.0f} MiB")
+        own, whole = size_of(root / "opt/fusefs"), size_of(root) - not_in_slim(root)
+        print(f"/opt/fusefs {own / MIB:.0f} MiB, all {whole / MIB:.0f} MiB")
+        listed = json.loads((root / "opt/fusefs/share/sbom.json").read_text())["components"]
+        versions = {canonicalize_name(each["name"]): each["version"] for each in listed}
+        pinned = {name: version for name, (version, _) in pins("requirements.txt").items()}
+        assert versions.items() >= pinned.items()
+        assert "fusefs" in versions
         assert own < 120 * MIB
+        assert whole < 300 * MIB
     finally:
         shutil.rmtree(tmp_path)
+
+
+def not_in_slim(root: Path) -> int:
+    """The bytes of what mmdebstrap keeps and Debian's slim images leave out."""
+    left_out = ("share/doc", "share/info", "share/locale", "share/man")
+    found = [root / "usr" / name for name in left_out]
+    found += [root / "var/lib/apt/lists", root / "var/cache/apt"]
+    return sum(size_of(path) for path in found)

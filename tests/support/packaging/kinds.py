@@ -1,7 +1,8 @@
 """The kinds of other operators that the examples use: which fields there are, and of which type.
 
 Written from the operators' Go types, as they were stored in 2026: Kubeflow's training operator
-(kubeflow.org/v1), its MPI operator (kubeflow.org/v2beta1) and KubeRay (ray.io/v1). Only fields
+(kubeflow.org/v1), its MPI operator (kubeflow.org/v2beta1), KubeRay (ray.io/v1) and the Prometheus
+operator (monitoring.coreos.com/v1). Only fields
 that a user sets, and fewer than newer versions have: a field that is not here is an error. Pod
 templates are left open, for Kubernetes' own schema checks them.
 """
@@ -73,7 +74,55 @@ _WORKERS = {
     "template": _TEMPLATE,
 }
 
+_SELECTOR = {"type": "object", "minProperties": 1}
+_RELABELING = _object(
+    {
+        "sourceLabels": {"type": "array", "items": _TEXT},
+        "targetLabel": _TEXT,
+        "regex": _TEXT,
+        "replacement": _TEXT,
+        "action": _TEXT,
+    }
+)
+_ENDPOINT = _object(
+    {
+        "port": _TEXT,
+        "path": _TEXT,
+        "interval": _TEXT,
+        "honorLabels": _SWITCH,
+        "relabelings": {"type": "array", "items": _RELABELING},
+    }
+)
+_RULE = _object(
+    {
+        "record": _TEXT,
+        "alert": _TEXT,
+        "expr": _TEXT,
+        "for": _TEXT,
+        "labels": _TEXTS,
+        "annotations": _TEXTS,
+    },
+    ("expr",),
+)
+_GROUP = _object(
+    {"name": _TEXT, "interval": _TEXT, "rules": {"type": "array", "items": _RULE}},
+    ("name", "rules"),
+)
+
 KINDS: dict[tuple[str, str], Schema] = {
+    ("monitoring.coreos.com/v1", "PodMonitor"): _kind(
+        _object(
+            {
+                "selector": _SELECTOR,
+                "namespaceSelector": {"type": "object"},
+                "podMetricsEndpoints": {"type": "array", "items": _ENDPOINT},
+            },
+            ("selector", "podMetricsEndpoints"),
+        )
+    ),
+    ("monitoring.coreos.com/v1", "PrometheusRule"): _kind(
+        _object({"groups": {"type": "array", "items": _GROUP}}, ("groups",))
+    ),
     ("kubeflow.org/v1", "PyTorchJob"): _kind(
         _object(
             {
@@ -83,6 +132,19 @@ KINDS: dict[tuple[str, str], Schema] = {
                 "nprocPerNode": _TEXT,
             },
             ("pytorchReplicaSpecs",),
+        )
+    ),
+    ("kubeflow.org/v1", "TFJob"): _kind(
+        _object(
+            {
+                "runPolicy": _RUN_POLICY,
+                "successPolicy": _one_of("", "AllWorkers"),
+                "enableDynamicWorker": _SWITCH,
+                "tfReplicaSpecs": _object(
+                    dict.fromkeys(("Chief", "Worker", "PS", "Evaluator"), _REPLICAS)
+                ),
+            },
+            ("tfReplicaSpecs",),
         )
     ),
     ("kubeflow.org/v2beta1", "MPIJob"): _kind(
