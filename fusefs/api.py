@@ -33,6 +33,7 @@ from fusefs.launch.mount_requests import (
 from fusefs.launch.preflight import LaunchError, check
 from fusefs.launch.registry import MountsError
 from fusefs.launch.registry import resolve as resolve_path
+from fusefs.linux.files import replace as replace_file
 from fusefs.linux.libc import MNT_DETACH, UMOUNT_NOFOLLOW, umount
 from fusefs.linux.mountinfo import KernelMount, kernel_mounts
 from fusefs.linux.processes import has_ended
@@ -132,6 +133,7 @@ __all__ = [
     "kernel_mounts",
     "metrics_target",
     "remove_registration",
+    "replace_file",
     "resolve_path",
     "runtime_environment",
     "serve_metrics",

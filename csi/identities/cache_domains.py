@@ -28,6 +28,7 @@ from pathlib import Path
 import grpc
 
 from csi.errors import CsiError, UnavailableError
+from fusefs.api import replace_file
 
 _KEY_SIZE = 32
 _NAME = re.compile(r"[0-9a-f]{32}")
@@ -172,12 +173,5 @@ def _key(path: Path) -> bytes:
     if len(key) == _KEY_SIZE:
         return key
     key = os.urandom(_KEY_SIZE)
-    unfinished = path.with_name(path.name + ".new")
-    unfinished.unlink(missing_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    with open(os.open(unfinished, flags, 0o600), "wb") as file:
-        file.write(key)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
+    replace_file(path, key, is_durable=True)
     return key

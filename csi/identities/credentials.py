@@ -36,6 +36,7 @@ from csi.errors import (
 from csi.identities.keys import Keys, keys_from
 from csi.volume.options import Options
 from csi.volume.stores import AWS, StoreSettings
+from fusefs.api import replace_file
 
 log = logging.getLogger(__name__)
 
@@ -246,9 +247,9 @@ class CredentialFiles:
         os.chown(directory, 0, uid)
         directory.chmod(0o710)
         if identity.keys is not None:
-            _replace(directory / "keys", _as_profile(identity.keys), uid)
+            replace_file(directory / "keys", _as_profile(identity.keys), owner=uid)
         elif identity.token is not None:
-            _replace(directory / "token", identity.token, uid)
+            replace_file(directory / "token", identity.token, owner=uid)
 
     def environment(
         self, mount: str, identity: Identity, store: StoreSettings, *, is_fips: bool = False
@@ -303,14 +304,3 @@ def _as_profile(keys: Keys) -> str:
     if keys.session_token:
         lines.append(f"aws_session_token = {keys.session_token}")
     return "\n".join([*lines, ""])
-
-
-def _replace(path: Path, text: str, uid: int) -> None:
-    """Have a file with `text` under this name, whole at every moment, for `uid` alone."""
-    unfinished = path.with_name(path.name + ".new")
-    unfinished.unlink(missing_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with open(os.open(unfinished, flags, 0o600), "w") as file:
-        os.fchown(file.fileno(), uid, uid)
-        file.write(text)
-    unfinished.replace(path)

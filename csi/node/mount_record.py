@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from csi.errors import ResourceExhaustedError
+from fusefs.api import replace_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +64,7 @@ class MountRecords:
             yield
 
     def write(self, record: MountRecord) -> None:
-        path = self._path(record.key)
-        unfinished = path.with_suffix(".new")
-        unfinished.write_text(json.dumps(asdict(record)))
-        unfinished.replace(path)
+        replace_file(self._path(record.key), json.dumps(asdict(record)))
 
     def read(self, key: str) -> MountRecord | None:
         try:

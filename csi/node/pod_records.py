@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from csi.errors import ResourceExhaustedError
+from fusefs.api import replace_file
 
 log = logging.getLogger(__name__)
 
@@ -99,10 +100,8 @@ class PodRecords:
         path = self._path(Path(record.target))
         if self._read(path) == record:
             return
-        unfinished = path.with_suffix(".new")
         try:
-            unfinished.write_text(json.dumps(asdict(record)))
-            unfinished.replace(path)
+            replace_file(path, json.dumps(asdict(record)))
         except OSError as error:
             log.warning("the pod %s/%s is not listed: %s", record.namespace, record.name, error)
 

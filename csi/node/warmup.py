@@ -31,6 +31,7 @@ from fusefs.api import (
     daemon_request,
     describe_duration,
     describe_warming,
+    replace_file,
 )
 
 log = logging.getLogger(__name__)
@@ -136,9 +137,7 @@ class Warmups:
             return record
 
     def _write(self, key: str, record: _Record) -> None:
-        unfinished = self._path(key).with_suffix(".new")
-        unfinished.write_text(json.dumps(asdict(record)))
-        unfinished.replace(self._path(key))
+        replace_file(self._path(key), json.dumps(asdict(record)))
 
     def _read(self, key: str) -> _Record | None:
         try:

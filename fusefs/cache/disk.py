@@ -25,6 +25,7 @@ import trio
 
 from fusefs.cache.catalog import Catalog
 from fusefs.cache.integrity.probes import DirectReader
+from fusefs.linux import files
 
 logger = logging.getLogger("fusefs.cache")
 
@@ -299,9 +300,7 @@ def _check_mark(directory: Path, mark: Path) -> None:
 
 def _write_mark(mark: Path) -> None:
     # Whole or not at all: this process may be killed at any moment.
-    unfinished = mark.with_name(f"format.{os.getpid()}")
-    unfinished.write_bytes(FORMAT_MARK)
-    unfinished.replace(mark)
+    files.replace(mark, FORMAT_MARK, suffix=f".{os.getpid()}")
 
 
 def _not_a_cache(directory: Path) -> CacheDirectoryError:

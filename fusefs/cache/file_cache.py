@@ -42,10 +42,11 @@ from fusefs.cache.catalog import Catalog, Row
 from fusefs.cache.catalog_writer import CatalogWriter
 from fusefs.cache.disk import ORPHAN_AGE_S, CacheDirectoryError, Disk, sweep_orphans
 from fusefs.cache.eviction_order import EvictionOrder
-from fusefs.cache.integrity.checksums import Sum, reader
+from fusefs.cache.integrity.checksums import Sum
+from fusefs.cache.integrity.opening import create, open_or_create
 from fusefs.cache.integrity.scrub import UseMark
 from fusefs.cache.integrity.unreadable import Probing
-from fusefs.cache.integrity.verify import Integrity, examine, sums_in
+from fusefs.cache.integrity.verify import Integrity
 from fusefs.cache.quota import Quota
 from fusefs.cache.ranges import RangeMap
 from fusefs.cache.retention import Retention
@@ -288,7 +289,7 @@ class FileCache:
             return True
 
     async def _open_or_create(self, file: CacheFile) -> OpenFile:
-        opening = partial(_open_or_create, self._disk, self._catalog, file)
+        opening = partial(open_or_create, self._disk, self._catalog, file)
         try:
             return await trio.to_thread.run_sync(opening, limiter=self._threads)
         except sqlite3.Error as error:
@@ -646,7 +647,7 @@ class FileCache:
         Raises:
             OSError: the disk fails, or is full.
         """
-        return _create(self._disk, file)
+        return create(self._disk, file)
 
     def set_open(self, file: CacheFile, found: OpenFile) -> None:
         """Take over the file that a thread has opened or created."""
@@ -687,45 +688,3 @@ class FileCache:
         if self.warning is None:
             self.warning = f"the cache {self.directory} does not work, reading without it: {why}"
             logger.warning("%s", self.warning)
-
-
-def _create(disk: Disk, file: CacheFile) -> OpenFile:
-    return OpenFile(*disk.create(file.name, file.size), b"")
-
-
-def _open_or_create(disk: Disk, catalog: Catalog, file: CacheFile) -> OpenFile:
-    """Open the file of a version, this mount's or another's, or create it. Blocks.
-
-    Raises:
-        OSError: the disk fails, or is full.
-        sqlite3.Error: the catalog can't be read.
-    """
-    for generation, st_ino, ranges in _candidates(catalog, file):
-        fd = disk.open(file.name, generation, st_ino, file.size)
-        if fd >= 0:
-            return _examined(catalog, file, OpenFile(fd, generation, st_ino, ranges))
-        # A row without its file would keep the version from ever being kept again.
-        catalog.remove(file.name, generation, st_ino)
-    return _create(disk, file)
-
-
-def _candidates(catalog: Catalog, file: CacheFile) -> list[tuple[str, int, bytes | None]]:
-    """Generation, inode number and, where they are not known, ranges of files to be tried."""
-    candidates: list[tuple[str, int, bytes | None]] = []
-    if file.generation:
-        candidates.append((file.generation, file.st_ino, None))
-    row = catalog.find(file.name)
-    if row is not None and row.generation != file.generation:
-        candidates.append((row.generation, row.st_ino, row.ranges))
-    return candidates
-
-
-def _examined(catalog: Catalog, file: CacheFile, found: OpenFile) -> OpenFile:
-    """Compare a small file with its checksums, unless this process has done that."""
-    if file.size > CHECKED_AT_OPEN or (found.ranges is None and file.is_checked):
-        return found
-    present = file.present if found.ranges is None else RangeMap.unpack(found.ranges)
-    pending = file.sums or [] if found.ranges is None else []
-    sums = sums_in(catalog, found.st_ino, found.generation, pending, 0, file.size)
-    fault, new = examine(reader(found.fd), sums, present)
-    return found._replace(fault=fault, sums=new)

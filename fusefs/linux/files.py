@@ -12,6 +12,7 @@ def replace(
     content: str | bytes,
     *,
     mode: int = 0o600,
+    owner: int | None = None,
     is_durable: bool = False,
     suffix: str = ".new",
 ) -> None:
@@ -19,8 +20,9 @@ def replace(
 
     It is written beside its place, under its name with `suffix`: where several
     processes may write at the same time, each has a suffix of its own. What an
-    earlier writer left there is removed, so that no link is followed. With
-    `is_durable` the content is on the disk when this returns, and so is the name.
+    earlier writer left there is removed, so that no link is followed. With an
+    `owner` the file is that user's and group's. With `is_durable` the content is
+    on the disk when this returns, and so is the name.
 
     Raises:
         OSError: the disk does not take it; the earlier content is still there.
@@ -33,6 +35,8 @@ def replace(
     fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         with open(fd, "wb") as file:
+            if owner is not None:
+                os.fchown(file.fileno(), owner, owner)
             file.write(data)
             if is_durable:
                 file.flush()

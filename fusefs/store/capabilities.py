@@ -16,10 +16,11 @@ import json
 import logging
 import os
 import time
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
+
+from fusefs.linux import files
 
 logger = logging.getLogger("fusefs.store")
 
@@ -112,11 +113,7 @@ def save(directory: Path, identity: str, found: Capabilities) -> None:
         {"format": FORMAT, "identity": identity, "probed_ns": time.time_ns(), "found": known}
     )
     path = _path(directory, identity)
-    unfinished = path.with_suffix(f".{os.getpid()}")
     try:
-        unfinished.write_text(text)
-        unfinished.replace(path)
+        files.replace(path, text, suffix=f".{os.getpid()}")
     except OSError as error:
         logger.info("what the store honours is not kept: %s", error)
-        with suppress(OSError):
-            unfinished.unlink(missing_ok=True)

@@ -43,6 +43,7 @@ from fusefs.cache.file_cache import FileCache
 from fusefs.daemon.jobs.selection import Deliver, Selected, Selector, Shard, is_pattern
 from fusefs.daemon.takeover import Handover, state_directory
 from fusefs.launch.control import ControlError
+from fusefs.linux import files
 from fusefs.posix.metadata.head_cache import HeadCache
 from fusefs.settings.mount import MountSettings
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
@@ -374,9 +375,7 @@ class CacheWarmer:
         def write(content: str) -> None:
             try:
                 self._record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                unfinished = self._record.with_suffix(".new")
-                unfinished.write_text(content)
-                unfinished.replace(self._record)
+                files.replace(self._record, content)
             except OSError as error:
                 logger.warning("the jobs of the cache warmer can't be put on record: %s", error)
 

@@ -16,6 +16,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from fusefs.linux import files
+
 logger = logging.getLogger("fusefs.log")
 
 # A line has some 100 to 300 bytes.
@@ -58,11 +60,9 @@ class LineLog:
     def write_anew(self, lines: Iterable[bytes]) -> None:
         """Have nothing on record but this; what the disk does not take leaves it as it was."""
         whole = b"".join(lines)
-        unfinished = self._path.with_suffix(".new")
         try:
             if whole:
-                unfinished.write_bytes(whole)
-                os.rename(unfinished, self._path)
+                files.replace(self._path, whole)
             elif self._fd >= 0:
                 os.ftruncate(self._fd, 0)
         except OSError as error:

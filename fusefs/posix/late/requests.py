@@ -37,7 +37,7 @@ from typing import Any
 
 import trio
 
-from fusefs.linux.files import try_lock
+from fusefs.linux import files
 from fusefs.posix.directory.segment import ABSENT, Absent
 from fusefs.posix.late import request_log
 from fusefs.posix.late.request_log import DELETE, PUT, Change
@@ -217,7 +217,7 @@ class LateRequests:
         self._boot_id = _BOOT_ID.read_text().strip()
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try_lock(self._lock)
+        files.try_lock(self._lock)
         if not _is_of(directory, source):
             (directory / "source").write_text(source)  # not again where the disk is full by now
         self._load(directory)
@@ -288,11 +288,9 @@ class LateRequests:
 
         A disk that does not take it costs what the next process would do about the key.
         """
-        path = self._path(entry)
+        content = json.dumps(entry.plain() | {"boot_id": self._boot_id})
         try:
-            unfinished = path.with_suffix(".new")
-            unfinished.write_text(json.dumps(entry.plain() | {"boot_id": self._boot_id}))
-            unfinished.replace(path)
+            files.replace(self._path(entry), content)
         except OSError as error:
             logger.warning("%s: a request without an answer is not on record: %s", entry.key, error)
 
@@ -352,7 +350,7 @@ class LateRequests:
         fd = os.open(other, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             # Else it belongs to a mount that is out of sight and still being ended.
-            is_ours = try_lock(fd) and _is_of(other, source)
+            is_ours = files.try_lock(fd) and _is_of(other, source)
         finally:
             os.close(fd)
         if is_ours:

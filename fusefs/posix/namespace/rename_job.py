@@ -18,7 +18,6 @@ from __future__ import annotations
 import enum
 import json
 import logging
-import os
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import Any
 
 import trio
 
+from fusefs.linux import files
 from fusefs.posix.namespace.prefix_copy import Copies, IsDated, delete_all
 from fusefs.store.errors import StoreError
 from fusefs.store.interface import Store
@@ -331,17 +331,7 @@ class Renames:
 
     def _write(self, path: Path, text: str) -> None:
         """Write a record, whole or not at all. Blocks."""
-        unfinished = path.with_suffix(".new")
-        with unfinished.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-        fd = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        files.replace(path, text, is_durable=True)
 
     def _as_json(self, renaming: Renaming) -> str:
         return json.dumps(

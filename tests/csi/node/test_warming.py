@@ -266,4 +266,5 @@ def test_a_daemon_that_is_silent_keeps_no_pod_from_starting(
             call.result()
         finally:
             os.kill(daemon, signal.SIGCONT)
-    node.unpublish("silent", target)
+    # Its end waits for the request that stalls, and kubelet calls again.
+    until_final(node.unpublish, "silent", target)

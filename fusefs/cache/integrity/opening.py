@@ -1,0 +1,61 @@
+"""Opens or creates the file of a version; a small one is compared with its checksums.
+
+The file may be the one that this mount knows or another that the catalog names, of
+another mount that shares the directory. All of this blocks.
+"""
+
+from __future__ import annotations
+
+from fusefs.cache.cached_file import CHECKED_AT_OPEN, CacheFile, OpenFile
+from fusefs.cache.catalog import Catalog
+from fusefs.cache.disk import Disk
+from fusefs.cache.integrity.checksums import reader
+from fusefs.cache.integrity.verify import examine, sums_in
+from fusefs.cache.ranges import RangeMap
+
+
+def create(disk: Disk, file: CacheFile) -> OpenFile:
+    """Create an empty file for a version, under a new generation.
+
+    Raises:
+        OSError: the disk fails, or is full.
+    """
+    return OpenFile(*disk.create(file.name, file.size), b"")
+
+
+def open_or_create(disk: Disk, catalog: Catalog, file: CacheFile) -> OpenFile:
+    """Open the file of a version, this mount's or another's, or create it.
+
+    Raises:
+        OSError: the disk fails, or is full.
+        sqlite3.Error: the catalog can't be read.
+    """
+    for generation, st_ino, ranges in _candidates(catalog, file):
+        fd = disk.open(file.name, generation, st_ino, file.size)
+        if fd >= 0:
+            return _examined(catalog, file, OpenFile(fd, generation, st_ino, ranges))
+        # A row without its file would keep the version from ever being kept again.
+        catalog.remove(file.name, generation, st_ino)
+    return create(disk, file)
+
+
+def _candidates(catalog: Catalog, file: CacheFile) -> list[tuple[str, int, bytes | None]]:
+    """Generation, inode number and, where they are not known, ranges of files to be tried."""
+    candidates: list[tuple[str, int, bytes | None]] = []
+    if file.generation:
+        candidates.append((file.generation, file.st_ino, None))
+    row = catalog.find(file.name)
+    if row is not None and row.generation != file.generation:
+        candidates.append((row.generation, row.st_ino, row.ranges))
+    return candidates
+
+
+def _examined(catalog: Catalog, file: CacheFile, found: OpenFile) -> OpenFile:
+    """Compare a small file with its checksums, unless this process has done that."""
+    if file.size > CHECKED_AT_OPEN or (found.ranges is None and file.is_checked):
+        return found
+    present = file.present if found.ranges is None else RangeMap.unpack(found.ranges)
+    pending = file.sums or [] if found.ranges is None else []
+    sums = sums_in(catalog, found.st_ino, found.generation, pending, 0, file.size)
+    fault, new = examine(reader(found.fd), sums, present)
+    return found._replace(fault=fault, sums=new)
