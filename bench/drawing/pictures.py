@@ -82,7 +82,7 @@ CHOSEN_CACHED = ("reread_dropped", "par8_dropped", "rand4k_dropped8", "small_war
 CHOSEN_FIRST = ("first_large", "first_shards", "first_small", "folders_cold", "tree_cold")
 LATENCIES = {
     "small_p50_ms": "first read of a 100 KiB file, median",
-    "small_p99_ms": "first read of a 100 KiB file, slowest of a hundred",
+    "small_p99_ms": "the same, exceeded by one in a hundred",
     "alone": "first read of a small file, median",
     "beside": "the same beside a large file's first read",
     "alone_throttled": "first read of a small file, throttled store",

@@ -18,7 +18,7 @@ from matplotlib import rc_context
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from bench.contenders.registry import JUICEFS, KERNEL, NATIVE, OBSTORE
 from bench.drawing.pictures import Bars, Group, Lines, Picture, name_of
@@ -121,7 +121,7 @@ def _axes(
     width = 1 / columns
     has_labels = isinstance(panel, Bars) and any(group.label for group in panel.groups)
     # Room for the labels of rows, or for the numbers of an axis.
-    left = 1.6 if has_labels else 0.8
+    left = 1.6 if has_labels else 0.95
     height = _height(panel) - FRAME_IN
     return figure.add_axes(
         (
@@ -200,6 +200,8 @@ def _draw_lines(axes: Any, panel: Lines) -> None:
     axes.set_xlabel(panel.counted)
     if panel.is_logarithmic:
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_locator(NullLocator())
         axes.set_ylabel(f"{panel.axis} (logarithmic)")
     else:
         axes.set_ylim(bottom=0)

@@ -1,8 +1,9 @@
-"""The bench's pictures: what is drawn from a result."""
+"""The bench's pictures: what is drawn from a result, and that those of the documents are real."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ import pytest
 from bench.drawing import command
 from bench.drawing.pictures import Bars, Lines, Picture, load, name_of, pictures
 
+ROOT = Path(__file__).parents[2]
+MEASUREMENTS = ROOT / "docs" / "measurements"
+DUBLIN_CORE = "{http://purl.org/dc/elements/1.1/}"
 LARGEST_FILE = 100_000
 Samples = dict[str, dict[str, list[float]]]
 
@@ -179,3 +183,51 @@ def test_without_matplotlib_the_command_names_the_extra(
     assert command.main([str(write(tmp_path, SAMPLES))]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "pip install -e '.[draw]'" in line
+
+
+# --- the documents ---
+
+
+def pictures_of_document(document: Path) -> list[Path]:
+    """The pictures that a page shows, each with a text for readers who don't see it."""
+    links = re.findall(r"!\[[^\]]+\]\(([^)]+\.svg)\)", document.read_text())
+    return [(document.parent / link).resolve() for link in links]
+
+
+def committed() -> list[Path]:
+    return sorted(MEASUREMENTS.glob("*.svg"))
+
+
+def test_the_readme_shows_one_picture_and_the_measurements_page_all() -> None:
+    shown = pictures_of_document(ROOT / "README.md")
+    assert len(shown) == 1
+    assert shown[0] in committed()
+    assert sorted(pictures_of_document(MEASUREMENTS / "README.md")) == committed()
+
+
+@pytest.mark.parametrize("svg", committed(), ids=lambda svg: svg.stem)
+def test_a_picture_of_the_documents_shows_the_numbers_of_its_result(svg: Path) -> None:
+    """By their digest: another version of matplotlib draws them with other bytes."""
+    root = ElementTree.parse(svg).getroot()
+    source, digest = (
+        "".join(root.find(f".//{DUBLIN_CORE}{name}").itertext())  # type: ignore[union-attr]
+        for name in ("source", "identifier")
+    )
+    measured = load(MEASUREMENTS / source)
+    drawn = {
+        f"{Path(source).stem}-{profile}-{picture.name}": picture
+        for profile in measured["profiles"]
+        for picture in pictures(measured, profile)
+    }
+    picture = drawn[svg.stem]
+    assert digest == picture.digest
+    shown = " ".join(root.itertext())
+    values = [
+        mark.text
+        for panel in picture.panels
+        if isinstance(panel, Bars)
+        for group in panel.groups
+        for mark in group.marks
+    ]
+    assert [text for text in values if text not in shown] == []
+    assert svg.stat().st_size < LARGEST_FILE
