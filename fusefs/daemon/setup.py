@@ -20,6 +20,7 @@ from fusefs.posix.mount_state import Rules
 from fusefs.settings.memory import MemoryBudget
 from fusefs.settings.mount import MountSettings
 from fusefs.settings.types import Conflict, Durability, Encryption, ExclusiveCreate
+from fusefs.store import customer_key
 from fusefs.store.s3.clients import S3Settings
 from fusefs.store.s3.write_options import WriteOptions
 
@@ -82,7 +83,11 @@ def open_cache(
 
 
 def s3_settings(settings: MountSettings) -> S3Settings:
-    """The settings of the store, with as many connections as the memory allows."""
+    """The settings of the store, with as many connections as the memory allows. Blocks.
+
+    Raises:
+        CustomerKeyError: the file of the customer key holds none.
+    """
     fitting = MemoryBudget.of(settings.memory_limit)
     return S3Settings(
         bucket=settings.source.bucket,
@@ -97,6 +102,7 @@ def s3_settings(settings: MountSettings) -> S3Settings:
         ca_bundle=str(settings.ca_bundle) if settings.ca_bundle else None,
         requester_pays=settings.requester_pays,
         write_options=_write_options(settings),
+        customer_key=customer_key.find(settings.customer_key),
         fips=settings.fips,
         dual_stack=settings.dual_stack,
         conditional_writes=settings.conditional_writes,

@@ -124,7 +124,7 @@ def known_secrets(environment: Mapping[str, str], files: Iterable[str]) -> list[
         try:
             parser.read_string(text)
         except configparser.Error:
-            found += re.findall(r"=\s*(\S+)", text)
+            found += [text.strip(), *re.findall(r"=\s*(\S+)", text)]
             continue
         for section in parser.values():
             found += [

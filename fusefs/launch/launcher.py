@@ -35,6 +35,7 @@ from fusefs.linux import mountinfo, unmount
 from fusefs.linux.mount import READ_AHEAD_KIB, MountRequest, may_mount, mount_arguments
 from fusefs.settings.mount import MountSettings
 from fusefs.settings.types import SessionKind
+from fusefs.store import customer_key
 
 # -P keeps the working directory, which is "/", out of the module path.
 DAEMON = [sys.executable, "-P", "-m", "fusefs.daemon"]
@@ -268,12 +269,20 @@ def daemon_input(settings: MountSettings, user: users.User | None) -> str:
     With the contents of AWS's configuration, which another user can't read, nor
     can any find a relative path. A file that is there for that user stays a
     path: what changes in it arrives.
+
+    Raises:
+        LaunchError: the file of the customer key holds none.
     """
     files = {
         name: path.read_text(errors="replace")
         for name, path in users.aws_files()
         if user is None or not path.is_absolute() or not users.may_read(user, path)
     }
+    if settings.customer_key is not None:
+        try:
+            files[customer_key.VARIABLE] = customer_key.read(settings.customer_key).text
+        except customer_key.CustomerKeyError as error:
+            raise LaunchError(str(error)) from None
     return json.dumps({"settings": settings.to_json(), "files": files})
 
 

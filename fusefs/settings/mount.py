@@ -134,6 +134,14 @@ class MountSettings:
         None,
         otherwise="AWS's own",
     )
+    customer_key: Path | None = option(
+        PATH,
+        "S3",
+        "file of the key that goes with each request (SSE-C): 32 bytes, or their base64; objects"
+        " that are encrypted otherwise cannot be read",
+        None,
+        otherwise="none",
+    )
     acl: Acl | None = option(
         choice(Acl), "S3", "canned ACL of new objects", None, otherwise="the bucket's"
     )
@@ -403,6 +411,7 @@ FIXED = frozenset(
     (
         "source",
         "mountpoint",
+        "customer_key",  # part of the identity whose cache it is
         "cache_dir",
         "shared_cache",
         "session",
@@ -468,6 +477,13 @@ def _refuse_contradictions(settings: MountSettings, layer: Layer) -> None:
     if settings.endpoint_url and (settings.fips or settings.dual_stack):
         name = "fips" if settings.fips else "dual_stack"
         raise SettingsError(f"{layer[name].origin}: is for AWS's own endpoints; drop endpoint-url")
+    if settings.customer_key and (settings.encryption or settings.kms_key):
+        name = "encryption" if settings.encryption else "kms_key"
+        raise SettingsError(f"{layer[name].origin}: S3 encrypts with the customer key already")
+    if settings.endpoint_url and settings.source.is_access_point:
+        raise SettingsError(
+            f"{layer['endpoint_url'].origin}: an access point's ARN is for AWS's own endpoints"
+        )
     if settings.anonymous and settings.profile:
         raise SettingsError(
             f"{layer['profile'].origin}: an anonymous mount uses no profile; drop one of the two"

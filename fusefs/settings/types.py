@@ -104,6 +104,11 @@ class MountSource:
     def __str__(self) -> str:
         return f"s3://{self.bucket}/{self.prefix}"
 
+    @property
+    def is_access_point(self) -> bool:
+        """Whether `bucket` is the ARN of an access point."""
+        return self.bucket.startswith("arn:")
+
 
 @dataclass(frozen=True, slots=True)
 class MinFree:
@@ -250,15 +255,30 @@ def _parse_lifetime(text: str) -> float:
         raise ValueError(f"{error}, or indefinite") from None
 
 
+# https://docs.aws.amazon.com/AmazonS3/latest/userguide/access-points-naming.html
+_ACCESS_POINT = re.compile(
+    r"arn:aws(-[a-z-]+)?:s3:[a-z0-9-]+:[0-9]{12}:accesspoint/[a-z0-9][a-z0-9-]{1,48}[a-z0-9](?=/|$)"
+)
+
+
 def parse_source(text: str) -> MountSource:
-    """Read `s3://BUCKET[/PREFIX]`."""
+    """Read `s3://BUCKET[/PREFIX]`; an access point's ARN may stand for the bucket."""
     scheme, separator, rest = text.partition("://")
     if not separator or scheme.lower() != "s3":
         raise ValueError(
             f"{text!r} is not an S3 URL; write it like s3://bucket or s3://bucket/path"
         )
-    bucket, _, prefix = rest.partition("/")
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}", bucket):
+    access_point = _ACCESS_POINT.match(rest)
+    if access_point is not None:
+        bucket, prefix = access_point[0], rest[access_point.end() + 1 :]
+    elif rest.startswith("arn:"):
+        raise ValueError(
+            f"{text!r}: of ARNs, only those of access points of one region can be mounted, like"
+            " arn:aws:s3:us-west-2:123456789012:accesspoint/name"
+        )
+    else:
+        bucket, _, prefix = rest.partition("/")
+    if access_point is None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}", bucket):
         raise ValueError(
             f"{text!r} does not name a bucket; write it like s3://bucket or s3://bucket/path"
         )

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, quote, urlsplit
 
 from fusefs.store import unreachable
+from fusefs.store.customer_key import COPY_SOURCE, CustomerKey
 from fusefs.store.errors import AttemptError, Failure, UnreachableError, from_body
 from fusefs.store.http import async_exchange, exchange
 from fusefs.store.http.async_exchange import Hedge
@@ -38,6 +39,8 @@ _SCOPE = re.compile(r"AWS4-HMAC-SHA256 Credential=[^/]+/\d+/([^/]+)/([^/]+)/aws4
 _KEPT_HEADERS = ("user-agent", "x-amz-request-payer")
 # A server that has no use for the body says so before it is sent.
 _WITH_BODY = {"expect": "100-continue"}
+# What S3 encrypts or decrypts for.
+_OF_CONTENT = ("GET", "HEAD", "PUT")
 _NOT_IN_HEADERS = re.compile("[\\r\\n\\0]")
 
 
@@ -63,8 +66,13 @@ class Direct:
         credentials: Credentials | None,
         network: Network,
         write_headers: Mapping[str, str],
+        customer_key: CustomerKey | None = None,
     ) -> None:
-        """`write_headers` go with each request that makes an object, unless it has them itself."""
+        """`write_headers` go with each request that makes an object, unless it has them itself.
+
+        `customer_key` goes with each request that reads or writes one.
+        """
+        self._customer_key = customer_key
         self._write_headers = dict(write_headers)
         self._credentials = credentials
         self._network = network
@@ -237,6 +245,8 @@ class Direct:
         sent = {**pattern.headers, **headers}
         if method == "PUT" and not query:  # an object's, not a part's
             sent = self._write_headers | sent
+        if key and self._customer_key is not None and method in _OF_CONTENT:
+            sent |= self._customer_key.headers(is_copy=COPY_SOURCE in sent)
         if size is not None and size > exchange.SMALL:
             sent |= _WITH_BODY
         if pattern.signer is not None and self._credentials is not None:

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import trio
 
 from fusefs.settings.types import ConditionalWrites
+from fusefs.store.customer_key import CustomerKey
 from fusefs.store.errors import NO_CREDENTIALS, AttemptError, UnreachableError, translate
 from fusefs.store.http import proxies, redirects, trust
 from fusefs.store.http.client import Direct, unsigned_body
@@ -26,6 +27,7 @@ from fusefs.store.http.threads import Attempt
 from fusefs.store.s3 import list_parser, plain
 from fusefs.store.s3.list import Lister
 from fusefs.store.s3.plain import DEFAULT_REGION, LazyClient
+from fusefs.store.s3.special_buckets import AccessPoint, customer_key_obstacle, obstacle
 from fusefs.store.s3.write_options import NO_OPTIONS, WriteOptions
 
 if TYPE_CHECKING:
@@ -48,7 +50,10 @@ _STATIC = ("env", "shared-credentials-file", "config-file", "explicit")
 
 @dataclass(frozen=True, slots=True)
 class S3Settings:
-    """Which bucket, where, as whom, and how patiently. No secret is a setting."""
+    """Which bucket, where, as whom, and how patiently.
+
+    The only secret is `customer_key`, which does not show itself.
+    """
 
     bucket: str
     endpoint_url: str | None = None
@@ -64,6 +69,7 @@ class S3Settings:
     ca_bundle: str | None = None
     requester_pays: bool = False
     write_options: WriteOptions = NO_OPTIONS
+    customer_key: CustomerKey | None = None
     fips: bool = False
     dual_stack: bool = False
     part_size: int = 8 << 20
@@ -99,8 +105,9 @@ class Clients:
         self._core: BotocoreSession | None = None
         self._session: boto3.Session | None = None
         is_plain = plain.is_plain_endpoint(settings.endpoint_url, settings.addressing, os.environ)
-        is_arn = ":" in settings.bucket
-        is_plain = is_plain and not (is_arn or settings.fips or settings.dual_stack)
+        self._access_point = AccessPoint.parse(settings.bucket)
+        is_special = self._access_point is not None or settings.fips or settings.dual_stack
+        is_plain = is_plain and not is_special
         has_keys = settings.anonymous or plain.has_keys(os.environ)
         if is_plain and has_keys and settings.profile is None and not plain.has_files(os.environ):
             configured = os.environ.get("AWS_CA_BUNDLE")
@@ -126,7 +133,8 @@ class Clients:
         self.request: dict[str, Any] = {"Bucket": settings.bucket}
         if settings.requester_pays:
             self.request["RequestPayer"] = "requester"
-        self.direct = Direct(self._credentials, self._network, settings.write_options.headers())
+        headers = settings.write_options.headers()
+        self.direct = Direct(self._credentials, self._network, headers, settings.customer_key)
         self.s3: Any
         if is_plain and self._begin_plainly():
             assert settings.endpoint_url is not None
@@ -135,10 +143,27 @@ class Clients:
         else:
             self.s3 = self._make_s3()
             self._endpoint_url = self.s3.meta.endpoint_url
+        self._refuse_place()
         self.lister = Lister(self.s3, self.direct, self.request)
         self.principal = self._name_principal()
-        self.is_confined = bool(self._refusals.known) or self._is_confined()
+        # obstore has no way of sending a customer key with every request.
+        has_key = settings.customer_key is not None
+        self.is_confined = bool(self._refusals.known) or has_key or self._is_confined()
         self.objects = self._make_objects() if self.uses_obstore else None
+
+    def _refuse_place(self) -> None:
+        """See whether the bucket can be used at this endpoint.
+
+        Raises:
+            AttemptError: it can't.
+        """
+        is_aws = redirects.is_aws(self._endpoint_url)
+        failure = obstacle(self._settings.bucket, is_aws=is_aws)
+        if failure is None and self._settings.customer_key is not None:
+            proxy = self._proxies.choose(self._endpoint_url)
+            failure = customer_key_obstacle(self._endpoint_url, proxy)
+        if failure is not None:
+            raise AttemptError(failure)
 
     @property
     def credentials(self) -> Credentials | None:
@@ -253,6 +278,8 @@ class Clients:
         client = proxies.make_client(make, self._proxies, ca_file, self._bucket_url)
         redirects.install(client)
         settings.write_options.install(client)
+        if settings.customer_key is not None:
+            settings.customer_key.install(client)
         for operation in ("PutObject", "UploadPart"):
             client.meta.events.register(f"before-sign.s3.{operation}", _leave_body_unsigned)
         list_parser.install(client)
@@ -266,6 +293,8 @@ class Clients:
 
         settings = self._settings
         endpoint = self._custom_endpoint() or self._special_endpoint()
+        if self._access_point is not None:
+            endpoint = self.url
         options: dict[str, Any] = {
             "connect_timeout": timedelta(seconds=settings.connect_timeout_s),
             "read_timeout": timedelta(seconds=settings.read_timeout_s),
@@ -310,6 +339,9 @@ class Clients:
 
     def _bucket_url(self, endpoint: str) -> str:
         """The URL to which requests about the bucket's objects go."""
+        if self._access_point is not None:
+            settings = self._settings
+            return self._access_point.url(fips=settings.fips, dual_stack=settings.dual_stack)
         if self._is_path_style(endpoint):
             return endpoint
         parts = urlsplit(endpoint)
@@ -412,6 +444,8 @@ class Clients:
 
     def _bucket_region(self) -> str | None:
         """Where the bucket is, as S3 tells in the headers of any answer."""
+        if self._access_point is not None:
+            return self._access_point.region
         if self._settings.region is not None or self._custom_endpoint() is not None:
             return None
         answer = self.s3.list_objects_v2(**self.request, MaxKeys=1)
@@ -419,6 +453,12 @@ class Clients:
         return str(region) if region else None
 
     def _name_principal(self) -> str:
+        name = self._name_of_credentials()
+        # What was decrypted with a key is for those who have it.
+        key = self._settings.customer_key
+        return name if key is None else f"{name} customer key {key.identity}"
+
+    def _name_of_credentials(self) -> str:
         if self._credentials is None:
             return "anonymous"
         method = self._credentials.method

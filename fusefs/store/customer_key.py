@@ -1,0 +1,121 @@
+"""The key of server-side encryption with customer-provided keys (SSE-C).
+
+S3 encrypts with a key that goes with each request and that S3 does not keep, so whatever reads or
+writes an object has to send it: GET, HEAD, PUT, the parts of an upload, and a copy for its source
+as well. Listings and deletions need none
+(https://docs.aws.amazon.com/AmazonS3/latest/userguide/ServerSideEncryptionCustomerKeys.html).
+
+The key is in a file: 32 bytes, or their base64 in one line. It never is a setting or an argument,
+and a daemon, which may not read its user's files, gets the content handed over in memory.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# In a daemon: the path of the content.
+VARIABLE = "FUSEFS_CUSTOMER_KEY_CONTENT"
+SIZE = 32  # AES256 is the only algorithm
+# A file that is larger is no key.
+_LONGEST = 256
+_HEADER = "x-amz-server-side-encryption-customer-"
+_SOURCE_HEADER = "x-amz-copy-source-server-side-encryption-customer-"
+COPY_SOURCE = "x-amz-copy-source"
+# botocore's operations; those on the right read a source as well.
+_OPERATIONS = (
+    "GetObject",
+    "HeadObject",
+    "PutObject",
+    "CreateMultipartUpload",
+    "UploadPart",
+    "ListParts",
+    "CompleteMultipartUpload",
+)
+_COPIES = ("CopyObject", "UploadPartCopy")
+
+
+class CustomerKeyError(ValueError):
+    """A file holds no key; the message is one line for the user, without the content."""
+
+
+@dataclass(frozen=True, slots=True)
+class CustomerKey:
+    """One key. `text` is its base64, a secret; `identity` names it without giving it away."""
+
+    text: str = field(repr=False)
+
+    @property
+    def identity(self) -> str:
+        return hashlib.sha256(self._raw).hexdigest()[:16]
+
+    def headers(self, *, is_copy: bool) -> dict[str, str]:
+        """The headers of a request of an object, with names in lower case."""
+        values = {"algorithm": "AES256", "key": self.text, "key-md5": self._md5}
+        prefixes = (_HEADER, _SOURCE_HEADER) if is_copy else (_HEADER,)
+        return {prefix + name: value for prefix in prefixes for name, value in values.items()}
+
+    def install(self, client: Any) -> None:
+        """Have a boto3 client send it with whatever needs it."""
+
+        def add(params: dict[str, Any], **_: Any) -> None:
+            params.update(self._parameters("SSECustomer"))
+
+        def add_to_copy(params: dict[str, Any], **_: Any) -> None:
+            params.update(self._parameters("SSECustomer"))
+            params.update(self._parameters("CopySourceSSECustomer"))
+
+        for operations, function in ((_OPERATIONS, add), (_COPIES, add_to_copy)):
+            for operation in operations:
+                client.meta.events.register(f"before-parameter-build.s3.{operation}", function)
+
+    def _parameters(self, prefix: str) -> dict[str, str]:
+        # With the MD5 botocore takes the key as it is.
+        values = {"Algorithm": "AES256", "Key": self.text, "KeyMD5": self._md5}
+        return {prefix + name: value for name, value in values.items()}
+
+    @property
+    def _raw(self) -> bytes:
+        return base64.b64decode(self.text)
+
+    @property
+    def _md5(self) -> str:
+        digest = hashlib.md5(self._raw, usedforsecurity=False).digest()
+        return base64.b64encode(digest).decode()
+
+
+def read(path: Path) -> CustomerKey:
+    """The key in a file. Blocks.
+
+    Raises:
+        CustomerKeyError: there is none.
+    """
+    try:
+        with open(path, "rb") as file:
+            content = file.read(_LONGEST)
+    except OSError as error:
+        raise CustomerKeyError(f"the key {path} cannot be read: {error.strerror}") from None
+    if len(content) != SIZE:
+        try:
+            content = base64.b64decode(content.strip(), validate=True)
+        except binascii.Error:
+            content = b""
+    if len(content) != SIZE:
+        raise CustomerKeyError(f"{path} is no key: neither {SIZE} bytes nor their base64")
+    return CustomerKey(base64.b64encode(content).decode())
+
+
+def find(path: Path | None) -> CustomerKey | None:
+    """The key of a mount whose settings name this file: as handed over, or else from the file.
+
+    Raises:
+        CustomerKeyError: there is none.
+    """
+    if path is None:
+        return None
+    return read(Path(os.environ.get(VARIABLE, path)))
