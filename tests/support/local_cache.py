@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -26,7 +25,8 @@ from fusefs.cache.evictor import Evictor
 from fusefs.cache.file_cache import FileCache
 from fusefs.cache.quota import Quota
 from fusefs.store.errors import NotFoundError
-from fusefs.store.interface import ChunkWriter, ListPage, ObjectInfo, ObjectVersion
+from fusefs.store.interface import ChunkWriter, ObjectInfo, ObjectVersion
+from tests.support.memory_store import MemoryStore
 from tests.support.waiting import eventually
 
 CHUNK = 64 << 10
@@ -43,18 +43,17 @@ def version(key: str, size: int, etag: str = '"1"') -> ObjectVersion:
     return ObjectVersion(key, etag, size)
 
 
-class Bucket:
-    """A store in memory. It lists `keys`, and gives any version of anything.
+class Bucket(MemoryStore):
+    """Has no bytes: it lists `keys`, and gives any version of anything.
 
     `page_size` is the most that one answer lists; `lists` and `heads` count
     the requests; `requested` and `running` have the ranges (key, start, stop).
     """
 
     def __init__(self, keys: Iterable[str] = (), page_size: int = 1000) -> None:
+        super().__init__()
         self.keys = sorted(keys)
         self.page_size = page_size
-        self.lists = 0
-        self.heads = 0
         self.requested: list[tuple[str, int, int]] = []
         self.running: list[tuple[str, int, int]] = []
         self.overlapped = False
@@ -90,42 +89,24 @@ class Bucket:
         finally:
             self.running.remove(mine)
 
-    async def list_page(
-        self,
-        prefix: str,
-        *,
-        delimiter: str = "/",
-        start_after: str = "",
-        max_keys: int = 1000,
-        **_: object,
-    ) -> ListPage:
-        await trio.lowlevel.checkpoint()
-        self.lists += 1
-        entries: dict[str, bool] = {}  # whether it is a common prefix
-        for key in self.keys[bisect_right(self.keys, start_after) if start_after else 0 :]:
-            if key.startswith(prefix):
-                cut = key.find(delimiter, len(prefix)) if delimiter else -1
-                entries[key if cut < 0 else key[: cut + 1]] = cut >= 0
-        page = list(entries)[: min(self.page_size, max_keys)]
-        return ListPage(
-            [info(key) for key in page if not entries[key]],
-            [key for key in page if entries[key]],
-            "more" if len(page) < len(entries) else None,
-            page[-1] if page else "",
-        )
+    @property
+    def lists(self) -> int:
+        return self.count("LIST")
 
-    async def head(self, key: str, **_: object) -> ObjectInfo:
-        await trio.lowlevel.checkpoint()
-        self.heads += 1
+    @property
+    def heads(self) -> int:
+        return self.count("HEAD")
+
+    def _keys(self) -> list[str]:
+        return self.keys
+
+    def _listed(self, key: str) -> ObjectInfo:
+        return info(key)
+
+    def _info(self, key: str) -> ObjectInfo:
         if key not in self.keys:
             raise NotFoundError(key)
         return info(key)
-
-    def hurry(self) -> None:
-        pass
-
-    def counters(self) -> dict[str, int]:
-        return {}
 
 
 def info(key: str) -> ObjectInfo:

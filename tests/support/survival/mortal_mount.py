@@ -1,18 +1,16 @@
 """A writable mount without a kernel: what it keeps on the disk outlives its processes.
 
-`MemoryStore` is a bucket that counts its requests and can fail or die at
-any request. `MortalMount` has one process after the other serve, each going
+`MortalMount` has one process after the other serve, each going
 on with the journal, the staged files and the records that the last one left.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import os
 import stat
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,204 +35,11 @@ from fusefs.posix.nodes.notifier import Notifier
 from fusefs.posix.operations import Operations
 from fusefs.posix.types import Caller
 from fusefs.posix.write.staging import Staging
-from fusefs.store.errors import ExistsError, NotFoundError, StaleVersionError, StoreError
-from fusefs.store.fencing import ChangeToken, TokenSource
-from fusefs.store.interface import (
-    IF_ABSENT,
-    ChunkWriter,
-    Condition,
-    DeleteFailure,
-    ListPage,
-    ObjectInfo,
-    ObjectVersion,
-    PendingUpload,
-)
-
-SECOND_NS = 1_000_000_000
+from tests.support.memory_store import MemoryStore
 
 
 class DiedError(BaseException):
     """The process has been killed."""
-
-
-@dataclass
-class Stored:
-    data: bytes
-    info: ObjectInfo
-
-
-class MemoryStore:
-    """A bucket in memory. Each change is a second after the one before.
-
-    It has no tokens in its objects, and of conditions it knows IF_ABSENT and
-    ETags of deletes.
-
-    `before` and `after` are called around each request with its name and key,
-    and may raise; `pause` is how long one takes. `page_size` is the most that one
-    answer lists.
-    """
-
-    def __init__(self) -> None:
-        self.objects: dict[str, Stored] = {}
-        self.tokens = TokenSource()
-        self.requests: list[tuple[str, str]] = []
-        self.before: Callable[[str, str], None] = lambda _what, _key: None
-        self.after: Callable[[str, str], None] = lambda _what, _key: None
-        self.pause: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
-        self.page_size = 1000
-        self._clock = itertools.count(1_000_000)
-
-    def put(self, key: str, data: bytes = b"", **metadata: str) -> None:
-        etag = f'"{hashlib.md5(data).hexdigest()}"'
-        info = ObjectInfo(
-            key,
-            len(data),
-            etag,
-            next(self._clock) * SECOND_NS,
-            content_type="x/y",
-            metadata=metadata,
-        )
-        self.objects[key] = Stored(data, info)
-
-    def contents(self) -> dict[str, bytes]:
-        """What there is, without the markers of directories."""
-        return {key: one.data for key, one in self.objects.items() if not key.endswith("/")}
-
-    def count(self, *what: str) -> int:
-        return sum(kind in what for kind, _ in self.requests)
-
-    @asynccontextmanager
-    async def _request(self, what: str, key: str) -> AsyncIterator[None]:
-        await trio.lowlevel.checkpoint()
-        self.requests.append((what, key))
-        self.before(what, key)
-        await self.pause()
-        yield
-        self.after(what, key)
-
-    def _get(self, key: str) -> Stored:
-        if key not in self.objects:
-            raise NotFoundError(key)
-        return self.objects[key]
-
-    async def list_page(
-        self,
-        prefix: str,
-        *,
-        delimiter: str = "/",
-        start_after: str = "",
-        max_keys: int = 1000,
-        **_: object,
-    ) -> ListPage:
-        async with self._request("LIST", prefix):
-            entries: dict[str, bool] = {}
-            for key in sorted(self.objects, key=str.encode):
-                if key.startswith(prefix) and key > start_after:
-                    cut = key.find(delimiter, len(prefix)) if delimiter else -1
-                    entries[key if cut < 0 else key[: cut + 1]] = cut >= 0
-            page = list(entries)[: min(self.page_size, max_keys)]
-            return ListPage(
-                [self._listed(key) for key in page if not entries[key]],
-                [key for key in page if entries[key]],
-                "more" if len(page) < len(entries) else None,
-                page[-1] if page else "",
-            )
-
-    def _listed(self, key: str) -> ObjectInfo:
-        info = self.objects[key].info
-        return ObjectInfo(key, info.size, info.etag, info.mtime_ns)
-
-    async def head(self, key: str, **_: object) -> ObjectInfo:
-        async with self._request("HEAD", key):
-            return self._get(key).info
-
-    async def download(
-        self, version: ObjectVersion, start: int, stop: int, write: ChunkWriter, **_: object
-    ) -> None:
-        async with self._request("GET", version.key):
-            found = self._get(version.key)
-            if found.info.version != version:
-                raise StaleVersionError(version.key)
-            await trio.to_thread.run_sync(write, start, memoryview(found.data)[start:stop])
-
-    async def put_file(
-        self,
-        key: str,
-        fd: int,
-        size: int,
-        *,
-        metadata: Mapping[str, str],
-        content_type: str | None,
-        condition: Condition = None,
-        token: ChangeToken | None = None,
-    ) -> ObjectInfo:
-        async with self._request("PUT", key):
-            if condition == IF_ABSENT and key in self.objects:
-                raise ExistsError(key)
-            self.put(key, os.pread(fd, size, 0), **metadata)
-        return self._get(key).info
-
-    async def copy(
-        self,
-        source: ObjectInfo | ObjectVersion,
-        key: str,
-        *,
-        metadata: Mapping[str, str] | None = None,
-        keeps_mtime: bool = False,
-        condition: Condition = None,
-        token: ChangeToken | None = None,
-        is_own: bool = False,
-    ) -> ObjectInfo:
-        version = source.version if isinstance(source, ObjectInfo) else source
-        async with self._request("COPY", key):
-            found = self._get(version.key)
-            if found.info.version != version:
-                raise StaleVersionError(version.key)
-            if condition == IF_ABSENT and key in self.objects:
-                raise ExistsError(key)
-            attributes = dict((found.info.metadata if metadata is None else metadata) or {})
-            if keeps_mtime:
-                seconds, rest = divmod(found.info.mtime_ns, SECOND_NS)
-                attributes.setdefault("mtime", f"{seconds}.{rest:09}")
-            self.put(key, found.data, **attributes)
-        return self._get(key).info
-
-    async def delete(self, key: str, etag: str | None = None, *, adopts: bool = False) -> None:
-        async with self._request("DELETE", key):
-            self._remove(key, None if adopts else etag)
-
-    def _remove(self, key: str, etag: str | None) -> None:
-        """Remove an object, unless it has another ETag than a known one."""
-        if key in self.objects and etag in (None, self.objects[key].info.etag):
-            del self.objects[key]
-
-    async def delete_many(
-        self, keys: Iterable[str], etags: Mapping[str, str] | None = None
-    ) -> list[DeleteFailure]:
-        failures: list[DeleteFailure] = []
-        await trio.lowlevel.checkpoint()
-        self.requests.append(("DELETES", ""))
-        for key in keys:
-            try:
-                self.before("DELETED", key)
-            except StoreError as error:
-                failures.append(DeleteFailure(key, error))
-                continue
-            self._remove(key, (etags or {}).get(key))
-            self.after("DELETED", key)
-        return failures
-
-    async def list_uploads(self, prefix: str) -> list[PendingUpload]:
-        return []
-
-    async def abort_upload(self, key: str, upload_id: str) -> None:
-        pass
-
-    def hurry(self) -> None:
-        pass
-
-    def counters(self) -> dict[str, int]:
-        return {}
 
 
 @dataclass

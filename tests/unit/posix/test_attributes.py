@@ -25,7 +25,8 @@ from fusefs.posix.nodes.inode_table import Inode, InodeTable, Ownership
 from fusefs.posix.types import Caller, NewAttributes, Opened
 from fusefs.store.errors import StoreError
 from fusefs.store.interface import ObjectInfo
-from tests.support.survival.mortal_mount import DiedError, MemoryStore, MortalMount, Process
+from tests.support.memory_store import MemoryStore
+from tests.support.survival.mortal_mount import DiedError, MortalMount, Process
 
 CREATE, REPLACE = 1, 2
 

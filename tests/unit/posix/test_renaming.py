@@ -12,8 +12,9 @@ from trio.testing import wait_all_tasks_blocked
 
 from fusefs.daemon import status
 from fusefs.store.errors import AccessDeniedError, ExistsError, UnreachableError
+from tests.support.memory_store import MemoryStore
 from tests.support.semantics import states
-from tests.support.survival.mortal_mount import DiedError, MemoryStore, MortalMount
+from tests.support.survival.mortal_mount import DiedError, MortalMount
 
 NOREPLACE, EXCHANGE, WHITEOUT = 1, 2, 4
 

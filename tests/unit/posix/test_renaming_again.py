@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from fusefs.posix.journal.journal import Journal
+from tests.support.memory_store import MemoryStore
 from tests.support.survival.fate import Fate, fate_of_records
-from tests.support.survival.mortal_mount import DiedError, MemoryStore, MortalMount, Process
+from tests.support.survival.mortal_mount import DiedError, MortalMount, Process
 
 MOST_POINTS = 200
 

@@ -19,7 +19,8 @@ from fusefs.posix.namespace.removals import MANY, Removals
 from fusefs.store.errors import StoreError
 from fusefs.store.interface import DeleteFailure, ObjectInfo
 from fusefs.telemetry.stalls import CAUSES, STALLS, WaitCause, served, stage
-from tests.support.survival.mortal_mount import MemoryStore, MortalMount
+from tests.support.memory_store import MemoryStore
+from tests.support.survival.mortal_mount import MortalMount
 
 # A cause that nothing else has in these tests.
 AT = WaitCause.THROTTLED

@@ -16,7 +16,8 @@ from fusefs.posix.write import uploader
 from fusefs.store.errors import CredentialsError, StoreError
 from fusefs.store.interface import ObjectInfo
 from fusefs.telemetry.stalls import STALLS, WaitCause, served, stage
-from tests.support.survival.mortal_mount import MemoryStore, MortalMount
+from tests.support.memory_store import MemoryStore
+from tests.support.survival.mortal_mount import MortalMount
 
 LIMIT_S = 20.0
 
