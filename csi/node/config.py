@@ -104,6 +104,8 @@ def check_disk(directory: Path, host_path: Path) -> None:
     mountinfo has the path within the file system that a bind mount shows. On a disk that is
     mounted on the way it is the rest of the host's path; on the system's it ends with all of it.
     So a directory of a disk that is itself bound to the host's path needs another path there.
+    Devices' numbers do not tell more: the container sees the system's root nowhere, and kubelet's
+    directory may be on either disk.
 
     Raises:
         FailedPreconditionError: there is no such disk.

@@ -265,6 +265,11 @@ def put_module(monkeypatch: pytest.MonkeyPatch, name: str, contents: dict[str, A
         monkeypatch.setattr(sys.modules[name], attribute, value, raising=False)
 
 
+@pytest.mark.parametrize("name", ["tf_train.py", "streaming_train.py"])
+def test_a_script_for_another_library_compiles(name: str) -> None:
+    compile((DIRECTORY / name).read_text(), name, "exec")
+
+
 def test_the_training_script_trains_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

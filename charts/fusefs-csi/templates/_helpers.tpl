@@ -26,7 +26,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 
 {{/* Whether the next pod of the daemons starts beside the old one: Linux before 6.9 needs that. */}}
 {{- define "fusefs-csi.surge" -}}
-{{- if or .Values.surge .Values.openshift.enabled }}true{{ end }}
+{{- $surge := toString .Values.surge }}
+{{- if or (eq $surge "true") (and (eq $surge "auto") .Values.openshift.enabled) }}true{{ end }}
 {{- end }}
 
 {{/* Which nodes a pool's pods run on. */}}

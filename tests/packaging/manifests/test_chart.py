@@ -86,6 +86,16 @@ PAIRS: dict[str, tuple[dict[str, Any], list[str]]] = {
         },
         ["network-policy", "openshift", "selinux", "surge"],
     ),
+    "openshift with newer kernels": (
+        {
+            "namespace": {"create": True},
+            "openshift": {"enabled": True},
+            "selinux": {"type": "spc_t"},
+            "networkPolicy": {"enabled": True},
+            "surge": False,
+        },
+        ["network-policy", "openshift", "selinux"],
+    ),
     "openshift with cilium": (
         {
             "namespace": {"create": True},
@@ -327,6 +337,7 @@ def test_the_program_understands_the_charts_arguments() -> None:
         ({"image": {"digest": "sha256:abc"}}, "digest"),
         ({"metrics": {"podMonitor": {"enabled": True}}}, "metrics.enabled"),
         ({"csiDriver": {"tokensInSecrets": True}}, "serviceAccountTokens"),
+        ({"surge": "always"}, "surge"),
         ({"surge": True, "daemons": {"maxUnavailable": 2}}, "maxUnavailable"),
     ],
 )
