@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
-from setuptools import Command, setup
+from setuptools import Command, Extension, setup
 from setuptools.command.build import build
 
 ROOT = Path(__file__).parent
@@ -59,4 +59,12 @@ class Build(build):
     sub_commands: ClassVar = [("build_stubs", None), *build.sub_commands]
 
 
-setup(cmdclass={"build": Build, "build_stubs": BuildStubs})
+# Without a compiler the package is built without it: Python then answers every request.
+FAST_PATH = Extension(
+    "fusefs.fuse._fast_path",
+    ["fusefs/fuse/fast_path.c"],
+    extra_compile_args=["-std=gnu11", "-O2", "-Wall", "-Wextra"],
+    optional=True,
+)
+
+setup(ext_modules=[FAST_PATH], cmdclass={"build": Build, "build_stubs": BuildStubs})

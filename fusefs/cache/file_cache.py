@@ -138,6 +138,11 @@ class FileCache:
     def __len__(self) -> int:
         return len(self._files)
 
+    @property
+    def by_name(self) -> dict[str, CacheFile]:
+        """The files by what `name_of` tells of their versions: always the same dict."""
+        return self._files
+
     def files(self) -> list[CacheFile]:
         return list(self._files.values())
 

@@ -394,6 +394,7 @@ class Daemon:
             max_stack_depth=depth,
             may_resend=may_resend,
             busy_polling=settings.busy_polling,
+            fast_path=settings.fast_path,
         )
         session.callers.keeper = handover
         nursery.start_soon(handover.keep, lambda: len(session.waiting))

@@ -187,6 +187,7 @@ def collect(daemon: MountParts) -> dict[str, Any]:
         },
         "requests": {
             "total": session.requests,
+            "compiled": session.compiled_requests,
             "waiting": len(session.waiting),
             "busy_polling": session.busy_poll.describe() if session.busy_poll else None,
             "downloads": daemon.fetcher.under_way,

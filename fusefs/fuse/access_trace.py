@@ -48,6 +48,10 @@ class AccessTrace:
         self._number = 0
         self._began = self._taken = 0.0
 
+    @property
+    def is_on(self) -> bool:
+        return bool(self._plain)
+
     def start(self) -> int:
         """Begin to record; returns a number for `take`.
 

@@ -50,6 +50,7 @@ class NoPassthrough:
 
     def __init__(self, why: str) -> None:
         self.why = why
+        self.ids: OrderedDict[CacheFile, int] = OrderedDict()
 
     def find(self, file: CacheFile) -> int:
         return 0
@@ -75,12 +76,12 @@ class PassthroughFiles:
         self._most = most
         self.is_on = False
         self.why = "not negotiated yet"
-        # Least recently used first.
-        self._ids: OrderedDict[CacheFile, int] = OrderedDict()
+        # Least recently used first; always the same dict.
+        self.ids: OrderedDict[CacheFile, int] = OrderedDict()
         self._registering: dict[CacheFile, trio.Event] = {}
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return len(self.ids)
 
     async def turn_on(self, is_negotiated: bool, cache: Path) -> None:
         """Try whether the kernel takes files of the cache's directory."""
@@ -99,9 +100,9 @@ class PassthroughFiles:
 
     def find(self, file: CacheFile) -> int:
         """The id under which a file is registered, or 0."""
-        backing_id = self._ids.get(file, 0)
+        backing_id = self.ids.get(file, 0)
         if backing_id:
-            self._ids.move_to_end(file)
+            self.ids.move_to_end(file)
         return backing_id
 
     async def register(self, file: CacheFile) -> int:
@@ -126,11 +127,11 @@ class PassthroughFiles:
 
     def adopt(self, file: CacheFile, backing_id: int) -> None:
         """Take over an id that is registered already."""
-        self._ids[file] = backing_id
+        self.ids[file] = backing_id
 
     def table(self) -> list[tuple[int, int]]:
         """What is registered, as (id, st_ino)."""
-        return [(backing_id, file.st_ino) for file, backing_id in self._ids.items()]
+        return [(backing_id, file.st_ino) for file, backing_id in self.ids.items()]
 
     def take_over(
         self,
@@ -151,7 +152,7 @@ class PassthroughFiles:
             file = whole.get(st_ino)
             if backing_id in used:
                 continue
-            if file is not None and file not in self._ids:
+            if file is not None and file not in self.ids:
                 self.adopt(file, backing_id)
             else:
                 self.registrar.close_backing(backing_id)
@@ -161,17 +162,17 @@ class PassthroughFiles:
 
         The event, if there was an id, is set when the kernel has let the file go.
         """
-        backing_id = self._ids.pop(file, 0)
+        backing_id = self.ids.pop(file, 0)
         return self.registrar.close_backing(backing_id) if backing_id else None
 
     def drop_unused(self) -> None:
         """Give back the ids of all files that no program has open."""
-        for file in [file for file in self._ids if not file.pins]:
+        for file in [file for file in self.ids if not file.pins]:
             self.drop(file)
 
     def _shrink(self) -> None:
-        while len(self._ids) > self._most:
-            unused = next((file for file in self._ids if not file.pins), None)
+        while len(self.ids) > self._most:
+            unused = next((file for file in self.ids if not file.pins), None)
             if unused is None:
                 return
             self.drop(unused)

@@ -53,6 +53,7 @@ class PyfuseSession(KernelNotifications):
         self._handlers = Pyfuse3Handlers(operations)
         self.times = self._handlers.times
         self.busy_poll: BusyPoll | None = None
+        self.compiled_requests: int | None = None
         self.slowest = self._handlers.slowest
         self.trace: AccessTrace | None = None
         operations.notifier.connect(self)

@@ -34,7 +34,8 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -44,6 +45,7 @@ import trio
 from fusefs.fuse import protocol
 from fusefs.fuse.access_trace import AccessTrace
 from fusefs.fuse.busy_poll import BusyPoll, polling
+from fusefs.fuse.fast_path import IS_BUILT, WarmRequests
 from fusefs.fuse.interrupts import Callers, Interrupts
 from fusefs.fuse.protocol import Init, Opcode
 from fusefs.fuse.read_handlers import REFUSED, Buffer, Handler, Handlers, Payload
@@ -53,7 +55,7 @@ from fusefs.posix.nodes.inode_table import NodeLog
 from fusefs.posix.nodes.notifier import KernelNotifications
 from fusefs.posix.operations import Operations
 from fusefs.posix.types import Caller
-from fusefs.settings.types import BusyPolling
+from fusefs.settings.types import BusyPolling, FastPathMode
 from fusefs.telemetry.activity import ACTIVITY
 from fusefs.telemetry.requests import RequestTimes
 from fusefs.telemetry.slowest import SlowestWaits
@@ -64,12 +66,13 @@ logger = logging.getLogger("fusefs.session")
 # A WRITE of 1 MiB with its headers; also more than any other request.
 MAX_WRITE = 1 << 20
 BUFFER_SIZE = MAX_WRITE + 4096
+# A READ of 64 KiB with its header, the longest that compiled code answers.
+REPLY_SIZE = (64 << 10) + 4096
 MAX_PAGES = 256
 # Requests between two checkpoints: about 2 ms of them.
 BATCH = 64
-# Requests that were polled for between two checkpoints: what else is due waits for half
-# a millisecond at most.
-MOST_POLLED = 8
+# Between two checkpoints requests are polled for no longer than this.
+LONGEST_POLLED_S = 0.0005
 
 _WANTED = (
     Init.ASYNC_READ
@@ -133,11 +136,15 @@ class RunningSession(Protocol):
     name: str
     times: RequestTimes
     slowest: SlowestWaits
-    # None where requests can't be put on record.
-    trace: AccessTrace | None
+
+    @property
+    def trace(self) -> AccessTrace | None:
+        """None where requests can't be put on record."""
 
     @property
     def requests(self) -> int: ...
+    @property
+    def compiled_requests(self) -> int | None: ...
     @property
     def waiting(self) -> list[Waiting]: ...
     @property
@@ -145,6 +152,15 @@ class RunningSession(Protocol):
     @property
     def survival(self) -> tuple[bool, str]: ...
     async def run(self) -> bool: ...
+
+
+def _locked_memory(size: int) -> mmap.mmap:
+    memory = mmap.mmap(-1, size)
+    try:
+        lock_memory(memory)
+    except OSError as error:
+        logger.debug("can't lock memory: %s", error.strerror)
+    return memory
 
 
 class Session(KernelNotifications):
@@ -166,18 +182,15 @@ class Session(KernelNotifications):
         max_stack_depth: int = 1,
         may_resend: bool = True,
         busy_polling: BusyPolling = BusyPolling.AUTO,
+        fast_path: FastPathMode = FastPathMode.AUTO,
     ) -> None:
         self._fd = fd
         self._operations = operations
         self._log = log
         self._max_stack_depth = max_stack_depth
         self._may_resend = may_resend
-        self._memory = mmap.mmap(-1, BUFFER_SIZE)
-        try:
-            lock_memory(self._memory)
-        except OSError as error:
-            logger.debug("can't lock memory: %s", error.strerror)
-        self._buffer = memoryview(self._memory)
+        memory = _locked_memory(BUFFER_SIZE)
+        self._buffer = memoryview(memory)
         self._buffers = [self._buffer]
         self.busy_poll = polling(fd, busy_polling)
         # By their unique numbers, without the mark.
@@ -186,7 +199,7 @@ class Session(KernelNotifications):
         self._interrupts = Interrupts(self.callers)
         self._reading = trio.CancelScope()
         self.negotiated = Init(0)
-        self.requests = 0
+        self._requests = 0
         self.times = RequestTimes(OPERATIONS)
         self.slowest = SlowestWaits(partial(name_request, operations))
         handlers = Handlers(operations)
@@ -196,8 +209,24 @@ class Session(KernelNotifications):
         }
         if operations.mutations is not None:
             self._handlers |= ChangingHandlers(handlers, operations.mutations).table
-        self.trace: AccessTrace | None = AccessTrace(operations, self._handlers)
+        self.trace = AccessTrace(operations, self._handlers)
+        self._warm: WarmRequests | None = None
+        if IS_BUILT and fast_path is FastPathMode.AUTO:
+            reply = _locked_memory(REPLY_SIZE)
+            self._warm = WarmRequests(
+                fd, memory, reply, operations, self.times, log, self._note_lost_reply
+            )
         operations.notifier.connect(self)
+
+    @property
+    def requests(self) -> int:
+        """How many requests were answered."""
+        return self._requests + (self.compiled_requests or 0)
+
+    @property
+    def compiled_requests(self) -> int | None:
+        """How many of them by compiled code; None where there is none."""
+        return self._warm.requests if self._warm is not None else None
 
     @property
     def waiting(self) -> list[Waiting]:
@@ -292,6 +321,10 @@ class Session(KernelNotifications):
         self._reading.cancel()
 
     async def _serve(self, nursery: trio.Nursery) -> None:
+        with self._warm.is_settled_first() if self._warm is not None else nullcontext():
+            await self._receive_all(nursery)
+
+    async def _receive_all(self, nursery: trio.Nursery) -> None:
         while True:
             await trio.lowlevel.wait_readable(self._fd)
             while True:
@@ -305,15 +338,29 @@ class Session(KernelNotifications):
 
     def _answer_batch(self, nursery: trio.Nursery) -> int:
         """Answer what is there; return how many requests, -1 once unmounted."""
-        polled = 0
+        warm = self._warm
+        if warm is None or not warm.is_usable or self.trace.is_on:
+            if warm is not None:
+                warm.settle()
+            return self._answer_some(partial(os.readv, self._fd, self._buffers), nursery)
+        return self._answer_some(warm.receive, nursery, warm)
+
+    def _answer_some(
+        self,
+        receive: Callable[[], int],
+        nursery: trio.Nursery,
+        warm: WarmRequests | None = None,
+    ) -> int:
+        polled_until = 0.0
         for count in range(BATCH):
             try:
-                size = os.readv(self._fd, self._buffers)
+                size = receive()
             except BlockingIOError:
                 if not self._finds_request():
                     return count
-                polled += 1
-                if polled == MOST_POLLED:
+                now = time.monotonic()
+                polled_until = polled_until or now + LONGEST_POLLED_S
+                if now > polled_until:
                     break
                 continue
             except OSError as error:
@@ -322,6 +369,10 @@ class Session(KernelNotifications):
                 if error.errno in (errno.ENOENT, errno.EINTR):
                     continue  # interrupted before it could be read
                 raise
+            if warm is not None:
+                if not size:
+                    break
+                warm.settle()
             self._answer(size, nursery)
         return BATCH
 
@@ -334,9 +385,9 @@ class Session(KernelNotifications):
 
     def _answer(self, size: int, nursery: trio.Nursery) -> None:
         _, opcode, unique, nodeid, uid, gid, pid, extension, _ = _UNPACK_HEADER(self._buffer)
-        self.requests += 1
+        self._requests += 1
         times = self.times
-        began = 0.0 if self.requests % times.period else time.monotonic()
+        began = 0.0 if self._requests % times.period else time.monotonic()
         handler = self._handlers.get(opcode)
         if handler is None:
             number = REFUSED.get(opcode, errno.ENOSYS)

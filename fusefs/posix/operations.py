@@ -58,6 +58,7 @@ class Operations:
         self.mounted_ns = state.mounted_ns
         self.inodes = state.inodes
         self.handles = state.handles
+        self.backing = state.backing
         self.counters = state.counters
         self.notifier = state.notifier
         # Whether names and bytes are refused, because S3 refuses them; see daemon/access_guard.py.
@@ -191,6 +192,20 @@ class Operations:
         answer = writer.open(inode, flags, caller)
         return answer if isinstance(answer, Opened) else await answer
 
+    def was_opened(
+        self,
+        inode: Inode,
+        file: CacheFile,
+        fh: int,
+        backing_id: int,
+        flags: int,
+        unique: int,
+        *,
+        is_closed: bool,
+    ) -> None:
+        """Take up an open for passthrough, and perhaps its close, that are on record already."""
+        self._opener.was_opened(inode, file, fh, backing_id, flags, unique, is_closed=is_closed)
+
     def recall_stale(self, nodeid: int, pid: int) -> None:
         """A process got ESTALE for a node, and may have no name to look up."""
         inode = self.inodes.find(nodeid)
@@ -206,9 +221,9 @@ class Operations:
         self._refuse_if_shut()
         return self._reader.read(fh, offset, size)
 
-    def release(self, fh: int) -> None:
-        """Close a handle; an unknown one is none any more."""
-        handle = self.handles.close_file(fh)
+    def release(self, fh: int, *, is_logged: bool = False) -> None:
+        """Close a handle, which may be on record already; an unknown one is none any more."""
+        handle = self.handles.close_file(fh, is_logged=is_logged)
         if handle is None:
             return
         if handle.readahead is not None:

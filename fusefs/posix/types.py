@@ -5,6 +5,7 @@ An operation answers at once, or returns a coroutine when it has to wait.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Awaitable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -80,6 +81,10 @@ class BackingFiles(Protocol):
 
     @property
     def is_on(self) -> bool: ...
+
+    @property
+    def ids(self) -> OrderedDict[CacheFile, int]:
+        """What is registered, least recently used first: always the same dict."""
 
     def find(self, file: CacheFile) -> int:
         """The id under which a file is registered, or 0."""

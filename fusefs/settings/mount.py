@@ -50,6 +50,7 @@ from fusefs.settings.types import (
     Durability,
     Encryption,
     ExclusiveCreate,
+    FastPathMode,
     LogLevel,
     MinFree,
     MountSource,
@@ -278,6 +279,13 @@ class MountSettings:
         "poll for the next request for up to 50 us before sleeping, while requests come close"
         " together (auto: as long as it saves more time than it takes)",
         BusyPolling.AUTO,
+    )
+
+    fast_path: FastPathMode = option(
+        choice(FastPathMode),
+        "Kernel",
+        "have compiled code answer the requests of warm files (auto: where it was built)",
+        FastPathMode.AUTO,
     )
 
     resend: ResendMode = option(

@@ -172,6 +172,13 @@ class BusyPolling(enum.StrEnum):
     OFF = "off"
 
 
+class FastPathMode(enum.StrEnum):
+    """Whether compiled code answers the requests of warm files."""
+
+    AUTO = "auto"
+    OFF = "off"
+
+
 class Durability(enum.StrEnum):
     """Where a file is when fsync and close return."""
 

@@ -46,10 +46,24 @@ class RequestTimes:
 
     def sampled(self, opcode: int, began: float) -> None:
         """A request that is in `counts` was read at `began`, in monotonic s, and answered now."""
-        self._ok[opcode].observe(time.monotonic() - began, self.period)
+        self.timed(opcode, time.monotonic() - began)
+
+    def answered_elsewhere(self, opcode: int, count: int) -> None:
+        """So many requests more were answered at once, by the compiled part."""
+        self.counts[opcode] += count
+
+    def timed(self, opcode: int, took_s: float) -> None:
+        """One of those, which stands for `period`, took so long."""
+        self._ok[opcode].observe(took_s, self.period)
         self._timed += 1
         if self._timed == ALL_TIMED:
             self.period = PERIOD
+
+    def refused(self, opcode: int, count: int) -> None:
+        """So many requests more were refused, untimed."""
+        self._failed[opcode, "refused"] += count
+        if (opcode, "refused") not in self._others:
+            self._others[opcode, "refused"] = Histogram(REQUEST_BOUNDS)
 
     def answered(self, opcode: int, began: float) -> None:
         """A request that was read at `began`, in monotonic seconds, is answered now."""

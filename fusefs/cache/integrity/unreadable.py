@@ -66,12 +66,12 @@ class Probing:
         self._threads = trio.CapacityLimiter(4)
         # When files were closed; when they were tried, and how long to wait until the
         # next time. In seconds of the monotonic clock.
-        self._closed: dict[CacheFile, float] = {}
+        self.closed_at: dict[CacheFile, float] = {}
         self._tried: dict[CacheFile, tuple[float, float]] = {}
 
     def closed(self, file: CacheFile) -> None:
         """Note that a program has closed a file that the kernel read."""
-        closed = self._closed
+        closed = self.closed_at
         closed.pop(file, None)
         closed[file] = time.monotonic()
         if len(closed) > MOST_CLOSED:
@@ -82,7 +82,7 @@ class Probing:
         if self._integrity.unreadable:
             at, _ = self._tried.get(file, (-math.inf, 0.0))
             return time.monotonic() - at > ALARMED_EVERY_S
-        closed = self._closed.get(file)
+        closed = self.closed_at.get(file)
         if closed is None:
             return False
         now = time.monotonic()

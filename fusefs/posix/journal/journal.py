@@ -91,55 +91,63 @@ class NoJournal:
     def begun(self, unique: int) -> None: ...
     def close(self, *, remove: bool) -> None: ...
 
+    @property
+    def plain_log(self) -> None:
+        return None
+
 
 class _Log:
-    """One mapped file that records are appended to: a new one, or the rest of an old one."""
+    """One mapped file that records are appended to: a new one, or the rest of an old one.
 
-    __slots__ = ("_count", "_crc", "_fd", "_limit", "_map", "path", "size")
+    `size` and `crc` are those of what was written, `count` is how many records that are;
+    there is room up to `limit`.
+    """
+
+    __slots__ = ("_fd", "count", "crc", "limit", "memory", "path", "size")
 
     def __init__(self, path: Path, read: Replayed | None = None) -> None:
         self.path = path
         kept = os.O_TRUNC if read is None else 0
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | kept | os.O_CLOEXEC, 0o600)
-        self.size, self._count, self._crc = HEADER_SIZE, 0, 0
+        self.size, self.count, self.crc = HEADER_SIZE, 0, 0
         if read is not None:
-            self.size, self._count, self._crc = read.stop, read.count, read.crc
-        self._limit = -(-(self.size + 1) // STEP) * STEP
+            self.size, self.count, self.crc = read.stop, read.count, read.crc
+        self.limit = -(-(self.size + 1) // STEP) * STEP
         try:
             # What a kill has torn is cut off, and reads as zeros from here on.
             os.ftruncate(self._fd, self.size)
-            os.posix_fallocate(self._fd, 0, self._limit)
-            self._map = mmap.mmap(self._fd, self._limit)
+            os.posix_fallocate(self._fd, 0, self.limit)
+            self.memory = mmap.mmap(self._fd, self.limit)
         except OSError:
             os.close(self._fd)
             raise
         if read is None:
-            self._map[:HEADER_SIZE] = header()
+            self.memory[:HEADER_SIZE] = header()
         else:
             self._commit()  # what the last daemon may have been killed before
 
     def append(self, body: bytes) -> None:
         """Append a record, of which `body` is all but its CRC."""
         # Written out: each call would cost a tenth of it.
-        self._crc = crc = crc32(body, self._crc)
+        self.crc = crc = crc32(body, self.crc)
         stop = self.size + len(body) + CRC.size
-        if stop > self._limit:
+        if stop > self.limit:
             self._grow()
-        self._map[self.size : stop] = body + crc.to_bytes(CRC.size, "little")
+        self.memory[self.size : stop] = body + crc.to_bytes(CRC.size, "little")
         self.size = stop
-        self._count += 1
-        SLOT.pack_into(self._map, SLOTS[self._count & 1], stop, crc)
+        self.count += 1
+        SLOT.pack_into(self.memory, SLOTS[self.count & 1], stop, crc)
 
     def _grow(self) -> None:
-        os.posix_fallocate(self._fd, self._limit, STEP)
-        self._limit += STEP
-        self._map.resize(self._limit)
+        os.posix_fallocate(self._fd, self.limit, STEP)
+        self.limit += STEP
+        self.memory.resize(self.limit)
 
     def _commit(self) -> None:
-        SLOT.pack_into(self._map, SLOTS[self._count & 1], self.size, self._crc)
+        SLOT.pack_into(self.memory, SLOTS[self.count & 1], self.size, self.crc)
 
     def close(self) -> None:
-        self._map.close()
+        self.memory.close()
         os.close(self._fd)
 
 
@@ -152,9 +160,9 @@ class _UnchainedLog(_Log):
         _, kind = HEAD.unpack_from(body)
         whole = unchained_record(kind, body[HEAD.size :])
         stop = self.size + len(whole)
-        if stop > self._limit:
+        if stop > self.limit:
             self._grow()
-        self._map[self.size : stop] = whole
+        self.memory[self.size : stop] = whole
         self.size = stop
 
     def _commit(self) -> None:
@@ -233,6 +241,15 @@ class Journal:
     def begun(self, unique: int) -> None:
         """A change is about to be made: if its request comes again, it may have been made."""
         self._append(BEGUN_TYPE, ID.pack(unique))
+
+    @property
+    def plain_log(self) -> _Log | None:
+        """The file that records go to, if they go to one alone, for the compiled part to append to.
+
+        None while the journal is being rewritten, or is off.
+        """
+        log = self._log
+        return log if self._next is None and type(log) is _Log else None
 
     @property
     def wants_compaction(self) -> bool:

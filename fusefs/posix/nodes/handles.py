@@ -90,39 +90,35 @@ class HandleTable:
 
     def __init__(self, log: NodeLog) -> None:
         self._log = log
-        self._next = 1
+        # No handle number from here on has been used.
+        self.next_fh = 1
         # Handles of an earlier process by the request that opened them.
-        self._restored: dict[int, int] = {}
+        self.restored: dict[int, int] = {}
         self.files: dict[int, FileHandle] = {}
         self.directories: dict[int, DirectoryHandle] = {}
 
-    @property
-    def next_fh(self) -> int:
-        """No handle number from here on has been used."""
-        return self._next
-
     def adopt_file(self, handle: FileHandle) -> None:
         """Take up a handle that an earlier process opened."""
-        self._add_file(handle)
-        self._restored[handle.unique] = handle.fh
+        self.add_file(handle)
+        self.restored[handle.unique] = handle.fh
 
     def adopt_directory(self, handle: DirectoryHandle) -> None:
         """Take up an open directory; the next read says by its offset where the stream stands."""
         handle.offset = -1
         self.directories[handle.fh] = handle
         handle.inode.served += 1
-        self._restored[handle.unique] = handle.fh
+        self.restored[handle.unique] = handle.fh
 
     def go_on_from(self, next_fh: int) -> None:
         """Number the next handles from `next_fh` on."""
-        self._next = next_fh
+        self.next_fh = next_fh
 
     def opened_by(self, unique: int) -> int:
         """The handle that an earlier process opened for this very request, else 0.
 
         Its reply was lost, so the kernel asks again.
         """
-        return self._restored.pop(unique, 0) if self._restored else 0
+        return self.restored.pop(unique, 0) if self.restored else 0
 
     def open_file(
         self,
@@ -134,13 +130,14 @@ class HandleTable:
         unique: int,
     ) -> FileHandle:
         """Add a handle; a backing id of 0 means that it is served."""
-        handle = FileHandle(self._next, inode, version, file, backing_id, flags, unique)
-        self._next += 1
-        self._add_file(handle)
+        handle = FileHandle(self.next_fh, inode, version, file, backing_id, flags, unique)
+        self.next_fh += 1
+        self.add_file(handle)
         self.log_file(handle)
         return handle
 
-    def _add_file(self, handle: FileHandle) -> None:
+    def add_file(self, handle: FileHandle) -> None:
+        """Add a handle that is on record already."""
         self.files[handle.fh] = handle
         if handle.backing_id:
             handle.inode.passthrough += 1
@@ -153,7 +150,7 @@ class HandleTable:
             handle.unique, handle.fh, handle.inode.nodeid, handle.flags, mode, handle.backing_id
         )
 
-    def close_file(self, fh: int) -> FileHandle | None:
+    def close_file(self, fh: int, *, is_logged: bool = False) -> FileHandle | None:
         """Remove a handle; None if it is not known (a RELEASE may come twice)."""
         handle = self.files.pop(fh, None)
         if handle is not None:
@@ -161,7 +158,8 @@ class HandleTable:
                 handle.inode.passthrough -= 1
             else:
                 handle.inode.served -= 1
-            self._log.closed(fh)
+            if not is_logged:
+                self._log.closed(fh)
         return handle
 
     def former(self, parent: Inode, name: str) -> set[Inode]:
@@ -174,8 +172,8 @@ class HandleTable:
         }
 
     def open_directory(self, inode: Inode, generation: int, unique: int) -> DirectoryHandle:
-        handle = DirectoryHandle(self._next, inode, generation, unique)
-        self._next += 1
+        handle = DirectoryHandle(self.next_fh, inode, generation, unique)
+        self.next_fh += 1
         self.directories[handle.fh] = handle
         inode.served += 1
         self.log_directory(handle)

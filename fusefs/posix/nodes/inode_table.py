@@ -53,6 +53,10 @@ class NodeLog(Protocol):
     def table(self, next_id: int, next_fh: int, mounted_ns: int) -> None: ...
     def begun(self, unique: int) -> None: ...
 
+    @property
+    def plain_log(self) -> object | None:
+        """What compiled code may append to; None if records are not simply appended."""
+
 
 class InodeTable:
     """All inodes by node id, and the current one of each name.
@@ -76,14 +80,14 @@ class InodeTable:
         self._next_id = FIRST_ID
         self.root = Inode(ROOT_ID, ROOT_ID, None, "", None)
         self.root.nlookup = 1
-        self._by_id: dict[int, Inode] = {ROOT_ID: self.root}
+        self.by_id: dict[int, Inode] = {ROOT_ID: self.root}  # never another dict
         self._notifier = notifier or Notifier()
 
     def __len__(self) -> int:
-        return len(self._by_id)
+        return len(self.by_id)
 
     def all(self) -> list[Inode]:
-        return list(self._by_id.values())
+        return list(self.by_id.values())
 
     @property
     def next_id(self) -> int:
@@ -96,14 +100,14 @@ class InodeTable:
 
     def adopt(self, inode: Inode) -> None:
         """Take up a node that the kernel knows from an earlier process."""
-        self._by_id[inode.nodeid] = inode
+        self.by_id[inode.nodeid] = inode
 
     def adopt_name(self, inode: Inode, parent_id: int, *, is_current: bool) -> None:
         """Give a node that was taken up its parent; the youngest of a name is current.
 
         `is_current` is False for one that is on record as superseded.
         """
-        parent = inode.parent = self._by_id.get(parent_id, self.root)
+        parent = inode.parent = self.by_id.get(parent_id, self.root)
         assert parent.children is not None
         rival = parent.children.get(inode.name)
         inode.is_current = is_current and (rival is None or rival.nodeid < inode.nodeid)
@@ -124,7 +128,7 @@ class InodeTable:
             OSError: ESTALE, the id is not (or no longer) known.
         """
         try:
-            return self._by_id[nodeid]
+            return self.by_id[nodeid]
         except KeyError:
             raise OSError(errno.ESTALE, f"unknown node id {nodeid}") from None
 
@@ -140,7 +144,7 @@ class InodeTable:
         return inode
 
     def find(self, nodeid: int) -> Inode | None:
-        return self._by_id.get(nodeid)
+        return self.by_id.get(nodeid)
 
     def key(self, inode: Inode) -> str:
         """The full key of a file, or the prefix (ending in `/`, or empty) of a directory."""
@@ -176,7 +180,7 @@ class InodeTable:
             self.supersede(inode)
         ino = stable_ino(key)
         inode = Inode(self._new_id(ino), ino, parent, name, info)
-        self._by_id[inode.nodeid] = inode
+        self.by_id[inode.nodeid] = inode
         parent.children[name] = inode
         return inode
 
@@ -310,7 +314,7 @@ class InodeTable:
 
     def forget(self, nodeid: int, nlookup: int) -> None:
         """The kernel has dropped `nlookup` of its references; unknown ids are ignored."""
-        inode = self._by_id.get(nodeid)
+        inode = self.by_id.get(nodeid)
         if inode is None or nodeid == ROOT_ID:
             return
         inode.nlookup = max(0, inode.nlookup - nlookup)
@@ -328,7 +332,7 @@ class InodeTable:
             self._keep_as_offset(inode)
             return
         self._unlist(inode)
-        if self._by_id.pop(inode.nodeid, None) is not None:
+        if self.by_id.pop(inode.nodeid, None) is not None:
             self._log.gone(inode.nodeid)
         # A directory whose last child goes may itself have been forgotten before.
         if not parent.nlookup:
@@ -340,9 +344,9 @@ class InodeTable:
         inode.parent.offsets.add(inode)
 
     def _new_id(self, ino: int) -> int:
-        if self._ids_are_inos and ino not in self._by_id:
+        if self._ids_are_inos and ino not in self.by_id:
             return ino
-        while self._next_id in self._by_id:
+        while self._next_id in self.by_id:
             self._next_id += 1
         self._next_id += 1
         return self._next_id - 1

@@ -26,11 +26,12 @@ from fusefs.cache.readahead.next_files import NextFiles
 from fusefs.cache.readahead.siblings import SMALL, Siblings
 from fusefs.cache.readahead.window import Readahead
 from fusefs.posix.mount_state import MountState
+from fusefs.posix.nodes.handles import FileHandle
 from fusefs.posix.nodes.inode_table import Inode, NodeLog
 from fusefs.posix.read.known_files import KnownFiles
 from fusefs.posix.types import Answer, Caller, Opened, waiting
 from fusefs.store.errors import NotFoundError, StaleVersionError
-from fusefs.store.interface import ObjectInfo
+from fusefs.store.interface import ObjectInfo, ObjectVersion
 
 # Openers that got ESTALE; more are not needed than opens are under way.
 MOST_STALE = 4096
@@ -254,15 +255,39 @@ class Opener:
     def _opened_passthrough(
         self, inode: Inode, file: CacheFile, backing_id: int, flags: int, caller: Caller
     ) -> Opened:
-        assert inode.info is not None
-        version = file.version or inode.info.version
+        self._note_passthrough(file)
+        version = _version(inode, file)
+        handle = self._handles.open_file(inode, version, file, backing_id, flags, caller.unique)
+        return Opened(handle.fh, True, backing_id)
+
+    def _note_passthrough(self, file: CacheFile) -> None:
         self._cache.pin_again(file)
         self._cache.opened(file)
         self._count_whole(file)
         self._counters.passthrough_opens += 1
         self._counters.passthrough_bytes += file.size
-        handle = self._handles.open_file(inode, version, file, backing_id, flags, caller.unique)
-        return Opened(handle.fh, True, backing_id)
+
+    def was_opened(
+        self,
+        inode: Inode,
+        file: CacheFile,
+        fh: int,
+        backing_id: int,
+        flags: int,
+        unique: int,
+        *,
+        is_closed: bool,
+    ) -> None:
+        """As `_opened_passthrough`, of an open that is on record, as its close may be."""
+        self._backing.find(file)  # it is used
+        self._note_passthrough(file)
+        if is_closed:
+            self._cache.probing.closed(file)
+            self._cache.unpin(file)
+        else:
+            version = _version(inode, file)
+            handle = FileHandle(fh, inode, version, file, backing_id, flags, unique)
+            self._handles.add_file(handle)
 
     def _opened_served(
         self, inode: Inode, file: CacheFile, flags: int, caller: Caller, *, keep_cache: bool
@@ -309,6 +334,12 @@ class Opener:
                 self._next_files.go_on(prefix, inode.info, size)
 
         return Readahead(self._fetcher, file, go_on)
+
+
+def _version(inode: Inode, file: CacheFile) -> ObjectVersion:
+    """What a handle of a whole file reads: the object may have another key by now."""
+    assert inode.info is not None
+    return file.version or inode.info.version
 
 
 class Redirects:

@@ -1,0 +1,46 @@
+from collections import OrderedDict
+from collections.abc import Callable
+from mmap import mmap
+
+from fusefs.cache.cached_file import CacheFile
+from fusefs.cache.integrity.verify import Integrity
+from fusefs.posix.nodes.handles import FileHandle, HandleTable
+from fusefs.posix.nodes.inode import Inode
+from fusefs.posix.operations import Operations
+from fusefs.store.interface import ObjectVersion
+
+class FastPath:
+    requests: int
+    period: int
+
+    def __init__(
+        self,
+        fd: int,
+        request: mmap,
+        reply: mmap,
+        operations: Operations,
+        inodes: dict[int, Inode],
+        handles: HandleTable,
+        open_files: dict[int, FileHandle],
+        restored: dict[int, int],
+        name_of: Callable[[ObjectVersion], str],
+        files: dict[str, CacheFile],
+        backing_ids: OrderedDict[CacheFile, int],
+        closed_at: dict[CacheFile, float],
+        integrity: Integrity,
+        is_writable: bool,
+    ) -> None: ...
+    def serve(self, log: object, most: int, /) -> int: ...
+    def take(
+        self,
+    ) -> (
+        tuple[
+            list[tuple[int, int]],
+            list[tuple[int, float]],
+            list[tuple[Inode | None, CacheFile, int, int, int, int, bool]],
+            int,
+            int,
+            int,
+        ]
+        | None
+    ): ...

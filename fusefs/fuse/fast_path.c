@@ -1,0 +1,963 @@
+/* The requests that programs make of warm files, answered without running Python.
+ *
+ * An instance reads requests from a mount's /dev/fuse and answers those that take no
+ * decision: OPEN of a file that the kernel reads by itself, its RELEASE, GETATTR, READ of
+ * whole files whose pages are in memory, and the IOCTL by which Python's open() looks for a
+ * terminal. What is true of a file is looked up in the tables and objects that belong to
+ * Python, each time; whatever is unusual about a request is left to Python, which gets it as
+ * if it had read it itself. So there is one set of rules, and here is the part of it that
+ * says yes.
+ *
+ * What an OPEN changes beside the journal is noted, and Python takes the notes (`take`)
+ * before anything else of it runs. As with all requests, the journal has an open and a
+ * close before the kernel has the reply (posix/journal/journal.py).
+ *
+ * All of it runs with the interpreter lock held: no call here waits for anything.
+ */
+
+#define PY_SSIZE_T_CLEAN
+#define _GNU_SOURCE
+#include <Python.h>
+#include <structmember.h>
+
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/fuse.h>
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/uio.h>
+#include <time.h>
+#include <unistd.h>
+
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "the journal is written as little-endian numbers are stored"
+#endif
+
+/* Newer than the headers of some systems: Linux 6.9 and 6.6. */
+#define RESENT (1ULL << 63)
+#define PASSTHROUGH (1U << 7)
+#define NOFLUSH (1U << 5)
+
+enum {
+    MOST_OPENED = 1024,    /* notes between two `take`s */
+    MOST_TIMED = 256,      /* times between two `take`s */
+    MOST_OPCODES = 64,
+    MOST_NAMES = 16384,    /* as FileCache's MOST_NAMES */
+    LAST_CLOSED = 16,      /* as MOST_CLOSED in cache/integrity/unreadable.py */
+    LONGEST_READ = 64 << 10, /* to copy more, Python lets other threads run */
+    ATTRIBUTES = 88,       /* struct fuse_attr as of FUSE 7.9 and later */
+};
+#define FOREVER_S (1ULL << 40) /* as in read_handlers.py */
+
+/* The journal's records; see posix/journal/records.py. */
+enum { OPEN_TYPE = 5, CLOSED_TYPE = 6, MODE_PASSTHROUGH = 1, FIRST_SLOT = 32, SLOT_SIZE = 16 };
+
+struct __attribute__((packed)) open_record {
+    uint16_t length, type;
+    uint64_t unique, fh, nodeid;
+    uint32_t flags;
+    int32_t mode, backing_id;
+};
+
+struct __attribute__((packed)) closed_record {
+    uint16_t length, type;
+    uint64_t fh;
+};
+
+struct journal {
+    PyObject *object; /* borrowed: NULL until a record is written */
+    Py_buffer memory;
+    uint64_t size, count, limit;
+    uint32_t crc;
+};
+
+/* A note of an open, a close or both. Without `inode` it is a close of what Python has opened. */
+struct opened {
+    PyObject *inode, *file; /* owned */
+    uint64_t unique, fh;
+    uint32_t flags;
+    int32_t backing_id;
+    int is_closed;
+};
+
+struct timed {
+    uint32_t opcode;
+    double took_s;
+};
+
+typedef struct {
+    PyObject_HEAD
+    int fd;
+    Py_buffer request, reply;
+    /* Python's objects, as `__init__` gets them. */
+    PyObject *operations, *inodes, *handles, *open_files, *restored, *name_of, *files,
+        *backing_ids, *closed_at, *integrity;
+    int is_writable;
+    PyObject *names; /* node id: (info, name of its cache file) */
+    int no_wait;
+    struct journal journal;
+    PyObject *log; /* borrowed, during `serve` */
+    uint64_t next_fh;
+    int has_fh;
+    /* What Python has not taken yet. */
+    uint64_t counts[MOST_OPCODES], terminals, cache_bytes;
+    int is_noted, lost;
+    struct opened opened[MOST_OPENED];
+    int opened_count;
+    struct timed timed[MOST_TIMED];
+    int timed_count;
+    uint64_t untimed;
+    long long period; /* how many requests there are for each that is timed */
+    unsigned long long requests;
+} FastPath;
+
+static uint32_t crc_table[256];
+
+static PyObject *s_backing_id, *s_count, *s_crc, *s_fd, *s_fetched, *s_file, *s_info, *s_inode, *s_is_checked,
+    *s_is_current, *s_is_removed, *s_is_shut, *s_limit, *s_looked_up, *s_memory, *s_meta,
+    *s_next_fh, *s_packed, *s_present, *s_readahead, *s_served, *s_size, *s_staged, *s_total,
+    *s_unreadable, *s_valid_until, *s_version;
+
+static const struct {
+    PyObject **name;
+    const char *text;
+} interned[] = {
+    {&s_backing_id, "backing_id"},
+    {&s_count, "count"},
+    {&s_crc, "crc"},
+    {&s_fd, "fd"},
+    {&s_fetched, "fetched"},
+    {&s_file, "file"},
+    {&s_info, "info"},
+    {&s_inode, "inode"},
+    {&s_is_checked, "is_checked"},
+    {&s_is_current, "is_current"},
+    {&s_is_removed, "is_removed"},
+    {&s_is_shut, "is_shut"},
+    {&s_limit, "limit"},
+    {&s_looked_up, "looked_up"},
+    {&s_memory, "memory"},
+    {&s_meta, "meta"},
+    {&s_next_fh, "next_fh"},
+    {&s_packed, "packed"},
+    {&s_present, "present"},
+    {&s_readahead, "readahead"},
+    {&s_served, "served"},
+    {&s_size, "size"},
+    {&s_staged, "staged"},
+    {&s_total, "total"},
+    {&s_unreadable, "unreadable"},
+    {&s_valid_until, "valid_until"},
+    {&s_version, "version"},
+};
+
+/* Each function that looks something up or handles a request returns 1 for yes or done,
+ * 0 for no or left to Python, -1 with an exception set. */
+#define TRY(expression)                                                                           \
+    do {                                                                                          \
+        int outcome_ = (expression);                                                              \
+        if (outcome_ <= 0)                                                                        \
+            return outcome_;                                                                      \
+    } while (0)
+
+static int is_object(PyObject *object, PyObject *name, PyObject *expected)
+{
+    PyObject *found = PyObject_GetAttr(object, name);
+    if (found == NULL)
+        return -1;
+    int is_it = found == expected;
+    Py_DECREF(found);
+    return is_it;
+}
+
+static int get_number(PyObject *object, PyObject *name, long long *value)
+{
+    PyObject *found = PyObject_GetAttr(object, name);
+    if (found == NULL)
+        return -1;
+    *value = PyLong_AsLongLong(found);
+    Py_DECREF(found);
+    return *value == -1 && PyErr_Occurred() ? -1 : 1;
+}
+
+static int is_number(PyObject *object, PyObject *name, long long expected)
+{
+    long long value;
+    TRY(get_number(object, name, &value));
+    return value == expected;
+}
+
+static int get_seconds(PyObject *object, PyObject *name, double *value)
+{
+    PyObject *found = PyObject_GetAttr(object, name);
+    if (found == NULL)
+        return -1;
+    *value = PyFloat_AsDouble(found);
+    Py_DECREF(found);
+    return *value == -1.0 && PyErr_Occurred() ? -1 : 1;
+}
+
+static int is_in(PyObject *dict, PyObject *key)
+{
+    return PyDict_GET_SIZE(dict) ? PyDict_Contains(dict, key) : 0;
+}
+
+/* The entry of a dict with numbers as keys, borrowed; NULL with or without an exception. */
+static PyObject *by_number(PyObject *dict, uint64_t number)
+{
+    PyObject *key = PyLong_FromUnsignedLongLong(number);
+    if (key == NULL)
+        return NULL;
+    PyObject *found = PyDict_GetItemWithError(dict, key);
+    Py_DECREF(key);
+    return found;
+}
+
+/* As time.monotonic(). */
+static double now_s(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+/* The journal */
+
+static uint32_t crc32_of(const unsigned char *data, size_t size, uint32_t crc)
+{
+    crc = ~crc;
+    while (size--)
+        crc = crc_table[(crc ^ *data++) & 0xff] ^ crc >> 8;
+    return ~crc;
+}
+
+/* Have the journal at hand, with room for one record more. */
+static int open_journal(FastPath *self)
+{
+    struct journal *journal = &self->journal;
+    if (journal->object == NULL) {
+        long long size, count, limit, crc;
+        TRY(get_number(self->log, s_size, &size));
+        TRY(get_number(self->log, s_count, &count));
+        TRY(get_number(self->log, s_limit, &limit));
+        TRY(get_number(self->log, s_crc, &crc));
+        PyObject *memory = PyObject_GetAttr(self->log, s_memory);
+        if (memory == NULL)
+            return -1;
+        int failed = PyObject_GetBuffer(memory, &journal->memory, PyBUF_WRITABLE);
+        Py_DECREF(memory);
+        if (failed)
+            return -1;
+        journal->object = self->log;
+        journal->size = (uint64_t)size;
+        journal->count = (uint64_t)count;
+        journal->limit = (uint64_t)limit;
+        journal->crc = (uint32_t)crc;
+    }
+    uint64_t stop = journal->size + sizeof(struct open_record) + sizeof(uint32_t);
+    return stop <= journal->limit && stop <= (uint64_t)journal->memory.len;
+}
+
+static int set_number(PyObject *object, PyObject *name, uint64_t value)
+{
+    PyObject *number = PyLong_FromUnsignedLongLong(value);
+    if (number == NULL)
+        return -1;
+    int failed = PyObject_SetAttr(object, name, number);
+    Py_DECREF(number);
+    return failed ? -1 : 1;
+}
+
+static int close_journal(FastPath *self)
+{
+    struct journal *journal = &self->journal;
+    PyObject *log = journal->object;
+    if (log == NULL)
+        return 1;
+    journal->object = NULL;
+    PyBuffer_Release(&journal->memory);
+    TRY(set_number(log, s_size, journal->size));
+    TRY(set_number(log, s_count, journal->count));
+    return set_number(log, s_crc, journal->crc);
+}
+
+/* Append a record; `open_journal` has said that there is room. */
+static void append(FastPath *self, const void *record, size_t size)
+{
+    struct journal *journal = &self->journal;
+    unsigned char *memory = journal->memory.buf;
+    journal->crc = crc32_of(record, size, journal->crc);
+    memcpy(memory + journal->size, record, size);
+    memcpy(memory + journal->size + size, &journal->crc, sizeof journal->crc);
+    journal->size += size + sizeof journal->crc;
+    journal->count++;
+    /* The record is there before it is committed, each number by one instruction. */
+    unsigned char *slot = memory + FIRST_SLOT + (journal->count & 1) * SLOT_SIZE;
+    __atomic_signal_fence(__ATOMIC_SEQ_CST);
+    *(volatile uint64_t *)slot = journal->size;
+    *(volatile uint32_t *)(slot + 8) = journal->crc;
+    __atomic_signal_fence(__ATOMIC_SEQ_CST);
+}
+
+/* Replies */
+
+static void reply(FastPath *self, const struct fuse_in_header *request, int error, void *body,
+                  size_t size)
+{
+    struct fuse_out_header header = {
+        .len = (uint32_t)(sizeof header + size), .error = error, .unique = request->unique};
+    struct iovec parts[] = {{&header, sizeof header}, {body, size}};
+    if (writev(self->fd, parts, size ? 2 : 1) < 0)
+        self->lost = errno;
+}
+
+/* A reply whose body lies behind a header's size in `self->reply`. */
+static void reply_in_place(FastPath *self, const struct fuse_in_header *request, size_t size)
+{
+    struct fuse_out_header *header = self->reply.buf;
+    *header = (struct fuse_out_header){.len = (uint32_t)(sizeof *header + size),
+                                       .unique = request->unique};
+    if (write(self->fd, header, sizeof *header + size) < 0)
+        self->lost = errno;
+}
+
+/* OPEN */
+
+static int is_valid(PyObject *inode)
+{
+    int is_looked_up = is_object(inode, s_looked_up, Py_True);
+    if (is_looked_up)
+        return is_looked_up;
+    double until;
+    TRY(get_seconds(inode, s_valid_until, &until));
+    return until > now_s();
+}
+
+/* The name of the cache file of a node's version, borrowed; NULL with an exception. */
+static PyObject *find_name(FastPath *self, PyObject *nodeid, PyObject *info)
+{
+    PyObject *known = PyDict_GetItemWithError(self->names, nodeid);
+    if (known != NULL && PyTuple_GET_ITEM(known, 0) == info)
+        return PyTuple_GET_ITEM(known, 1);
+    if (PyErr_Occurred())
+        return NULL;
+    PyObject *version = PyObject_GetAttr(info, s_version);
+    if (version == NULL)
+        return NULL;
+    PyObject *name = PyObject_CallOneArg(self->name_of, version);
+    Py_DECREF(version);
+    if (name == NULL)
+        return NULL;
+    if (PyDict_GET_SIZE(self->names) >= MOST_NAMES)
+        PyDict_Clear(self->names);
+    known = PyTuple_Pack(2, info, name);
+    Py_DECREF(name);
+    if (known == NULL)
+        return NULL;
+    int failed = PyDict_SetItem(self->names, nodeid, known);
+    Py_DECREF(known); /* the dict has it */
+    return failed ? NULL : name;
+}
+
+/* Whether the node is what its name stands for, and is open in no other mode. */
+static int is_plain(FastPath *self, PyObject *inode)
+{
+    TRY(is_object(self->operations, s_is_shut, Py_False));
+    TRY(is_object(inode, s_is_current, Py_True));
+    TRY(is_object(inode, s_staged, Py_None));
+    return is_number(inode, s_served, 0);
+}
+
+static int is_whole(PyObject *file)
+{
+    long long size, total;
+    TRY(get_number(file, s_size, &size));
+    PyObject *present = PyObject_GetAttr(file, s_present);
+    if (present == NULL)
+        return -1;
+    int found = get_number(present, s_total, &total);
+    Py_DECREF(present);
+    TRY(found);
+    return size > 0 && size == total;
+}
+
+/* A program that opens a file again soon may have been unable to read it. */
+static int was_just_closed(FastPath *self, PyObject *file)
+{
+    int closed = 0;
+    for (int at = self->opened_count; at-- && closed < LAST_CLOSED;)
+        if (self->opened[at].is_closed) {
+            if (self->opened[at].file == file)
+                return 1;
+            closed++;
+        }
+    return is_in(self->closed_at, file);
+}
+
+/* The whole cache file that the kernel reads for a node, borrowed, and its backing id. */
+static int find_backing(FastPath *self, PyObject *nodeid, PyObject *info, PyObject **file,
+                        int32_t *backing_id)
+{
+    PyObject *name = find_name(self, nodeid, info);
+    if (name == NULL)
+        return -1;
+    *file = PyDict_GetItemWithError(self->files, name);
+    if (*file == NULL)
+        return PyErr_Occurred() ? -1 : 0;
+    PyObject *id = PyDict_GetItemWithError(self->backing_ids, *file);
+    if (id == NULL)
+        return PyErr_Occurred() ? -1 : 0;
+    long number = PyLong_AsLong(id);
+    if (number == -1 && PyErr_Occurred())
+        return -1;
+    *backing_id = (int32_t)number;
+    TRY(number > 0);
+    TRY(is_whole(*file));
+    TRY(is_object(*file, s_is_checked, Py_True));
+    TRY(is_number(self->integrity, s_unreadable, 0));
+    int is_closed = was_just_closed(self, *file);
+    return is_closed < 0 ? -1 : !is_closed;
+}
+
+static int open_with(FastPath *self, const struct fuse_in_header *request, uint32_t flags,
+                     PyObject *nodeid, PyObject *inode, PyObject *info)
+{
+    PyObject *file;
+    int32_t backing_id;
+    TRY(info != Py_None);
+    TRY(find_backing(self, nodeid, info, &file, &backing_id));
+    TRY(open_journal(self));
+    if (!self->has_fh) {
+        long long next;
+        TRY(get_number(self->handles, s_next_fh, &next));
+        self->next_fh = (uint64_t)next;
+        self->has_fh = 1;
+    }
+    if (PyObject_SetAttr(inode, s_looked_up, Py_False) < 0)
+        return -1;
+    uint64_t fh = self->next_fh++;
+    struct open_record record = {
+        .length = sizeof record - 4,
+        .type = OPEN_TYPE,
+        .unique = request->unique,
+        .fh = fh,
+        .nodeid = request->nodeid,
+        .flags = flags,
+        .mode = MODE_PASSTHROUGH,
+        .backing_id = backing_id,
+    };
+    append(self, &record, sizeof record);
+    self->opened[self->opened_count++] = (struct opened){
+        .inode = Py_NewRef(inode),
+        .file = Py_NewRef(file),
+        .unique = request->unique,
+        .fh = fh,
+        .flags = flags,
+        .backing_id = backing_id,
+    };
+    struct {
+        uint64_t fh;
+        uint32_t flags;
+        int32_t backing_id;
+    } answer = {fh, NOFLUSH | PASSTHROUGH, backing_id};
+    reply(self, request, 0, &answer, sizeof answer);
+    return 1;
+}
+
+static int open_file(FastPath *self, const struct fuse_in_header *request, const char *body)
+{
+    const struct fuse_open_in *in = (const void *)body;
+    if (in->flags & (O_WRONLY | O_RDWR | O_TRUNC) || self->opened_count == MOST_OPENED)
+        return 0;
+    if (PyDict_GET_SIZE(self->restored)) {
+        PyObject *known = by_number(self->restored, request->unique);
+        if (known != NULL || PyErr_Occurred())
+            return known != NULL ? 0 : -1;
+    }
+    PyObject *nodeid = PyLong_FromUnsignedLongLong(request->nodeid);
+    if (nodeid == NULL)
+        return -1;
+    PyObject *inode = PyDict_GetItemWithError(self->inodes, nodeid), *info = NULL;
+    int outcome = inode != NULL ? 1 : PyErr_Occurred() ? -1 : 0;
+    if (outcome > 0)
+        outcome = is_plain(self, inode);
+    if (outcome > 0)
+        outcome = is_valid(inode);
+    if (outcome > 0) {
+        info = PyObject_GetAttr(inode, s_info);
+        outcome = info == NULL ? -1 : open_with(self, request, in->flags, nodeid, inode, info);
+    }
+    Py_XDECREF(info);
+    Py_DECREF(nodeid);
+    return outcome;
+}
+
+/* RELEASE of a file that is open for passthrough */
+
+static void log_close(FastPath *self, const struct fuse_in_header *request, uint64_t fh)
+{
+    struct closed_record record = {.length = sizeof record - 4, .type = CLOSED_TYPE, .fh = fh};
+    append(self, &record, sizeof record);
+    reply(self, request, 0, NULL, 0);
+}
+
+/* The note of the open that gave a number; NULL if Python has taken it. */
+static struct opened *find_note(FastPath *self, uint64_t fh)
+{
+    for (int at = self->opened_count; at--;)
+        if (self->opened[at].fh == fh)
+            return &self->opened[at];
+    return NULL;
+}
+
+/* Whether a handle of Python's is one that the kernel reads, and of a file that is not written. */
+static int is_passthrough(PyObject *handle)
+{
+    long long backing_id;
+    TRY(get_number(handle, s_backing_id, &backing_id));
+    PyObject *inode = PyObject_GetAttr(handle, s_inode);
+    if (inode == NULL)
+        return -1;
+    int is_plain = is_object(inode, s_staged, Py_None);
+    Py_DECREF(inode);
+    TRY(is_plain);
+    return backing_id != 0;
+}
+
+static int release(FastPath *self, const struct fuse_in_header *request, const char *body)
+{
+    uint64_t fh = ((const struct fuse_release_in *)body)->fh;
+    struct opened *opened = find_note(self, fh);
+    if (opened != NULL) {
+        if (opened->is_closed)
+            return 0;
+        TRY(open_journal(self));
+        opened->is_closed = 1;
+        log_close(self, request, fh);
+        return 1;
+    }
+    PyObject *handle = by_number(self->open_files, fh);
+    if (handle == NULL)
+        return PyErr_Occurred() ? -1 : 0;
+    TRY(self->opened_count < MOST_OPENED);
+    TRY(is_passthrough(handle));
+    TRY(open_journal(self));
+    PyObject *file = PyObject_GetAttr(handle, s_file);
+    if (file == NULL)
+        return -1;
+    self->opened[self->opened_count++] = (struct opened){.file = file, .fh = fh, .is_closed = 1};
+    log_close(self, request, fh);
+    return 1;
+}
+
+/* GETATTR */
+
+static int get_attributes(FastPath *self, const struct fuse_in_header *request)
+{
+    PyObject *inode = by_number(self->inodes, request->nodeid);
+    if (inode == NULL)
+        return PyErr_Occurred() ? -1 : 0;
+    TRY(is_object(inode, s_staged, Py_None));
+    TRY(is_object(inode, s_is_removed, Py_False));
+    if (self->is_writable) {
+        /* Without them Python may have to look at the object. */
+        int is_unknown = is_object(inode, s_meta, Py_None);
+        if (is_unknown)
+            return is_unknown < 0 ? -1 : 0;
+    }
+    struct {
+        uint64_t seconds;
+        uint32_t rest, padding;
+        char attributes[ATTRIBUTES];
+    } answer = {0};
+    int is_directory = is_object(inode, s_info, Py_None);
+    if (is_directory < 0)
+        return -1;
+    if (is_directory)
+        answer.seconds = FOREVER_S;
+    else {
+        double until;
+        TRY(get_seconds(inode, s_valid_until, &until));
+        double left = until - now_s();
+        if (left >= (double)FOREVER_S)
+            answer.seconds = FOREVER_S;
+        else if (left > 0) {
+            answer.seconds = (uint64_t)left;
+            answer.rest = (uint32_t)((left - floor(left)) * 1e9);
+        }
+    }
+    PyObject *packed = PyObject_GetAttr(inode, s_packed);
+    if (packed == NULL)
+        return -1;
+    int is_there = PyBytes_CheckExact(packed) && PyBytes_GET_SIZE(packed) == ATTRIBUTES;
+    if (is_there)
+        memcpy(answer.attributes, PyBytes_AS_STRING(packed), ATTRIBUTES);
+    Py_DECREF(packed);
+    if (is_there)
+        reply(self, request, 0, &answer, sizeof answer);
+    return is_there;
+}
+
+/* READ */
+
+/* Answer with what the page cache has of a whole file, or leave it to Python. */
+static int read_whole(FastPath *self, const struct fuse_in_header *request,
+                      const struct fuse_read_in *in, PyObject *file)
+{
+    long long fd, size;
+    TRY(is_whole(file));
+    TRY(get_number(file, s_fd, &fd));
+    TRY(get_number(file, s_size, &size));
+    TRY(fd >= 0);
+    uint64_t left = in->offset < (uint64_t)size ? (uint64_t)size - in->offset : 0;
+    size_t wanted = left < in->size ? (size_t)left : in->size;
+    if (wanted) {
+        char *data = (char *)self->reply.buf + sizeof(struct fuse_out_header);
+        struct iovec part = {data, wanted};
+        ssize_t count = preadv2((int)fd, &part, 1, (off_t)in->offset, self->no_wait);
+        if (count < 0 && errno == EOPNOTSUPP && self->no_wait) {
+            /* tmpfs: it knows no RWF_NOWAIT, and never waits for a disk either. */
+            self->no_wait = 0;
+            count = preadv2((int)fd, &part, 1, (off_t)in->offset, 0);
+        }
+        TRY(count == (ssize_t)wanted);
+    }
+    self->cache_bytes += wanted;
+    reply_in_place(self, request, wanted);
+    return 1;
+}
+
+static int read_file(FastPath *self, const struct fuse_in_header *request, const char *body)
+{
+    const struct fuse_read_in *in = (const void *)body;
+    if (in->size > LONGEST_READ)
+        return 0;
+    TRY(is_object(self->operations, s_is_shut, Py_False));
+    PyObject *handle = by_number(self->open_files, in->fh);
+    if (handle == NULL)
+        return PyErr_Occurred() ? -1 : 0;
+    TRY(is_object(handle, s_readahead, Py_None));
+    TRY(is_number(handle, s_fetched, 0));
+    PyObject *inode = PyObject_GetAttr(handle, s_inode);
+    if (inode == NULL)
+        return -1;
+    int outcome = is_object(inode, s_staged, Py_None);
+    Py_DECREF(inode);
+    TRY(outcome);
+    PyObject *file = PyObject_GetAttr(handle, s_file);
+    if (file == NULL)
+        return -1;
+    outcome = read_whole(self, request, in, file);
+    Py_DECREF(file);
+    return outcome;
+}
+
+/* One request */
+
+static int answer(FastPath *self, size_t size)
+{
+    const struct fuse_in_header *request = self->request.buf;
+    const char *body = (const char *)(request + 1);
+    if (size < sizeof *request || request->unique & RESENT)
+        return 0;
+    size_t left = size - sizeof *request;
+    switch (request->opcode) {
+    case FUSE_OPEN:
+        return left < sizeof(struct fuse_open_in) ? 0 : open_file(self, request, body);
+    case FUSE_RELEASE:
+        return left < sizeof(struct fuse_release_in) ? 0 : release(self, request, body);
+    case FUSE_GETATTR:
+        return get_attributes(self, request);
+    case FUSE_READ:
+        return left < sizeof(struct fuse_read_in) ? 0 : read_file(self, request, body);
+    case FUSE_IOCTL:
+        reply(self, request, -ENOTTY, NULL, 0);
+        self->terminals++;
+        return 1;
+    default:
+        return 0;
+    }
+}
+
+static void count(FastPath *self, uint32_t opcode, double began)
+{
+    self->requests++;
+    self->is_noted = 1;
+    if (opcode == FUSE_IOCTL)
+        return; /* an error: counted in `terminals` */
+    self->counts[opcode]++;
+    if (began && self->timed_count < MOST_TIMED)
+        self->timed[self->timed_count++] = (struct timed){opcode, now_s() - began};
+}
+
+/* Python's side */
+
+static int serve_some(FastPath *self, int most, Py_ssize_t *outcome)
+{
+    for (int number = 0; number < most; number++) {
+        ssize_t size = read(self->fd, self->request.buf, (size_t)self->request.len);
+        if (size < 0) {
+            if (errno == ENOENT || errno == EINTR)
+                continue; /* interrupted before it could be read */
+            *outcome = -errno;
+            return 1;
+        }
+        double began = 0;
+        if ((long long)++self->untimed >= self->period) {
+            self->untimed = 0;
+            began = now_s();
+        }
+        uint32_t opcode = ((const struct fuse_in_header *)self->request.buf)->opcode;
+        int handled = answer(self, (size_t)size);
+        if (handled <= 0) {
+            *outcome = size;
+            return handled < 0 ? -1 : 1;
+        }
+        count(self, opcode, began);
+    }
+    *outcome = 0;
+    return 1;
+}
+
+PyDoc_STRVAR(serve_doc,
+             "serve(log, most): answer up to `most` requests. `log` is the journal's file.\n\n"
+             "Returns the size of a request that is left to Python, in the request buffer;\n"
+             "0 after `most` requests; or a negative errno of reading, -EAGAIN if there is none.");
+
+static PyObject *serve(FastPath *self, PyObject *const *arguments, Py_ssize_t count)
+{
+    if (count != 2) {
+        PyErr_SetString(PyExc_TypeError, "serve(log, most)");
+        return NULL;
+    }
+    long most = PyLong_AsLong(arguments[1]);
+    if (most == -1 && PyErr_Occurred())
+        return NULL;
+    Py_ssize_t outcome = 0;
+    self->log = arguments[0];
+    PyObject *type, *value, *trace;
+    (void)serve_some(self, (int)most, &outcome);
+    PyErr_Fetch(&type, &value, &trace);
+    int failed = close_journal(self) < 0;
+    if (self->has_fh) {
+        self->has_fh = 0;
+        failed |= set_number(self->handles, s_next_fh, self->next_fh) < 0;
+    }
+    self->log = NULL;
+    if (type != NULL)
+        PyErr_Restore(type, value, trace);
+    return failed || type != NULL ? NULL : PyLong_FromSsize_t(outcome);
+}
+
+static PyObject *take_counts(FastPath *self)
+{
+    PyObject *counts = PyList_New(0);
+    for (int opcode = 0; counts != NULL && opcode < MOST_OPCODES; opcode++) {
+        if (!self->counts[opcode])
+            continue;
+        PyObject *item = Py_BuildValue("iK", opcode, (unsigned long long)self->counts[opcode]);
+        if (item == NULL || PyList_Append(counts, item) < 0)
+            Py_CLEAR(counts);
+        Py_XDECREF(item);
+        self->counts[opcode] = 0;
+    }
+    return counts;
+}
+
+static PyObject *take_timed(FastPath *self)
+{
+    PyObject *timed = PyList_New(self->timed_count);
+    for (int at = 0; timed != NULL && at < self->timed_count; at++) {
+        struct timed *one = &self->timed[at];
+        PyObject *item = Py_BuildValue("Id", one->opcode, one->took_s);
+        if (item == NULL)
+            Py_CLEAR(timed);
+        else
+            PyList_SET_ITEM(timed, at, item);
+    }
+    self->timed_count = 0;
+    return timed;
+}
+
+static PyObject *take_opened(FastPath *self)
+{
+    PyObject *opened = PyList_New(self->opened_count);
+    for (int at = 0; at < self->opened_count; at++) {
+        struct opened *one = &self->opened[at];
+        PyObject *item = NULL;
+        if (opened != NULL)
+            item = Py_BuildValue("OOKiIKO", one->inode != NULL ? one->inode : Py_None, one->file, (unsigned long long)one->fh,
+                                 one->backing_id, one->flags, (unsigned long long)one->unique,
+                                 one->is_closed ? Py_True : Py_False);
+        Py_CLEAR(one->inode);
+        Py_CLEAR(one->file);
+        if (item == NULL)
+            Py_CLEAR(opened);
+        else
+            PyList_SET_ITEM(opened, at, item);
+    }
+    self->opened_count = 0;
+    return opened;
+}
+
+PyDoc_STRVAR(take_doc,
+             "take(): what was done since the last time, None if nothing was.\n\n"
+             "A tuple: requests answered without an error as [(opcode, count)]; times as\n"
+             "[(opcode, seconds)]; opens as [(inode, file, fh, backing id, flags, unique,\n"
+             "is closed)], None as the inode if only the close is new; bytes read; how often ENOTTY was answered; the errno of a reply\n"
+             "that the kernel refused, or 0.");
+
+static PyObject *take(FastPath *self, PyObject *Py_UNUSED(ignored))
+{
+    if (!self->is_noted)
+        Py_RETURN_NONE;
+    PyObject *counts = take_counts(self), *timed = take_timed(self), *opened = take_opened(self);
+    if (counts == NULL || timed == NULL || opened == NULL) {
+        Py_XDECREF(counts);
+        Py_XDECREF(timed);
+        Py_XDECREF(opened);
+        return NULL;
+    }
+    PyObject *taken = Py_BuildValue("NNNKKi", counts, timed, opened,
+                                    (unsigned long long)self->cache_bytes,
+                                    (unsigned long long)self->terminals, self->lost);
+    self->cache_bytes = self->terminals = 0;
+    self->is_noted = self->lost = 0;
+    return taken;
+}
+
+static int init(FastPath *self, PyObject *args, PyObject *keywords)
+{
+    static char *names[] = {"fd",        "request",  "reply",       "operations", "inodes",
+                            "handles",   "open_files", "restored",  "name_of",    "files",
+                            "backing_ids", "closed_at", "integrity", "is_writable", NULL};
+    if (!PyArg_ParseTupleAndKeywords(
+            args, keywords, "iw*w*OO!OO!O!OO!O!O!Op", names, &self->fd, &self->request,
+            &self->reply, &self->operations, &PyDict_Type, &self->inodes, &self->handles,
+            &PyDict_Type, &self->open_files, &PyDict_Type, &self->restored, &self->name_of,
+            &PyDict_Type, &self->files, &PyDict_Type, &self->backing_ids, &PyDict_Type,
+            &self->closed_at, &self->integrity, &self->is_writable))
+        return -1;
+    PyObject *held[] = {self->operations, self->inodes,   self->handles,     self->open_files,
+                        self->restored,   self->name_of,  self->files,       self->backing_ids,
+                        self->closed_at,  self->integrity};
+    for (size_t at = 0; at < sizeof held / sizeof *held; at++)
+        Py_INCREF(held[at]);
+    self->no_wait = RWF_NOWAIT;
+    self->period = 1;
+    if (self->reply.len < (Py_ssize_t)(LONGEST_READ + sizeof(struct fuse_out_header))) {
+        PyErr_SetString(PyExc_ValueError, "the reply buffer is too small");
+        return -1;
+    }
+    self->names = PyDict_New();
+    return self->names == NULL ? -1 : 0;
+}
+
+static int traverse(FastPath *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->operations);
+    Py_VISIT(self->inodes);
+    Py_VISIT(self->handles);
+    Py_VISIT(self->open_files);
+    Py_VISIT(self->restored);
+    Py_VISIT(self->name_of);
+    Py_VISIT(self->files);
+    Py_VISIT(self->backing_ids);
+    Py_VISIT(self->closed_at);
+    Py_VISIT(self->integrity);
+    Py_VISIT(self->names);
+    for (int at = 0; at < self->opened_count; at++) {
+        Py_VISIT(self->opened[at].inode);
+        Py_VISIT(self->opened[at].file);
+    }
+    return 0;
+}
+
+static int clear(FastPath *self)
+{
+    Py_CLEAR(self->operations);
+    Py_CLEAR(self->inodes);
+    Py_CLEAR(self->handles);
+    Py_CLEAR(self->open_files);
+    Py_CLEAR(self->restored);
+    Py_CLEAR(self->name_of);
+    Py_CLEAR(self->files);
+    Py_CLEAR(self->backing_ids);
+    Py_CLEAR(self->closed_at);
+    Py_CLEAR(self->integrity);
+    Py_CLEAR(self->names);
+    while (self->opened_count) {
+        struct opened *last = &self->opened[--self->opened_count];
+        Py_CLEAR(last->inode);
+        Py_CLEAR(last->file);
+    }
+    return 0;
+}
+
+static void dealloc(FastPath *self)
+{
+    PyObject_GC_UnTrack(self);
+    clear(self);
+    if (self->request.obj != NULL)
+        PyBuffer_Release(&self->request);
+    if (self->reply.obj != NULL)
+        PyBuffer_Release(&self->reply);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyMethodDef methods[] = {
+    {"serve", (PyCFunction)(void (*)(void))serve, METH_FASTCALL, serve_doc},
+    {"take", (PyCFunction)take, METH_NOARGS, take_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef members[] = {
+    {"requests", T_ULONGLONG, offsetof(FastPath, requests), READONLY, "answered here so far"},
+    {"period", T_LONGLONG, offsetof(FastPath, period), 0, "one of so many requests is timed"},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyTypeObject FastPathType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "fusefs.fuse._fast_path.FastPath",
+    .tp_basicsize = sizeof(FastPath),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_doc = "Answers the requests of warm files of one mount.",
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)init,
+    .tp_dealloc = (destructor)dealloc,
+    .tp_traverse = (traverseproc)traverse,
+    .tp_clear = (inquiry)clear,
+    .tp_methods = methods,
+    .tp_members = members,
+};
+
+static PyModuleDef module = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "_fast_path",
+    .m_size = -1,
+};
+
+PyMODINIT_FUNC PyInit__fast_path(void)
+{
+    for (uint32_t byte = 0; byte < 256; byte++) {
+        uint32_t crc = byte;
+        for (int bit = 0; bit < 8; bit++)
+            crc = crc & 1 ? crc >> 1 ^ 0xEDB88320 : crc >> 1;
+        crc_table[byte] = crc;
+    }
+    for (size_t at = 0; at < sizeof interned / sizeof *interned; at++) {
+        *interned[at].name = PyUnicode_InternFromString(interned[at].text);
+        if (*interned[at].name == NULL)
+            return NULL;
+    }
+    if (PyType_Ready(&FastPathType) < 0)
+        return NULL;
+    PyObject *made = PyModule_Create(&module);
+    if (made == NULL)
+        return NULL;
+    if (PyModule_AddObjectRef(made, "FastPath", (PyObject *)&FastPathType) < 0)
+        Py_CLEAR(made);
+    return made;
+}

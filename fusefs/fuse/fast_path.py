@@ -1,0 +1,148 @@
+"""The requests of warm files, answered by compiled code (fast_path.c) where it was built.
+
+A package that was built without a compiler has none of it, and all requests are
+answered by Python, by the same rules. It is left out as well while requests are put on
+record (access_trace.py), and while the journal is off or is being rewritten.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from mmap import mmap
+from typing import TYPE_CHECKING
+
+import trio
+
+from fusefs.fuse.protocol import Opcode
+from fusefs.posix.operations import Operations
+from fusefs.telemetry.requests import RequestTimes
+
+if TYPE_CHECKING:
+    from fusefs.posix.nodes.inode_table import NodeLog
+
+try:
+    from fusefs.fuse import _fast_path
+except ImportError:
+    IS_BUILT = False
+else:
+    IS_BUILT = True
+
+# Requests that the compiled part answers before other tasks get their turn: 2 ms of them.
+MOST_AT_ONCE = 512
+
+
+class _Settling(trio.abc.Instrument):
+    """Settles before each step of a task that is not the one that receives."""
+
+    def __init__(self, warm: WarmRequests, receiver: trio.lowlevel.Task) -> None:
+        self._warm = warm
+        self._receiver = receiver
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        if task is not self._receiver:
+            self._warm.settle()
+
+
+class WarmRequests:
+    """Reads one mount's requests, and answers what compiled code can. Belongs to the event loop.
+
+    `receive` leaves a request that is Python's in the request buffer. What else was answered
+    is unknown to Python until `settle`, which has to come before any other code of it runs:
+    `is_settled_first` sees to that for all tasks but the one that receives.
+    """
+
+    def __init__(
+        self,
+        fd: int,
+        request: mmap,
+        reply: mmap,
+        operations: Operations,
+        times: RequestTimes,
+        log: NodeLog,
+        note_lost_reply: Callable[[OSError], None],
+    ) -> None:
+        self._operations = operations
+        self._times = times
+        self._log = log
+        self._note_lost_reply = note_lost_reply
+        cache, handles = operations.cache, operations.handles
+        self._compiled = _fast_path.FastPath(
+            fd,
+            request,
+            reply,
+            operations,
+            operations.inodes.by_id,
+            handles,
+            handles.files,
+            handles.restored,
+            cache.name_of,
+            cache.by_name,
+            operations.backing.ids,
+            cache.probing.closed_at,
+            cache.integrity,
+            operations.writer is not None,
+        )
+
+    @contextmanager
+    def is_settled_first(self) -> Iterator[None]:
+        """Within it, this task receives, and every other finds settled what was answered."""
+        instrument = _Settling(self, trio.lowlevel.current_task())
+        trio.lowlevel.add_instrument(instrument)
+        try:
+            yield
+        finally:
+            trio.lowlevel.remove_instrument(instrument)
+            self.settle()
+
+    @property
+    def requests(self) -> int:
+        """How many requests the compiled part has answered."""
+        return self._compiled.requests
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether requests may be answered without Python at this moment."""
+        return self._log.plain_log is not None
+
+    def receive(self) -> int:
+        """Read requests until there is one for Python; return its size.
+
+        Returns 0 if others answered are enough for now.
+
+        Raises:
+            OSError: EAGAIN, there is none; as `read` of /dev/fuse.
+        """
+        outcome = self._compiled.serve(self._log.plain_log, MOST_AT_ONCE)
+        if outcome == -errno.EAGAIN:
+            raise BlockingIOError(errno.EAGAIN, "no request")
+        if outcome < 0:
+            raise OSError(-outcome, os.strerror(-outcome))
+        return outcome
+
+    def settle(self) -> None:
+        """Take over what was answered since the last time."""
+        taken = self._compiled.take()
+        if taken is None:
+            return
+        counts, timed, opened, read_bytes, terminals, lost = taken
+        times, operations = self._times, self._operations
+        for opcode, count in counts:
+            times.answered_elsewhere(opcode, count)
+        for opcode, took_s in timed:
+            times.timed(opcode, took_s)
+        if terminals:
+            times.refused(Opcode.IOCTL, terminals)
+        self._compiled.period = times.period
+        operations.counters.cache_bytes += read_bytes
+        for inode, file, fh, backing_id, flags, unique, is_closed in opened:
+            if inode is None:
+                operations.release(fh, is_logged=True)
+            else:
+                operations.was_opened(
+                    inode, file, fh, backing_id, flags, unique, is_closed=is_closed
+                )
+        if lost:
+            self._note_lost_reply(OSError(lost, os.strerror(lost)))
