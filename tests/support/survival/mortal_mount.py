@@ -33,7 +33,7 @@ from fusefs.posix.nodes.handles import HandleTable
 from fusefs.posix.nodes.inode_table import Attributes, Inode, InodeTable, Ownership
 from fusefs.posix.nodes.notifier import Notifier
 from fusefs.posix.operations import Operations
-from fusefs.posix.types import Caller
+from fusefs.posix.types import BackingFiles, Caller
 from fusefs.posix.write.staging import Staging
 from tests.support.memory_store import MemoryStore
 
@@ -180,6 +180,7 @@ class MortalMount:
         self.directory = directory
         self._cache = cache or directory / "cache"
         self.store = MemoryStore()
+        self.backing: BackingFiles = NoPassthrough("no kernel")
         self._mounted_ns = 1
         self._uniques = itertools.count(2, 2)
         self._is_mounted = False
@@ -208,7 +209,7 @@ class MortalMount:
                     directories=directories,
                     cache=cache,
                     downloader=Fetcher(self.store, cache, Evictor(cache), nursery),
-                    backing=NoPassthrough("no kernel"),
+                    backing=self.backing,
                     journal=journal,
                     inodes=InodeTable("", journal, notifier),
                     handles=HandleTable(journal),
