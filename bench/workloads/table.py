@@ -314,31 +314,34 @@ WORKLOADS = (
     ),
     *(
         _crowd(
-            f"opens{processes}",
-            f"open and close of cached 100 KiB files, {processes} processes",
-            "opens/s",
-            partial(crowds.opens, processes=processes),
-            who=(*FILES, JUICEFS),
+            f"{name}{processes}",
+            f"{title}, {processes} processes",
+            unit,
+            partial(run, processes=processes),
+            who=who,
         )
-        for processes in THREADS
-    ),
-    *(
-        _crowd(
-            f"served{processes}",
-            f"4 KiB O_DIRECT reads that the daemon answers, {processes} processes",
-            "reads/s",
-            partial(crowds.served, processes=processes),
-            who=(NO_PASSTHROUGH, PYFUSE3, *PEERS),
-        )
-        for processes in THREADS
-    ),
-    *(
-        _crowd(
-            f"walks{processes}",
-            f"walk again with lstat, 100 folders, {processes} processes",
-            "files/s",
-            partial(crowds.walks, processes=processes),
-            who=(*FILES, JUICEFS),
+        for name, title, unit, run, who in (
+            (
+                "opens",
+                "open and close of cached 100 KiB files",
+                "opens/s",
+                crowds.opens,
+                (*FILES, JUICEFS),
+            ),
+            (
+                "served",
+                "4 KiB O_DIRECT reads that the daemon answers",
+                "reads/s",
+                crowds.served,
+                (NO_PASSTHROUGH, PYFUSE3, *PEERS),
+            ),
+            (
+                "walks",
+                "walk again with lstat, 100 folders",
+                "files/s",
+                crowds.walks,
+                (*FILES, JUICEFS),
+            ),
         )
         for processes in THREADS
     ),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import email.utils
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,23 +12,13 @@ import pytest
 from fusefs.diagnosis import network
 from fusefs.diagnosis.findings import Finding, Level
 from fusefs.store.s3.clients import S3Settings
-from tests.support.machine import surroundings
+from tests.support.machine.surroundings import of_no_machine as of_no_machine
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.servers.tls import TlsDoor, tls_door
+from tests.support.servers.tls import secure as secure
 
 OWN, BOTO3, OBSTORE = "TLS own", "TLS boto3", "TLS obstore"
-
-
-@pytest.fixture(autouse=True)
-def of_no_machine(monkeypatch: pytest.MonkeyPatch, as_owner: None) -> None:
-    surroundings.clear(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def secure(shared: Bucket, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsDoor]:
-    with tls_door(shared.server.endpoint_url, tmp_path_factory.mktemp("tls")) as door:
-        yield door
 
 
 def found(bucket: Bucket, url: str, ca_bundle: Path | None = None) -> dict[str, Finding]:

@@ -12,6 +12,7 @@ import pytest
 import trio
 
 from fusefs.store.errors import StaleVersionError
+from fusefs.store.interface import ObjectInfo
 from fusefs.store.s3.get import SMALL
 from fusefs.store.s3.store import S3Store
 from tests.support.semantics import states
@@ -131,14 +132,20 @@ async def test_where_both_fail_the_request_is_tried_again(
         assert (second.used, counters["gets"], counters["retries"]) == (1, 3, 1)
 
 
+async def outdated(store: S3Store, bucket: Bucket, size: int) -> ObjectInfo:
+    """What was known of an object before it was replaced."""
+    bucket.put("body", BODY[:size])
+    info = await store.head("body")
+    bucket.put("body", BODY[1:size] + BODY[:1])
+    return info
+
+
 @SIZES
 async def test_an_object_that_was_replaced_is_stale_for_both(
     bucket: Bucket, faulty: FaultyS3, size: int
 ) -> None:
-    bucket.put("body", BODY[:size])
     async with impatient(bucket, faulty) as store:
-        info = await store.head("body")
-        bucket.put("body", BODY[1:size] + BODY[:1])
+        info = await outdated(store, bucket, size)
         first = faulty.add("GET", stall=True, times=1)
         faulty.add("GET", times=1, before=first.release)
         with pytest.raises(StaleVersionError):
@@ -149,10 +156,8 @@ async def test_an_object_that_was_replaced_is_stale_for_both(
 async def test_a_refusal_that_both_would_get_does_not_wait_for_the_other(
     bucket: Bucket, faulty: FaultyS3, size: int
 ) -> None:
-    bucket.put("body", BODY[:size])
     async with impatient(bucket, faulty) as store:
-        info = await store.head("body")
-        bucket.put("body", BODY[1:size] + BODY[:1])
+        info = await outdated(store, bucket, size)
         hold = faulty.hold("GET", "body", 0.0)
         with pytest.raises(StaleVersionError):
             await download(store, info, in_loop=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import trio
@@ -46,36 +47,23 @@ async def read(store: S3Store, version: ObjectVersion) -> None:
         await download(store, version, in_loop=True)
 
 
-@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["small", "large"])
-async def test_an_answer_that_begins_late(shared: Bucket, faulty: FaultyS3, size: int) -> None:
-    version = put(shared, "late", size)
+@pytest.mark.parametrize(
+    ("size", "answer", "cause"),
+    [
+        pytest.param(SMALL, {"delay_s": 1.0}, WaitCause.S3_FIRST_BYTE, id="begins-late-small"),
+        pytest.param(LARGE, {"delay_s": 1.0}, WaitCause.S3_FIRST_BYTE, id="begins-late-large"),
+        pytest.param(LARGE, {"bytes_per_s": LARGE}, WaitCause.S3_TRANSFER, id="takes-long"),
+        pytest.param(SMALL, {"code": "SlowDown", "times": 2}, WaitCause.THROTTLED, id="refused"),
+        pytest.param(SMALL, {"code": "ExpiredToken", "times": 2}, WaitCause.CREDENTIALS, id="keys"),
+    ],
+)
+async def test_a_wait_for_an_answer_has_its_cause(
+    shared: Bucket, faulty: FaultyS3, size: int, answer: dict[str, Any], cause: int
+) -> None:
+    version = put(shared, "object", size)
     async with connected(shared, faulty) as store:
-        faulty.add("GET", delay_s=1.0)
-        with mostly(WaitCause.S3_FIRST_BYTE):
-            await read(store, version)
-
-
-async def test_an_answer_that_takes_long(shared: Bucket, faulty: FaultyS3) -> None:
-    version = put(shared, "slow", LARGE)
-    async with connected(shared, faulty) as store:
-        faulty.add("GET", bytes_per_s=LARGE)
-        with mostly(WaitCause.S3_TRANSFER):
-            await read(store, version)
-
-
-async def test_a_store_that_refuses_requests(shared: Bucket, faulty: FaultyS3) -> None:
-    version = put(shared, "refused", SMALL)
-    async with connected(shared, faulty) as store:
-        faulty.add("GET", code="SlowDown", times=2)
-        with mostly(WaitCause.THROTTLED):
-            await read(store, version)
-
-
-async def test_keys_that_are_refused(shared: Bucket, faulty: FaultyS3) -> None:
-    version = put(shared, "keys", SMALL)
-    async with connected(shared, faulty) as store:
-        faulty.add("GET", code="ExpiredToken", times=2)
-        with mostly(WaitCause.CREDENTIALS):
+        faulty.add("GET", **answer)
+        with mostly(cause):
             await read(store, version)
 
 

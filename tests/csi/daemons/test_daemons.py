@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import grpc
@@ -17,7 +17,7 @@ from fusefs.linux import mountinfo
 from tests.support.csi.daemons import daemons_of
 from tests.support.csi.node import Node, running_node
 from tests.support.csi.node import node as node
-from tests.support.csi.pod import pod_reading
+from tests.support.csi.pod import Pod, pod_reading
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import PATIENCE_S
@@ -71,6 +71,15 @@ def templates() -> list[int]:
 
 def publish(node: Node, target: Path, shared: Bucket) -> None:
     node.publish("volume", target, bucket=shared.name, prefix="a")
+
+
+@contextmanager
+def reading(node: Node, target: Path, shared: Bucket) -> Iterator[Pod]:
+    """A pod with a file of a volume, which is unpublished if nothing fails."""
+    publish(node, target, shared)
+    with pod_reading(node, target / "hello") as pod:
+        yield pod
+    node.unpublish("volume", target)
 
 
 def test_a_daemon_is_a_user_without_rights_in_the_other_container(
@@ -130,13 +139,11 @@ def test_a_pod_reads_on_when_all_daemons_die_at_one_instant(
 ) -> None:
     with ExitStack() as stack:
         first = stack.enter_context(daemons_of(node, "first"))
-        publish(node, target, shared)
-        with pod_reading(node, target / "hello") as pod:
+        with reading(node, target, shared) as pod:
             first.kill()
             pod.ask()
             stack.enter_context(daemons_of(node, "second"))
             assert pod.answer() == BOTH
-        node.unpublish("volume", target)
 
 
 def test_a_pod_reads_on_while_the_next_takes_over_and_the_first_ends(
@@ -157,35 +164,29 @@ def test_a_pod_reads_on_while_the_next_takes_over_and_the_first_ends(
 def test_a_pod_reads_on_when_the_next_ends_instead_of_the_first(
     node: Node, target: Path, shared: Bucket
 ) -> None:
-    with daemons_of(node, "first") as first:
-        publish(node, target, shared)
-        with pod_reading(node, target / "hello") as pod:
-            with daemons_of(node, "second") as second:
-                second.kill()
-                assert pod.read() == BOTH
-            [pid] = node.daemons()
-            assert pid in first.children()
-        node.unpublish("volume", target)
+    with daemons_of(node, "first") as first, reading(node, target, shared) as pod:
+        with daemons_of(node, "second") as second:
+            second.kill()
+            assert pod.read() == BOTH
+        [pid] = node.daemons()
+        assert pid in first.children()
 
 
 def test_a_daemon_goes_on_without_the_node_container_and_with_the_next_one(
     node: Node, target: Path, shared: Bucket
 ) -> None:
-    with daemons_of(node, "first"):
-        publish(node, target, shared)
-        with pod_reading(node, target / "hello") as pod:
-            [root] = node.roots()
-            before, registered = node.daemons(), status_of(root)["backing_ids"]
-            node.kill()
-            node.kill_all("keeper")
-            assert pod.read() == BOTH  # though no keeper holds it
-            node.start("--daemons=there")
-            until(lambda: status_of(root)["is_serving"], "it has a keeper")
-            assert node.daemons() == before
-            until(lambda: status_of(root)["backing_ids"] == registered, "it knows the files")
-            os.kill(before[0], signal.SIGKILL)
-            assert pod.read() == BOTH
-        node.unpublish("volume", target)
+    with daemons_of(node, "first"), reading(node, target, shared) as pod:
+        [root] = node.roots()
+        before, registered = node.daemons(), status_of(root)["backing_ids"]
+        node.kill()
+        node.kill_all("keeper")
+        assert pod.read() == BOTH  # though no keeper holds it
+        node.start("--daemons=there")
+        until(lambda: status_of(root)["is_serving"], "it has a keeper")
+        assert node.daemons() == before
+        until(lambda: status_of(root)["backing_ids"] == registered, "it knows the files")
+        os.kill(before[0], signal.SIGKILL)
+        assert pod.read() == BOTH
 
 
 def test_a_pod_reads_on_when_the_next_starts_after_the_end_of_the_first(
@@ -193,14 +194,12 @@ def test_a_pod_reads_on_when_the_next_starts_after_the_end_of_the_first(
 ) -> None:
     with ExitStack() as stack:
         first = stack.enter_context(daemons_of(node, "first", (), "--successor=after"))
-        publish(node, target, shared)
-        with pod_reading(node, target / "hello") as pod:
+        with reading(node, target, shared) as pod:
             first.process.terminate()
             assert first.process.wait(PATIENCE_S) == 0
             pod.ask()
             stack.enter_context(daemons_of(node, "second", (), "--successor=after"))
             assert pod.answer() == BOTH
-        node.unpublish("volume", target)
 
 
 def test_the_daemons_do_not_end_while_the_node_container_is_gone(
@@ -208,8 +207,7 @@ def test_the_daemons_do_not_end_while_the_node_container_is_gone(
 ) -> None:
     with ExitStack() as stack:
         first = stack.enter_context(daemons_of(node, "first", (), "--successor=after"))
-        publish(node, target, shared)
-        with pod_reading(node, target / "hello") as pod:
+        with reading(node, target, shared) as pod:
             node.kill()
             node.kill_all("keeper")
             first.process.terminate()
@@ -219,7 +217,6 @@ def test_the_daemons_do_not_end_while_the_node_container_is_gone(
             assert first.process.wait(PATIENCE_S) == 0
             stack.enter_context(daemons_of(node, "second", (), "--successor=after"))
             assert pod.read() == BOTH
-        node.unpublish("volume", target)
 
 
 def test_the_node_container_does_not_end_while_the_daemons_are_gone(

@@ -14,13 +14,14 @@ from csi.volume.stores import StoreSettings as CsiStore
 from fusefs.store.errors import StoreError
 from fusefs.store.http.proxies import Proxies, ProxyError, make_client, shown
 from fusefs.store.s3.get import SMALL, GetStream
-from tests.support.machine import surroundings
+from tests.support.machine.surroundings import of_no_machine as of_no_machine
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.servers.forward_proxy import ForwardProxy, forward_proxy
 from tests.support.servers.s3_server import ACCESS_KEY, REGION, SECRET_KEY
-from tests.support.servers.tls import TlsDoor, tls_door
+from tests.support.servers.tls import TlsDoor
+from tests.support.servers.tls import secure as secure
 from tests.support.store_reading import BODY, download, opened
 from tests.support.store_reading import as_owner as as_owner
 from tests.support.store_reading import shared as shared
@@ -28,17 +29,6 @@ from tests.support.store_reading import shared as shared
 PROXY = "http://proxy.example.org:3128"
 # No process listens there.
 NOWHERE = "http://127.0.0.1:1"
-
-
-@pytest.fixture(autouse=True)
-def of_no_machine(monkeypatch: pytest.MonkeyPatch, as_owner: None) -> None:
-    surroundings.clear(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def secure(shared: Bucket, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsDoor]:
-    with tls_door(shared.server.endpoint_url, tmp_path_factory.mktemp("tls")) as door:
-        yield door
 
 
 @pytest.fixture

@@ -16,3 +16,9 @@ def clear(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have this machine's own not matter."""
     for name in (*CERTIFICATES, *PROXIES):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def of_no_machine(monkeypatch: pytest.MonkeyPatch, as_owner: None) -> None:
+    """For modules that import it: `clear` before each test."""
+    clear(monkeypatch)

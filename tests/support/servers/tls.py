@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.support.servers.buckets import Bucket
 from tests.support.servers.relay import relay
 
 
@@ -47,6 +48,13 @@ def tls_door(
         yield TlsDoor(f"https://127.0.0.1:{listener.getsockname()[1]}", authority)
         listener.shutdown(socket.SHUT_RDWR)
         thread.join()
+
+
+@pytest.fixture(scope="module")
+def secure(shared: Bucket, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsDoor]:
+    """The shared bucket's server with a certificate of a private authority."""
+    with tls_door(shared.server.endpoint_url, tmp_path_factory.mktemp("tls")) as door:
+        yield door
 
 
 _KEY = ("-newkey", "rsa:2048", "-nodes")
