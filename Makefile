@@ -7,6 +7,7 @@
 # make deb     a Debian package, in build/
 # make test-deb   that package in a fresh Debian: installed, upgraded under load, removed
 # make sbom    what the image has of Python, as CycloneDX, in build/sbom.json
+# make test-wheel  the wheel in a fresh virtual environment, from the package index
 # make bench   the measurements against the bare disk and other mounts
 
 SHELL := /bin/bash
@@ -17,7 +18,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	--config-settings editable_mode=compat
 SOURCES := setup.py fusefs csi tests examples packaging $(wildcard bench)
 
-.PHONY: setup share deb test-deb sbom demo test test-ceph lint storm bench clean
+.PHONY: setup share deb test-deb test-wheel sbom demo test test-ceph lint storm bench clean
 
 setup: $(STAMP)
 
@@ -43,6 +44,9 @@ sbom: $(STAMP)
 	mkdir -p $(dir $(SBOM))
 	$(BIN)/cyclonedx-py requirements --output-reproducible --no-validate --pyproject pyproject.toml \
 		--output-file $(SBOM) image/requirements.txt
+
+test-wheel: $(STAMP)
+	$(BIN)/python -m pytest tests/packaging/in_venv.py
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.demo
