@@ -69,6 +69,7 @@ from fusefs.store.errors import (
     from_code,
     translate,
 )
+from fusefs.store.s3.write_options import WriteOptions
 
 if TYPE_CHECKING:
     import argparse
@@ -114,6 +115,7 @@ __all__ = [
     "SupervisorAddress",
     "UnmountError",
     "UnsupportedError",
+    "WriteOptions",
     "__version__",
     "address_of",
     "at_least",

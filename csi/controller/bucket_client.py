@@ -66,8 +66,8 @@ class Bucket:
         self._whose = "the Secret's keys" if keys else "the driver"
         self._client, self._trust = make_client(store, region or store.region, keys)
 
-    def put_new(self, key: str, body: bytes) -> None:
-        """Write an object that is not there.
+    def put_new(self, key: str, body: bytes, **parameters: Any) -> None:
+        """Write an object that is not there, with these parameters of boto3's as well.
 
         Raises:
             ExistsError: it is.
@@ -80,6 +80,7 @@ class Bucket:
                     Body=body,
                     IfNoneMatch="*",
                     ContentType="application/json",
+                    **parameters,
                 )
             except Exception as error:
                 if translate(error).kind is StaleVersionError:

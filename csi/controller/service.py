@@ -11,6 +11,7 @@ import argparse
 import logging
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
+from typing import Any
 
 import grpc
 
@@ -39,7 +40,7 @@ from csi.volume.location import (
     location_of,
     new_volume_id,
 )
-from csi.volume.options import check_attributes
+from csi.volume.options import check_attributes, write_parameters
 from csi.volume.stores import Stores
 from fusefs.api import ExistsError
 
@@ -99,7 +100,7 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
         with self._claims.claim(str(volume)):
             if self._deletions.is_running(volume):
                 raise AbortedError(f"volume {volume} is being deleted")
-            record = _create(bucket, volume, record, request.capacity_range)
+            record = _create(bucket, volume, record, request)
         return csi_pb2.CreateVolumeResponse(
             volume=csi_pb2.Volume(
                 volume_id=str(volume),
@@ -231,11 +232,12 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
 
 
 def _create(
-    bucket: Bucket, volume: VolumeId, record: Record, capacity: csi_pb2.CapacityRange
+    bucket: Bucket, volume: VolumeId, record: Record, request: csi_pb2.CreateVolumeRequest
 ) -> Record:
     """Write the record of a new volume, or return an existing record that is equal."""
     try:
-        bucket.put_new(volume_record.key_of(volume), record.to_json())
+        parameters = _write_parameters(record.attributes, request.volume_capabilities)
+        bucket.put_new(volume_record.key_of(volume), record.to_json(), **parameters)
         return record
     except NoSuchBucketError as error:
         raise InvalidArgumentError(f"bucket: {error}") from error
@@ -252,7 +254,7 @@ def _create(
         for name in ("name", "prefix", "deletes", "cluster", "attributes")
         if getattr(found, name) != getattr(record, name)
     ]
-    if not _has_size(found.capacity_bytes, capacity):
+    if not _has_size(found.capacity_bytes, request.capacity_range):
         differences.append("size")
     if differences:
         raise AlreadyExistsError(f"volume {volume} exists with another {', '.join(differences)}")
@@ -289,9 +291,21 @@ def _check_settings(
     attributes: Mapping[str, str], capabilities: Iterable[csi_pb2.VolumeCapability]
 ) -> None:
     """Refuse settings that no node could mount with, before a pod waits for the volume."""
-    settings = {name: value for name, value in attributes.items() if name not in LOCATION_KEYS}
+    settings = _settings(attributes)
     for capability in capabilities:
         check_attributes(settings, list(capability.mount.mount_flags), is_inline=False)
+
+
+def _write_parameters(
+    attributes: Mapping[str, str], capabilities: Iterable[csi_pb2.VolumeCapability]
+) -> dict[str, Any]:
+    """What the volume's record is written with: as the volume's mounts write."""
+    flags = [flag for capability in capabilities for flag in capability.mount.mount_flags]
+    return write_parameters(_settings(attributes), flags)
+
+
+def _settings(attributes: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in attributes.items() if name not in LOCATION_KEYS}
 
 
 def _size(capacity: csi_pb2.CapacityRange) -> int:

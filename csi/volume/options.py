@@ -17,6 +17,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from csi.errors import InvalidArgumentError
 from fusefs.api import (
@@ -28,6 +29,7 @@ from fusefs.api import (
     MountSource,
     RawValue,
     SettingsError,
+    WriteOptions,
     build,
 )
 
@@ -140,6 +142,18 @@ def check_attributes(
         InvalidArgumentError: the sentence names the attribute or option.
     """
     read_options(attributes, mount_flags, is_inline=is_inline)
+
+
+def write_parameters(attributes: Mapping[str, str], mount_flags: Sequence[str]) -> dict[str, Any]:
+    """boto3's parameters of objects that the driver makes for a volume: those of its mounts.
+
+    A bucket's policy may demand an encryption or an ACL of every object.
+
+    Raises:
+        InvalidArgumentError: the sentence names the attribute or option.
+    """
+    options = read_options(attributes, mount_flags, is_inline=False)
+    return WriteOptions.of(build(options.settings, _anywhere())).parameters()
 
 
 def read_options(

@@ -19,7 +19,7 @@ from fusefs.daemon import log_handlers
 from fusefs.posix.mount_state import Rules
 from fusefs.settings.memory import MemoryBudget
 from fusefs.settings.mount import MountSettings
-from fusefs.settings.types import Conflict, Durability, Encryption, ExclusiveCreate
+from fusefs.settings.types import Conflict, Durability, ExclusiveCreate
 from fusefs.store import customer_key
 from fusefs.store.s3.clients import S3Settings
 from fusefs.store.s3.write_options import WriteOptions
@@ -101,18 +101,12 @@ def s3_settings(settings: MountSettings) -> S3Settings:
         retry_time_s=settings.retry_time,
         ca_bundle=str(settings.ca_bundle) if settings.ca_bundle else None,
         requester_pays=settings.requester_pays,
-        write_options=_write_options(settings),
+        write_options=WriteOptions.of(settings),
         customer_key=customer_key.find(settings.customer_key),
         fips=settings.fips,
         dual_stack=settings.dual_stack,
         conditional_writes=settings.conditional_writes,
     )
-
-
-def _write_options(settings: MountSettings) -> WriteOptions:
-    # A key alone is for the usual way of using it.
-    encryption = settings.encryption or (Encryption.KMS if settings.kms_key else None)
-    return WriteOptions(settings.storage_class, encryption, settings.kms_key, settings.acl)
 
 
 def writing_rules(settings: MountSettings) -> Rules:

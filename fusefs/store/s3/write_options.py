@@ -8,7 +8,12 @@ A copy keeps the storage class of its source, as a rename is to change nothing b
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from fusefs.settings.types import Encryption
+
+if TYPE_CHECKING:
+    from fusefs.settings.mount import MountSettings
 
 _OPERATIONS = ("PutObject", "CopyObject", "CreateMultipartUpload")
 # Headers, and botocore's names for them.
@@ -27,6 +32,13 @@ class WriteOptions:
     encryption: str | None = None
     kms_key: str | None = None
     acl: str | None = None
+
+    @classmethod
+    def of(cls, settings: MountSettings) -> WriteOptions:
+        """What a mount's settings choose."""
+        # A key alone is for the usual way of using it.
+        encryption = settings.encryption or (Encryption.KMS if settings.kms_key else None)
+        return cls(settings.storage_class, encryption, settings.kms_key, settings.acl)
 
     def headers(self) -> dict[str, str]:
         """The headers, with names in lower case."""

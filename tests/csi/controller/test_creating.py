@@ -50,6 +50,12 @@ def test_settings_of_the_class_go_to_the_mounts(driver: Driver, bucket: Bucket) 
     assert "onDelete" not in context
 
 
+def test_a_record_is_written_as_the_volumes_mounts_write(driver: Driver, bucket: Bucket) -> None:
+    create(driver, bucket.name, storageClass="STANDARD_IA")
+    [listed] = bucket.client.list_objects_v2(Bucket=bucket.name)["Contents"]
+    assert (listed["Key"], listed["StorageClass"]) == (record_key(), "STANDARD_IA")
+
+
 def test_a_volume_that_is_there_is_created_again_without_a_change(
     driver: Driver, bucket: Bucket
 ) -> None:

@@ -149,3 +149,20 @@ def test_what_a_volume_may_say_is_documented() -> None:
     documented -= {"fusefs mount", "onDelete", "metadataTtl"}  # the class's alone, another spelling
     settings = {name.replace("_", "-") for name in options._TAKEN}
     assert documented == settings | options._OWN | LOCATION_KEYS - {"endpoint"}
+
+
+def test_the_drivers_own_objects_are_written_as_the_volumes() -> None:
+    attributes = {"kmsKey": "alias/data", "acl": "bucket-owner-full-control"}
+    assert options.write_parameters(attributes, ["storage-class=STANDARD_IA"]) == {
+        "StorageClass": "STANDARD_IA",
+        "ServerSideEncryption": "aws:kms",
+        "SSEKMSKeyId": "alias/data",
+        "BucketKeyEnabled": True,
+        "ACL": "bucket-owner-full-control",
+    }
+    assert options.write_parameters({}, []) == {}
+
+
+def test_a_customer_key_is_no_volumes_to_name() -> None:
+    with pytest.raises(InvalidArgumentError, match="customerKey: not a setting"):
+        read_options({"customerKey": "/etc/shadow"}, [], is_inline=False)
