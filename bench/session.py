@@ -187,7 +187,7 @@ class Session:
     def _waiting_reader(self, path: Path) -> Iterator[subprocess.Popen[str]]:
         """A process that opens and reads a file as soon as it gets a line."""
         reader = processes.open_reader(
-            _command("read_when_told", {"path": str(path)}), self._environment()
+            _command("read_on_signal", {"path": str(path)}), self._environment()
         )
         try:
             next_line(reader)

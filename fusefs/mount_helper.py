@@ -12,6 +12,7 @@ Exit status as mount(8) documents: 0 success, 1 a wrong command line, 32 the mou
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pwd
 import sys
@@ -99,7 +100,8 @@ def _mount(arguments: Sequence[str]) -> int:
     if "f" in letters:  # fake: everything but the mount
         return SUCCESS
     # systemd mounts without the home directory, in which boto3 looks for credentials.
-    os.environ.setdefault("HOME", pwd.getpwuid(os.geteuid()).pw_dir)
+    with contextlib.suppress(KeyError):  # a user who is not in /etc/passwd
+        os.environ.setdefault("HOME", pwd.getpwuid(os.geteuid()).pw_dir)
     os.environ.update(variables)
     return FAILED if command.main(["mount", *paths, *flags]) else SUCCESS
 

@@ -245,7 +245,7 @@ def kill_and_ask(pid: int, path: str, size: int) -> Result:
     return {"answer_s": answer_s, "read_s": time.monotonic() - start}
 
 
-def read_when_told(path: str) -> Result:
+def read_on_signal(path: str) -> Result:
     """Read a file's first byte once stdin says so; the time of the monotonic clock then."""
     print(json.dumps({}), flush=True)
     sys.stdin.readline()
@@ -413,7 +413,7 @@ if __name__ == "__main__":
         small_files,
         walk,
         kill_and_ask,
-        read_when_told,
+        read_on_signal,
         digest_file,
         digest_files,
         digest_listing,

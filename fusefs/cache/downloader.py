@@ -421,8 +421,8 @@ class Fetcher:
         return None
 
     async def _reserve(self, download: Download, size: int) -> bool:
-        is_asked_for = download.keep_used_since < math.inf  # by a job, not by a guess
-        is_ahead = download.file.rank is Rank.AHEAD and not is_asked_for
+        is_of_job = download.keep_used_since < math.inf  # by a job, not by a guess
+        is_ahead = download.file.rank is Rank.AHEAD and not is_of_job
         if is_ahead and not download.demanded:
             if await self._evictor.reserve(size, is_ahead=True):
                 return True

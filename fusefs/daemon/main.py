@@ -416,7 +416,7 @@ class Daemon:
                 self._adopt(session, handover, state.init_out)
             if passthrough is not None:
                 await passthrough.turn_on(session.has_passthrough, self.cache.directory)
-            nursery.start_soon(self._leave_when_told, handover, session)
+            nursery.start_soon(self._leave_when_quiesced, handover, session)
             handover.serving(has_resend=session.has_resend)
             yield session
         finally:
@@ -451,7 +451,7 @@ class Daemon:
         handover.table = passthrough.table
         return passthrough
 
-    async def _leave_when_told(self, handover: Handover, session: Session) -> None:
+    async def _leave_when_quiesced(self, handover: Handover, session: Session) -> None:
         """Answer what has been read, and leave the rest to the daemon of an upgrade."""
         await handover.keeper.quiesced.wait()
         session.stop_reading()

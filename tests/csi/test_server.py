@@ -298,7 +298,7 @@ def command(*arguments: str, **options: Any) -> subprocess.Popen[str]:
     )
 
 
-def test_the_command_serves_until_it_is_told_to_end(short: Path, s3: S3Server) -> None:
+def test_the_command_serves_until_it_is_terminated(short: Path, s3: S3Server) -> None:
     stores = short / "stores.toml"
     stores.write_text(f'[stores.minio]\nendpoint-url = "{s3.endpoint_url}"\n')
     path = short / "csi.sock"
@@ -355,7 +355,7 @@ def test_the_command_serves_until_it_is_told_to_end(short: Path, s3: S3Server) -
         (("node", "--endpoint", "unix:///tmp/x"), 2, "--node-id"),
     ],
 )
-def test_a_bad_command_line_is_told_in_a_line(
+def test_a_bad_command_line_is_reported_in_a_line(
     arguments: tuple[str, ...], status: int, what: str
 ) -> None:
     process = command(*arguments)

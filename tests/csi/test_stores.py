@@ -244,7 +244,7 @@ def test_the_environment_sends_requests_to_no_other_host(
     assert host == "https://s3.eu-west-1.amazonaws.com"
 
 
-def test_a_store_that_lists_keys_nobody_asked_for_has_nothing_deleted(
+def test_a_store_that_lists_other_keys_than_requested_has_nothing_deleted(
     faulty: FaultyS3,
 ) -> None:
     listing = (

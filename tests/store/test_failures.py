@@ -99,7 +99,7 @@ async def test_a_list_that_fails_says_nothing_about_an_object(
     ],
 )
 @pytest.mark.parametrize("is_first", [True, False])
-async def test_a_list_that_fails_once_is_asked_again(
+async def test_a_list_that_fails_once_is_requested_again(
     shared: Bucket, faulty: FaultyS3, fault: dict[str, Any], *, is_first: bool
 ) -> None:
     async with opened(shared, faulty) as store:
@@ -147,7 +147,7 @@ async def test_being_throttled_lowers_the_concurrency_for_a_while(
 
 
 @pytest.mark.parametrize("operation", ["HEAD", "GET", "LIST"])
-async def test_expired_credentials_are_asked_for_again(
+async def test_expired_credentials_are_requested_again(
     shared: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:
     monkeypatch.setattr("fusefs.store.s3.clients.RECONNECT_EVERY_S", 0.0)

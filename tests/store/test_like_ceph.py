@@ -143,7 +143,7 @@ def test_an_upload_that_can_not_be_completed_is_made_anew_or_kept_apart(
 
 
 @pytest.mark.usefixtures("as_owner")
-async def test_a_listing_that_never_will_be_one_is_not_asked_for_again(
+async def test_a_listing_that_never_will_be_one_is_not_requested_again(
     bucket: Bucket, faulty: FaultyS3
 ) -> None:
     async with opened(bucket, faulty.endpoint_url) as store:

@@ -77,7 +77,7 @@ async def test_a_missing_bucket_is_named(shared: Bucket, faulty: FaultyS3) -> No
         ("AWS_PROFILE", "nope", "there is no AWS profile 'nope'"),
     ],
 )
-async def test_wrong_credentials_are_told_apart(
+async def test_wrong_credentials_are_distinguished(
     shared: Bucket,
     faulty: FaultyS3,
     monkeypatch: pytest.MonkeyPatch,

@@ -101,7 +101,7 @@ async def test_what_can_not_be_read_says_why(
         assert raised.value.errno == number
 
 
-async def test_another_content_than_asked_for_is_stale(bucket: Bucket, faulty: FaultyS3) -> None:
+async def test_another_content_than_requested_is_stale(bucket: Bucket, faulty: FaultyS3) -> None:
     bucket.put("body", BODY[:SMALL])
     async with opened(bucket, faulty) as store:
         await store.check("")
@@ -123,7 +123,7 @@ async def test_a_server_that_refuses_the_very_etag_that_it_tells_is_read(
         assert await small(store) == BODY[START : START + SMALL]
 
 
-async def test_an_answer_that_is_longer_than_asked_for_is_not_believed(
+async def test_an_answer_that_is_longer_than_requested_is_refused(
     shared: Bucket, faulty: FaultyS3
 ) -> None:
     async with opened(shared, faulty, retry_time_s=0.2) as store:

@@ -118,7 +118,7 @@ print(*({{"boto3", "botocore", "obstore", "asyncio"}} & sys.modules.keys()), end
     assert imported.stdout == ""
 
 
-async def test_a_public_bucket_is_asked_without_a_signature(
+async def test_a_public_bucket_gets_requests_without_a_signature(
     shared: Bucket, faulty: FaultyS3
 ) -> None:
     listed = (
@@ -161,7 +161,9 @@ async def test_a_stream_that_breaks_again_and_again_arrives_in_the_end(
         assert store.counters()["bytes_fetched"] == len(BODY)
 
 
-async def test_a_server_that_is_silent_is_asked_again(shared: Bucket, faulty: FaultyS3) -> None:
+async def test_a_server_that_is_silent_gets_the_request_again(
+    shared: Bucket, faulty: FaultyS3
+) -> None:
     faulty.add("GET", stall=True, times=1)
     async with opened(shared, faulty) as store:
         assert await download(store, await store.head("body")) == BODY
@@ -169,7 +171,7 @@ async def test_a_server_that_is_silent_is_asked_again(shared: Bucket, faulty: Fa
 
 
 @pytest.mark.parametrize("key", ["body", ODD_KEY])
-async def test_another_content_than_asked_for_is_stale(
+async def test_another_content_than_requested_is_stale(
     bucket: Bucket, faulty: FaultyS3, key: str
 ) -> None:
     bucket.put(key, b"old")

@@ -62,7 +62,7 @@ async def test_a_server_that_knows_no_ranges_is_read_from_the_start_alone(
             await download(store, info, 1 << 20, 3 << 20)
 
 
-async def test_what_has_come_before_a_break_is_not_asked_for_again(
+async def test_what_has_come_before_a_break_is_not_requested_again(
     shared: Bucket, faulty: FaultyS3
 ) -> None:
     async with opened(shared, faulty) as store:

@@ -111,9 +111,9 @@ class Program:
         """What there has to be, {key: SHA-256}, once it has come to rest."""
         assert self.process.stdout is not None
         # A descriptor's number may be beyond what select(2) takes.
-        told_within = select.poll()
-        told_within.register(self.process.stdout)
-        assert told_within.poll(1000 * LIMIT_S), f"{self.name} hangs"
+        output = select.poll()
+        output.register(self.process.stdout)
+        assert output.poll(1000 * LIMIT_S), f"{self.name} hangs"
         line = self.process.stdout.readline()
         assert line, self.process.communicate(timeout=LIMIT_S)[1]
         return {f"{self.name}/{path}": digest for path, digest in json.loads(line).items()}

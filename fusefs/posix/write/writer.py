@@ -97,8 +97,10 @@ class Writer:
         """
         meta = self._state.owner.of_new(stat.S_IFREG | mode & PERMISSIONS, caller.uid, caller.gid)
         made = (parent.children or {}).get(name)
-        is_asked = flags & os.O_EXCL and (is_reserved or self._is_reserved(parent, name, caller))
-        if is_asked or (made is not None and made.staged is not None):
+        is_exclusive = flags & os.O_EXCL and (
+            is_reserved or self._is_reserved(parent, name, caller)
+        )
+        if is_exclusive or (made is not None and made.staged is not None):
             return waiting(self._create_later(parent, name, meta, flags, caller))
         info = ObjectInfo(self.inodes.key(parent) + name, 0, "", time.time_ns())
         return self._created(parent, name, info, meta, flags, caller)

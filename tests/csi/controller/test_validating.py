@@ -60,7 +60,7 @@ def test_every_access_mode_is_confirmed(driver: Driver, shared: Bucket, mode: in
     ],
     ids=["block", "context", "option"],
 )
-def test_what_does_not_hold_is_told_and_no_error(
+def test_what_does_not_hold_is_reported_and_no_error(
     driver: Driver, shared: Bucket, fields: dict[str, Any]
 ) -> None:
     volume = create(driver, shared.name, "pvc-valid")
@@ -96,7 +96,7 @@ def _sized(required: int, limit: int = 0) -> csi_pb2.CapacityRange:
 
 
 @pytest.mark.parametrize(("requested", "granted"), [(9 * GIB, 9 * GIB), (GIB, 5 * GIB)])
-def test_a_volume_can_be_said_to_be_larger(
+def test_a_volume_can_be_declared_larger(
     driver: Driver, shared: Bucket, requested: int, granted: int
 ) -> None:
     volume = create(driver, shared.name, "pvc-valid")

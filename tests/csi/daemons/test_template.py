@@ -210,7 +210,7 @@ except ChildProcessError:
 """
 
 
-def test_a_process_that_nobody_waits_for_is_waited_for(tmp_path: Path) -> None:
+def test_a_stray_process_is_waited_for(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", REAPS, tmp_path / "socket"], check=True)
 
 

@@ -70,7 +70,7 @@ def test_a_fresh_token_is_the_same_identity_and_another_account_is_not() -> None
         '{"sts.amazonaws.com": {"token": "a\\nb"}}',
     ],
 )
-def test_a_missing_token_is_said(tokens: str) -> None:
+def test_a_missing_token_is_reported(tokens: str) -> None:
     with pytest.raises(FailedPreconditionError, match=r"tokenRequests"):
         chosen({TOKENS: tokens}, POD, role=ROLE)
 

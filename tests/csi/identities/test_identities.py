@@ -95,7 +95,7 @@ def test_a_pods_token_is_exchanged_and_never_shown(
     ],
     ids=["audience", "forged", "expired"],
 )
-def test_a_token_that_sts_refuses_is_said_with_the_role(
+def test_a_token_that_sts_refuses_is_reported_with_the_role(
     node: Node, data: Bucket, token: str
 ) -> None:
     with pytest.raises(grpc.RpcError) as error:

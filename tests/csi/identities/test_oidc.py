@@ -85,7 +85,7 @@ def test_a_pod_reads_and_writes_with_what_its_token_is_exchanged_for(
     ],
     ids=["forged", "audience", "expired", "account"],
 )
-def test_a_token_that_is_refused_is_said_with_the_role(
+def test_a_token_that_is_refused_is_reported_with_the_role(
     node: Node, shared: Bucket, issuer: Issuer, account: str, how: dict[str, Any], code: Code
 ) -> None:
     with pytest.raises(grpc.RpcError) as error:

@@ -98,11 +98,11 @@ class Readers:
     def go_on(self) -> None:
         """Both read what is there, and have never seen anything else."""
         for pod in self._pods:
-            before = self._told(pod)
+            before = self._report(pod)
             # One read may have begun before.
-            until(lambda pod=pod, before=before: self._told(pod) > before + 1, "it reads on")
+            until(lambda pod=pod, before=before: self._report(pod) > before + 1, "it reads on")
 
-    def _told(self, pod: Pod) -> int:
+    def _report(self, pod: Pod) -> int:
         report = json.loads(pod.read())
         assert report["wrong"] == []
         return int(report["reads"])

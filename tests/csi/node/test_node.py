@@ -215,7 +215,7 @@ def test_a_publish_that_was_cut_off_is_finished_by_the_next(
 # --- what is refused ----------------------------------------------------------------
 
 
-def test_wrong_keys_are_said_where_the_pods_events_show_it(node: Node, data: Bucket) -> None:
+def test_wrong_keys_are_reported_where_the_pods_events_show_it(node: Node, data: Bucket) -> None:
     wrong = {"accessKeyId": "NOBODY", "secretAccessKey": "x"}
     with refused(Code.UNAUTHENTICATED, f"s3://{data.name}/a/", "NOBODY") as error:
         node.publish("wrong", node.target("pod"), secrets=wrong, bucket=data.name, prefix="a")
@@ -224,7 +224,7 @@ def test_wrong_keys_are_said_where_the_pods_events_show_it(node: Node, data: Buc
     assert "(request " in node.log.read_text()
 
 
-def test_a_missing_right_is_said(node: Node, data: Bucket, faulty: FaultyS3) -> None:
+def test_a_missing_right_is_reported(node: Node, data: Bucket, faulty: FaultyS3) -> None:
     faulty.add("LIST", code="AccessDenied")
     with refused(Code.PERMISSION_DENIED, "access denied", data.name, ACCESS_KEY):
         node.publish("denied", node.target("pod"), store="faulty", bucket=data.name)
@@ -239,7 +239,7 @@ def test_what_a_volume_is_called_is_no_reason_to_refuse_it(
         node.publish("named", node.target("pod"), retryTime="1s", **volume)
 
 
-def test_a_missing_bucket_is_said(node: Node) -> None:
+def test_a_missing_bucket_is_reported(node: Node) -> None:
     with refused(Code.INVALID_ARGUMENT, "no such bucket"):
         node.publish("none", node.target("pod"), bucket="there-is-none")
 

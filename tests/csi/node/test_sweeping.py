@@ -84,7 +84,7 @@ def node(domains: Domains) -> Node:
     return Node(domains)
 
 
-def test_a_cache_that_nobody_has_used_for_long_is_removed(node: Node) -> None:
+def test_a_cache_that_no_pod_has_used_for_long_is_removed(node: Node) -> None:
     old, recent = node.domain("old"), node.domain("recent", unused_s=KEEP_S / 2)
     node.collector.collect()
     assert not old.directory.exists()
@@ -109,7 +109,7 @@ def test_a_cache_that_is_claimed_again_stays(node: Node) -> None:
     assert (old.directory / "format").exists()
 
 
-def test_what_was_never_uploaded_stays_and_is_said_once(
+def test_what_was_never_uploaded_stays_and_is_reported_once(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     old = node.domain("old")

@@ -89,7 +89,7 @@ def path(mount: Mount, request: pytest.FixtureRequest) -> Path:
         ("rclone-old", stat.S_IFREG | 0o644, (os.geteuid(), os.getegid()), -5_500_000_000),
     ],
 )
-def test_an_object_shows_what_the_program_that_wrote_it_said(
+def test_an_object_shows_what_the_program_that_wrote_it_set(
     mount: Mount, name: str, mode: int, owner: tuple[int, int], mtime_ns: int
 ) -> None:
     found = (mount.path / name).lstat()
@@ -319,7 +319,7 @@ def test_a_regular_file_can_be_made_by_mknod(mount: Mount, shared: Bucket) -> No
         os.mknod(mount.path / "made", 0o604)
 
 
-def test_each_name_of_a_directory_is_asked_for_once(mount: Mount) -> None:
+def test_each_name_of_a_directory_is_requested_once(mount: Mount) -> None:
     before = status(mount)["s3"]["heads"]
     assert len(list((mount.path / "many").iterdir())) == 60
     modes = {one.stat().st_mode for one in sorted((mount.path / "many").iterdir())}

@@ -64,14 +64,14 @@ def test_with_experience_one_silent_object_is_enough() -> None:
     assert not head_policy.has_no_attributes("b/", 1)
 
 
-def test_what_came_later_than_the_silent_ones_is_asked() -> None:
+def test_what_came_later_than_the_silent_ones_is_requested() -> None:
     head_policy = HeadPolicy()
     heard_nothing(head_policy, "a/", SAMPLE, modified_ns=1000)
     assert head_policy.has_no_attributes("a/", 1000 + SAME_TIME_NS)
     assert not head_policy.has_no_attributes("a/", 1001 + SAME_TIME_NS)
 
 
-def test_what_was_changed_here_is_asked_by_the_next_mount_too(tmp_path: Path) -> None:
+def test_what_was_changed_here_is_requested_by_the_next_mount_too(tmp_path: Path) -> None:
     record = tmp_path / "changed"
     HeadPolicy(record=record).changed("a/\n\u20ac/")
     with record.open("a") as file:
@@ -119,7 +119,7 @@ async def walk() -> AsyncIterator[tuple[InMemory, HeadCache, list[Inode], Segmen
         yield store, head_cache, nodes, segment
 
 
-async def test_a_file_of_each_folder_that_a_walk_comes_to_is_asked_ahead() -> None:
+async def test_a_file_of_each_folder_that_a_walk_comes_to_is_looked_up_ahead() -> None:
     async with walk() as (store, head_cache, folders, _):
         pass
     # The first ones were listed by themselves.
@@ -127,7 +127,7 @@ async def test_a_file_of_each_folder_that_a_walk_comes_to_is_asked_ahead() -> No
     assert store.heads == 7
 
 
-async def test_a_folder_of_which_a_file_is_just_asked_asks_no_other() -> None:
+async def test_a_folder_of_which_a_file_is_just_looked_up_looks_up_no_other() -> None:
     async with walk() as (store, head_cache, folders, segment):
         files = [Inode(0, 0, folders[2], name, info) for name, info in segment.entries.items()]
         await head_cache.sample(folders[2], files)
@@ -160,14 +160,14 @@ def stat_all(mount: Mount) -> dict[str, os.stat_result]:
     " than ten minutes younger, are taken to say nothing either until they are changed"
     " (`--object-attributes auto`); not in directories that were changed here."
 )
-def test_files_among_silent_ones_are_not_asked(mount: Mount) -> None:
+def test_files_among_silent_ones_are_not_requested(mount: Mount) -> None:
     heads = cost(mount, lambda: stat_all(mount)).get("heads", 0)
     assert 0 < heads <= 2 * SAMPLE
     late = (mount.path / "late").stat()
     assert (late.st_mode, late.st_uid) == (stat.S_IFREG | 0o644, os.geteuid())
 
 
-def test_what_is_changed_is_asked_before(mount: Mount, plain: Bucket) -> None:
+def test_what_is_changed_is_requested_before(mount: Mount, plain: Bucket) -> None:
     stat_all(mount)
     (mount.path / "late").chmod(0o600)
     assert metadata(plain, "late")["uid"] == "7"
@@ -194,7 +194,7 @@ def test_what_was_changed_here_is_shown_by_later_mounts(
     assert stat.S_IMODE(shown["late"].st_mode) == 0o751
 
 
-def test_all_are_asked_where_the_setting_says_so(
+def test_all_are_requested_where_the_setting_says_so(
     s3: S3Server, plain: Bucket, tmp_path: Path
 ) -> None:
     always = (WRITABLE, "--object-attributes", "always")
@@ -202,7 +202,7 @@ def test_all_are_asked_where_the_setting_says_so(
         assert stat.S_IMODE(stat_all(mount)["late"].st_mode) == 0o751
 
 
-def test_none_is_asked_where_the_setting_says_so(
+def test_none_is_requested_where_the_setting_says_so(
     s3: S3Server, plain: Bucket, tmp_path: Path
 ) -> None:
     never = (WRITABLE, "--object-attributes", "never")

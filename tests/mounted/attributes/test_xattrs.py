@@ -123,7 +123,7 @@ def test_what_cannot_be_read_is_none(mount: Mount, name: str) -> None:
     "(EOPNOTSUPP), and beyond the 2 KiB that an object has for metadata setting one is "
     "ENOSPC."
 )
-def test_what_cannot_be_set_is_said(
+def test_what_cannot_be_set_is_reported(
     path: Path, shared: Bucket, name: str, value: bytes, flags: int, number: int
 ) -> None:
     os.setxattr(path, "user.there", b"1")

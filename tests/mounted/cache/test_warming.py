@@ -163,7 +163,7 @@ def test_what_has_no_room_is_left_out_and_evicts_nothing_that_was_fetched(
     assert fetched(here) == before
 
 
-def test_a_cache_that_takes_nothing_is_told_of(here: Mount) -> None:
+def test_a_cache_that_takes_nothing_is_reported(here: Mount) -> None:
     [objects] = here.cache.glob("*/objects")
     objects.rename(objects.with_name("away"))
     objects.write_text("in its place")

@@ -300,7 +300,7 @@ def test_status_answers_while_the_bucket_does_not(
     assert one.status()["requests"]["waiting"] == 0
 
 
-def test_status_counts_what_was_read_and_asked(bucket: Bucket, mounter: Mounter) -> None:
+def test_status_counts_what_was_read_and_requested(bucket: Bucket, mounter: Mounter) -> None:
     bucket.put("a", b"x" * 300_000)
     one = mounter("--passthrough", "off")
     before = one.status()

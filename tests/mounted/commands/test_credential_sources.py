@@ -111,7 +111,7 @@ async def test_keys_come_from_each_service_and_are_renewed(
 
 
 @pytest.mark.parametrize("place", ["setting", "AWS_REGION", "AWS_DEFAULT_REGION", "profile"])
-async def test_requests_are_signed_for_the_region_that_is_told(
+async def test_requests_are_signed_for_the_region_that_is_named(
     shared: Bucket, faulty: FaultyS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     monkeypatch.delenv("AWS_REGION")
@@ -162,27 +162,27 @@ def credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def told_files(user: users.User | None) -> dict[str, str]:
+def given_files(user: users.User | None) -> dict[str, str]:
     files: dict[str, str] = json.loads(launcher.daemon_input(SETTINGS, user))["files"]
     return files
 
 
 def test_a_daemon_reads_the_files_that_it_may_read_by_itself(credentials: Path) -> None:
-    assert told_files(users.own()) == {}
+    assert given_files(users.own()) == {}
 
 
 @pytest.mark.parametrize("user", [None, users.User("stranger", 54321, 54321, ())])
-def test_a_daemon_is_told_what_it_may_not_read(credentials: Path, user: users.User | None) -> None:
+def test_a_daemon_gets_what_it_may_not_read(credentials: Path, user: users.User | None) -> None:
     credentials.chmod(0o600)
-    assert told_files(user) == {"AWS_SHARED_CREDENTIALS_FILE": credentials.read_text()}
+    assert given_files(user) == {"AWS_SHARED_CREDENTIALS_FILE": credentials.read_text()}
 
 
-def test_a_daemon_is_told_what_is_behind_a_relative_path(
+def test_a_daemon_gets_what_is_behind_a_relative_path(
     credentials: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(credentials.parent)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", credentials.name)
-    assert told_files(users.own()) == {"AWS_SHARED_CREDENTIALS_FILE": credentials.read_text()}
+    assert given_files(users.own()) == {"AWS_SHARED_CREDENTIALS_FILE": credentials.read_text()}
 
 
 @pytest.fixture
@@ -226,9 +226,9 @@ def test_keys_that_change_in_a_file_arrive_in_a_running_mount(
     credentials.write_text(PROFILE.format("rotated", SECRET_KEY))
     faulty.add("LIST", code="InvalidAccessKeyId")
 
-    def has_asked_with_others() -> bool:
+    def has_used_others() -> bool:
         with contextlib.suppress(OSError):
             os.listdir(here.path)
         return any(key_of(request) == "rotated" for request in faulty.requests("LIST"))
 
-    until(has_asked_with_others, "the new keys are used")
+    until(has_used_others, "the new keys are used")

@@ -195,7 +195,7 @@ def test_lookups_in_a_listed_directory_cost_no_request(tree: Mount) -> None:
 
 
 @states("A name that does not exist is remembered as such for as long as listings are.")
-def test_a_missing_name_is_asked_for_once(tree: Mount) -> None:
+def test_a_missing_name_is_requested_once(tree: Mount) -> None:
     assert not (tree.path / "a" / "missing").exists()
     drop_caches()
     before = tree.status()["s3"]

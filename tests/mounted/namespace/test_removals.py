@@ -61,14 +61,14 @@ class Held:
 
     def __init__(self, mount: MortalMount) -> None:
         self.go_on = trio.Event()
-        self.is_asked = trio.Event()
+        self.has_request = trio.Event()
         self._delete_many = mount.store.delete_many
         mount.store.delete_many = self.delete_many  # type: ignore[method-assign]
 
     async def delete_many(
         self, keys: Iterable[str], etags: Mapping[str, str] | None = None
     ) -> list[DeleteFailure]:
-        self.is_asked.set()
+        self.has_request.set()
         await self.go_on.wait()
         return await self._delete_many(keys, etags)
 
@@ -129,7 +129,7 @@ async def test_the_first_file_of_each_directory_is_deleted_at_once(mount: Mortal
         assert "b/file" not in mount.store.objects
 
 
-async def test_a_refusal_is_told_to_the_program(mount: MortalMount) -> None:
+async def test_a_refusal_is_reported_to_the_program(mount: MortalMount) -> None:
     def refuse(what: str, _key: str) -> None:
         if what.startswith("DELETE"):
             raise AccessDeniedError("not allowed")
@@ -223,7 +223,7 @@ async def test_what_fails_stays_on_record_and_is_tried_again(mount: MortalMount)
     assert mount.store.objects == {}
 
 
-async def test_a_store_without_deleteobjects_is_asked_for_each(mount: MortalMount) -> None:
+async def test_a_store_without_deleteobjects_gets_a_request_for_each(mount: MortalMount) -> None:
     def fail(what: str, _key: str) -> None:
         if what == "DELETED":
             raise UnsupportedError("no such thing")
@@ -313,7 +313,7 @@ async def test_an_equal_file_that_is_made_anew_is_not_taken_for_the_old_one(
 
     async with mount.serving() as process:
         await remove(process, NAMES[:-1])
-        await held.is_asked.wait()
+        await held.has_request.wait()
         await remove(process, [name])
         monkeypatch.setattr(removals.LineLog, "append", fail)
         held.go_on.set()
@@ -414,7 +414,7 @@ def test_commands_wait_for_removals(mounter: Mounter, bucket: Bucket, command: s
     assert not any(key[-1].isdecimal() for key in keys(bucket))
 
 
-async def test_what_is_about_to_be_removed_is_not_asked_for_its_attributes(
+async def test_what_is_about_to_be_removed_has_no_head(
     mount: MortalMount,
 ) -> None:
     """Unless a program wants them, or it may be a symbolic link."""

@@ -175,7 +175,7 @@ def test_a_process_that_runs_lives_and_one_that_is_not_there_is_not_known() -> N
     assert {callers.fate(pid) for pid in (gone.pid, 0, 1 << 60)} == {UNKNOWN}
 
 
-async def test_the_keeper_is_asked_where_this_process_sees_nothing() -> None:
+async def test_the_keeper_looks_where_this_process_sees_nothing() -> None:
     seen = Callers()
     keeper = Onlooker(callers.namespace(), WAS_KILLED)
     seen.keeper = keeper
@@ -190,7 +190,7 @@ async def test_the_keeper_is_asked_where_this_process_sees_nothing() -> None:
     assert keeper.requested == [os.getpid()]
 
 
-async def test_a_keeper_that_does_not_say_that_it_looks_is_not_asked() -> None:
+async def test_a_keeper_that_does_not_say_that_it_looks_gets_no_request() -> None:
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     keeper = KeeperClient(ours)
     with its:
@@ -205,7 +205,7 @@ async def test_a_keeper_that_does_not_say_that_it_looks_is_not_asked() -> None:
 
 
 @pytest.mark.parametrize("makes_sense", [True, False])
-async def test_what_the_keeper_says_is_believed_as_far_as_it_makes_sense(makes_sense: bool) -> None:
+async def test_what_the_keeper_answers_counts_as_far_as_it_makes_sense(makes_sense: bool) -> None:
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     keeper = KeeperClient(ours)
 
@@ -251,7 +251,7 @@ def test_a_keeper_tells_a_daemon_of_an_ordinary_user_what_that_cannot_see(
         kept.clean_up()
 
 
-def test_programs_without_a_number_are_told_apart_by_their_users() -> None:
+def test_programs_without_a_number_are_distinguished_by_their_users() -> None:
     first, second = Caller(1, 1000, 1000, 0), Caller(2, 1001, 1000, 0)
     assert first.program != second.program
     assert first.program == Caller(3, 1000, 5, 0).program

@@ -93,7 +93,7 @@ def in_parallel(work: Callable[[int], None]) -> None:
     " default), the kernel is made to forget the oldest that are not in use (Linux 6.18); they are"
     " looked up again when they are used."
 )
-def test_the_kernel_is_told_to_forget_names(mounter: Mounter) -> None:
+def test_the_kernel_is_made_to_forget_names(mounter: Mounter) -> None:
     assert MemoryBudget.of(256 * MIB).names == 81_920
     names = [f"{number // 1000:03}/{number:06}" for number in range(12_000)]
     with ListingServer(names).serving() as server:

@@ -101,7 +101,7 @@ def test_one_file_opened_in_every_way_at_once(passthrough: Mounter, bucket: Buck
     "A file that was opened before it was whole in the cache is read through the daemon until it"
     " is closed; every later open of it is passthrough."
 )
-def test_a_handle_from_before_the_fetch_keeps_nobody_from_passthrough(
+def test_a_handle_from_before_the_fetch_keeps_no_other_from_passthrough(
     passthrough: Mounter, bucket: Bucket
 ) -> None:
     data = stamped(1, LARGE)

@@ -78,7 +78,7 @@ async def test_it_is_let_in_again_as_soon_as_it_is_not_refused(
     assert watched.guard.refused_s is None
 
 
-async def test_a_store_that_tells_nothing_shuts_nobody_out(
+async def test_a_store_that_tells_nothing_shuts_no_identity_out(
     watched: Watched, autojump_clock: MockClock
 ) -> None:
     watched.probe.is_closed = None
@@ -87,7 +87,7 @@ async def test_a_store_that_tells_nothing_shuts_nobody_out(
     assert watched.changes == []
 
 
-async def test_a_store_that_tells_nothing_lets_nobody_in_either(
+async def test_a_store_that_tells_nothing_lets_no_identity_in_either(
     watched: Watched, autojump_clock: MockClock
 ) -> None:
     watched.probe.is_closed = True
@@ -107,7 +107,7 @@ async def test_one_request_that_succeeds_starts_the_time_anew(
     assert watched.changes == []
 
 
-async def test_while_others_are_answered_nothing_is_asked(
+async def test_while_others_are_answered_nothing_is_requested(
     watched: Watched, autojump_clock: MockClock
 ) -> None:
     for _ in range(100):
@@ -127,7 +127,7 @@ async def test_the_next_daemon_does_not_start_with_trust(
     assert following.changes == [True]
 
 
-async def test_without_the_setting_nobody_is_asked(
+async def test_without_the_setting_no_store_is_probed(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
     one = Watched(tmp_path / "refused", math.inf)

@@ -273,7 +273,7 @@ def test_the_status_tells_what_is_not_in_the_bucket(writable: Mount) -> None:
         (lambda path: os.open(path / ("x" * 256), os.O_CREAT), errno.ENAMETOOLONG),
     ],
 )
-def test_what_cannot_be_done_is_said(
+def test_what_cannot_be_done_is_reported(
     steady: tuple[Path, Bucket], call: Callable[[Path], object], number: int
 ) -> None:
     root, bucket = steady

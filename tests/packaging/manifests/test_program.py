@@ -101,7 +101,7 @@ def endpoint(pod: Object) -> str:
     return flag(container(pod, "driver"), "endpoint")
 
 
-def test_kubelet_is_told_the_sockets_path_on_the_host(node_pod: Object) -> None:
+def test_kubelet_gets_the_sockets_path_on_the_host(node_pod: Object) -> None:
     socket = server.socket_path(endpoint(node_pod))
     path = flag(container(node_pod, "node-driver-registrar"), "kubelet-registration-path")
     assert on_host(node_pod, container(node_pod, "driver"), socket) == Path(path)
@@ -298,7 +298,7 @@ def stores_file(documents: list[Object], directory: Path) -> Path:
     return path
 
 
-def test_nobody_can_own_the_bucket_that_has_to_be_set(base: list[Object]) -> None:
+def test_no_stranger_can_own_the_bucket_that_has_to_be_set(base: list[Object]) -> None:
     for storage_class in every(base, "StorageClass"):
         assert not volumes.is_bucket(storage_class["parameters"]["bucket"])
 

@@ -62,7 +62,7 @@ async def test_what_failed_is_sent_again(
 
 
 @each_way
-async def test_a_server_that_says_nothing_is_asked_again(
+async def test_a_server_that_says_nothing_gets_the_request_again(
     bucket: Bucket, faulty: FaultyS3, make_file: MakeFile, size: int, operation: str
 ) -> None:
     file = make_file(size)
@@ -260,7 +260,7 @@ async def test_of_many_deletes_only_those_that_failed_are_tried_again(
     assert keys(bucket) == ["one"]
 
 
-async def test_what_could_not_be_deleted_is_told_with_its_reason(
+async def test_what_could_not_be_deleted_is_reported_with_its_reason(
     bucket: Bucket, faulty: FaultyS3
 ) -> None:
     faulty.add("DELETE MANY", status=200, body=refusal("AccessDenied", "kept"))
@@ -270,7 +270,7 @@ async def test_what_could_not_be_deleted_is_told_with_its_reason(
     assert isinstance(failure.error, AccessDeniedError)
 
 
-async def test_many_deletes_that_fail_together_are_told_one_by_one(
+async def test_many_deletes_that_fail_together_are_reported_one_by_one(
     bucket: Bucket, faulty: FaultyS3
 ) -> None:
     faulty.add("DELETE*", code="SlowDown")

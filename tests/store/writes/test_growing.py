@@ -187,7 +187,7 @@ async def test_a_file_that_is_too_short_cannot_be_verified(
 
 
 @pytest.mark.parametrize("is_longer", [False, True])
-async def test_an_upload_that_was_completed_with_other_bytes_is_told(
+async def test_an_upload_that_was_completed_with_other_bytes_is_reported(
     bucket: Bucket, faulty: FaultyS3, file: LocalFile, is_longer: bool
 ) -> None:
     async with begun(bucket, faulty) as (store, upload):

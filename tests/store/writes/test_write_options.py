@@ -30,7 +30,7 @@ def _no_kms(faulty: FaultyS3) -> None:
     faulty.add(ignored_header="x-amz-server-side-encryption")
 
 
-def asked_for(requests: list[Request]) -> dict[str, dict[str, str]]:
+def extra_headers(requests: list[Request]) -> dict[str, dict[str, str]]:
     """What the requests that begin an object ask for, by operation."""
     return {
         request.operation: {name: request.headers.get(name, "") for name in HEADERS}
@@ -52,7 +52,7 @@ async def test_each_way_of_writing_asks_for_it(
         info = await put(store, "made", make_file(size))
         assert info.storage_class == "STANDARD_IA"
         await store.copy(info, "renamed")
-    made = asked_for(faulty.requests()[before:])
+    made = extra_headers(faulty.requests()[before:])
     begun = made["BEGIN" if operation == "PART" else "PUT"]
     assert begun == HEADERS
     assert made["COPY"] == HEADERS
@@ -68,17 +68,17 @@ async def test_a_rename_keeps_the_class_of_the_object(bucket: Bucket, faulty: Fa
     async with opened(bucket, faulty.endpoint_url, write_options=OPTIONS) as store:
         info = await store.head("old")
         await store.copy(info, "new")
-    made = asked_for(faulty.requests()[before:])["COPY"]
+    made = extra_headers(faulty.requests()[before:])["COPY"]
     assert made == HEADERS | {"x-amz-storage-class": info.storage_class}
 
 
-async def test_without_a_choice_nothing_is_asked_for(
+async def test_without_a_choice_nothing_is_requested(
     bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
 ) -> None:
     before = len(faulty.requests())
     async with opened(bucket, faulty.endpoint_url) as store:
         await put(store, "plain", make_file(1000))
-    assert set(asked_for(faulty.requests()[before:])["PUT"].values()) == {""}
+    assert set(extra_headers(faulty.requests()[before:])["PUT"].values()) == {""}
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,9 @@ async def test_a_head_tells_metadata_with_keys_in_lower_case(
     assert seen.version == ObjectVersion(key, etag, 1)
 
 
-async def test_a_head_that_tells_nothing_is_asked_again(bucket: Bucket, faulty: FaultyS3) -> None:
+async def test_a_head_that_tells_nothing_is_requested_again(
+    bucket: Bucket, faulty: FaultyS3
+) -> None:
     etag = bucket.put("file", b"x")
     rule = faulty.add("HEAD", times=2, status=200)
     async with opened(bucket, faulty.endpoint_url) as store:

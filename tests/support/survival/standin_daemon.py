@@ -45,7 +45,7 @@ class Standin:
         self.fuse = -1
         self.table: dict[int, tuple[int, int]] = {}
         self.held: list[tuple[int, bytes]] = []
-        self.is_told_to_end = False
+        self.is_to_end = False
 
     # --- with the keeper ---
 
@@ -222,10 +222,10 @@ class Standin:
                     self.say(protocol.TICK, len(self.held))
             if self.held and not os.path.exists(self.settings["hold"]):
                 self.answer_held()
-            if self.is_told_to_end and self.behaviour.get("on_sigterm") == "exit":
+            if self.is_to_end and self.behaviour.get("on_sigterm") == "exit":
                 self.end()
-            if self.is_told_to_end:
-                self.is_told_to_end = False
+            if self.is_to_end:
+                self.is_to_end = False
                 self.say(protocol.UNMOUNT)
             if self.channel.fileno() in ready:
                 self.hear_keeper(poll)
@@ -374,7 +374,7 @@ def main() -> None:
     standin.facts |= {"was_standby": was_standby, "environment": settings.get("environment")}
 
     def end(*_: object) -> None:
-        standin.is_told_to_end = True
+        standin.is_to_end = True
 
     signal.signal(signal.SIGTERM, end)
     standin.begin()

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import survival_data as data
 
 
-def is_told_to_end() -> bool:
+def is_to_end() -> bool:
     return bool(select.select([0], [], [], 0)[0])
 
 
@@ -34,7 +34,7 @@ def stream(root: Path, dice: random.Random) -> int:
         while chunk := file.read(1 << 20):
             assert chunk == data.large(number, at, len(chunk)), (number, at)
             at += len(chunk)
-            if is_told_to_end():
+            if is_to_end():
                 return 1
     assert at == data.LARGE_SIZE, at
     return 1
@@ -54,7 +54,7 @@ def walk(root: Path, _dice: random.Random) -> int:
             path = os.path.join(directory, name)
             assert path not in found, path
             found[path] = os.lstat(path).st_size
-        if is_told_to_end():
+        if is_to_end():
             return 1
     expected = {
         str(root / data.tree_name(number)): data.tree_size(number)
@@ -71,7 +71,7 @@ def _raise(error: OSError) -> None:
 def hold(root: Path, dice: random.Random, read: Callable[[int, int], bytes], number: int) -> int:
     """Check what is read at random from something that stays open."""
     rounds = 0
-    while not rounds or not is_told_to_end():
+    while not rounds or not is_to_end():
         at = dice.randrange(data.LARGE_SIZE - 65536)
         assert read(at, 65536) == data.large(number, at, 65536), at
         rounds += 1
@@ -95,7 +95,7 @@ def main() -> None:
     else:
         rounds = 0
         act = {"stream": stream, "small": small, "walk": walk}[role]
-        while not rounds or not is_told_to_end():
+        while not rounds or not is_to_end():
             rounds += act(root, dice)
     print(rounds)
 

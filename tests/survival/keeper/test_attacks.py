@@ -172,7 +172,7 @@ def test_an_empty_message_is_the_end_of_the_session(kept: Kept) -> None:
 
 
 @pytest.mark.parametrize("name", ["flood_of_ticks", "flood_of_everything"])
-def test_a_flood_of_messages_holds_nobody_up(kept: Kept, name: str) -> None:
+def test_a_flood_of_messages_holds_no_other_up(kept: Kept, name: str) -> None:
     start(kept, name)
     for _ in range(10):
         # A daemon that could not be heard for a moment counts as pausing until its next tick.

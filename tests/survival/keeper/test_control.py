@@ -65,7 +65,7 @@ def test_nonsense_on_the_control_socket_gets_an_error(kept: Kept, line: bytes) -
     until(lambda: kept.status()["is_serving"])
 
 
-def test_clients_that_say_nothing_hold_nobody_up(kept: Kept) -> None:
+def test_silent_clients_hold_no_other_up(kept: Kept) -> None:
     kept.start()
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(10)]
@@ -103,7 +103,7 @@ def test_only_root_is_answered(kept: Kept) -> None:
     assert result == [b"connected;"]
 
 
-def test_nobody_but_the_mounts_own_processes_has_its_descriptor(kept: Kept) -> None:
+def test_only_the_mounts_own_processes_have_its_descriptor(kept: Kept) -> None:
     kept.start()
     kept.served_by_another_than(kept.kill_daemon())
     status = kept.status()

@@ -247,7 +247,7 @@ def test_nonsense_gets_an_error(service: str, line: bytes) -> None:
     assert names(service) == []
 
 
-def test_visitors_that_say_nothing_hold_nobody_up(service: str) -> None:
+def test_silent_visitors_hold_no_other_up(service: str) -> None:
     with socket.socket(socket.AF_UNIX) as silent:
         silent.connect(service)
         assert names(service) == []

@@ -27,7 +27,7 @@ def test_what_a_failed_first_daemon_mounted_is_taken_away(kept: Kept) -> None:
     assert kept.processes() == []
 
 
-def test_a_program_that_cannot_be_started_is_told(kept: Kept) -> None:
+def test_a_program_that_cannot_be_started_is_reported(kept: Kept) -> None:
     answer = kept.start(command=["/nonexistent"], is_expected_to_serve=False)
     assert "/nonexistent" in json.loads(answer)["error"]
     assert kept.wait() == 1
@@ -59,7 +59,7 @@ def test_unmounting_ends_everything(kept: Kept) -> None:
     assert not kept.control.exists()
 
 
-def test_a_keeper_that_is_told_to_end_unmounts(kept: Kept) -> None:
+def test_a_keeper_that_is_terminated_unmounts(kept: Kept) -> None:
     kept.start()
     kept.process.terminate()
     assert kept.wait() == 0

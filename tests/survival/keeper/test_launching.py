@@ -229,7 +229,7 @@ def is_adopted(sock: socket.socket, channel: int) -> bool:
     return pidfd_after(sock, STARTED_V1)
 
 
-def test_a_request_of_an_unknown_version_is_refused_and_harms_nobody(supervisor: str) -> None:
+def test_a_request_of_an_unknown_version_is_refused_and_harmless(supervisor: str) -> None:
     with supervisor_protocol.connect(supervisor) as sock:
         sock.send(b"\xff" + COUNT_V1[1:])
         answer = supervisor_protocol.receive(sock)
@@ -258,7 +258,7 @@ def test_a_daemon_leaves_out_the_settings_of_a_newer_driver() -> None:
         (b'{"do": "list", "protocol": 1}\n', b'{"ok": true, "names": []}\n'),
     ],
 )
-def test_the_descriptor_store_answers_in_the_version_in_which_it_is_asked(
+def test_the_descriptor_store_answers_in_the_version_of_the_request(
     tmp_path: Path, request_: bytes, answer: bytes
 ) -> None:
     with holding(tmp_path) as path, socket.socket(socket.AF_UNIX) as sock:

@@ -60,7 +60,7 @@ def holding(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize(("request_", "answer"), ASKED)
-async def test_a_daemon_answers_in_the_version_in_which_it_is_asked(
+async def test_a_daemon_answers_in_the_version_of_the_request(
     daemon: Path, request_: dict[str, Any], answer: dict[str, Any]
 ) -> None:
     assert await trio.to_thread.run_sync(ask, daemon, request_) == answer
@@ -95,7 +95,7 @@ def test_a_daemon_or_keeper_of_the_first_version_is_understood(tmp_path: Path) -
 
 @needs_root
 @needs_fuse
-def test_a_keeper_answers_in_the_version_in_which_it_is_asked(kept: Kept) -> None:
+def test_a_keeper_answers_in_the_version_of_the_request(kept: Kept) -> None:
     kept.start()
     assert ask(kept.control, {"do": "status", "protocol": 1})["pid"] == kept.process.pid
     refusal = ask(kept.control, {"do": "status", "protocol": 99})

@@ -175,7 +175,7 @@ def test_a_mount_whose_keepers_fail_one_after_the_other_is_given_up(kept: Kept) 
     assert error_of(kept.mountpoint / "plain") == errno.ENOTCONN
 
 
-def test_a_time_for_which_nobody_waits_ends_no_keeper(kept: Kept) -> None:
+def test_a_time_for_which_no_request_waits_ends_no_keeper(kept: Kept) -> None:
     kept.start(hang_s=1e15, max_pause_s=1e15)
     before = kept.status()["pid"]
     assert (kept.mountpoint / "plain").read_bytes() == b"plain content"

@@ -180,7 +180,7 @@ async def test_opening_is_all_or_nothing_however_it_is_cancelled(tmp_path: Path)
         assert len(parts.bucket.requested) == 1
 
 
-def test_a_file_is_unused_when_nobody_has_it_open_or_mapped(tmp_path: Path) -> None:
+def test_a_file_is_unused_when_no_process_has_it_open_or_mapped(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"x")
     fd = os.open(path, os.O_RDWR)

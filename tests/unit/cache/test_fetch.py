@@ -166,7 +166,7 @@ async def test_what_had_arrived_of_a_download_that_was_given_up_is_kept(tmp_path
 
 
 @pytest.mark.parametrize("error", [StaleVersionError("changed"), UnreachableError("gone")])
-async def test_an_error_of_the_store_is_told_to_every_reader(
+async def test_an_error_of_the_store_is_reported_to_every_reader(
     tmp_path: Path, error: Exception
 ) -> None:
     def fail(_key: str, offset: int) -> None:

@@ -40,7 +40,7 @@ async def test_a_listing_is_remembered_over_a_restart(tmp_path: Path) -> None:
     memory.close()
 
 
-async def test_a_remembered_listing_is_told_once(tmp_path: Path) -> None:
+async def test_a_remembered_listing_is_used_once(tmp_path: Path) -> None:
     await remembered(tmp_path, ("p/", "", page("p/a")))
     memory = RememberedPages(tmp_path, "store", 60)
     assert await memory.load("p/", "") is not None
@@ -48,7 +48,7 @@ async def test_a_remembered_listing_is_told_once(tmp_path: Path) -> None:
     memory.close()
 
 
-async def test_a_listing_of_another_store_is_not_told(tmp_path: Path) -> None:
+async def test_a_listing_of_another_store_is_not_used(tmp_path: Path) -> None:
     await remembered(tmp_path, ("p/", "", page("p/a")))
     memory = RememberedPages(tmp_path, "another", 60)
     assert await memory.load("p/", "") is None

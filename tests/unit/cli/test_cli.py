@@ -85,13 +85,13 @@ def test_a_missing_device_is_named(
     assert "there is no /dev/fuse" in refusal(capsys, "s3://bucket", mountpoint)
 
 
-@pytest.mark.parametrize(("seconds", "is_told"), [("0", False), ("30", True), ("3600", False)])
+@pytest.mark.parametrize(("seconds", "is_warned"), [("0", False), ("30", True), ("3600", False)])
 def test_a_kernel_that_soon_ends_silent_mounts_is_warned_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: str, is_told: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: str, is_warned: bool
 ) -> None:
     (tmp_path / "max_request_timeout").write_text(seconds + "\n")
     monkeypatch.setattr(preflight, "FUSE_SETTINGS", tmp_path)
-    assert ["max_request_timeout" in one for one in preflight.warnings()] == [True] * is_told
+    assert ["max_request_timeout" in one for one in preflight.warnings()] == [True] * is_warned
 
 
 def test_an_ordinary_user_needs_the_system_s_leave_for_allow_other(

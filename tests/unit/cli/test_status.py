@@ -97,7 +97,7 @@ def test_a_mount_of_somebody_else_is_shown_as_such(
 
 
 @pytest.mark.usefixtures("runtime")
-def test_a_mount_that_is_not_on_record_is_not_said_to_have_ended(
+def test_a_mount_that_is_not_on_record_is_not_shown_as_ended(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mountinfo, "kernel_mounts", lambda: mountinfo.parse(MOUNTINFO)[3:])

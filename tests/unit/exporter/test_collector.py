@@ -102,8 +102,8 @@ def test_a_mount_that_hangs_is_down_and_the_others_are_up(serve: Serve) -> None:
 
 def test_mounts_answer_side_by_side(serve: Serve) -> None:
     line = json.dumps(ANSWER).encode() + b"\n"
-    all_asked = threading.Barrier(4)  # each answers once all have been sent their request
-    targets = [serve(f"mount{number}", line, all_asked) for number in range(4)]
+    all_requested = threading.Barrier(4)  # each answers once all have been sent their request
+    targets = [serve(f"mount{number}", line, all_requested) for number in range(4)]
     assert all(answer.metrics for answer in asking.ask_all(targets, 30))
 
 

@@ -83,7 +83,7 @@ def test_a_pid_that_was_given_to_somebody_else_is_not_the_daemon(
     assert registry.registration_of(Path("/mnt/data")) is None
 
 
-def test_whom_a_daemon_runs_as_is_told_by_its_directory(runtime: Path) -> None:
+def test_whom_a_daemon_runs_as_is_known_by_its_directory(runtime: Path) -> None:
     assert users.serving(Path("/mnt/data")) is None
     if os.geteuid() == 0:
         registry.hand_over(Path("/mnt/data"), 54321, 54321)

@@ -30,7 +30,7 @@ async def test_who_waits_gets_the_result_or_the_error() -> None:
             await apart.run(fails())
 
 
-async def test_what_nobody_waits_for_any_more_is_done_to_its_end() -> None:
+async def test_what_no_task_waits_for_any_more_is_done_to_its_end() -> None:
     gate = trio.Event()
     done: list[str] = []
 
@@ -49,7 +49,7 @@ async def test_what_nobody_waits_for_any_more_is_done_to_its_end() -> None:
     assert done == ["worked", "unseen", "result"]
 
 
-async def test_a_failure_that_nobody_waits_for_ends_nothing_else() -> None:
+async def test_a_failure_that_no_task_waits_for_ends_nothing_else() -> None:
     gate = trio.Event()
     unseen: list[int] = []
 

@@ -124,7 +124,7 @@ async def test_a_copy_that_has_another_etag_is_still_the_cached_content(tmp_path
     ],
     ids=["created", "replaced", "removed"],
 )
-async def test_an_attribute_that_was_set_is_not_refused_when_that_is_asked_again(
+async def test_an_attribute_that_was_set_is_not_refused_when_that_is_requested_again(
     mount: MortalMount,
     before: dict[str, bytes],
     value: bytes | None,
@@ -163,7 +163,7 @@ async def test_an_attribute_that_was_set_is_not_refused_when_that_is_asked_again
         assert kept(process, await process.node("file")) == after
 
 
-async def test_what_was_refused_is_refused_when_it_is_asked_again(mount: MortalMount) -> None:
+async def test_what_was_refused_is_refused_when_it_is_requested_again(mount: MortalMount) -> None:
     mount.store.put("file", b"x", xattr="%7B%22user.a%22%3A%22MQ%3D%3D%22%7D")
     caller = Caller(mount.new_unique(), 0, 0, 1)
     for _ in range(2):
@@ -182,7 +182,7 @@ async def test_attributes_beside_much_other_metadata_have_no_room(mount: MortalM
     assert mount.store.count("COPY") == 0
 
 
-async def test_what_another_node_has_set_is_asked_for_when_a_listing_shows_it(
+async def test_what_another_node_has_set_is_requested_when_a_listing_shows_it(
     mount: MortalMount,
 ) -> None:
     mount.store.put("file", b"x", mode=str(stat.S_IFREG | 0o600))
@@ -280,7 +280,7 @@ async def walk(mount: MortalMount, names: list[str]) -> list[int]:
     return heads
 
 
-async def test_who_goes_through_a_directory_in_order_is_asked_for_ahead(
+async def test_heads_are_sent_ahead_of_who_goes_through_a_directory_in_order(
     mount: MortalMount,
 ) -> None:
     heads = await walk(mount, NAMES)
@@ -290,11 +290,11 @@ async def test_who_goes_through_a_directory_in_order_is_asked_for_ahead(
     assert heads[-1] == len(NAMES)
 
 
-async def test_who_looks_here_and_there_gets_what_was_asked_for_alone(mount: MortalMount) -> None:
+async def test_who_looks_here_and_there_gets_what_was_looked_up_alone(mount: MortalMount) -> None:
     assert (await walk(mount, NAMES[::3]))[-1] == len(NAMES[::3])
 
 
-async def test_a_failed_question_is_asked_again(mount: MortalMount) -> None:
+async def test_a_failed_head_is_sent_again(mount: MortalMount) -> None:
     mount.store.put("file", b"x")
 
     def fail(what: str, _key: str) -> None:
@@ -323,7 +323,7 @@ async def test_a_listing_asks_a_few_files_and_looking_up_names_the_others_once(
         assert mount.store.count("HEAD") - before == len(NAMES) + 1
 
 
-async def test_what_was_asked_once_is_known_when_the_kernel_has_forgotten_the_name(
+async def test_what_was_fetched_once_is_known_when_the_kernel_has_forgotten_the_name(
     mount: MortalMount,
 ) -> None:
     mount.store.put("old", b"x", mode=str(stat.S_IFREG | 0o600))

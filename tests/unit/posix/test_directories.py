@@ -161,7 +161,7 @@ def test_a_walk_lists_no_key_twice() -> None:
     trio.run(check)
 
 
-def test_a_folder_that_two_pages_tell_of_is_believed_as_long_as_the_first() -> None:
+def test_a_folder_that_two_pages_list_is_valid_as_long_as_the_first() -> None:
     async def check() -> None:
         bucket = Bucket((f"p/{n:03}/{name:02}" for n in range(9) for name in range(60)), 100)
         async with listings(bucket) as directories:
@@ -202,7 +202,7 @@ def test_listings_hold_no_more_entries_than_they_may(monkeypatch: pytest.MonkeyP
     trio.run(check)
 
 
-def test_a_name_that_is_not_there_is_asked_for_once() -> None:
+def test_a_name_that_is_not_there_is_requested_once() -> None:
     async def check() -> None:
         bucket = Bucket(["p/a", "p/b"])
         async with listings(bucket) as directories:

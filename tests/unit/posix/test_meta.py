@@ -56,7 +56,7 @@ def test_whatever_stands_there_is_read_as_something(metadata: dict[str, str]) ->
 
 
 @given(st.integers(0, 0o7777))
-def test_decimal_and_octal_modes_are_told_apart(bits: int) -> None:
+def test_decimal_and_octal_modes_are_distinguished(bits: int) -> None:
     for default, kind in ((FILE, stat.S_IFREG), (FILE, stat.S_IFLNK), (DIRECTORY, stat.S_IFDIR)):
         for text in (str(kind | bits), f"{kind | bits:o}", f"{kind | bits:07o}"):
             assert object_metadata.read({"mode": text}, default).mode == kind | bits & PERMISSIONS

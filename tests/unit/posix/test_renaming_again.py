@@ -248,7 +248,7 @@ async def test_what_is_under_way_is_known_after_the_journal_was_compacted(tmp_pa
 
 
 @pytest.mark.parametrize("is_renamed", [True, False])
-async def test_an_upload_that_nobody_saw_the_end_of_leaves_no_object_behind(
+async def test_an_upload_whose_end_was_not_seen_leaves_no_object_behind(
     tmp_path: Path, is_renamed: bool
 ) -> None:
     mount = MortalMount(tmp_path)

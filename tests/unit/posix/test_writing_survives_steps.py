@@ -138,7 +138,7 @@ async def check(process: Process, mount: MortalMount, expected: dict[str, bytes]
     assert all(not staged.is_unlinked for staged in process.writer.staging)
 
 
-async def test_a_rename_that_is_just_being_recorded_is_left_to_who_asked_for_it(
+async def test_a_rename_that_is_just_being_recorded_is_left_to_its_caller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that no program waits for are looked for at the same time."""

@@ -157,7 +157,7 @@ async def test_cancelling_a_holder_gives_the_connection_to_the_next(nursery: tri
     nursery.cancel_scope.cancel()
 
 
-async def test_cancelling_a_waiter_costs_nobody_a_turn(nursery: trio.Nursery) -> None:
+async def test_cancelling_a_waiter_costs_no_other_a_turn(nursery: trio.Nursery) -> None:
     budget = ConnectionBudget(1)
     holders = Holders(budget, nursery)
     for name in "abc":

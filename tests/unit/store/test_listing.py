@@ -180,7 +180,7 @@ def test_a_prefix_that_xml_can_not_write_is_passed_over(
     ]
 
 
-def test_a_listing_that_has_all_come_is_not_asked_for_again() -> None:
+def test_a_listing_that_has_all_come_is_not_requested_again() -> None:
     for body, is_final in ((document(entry(Size="")), True), (document()[:-5], False)):
         with pytest.raises(ListingError) as raised:
             parse(body)

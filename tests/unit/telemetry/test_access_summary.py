@@ -25,7 +25,7 @@ def summary_of(*requests: Access) -> AccessSummary:
     return summary
 
 
-def test_reads_in_sequence_are_told_from_those_that_jump() -> None:
+def test_reads_in_sequence_are_distinguished_from_those_that_jump() -> None:
     in_order = [read("a", number * 128 * KIB, 128 * KIB) for number in range(80)]
     assert summary_of(*in_order).sequential_reads == 80
     jumping = [read("a", number * 7919 % 80 * 128 * KIB, 128 * KIB) for number in range(80)]

@@ -56,7 +56,7 @@ def test_files_that_cannot_be_read_are_named_up_to_a_number() -> None:
     assert report.endswith("a/9 (access denied) and 3 more")
 
 
-def test_the_time_left_is_told_from_the_speed_of_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_left_follows_from_the_speed_of_late(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr("time.monotonic", lambda: now)
     one = WarmJob(JobSpec("a"), 0.0)

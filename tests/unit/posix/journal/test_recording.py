@@ -99,7 +99,7 @@ async def test_a_file_system_without_attributes_has_record_files(
     assert (found.meta, found.is_closed) == (META, True)
 
 
-async def test_a_file_that_nobody_was_told_of_goes(tmp_path: Path) -> None:
+async def test_a_file_without_a_record_goes(tmp_path: Path) -> None:
     inode, staged = staged_in(tmp_path)
     os.removexattr(staged.fd, "user.fusefs")
     assert taken_up(tmp_path, inode) is None
