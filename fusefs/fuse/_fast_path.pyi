@@ -11,6 +11,7 @@ from fusefs.store.interface import ObjectVersion
 
 class FastPath:
     requests: int
+    spent: int
     period: int
 
     def __init__(
@@ -29,6 +30,8 @@ class FastPath:
         closed_at: dict[CacheFile, float],
         integrity: Integrity,
         is_writable: bool,
+        again_within_s: float,
+        checked_at_open: int,
     ) -> None: ...
     def serve(self, log: object, most: int, /) -> int: ...
     def take(
@@ -37,7 +40,7 @@ class FastPath:
         tuple[
             list[tuple[int, int]],
             list[tuple[int, float]],
-            list[tuple[Inode | None, CacheFile, int, int, int, int, bool]],
+            list[tuple[Inode | None, CacheFile, int, int, int, int, int]],
             int,
             int,
             int,

@@ -47,6 +47,7 @@ enum {
     MOST_NAMES = 16384,    /* as FileCache's MOST_NAMES */
     LAST_CLOSED = 16,      /* as MOST_CLOSED in cache/integrity/unreadable.py */
     LONGEST_READ = 64 << 10, /* to copy more, Python lets other threads run */
+    READ_AS_ONE = 4 << 10, /* a READ of more counts as several requests */
     ATTRIBUTES = 88,       /* struct fuse_attr as of FUSE 7.9 and later */
 };
 #define FOREVER_S (1ULL << 40) /* as in read_handlers.py */
@@ -77,9 +78,9 @@ struct journal {
 struct opened {
     PyObject *inode, *file; /* owned */
     uint64_t unique, fh;
+    uint64_t closed; /* the number of its close, 0 while it is open */
     uint32_t flags;
     int32_t backing_id;
-    int is_closed;
 };
 
 struct timed {
@@ -95,8 +96,10 @@ typedef struct {
     PyObject *operations, *inodes, *handles, *open_files, *restored, *name_of, *files,
         *backing_ids, *closed_at, *integrity;
     int is_writable;
+    double again_within_s;     /* how soon after a close a file is opened again by Python */
+    long long checked_at_open; /* larger files are not compared with their checksums */
     PyObject *names; /* node id: (info, name of its cache file) */
-    int no_wait;
+    int can_read; /* files can be read without waiting for the disk */
     struct journal journal;
     PyObject *log; /* borrowed, during `serve` */
     uint64_t next_fh;
@@ -106,11 +109,15 @@ typedef struct {
     int is_noted, lost;
     struct opened opened[MOST_OPENED];
     int opened_count;
+    uint64_t closes;
+    PyObject *last_closed[LAST_CLOSED]; /* borrowed from the notes, the latest first */
+    int last_closed_count;
     struct timed timed[MOST_TIMED];
     int timed_count;
     uint64_t untimed;
     long long period; /* how many requests there are for each that is timed */
     unsigned long long requests;
+    int spent; /* what the requests of one `serve` count as */
 } FastPath;
 
 static uint32_t crc_table[256];
@@ -199,11 +206,6 @@ static int get_seconds(PyObject *object, PyObject *name, double *value)
     return *value == -1.0 && PyErr_Occurred() ? -1 : 1;
 }
 
-static int is_in(PyObject *dict, PyObject *key)
-{
-    return PyDict_GET_SIZE(dict) ? PyDict_Contains(dict, key) : 0;
-}
-
 /* The entry of a dict with numbers as keys, borrowed; NULL with or without an exception. */
 static PyObject *by_number(PyObject *dict, uint64_t number)
 {
@@ -237,6 +239,8 @@ static uint32_t crc32_of(const unsigned char *data, size_t size, uint32_t crc)
 static int open_journal(FastPath *self)
 {
     struct journal *journal = &self->journal;
+    if (self->log == Py_None)
+        return 0; /* it has been given up a moment ago */
     if (journal->object == NULL) {
         long long size, count, limit, crc;
         TRY(get_number(self->log, s_size, &size));
@@ -383,17 +387,44 @@ static int is_whole(PyObject *file)
     return size > 0 && size == total;
 }
 
+/* Whether a file need not be compared with its checksums before it is opened. */
+static int is_compared(FastPath *self, PyObject *file)
+{
+    long long size;
+    TRY(get_number(file, s_size, &size));
+    return size > self->checked_at_open ? 1 : is_object(file, s_is_checked, Py_True);
+}
+
 /* A program that opens a file again soon may have been unable to read it. */
 static int was_just_closed(FastPath *self, PyObject *file)
 {
-    int closed = 0;
-    for (int at = self->opened_count; at-- && closed < LAST_CLOSED;)
-        if (self->opened[at].is_closed) {
-            if (self->opened[at].file == file)
-                return 1;
-            closed++;
-        }
-    return is_in(self->closed_at, file);
+    for (int at = 0; at < self->last_closed_count; at++)
+        if (self->last_closed[at] == file)
+            return 1;
+    PyObject *closed = PyDict_GetItemWithError(self->closed_at, file);
+    if (closed == NULL)
+        return PyErr_Occurred() ? -1 : 0;
+    double seconds = PyFloat_AsDouble(closed);
+    if (seconds == -1.0 && PyErr_Occurred())
+        return -1;
+    return now_s() - seconds <= self->again_within_s;
+}
+
+/* Note a close: `last_closed` has each file once. */
+static void note_close(FastPath *self, struct opened *note)
+{
+    note->closed = ++self->closes;
+    int at = 0;
+    while (at < self->last_closed_count && self->last_closed[at] != note->file)
+        at++;
+    if (at == self->last_closed_count) {
+        if (at < LAST_CLOSED)
+            self->last_closed_count++;
+        else
+            at--;
+    }
+    memmove(self->last_closed + 1, self->last_closed, (size_t)at * sizeof *self->last_closed);
+    self->last_closed[0] = note->file;
 }
 
 /* The whole cache file that the kernel reads for a node, borrowed, and its backing id. */
@@ -415,7 +446,7 @@ static int find_backing(FastPath *self, PyObject *nodeid, PyObject *info, PyObje
     *backing_id = (int32_t)number;
     TRY(number > 0);
     TRY(is_whole(*file));
-    TRY(is_object(*file, s_is_checked, Py_True));
+    TRY(is_compared(self, *file));
     TRY(is_number(self->integrity, s_unreadable, 0));
     int is_closed = was_just_closed(self, *file);
     return is_closed < 0 ? -1 : !is_closed;
@@ -529,12 +560,12 @@ static int is_passthrough(PyObject *handle)
 static int release(FastPath *self, const struct fuse_in_header *request, const char *body)
 {
     uint64_t fh = ((const struct fuse_release_in *)body)->fh;
-    struct opened *opened = find_note(self, fh);
-    if (opened != NULL) {
-        if (opened->is_closed)
+    struct opened *note = find_note(self, fh);
+    if (note != NULL) {
+        if (note->closed)
             return 0;
         TRY(open_journal(self));
-        opened->is_closed = 1;
+        note_close(self, note);
         log_close(self, request, fh);
         return 1;
     }
@@ -547,7 +578,9 @@ static int release(FastPath *self, const struct fuse_in_header *request, const c
     PyObject *file = PyObject_GetAttr(handle, s_file);
     if (file == NULL)
         return -1;
-    self->opened[self->opened_count++] = (struct opened){.file = file, .fh = fh, .is_closed = 1};
+    note = &self->opened[self->opened_count++];
+    *note = (struct opened){.file = file, .fh = fh};
+    note_close(self, note);
     log_close(self, request, fh);
     return 1;
 }
@@ -616,14 +649,12 @@ static int read_whole(FastPath *self, const struct fuse_in_header *request,
     if (wanted) {
         char *data = (char *)self->reply.buf + sizeof(struct fuse_out_header);
         struct iovec part = {data, wanted};
-        ssize_t count = preadv2((int)fd, &part, 1, (off_t)in->offset, self->no_wait);
-        if (count < 0 && errno == EOPNOTSUPP && self->no_wait) {
-            /* tmpfs: it knows no RWF_NOWAIT, and never waits for a disk either. */
-            self->no_wait = 0;
-            count = preadv2((int)fd, &part, 1, (off_t)in->offset, 0);
-        }
+        ssize_t count = preadv2((int)fd, &part, 1, (off_t)in->offset, RWF_NOWAIT);
+        if (count < 0 && errno == EOPNOTSUPP)
+            self->can_read = 0; /* nor may it wait here */
         TRY(count == (ssize_t)wanted);
     }
+    self->spent += (int)(wanted / READ_AS_ONE);
     self->cache_bytes += wanted;
     reply_in_place(self, request, wanted);
     return 1;
@@ -632,7 +663,7 @@ static int read_whole(FastPath *self, const struct fuse_in_header *request,
 static int read_file(FastPath *self, const struct fuse_in_header *request, const char *body)
 {
     const struct fuse_read_in *in = (const void *)body;
-    if (in->size > LONGEST_READ)
+    if (in->size > LONGEST_READ || !self->can_read)
         return 0;
     TRY(is_object(self->operations, s_is_shut, Py_False));
     PyObject *handle = by_number(self->open_files, in->fh);
@@ -696,7 +727,7 @@ static void count(FastPath *self, uint32_t opcode, double began)
 
 static int serve_some(FastPath *self, int most, Py_ssize_t *outcome)
 {
-    for (int number = 0; number < most; number++) {
+    for (; self->spent < most && self->timed_count < MOST_TIMED; self->spent++) {
         ssize_t size = read(self->fd, self->request.buf, (size_t)self->request.len);
         if (size < 0) {
             if (errno == ENOENT || errno == EINTR)
@@ -722,9 +753,9 @@ static int serve_some(FastPath *self, int most, Py_ssize_t *outcome)
 }
 
 PyDoc_STRVAR(serve_doc,
-             "serve(log, most): answer up to `most` requests. `log` is the journal's file.\n\n"
+             "serve(log, most): answer up to `most` requests. `log` is the journal's file, or None.\n\n"
              "Returns the size of a request that is left to Python, in the request buffer;\n"
-             "0 after `most` requests; or a negative errno of reading, -EAGAIN if there is none.");
+             "0 when so many were answered that others should have their turn; or a negative errno of reading, -EAGAIN if there is none.");
 
 static PyObject *serve(FastPath *self, PyObject *const *arguments, Py_ssize_t count)
 {
@@ -737,6 +768,7 @@ static PyObject *serve(FastPath *self, PyObject *const *arguments, Py_ssize_t co
         return NULL;
     Py_ssize_t outcome = 0;
     self->log = arguments[0];
+    self->spent = 0;
     PyObject *type, *value, *trace;
     (void)serve_some(self, (int)most, &outcome);
     PyErr_Fetch(&type, &value, &trace);
@@ -788,9 +820,9 @@ static PyObject *take_opened(FastPath *self)
         struct opened *one = &self->opened[at];
         PyObject *item = NULL;
         if (opened != NULL)
-            item = Py_BuildValue("OOKiIKO", one->inode != NULL ? one->inode : Py_None, one->file, (unsigned long long)one->fh,
+            item = Py_BuildValue("OOKiIKK", one->inode != NULL ? one->inode : Py_None, one->file, (unsigned long long)one->fh,
                                  one->backing_id, one->flags, (unsigned long long)one->unique,
-                                 one->is_closed ? Py_True : Py_False);
+                                 (unsigned long long)one->closed);
         Py_CLEAR(one->inode);
         Py_CLEAR(one->file);
         if (item == NULL)
@@ -798,7 +830,7 @@ static PyObject *take_opened(FastPath *self)
         else
             PyList_SET_ITEM(opened, at, item);
     }
-    self->opened_count = 0;
+    self->opened_count = self->last_closed_count = 0;
     return opened;
 }
 
@@ -806,7 +838,7 @@ PyDoc_STRVAR(take_doc,
              "take(): what was done since the last time, None if nothing was.\n\n"
              "A tuple: requests answered without an error as [(opcode, count)]; times as\n"
              "[(opcode, seconds)]; opens as [(inode, file, fh, backing id, flags, unique,\n"
-             "is closed)], None as the inode if only the close is new; bytes read; how often ENOTTY was answered; the errno of a reply\n"
+             "number of its close or 0)], None as the inode if only the close is new; bytes read; how often ENOTTY was answered; the errno of a reply\n"
              "that the kernel refused, or 0.");
 
 static PyObject *take(FastPath *self, PyObject *Py_UNUSED(ignored))
@@ -830,29 +862,47 @@ static PyObject *take(FastPath *self, PyObject *Py_UNUSED(ignored))
 
 static int init(FastPath *self, PyObject *args, PyObject *keywords)
 {
-    static char *names[] = {"fd",        "request",  "reply",       "operations", "inodes",
-                            "handles",   "open_files", "restored",  "name_of",    "files",
-                            "backing_ids", "closed_at", "integrity", "is_writable", NULL};
-    if (!PyArg_ParseTupleAndKeywords(
-            args, keywords, "iw*w*OO!OO!O!OO!O!O!Op", names, &self->fd, &self->request,
-            &self->reply, &self->operations, &PyDict_Type, &self->inodes, &self->handles,
-            &PyDict_Type, &self->open_files, &PyDict_Type, &self->restored, &self->name_of,
-            &PyDict_Type, &self->files, &PyDict_Type, &self->backing_ids, &PyDict_Type,
-            &self->closed_at, &self->integrity, &self->is_writable))
-        return -1;
-    PyObject *held[] = {self->operations, self->inodes,   self->handles,     self->open_files,
-                        self->restored,   self->name_of,  self->files,       self->backing_ids,
-                        self->closed_at,  self->integrity};
-    for (size_t at = 0; at < sizeof held / sizeof *held; at++)
-        Py_INCREF(held[at]);
-    self->no_wait = RWF_NOWAIT;
-    self->period = 1;
-    if (self->reply.len < (Py_ssize_t)(LONGEST_READ + sizeof(struct fuse_out_header))) {
-        PyErr_SetString(PyExc_ValueError, "the reply buffer is too small");
+    static char *names[] = {
+        "fd",         "request", "reply", "operations",  "inodes",    "handles",
+        "open_files", "restored", "name_of", "files",    "backing_ids", "closed_at",
+        "integrity",  "is_writable", "again_within_s", "checked_at_open", NULL};
+    PyObject *operations, *inodes, *handles, *open_files, *restored, *name_of, *files,
+        *backing_ids, *closed_at, *integrity;
+    if (self->names != NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "made already");
         return -1;
     }
+    Py_buffer request = {0}, reply = {0};
+    if (!PyArg_ParseTupleAndKeywords(
+            args, keywords, "iw*w*OO!OO!O!OO!O!O!OpdL", names, &self->fd, &request, &reply,
+            &operations, &PyDict_Type, &inodes, &handles, &PyDict_Type, &open_files, &PyDict_Type,
+            &restored, &name_of, &PyDict_Type, &files, &PyDict_Type, &backing_ids, &PyDict_Type,
+            &closed_at, &integrity, &self->is_writable, &self->again_within_s,
+            &self->checked_at_open))
+        return -1;
+    self->request = request;
+    self->reply = reply;
+    self->operations = Py_NewRef(operations);
+    self->inodes = Py_NewRef(inodes);
+    self->handles = Py_NewRef(handles);
+    self->open_files = Py_NewRef(open_files);
+    self->restored = Py_NewRef(restored);
+    self->name_of = Py_NewRef(name_of);
+    self->files = Py_NewRef(files);
+    self->backing_ids = Py_NewRef(backing_ids);
+    self->closed_at = Py_NewRef(closed_at);
+    self->integrity = Py_NewRef(integrity);
+    self->can_read = 1;
+    self->period = 1;
     self->names = PyDict_New();
-    return self->names == NULL ? -1 : 0;
+    if (self->names == NULL)
+        return -1;
+    if (reply.len < (Py_ssize_t)(LONGEST_READ + sizeof(struct fuse_out_header)) ||
+        request.len < FUSE_MIN_READ_BUFFER) {
+        PyErr_SetString(PyExc_ValueError, "a buffer is too small");
+        return -1;
+    }
+    return 0;
 }
 
 static int traverse(FastPath *self, visitproc visit, void *arg)
@@ -915,6 +965,7 @@ static PyMethodDef methods[] = {
 
 static PyMemberDef members[] = {
     {"requests", T_ULONGLONG, offsetof(FastPath, requests), READONLY, "answered here so far"},
+    {"spent", T_INT, offsetof(FastPath, spent), READONLY, "how much the last `serve` did"},
     {"period", T_LONGLONG, offsetof(FastPath, period), 0, "one of so many requests is timed"},
     {NULL, 0, 0, 0, NULL},
 };

@@ -8,14 +8,18 @@ record (access_trace.py), and while the journal is off or is being rewritten.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from mmap import mmap
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import trio
 
+from fusefs.cache.cached_file import CHECKED_AT_OPEN
+from fusefs.cache.integrity.unreadable import AGAIN_WITHIN_S
 from fusefs.fuse.protocol import Opcode
 from fusefs.posix.operations import Operations
 from fusefs.telemetry.requests import RequestTimes
@@ -30,6 +34,9 @@ except ImportError:
 else:
     IS_BUILT = True
 
+logger = logging.getLogger("fusefs.session")
+
+
 # Requests that the compiled part answers before other tasks get their turn: 2 ms of them.
 MOST_AT_ONCE = 512
 
@@ -42,8 +49,14 @@ class _Settling(trio.abc.Instrument):
         self._receiver = receiver
 
     def before_task_step(self, task: trio.lowlevel.Task) -> None:
-        if task is not self._receiver:
+        if task is self._receiver:
+            return
+        try:
             self._warm.settle()
+        except BaseException:
+            # trio would go on without this. The next process has all of it from the journal.
+            logger.critical("a fault in fusefs", exc_info=True)
+            os._exit(1)
 
 
 class WarmRequests:
@@ -84,7 +97,10 @@ class WarmRequests:
             cache.probing.closed_at,
             cache.integrity,
             operations.writer is not None,
+            AGAIN_WITHIN_S,
+            CHECKED_AT_OPEN,
         )
+        self._left = MOST_AT_ONCE
 
     @contextmanager
     def is_settled_first(self) -> Iterator[None]:
@@ -96,6 +112,10 @@ class WarmRequests:
         finally:
             trio.lowlevel.remove_instrument(instrument)
             self.settle()
+
+    def begin(self) -> None:
+        """Other tasks had their turn."""
+        self._left = MOST_AT_ONCE
 
     @property
     def requests(self) -> int:
@@ -110,12 +130,13 @@ class WarmRequests:
     def receive(self) -> int:
         """Read requests until there is one for Python; return its size.
 
-        Returns 0 if others answered are enough for now.
+        Returns 0 when other tasks should have their turn.
 
         Raises:
             OSError: EAGAIN, there is none; as `read` of /dev/fuse.
         """
-        outcome = self._compiled.serve(self._log.plain_log, MOST_AT_ONCE)
+        outcome = self._compiled.serve(self._log.plain_log, self._left)
+        self._left -= self._compiled.spent
         if outcome == -errno.EAGAIN:
             raise BlockingIOError(errno.EAGAIN, "no request")
         if outcome < 0:
@@ -129,18 +150,21 @@ class WarmRequests:
             return
         counts, timed, opened, read_bytes, terminals, lost = taken
         times, operations = self._times, self._operations
+        period = self._compiled.period
         for opcode, count in counts:
             times.answered_elsewhere(opcode, count)
         for opcode, took_s in timed:
-            times.timed(opcode, took_s)
+            times.timed(opcode, took_s, period)
         if terminals:
             times.refused(Opcode.IOCTL, terminals)
         self._compiled.period = times.period
         operations.counters.cache_bytes += read_bytes
-        for inode, file, fh, backing_id, flags, unique, is_closed in opened:
+        opened.sort(key=itemgetter(-1))  # those that are closed in the order of their closes
+        for inode, file, fh, backing_id, flags, unique, closed in opened:
             if inode is None:
                 operations.release(fh, is_logged=True)
             else:
+                is_closed = bool(closed)
                 operations.was_opened(
                     inode, file, fh, backing_id, flags, unique, is_closed=is_closed
                 )

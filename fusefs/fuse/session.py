@@ -343,6 +343,7 @@ class Session(KernelNotifications):
             if warm is not None:
                 warm.settle()
             return self._answer_some(partial(os.readv, self._fd, self._buffers), nursery)
+        warm.begin()
         return self._answer_some(warm.receive, nursery, warm)
 
     def _answer_some(
@@ -370,9 +371,9 @@ class Session(KernelNotifications):
                     continue  # interrupted before it could be read
                 raise
             if warm is not None:
+                warm.settle()
                 if not size:
                     break
-                warm.settle()
             self._answer(size, nursery)
         return BATCH
 

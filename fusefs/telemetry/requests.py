@@ -46,15 +46,15 @@ class RequestTimes:
 
     def sampled(self, opcode: int, began: float) -> None:
         """A request that is in `counts` was read at `began`, in monotonic s, and answered now."""
-        self.timed(opcode, time.monotonic() - began)
+        self.timed(opcode, time.monotonic() - began, self.period)
 
     def answered_elsewhere(self, opcode: int, count: int) -> None:
         """So many requests more were answered at once, by the compiled part."""
         self.counts[opcode] += count
 
-    def timed(self, opcode: int, took_s: float) -> None:
-        """One of those, which stands for `period`, took so long."""
-        self._ok[opcode].observe(took_s, self.period)
+    def timed(self, opcode: int, took_s: float, weight: int) -> None:
+        """One of those, which stands for so many, took so long."""
+        self._ok[opcode].observe(took_s, weight)
         self._timed += 1
         if self._timed == ALL_TIMED:
             self.period = PERIOD

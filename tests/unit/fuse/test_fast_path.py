@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import socket
 import struct
@@ -237,6 +238,7 @@ async def test_what_is_unusual_is_left_to_python(tmp_path: Path, change: str) ->
             error, _ = await side.ask(Opcode.OPEN, inode.nodeid, OPEN_IN.pack(os.O_RDWR, 0))
             assert error == 0
             assert inode.staged is not None
+            inode.served -= 1  # which alone would show it
         elif change == "is_superseded":
             operations.inodes.supersede(inode)
         elif change == "is_served":
@@ -259,6 +261,8 @@ async def test_what_is_unusual_is_left_to_python(tmp_path: Path, change: str) ->
         assert side.session.compiled_requests == before
         if change == "is_served":
             inode.served -= 1
+        if change == "is_written":
+            inode.served += 1
 
 
 async def test_a_journal_that_is_rewritten_is_pythons(tmp_path: Path) -> None:
@@ -288,6 +292,90 @@ async def test_a_journal_that_is_full_grows(
                 await side.closes(0)
         assert list(replay(tmp_path / "journal", is_live=True).state.handles) == side.open
         assert (tmp_path / "journal").stat().st_size > 16384
+
+
+async def test_a_journal_that_the_disk_does_not_take_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fusefs.posix.journal.journal.STEP", 4096)
+    async with one_side(tmp_path, FastPathMode.AUTO) as side:
+
+        def is_full(*_: object) -> None:
+            raise OSError(errno.ENOSPC, "no room")
+
+        monkeypatch.setattr(os, "posix_fallocate", is_full)
+        count = 200  # of 48 bytes each, and all are there before the first is read
+        for number in range(count):
+            nodeid = side.nodes[number % FILES].nodeid
+            side.send(Opcode.OPEN, nodeid, OPEN_IN.pack(os.O_RDONLY, 0))
+        errors = [(await side.receive())[0] for _ in range(count)]
+        assert errors == [0] * count
+        assert not (tmp_path / "journal").exists()
+        assert len(side.operations.handles.files) == count
+
+
+async def test_files_are_closed_in_the_order_of_their_closes(tmp_path: Path) -> None:
+    """So that of the files that were closed last none is missed."""
+    async with both(tmp_path) as sides:
+        for side in sides:
+            side.operations.cache.probing.closed_at.clear()
+            for number in (0, 1, 2):
+                side.send(Opcode.OPEN, side.nodes[number].nodeid, OPEN_IN.pack(os.O_RDONLY, 0))
+            fhs = []
+            for _ in range(3):
+                fhs.append(protocol.OPEN_OUT.unpack_from((await side.receive())[1])[0])
+            for at in (1, 2, 0):
+                side.send(Opcode.RELEASE, 1, RELEASE_IN.pack(fhs[at], 0, 0, 0))
+            for _ in range(3):
+                await side.receive()
+            await side.settled()
+            closed = side.operations.cache.probing.closed_at
+            assert list(closed) == [side.file(at) for at in (1, 2, 0)]
+
+
+async def test_a_fault_in_what_is_taken_over_ends_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one has it from the journal; trio would go on without it."""
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+
+    def fails(*_: object, **__: object) -> None:
+        raise ValueError("a fault")
+
+    async with one_side(tmp_path, FastPathMode.AUTO) as side:
+        was_opened = side.operations.was_opened
+        side.operations.was_opened = fails  # type: ignore[method-assign]
+        await side.opens(0)
+        await side.settled()
+        assert ended == [1]
+        side.operations.was_opened = was_opened  # type: ignore[method-assign]
+
+
+async def test_other_tasks_have_their_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much is there to be answered."""
+    monkeypatch.setattr(fast_path, "MOST_AT_ONCE", 16)
+    async with one_side(tmp_path, FastPathMode.AUTO) as side:
+        warm = side.session._warm
+        assert warm is not None
+        turns: list[int] = []
+        is_done = False
+
+        async def other() -> None:
+            while not is_done:
+                turns.append(warm.requests)
+                await trio.lowlevel.checkpoint()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(other)
+            for _ in range(5):
+                for _ in range(60):
+                    side.send(Opcode.GETATTR, side.nodes[0].nodeid, bytes(16))
+                for _ in range(60):
+                    await side.receive()
+            is_done = True
+        most = max(after - before for before, after in itertools.pairwise(turns))
+        assert 0 < most <= 16
 
 
 async def test_many_opens_at_once_are_all_taken(tmp_path: Path) -> None:
@@ -377,7 +465,7 @@ async def take(side: Side, step: str, number: int) -> object:
 
 
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(steps)
 def test_both_answer_alike(
