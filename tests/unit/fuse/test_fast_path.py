@@ -375,7 +375,7 @@ async def test_other_tasks_have_their_turn(tmp_path: Path, monkeypatch: pytest.M
                     await side.receive()
             is_done = True
         most = max(after - before for before, after in itertools.pairwise(turns))
-        assert 0 < most <= 16
+        assert 0 < most <= 2 * 16  # trio takes tasks in any order, each once a round
 
 
 async def test_many_opens_at_once_are_all_taken(tmp_path: Path) -> None:
