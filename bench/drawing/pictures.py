@@ -256,9 +256,10 @@ def _note(result: Mapping[str, Any], profile: str) -> str:
     }.get(profile, "")
     rounds = int(options["rounds"])
     how = f"median of {rounds} rounds, with the lowest and the highest" if rounds > 1 else "1 round"
+    share = "a quarter of the data, " if options.get("quick") else ""
     parts = [
         f"Profile {profile}: {where}",
-        f"{how}; the large file has {int(options['large']) // MIB:,} MiB",
+        f"{how}; {share}the large file has {int(options['large']) // MIB:,} MiB",
         f"{machine['processors']} processors ({machine.get('model', 'unknown')}),"
         f" Linux {str(machine.get('kernel', '')).partition('-')[0]}, {str(result['date'])[:10]}",
         "compare within a row: contenders, server and reader share the processors",
