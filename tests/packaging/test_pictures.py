@@ -138,7 +138,7 @@ def test_each_picture_is_a_small_file_that_names_all_its_contenders(tmp_path: Pa
 
 
 def test_the_same_result_is_drawn_with_the_same_bytes(tmp_path: Path) -> None:
-    path = write(tmp_path, SAMPLES)
+    path = write(tmp_path, {"first_large": SAMPLES["first_large"]})
     first, again = (
         [drawn.read_bytes() for drawn in command.draw_result(path, tmp_path / name)]
         for name in ("first", "again")
