@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from csi.node.pod_records import PodRecord, PodRecords
 from fusefs.api import MIB, ControlError, daemon_request, use_runtime_directory
 
 ANSWER_TIMEOUT_S = 1.0
+MOST_AT_ONCE = 32
 NO_POD = PodRecord("", "", "")
 _HEADINGS = ("POD", "CLAIM", "VOLUME", "SOURCE", "IDENTITY", "CACHE", "PENDING", "STATE")
 
@@ -71,9 +73,14 @@ def rows_of(state: Path) -> Iterator[Row]:
         return
     table = MountTable()
     pods = PodRecords(state / POD_RECORDS).all()
-    for record in MountRecords(records).all():
-        root = table.top(Path(record.root))
-        status = _ask(record) if root is not None else None
+    found = [(record, table.top(Path(record.root))) for record in MountRecords(records).all()]
+    with ThreadPoolExecutor(MOST_AT_ONCE) as pool:  # silent daemons are not waited for in turn
+        mounted = [record for record, root in found if root is not None]
+        statuses = dict(
+            zip((record.key for record in mounted), pool.map(_ask, mounted), strict=True)
+        )
+    for record, root in found:
+        status = statuses.get(record.key)
         targets = [
             mount.mountpoint
             for mount in (table.of_device(root.device) if root is not None else [])

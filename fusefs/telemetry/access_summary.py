@@ -6,6 +6,7 @@ are looked at, and of these the rest is counted alone.
 
 from __future__ import annotations
 
+import random
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -18,7 +19,8 @@ MOST_FILES = 100_000
 MOST_HANDLES = 100_000
 # Files up to this size are one request each, however little that brings.
 SMALL = 1 << 20
-MOST_SLOW = 10_000  # latencies that are kept for each operation
+# Of more requests of one operation, so many at random say how long they took.
+MOST_TIMES = 10_000
 
 
 class Access(NamedTuple):
@@ -85,8 +87,10 @@ class AccessSummary:
         self.requests += 1
         self.operations[access.operation] += 1
         times = self._times.setdefault(access.operation, [])
-        if len(times) < MOST_SLOW:
+        if len(times) < MOST_TIMES:
             times.append(access.seconds)
+        elif (place := random.randrange(self.operations[access.operation])) < MOST_TIMES:
+            times[place] = access.seconds  # each request is as likely to be kept
         if access.source == "s3":
             self.waits[access.operation] += 1
             self.waited_s[access.operation] += access.seconds
