@@ -330,7 +330,7 @@ def in_store(ports: list[int], number: int) -> str:
         text=True,
         check=True,
         env={**os.environ, "PATH": path},
-        timeout=PATIENCE_S,
+        timeout=5 * PATIENCE_S,
     )
     return done.stdout + done.stderr
 
