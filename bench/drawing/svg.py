@@ -39,7 +39,7 @@ STYLE = {
     "ytick.color": "#1f2328",
     "grid.color": "#d8dee4",
 }
-# Told apart by readers who do not see all colours (Okabe and Ito's set).
+# Different also for readers who do not see all colours (Okabe and Ito's set).
 COLOURS = {
     NATIVE: "#57606a",
     OBSTORE: "#b0b7bf",

@@ -49,7 +49,7 @@ class Files(Dataset[tuple[Tensor, Tensor]]):
 
 
 def save(state: dict[str, object], epoch: int) -> None:
-    """Write under another name, then rename: nobody ever reads half a checkpoint."""
+    """Write under another name, then rename: no program ever reads half a checkpoint."""
     temporary = CHECKPOINT_DIR / f".epoch-{epoch:05}.pt"
     with open(temporary, "wb") as file:
         torch.save(state, file)

@@ -30,7 +30,7 @@ from tests.support.sharing import mounted
 from tests.support.writing import WRITABLE, cost, metadata
 
 PLAIN = 3 * SAMPLE
-SAID = {"mode": str(stat.S_IFREG | 0o751), "uid": "7"}
+ATTRIBUTES = {"mode": str(stat.S_IFREG | 0o751), "uid": "7"}
 
 
 def heard_nothing(head_policy: HeadPolicy, prefix: str, count: int, modified_ns: int = 1) -> None:
@@ -140,7 +140,7 @@ def plain(bucket: Bucket) -> Bucket:
     """Files 000 and so on that say nothing, and one behind them that does."""
     for number in range(PLAIN):
         bucket.put(f"{number:03}", b"x")
-    bucket.put("late", b"late", Metadata=SAID)
+    bucket.put("late", b"late", Metadata=ATTRIBUTES)
     return bucket
 
 
@@ -179,7 +179,7 @@ def test_what_is_written_to_keeps_what_it_says(mount: Mount, plain: Bucket) -> N
     with (mount.path / "late").open("ab") as file:
         file.write(b"r")
     kept = metadata(plain, "late")
-    assert (kept["mode"], kept["uid"]) == (SAID["mode"], SAID["uid"])
+    assert (kept["mode"], kept["uid"]) == (ATTRIBUTES["mode"], ATTRIBUTES["uid"])
     assert stored(plain, "late") == b"later"
 
 

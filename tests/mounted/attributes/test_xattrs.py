@@ -19,7 +19,7 @@ from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import mounted
 from tests.support.writing import WRITABLE, all_sent, cost, metadata, status
 
-TOLD = ["user.s3.key", "user.s3.etag", "user.s3.storage_class", "user.s3.content_type"]
+OF_OBJECT = ["user.s3.key", "user.s3.etag", "user.s3.storage_class", "user.s3.content_type"]
 # What s3fs 1.91 writes for two attributes, one of them with odd bytes.
 S3FS = (
     "%7B%22user.bin%22%3A%22AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8gISIjJCUmJ//78A%3D%3D%22"
@@ -65,7 +65,7 @@ def test_attributes_are_set_listed_read_and_removed(path: Path) -> None:
     os.setxattr(path, "user.bytes", bytes(range(200)))
     os.setxattr(path, "user.one", b"other")
     assert own(path) == {"user.one": b"other", "user.empty": b"", "user.bytes": bytes(range(200))}
-    assert os.listxattr(path)[:4] == TOLD
+    assert os.listxattr(path)[:4] == OF_OBJECT
     os.removexattr(path, "user.one")
     assert "user.one" not in os.listxattr(path)
 

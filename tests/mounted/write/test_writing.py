@@ -241,7 +241,7 @@ def test_symbolic_links_are_followed_and_listed(writable: Mount, bucket: Bucket)
 
 
 def test_the_status_tells_what_is_not_in_the_bucket(writable: Mount) -> None:
-    # Asked without a child, whose copy of the descriptor would be closed, and the file uploaded.
+    # Without a child, whose copy of the descriptor would be closed, and the file uploaded.
     socket = registry.mount_directory(writable.path) / "status.sock"
     assert control.request(socket, "status", 10)["writing"]["pending"] == []
     with open(writable.path / "late", "wb", buffering=0) as file:

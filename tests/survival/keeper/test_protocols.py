@@ -23,7 +23,7 @@ from tests.support.waiting import until
 
 HOLD = "import sys; from fusefs.keeper.fd_store import main; sys.exit(main(sys.argv[1]))"
 # Requests that name the version, and that leave it out; what they are answered.
-ASKED = [
+REQUESTS = [
     ({"command": "status"}, {"status": "good"}),
     ({"command": "status", "protocol": 1}, {"status": "good"}),
 ]
@@ -59,7 +59,7 @@ def holding(tmp_path: Path) -> Iterator[Path]:
         process.wait(LIMIT_S)
 
 
-@pytest.mark.parametrize(("request_", "answer"), ASKED)
+@pytest.mark.parametrize(("request_", "answer"), REQUESTS)
 async def test_a_daemon_answers_in_the_version_of_the_request(
     daemon: Path, request_: dict[str, Any], answer: dict[str, Any]
 ) -> None:
