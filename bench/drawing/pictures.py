@@ -191,6 +191,7 @@ class Picture:
 
 
 def name_of(contender: str) -> str:
+    """What a contender is called in a picture."""
     return NAMES.get(contender, contender)
 
 
@@ -348,7 +349,7 @@ class _Rows:
             row = pattern.format(count)
             for mark in self._marks(row):
                 marks[mark.contender].append(mark)
-        # A contender without some of the numbers would get a line that lies.
+        # A line across a missing point would show what was not measured.
         whole = tuple(tuple(line) for line in marks.values() if len(line) == len(counts))
         if not whole:
             return None
