@@ -12,6 +12,9 @@ from fusefs.store.interface import ObjectVersion
 class FastPath:
     requests: int
     spent: int
+    polled: int
+    hits: int
+    polled_ns: int
     period: int
 
     def __init__(
@@ -33,7 +36,7 @@ class FastPath:
         again_within_s: float,
         checked_at_open: int,
     ) -> None: ...
-    def serve(self, log: object, most: int, /) -> int: ...
+    def serve(self, log: object, most: int, poll_ns: int, /) -> int: ...
     def take(
         self,
     ) -> (

@@ -54,14 +54,12 @@ class BusyPoll:
         self._pause = FIRST_PAUSE
         self._skipping = 0
         self._preempted = _preemptions()
+        self._look_at = PREEMPTIONS_EVERY
         self.polled = self.hits = self.spent_ns = 0
 
     def finds_request(self) -> bool:
         """Wait up to 50 microseconds for a request, if that pays; whether there is one."""
-        if self._skipping:
-            self._skipping -= 1
-            if not self._skipping:
-                self._preempted = _preemptions()
+        if not self.is_worth_it():
             return False
         poll, clock = self._poll.poll, time.perf_counter_ns
         began = clock()
@@ -73,15 +71,26 @@ class BusyPoll:
             if now >= until:
                 break
             found = poll(0)
-        self._account(bool(found), now - began)
+        self.account(1, bool(found), now - began)
         return bool(found)
 
-    def _account(self, is_hit: bool, spent_ns: int) -> None:
-        self.polled += 1
-        self.hits += is_hit
+    def is_worth_it(self) -> bool:
+        """Whether the next wait is to be polled; to be called before each."""
+        if not self._skipping:
+            return True
+        self._skipping -= 1
+        if not self._skipping:
+            self._preempted = _preemptions()
+        return False
+
+    def account(self, polled: int, hits: int, spent_ns: int) -> None:
+        """Take into account how some waits went."""
+        self.polled += polled
+        self.hits += hits
         self.spent_ns += spent_ns
-        gain = (LONGEST_NS if is_hit else 0) - spent_ns
-        if self.polled % PREEMPTIONS_EVERY == 0:
+        gain = hits * LONGEST_NS - spent_ns
+        if self.polled >= self._look_at:
+            self._look_at = self.polled + PREEMPTIONS_EVERY
             preempted = _preemptions()
             gain -= (preempted - self._preempted) * PREEMPTION_NS
             self._preempted = preempted

@@ -12,7 +12,7 @@
  * before anything else of it runs. As with all requests, the journal has an open and a
  * close before the kernel has the reply (posix/journal/journal.py).
  *
- * All of it runs with the interpreter lock held: no call here waits for anything.
+ * All of it runs with the interpreter lock held, but for polling: no other call waits.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -45,6 +45,7 @@ enum {
     MOST_TIMED = 256,      /* times between two `take`s */
     MOST_OPCODES = 64,
     MOST_NAMES = 16384,    /* as FileCache's MOST_NAMES */
+    LONGEST_POLLED_NS = 500 * 1000, /* of one `serve`: other tasks wait meanwhile */
     LAST_CLOSED = 16,      /* as MOST_CLOSED in cache/integrity/unreadable.py */
     LONGEST_READ = 64 << 10, /* to copy more, Python lets other threads run */
     READ_AS_ONE = 4 << 10, /* a READ of more counts as several requests */
@@ -117,6 +118,7 @@ typedef struct {
     uint64_t untimed;
     long long period; /* how many requests there are for each that is timed */
     unsigned long long requests;
+    unsigned long long polled, hits, polled_ns; /* as in busy_poll.py */
     int spent; /* what the requests of one `serve` count as */
 } FastPath;
 
@@ -725,10 +727,49 @@ static void count(FastPath *self, uint32_t opcode, double began)
 
 /* Python's side */
 
-static int serve_some(FastPath *self, int most, Py_ssize_t *outcome)
+static long long now_ns(void)
 {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
+
+static ssize_t read_request(FastPath *self)
+{
+    return read(self->fd, self->request.buf, (size_t)self->request.len);
+}
+
+/* Look for a request for so long, and let other threads run meanwhile. */
+static ssize_t poll_request(FastPath *self, long long longest_ns)
+{
+    ssize_t size;
+    int error;
+    long long took;
+    Py_BEGIN_ALLOW_THREADS;
+    long long began = now_ns();
+    do {
+        size = read_request(self);
+        error = errno;
+        took = now_ns() - began;
+    } while (size < 0 && error == EAGAIN && took < longest_ns);
+    Py_END_ALLOW_THREADS;
+    self->polled++;
+    self->hits += size >= 0;
+    self->polled_ns += (unsigned long long)took;
+    errno = error;
+    return size;
+}
+
+static int serve_some(FastPath *self, int most, long long poll_ns, Py_ssize_t *outcome)
+{
+    unsigned long long polled_until = self->polled_ns + LONGEST_POLLED_NS;
     for (; self->spent < most && self->timed_count < MOST_TIMED; self->spent++) {
-        ssize_t size = read(self->fd, self->request.buf, (size_t)self->request.len);
+        ssize_t size = read_request(self);
+        if (size < 0 && errno == EAGAIN && poll_ns) {
+            if (self->polled_ns >= polled_until)
+                break; /* it pays; others first */
+            size = poll_request(self, poll_ns);
+        }
         if (size < 0) {
             if (errno == ENOENT || errno == EINTR)
                 continue; /* interrupted before it could be read */
@@ -753,24 +794,25 @@ static int serve_some(FastPath *self, int most, Py_ssize_t *outcome)
 }
 
 PyDoc_STRVAR(serve_doc,
-             "serve(log, most): answer up to `most` requests. `log` is the journal's file, or None.\n\n"
+             "serve(log, most, poll_ns): answer up to `most` requests. `log` is the journal's file, or None.\n"
+             "Where there is no request it is looked for for `poll_ns`, 0 for not at all.\n\n"
              "Returns the size of a request that is left to Python, in the request buffer;\n"
              "0 when so many were answered that others should have their turn; or a negative errno of reading, -EAGAIN if there is none.");
 
 static PyObject *serve(FastPath *self, PyObject *const *arguments, Py_ssize_t count)
 {
-    if (count != 2) {
-        PyErr_SetString(PyExc_TypeError, "serve(log, most)");
+    if (count != 3) {
+        PyErr_SetString(PyExc_TypeError, "serve(log, most, poll_ns)");
         return NULL;
     }
-    long most = PyLong_AsLong(arguments[1]);
-    if (most == -1 && PyErr_Occurred())
+    long most = PyLong_AsLong(arguments[1]), poll_ns = PyLong_AsLong(arguments[2]);
+    if ((most == -1 || poll_ns == -1) && PyErr_Occurred())
         return NULL;
     Py_ssize_t outcome = 0;
     self->log = arguments[0];
     self->spent = 0;
     PyObject *type, *value, *trace;
-    (void)serve_some(self, (int)most, &outcome);
+    (void)serve_some(self, (int)most, poll_ns, &outcome);
     PyErr_Fetch(&type, &value, &trace);
     int failed = close_journal(self) < 0;
     if (self->has_fh) {
@@ -966,6 +1008,9 @@ static PyMethodDef methods[] = {
 static PyMemberDef members[] = {
     {"requests", T_ULONGLONG, offsetof(FastPath, requests), READONLY, "answered here so far"},
     {"spent", T_INT, offsetof(FastPath, spent), READONLY, "how much the last `serve` did"},
+    {"polled", T_ULONGLONG, offsetof(FastPath, polled), READONLY, "waits that were polled"},
+    {"hits", T_ULONGLONG, offsetof(FastPath, hits), READONLY, "in how many a request came"},
+    {"polled_ns", T_ULONGLONG, offsetof(FastPath, polled_ns), READONLY, "time spent in them"},
     {"period", T_LONGLONG, offsetof(FastPath, period), 0, "one of so many requests is timed"},
     {NULL, 0, 0, 0, NULL},
 };

@@ -20,6 +20,7 @@ import trio
 
 from fusefs.cache.cached_file import CHECKED_AT_OPEN
 from fusefs.cache.integrity.unreadable import AGAIN_WITHIN_S
+from fusefs.fuse.busy_poll import LONGEST_NS, BusyPoll
 from fusefs.fuse.protocol import Opcode
 from fusefs.posix.operations import Operations
 from fusefs.telemetry.requests import RequestTimes
@@ -127,18 +128,25 @@ class WarmRequests:
         """Whether requests may be answered without Python at this moment."""
         return self._log.plain_log is not None
 
-    def receive(self) -> int:
+    def receive(self, busy_poll: BusyPoll | None) -> int | None:
         """Read requests until there is one for Python; return its size.
 
-        Returns 0 when other tasks should have their turn.
+        Returns 0 when other tasks should have their turn, None if there is no request.
 
         Raises:
-            OSError: EAGAIN, there is none; as `read` of /dev/fuse.
+            OSError: as `read` of /dev/fuse.
         """
-        outcome = self._compiled.serve(self._log.plain_log, self._left)
-        self._left -= self._compiled.spent
+        compiled = self._compiled
+        poll_ns = LONGEST_NS if busy_poll is not None and busy_poll.is_worth_it() else 0
+        polled, hits, polled_ns = compiled.polled, compiled.hits, compiled.polled_ns
+        outcome = compiled.serve(self._log.plain_log, self._left, poll_ns)
+        self._left -= compiled.spent
+        if busy_poll is not None and compiled.polled != polled:
+            busy_poll.account(
+                compiled.polled - polled, compiled.hits - hits, compiled.polled_ns - polled_ns
+            )
         if outcome == -errno.EAGAIN:
-            raise BlockingIOError(errno.EAGAIN, "no request")
+            return None
         if outcome < 0:
             raise OSError(-outcome, os.strerror(-outcome))
         return outcome

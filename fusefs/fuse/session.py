@@ -34,7 +34,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -339,23 +339,35 @@ class Session(KernelNotifications):
     def _answer_batch(self, nursery: trio.Nursery) -> int:
         """Answer what is there; return how many requests, -1 once unmounted."""
         warm = self._warm
-        if warm is None or not warm.is_usable or self.trace.is_on:
-            if warm is not None:
-                warm.settle()
-            return self._answer_some(partial(os.readv, self._fd, self._buffers), nursery)
-        warm.begin()
-        return self._answer_some(warm.receive, nursery, warm)
+        if warm is not None:
+            if warm.is_usable and not self.trace.is_on:
+                return self._answer_cold(warm, nursery)
+            warm.settle()
+        return self._answer_all(nursery)
 
-    def _answer_some(
-        self,
-        receive: Callable[[], int],
-        nursery: trio.Nursery,
-        warm: WarmRequests | None = None,
-    ) -> int:
+    def _answer_cold(self, warm: WarmRequests, nursery: trio.Nursery) -> int:
+        """Answer what compiled code leaves to Python."""
+        warm.begin()
+        for count in range(BATCH):
+            try:
+                size = warm.receive(self.busy_poll if not self._waiting else None)
+            except OSError as error:
+                if error.errno == errno.ENODEV:
+                    return -1
+                raise
+            if size is None:
+                return count
+            warm.settle()
+            if not size:
+                break
+            self._answer(size, nursery)
+        return BATCH
+
+    def _answer_all(self, nursery: trio.Nursery) -> int:
         polled_until = 0.0
         for count in range(BATCH):
             try:
-                size = receive()
+                size = os.readv(self._fd, self._buffers)
             except BlockingIOError:
                 if not self._finds_request():
                     return count
@@ -370,10 +382,6 @@ class Session(KernelNotifications):
                 if error.errno in (errno.ENOENT, errno.EINTR):
                     continue  # interrupted before it could be read
                 raise
-            if warm is not None:
-                warm.settle()
-                if not size:
-                    break
             self._answer(size, nursery)
         return BATCH
 
