@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from fusefs.store import object_checksum
 from fusefs.store.admission.hedging import Hedging
 from fusefs.store.errors import (
     AttemptError,
@@ -29,6 +30,7 @@ from fusefs.store.errors import (
 from fusefs.store.http.exchange import Answer
 from fusefs.store.http.threads import AbandonedError, Attempt
 from fusefs.store.interface import ChunkWriter, ObjectVersion, Urgency, demanded
+from fusefs.store.object_checksum import ASKING
 from fusefs.store.s3.head import head
 from fusefs.store.s3.list_parser import quoted
 from fusefs.store.s3.requester import Requester
@@ -181,10 +183,19 @@ class MissingPart:
 
     def request_headers(self) -> dict[str, str]:
         """The headers of a request for what is missing."""
-        headers = {"range": self.range}
+        headers = dict(ASKING) if self.is_whole_and_small else {"range": self.range}
         if self.has_if_match:
             headers["if-match"] = self.version.etag
         return headers
+
+    @property
+    def is_whole_and_small(self) -> bool:
+        """Whether a whole object is missing, and will be in memory before any of it is written.
+
+        Then the checksum that S3 has of it is compared. S3 shows none of a range, and what is
+        written in pieces is read before its end is there.
+        """
+        return self.position == 0 and 0 < self._stop == self.version.size <= SMALL
 
     @property
     def range(self) -> str:
@@ -198,6 +209,7 @@ class MissingPart:
             AttemptError: it is not what was requested, or not all of it.
         """
         self.check(answer.headers)
+        self.verify(answer)
         chunk = memoryview(answer.content)[: self.size]
         self.write(chunk)
         self.note(chunk)
@@ -218,6 +230,19 @@ class MissingPart:
             raise AttemptError(Failure(StaleVersionError, sentence))
         if start != self.position:
             raise AttemptError(Failure(StoreError, "S3 sent another range than the requested one"))
+
+    def verify(self, answer: Answer) -> None:
+        """Compare the checksums in an answer that is all of a small object.
+
+        Raises:
+            AttemptError: the bytes have another one.
+        """
+        if not self.is_whole_and_small or len(answer.content) != self.size:
+            return
+        name = object_checksum.mismatch(answer.headers, answer.content)
+        if name is not None:
+            sentence = f"what arrived has another {name} than the object"
+            raise AttemptError(Failure(UnreachableError, sentence, is_retryable=True))
 
     def check_end(self) -> None:
         """See whether nothing is missing any more.
@@ -365,6 +390,7 @@ class GetStream:
                 "GET", self._part.version.key, headers=self._part.request_headers()
             )
             if answer is not None:
+                self._part.verify(answer)
                 self._begin(answer.headers)
                 self._take(memoryview(answer.content))
             return answer is not None

@@ -476,7 +476,9 @@ class _Client(socketserver.StreamRequestHandler):
         from botocore.awsrequest import AWSRequest
         from botocore.credentials import Credentials
 
-        kept = {"host": owner.upstream, "range": headers["range"]}
+        kept = {"host": owner.upstream}
+        if "range" in headers:  # not with a GET of a whole small object
+            kept["range"] = headers["range"]
         request = AWSRequest(method, f"http://{owner.upstream}{target}", headers=kept)
         S3SigV4Auth(Credentials(ACCESS_KEY, SECRET_KEY), "s3", REGION).add_auth(request)
         return dict(request.headers.items())

@@ -1,0 +1,50 @@
+"""The checksums that S3 keeps with objects, compared with what arrives.
+
+S3 shows them in the answer to a GET of a whole object that asks for them, and not with a range
+(https://docs.aws.amazon.com/AmazonS3/latest/userguide/checking-object-integrity.html). AWS computes
+a CRC64NVME of whatever comes without a checksum. That of a multipart upload may be composed of its
+parts' ("-N" at its end), and says nothing about the bytes without them.
+
+CRC32 is computed here in any case, CRC32C and CRC64NVME where awscrt is installed.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fusefs.store.checksum import crc32
+
+# What a request asks for them with.
+ASKING = {"x-amz-checksum-mode": "ENABLED"}
+_PREFIX = "x-amz-checksum-"
+_SIZES = {"crc32": 4, "crc32c": 4, "crc64nvme": 8}
+
+
+def mismatch(headers: Mapping[str, str], content: bytes | bytearray | memoryview) -> str | None:
+    """The name of a checksum in an answer's headers that the object's content does not have.
+
+    None if there is none that can be computed. Names of headers are in lower case.
+    """
+    for name, size in _SIZES.items():
+        expected = headers.get(_PREFIX + name)
+        if expected is None or "-" in expected:
+            continue
+        compute = crc32 if name == "crc32" else _of_awscrt(name)
+        if compute is not None:
+            found = base64.b64encode(compute(content).to_bytes(size, "big")).decode()
+            if found != expected:
+                return name.upper()
+    return None
+
+
+@functools.cache
+def _of_awscrt(name: str) -> Callable[[Any], int] | None:
+    try:
+        from awscrt import checksums
+    except ImportError:
+        return None
+    compute: Callable[[Any], int] = getattr(checksums, name)
+    return compute

@@ -1,0 +1,90 @@
+"""What arrives is compared with the checksum that S3 has of the object."""
+
+from __future__ import annotations
+
+import base64
+
+import pytest
+
+from fusefs.store.errors import UnreachableError
+from fusefs.store.object_checksum import mismatch
+from tests.support.semantics import states
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.faulty_s3 import FaultyS3
+from tests.support.store_reading import as_owner, download, opened
+
+__all__ = ["as_owner"]
+
+CONTENT = b"123456789"
+# The published check values of the algorithms, which are of these nine bytes.
+SUMS = {
+    "crc32": bytes.fromhex("cbf43926"),
+    "crc32c": bytes.fromhex("e3069283"),
+    "crc64nvme": bytes.fromhex("ae8b14860a799888"),
+}
+
+
+def headers(name: str, *, suffix: str = "") -> dict[str, str]:
+    return {f"x-amz-checksum-{name}": base64.b64encode(SUMS[name]).decode() + suffix}
+
+
+@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_each_algorithm_is_compared(name: str, kind: type) -> None:
+    if name != "crc32":
+        pytest.importorskip("awscrt")
+    assert mismatch(headers(name), kind(CONTENT)) is None
+    assert mismatch(headers(name), kind(b"123456780")) == name.upper()
+    # Of parts' checksums nothing follows for the bytes.
+    assert mismatch(headers(name, suffix="-2"), kind(b"123456780")) is None
+
+
+def test_an_object_without_a_checksum_is_taken() -> None:
+    assert mismatch({"etag": '"x"'}, CONTENT) is None
+
+
+@states(
+    "An object of up to 256 KiB that is fetched whole is compared with the CRC32 that S3 has of it,"
+    " and where awscrt is installed with its CRC32C or CRC64NVME; other bytes are fetched again."
+)
+@pytest.mark.parametrize("in_loop", [True, False])
+async def test_a_flipped_bit_is_fetched_again(
+    bucket: Bucket, faulty: FaultyS3, in_loop: bool
+) -> None:
+    bucket.put("file", CONTENT)
+    async with opened(bucket, faulty) as store:
+        await store.check("")
+        info = await store.head("file")
+        answer = {"etag": info.etag, **headers("crc32")}
+        bad = faulty.add("GET", "file", times=2, status=200, body=b"123456780", headers=answer)
+        before = len(faulty.requests("GET"))
+        assert await download(store, info, in_loop=in_loop) == CONTENT
+    assert bad.used == 2
+    sent = faulty.requests("GET")[before:]
+    assert len(sent) == 3
+    for request in sent:
+        assert request.headers["x-amz-checksum-mode"] == "ENABLED"
+        assert request.range == ""  # S3 shows no checksum with a range
+
+
+async def test_bytes_that_stay_wrong_are_an_error(bucket: Bucket, faulty: FaultyS3) -> None:
+    bucket.put("file", CONTENT)
+    async with opened(bucket, faulty, retry_time_s=0.1) as store:
+        await store.check("")
+        info = await store.head("file")
+        answer = {"etag": info.etag, **headers("crc32")}
+        faulty.add("GET", "file", status=200, body=b"123456780", headers=answer)
+        with pytest.raises(UnreachableError, match="another CRC32"):
+            await download(store, info, in_loop=True)
+
+
+async def test_a_part_of_an_object_is_requested_as_a_range(
+    bucket: Bucket, faulty: FaultyS3
+) -> None:
+    bucket.put("file", CONTENT)
+    async with opened(bucket, faulty) as store:
+        await store.check("")
+        info = await store.head("file")
+        assert await download(store, info, 2, 5, in_loop=True) == CONTENT[2:5]
+    [request] = faulty.requests("GET", "file")[-1:]
+    assert request.range == "bytes=2-4"
