@@ -17,7 +17,8 @@ from fusefs.store.interface import ObjectVersion
 CHECKED_AT_OPEN = 16 << 20
 
 
-class Rank(enum.Enum):
+# Numbers, for another Enum's hash, which each open takes four times, is a function in Python.
+class Rank(enum.IntEnum):
     """Where a file is in the order of eviction (eviction_order.py)."""
 
     KEPT = enum.auto()
