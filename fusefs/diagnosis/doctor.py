@@ -18,6 +18,7 @@ from fusefs.diagnosis import bucket, cache_disk, credentials, machine, mounted, 
 from fusefs.diagnosis import subject as subjects
 from fusefs.diagnosis.findings import Finding, Level, skipped
 from fusefs.settings.mount import MountSettings
+from fusefs.store.customer_key import CustomerKeyError
 
 
 def check_machine(settings: MountSettings) -> Iterator[Finding]:
@@ -56,7 +57,11 @@ def check_source(settings: MountSettings, *, tries_permissions: bool) -> Iterato
 
 
 def _check_bucket(settings: MountSettings, *, tries_permissions: bool) -> Iterator[Finding]:
-    s3 = s3_settings(settings)
+    try:
+        s3 = s3_settings(settings)
+    except CustomerKeyError as error:
+        yield Finding("customer key", Level.PROBLEM, str(error), "name a file with a whole key")
+        return
     is_reachable = True
     for found in network.check(s3):
         yield found

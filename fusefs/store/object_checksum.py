@@ -28,16 +28,25 @@ def mismatch(headers: Mapping[str, str], content: bytes | bytearray | memoryview
 
     None if there is none that can be computed. Names of headers are in lower case.
     """
+    if headers.get(_PREFIX + "type", "FULL_OBJECT").upper() != "FULL_OBJECT":
+        return None
     for name, size in _SIZES.items():
-        expected = headers.get(_PREFIX + name)
-        if expected is None or "-" in expected:
-            continue
+        expected = _decoded(headers.get(_PREFIX + name, ""), size)
         compute = crc32 if name == "crc32" else _of_awscrt(name)
-        if compute is not None:
-            found = base64.b64encode(compute(content).to_bytes(size, "big")).decode()
-            if found != expected:
-                return name.upper()
+        if expected is None or compute is None:
+            continue
+        if compute(content).to_bytes(size, "big") != expected:
+            return name.upper()
     return None
+
+
+def _decoded(text: str, size: int) -> bytes | None:
+    """A checksum of so many bytes; None if the text is none, as that of a store's own invention."""
+    try:
+        value = base64.b64decode(text, validate=True)
+    except ValueError:
+        return None
+    return value if len(value) == size else None
 
 
 @functools.cache
@@ -46,5 +55,6 @@ def _of_awscrt(name: str) -> Callable[[Any], int] | None:
         from awscrt import checksums
     except ImportError:
         return None
-    compute: Callable[[Any], int] = getattr(checksums, name)
+    # An older one has not all of them.
+    compute: Callable[[Any], int] | None = getattr(checksums, name, None)
     return compute

@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 
 from fusefs.store.errors import Failure, UnsupportedError
 
-# AWS gives no other bucket a name with this end.
-DIRECTORY_BUCKET = "--x-s3"
+# AWS gives no other bucket, and no other access point, a name with one of these ends.
+DIRECTORY_BUCKETS = ("--x-s3", "--xa-s3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class AccessPoint:
 
 def obstacle(bucket: str, *, is_aws: bool) -> Failure | None:
     """Why a bucket cannot be mounted, whatever it holds."""
-    if is_aws and bucket.endswith(DIRECTORY_BUCKET):
+    if is_aws and bucket.endswith(DIRECTORY_BUCKETS):
         sentence = "directory buckets (S3 Express One Zone) list in no order, which mounts rely on"
         return Failure(UnsupportedError, sentence)
     if not is_aws and bucket.startswith("arn:"):

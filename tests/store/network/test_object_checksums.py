@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import base64
+import resource
 
 import pytest
 
-from fusefs.store.errors import UnreachableError
+from fusefs.store.errors import StaleVersionError, UnreachableError
 from fusefs.store.object_checksum import mismatch
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
@@ -37,6 +38,19 @@ def test_each_algorithm_is_compared(name: str, kind: type) -> None:
     assert mismatch(headers(name), kind(b"123456780")) == name.upper()
     # Of parts' checksums nothing follows for the bytes.
     assert mismatch(headers(name, suffix="-2"), kind(b"123456780")) is None
+
+
+@pytest.mark.parametrize(
+    "value", ["cbf43926", "y_Q5Jg==", '"y/Q5Jg=="', "y/Q5Jg==, y/Q5Jg==", "", "y/Q5", "ÿ"]
+)
+def test_what_is_no_checksum_is_not_compared(value: str) -> None:
+    assert mismatch({"x-amz-checksum-crc32": value}, b"123456780") is None
+
+
+def test_a_checksum_of_parts_is_not_compared() -> None:
+    of_parts = {**headers("crc32"), "x-amz-checksum-type": "COMPOSITE"}
+    assert mismatch(of_parts, b"123456780") is None
+    assert mismatch({**of_parts, "x-amz-checksum-type": "FULL_OBJECT"}, b"123456780") == "CRC32"
 
 
 def test_an_object_without_a_checksum_is_taken() -> None:
@@ -88,3 +102,43 @@ async def test_a_part_of_an_object_is_requested_as_a_range(
         assert await download(store, info, 2, 5, in_loop=True) == CONTENT[2:5]
     [request] = faulty.requests("GET", "file")[-1:]
     assert request.range == "bytes=2-4"
+
+
+@pytest.mark.parametrize("in_loop", [True, False])
+@pytest.mark.parametrize(
+    ("status", "code"), [(501, "NotImplemented"), (400, "InvalidArgument")], ids=["501", "400"]
+)
+async def test_a_store_that_refuses_to_be_asked_is_read_without(
+    bucket: Bucket, faulty: FaultyS3, in_loop: bool, status: int, code: str
+) -> None:
+    bucket.put("file", CONTENT)
+    async with opened(bucket, faulty) as store:
+        await store.check("")
+        info = await store.head("file")
+        faulty.add("GET", "file", status=status, code=code, with_header="x-amz-checksum-mode")
+        for _ in range(2):
+            assert await download(store, info, in_loop=in_loop) == CONTENT
+        before = len(faulty.requests("GET", "file"))
+        assert await download(store, info, in_loop=in_loop) == CONTENT
+    sent = faulty.requests("GET", "file")[before:]
+    assert sent[-1].range == "bytes=0-8"
+    if in_loop or status == 501:
+        assert len(sent) == 1  # else botocore tries each time whether it is refused as well
+
+
+@pytest.mark.parametrize("in_loop", [True, False])
+async def test_no_more_is_received_than_the_object_had(
+    bucket: Bucket, faulty: FaultyS3, in_loop: bool
+) -> None:
+    """A server that ignores If-Match, where a small object has been replaced by a large one."""
+    bucket.put("file", CONTENT)
+    async with opened(bucket, faulty) as store:
+        await store.check("")
+        info = await store.head("file")
+        large = bytes(64 << 20)
+        sent = faulty.add("GET", "file", status=200, body=large, headers={"etag": '"another"'})
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        with pytest.raises(StaleVersionError):
+            await download(store, info, in_loop=in_loop)
+        assert sent.used
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 << 10  # KiB

@@ -167,7 +167,8 @@ class Rule:
     `stall` (silence until the client gives up or the test says `release`),
     `cut_after` and `stall_after` (the body breaks off, or stops, after so many
     bytes), `short` (a body with so many bytes, declared as whole). `ignore_if_match`
-    takes the header away, `ignored_header` the one of that name. `headers` go with an
+    takes the header away, `ignored_header` the one of that name; `with_header` is for
+    requests that have the one of that name alone. `headers` go with an
     answer of the rule's own, which comes after the real server's if `is_done`. Of a
     request with a body: `cut_request_after` hangs up when so many bytes of it have
     come, `corrupt` changes one of them on the way, and `lose_answer` hangs up when
@@ -191,6 +192,7 @@ class Rule:
     short: int | None = None
     ignore_if_match: bool = False
     ignored_header: str | None = None
+    with_header: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
     is_done: bool = False
     cut_request_after: int | None = None
@@ -209,6 +211,8 @@ class Rule:
 
     def fits(self, request: Request) -> bool:
         if self.times is not None and self.used >= self.times:
+            return False
+        if self.with_header is not None and self.with_header not in request.headers:
             return False
         return fnmatch.fnmatchcase(request.operation, self.operation) and fnmatch.fnmatchcase(
             request.key, self.key
