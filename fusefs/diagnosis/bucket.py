@@ -47,6 +47,7 @@ _ACTIONS = {
     "copy": "s3:GetObject and s3:PutObject",
     "delete": "s3:DeleteObject",
     "multipart": "s3:PutObject and s3:AbortMultipartUpload",
+    "list parts": "s3:ListMultipartUploadParts",
     "list uploads": "s3:ListBucketMultipartUploads",
 }
 # What becomes of a mount without a permission.
@@ -57,9 +58,12 @@ _NEEDED_FOR = {
     "copy": "no file can be renamed",
     "delete": "no file can be removed or renamed",
     "multipart": "no large file can be written",
+    "list parts": "a large file whose upload was interrupted is sent anew",
     "list uploads": "interrupted uploads are not found again, and cost until a lifecycle rule "
     "removes them",
 }
+# A mount does its work without these.
+_OPTIONAL = {"list parts", "list uploads"}
 
 
 async def check(
@@ -218,7 +222,7 @@ async def _tried(what: str, attempt: Callable[[], Awaitable[object]]) -> Finding
     try:
         await attempt()
     except StoreError as error:
-        if what == "list uploads":
+        if what in _OPTIONAL:
             return advice(f"may {what}", f"{error}: {_NEEDED_FOR[what]}", f"allow {_ACTIONS[what]}")
         return replace(_refused(what, error), check=f"may {what}")
     return ok(f"may {what}", "allowed")
@@ -239,6 +243,7 @@ class _Trial:
             ("get", self._get),
             ("copy", self._copy),
             ("multipart", self._multipart),
+            ("list parts", self._list_parts),
             ("list uploads", lambda: self._store.list_uploads(self._own)),
             ("delete", self.clean_up),
         ]
@@ -270,6 +275,15 @@ class _Trial:
                 if not is_completed:
                     state = upload.state
                     await self._store.abort_upload(state.key, state.upload_id)
+
+    async def _list_parts(self) -> None:
+        """Go on with an upload as another process would, and abort it."""
+        key = f"{self._own}parts"
+        state = (await self._store.begin_upload(key, metadata={}, content_type=None)).state
+        try:
+            await self._store.resume_upload(state)
+        finally:
+            await self._store.abort_upload(state.key, state.upload_id)
 
     async def clean_up(self) -> None:
         """Delete everything that this trial has made."""

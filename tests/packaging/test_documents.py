@@ -88,3 +88,10 @@ def test_links_lead_to_what_is_there(path: Path) -> None:
         target = path.parent / name if name else path
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+@each_document
+def test_helm_names_the_drivers_namespace(path: Path) -> None:
+    text = path.read_text().replace("\\\n", " ")
+    for command in re.findall(r"\bhelm (?:install|upgrade|rollback) [^`\n]*", text):
+        assert "--namespace fusefs-csi" in command, command

@@ -28,6 +28,7 @@ from csi import main
 from csi.generated import csi_pb2
 from csi.volume import location, stores
 from csi.volume.options import check_attributes
+from fusefs.diagnosis import bucket
 from tests.support.csi.calls import Driver, mount_capability
 from tests.support.csi.node import running_node
 from tests.support.packaging.documents import Command, commands, shell_blocks
@@ -113,6 +114,20 @@ def test_every_file_it_names_is_there() -> None:
                 assert (PROJECT / named).exists(), word
     named = {path for path in FILES.rglob("*") if path.is_file() and path.parent == FILES / "eks"}
     assert all(path.name in DOCUMENT.read_text() for path in named)
+
+
+def test_every_variable_is_set_before_it_is_used() -> None:
+    """In each of the three quick starts, from its heading on."""
+    sections = re.split(r"^## ", DOCUMENT.read_text(), flags=re.MULTILINE)
+    checked = set()
+    for section in sections:
+        text = "\n".join(re.findall(r"^```sh\n(.*?)^```$", section, re.DOTALL | re.MULTILINE))
+        for use in re.finditer(r"\$\{?([A-Za-z_]+)", text):
+            name = use[1]
+            ways = rf"(^|\s){name}=|\bfor {name} in\b|\bread -\w+ {name}$"
+            assert re.search(ways, text[: use.start()], re.MULTILINE), name
+            checked.add(name)
+    assert {"BUCKET", "FUSEFS_SECRET", "ADMIN_PASSWORD", "files"} <= checked
 
 
 @pytest.mark.parametrize("directory", KUSTOMIZATIONS, ids=lambda path: path.name)
@@ -256,17 +271,61 @@ def test_the_pods_role_may_what_a_volume_does() -> None:
     [storage_class] = every(chart(*CHARTS["eks"]), "StorageClass")
     names = {"pvc.namespace": "default", "pvc.name": "training"}
     prefix = location.fill_in(storage_class["parameters"]["prefix"], names)
-    bucket = storage_class["parameters"]["bucket"]
+    name = storage_class["parameters"]["bucket"]
     allowed = {
         action
         for each in policy["Statement"]
         for action in ([each["Action"]] if isinstance(each["Action"], str) else each["Action"])
-        if f"arn:aws:s3:::{bucket}/{prefix}".startswith(each["Resource"].rstrip("*"))
-        or each["Resource"].endswith(bucket)
+        if f"arn:aws:s3:::{name}/{prefix}".startswith(each["Resource"].rstrip("*"))
+        or each["Resource"].endswith(name)
     }
     page = (PROJECT / "docs/csi.md").read_text()
     [sentence] = re.findall(r"bucket's policy has to grant, below the prefix: (.*?);", page)
     assert allowed == set(re.findall(r"s3:\w+", sentence))
+
+
+def test_policies_name_the_permissions_of_every_request() -> None:
+    """The names that boto3 has for requests, and what of them is a permission of AWS."""
+    permissions = {
+        "abort_multipart_upload": "s3:AbortMultipartUpload",
+        "complete_multipart_upload": "s3:PutObject",
+        "copy_object": "s3:PutObject",
+        "create_multipart_upload": "s3:PutObject",
+        "delete_object": "s3:DeleteObject",
+        "delete_objects": "s3:DeleteObject",
+        "get_object": "s3:GetObject",
+        "head_object": "s3:GetObject",
+        "list_multipart_uploads": "s3:ListBucketMultipartUploads",
+        "list_objects_v2": "s3:ListBucket",
+        "list_parts": "s3:ListMultipartUploadParts",
+        "put_object": "s3:PutObject",
+        "upload_part": "s3:PutObject",
+        "upload_part_copy": "s3:PutObject",
+    }
+    # Tags are of other clients, and docs/csi.md names their permissions.
+    others = {"get_object_tagging", "close"}
+    sources = (PROJECT / "fusefs").rglob("*.py")
+    sent = {name for path in sources for name in re.findall(r"\.s3\.(\w+)\(", path.read_text())}
+    assert sent - others <= permissions.keys()
+    needed = set(permissions.values())
+    for text in (
+        (FILES / "on-premises/policy.json").read_text(),
+        (FILES / "eks/training-policy.json").read_text(),
+        " ".join(bucket._ACTIONS.values()),
+    ):
+        assert set(re.findall(r"s3:[A-Z]\w+", text)) == needed
+
+
+def test_a_missing_key_is_answered_with_404_though_its_request_names_no_prefix() -> None:
+    for path in sorted((FILES / "eks").glob("*-policy.json")):
+        [listing] = (
+            each
+            for each in json.loads(substituted(path))["Statement"]
+            if "s3:ListBucket" in str(each["Action"])
+        )
+        [(operator, condition)] = listing["Condition"].items()
+        assert operator == "StringLikeIfExists"
+        assert list(condition) == ["s3:prefix"]
 
 
 @pytest.mark.parametrize("name", ["minio", "ceph"])

@@ -24,7 +24,9 @@ from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.write.sparse_edit import Editor
 from fusefs.posix.write.staging import Staging
 from fusefs.store.errors import (
+    AccessDeniedError,
     ConflictError,
+    CredentialsError,
     NotFoundError,
     StaleVersionError,
     StoreError,
@@ -262,23 +264,51 @@ class Sender:
     async def _resumed(self, staged: StagedFile, size: int) -> Upload | None:
         """The upload that is under way, if there is one and it can be gone on with."""
         if staged.begun_ns is not None:
-            await self._abort_lost(staged.key, staged.begun_ns)
+            await self._find_and_abort(staged.key, staged.begun_ns)
             staged.begun_ns = None
         state = staged.upload_state
         if staged.upload is None and state is not None:
-            try:
+            with suppress(NotFoundError):  # begun anew
                 if state.key == staged.key:
-                    upload = await self._store.resume_upload(state)
-                    await upload.verify(staged.fd, size)
-                    staged.upload = upload
+                    staged.upload = await self._verified(state, staged.fd, size)
                 else:
                     await self._store.abort_upload(state.key, state.upload_id)
-            except NotFoundError:
-                pass  # begun anew
             staged.upload_state = None
         if staged.upload is not None and not size:
             await self.abandon(staged)
         return staged.upload
+
+    async def _verified(self, state: UploadState, fd: int, size: int) -> Upload | None:
+        """Another process's upload with the parts that the file still has.
+
+        None if its parts may not be listed: the file is sent anew, or it would never arrive.
+        """
+        try:
+            upload = await self._store.resume_upload(state)
+        except CredentialsError:
+            raise  # other ones will do
+        except AccessDeniedError as error:
+            missing = "s3:ListMultipartUploadParts"
+            logger.warning("%s: sent anew, for want of %s: %s", state.key, missing, error)
+            await self.abort(state.key, state, None)
+            return None
+        await upload.verify(fd, size)
+        return upload
+
+    async def _find_and_abort(self, key: str, begun_ns: int) -> None:
+        """As `_abort_lost`, where uploads may be listed: the file's own way must not end here."""
+        try:
+            await self._abort_lost(key, begun_ns)
+        except CredentialsError:
+            raise  # other ones will do
+        except AccessDeniedError as error:
+            missing = "s3:ListBucketMultipartUploads"
+            logger.warning(
+                "%s: an upload of it may stay in the bucket, for want of %s: %s",
+                key,
+                missing,
+                error,
+            )
 
     async def _abort_lost(self, key: str, begun_ns: int) -> None:
         """Abort what was begun for a key when its process died before it knew the id."""

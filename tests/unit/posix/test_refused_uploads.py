@@ -1,0 +1,111 @@
+"""Large files whose upload was under way, where the bucket does not let it be found again."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusefs.posix.write import upload_steps
+from fusefs.store.errors import AccessDeniedError, CredentialsError, StoreError
+from fusefs.store.interface import ObjectInfo, PendingUpload, UploadState
+from tests.support.memory_store import MemoryStore
+from tests.support.survival.mortal_mount import MortalMount
+
+CONTENT = b"content"
+OLD = UploadState("file", "old", 8 << 20, {})
+
+
+class InOnePart:
+    """An upload of files that have one part."""
+
+    def __init__(self, store: MemoryStore, state: UploadState) -> None:
+        self.state = state
+        self._store = store
+        self._data = b""
+
+    def missing(self, _size: int) -> list[int]:
+        return [1]
+
+    async def send(self, fd: int, _numbers: Iterable[int], size: int) -> None:
+        self._data = os.pread(fd, size, 0)
+
+    async def complete(self, _size: int, _condition: object = None) -> ObjectInfo:
+        self._store.put(self.state.key, self._data, **self.state.metadata)
+        return await self._store.head(self.state.key)
+
+
+class RefusingStore(MemoryStore):
+    """A bucket that lists neither uploads nor parts."""
+
+    def __init__(self, error: StoreError) -> None:
+        super().__init__()
+        self.error = error
+        self.aborted: list[str] = []
+
+    async def begin_upload(self, key: str, *, metadata: dict[str, str], **_: object) -> Any:
+        return InOnePart(self, UploadState(key, "new", 8 << 20, metadata))
+
+    async def resume_upload(self, _state: UploadState) -> Any:
+        raise self.error
+
+    async def list_uploads(self, _prefix: str) -> list[PendingUpload]:
+        raise self.error
+
+    async def abort_upload(self, _key: str, upload_id: str) -> None:
+        self.aborted.append(upload_id)
+
+
+@pytest.mark.parametrize(
+    ("under_way", "missing", "aborted"),
+    [
+        ({"upload_state": OLD}, "s3:ListMultipartUploadParts", ["old"]),
+        ({"begun_ns": 1}, "s3:ListBucketMultipartUploads", []),
+    ],
+)
+async def test_where_it_may_not_be_listed_the_file_is_sent_anew(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    under_way: dict[str, Any],
+    missing: str,
+    aborted: list[str],
+) -> None:
+    monkeypatch.setattr(upload_steps, "IN_PARTS", 0)
+    mount = MortalMount(tmp_path)
+    mount.store = store = RefusingStore(AccessDeniedError("access denied"))
+    async with mount.serving() as process:
+        fh = await process.create("file", CONTENT)
+        staged = (await process.node("file")).staged
+        assert staged is not None
+        for name, value in under_way.items():
+            setattr(staged, name, value)
+        await process.close(fh)
+    assert store.contents() == {"file": CONTENT}
+    assert store.aborted == aborted
+    [warning] = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    assert "file: " in warning
+    assert missing in warning
+
+
+@pytest.mark.parametrize("under_way", [{"upload_state": OLD}, {"begun_ns": 1}])
+async def test_while_credentials_are_refused_nothing_is_begun_anew(
+    tmp_path: Path, under_way: dict[str, Any]
+) -> None:
+    mount = MortalMount(tmp_path)
+    mount.store = store = RefusingStore(CredentialsError("expired"))
+    async with mount.serving() as process:
+        await process.create("file", CONTENT)
+        staged = (await process.node("file")).staged
+        assert staged is not None
+        for name, value in under_way.items():
+            setattr(staged, name, value)
+        sender = process.writer.uploads._sender
+        with pytest.raises(CredentialsError):
+            await sender._resumed(staged, len(CONTENT))
+        assert {name: getattr(staged, name) for name in under_way} == under_way
+    assert store.aborted == []
