@@ -310,7 +310,8 @@ def _machine() -> dict[str, Any]:
         if line.startswith("model name")
     ]
     return {
-        "kernel": platform.release(),
+        # What follows the first "-" is the name of a build.
+        "kernel": platform.release().partition("-")[0],
         "processors": os.cpu_count(),
         "model": models[0] if models else platform.machine(),
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),

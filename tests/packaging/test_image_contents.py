@@ -125,6 +125,10 @@ def test_the_bake_file_builds_both_with_attestations() -> None:
     assert given == {each.partition("=")[0] for each in last_stage().texts("ARG")}
     assert image["args"].keys() <= variables.keys()
     assert targets["local"]["inherits"] == ["image"]
+    # Bake merges inherited attestations by their type.
+    assert targets["local"]["attest"] == [
+        f"{each.split(',')[0]},disabled=true" for each in image["attest"]
+    ]
     assert found["group"][0]["default"]["targets"] == ["image"]
 
 
