@@ -113,10 +113,14 @@ class Untainter:
         Raises:
             OSError, ValueError, http.client.HTTPException: the API server ended it in another way.
         """
+        present: set[str] = set()
         for event in self._api.watch("/apis/storage.k8s.io/v1/csinodes"):
             if event["type"] == "ERROR":
                 raise OSError(event["object"].get("message", "the watch failed"))
             self._handle(event["type"], event["object"])
+            present.add(event["object"]["metadata"]["uid"])
+        # The deletion of the others came between two watches.
+        self._done &= present
 
     def _handle(self, kind: str, csi_node: Any) -> None:
         name, uid = csi_node["metadata"]["name"], csi_node["metadata"]["uid"]

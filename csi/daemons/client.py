@@ -49,11 +49,13 @@ class FdStoreClient:
             ControlError: the keeper does not, or the descriptor store refuses.
         """
         keeper = registry.keeper_socket(root.mountpoint)
-        _, [fd] = exchange_fds(keeper, {"do": "hand"}, ANSWER_TIMEOUT_S)
+        _, fds = exchange_fds(keeper, {"do": "hand"}, ANSWER_TIMEOUT_S)
+        if not fds:
+            raise control.ControlError("no descriptor came")
         try:
-            fd_store.hold(os.fspath(self._path), _name(root), fd)
+            fd_store.hold(os.fspath(self._path), _name(root), fds[0])
         finally:
-            os.close(fd)
+            os.close(fds[0])
 
     @property
     def is_there(self) -> bool:

@@ -99,23 +99,29 @@ def exchange_fds(
     """As `exchange`, with descriptors; at most one comes with the answer, non-inheritable."""
     deadline = time.monotonic() + timeout_s
     data = encode({**request, "protocol": PROTOCOL})
+    received: list[int] = []
     try:
         with sockets.connect(path, timeout_s) as sock:
             if remaining := data[sockets.send(sock, data, fds) :]:
                 sock.sendall(remaining)
-            line, received = _read_line(sock, deadline)
-    except OSError as error:
-        raise NotAnsweringError(error.strerror or str(error)) from error
-    answer = parse(line)
-    if "error" in answer:
-        raise ControlError(str(answer["error"]))
+            answer = parse(_read_line(sock, deadline, received))
+        if "error" in answer:
+            raise ControlError(str(answer["error"]))
+        if len(received) > 1:
+            raise ControlError("more than one descriptor came")
+    except BaseException as error:
+        for fd in received:
+            os.close(fd)
+        if isinstance(error, OSError):
+            raise NotAnsweringError(error.strerror or str(error)) from error
+        raise
     answer.pop("protocol", None)  # a later version may name the one that it answers in
     return answer, received
 
 
-def _read_line(sock: socket.socket, deadline: float) -> tuple[bytes, list[int]]:
+def _read_line(sock: socket.socket, deadline: float, fds: list[int]) -> bytes:
+    """One line; descriptors that come with it are added to `fds`, whatever else fails."""
     line = bytearray()
-    fds: list[int] = []
     while not line.endswith(b"\n"):
         remaining_s = deadline - time.monotonic()
         if remaining_s <= 0:
@@ -126,4 +132,4 @@ def _read_line(sock: socket.socket, deadline: float) -> tuple[bytes, list[int]]:
         fds += more
         if not chunk or len(line) > MAX_ANSWER:
             raise NotAnsweringError("the answer is cut off or too long")
-    return bytes(line), fds
+    return bytes(line)

@@ -111,6 +111,15 @@ def test_each_node_is_looked_at_once_and_again_when_it_is_another(
     assert server.read_nodes == ["new", "new"]
 
 
+def test_a_node_whose_deletion_was_missed_is_forgotten(
+    server: Server, untainter: Untainter
+) -> None:
+    for events in [[csi_node("new", DRIVER_NAME)], [], [csi_node("new", DRIVER_NAME)]]:
+        server.events = events
+        untainter.watch_once()
+    assert server.read_nodes == ["new", "new"]
+
+
 def test_a_refused_change_is_tried_again(server: Server, untainter: Untainter) -> None:
     server.events, server.is_refusing = [csi_node("new", DRIVER_NAME)], True
     untainter.watch_once()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import os
+import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 import trio
 
 from fusefs.daemon import control_socket
+from fusefs.keeper.exchange import exchange_fds
 from fusefs.launch import control
 from fusefs.linux import sockets
 
@@ -91,3 +94,30 @@ async def test_a_daemon_that_is_silent_is_not_waited_for(tmp_path: Path) -> None
         with pytest.raises(control.NotAnsweringError, match="timed out"):
             await trio.to_thread.run_sync(control.request, tmp_path / "status.sock", "status", 0.2)
         assert time.monotonic() - began < 2
+
+
+@pytest.mark.parametrize(
+    ("line", "count"), [(b'{"error": "no"}\n', 1), (b"nonsense\n", 1), (b"{", 1), (b"{}\n", 2)]
+)
+def test_descriptors_of_a_useless_answer_are_closed(
+    tmp_path: Path, line: bytes, count: int
+) -> None:
+    path, (reader, writer) = tmp_path / "keeper.sock", os.pipe()
+
+    def answer() -> None:
+        sock, _ = listener.accept()
+        with sock:
+            sock.recv(1 << 16)
+            socket.send_fds(sock, [line], [writer] * count)
+        os.close(writer)
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.fspath(path))
+        listener.listen()
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(control.ControlError):
+            exchange_fds(path, {"do": "hand"}, 10.0)
+        thread.join()
+    assert os.read(reader, 1) == b""  # no copy of the other end is open
+    os.close(reader)
