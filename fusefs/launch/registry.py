@@ -26,6 +26,7 @@ from typing import NamedTuple
 from fusefs.linux import files, mountinfo
 
 RUNTIME_VARIABLE = "FUSEFS_RUNTIME_DIRECTORY"
+_MAX_RECORD = 1 << 16  # bytes
 MAX_LINKS = 40  # as many symbolic links as the kernel itself follows
 
 
@@ -224,11 +225,12 @@ def registration_of(mountpoint: Path) -> Registration | None:
 
 def all_mounts() -> list[Registration]:
     """The records of all living daemons of this user, by mountpoint."""
-    found = (registration_of(Path(record.mountpoint)) for record in _records())
+    found = (registration_of(Path(record.mountpoint)) for record in records())
     return sorted((record for record in found if record), key=lambda record: record.mountpoint)
 
 
-def _records() -> Iterator[Registration]:
+def records() -> Iterator[Registration]:
+    """What is on record, whether its daemon lives or not; nothing is removed."""
     try:
         directories = list(runtime_directory().iterdir())
     except OSError:
@@ -240,8 +242,16 @@ def _records() -> Iterator[Registration]:
 
 
 def _read(directory: Path) -> Registration | None:
+    """The record in a directory, which may be another user's: its daemon writes there."""
     try:
-        return Registration(**json.loads((directory / "mount.json").read_text()))
-    except (OSError, ValueError, TypeError):
+        # A pipe is not waited for.
+        fd = os.open(directory / "mount.json", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(fd, "rb") as file:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                return None
+            found = Registration(**json.loads(file.read(_MAX_RECORD)))
+        is_sound = isinstance(found.pid, int) and _hashed(Path(found.mountpoint)) == directory.name
+    except (OSError, ValueError, TypeError, RecursionError):
         # A mount that is just coming or going, or not one of ours.
         return None
+    return found if is_sound else None

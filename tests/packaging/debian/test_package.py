@@ -5,15 +5,18 @@ What needs a fresh Debian and minutes is in in_chroot.py: `make test-deb`.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from fusefs.launch import registry
 from tests.support.mounting import FUSEFS
 from tests.support.packaging.image import PROJECT
 from tests.support.servers.buckets import Bucket
@@ -36,6 +39,85 @@ def test_a_maintainer_script_knows_its_calls_and_refuses_others(name: str) -> No
     assert set(CALLS[name]) <= {call for line in known for call in line.split("|")}
     done = subprocess.run(["sh", "-s", "nonsense"], input=script, text=True, capture_output=True)
     assert done.returncode == 1
+
+
+def script_in(directory: Path, name: str) -> str:
+    """A maintainer script that knows no path of this machine but those of programs."""
+    text = (DEB / name).read_text()
+    return re.sub(r"(?<=[ =\"])/(var|etc|run|proc|usr/lib)/", rf"{directory}/\1/", text)
+
+
+def call(directory: Path, name: str, argument: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["sh", "-s", argument],
+        input=script_in(directory, name),
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "stays"),
+    [
+        ("mounts/1/staging/2/3", True),
+        ("mounts/1/renames/1", True),
+        ("mounts/1/resolved", False),
+        ("content/1", False),
+    ],
+)
+def test_a_purge_removes_no_cache_with_changes_that_wait(
+    tmp_path: Path, path: str, stays: bool
+) -> None:
+    cache = tmp_path / "var/cache/fusefs"
+    (cache / "mounts/2/staging/1").mkdir(parents=True)
+    (cache / "mounts/2/renames").mkdir()
+    (cache / path).parent.mkdir(parents=True, exist_ok=True)
+    (cache / path).write_text("content")
+    done = call(tmp_path, "postrm", "purge")
+    assert done.returncode == 0, done.stderr
+    assert cache.exists() == (cache / path).exists() == stays
+    assert ("wait for their upload" in done.stderr) == stays
+
+
+@pytest.mark.root
+@pytest.mark.fuse
+def test_a_purge_empties_a_disk_of_the_caches_own_which_stays_mounted(tmp_path: Path) -> None:
+    skip_without_fuse()  # nor may anything else be mounted then
+    cache = tmp_path / "var/cache/fusefs"
+    cache.mkdir(parents=True)
+    script = script_in(tmp_path, "postrm")
+    within = f"""set -e
+mount -t tmpfs tmpfs {cache}
+mkdir {cache}/content
+(
+{script}
+)
+mountpoint -q {cache}
+ls -A {cache}
+"""
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-s", "purge"], input=within, text=True, capture_output=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+MOUNTINFO = "36 35 0:50 / /data rw,nosuid - fuse.fusefs s3://bucket/ rw,user_id=0\n"
+
+
+@pytest.mark.parametrize(
+    ("mountinfo", "refuses"),
+    [(MOUNTINFO, True), (MOUNTINFO.replace(".fusefs", ".sshfs"), False), (None, False)],
+)
+def test_where_python_fails_the_kernels_table_says_what_is_mounted(
+    tmp_path: Path, mountinfo: str | None, refuses: bool
+) -> None:
+    if mountinfo is not None:
+        (tmp_path / "proc/self").mkdir(parents=True)
+        (tmp_path / "proc/self/mountinfo").write_text(mountinfo)
+    done = call(tmp_path, "prerm", "remove")
+    assert done.returncode == refuses
+    assert ("\n/data\n" in done.stderr) == refuses
 
 
 def test_the_changelog_is_of_this_version() -> None:
@@ -79,6 +161,89 @@ def run(tree: Path, *arguments: object, environment: dict[str, str] | None = Non
     )
     assert done.stderr == ""
     return done.stdout
+
+
+WAITING = "import sys; print(flush=True); sys.stdin.read()"
+
+
+@pytest.fixture
+def trees(tmp_path: Path) -> tuple[Path, Path]:
+    """An old one, and one whose `fusefs` shows what it was called with, and its environment."""
+    old, new = make_tree(tmp_path / "1"), make_tree(tmp_path / "2")
+    (new / "bin/fusefs").write_text('#!/bin/sh\necho "$@"\nenv\n')
+    return old, new
+
+
+def become_partly_another() -> None:
+    os.setresuid(54321, 0, 0)
+
+
+def give_directory_away(record: Path) -> None:
+    os.chown(record.parents[1], 54321, 54321)
+
+
+def make_pipe(record: Path) -> None:
+    record.unlink()
+    os.mkfifo(record)
+
+
+def write_nonsense(record: Path) -> None:
+    record.write_text('{"mountpoint": 1}')
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(
+    ("program", "ids", "change", "is_found"),
+    [
+        (None, None, None, True),
+        ("/bin/cat", None, None, False),  # what is called so is another program
+        (None, become_partly_another, None, False),  # started with another's rights
+        (None, None, give_directory_away, False),
+        (None, None, make_pipe, False),
+        (None, None, write_nonsense, False),
+    ],
+)
+def test_a_process_that_only_seems_to_be_a_daemon_is_none(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    trees: tuple[Path, Path],
+    program: str | None,
+    ids: Callable[[], None] | None,
+    change: Callable[[Path], None] | None,
+    is_found: bool,
+) -> None:
+    old, new = trees
+    name = old / "bin/python3"
+    own = {registry.RUNTIME_VARIABLE: str(tmp_path / "run"), "HOME": "/home/someone"}
+    monkeypatch.setenv(registry.RUNTIME_VARIABLE, own[registry.RUNTIME_VARIABLE])
+    with subprocess.Popen(
+        [name] if program else [name, "-c", WAITING],
+        executable=program,
+        env=own | {"LD_BIND_NOW": "1", "PYTHONHASHSEED": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        preexec_fn=ids,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        if program is None:
+            process.stdout.readline()
+        registration = registry.register(Path("/mnt/data"), "s3://bucket/", process.pid)
+        if change is not None:
+            change(registration.directory / "mount.json")
+        try:
+            live = DEB / "live_mounts.py"
+            assert run(new, live, "list") == ("/mnt/data\n" if is_found else "")
+            shown = run(new, live, "upgrade")
+        finally:
+            process.stdin.close()
+    if is_found:
+        assert "fusefs: upgrade /mnt/data\n" in shown
+        assert {f"{variable}={value}" for variable, value in own.items()} <= {*shown.splitlines()}
+    else:
+        assert shown == ""
+    assert "PYTHON" not in shown
+    assert "LD_" not in shown
 
 
 @pytest.mark.root

@@ -83,6 +83,24 @@ def test_a_pid_that_was_given_to_somebody_else_is_not_the_daemon(
     assert registry.registration_of(Path("/mnt/data")) is None
 
 
+def test_a_record_that_a_daemon_has_made_into_something_else_is_none(
+    runtime: Path, sleeper: subprocess.Popen[bytes]
+) -> None:
+    registration = registry.register(Path("/mnt/data"), "s3://bucket/", sleeper.pid)
+    record = registration.directory / "mount.json"
+    content = json.loads(record.read_text())
+    for change in ({"mountpoint": "/mnt/other"}, {"pid": "self"}, {"mountpoint": 1}):
+        record.write_text(json.dumps(content | change))
+        assert registry.all_mounts() == []
+    record.unlink()
+    os.mkfifo(record)  # whoever opens it waits for a writer
+    assert registry.all_mounts() == []
+    record.unlink()
+    (runtime / "elsewhere").write_text(json.dumps(content))
+    record.symlink_to(runtime / "elsewhere")
+    assert registry.all_mounts() == []
+
+
 def test_whom_a_daemon_runs_as_is_known_by_its_directory(runtime: Path) -> None:
     assert users.serving(Path("/mnt/data")) is None
     if os.geteuid() == 0:
