@@ -28,12 +28,16 @@ from fusefs.telemetry.requests import RequestTimes
 if TYPE_CHECKING:
     from fusefs.posix.nodes.inode_table import NodeLog
 
+# As in fast_path.c.
+INTERFACE = 1
+
 try:
     from fusefs.fuse import _fast_path
 except ImportError:
     IS_BUILT = False
 else:
-    IS_BUILT = True
+    # What was built from another version of the source is as good as none.
+    IS_BUILT = getattr(_fast_path, "INTERFACE", 0) == INTERFACE
 
 logger = logging.getLogger("fusefs.session")
 
