@@ -74,7 +74,7 @@ class LiveMount:
 
 
 def main(arguments: list[str]) -> int:
-    """Do one of the two; return the exit status."""
+    """Do what the command line says; return the exit status."""
     match arguments:
         case ["list"]:
             mounts, is_whole = live_mounts()
@@ -97,7 +97,7 @@ def live_mounts() -> tuple[list[LiveMount], bool]:
     """Those that can be found, by mountpoint; and whether these are all."""
     is_whole = True
     processes = {process.pid: process for process in _processes()}
-    found: dict[str, LiveMount] = {}
+    found: dict[tuple[str, int], LiveMount] = {}
     # One process of each user and runtime directory.
     users = {(one.uid, one.directory): one for one in processes.values() if one.directory}
     for (uid, directory), user in sorted(users.items()):
@@ -110,11 +110,11 @@ def live_mounts() -> tuple[list[LiveMount], bool]:
         for mountpoint, pid, keeper in records or ():
             daemon = processes.get(pid)
             owner = processes.get(keeper) if keeper else daemon
-            # A record is to name no mount of another user's. Root's daemons have other users.
+            # No record is to stand for another user's mount. Root's daemons have other users.
             if owner is not None and owner.directory == directory and uid in (0, owner.uid):
                 tree = daemon.tree if daemon is not None else None
-                found[mountpoint] = LiveMount(mountpoint, owner, tree)
-    return [found[mountpoint] for mountpoint in sorted(found)], is_whole
+                found[mountpoint, uid] = LiveMount(mountpoint, owner, tree)
+    return [found[key] for key in sorted(found)], is_whole
 
 
 def _is_roots(directory: str) -> bool:
