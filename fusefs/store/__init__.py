@@ -1,0 +1,7 @@
+"""The bucket: see interface.py."""
+
+import os
+
+# Where awscrt is installed, which computes checksums here, botocore would sign with it and import
+# it for every client: a second way of signing, and a slower start.
+os.environ.setdefault("BOTO_DISABLE_CRT", "true")
