@@ -82,6 +82,8 @@ class Operations:
         self._streams = Streams(state, self.head_cache)
         self._xattrs = Xattrs(state.store, state.inodes, self.head_cache)
         self._opener = Opener(state, writer.open_staged if writer is not None else None)
+        # For compiled code, whose opens are on record before they are known here.
+        self.was_opened = self._opener.was_opened
         self._reader = Reader(state, writer.editor if writer is not None else None)
         state.cache.on_discard = self._discarded
         # None on a read-only mount.
@@ -191,20 +193,6 @@ class Operations:
         await self.head_cache.learn(inode)
         answer = writer.open(inode, flags, caller)
         return answer if isinstance(answer, Opened) else await answer
-
-    def was_opened(
-        self,
-        inode: Inode,
-        file: CacheFile,
-        fh: int,
-        backing_id: int,
-        flags: int,
-        unique: int,
-        *,
-        is_closed: bool,
-    ) -> None:
-        """Take up an open for passthrough, and perhaps its close, that are on record already."""
-        self._opener.was_opened(inode, file, fh, backing_id, flags, unique, is_closed=is_closed)
 
     def recall_stale(self, nodeid: int, pid: int) -> None:
         """A process got ESTALE for a node, and may have no name to look up."""

@@ -61,7 +61,7 @@ class Getter:
         self._requester = requester
         self.hedging = Hedging(requester.connections, requester.counted)
         self._has_if_match = True  # whether this server's If-Match can be relied on
-        self._has_checksums = True  # whether it may be asked for the checksums of objects
+        self._has_checksums = True  # whether requests may want the checksums of objects
 
     async def download(
         self,
@@ -100,7 +100,7 @@ class Getter:
                 part.has_checksums = False
         if self._has_checksums and not part.has_checksums:
             bucket = requester.settings.bucket
-            logger.info("%s: checksums of objects are not asked for any more", bucket)
+            logger.info("%s: the store refuses to show checksums: none is compared", bucket)
             self._has_checksums = False
 
     async def _download(self, part: MissingPart, priority: Urgency, *, in_loop: bool) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import base64
-import resource
+import tracemalloc
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
 from fusefs.store.errors import StaleVersionError, UnreachableError
+from fusefs.store.interface import ObjectInfo, Store
 from fusefs.store.object_checksum import mismatch
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
@@ -23,6 +26,15 @@ SUMS = {
     "crc32c": bytes.fromhex("e3069283"),
     "crc64nvme": bytes.fromhex("ae8b14860a799888"),
 }
+
+
+@asynccontextmanager
+async def filled(bucket: Bucket, faulty: FaultyS3) -> AsyncIterator[tuple[Store, ObjectInfo]]:
+    """A store whose first requests are over, and the object `file` in it."""
+    bucket.put("file", CONTENT)
+    async with opened(bucket, faulty) as store:
+        await store.check("")
+        yield store, await store.head("file")
 
 
 def headers(name: str, *, suffix: str = "") -> dict[str, str]:
@@ -65,10 +77,7 @@ def test_an_object_without_a_checksum_is_taken() -> None:
 async def test_a_flipped_bit_is_fetched_again(
     bucket: Bucket, faulty: FaultyS3, in_loop: bool
 ) -> None:
-    bucket.put("file", CONTENT)
-    async with opened(bucket, faulty) as store:
-        await store.check("")
-        info = await store.head("file")
+    async with filled(bucket, faulty) as (store, info):
         answer = {"etag": info.etag, **headers("crc32")}
         bad = faulty.add("GET", "file", times=2, status=200, body=b"123456780", headers=answer)
         before = len(faulty.requests("GET"))
@@ -95,10 +104,7 @@ async def test_bytes_that_stay_wrong_are_an_error(bucket: Bucket, faulty: Faulty
 async def test_a_part_of_an_object_is_requested_as_a_range(
     bucket: Bucket, faulty: FaultyS3
 ) -> None:
-    bucket.put("file", CONTENT)
-    async with opened(bucket, faulty) as store:
-        await store.check("")
-        info = await store.head("file")
+    async with filled(bucket, faulty) as (store, info):
         assert await download(store, info, 2, 5, in_loop=True) == CONTENT[2:5]
     [request] = faulty.requests("GET", "file")[-1:]
     assert request.range == "bytes=2-4"
@@ -111,10 +117,7 @@ async def test_a_part_of_an_object_is_requested_as_a_range(
 async def test_a_store_that_refuses_to_be_asked_is_read_without(
     bucket: Bucket, faulty: FaultyS3, in_loop: bool, status: int, code: str
 ) -> None:
-    bucket.put("file", CONTENT)
-    async with opened(bucket, faulty) as store:
-        await store.check("")
-        info = await store.head("file")
+    async with filled(bucket, faulty) as (store, info):
         faulty.add("GET", "file", status=status, code=code, with_header="x-amz-checksum-mode")
         for _ in range(2):
             assert await download(store, info, in_loop=in_loop) == CONTENT
@@ -131,14 +134,15 @@ async def test_no_more_is_received_than_the_object_had(
     bucket: Bucket, faulty: FaultyS3, in_loop: bool
 ) -> None:
     """A server that ignores If-Match, where a small object has been replaced by a large one."""
-    bucket.put("file", CONTENT)
-    async with opened(bucket, faulty) as store:
-        await store.check("")
-        info = await store.head("file")
+    async with filled(bucket, faulty) as (store, info):
         large = bytes(64 << 20)
         sent = faulty.add("GET", "file", status=200, body=large, headers={"etag": '"another"'})
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        with pytest.raises(StaleVersionError):
-            await download(store, info, in_loop=in_loop)
+        tracemalloc.start()
+        try:
+            with pytest.raises(StaleVersionError):
+                await download(store, info, in_loop=in_loop)
+            _, most = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
         assert sent.used
-        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 << 10  # KiB
+        assert most < 32 << 20
