@@ -26,6 +26,7 @@ SECRET_KEY = "fusefs-secret"
 # Below this name, each bucket has a host name of its own.
 DOMAIN = "s3.fusefs.test"
 START_LIMIT_S = 60
+START_ATTEMPTS = 3
 # weed puts each gRPC port this far above the HTTP port.
 GRPC_DISTANCE = 10_000
 _PR_SET_PDEATHSIG = 1
@@ -91,6 +92,18 @@ class S3Server:
         Raises:
             ServerError: it ended, or was not ready in START_LIMIT_S.
         """
+        for attempts_left in reversed(range(START_ATTEMPTS)):
+            try:
+                self._start()
+            except ServerError:
+                # Another program may take a port after it was looked at.
+                if not attempts_left or self._process is None or self._process.poll() is None:
+                    raise
+                self.stop()
+            else:
+                return
+
+    def _start(self) -> None:
         self.data.mkdir(parents=True, exist_ok=True)
         credentials = [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}]
         actions = ["Admin", "Read", "Write", "List", "Tagging"]
