@@ -1,0 +1,132 @@
+"""When the cluster cache is asked at all, and for how long its answer is waited for.
+
+It may cost a reader next to nothing, whatever becomes of it: a request has a deadline
+for its first byte, after which S3 is requested as well; after some failures nothing is
+asked any more, but by a probe now and then that delays no reader; and while nothing is
+found in it, only some lookups are made.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+
+import trio
+
+# The deadline is so many times the mean of the latest first bytes, within these bounds.
+MEANS = 3.0
+LEAST_S = 0.05
+MOST_S = 0.5
+# The weight of the latest first byte in the mean.
+NEWEST = 1 / 16
+
+# So many failures without a success between them, and nothing is asked for OPEN_S.
+FAILURES = 3
+OPEN_S = 30.0
+# What an answer of a server that is useless (an error, wrong bytes) counts, of a failure: it
+# costs no wait, and where one of three volumes is lost two thirds of the blocks are still good.
+USELESS = 0.25
+
+# After so many lookups in a row that found nothing, one of SAMPLE is made, and after
+# SAMPLE_EVERY_S the next in any case.
+MISSES = 32
+SAMPLE = 8
+SAMPLE_EVERY_S = 0.25
+
+Clock = Callable[[], float]
+
+
+class Deadline:
+    """How long to wait for a first byte before S3 is requested as well; in seconds."""
+
+    def __init__(self) -> None:
+        self._mean_s: float | None = None
+
+    @property
+    def wait_s(self) -> float:
+        if self._mean_s is None:
+            return MOST_S
+        return min(MOST_S, max(LEAST_S, MEANS * self._mean_s))
+
+    def note_first_byte(self, took_s: float) -> None:
+        """An answer has begun after so long."""
+        mean_s = took_s if self._mean_s is None else self._mean_s
+        self._mean_s = mean_s + (took_s - mean_s) * NEWEST
+
+
+class State(enum.StrEnum):
+    """Of a `Breaker`: in use, not in use, or probed at this moment."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    PROBED = "probed"
+
+
+class Breaker:
+    """Whether requests are sent. Belongs to the event loop; times are those of `clock`."""
+
+    def __init__(self, clock: Clock = trio.current_time) -> None:
+        self._clock = clock
+        self._failures = 0.0
+        self._probe_at = 0.0
+        self.state = State.CLOSED
+        # How often it has opened.
+        self.opened = 0
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether requests are sent as they come."""
+        return self.state is State.CLOSED
+
+    def take_probe(self) -> bool:
+        """Whether to send a request for which no reader waits, and to note how it ends."""
+        if self.state is not State.OPEN or self._clock() < self._probe_at:
+            return False
+        self.state = State.PROBED
+        return True
+
+    def note_success(self) -> None:
+        """There was an answer of use: also that there is no such block."""
+        self._failures = 0.0
+        self.state = State.CLOSED
+
+    def note_failure(self, weight: float = 1.0) -> None:
+        """There was none, or one that counts for less than that."""
+        self._failures += weight
+        if self.state is State.PROBED or self._failures >= FAILURES:
+            self.opened += self.state is State.CLOSED
+            self.state = State.OPEN
+            self._failures = 0.0
+            self._probe_at = self._clock() + OPEN_S
+
+    def give_up_probe(self) -> None:
+        """A probe was cancelled: the next may come at once."""
+        if self.state is State.PROBED:
+            self.state = State.OPEN
+
+
+class Sampling:
+    """Which lookups are made. Belongs to the event loop; times are those of `clock`."""
+
+    def __init__(self, clock: Clock = trio.current_time) -> None:
+        self._clock = clock
+        self._misses = 0
+        self._skipped = 0
+        self._looked = 0.0
+
+    def wants_lookup(self) -> bool:
+        """Whether to look for the next block."""
+        now = self._clock()
+        if self._misses >= MISSES:
+            self._skipped += 1
+            if self._skipped < SAMPLE and now - self._looked < SAMPLE_EVERY_S:
+                return False
+        self._skipped = 0
+        self._looked = now
+        return True
+
+    def note_hit(self) -> None:
+        self._misses = 0
+
+    def note_miss(self) -> None:
+        self._misses += 1

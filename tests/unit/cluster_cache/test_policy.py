@@ -1,0 +1,90 @@
+"""When the cluster cache is asked, and for how long its answer is waited for."""
+
+from __future__ import annotations
+
+import pytest
+
+from fusefs.cluster_cache import policy
+from fusefs.cluster_cache.policy import Breaker, Deadline, Sampling, State
+
+
+class Time:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_deadline_is_three_means_within_its_bounds() -> None:
+    deadline = Deadline()
+    assert deadline.wait_s == policy.MOST_S
+    deadline.note_first_byte(0.03)
+    assert deadline.wait_s == pytest.approx(0.09)
+    for _ in range(200):
+        deadline.note_first_byte(0.001)
+    assert deadline.wait_s == policy.LEAST_S
+    for _ in range(200):
+        deadline.note_first_byte(2.0)
+    assert deadline.wait_s == policy.MOST_S
+
+
+def test_three_failures_open_the_breaker_and_one_probe_closes_it() -> None:
+    time = Time()
+    breaker = Breaker(time)
+    for _ in range(2):
+        breaker.note_failure()
+    breaker.note_success()
+    for _ in range(2):
+        breaker.note_failure()
+    assert breaker.is_closed
+    assert not breaker.take_probe()
+    breaker.note_failure()
+    assert (breaker.state, breaker.opened) == (State.OPEN, 1)
+    time.now += policy.OPEN_S - 1
+    assert not breaker.take_probe()
+    time.now += 1
+    assert breaker.take_probe()
+    assert not breaker.take_probe(), "one at a time"
+    breaker.note_failure()
+    assert (breaker.state, breaker.opened) == (State.OPEN, 1)
+    assert not breaker.take_probe(), "the next in its time"
+    time.now += policy.OPEN_S
+    assert breaker.take_probe()
+    breaker.give_up_probe()
+    assert breaker.take_probe()
+    breaker.note_success()
+    assert breaker.is_closed
+
+
+def test_useless_answers_open_the_breaker_only_where_nothing_else_comes() -> None:
+    breaker = Breaker(Time())
+    for _ in range(30):  # one of three volumes is lost
+        breaker.note_failure(policy.USELESS)
+        breaker.note_success()
+        breaker.note_success()
+    for _ in range(11):
+        breaker.note_failure(policy.USELESS)
+    assert breaker.is_closed
+    breaker.note_failure(policy.USELESS)
+    assert not breaker.is_closed
+
+
+def test_while_nothing_is_found_some_lookups_are_made_and_all_after_a_hit() -> None:
+    time = Time()
+    sampling = Sampling(time)
+
+    def made(count: int) -> int:
+        looked = 0
+        for _ in range(count):
+            if sampling.wants_lookup():
+                looked += 1
+                sampling.note_miss()
+        return looked
+
+    assert made(policy.MISSES) == policy.MISSES
+    assert made(10 * policy.SAMPLE) == 10
+    time.now += policy.SAMPLE_EVERY_S
+    assert sampling.wants_lookup()
+    sampling.note_hit()
+    assert made(policy.MISSES) == policy.MISSES
