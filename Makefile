@@ -8,6 +8,7 @@
 # make test-deb   that package in a fresh Debian: installed, upgraded under load, removed
 # make sbom    what the image has of Python, as CycloneDX, in build/sbom.json
 # make test-wheel  the wheel in a fresh virtual environment, from the package index
+# make scale   a bucket of 50 million objects in one mount, and a thousand nodes (simulated)
 # make bench   the measurements against the bare disk and other mounts
 
 SHELL := /bin/bash
@@ -18,7 +19,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	--config-settings editable_mode=compat
 SOURCES := setup.py fusefs csi tests examples packaging $(wildcard bench)
 
-.PHONY: setup share deb test-deb test-wheel sbom demo test test-ceph lint storm bench clean
+.PHONY: setup share deb test-deb test-wheel sbom demo test test-ceph lint storm scale bench clean
 
 setup: $(STAMP)
 
@@ -71,6 +72,9 @@ storm: $(STAMP)
 	LATE_ROUNDS=500 LATE_HOLD_S=30 LATE_PROGRAMS=4 LATE_MOUNTS=16 \
 	CATALOG_FLIPS=all \
 	$(BIN)/python -m pytest -m storm
+
+scale: $(STAMP)
+	$(BIN)/python -m bench.scale.objects
 
 bench: $(STAMP)
 	$(INSTALL) -e '.[bench]'

@@ -64,7 +64,11 @@ class RememberedPages:
     def _open(self, directory: Path) -> tuple[diskcache.Cache, set[str]]:
         """The cache, and the keys that an earlier daemon left: nothing else is ever read."""
         cache = diskcache.Cache(
-            directory, disk=diskcache.JSONDisk, disk_compress_level=1, size_limit=SIZE_LIMIT
+            directory,
+            disk=diskcache.JSONDisk,
+            disk_compress_level=1,
+            size_limit=SIZE_LIMIT,
+            sqlite_mmap_size=0,  # 64 MiB of the daemon's memory otherwise
         )
         own = self._identity + "\0"
         return cache, {key for key in cache.iterkeys() if key.startswith(own)}

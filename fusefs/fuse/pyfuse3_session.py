@@ -30,7 +30,7 @@ from fusefs.posix.namespace.mutations import Mutations
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.nodes.notifier import KernelNotifications
 from fusefs.posix.operations import Operations
-from fusefs.posix.types import Answer, Caller, NewAttributes
+from fusefs.posix.types import Answer, Caller, NameKind, NewAttributes
 from fusefs.telemetry.activity import ACTIVITY
 from fusefs.telemetry.requests import RequestTimes
 from fusefs.telemetry.slowest import SlowestWaits
@@ -399,9 +399,11 @@ class _Pyfuse3Entries:
         entry.st_mode = stat.S_IFDIR
         return self._reply(name, entry, offset)
 
-    def add(self, name: bytes, inode: Inode, valid_s: float | None) -> bool:
-        assert valid_s is not None, "each entry has its inode"
-        return self._reply(name, self._handlers.pack(inode, valid_s), inode.nodeid)
+    def add(self, name: bytes, inode: Inode, offset: int, valid_s: float) -> bool:
+        return self._reply(name, self._handlers.pack(inode, valid_s), offset)
+
+    def add_name(self, name: bytes, ino: int, offset: int, kind: NameKind) -> bool:
+        raise NotImplementedError("each entry has its inode")
 
     def _reply(self, name: bytes, entry: pyfuse3.EntryAttributes, offset: int) -> bool:
         has_room = bool(pyfuse3.readdir_reply(self._token, name, entry, offset))

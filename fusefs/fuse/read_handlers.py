@@ -14,10 +14,9 @@ from typing import Any
 
 from fusefs.fuse import protocol
 from fusefs.fuse.protocol import Fopen, Opcode
-from fusefs.posix.metadata.object_metadata import LONGEST_TARGET
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.operations import Operations
-from fusefs.posix.types import Caller, Found, Opened
+from fusefs.posix.types import Caller, Found, NameKind, Opened
 
 FOREVER_S = 1 << 40
 
@@ -53,8 +52,12 @@ class Handlers:
 
     def __init__(self, operations: Operations) -> None:
         self._operations = operations
-        # On a writable mount a listed object may be a symbolic link.
-        self.unasked_kind = _DT_REG if operations.mutations is None else _DT_UNKNOWN
+        # Programs stat what has no type.
+        self.name_kinds = {
+            NameKind.DIRECTORY: _DT_DIR,
+            NameKind.FILE: _DT_REG,
+            NameKind.OBJECT: _DT_REG if operations.mutations is None else _DT_UNKNOWN,
+        }
         self.table: dict[int, Handler] = {
             Opcode.LOOKUP: self._lookup,
             Opcode.FORGET: self._forget,
@@ -252,9 +255,7 @@ class _Entries:
     def add_dot(self, name: bytes, ino: int, offset: int) -> bool:
         return self._add_name(name, ino, offset, _DT_DIR)
 
-    def add(self, name: bytes, inode: Inode, valid_s: float | None) -> bool:
-        if valid_s is None or not self.is_plus:
-            return self._add_name(name, inode.ino, inode.nodeid, self._kind_of(inode))
+    def add(self, name: bytes, inode: Inode, offset: int, valid_s: float) -> bool:
         length = len(name)
         padded = name + _PADDING[-length % 8]
         if len(self.data) + _DIRENTPLUS.size + len(padded) > self._size:
@@ -265,19 +266,14 @@ class _Entries:
         packed = inode.packed or self._handlers.pack(inode)
         # What readdir calls a type is the upper bits of what stat calls a mode.
         kind = _MODE.unpack_from(packed, _MODE_AT)[0] >> 12
-        nodeid = inode.nodeid
         self.data += _DIRENTPLUS.pack(
-            nodeid, 0, seconds, seconds, rest, rest, packed, inode.ino, nodeid, length, kind
+            inode.nodeid, 0, seconds, seconds, rest, rest, packed, inode.ino, offset, length, kind
         )
         self.data += padded
         return True
 
-    def _kind_of(self, inode: Inode) -> int:
-        """The type of an entry of which nothing else is known; programs stat what has none."""
-        if inode.info is None:
-            return _DT_DIR
-        is_file = inode.staged is not None or inode.info.size > LONGEST_TARGET
-        return _DT_REG if is_file else self._handlers.unasked_kind
+    def add_name(self, name: bytes, ino: int, offset: int, kind: NameKind) -> bool:
+        return self._add_name(name, ino, offset, self._handlers.name_kinds[kind])
 
     def _add_name(self, name: bytes, ino: int, offset: int, kind: int) -> bool:
         """Add a name alone; in a reply with attributes its node id is 0, and there is no more."""

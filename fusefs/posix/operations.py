@@ -23,8 +23,9 @@ from dataclasses import replace
 import trio
 
 from fusefs.cache.cached_file import CacheFile
+from fusefs.posix.directory.entries import resolved
 from fusefs.posix.directory.listings import Absent, Directory, Entry
-from fusefs.posix.directory.readdir import Streams, resolved
+from fusefs.posix.directory.readdir import Streams
 from fusefs.posix.metadata.head_cache import HeadCache
 from fusefs.posix.metadata.object_metadata import LONGEST_TARGET
 from fusefs.posix.metadata.xattrs import Xattrs
@@ -270,11 +271,8 @@ class Operations:
         """Write every inode and handle to a new log, a few at a time."""
         self.log_table(log)
         for index, inode in enumerate(self.inodes.all()):
-            is_known = inode.parent is not None or inode.entries_changed_ns
-            if is_known and self.inodes.find(inode.nodeid) is inode:
-                log.node(inode)
-                if not inode.is_current:
-                    log.superseded(inode.nodeid)
+            if self.inodes.find(inode.nodeid) is inode:
+                self._write(inode, log)
             if index % 200 == 0:
                 await trio.lowlevel.checkpoint()
         for handle in list(self.handles.files.values()):
@@ -284,6 +282,14 @@ class Operations:
             self.handles.log_directory(directory)
         if self.mutations is not None:
             self.mutations.changes.write_all(log)
+
+    def _write(self, inode: Inode, log: NodeLog) -> None:
+        if inode.parent is not None or inode.entries_changed_ns:
+            log.node(inode)
+            if not inode.is_current:
+                log.superseded(inode.nodeid)
+        for position, number in (inode.marks or {}).items():
+            log.mark(inode.nodeid, number, position)
 
     def log_table(self, log: NodeLog) -> None:
         """Put on record which numbers may have been used, and when the mount was made."""

@@ -5,6 +5,7 @@ An operation answers at once, or returns a coroutine when it has to wait.
 
 from __future__ import annotations
 
+import enum
 from collections import OrderedDict
 from collections.abc import Awaitable, Coroutine
 from dataclasses import dataclass
@@ -93,6 +94,15 @@ class BackingFiles(Protocol):
         """Register a pinned file whose descriptor is open; 0 if the kernel refuses."""
 
 
+class NameKind(enum.Enum):
+    """What is known of the type of a name that is shown alone."""
+
+    DIRECTORY = enum.auto()
+    FILE = enum.auto()
+    # Where attributes are read from the bucket it may be a symbolic link.
+    OBJECT = enum.auto()
+
+
 class DirectoryBuffer(Protocol):
     """Where a session collects the entries of one reply."""
 
@@ -110,11 +120,11 @@ class DirectoryBuffer(Protocol):
     def add_dot(self, name: bytes, ino: int, offset: int) -> bool:
         """Add "." or ".."; False if there is no room."""
 
-    def add(self, name: bytes, inode: Inode, valid_s: float | None) -> bool:
-        """Add an entry whose offset is its node id; False if there is no room.
+    def add(self, name: bytes, inode: Inode, offset: int, valid_s: float) -> bool:
+        """Add an entry with its inode; False if there is no room."""
 
-        `valid_s` None makes it a name alone.
-        """
+    def add_name(self, name: bytes, ino: int, offset: int, kind: NameKind) -> bool:
+        """Add a name alone; False if there is no room."""
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
+from itertools import count
 from typing import TYPE_CHECKING
 
 import trio
@@ -14,19 +15,31 @@ if TYPE_CHECKING:
     from fusefs.posix.directory.walk import Walk
 
 
+# Where the generations of each new one begin: no two directories ever have the same.
+_GENERATIONS = count(0, 1 << 32)
+
+
 class Directory:
     """The segments of one directory, in order and disjoint.
 
     `generation` changes with everything that a stream might show differently.
     """
 
-    __slots__ = ("additions", "generation", "loading", "prefix", "segments", "walk")
+    __slots__ = (
+        "__weakref__",
+        "additions",
+        "generation",
+        "loading",
+        "prefix",
+        "segments",
+        "walk",
+    )
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
         self.segments: list[Segment] = []
         self.loading: dict[str, trio.Event] = {}  # by the position where a page under way starts
-        self.generation = 0
+        self.generation = next(_GENERATIONS)
         self.additions = 0  # how many segments it ever got
         self.walk: Walk | None = None  # the walk that filled it and goes on from here
 

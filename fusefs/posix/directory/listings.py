@@ -9,7 +9,8 @@ Two things are fetched ahead: the page behind the one that a stream is reading,
 and whole folders when a program walks from one to the next (walk.py).
 
 Segments are kept until they are out of date, and dropped, oldest first, when
-all of them together hold too many entries. While a directory stream is open
+all of them together hold too many entries; a directory is known as long as it has
+segments or is in use. While a directory stream is open
 it goes on believing what was current when it was opened.
 
 Everything here belongs to the event loop.
@@ -22,6 +23,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 import trio
 
@@ -48,6 +50,15 @@ __all__ = ["ABSENT", "Absent", "Directories", "Directory", "Entry", "PageMemory"
 # About 560 bytes each: 110 MB when full, a hundred times a usual data set's folder. Less
 # memory holds fewer (settings/memory.py).
 MAX_ENTRIES = 200_000
+
+
+# What a segment and its directory take is that of so many entries.
+_SEGMENT_SIZE = 2
+
+
+def _size_of(segment: Segment) -> int:
+    """What a segment takes of the memory, in entries."""
+    return len(segment.entries) + _SEGMENT_SIZE
 
 
 class PageMemory(Protocol):
@@ -89,7 +100,8 @@ class Directories:
         self._memory = memory
         self._nursery = nursery
         self._walks = Walks(store, nursery, self._fill)
-        self._known: dict[str, Directory] = {}
+        # A bucket may have millions: those in use, and those of segments below.
+        self._known: WeakValueDictionary[str, Directory] = WeakValueDictionary()
         # All segments by age, for dropping the oldest.
         self._by_age: OrderedDict[int, tuple[Directory, Segment]] = OrderedDict()
         self._entries = 0
@@ -225,7 +237,7 @@ class Directories:
         """This mount has renamed a directory: nothing that listings had of it holds."""
         self.head_policy.moved(old, new)
         self.local.move(old, new)
-        for directory in self._known.values():
+        for directory in list(self._known.values()):
             if directory.prefix.startswith((old, new)):
                 for segment in directory.segments:
                     segment.expires = 0.0
@@ -317,14 +329,14 @@ class Directories:
         gone, come = directory.add(segment)
         for old in gone:
             del self._by_age[id(old)]
-            self._entries -= len(old.entries)
+            self._entries -= _size_of(old)
         for new in come:
             self._by_age[id(new)] = (directory, new)
-            self._entries += len(new.entries)
+            self._entries += _size_of(new)
         while self._entries > min(self.most_entries, MAX_ENTRIES) and len(self._by_age) > 1:
             _, (owner, oldest) = self._by_age.popitem(last=False)
             owner.drop(oldest)
-            self._entries -= len(oldest.entries)
+            self._entries -= _size_of(oldest)
 
     async def _settle_doubts(self, directory: Directory, segment: Segment) -> None:
         """Ask for the names that a segment can't answer for."""

@@ -68,6 +68,14 @@ class LocalNames:
         """What is only here under a name: ABSENT, or the entry, or None for nothing."""
         return self._lasting.get(prefix, {}).get(name)
 
+    def removed(self, prefix: str) -> list[str]:
+        """The names in a directory that this mount has removed of late."""
+        recent = self._recent.get(prefix, {}).items()
+        lasting = self._lasting.get(prefix, {}).items()
+        return [name for name, (entry, _) in recent if isinstance(entry, Absent)] + [
+            name for name, entry in lasting if isinstance(entry, Absent)
+        ]
+
     def has_lasting(self, prefix: str, *, without: str = "") -> bool:
         """Whether something below a prefix is only here, beside one name in it."""
         return any(

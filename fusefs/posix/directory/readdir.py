@@ -1,11 +1,12 @@
 """Streams of directory entries: READDIR and READDIRPLUS, from listings.
 
-The offset of an entry is its node id, and a stream goes on behind the name of
-that node, in whatever listing is there by then. Entries come
+An offset tells behind which name a stream goes on (nodes/offsets.py), in whatever
+listing is there by then. Entries come
 with their attributes where these are known. On a writable mount that may take a
 question to the bucket for each: then names come alone, if the session can do that,
 behind a first few that show whether the others are worth asking
-(see posix/metadata/head_policy.py).
+(see posix/metadata/head_policy.py). So they do where the kernel knows as many nodes
+as it may: a directory of millions would take a node for each (nodes/forgetting.py).
 """
 
 from __future__ import annotations
@@ -14,16 +15,20 @@ import errno
 import time
 from itertools import islice
 
-from fusefs.posix.directory.listings import Directory, Entry, Segment
+from fusefs.posix.directory.entries import Entries, resolved
+from fusefs.posix.directory.listings import Directory, Segment
 from fusefs.posix.metadata.head_cache import MOST_AHEAD, HeadCache
 from fusefs.posix.mount_state import MountState
 from fusefs.posix.nodes import names
 from fusefs.posix.nodes.handles import DirectoryHandle
-from fusefs.posix.nodes.inode_table import Inode, InodeTable
+from fusefs.posix.nodes.inode_table import Inode
+from fusefs.posix.nodes.offsets import base_of, code_of, divided
 from fusefs.posix.types import Answer, Caller, DirectoryBuffer, waiting
 
-# The offsets of "." and ".." in a directory stream; all others are node ids.
+# The offsets of "." and ".." in a directory stream.
 DOT, DOT_DOT = 2, 3
+# In how many segments behind its mark an offset's name is looked for: some may have become two.
+_SEARCHED = 4
 
 
 class Streams:
@@ -43,12 +48,16 @@ class Streams:
         is_cached = inode.streamed_generation == directory.generation and directory.is_complete(
             time.monotonic()
         )
+        if not (is_cached or inode.served):
+            self._inodes.forget_marks(inode)
         return self._handles.open_directory(inode, directory.generation, caller.unique), is_cached
 
     def read(self, fh: int, offset: int, buffer: DirectoryBuffer) -> Answer[None]:
         """Add the entries behind `offset` to the buffer, as many as it holds; none at the end."""
         handle = self._handles.directory(fh)
-        self._seek(handle, offset)
+        if not self._seek(handle, offset):
+            return waiting(self._seek_and_read(handle, offset, buffer))
+        handle.recent = {}
         if not self._add_dots(handle, buffer):
             return None
         directory = self._directories.get(self._inodes.key(handle.inode))
@@ -61,6 +70,40 @@ class Streams:
                 return None
             if not self._add_entries(handle, directory, segment, buffer):
                 return None
+
+    async def _seek_and_read(
+        self, handle: DirectoryHandle, offset: int, buffer: DirectoryBuffer
+    ) -> None:
+        handle.position = await self._find(handle, offset)
+        handle.offset = offset
+        answer = self.read(handle.fh, offset, buffer)
+        if answer is not None:
+            await answer
+
+    async def _find(self, handle: DirectoryHandle, offset: int) -> str:
+        """The position of the entry with an offset.
+
+        Where it has gone the stream goes on from the mark: rather twice than never.
+        """
+        mark, code = divided(offset) or (0, -1)
+        marks = handle.inode.marks or {}
+        start = next((at for at, number in marks.items() if number == mark), None if mark else "")
+        if start is None or code < 0:
+            raise OSError(errno.EINVAL, f"unknown directory offset {offset}")
+        directory = self._directories.get(self._inodes.key(handle.inode))
+        for name in self._directories.local.removed(directory.prefix):
+            if code_of(name.encode()) == code:
+                return names.position(name)
+        position = start
+        for _ in range(_SEARCHED):
+            segment = await self._directories.segment_behind(directory, position, handle.opened)
+            for name in islice(segment.ordered, segment.after(position), None):
+                if code_of(name.encode()) == code:
+                    return names.position(name)
+            if segment.stop is None:
+                break
+            position = max(position, segment.stop)
+        return start
 
     async def _read_later(
         self, handle: DirectoryHandle, directory: Directory, buffer: DirectoryBuffer
@@ -106,19 +149,21 @@ class Streams:
             for inode in inodes:
                 self._inodes.drop_unknown(inode)
 
-    def _seek(self, handle: DirectoryHandle, offset: int) -> None:
+    def _seek(self, handle: DirectoryHandle, offset: int) -> bool:
+        """Go to an offset, unless the listing has to be looked through for that."""
         if offset == handle.offset:
-            return
-        handle.offset = offset
+            return True
         if not offset:
             handle.opened = time.monotonic()  # rewound: as if opened now
         if offset in (0, DOT, DOT_DOT):
-            handle.position = ""
-            return
-        inode = self._inodes.find(offset)
-        if inode is None:
-            raise OSError(errno.EINVAL, f"unknown directory offset {offset}")
-        handle.position = names.position(inode.name)
+            position = ""
+        else:
+            name = handle.recent.get(offset) or handle.former.get(offset)
+            if name is None:
+                return False
+            position = names.position(name)
+        handle.offset, handle.position = offset, position
+        return True
 
     def _add_dots(self, handle: DirectoryHandle, buffer: DirectoryBuffer) -> bool:
         """Add "." and ".." where the stream is at its start; False if there is no room."""
@@ -141,29 +186,16 @@ class Streams:
         """Add a segment's entries and move on to the next; False if nothing more is to be added."""
         if not handle.position:
             handle.generation = directory.generation
-        expires = segment.expires
-        valid_s = max(0.0, expires - time.monotonic())
-        shows_meta = self._shows_meta(buffer)
-        no_attributes_until = (
-            self._head_cache.no_attributes_until(handle.inode) if shows_meta else 0.0
-        )
+        base = base_of(self._inodes.mark(handle.inode, segment.start))
+        entries = Entries(self._inodes, self._head_cache, handle.inode, directory, segment, buffer)
         for name in islice(segment.ordered, segment.after(handle.position), None):
-            inode = resolved(self._inodes, handle.inode, directory, name, segment.entries[name])
-            is_bare = shows_meta and self._head_cache.needs_head_of(inode, no_attributes_until)
-            if is_bare and not buffer.takes_names:
-                self._inodes.drop_unknown(inode)
-                return buffer.is_empty
-            # What is being written changes its size behind the attributes' back.
-            is_bare = is_bare or (inode.staged is not None and buffer.takes_names)
-            if not buffer.add(name.encode(), inode, None if is_bare else valid_s):
-                self._inodes.drop_unknown(inode)
-                return False
-            if buffer.is_plus and not is_bare:
-                self._inodes.count(inode, expires)
-            else:
-                self._inodes.mention(inode)
-            handle.offset = inode.nodeid
-            handle.position = name + "/"
+            encoded = name.encode()
+            offset = base | code_of(encoded)
+            has_room = entries.add(name, encoded, offset)
+            if not has_room:
+                return buffer.is_empty if has_room is None else False
+            handle.offset, handle.position = offset, name + "/"
+            handle.recent[offset] = name
         if segment.stop is None:
             if handle.generation == directory.generation:
                 handle.inode.streamed_generation = directory.generation
@@ -174,12 +206,4 @@ class Streams:
     def close(self, fh: int) -> None:
         handle = self._handles.close_directory(fh)
         if handle is not None and not handle.inode.served:
-            self._inodes.close_directory(handle.inode)
-
-
-def resolved(
-    inodes: InodeTable, parent: Inode, directory: Directory, name: str, entry: Entry
-) -> Inode:
-    """The current inode of an entry."""
-    key = entry.key if entry is not None else directory.prefix + name + "/"
-    return inodes.resolve(parent, name, entry, key)
+            self._inodes.drop_unknown(handle.inode)

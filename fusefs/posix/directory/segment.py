@@ -9,7 +9,7 @@ files: the file `a` stands at position `a/`, after `a-b`, for it has to be
 hidden if the prefix `a/` turns up. Files whose position lies behind the end
 of a page are carried into the next segment (`pending`). A segment that was
 not reached from its neighbour can't know what it would have been carried:
-names that are prefixes of its start, at most a few, are `doubtful` and have to
+names that are prefixes of its start, or that itself, at most a few, are `doubtful` and have to
 be requested by name, or are handed on as such if they stand behind its end.
 """
 
@@ -129,7 +129,7 @@ def segment_from(
     """
     cut = len(prefix)
     stop = page.last[cut:] if page.next_token is not None else None
-    files = dict.fromkeys(_sorting_before(start)) if carried is None else dict(carried)
+    files = dict.fromkeys(_not_listed_from(start)) if carried is None else dict(carried)
     for info in page.objects:
         name = info.key[cut:]
         why = _why_hidden(prefix, name)
@@ -168,6 +168,13 @@ def _why_hidden(prefix: str, name: str) -> str:
 def _sorting_before(key: str) -> set[str]:
     """The names of files that sort before a key, and whose position lies behind it."""
     return {key[:length] for length in range(1, len(key)) if key[length] < "/"}
+
+
+def _not_listed_from(start: str) -> set[str]:
+    """The names that are in no listing from a position on, though theirs lie behind it."""
+    # The file whose key is the position itself comes before; not if that was made up.
+    is_key = bool(start) and not start.endswith(("/", LAST_CHARACTER))
+    return _sorting_before(start) | ({start} if is_key else set())
 
 
 def just_before(name: str) -> str:

@@ -44,6 +44,8 @@ from fusefs.posix.journal.records import (
     HEADER_SIZE,
     ID,
     INIT_TYPE,
+    MARK,
+    MARK_TYPE,
     NODE_TYPE,
     OPEN,
     OPEN_TYPE,
@@ -80,6 +82,7 @@ class NoJournal:
     def node(self, inode: Inode) -> None: ...
     def count(self, inode: Inode) -> None: ...
     def gone(self, nodeid: int) -> None: ...
+    def mark(self, nodeid: int, number: int, position: str) -> None: ...
     def superseded(self, nodeid: int) -> None: ...
     def stale(self, nodeid: int, pid: int, *, is_pending: bool) -> None: ...
     def opened(
@@ -213,6 +216,10 @@ class Journal:
 
     def gone(self, nodeid: int) -> None:
         self._append(GONE_TYPE, ID.pack(nodeid))
+
+    def mark(self, nodeid: int, number: int, position: str) -> None:
+        """A position to which the offsets of a directory's entries refer; 0: no others any more."""
+        self._append(MARK_TYPE, MARK.pack(nodeid, number) + position.encode())
 
     def superseded(self, nodeid: int) -> None:
         self._append(SUPERSEDED_TYPE, ID.pack(nodeid))

@@ -50,6 +50,7 @@ WHOLE_OPEN, WHOLE_ID, WHOLE_COUNT = (
     struct.Struct(HEAD.format + part.format[1:]) for part in (OPEN, ID, COUNT)
 )
 TABLE = struct.Struct("<QQq")  # next node id, next fh, when mounted in ns since the epoch
+MARK = struct.Struct("<QI")  # node id of a directory, number of a position; 0 for no more marks
 STALE = struct.Struct("<QII")  # node id, pid, 1 while a lookup is awaited, 0 after it
 
 (
@@ -64,7 +65,8 @@ STALE = struct.Struct("<QII")  # node id, pid, 1 while a lookup is awaited, 0 af
     SUPERSEDED_TYPE,
     STALE_TYPE,
     BEGUN_TYPE,
-) = range(1, 12)
+    MARK_TYPE,
+) = range(1, 13)
 _DIRECTORY = 0xFFFF  # stands for the length of the ETag of a directory
 
 

@@ -16,6 +16,8 @@ from fusefs.posix.journal.records import (
     ID,
     INIT_TYPE,
     MAGIC,
+    MARK,
+    MARK_TYPE,
     NODE_TYPE,
     OPEN,
     OPEN_TYPE,
@@ -46,7 +48,8 @@ class KernelState:
     `next_id` and `next_fh` have never been used; `mounted_ns` is 0 if unknown.
     `superseded` are nodes that their names no longer stand for; `stale` are
     (node id, pid) of openers that got ESTALE and have not looked up since;
-    `begun` are the requests of changes that may have been made.
+    `begun` are the requests of changes that may have been made; `marks` are those of
+    directories by node id (nodes/offsets.py).
     """
 
     init_out: bytes = b""
@@ -54,6 +57,7 @@ class KernelState:
     handles: dict[int, LoggedHandle] = field(default_factory=dict)
     superseded: set[int] = field(default_factory=set)
     stale: set[tuple[int, int]] = field(default_factory=set)
+    marks: dict[int, dict[str, int]] = field(default_factory=dict)
     begun: set[int] = field(default_factory=set)
     next_id: int = FIRST_ID
     next_fh: int = 1
@@ -72,6 +76,7 @@ class KernelState:
         elif kind == GONE_TYPE:
             (nodeid,) = ID.unpack(payload)
             self.nodes.pop(nodeid, None)
+            self.marks.pop(nodeid, None)
             self.superseded.discard(nodeid)
         elif kind == OPEN_TYPE:
             handle = LoggedHandle(*OPEN.unpack(payload))
@@ -86,11 +91,20 @@ class KernelState:
             self.next_id, self.next_fh = max(self.next_id, next_id), max(self.next_fh, next_fh)
         elif kind == SUPERSEDED_TYPE:
             self.superseded.add(ID.unpack(payload)[0])
+        elif kind == MARK_TYPE:
+            self._apply_mark(payload)
         elif kind == BEGUN_TYPE:
             self.begun.add(ID.unpack(payload)[0])
         elif kind == STALE_TYPE:
             nodeid, pid, is_pending = STALE.unpack(payload)
             (self.stale.add if is_pending else self.stale.discard)((nodeid, pid))
+
+    def _apply_mark(self, payload: bytes) -> None:
+        nodeid, number = MARK.unpack_from(payload)
+        if number:
+            self.marks.setdefault(nodeid, {})[payload[MARK.size :].decode()] = number
+        else:
+            self.marks.pop(nodeid, None)
 
 
 @dataclass(slots=True)
@@ -163,7 +177,7 @@ def _replay(path: Path, *, is_live: bool) -> Replayed:
             f"{path} is damaged: {count} records check out, up to byte {last.stop},"
             f" and it was written up to byte {max(size for size, _ in slots)}"
         )
-    items = len(state.nodes) + len(state.handles)
+    items = len(state.nodes) + len(state.handles) + sum(map(len, state.marks.values()))
     current = last.stop * items // max(1, count)
     return Replayed(state, last.stop, count if is_chained else 0, last.crc, current)
 

@@ -10,7 +10,13 @@ from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.readahead.window import Readahead
 from fusefs.posix.journal.records import LoggedHandle
 from fusefs.posix.journal.replay import KernelState
-from fusefs.posix.nodes.handles import PASSTHROUGH, SERVED, DirectoryHandle, FileHandle
+from fusefs.posix.nodes.handles import (
+    DIRECTORY,
+    PASSTHROUGH,
+    SERVED,
+    DirectoryHandle,
+    FileHandle,
+)
 from fusefs.posix.nodes.inode import Inode, stable_ino
 from fusefs.posix.nodes.inode_table import ROOT_ID, InodeTable, choose_lead
 from fusefs.posix.operations import Operations
@@ -42,8 +48,9 @@ async def restore(operations: Operations, state: KernelState, backing: Backing) 
     read = {backing[id][1] for id in backing_ids if id in backing}
     whole = await operations.cache.whole_files(read) if read else {}
     dropped: dict[int, CacheFile] = {}
+    former = _former_offsets(state)
     for index, logged in enumerate(state.handles.values()):
-        await _restore_handle(operations, logged, backing, whole, dropped)
+        await _restore_handle(operations, logged, backing, whole, dropped, former)
         if index % 200 == 0:
             await trio.lowlevel.checkpoint()
     if operations.writer is not None:
@@ -77,6 +84,21 @@ def restore_table(inodes: InodeTable, state: KernelState) -> None:
             removed.setdefault(inode.ino, []).append(inode)
     for nodes in removed.values():
         choose_lead(nodes)
+    for nodeid, marks in state.marks.items():
+        directory = inodes.find(nodeid)
+        if directory is not None:
+            directory.marks = marks
+
+
+def _former_offsets(state: KernelState) -> dict[int, dict[int, str]]:
+    """The names in each open directory by the offsets that an earlier version gave them."""
+    names: dict[int, dict[int, str]] = {
+        handle.nodeid: {} for handle in state.handles.values() if handle.mode == DIRECTORY
+    }
+    for node in state.nodes.values() if names else ():
+        if node.parent in names:
+            names[node.parent][node.nodeid] = node.name
+    return names
 
 
 async def _restore_handle(
@@ -85,12 +107,15 @@ async def _restore_handle(
     backing: Backing,
     whole: Mapping[int, CacheFile],
     dropped: dict[int, CacheFile],
+    former: Mapping[int, dict[int, str]],
 ) -> None:
     inode = operations.inodes.find(logged.nodeid)
     if inode is None:
         return  # its RELEASE comes, and is answered
     if inode.info is None:
-        operations.handles.adopt_directory(DirectoryHandle(logged.fh, inode, -1, logged.unique))
+        directory = DirectoryHandle(logged.fh, inode, -1, logged.unique)
+        directory.former = former.get(logged.nodeid, {})
+        operations.handles.adopt_directory(directory)
         return
     cache = operations.cache
     file = cache.pin(inode.info.version)

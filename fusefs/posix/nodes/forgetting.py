@@ -4,7 +4,9 @@ Each name that the kernel knows is an inode here, of about 1 KiB, until the
 kernel forgets it, which it does under its own memory pressure alone. So the
 names have a limit: beyond it the kernel is notified to drop those that are the
 oldest and not in use (FUSE_NOTIFY_PRUNE, Linux 6.18), which it answers with
-FORGET. A name that is pruned is looked up again when it is used again.
+FORGET. A name that is pruned is looked up again when it is used again. Listings, which
+hand out a hundred thousand names a second, show names alone while there are too many
+(`InodeTable.is_full`).
 
 An older kernel has no such notification that could never wait for this very
 process: FUSE_NOTIFY_INVAL_ENTRY takes the directory's lock, which a lookup
@@ -27,11 +29,14 @@ logger = logging.getLogger("fusefs.names")
 
 # What one name takes: the inode, its name, its version and its entries in tables.
 BYTES_PER_NAME = 1024
-CHECK_EVERY_S = 1.0
+# How soon to go through the names again when too many of them were in use.
+AGAIN_AFTER_S = 1.0
 # A notification with so many names takes a millisecond or two.
 BATCH = 128
 # So much below the limit the pruning ends, for names come back at once.
 MARGIN = 0.1
+# So much above it listings hand out no more: usually the kernel has forgotten some before.
+OVERSHOOT = 0.25
 
 
 class Forgetting:
@@ -46,16 +51,25 @@ class Forgetting:
     ) -> None:
         self._inodes = inodes
         self.most = most
+        self._crossed = trio.Event()
+        inodes.limit(most, int(most * (1 + OVERSHOOT)), self._note_crossed)
         self._prune = prune
         self.pruned = 0
         self.can_prune = True
 
     async def run(self) -> None:
-        """Look now and then, until cancelled or the kernel turns out not to know how."""
+        """Prune whenever there are too many, until cancelled or the kernel does not know how."""
         while self.can_prune:
-            await ACTIVITY.pause(CHECK_EVERY_S)
+            if len(self._inodes) <= self.most:
+                await self._crossed.wait()
+            self._crossed = trio.Event()
             if len(self._inodes) > self.most:
                 await self.shrink()
+            if len(self._inodes) > self.most:
+                await ACTIVITY.pause(AGAIN_AFTER_S)
+
+    def _note_crossed(self) -> None:
+        self._crossed.set()
 
     async def shrink(self) -> None:
         """Go once through the names, the oldest first, until few enough are left."""

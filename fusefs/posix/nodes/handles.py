@@ -70,10 +70,22 @@ class DirectoryHandle:
     """An open directory: `position` is that of the entry with the offset `offset`.
 
     `opened` is in seconds of the monotonic clock: listings that were valid
-    then are valid for this handle.
+    then are valid for this handle. `recent` are the names of the last reply by their
+    offsets, of which the kernel may have passed on only the first; `former` are names by
+    the node ids that were their offsets in an earlier version's replies.
     """
 
-    __slots__ = ("fh", "generation", "inode", "offset", "opened", "position", "unique")
+    __slots__ = (
+        "fh",
+        "former",
+        "generation",
+        "inode",
+        "offset",
+        "opened",
+        "position",
+        "recent",
+        "unique",
+    )
 
     def __init__(self, fh: int, inode: Inode, generation: int, unique: int) -> None:
         self.fh = fh
@@ -82,6 +94,8 @@ class DirectoryHandle:
         self.generation = generation
         self.offset = 0
         self.position = ""
+        self.recent: dict[int, str] = {}
+        self.former: dict[int, str] = {}
         self.opened = time.monotonic()
 
 

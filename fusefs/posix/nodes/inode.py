@@ -72,8 +72,8 @@ class Inode:
     current inode of each name (None for a file). `served` and `passthrough`
     count the open handles in each mode: one of them is always zero, because
     the kernel refuses to mix them in one inode. A directory's are all served,
-    and `offsets` are the children that only its open streams may still name,
-    by their node ids as offsets. `valid_until` is in seconds
+    and `marks` are the positions that the offsets of its entries refer to, with their
+    numbers (offsets.py). `valid_until` is in seconds
     of the monotonic clock; `looked_up` says that the kernel looked the name up
     since the last open. `packed` is the session's own form of the attributes.
 
@@ -94,11 +94,11 @@ class Inode:
         "is_removed",
         "lead",
         "looked_up",
+        "marks",
         "meta",
         "name",
         "nlookup",
         "nodeid",
-        "offsets",
         "packed",
         "parent",
         "passthrough",
@@ -117,7 +117,7 @@ class Inode:
         self.name = name
         self.info = info
         self.children: dict[str, Inode] | None = {} if info is None else None
-        self.offsets: set[Inode] | None = set() if info is None else None
+        self.marks: dict[str, int] | None = None
         self.nlookup = 0
         self.served = 0
         self.passthrough = 0

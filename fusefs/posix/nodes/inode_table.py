@@ -17,14 +17,16 @@ The table belongs to the event loop; nothing here waits.
 from __future__ import annotations
 
 import errno
+import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Protocol
 
 from fusefs.posix.nodes.inode import FIRST_ID, Attributes, Inode, Ownership, stable_ino
 from fusefs.posix.nodes.notifier import Notifier
+from fusefs.posix.nodes.offsets import MOST_MARKS
 from fusefs.store.interface import ObjectInfo, ObjectVersion
 
 __all__ = ["FIRST_ID", "Attributes", "Inode", "InodeTable", "NodeLog", "Ownership", "stable_ino"]
@@ -43,6 +45,7 @@ class NodeLog(Protocol):
     def node(self, inode: Inode) -> None: ...
     def count(self, inode: Inode) -> None: ...
     def gone(self, nodeid: int) -> None: ...
+    def mark(self, nodeid: int, number: int, position: str) -> None: ...
     def superseded(self, nodeid: int) -> None: ...
     def stale(self, nodeid: int, pid: int, *, is_pending: bool) -> None: ...
     def opened(
@@ -82,6 +85,17 @@ class InodeTable:
         self.root.nlookup = 1
         self.by_id: dict[int, Inode] = {ROOT_ID: self.root}  # never another dict
         self._notifier = notifier or Notifier()
+        self._most = self._most_listed = sys.maxsize
+        self._on_crossing: Callable[[], None] = lambda: None
+
+    def limit(self, most: int, most_listed: int, on_crossing: Callable[[], None]) -> None:
+        """Call `on_crossing` when there are more than `most`; `is_full` beyond `most_listed`."""
+        self._most, self._most_listed, self._on_crossing = most, most_listed, on_crossing
+
+    @property
+    def is_full(self) -> bool:
+        """Whether listings hand out no more nodes, where the session can do that."""
+        return len(self.by_id) > self._most_listed
 
     def __len__(self) -> int:
         return len(self.by_id)
@@ -182,6 +196,8 @@ class InodeTable:
         inode = Inode(self._new_id(ino), ino, parent, name, info)
         self.by_id[inode.nodeid] = inode
         parent.children[name] = inode
+        if len(self.by_id) > self._most:
+            self._on_crossing()
         return inode
 
     def count(self, inode: Inode, valid_until: float) -> None:
@@ -194,19 +210,24 @@ class InodeTable:
         else:
             self._log.count(inode)
 
-    def mention(self, inode: Inode) -> None:
-        """Log that a directory stream is about to use this node id as an offset."""
-        self._log.node(inode)
-        if not inode.nlookup:
-            self._keep_as_offset(inode)
+    def mark(self, directory: Inode, position: str) -> int:
+        """The number of a position to which offsets refer; that of a new one is logged."""
+        if not position:
+            return 0
+        marks = directory.marks
+        if marks is None:
+            marks = directory.marks = {}
+        number = marks.get(position)
+        if number is None:
+            number = marks[position] = min(len(marks) + 1, MOST_MARKS)
+            self._log.mark(directory.nodeid, number, position)
+        return number
 
-    def close_directory(self, inode: Inode) -> None:
-        """The last stream of a directory has been closed: its offsets mean nothing any more."""
-        assert inode.offsets is not None
-        offsets, inode.offsets = inode.offsets, set()
-        for child in offsets:
-            self.drop_unknown(child)
-        self.drop_unknown(inode)
+    def forget_marks(self, directory: Inode) -> None:
+        """Neither an open stream nor the kernel's copy of the listing has offsets any more."""
+        if directory.marks is not None:
+            directory.marks = None
+            self._log.mark(directory.nodeid, 0, "")
 
     def supersede(self, inode: Inode) -> None:
         """Let the next lookup of its name make a new inode."""
@@ -322,14 +343,11 @@ class InodeTable:
         self.drop_unknown(inode)
 
     def drop_unknown(self, inode: Inode) -> None:
-        """Remove an inode that the kernel has no reference to, or keep it as an offset."""
+        """Remove an inode that the kernel has no reference to."""
         parent = inode.parent
         if inode.nlookup or inode.is_open or inode.children or parent is None:
             return
         if inode.staged is not None:
-            return
-        if parent.served:
-            self._keep_as_offset(inode)
             return
         self._unlist(inode)
         if self.by_id.pop(inode.nodeid, None) is not None:
@@ -337,11 +355,6 @@ class InodeTable:
         # A directory whose last child goes may itself have been forgotten before.
         if not parent.nlookup:
             self.drop_unknown(parent)
-
-    def _keep_as_offset(self, inode: Inode) -> None:
-        assert inode.parent is not None
-        assert inode.parent.offsets is not None
-        inode.parent.offsets.add(inode)
 
     def _new_id(self, ino: int) -> int:
         if self._ids_are_inos and ino not in self.by_id:

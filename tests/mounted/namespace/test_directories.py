@@ -116,7 +116,10 @@ def test_listing_a_file_is_enotdir(tree: Mount) -> None:
         os.listdir(tree.path / "readme.txt")
 
 
-@states("`telldir` and `seekdir` go back to any place in an open directory.")
+@states(
+    "`telldir` and `seekdir` go back to any place in an open directory; if somebody else has"
+    " removed the entry there, up to a page of names is shown again."
+)
 @pytest.mark.parametrize("ttl", ["0s", "1h"])
 def test_telldir_and_seekdir_go_back_to_any_place(
     mount: Callable[..., Mount], still: Bucket, ttl: str

@@ -33,7 +33,7 @@ from fusefs.posix.nodes.handles import HandleTable
 from fusefs.posix.nodes.inode_table import Attributes, Inode, InodeTable, Ownership
 from fusefs.posix.nodes.notifier import Notifier
 from fusefs.posix.operations import Operations
-from fusefs.posix.types import BackingFiles, Caller
+from fusefs.posix.types import BackingFiles, Caller, NameKind
 from fusefs.posix.write.staging import Staging
 from tests.support.memory_store import MemoryStore
 
@@ -49,6 +49,8 @@ class Names:
     is_plus: bool = True
     takes_names: bool = True
     names: list[str] = field(default_factory=list)
+    # By name.
+    offsets: dict[str, int] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
@@ -57,8 +59,15 @@ class Names:
     def add_dot(self, _name: bytes, _ino: int, _offset: int) -> bool:
         return True
 
-    def add(self, name: bytes, _inode: Inode, _valid_s: float) -> bool:
-        self.names.append(name.decode())
+    def add(self, name: bytes, _inode: Inode, offset: int, _valid_s: float) -> bool:
+        return self._add(name.decode(), offset)
+
+    def add_name(self, name: bytes, _ino: int, offset: int, _kind: NameKind) -> bool:
+        return self._add(name.decode(), offset)
+
+    def _add(self, name: str, offset: int) -> bool:
+        self.names.append(name)
+        self.offsets[name] = offset
         return True
 
 
@@ -158,19 +167,27 @@ class Process:
         finally:
             await _answered(self.operations.release(fh))
 
-    async def listing(self, path: str = "") -> list[str]:
+    async def opendir(self, path: str = "") -> int:
         inode = await self.node(path)
         handle, _ = self.operations.opendir(inode.nodeid, self.caller())
-        names = Names()
+        return handle.fh
+
+    async def readdir(self, fh: int, offset: int = 0) -> dict[str, int]:
+        """The names behind an offset, each with its own, up to the end."""
+        found: dict[str, int] = {}
         while True:
-            before = len(names.names)
             more = Names()
-            await _answered(self.operations.readdir(handle.fh, handle.offset, more))
-            names.names += more.names
-            if len(names.names) == before:
-                break
-        self.operations.releasedir(handle.fh)
-        return names.names
+            await _answered(self.operations.readdir(fh, offset, more))
+            if not more.names:
+                return found
+            found |= more.offsets
+            offset = more.offsets[more.names[-1]]
+
+    async def listing(self, path: str = "") -> list[str]:
+        fh = await self.opendir(path)
+        found = await self.readdir(fh)
+        self.operations.releasedir(fh)
+        return list(found)
 
 
 class MortalMount:

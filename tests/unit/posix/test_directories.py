@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
@@ -199,6 +200,44 @@ def test_listings_hold_no_more_entries_than_they_may(monkeypatch: pytest.MonkeyP
 
     assert directories_module.MAX_ENTRIES == 200_000
     monkeypatch.setattr(directories_module, "MAX_ENTRIES", 700)
+    trio.run(check)
+
+
+@given(KEYS, st.integers(1, 7))
+@settings(max_examples=200, deadline=None)
+def test_a_stream_tells_each_name_once_where_no_segment_is_kept_for_the_next(
+    keys: set[str], page_size: int
+) -> None:
+    async def check() -> None:
+        async with listings(Bucket(keys, page_size)) as directories:
+            directories.most_entries = 1
+            found = await stream(directories, "")
+            assert [name for name, _ in found] == sorted(expected(keys, ""), key=position)
+            for name in expected(keys, ""):
+                entry, _ = await directories.lookup(directories.get(""), name)
+                assert entry is not ABSENT
+            # From where a segment began, whose neighbours are gone.
+            for segment in list(directories.get("").segments):
+                for at in filter(None, (segment.start, segment.stop)):
+                    for known in list(directories.get("").segments):
+                        known.expires = 0.0
+                    behind = [name for name, _ in await stream(directories, "", at)]
+                    assert behind == sorted(
+                        (name for name in expected(keys, "") if position(name) > at), key=position
+                    )
+
+    trio.run(check)
+
+
+def test_a_directory_of_which_nothing_is_known_takes_no_memory() -> None:
+    async def check() -> None:
+        async with listings(Bucket([f"d{number}/a" for number in range(100)], 10)) as directories:
+            directories.most_entries = 20
+            for number in range(100):
+                await directories.lookup(directories.get(f"d{number}/"), "a")
+            gc.collect()
+            assert len(directories) <= 7
+
     trio.run(check)
 
 

@@ -1,0 +1,97 @@
+"""How the entries of one segment are added to a reply: with their inodes, or as names alone."""
+
+from __future__ import annotations
+
+import time
+
+from fusefs.posix.directory.listings import Directory, Entry, Segment
+from fusefs.posix.metadata.head_cache import HeadCache
+from fusefs.posix.metadata.object_metadata import LONGEST_TARGET
+from fusefs.posix.nodes.inode_table import Inode, InodeTable, stable_ino
+from fusefs.posix.types import DirectoryBuffer, NameKind
+
+
+class Entries:
+    """Adds the entries of one segment to one reply."""
+
+    __slots__ = (
+        "_buffer",
+        "_directory",
+        "_entries",
+        "_expires",
+        "_head_cache",
+        "_inodes",
+        "_no_attributes_until",
+        "_parent",
+        "_shows_meta",
+        "_valid_s",
+    )
+
+    def __init__(
+        self,
+        inodes: InodeTable,
+        head_cache: HeadCache,
+        parent: Inode,
+        directory: Directory,
+        segment: Segment,
+        buffer: DirectoryBuffer,
+    ) -> None:
+        self._inodes = inodes
+        self._head_cache = head_cache
+        self._parent = parent
+        self._directory = directory
+        self._entries = segment.entries
+        self._buffer = buffer
+        self._expires = segment.expires
+        self._valid_s = max(0.0, segment.expires - time.monotonic())
+        # Whether entries come with attributes that a listing does not tell.
+        self._shows_meta = buffer.is_plus and head_cache.is_on
+        self._no_attributes_until = (
+            head_cache.no_attributes_until(parent) if self._shows_meta else 0.0
+        )
+
+    def add(self, name: str, encoded: bytes, offset: int) -> bool | None:
+        """Add one entry; False if there is no room, None if that takes a HEAD first."""
+        entry = self._entries[name]
+        buffer, inodes = self._buffer, self._inodes
+        if buffer.takes_names and (inodes.is_full or not buffer.is_plus):
+            return self._add_name(name, encoded, offset, entry)
+        inode = resolved(inodes, self._parent, self._directory, name, entry)
+        is_bare = self._shows_meta and self._head_cache.needs_head_of(
+            inode, self._no_attributes_until
+        )
+        # What is being written changes its size behind the attributes' back.
+        if (is_bare or inode.staged is not None) and buffer.takes_names:
+            has_room = self._add_name(name, encoded, offset, entry)
+        elif is_bare:
+            inodes.drop_unknown(inode)
+            return None
+        else:
+            has_room = buffer.add(encoded, inode, offset, self._valid_s)
+            if has_room:
+                inodes.count(inode, self._expires)
+                return True
+        inodes.drop_unknown(inode)
+        return has_room
+
+    def _add_name(self, name: str, encoded: bytes, offset: int, entry: Entry) -> bool:
+        assert self._parent.children is not None
+        inode = self._parent.children.get(name)
+        ino = stable_ino(_key(self._directory, name, entry)) if inode is None else inode.ino
+        kind = NameKind.OBJECT
+        if entry is None:
+            kind = NameKind.DIRECTORY
+        elif entry.size > LONGEST_TARGET or (inode is not None and inode.staged is not None):
+            kind = NameKind.FILE
+        return self._buffer.add_name(encoded, ino, offset, kind)
+
+
+def resolved(
+    inodes: InodeTable, parent: Inode, directory: Directory, name: str, entry: Entry
+) -> Inode:
+    """The current inode of an entry."""
+    return inodes.resolve(parent, name, entry, _key(directory, name, entry))
+
+
+def _key(directory: Directory, name: str, entry: Entry) -> str:
+    return entry.key if entry is not None else directory.prefix + name + "/"

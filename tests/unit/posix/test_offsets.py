@@ -1,0 +1,94 @@
+"""Offsets of directory entries: made of a mark and a name, and found again in any listing."""
+
+from __future__ import annotations
+
+import errno
+import struct
+from pathlib import Path
+
+import pytest
+
+from fusefs.posix.journal.records import MARK, MARK_TYPE, NODE_TYPE, node_payload
+from fusefs.posix.journal.replay import KernelState
+from fusefs.posix.nodes.inode import Inode
+from fusefs.posix.nodes.offsets import base_of, code_of, divided
+from tests.support.survival.mortal_mount import MortalMount
+
+FILES = [f"file-{number:02}" for number in range(20)]
+
+
+def test_an_offset_is_positive_and_no_node_id() -> None:
+    for mark in (0, 1, (1 << 22) - 1):
+        offset = base_of(mark) | code_of(b"name")
+        assert struct.unpack("q", struct.pack("Q", offset))[0] == offset > 1 << 61
+        assert divided(offset) == (mark, code_of(b"name"))
+    assert divided(4711) is None
+
+
+@pytest.mark.parametrize("pattern", ["object-%07d.bin", "%06d", "a/long/prefix-%08d-and-a-tail"])
+def test_numbered_names_have_different_codes(pattern: str) -> None:
+    assert len({code_of((pattern % number).encode()) for number in range(100_000)}) == 100_000
+
+
+async def test_a_stream_goes_on_behind_a_name_that_was_removed_meanwhile(tmp_path: Path) -> None:
+    mount = MortalMount(tmp_path)
+    async with mount.serving() as process:
+        for name in FILES:
+            await process.save(name, b"1")
+        fh = await process.opendir()
+        offsets = await process.readdir(fh)
+        assert list(offsets) == FILES
+        # Of an entry in the last reply, and of one of an earlier reply.
+        for name in FILES[3:5]:
+            await process.unlink(name)
+            assert list(await process.readdir(fh, offsets[name])) == FILES[FILES.index(name) + 1 :]
+            assert not await process.readdir(fh, offsets[FILES[-1]])
+        process.operations.releasedir(fh)
+
+
+async def test_no_name_is_passed_over_by_a_daemon_that_cannot_find_the_place(
+    tmp_path: Path,
+) -> None:
+    mount = MortalMount(tmp_path)
+    async with mount.serving() as process:
+        for name in FILES:
+            await process.save(name, b"1")
+        fh = await process.opendir()
+        offsets = await process.readdir(fh)
+    del mount.store.objects[FILES[7]]
+    async with mount.serving() as process:
+        assert list(await process.readdir(fh, offsets[FILES[6]])) == FILES[8:]
+        behind_the_gone = list(await process.readdir(fh, offsets[FILES[7]]))
+        assert behind_the_gone[-12:] == FILES[8:]
+        for unknown in (4711, base_of(3) | code_of(b"file-01")):
+            with pytest.raises(OSError, match="unknown directory offset") as raised:
+                await process.readdir(fh, unknown)
+            assert raised.value.errno == errno.EINVAL
+        process.operations.releasedir(fh)
+
+
+async def test_where_there_are_too_many_nodes_names_come_alone(tmp_path: Path) -> None:
+    mount = MortalMount(tmp_path)
+    async with mount.serving() as process:
+        for name in FILES:
+            await process.save(name, b"1")
+    mount.reboot()
+    async with mount.serving() as process:
+        inodes = process.operations.inodes
+        crossed: list[int] = []
+        inodes.limit(5, 10, lambda: crossed.append(len(inodes)))
+        assert await process.listing() == FILES
+        # The root is one, and one more is there before they are too many.
+        assert len(inodes) == 11
+        assert crossed[0] == 6
+
+
+def test_marks_are_on_record_until_their_directory_goes() -> None:
+    state = KernelState()
+    directory = Inode(20, 20, None, "d", None)
+    state.apply(NODE_TYPE, node_payload(directory))
+    for number, position in ((1, "a"), (2, "b/")):
+        state.apply(MARK_TYPE, MARK.pack(20, number) + position.encode())
+    assert state.marks == {20: {"a": 1, "b/": 2}}
+    state.apply(MARK_TYPE, MARK.pack(20, 0))
+    assert state.marks == {}
