@@ -25,8 +25,8 @@ from fusefs.telemetry.stalls import WaitCause, stage
 logger = logging.getLogger("fusefs.cache")
 
 SIZE_LIMIT = 256 << 20
-# Pages on their way to the disk; more are not worth their memory.
-QUEUE = 64
+# Pages on their way to the disk, of 0.5 MB each; more are not worth their memory.
+QUEUE = 16
 
 
 class NoPages:

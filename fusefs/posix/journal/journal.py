@@ -8,7 +8,8 @@ log, then reply.
 
 The log is a file that is mapped shared: an append is a copy into memory
 (0.3 microseconds where a write would cost 3), which the kernel keeps when the
-process is killed. Its blocks are allocated before they are written, so a full
+process is killed. Of the mapping no more than the last STEP is in this process's memory.
+The blocks are allocated before they are written, so a full
 disk shows up as an error of `posix_fallocate` and not as a SIGBUS. A kill in
 the middle of a copy costs nothing but that record, whose reply was not sent;
 anything else that is missing or changed is damage, which is noticed
@@ -145,6 +146,10 @@ class _Log:
         os.posix_fallocate(self._fd, self.limit, STEP)
         self.limit += STEP
         self.memory.resize(self.limit)
+        # What is written is the page cache's, and not needed here; but the header is.
+        written = self.size // mmap.PAGESIZE * mmap.PAGESIZE
+        if written > mmap.PAGESIZE:
+            self.memory.madvise(mmap.MADV_DONTNEED, mmap.PAGESIZE, written - mmap.PAGESIZE)
 
     def _commit(self) -> None:
         SLOT.pack_into(self.memory, SLOTS[self.count & 1], self.size, self.crc)

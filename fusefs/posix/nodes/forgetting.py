@@ -34,9 +34,7 @@ AGAIN_AFTER_S = 1.0
 # A notification with so many names takes a millisecond or two.
 BATCH = 128
 # So much below the limit the pruning ends, for names come back at once.
-MARGIN = 0.1
-# So much above it listings hand out no more: usually the kernel has forgotten some before.
-OVERSHOOT = 0.25
+MARGIN = 0.25
 
 
 class Forgetting:
@@ -52,7 +50,7 @@ class Forgetting:
         self._inodes = inodes
         self.most = most
         self._crossed = trio.Event()
-        inodes.limit(most, int(most * (1 + OVERSHOOT)), self._note_crossed)
+        inodes.limit(most, self._note_crossed)
         self._prune = prune
         self.pruned = 0
         self.can_prune = True

@@ -85,17 +85,17 @@ class InodeTable:
         self.root.nlookup = 1
         self.by_id: dict[int, Inode] = {ROOT_ID: self.root}  # never another dict
         self._notifier = notifier or Notifier()
-        self._most = self._most_listed = sys.maxsize
+        self._most = sys.maxsize
         self._on_crossing: Callable[[], None] = lambda: None
 
-    def limit(self, most: int, most_listed: int, on_crossing: Callable[[], None]) -> None:
-        """Call `on_crossing` when there are more than `most`; `is_full` beyond `most_listed`."""
-        self._most, self._most_listed, self._on_crossing = most, most_listed, on_crossing
+    def limit(self, most: int, on_crossing: Callable[[], None]) -> None:
+        """Call `on_crossing` whenever there are more than `most`."""
+        self._most, self._on_crossing = most, on_crossing
 
     @property
     def is_full(self) -> bool:
         """Whether listings hand out no more nodes, where the session can do that."""
-        return len(self.by_id) > self._most_listed
+        return len(self.by_id) > self._most
 
     def __len__(self) -> int:
         return len(self.by_id)

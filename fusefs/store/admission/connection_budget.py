@@ -17,8 +17,9 @@ keep an upload waiting for ever.
 
 from __future__ import annotations
 
-import time
+import math
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import trio
@@ -79,9 +80,18 @@ class _Queue:
 class ConnectionBudget:
     """The budget of one store. Belongs to the event loop."""
 
-    def __init__(self, maximum: int, next_budget: ConnectionBudget | None = None) -> None:
-        """With `next_budget`, what gets a connection here waits for one there as well."""
+    def __init__(
+        self,
+        maximum: int,
+        next_budget: ConnectionBudget | None = None,
+        clock: Callable[[], float] = trio.current_time,
+    ) -> None:
+        """With `next_budget`, what gets a connection here waits for one there as well.
+
+        Times are seconds of `clock`.
+        """
         self.maximum = maximum
+        self._clock = clock
         self._next_budget = next_budget
         self._allowed = float(maximum)
         self._running = dict.fromkeys(Priority, 0)
@@ -89,7 +99,7 @@ class ConnectionBudget:
         self._queues = {rank: _Queue() for rank in Priority}
         # How many more urgent requests have gone since the last one of a priority.
         self._passed = dict.fromkeys(Priority, 0)
-        self._backed_off = -BACK_OFF_EVERY_S
+        self._backed_off = -math.inf
         self._is_timing = False
         self.rate = Rate()
 
@@ -116,7 +126,7 @@ class ConnectionBudget:
 
     def note_throttled(self) -> None:
         """Note that S3 answered that requests come too fast."""
-        now = time.monotonic()
+        now = self._clock()
         # With a rate, fewer connections would only leave some of it unused.
         if self.rate.limit is None and now - self._backed_off >= BACK_OFF_EVERY_S:
             self._backed_off = now

@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import math
 import random
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -92,13 +91,14 @@ _NO_ANSWERS = frozenset((0, 500, 502, 504))
 class RetryBudget:
     """How long to retry a request (`time_s` seconds without progress), and how long to pause."""
 
-    def __init__(self, time_s: float) -> None:
+    def __init__(self, time_s: float, clock: Callable[[], float] = trio.current_time) -> None:
         self._time_s = time_s
+        self._clock = clock
         self.restart()
 
     def restart(self) -> None:
         """Begin anew: an attempt has made progress."""
-        self._began = time.monotonic()
+        self._began = self._clock()
         self._end = self._began + self._time_s
         self._attempts = 0
 
@@ -108,14 +108,14 @@ class RetryBudget:
         However long the first attempt took, there is a second.
         """
         end = self._end if self._attempts == 0 else min(self._end, self._began + longest_s)
-        return time.monotonic() < end
+        return self._clock() < end
 
     def pause_s(self) -> float:
         """The seconds to wait before the next attempt."""
         # Full jitter: clients that failed together do not come back together.
         self._attempts += 1
         longest = min(LAST_PAUSE_S, FIRST_PAUSE_S * 2**self._attempts)
-        return min(random.uniform(0, longest), max(0.0, self._end - time.monotonic()))
+        return min(random.uniform(0, longest), max(0.0, self._end - self._clock()))
 
 
 class Requester:
@@ -401,14 +401,14 @@ class Requester:
         The answer to a HEAD has no body, so it has no code that says what is wrong
         with the credentials; that to a LIST has.
         """
-        is_due = time.monotonic() - self._last_explained >= EXPLAIN_EVERY_S
+        is_due = trio.current_time() - self._last_explained >= EXPLAIN_EVERY_S
         if not failure.code and (failure.status == 400 or (failure.status == 403 and is_due)):
             try:
                 await self.once("LIST", list_work(key, "", "", 1))
             except AttemptError as error:
                 if error.failure.kind is CredentialsError:
                     return classify(operation, error.failure)
-            self._last_explained = time.monotonic()
+            self._last_explained = trio.current_time()
         return classify(operation, failure)
 
     def _note_retry(self, operation: str, key: str, failure: Failure) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from fusefs.posix.nodes.forgetting import OVERSHOOT
 from tests.support.machine.libc import DirectoryStream
 from tests.support.mounting import Mount
 from tests.support.semantics import states
@@ -44,7 +43,7 @@ def mount(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mo
 def most_listed(mount: Mount) -> int:
     most: int = mount.status()["metadata"]["most_nodes"]
     # A reply with some hundred entries is under way, and so are lookups.
-    return int(most * (1 + OVERSHOOT)) + 1000
+    return most + 1000
 
 
 def nodes(mount: Mount) -> int:
@@ -53,7 +52,7 @@ def nodes(mount: Mount) -> int:
 
 
 @states(
-    "While there are a quarter more than that, listings show names alone, whose attributes are"
+    "While there are more than that, listings show names alone, whose attributes are"
     " looked up when they are used: a directory of millions takes no more memory than others, also"
     " while it is open."
 )

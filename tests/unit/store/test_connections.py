@@ -38,11 +38,9 @@ async def limited(connections: int, per_s: float) -> ConnectionBudget:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def clock() -> list[float]:
     """The time that connections see: change its only item."""
-    now = [1000.0]
-    monkeypatch.setattr(connection_budget.time, "monotonic", lambda: now[0])
-    return now
+    return [1000.0]
 
 
 class Holders:
@@ -185,13 +183,13 @@ async def test_a_turn_that_comes_with_the_cancellation_is_passed_on(
 
 
 def test_being_throttled_halves_what_is_allowed(clock: list[float]) -> None:
-    budget = ConnectionBudget(32)
+    budget = ConnectionBudget(32, clock=lambda: clock[0])
     budget.note_throttled()
     assert budget.allowed == 16
 
 
 def test_many_throttled_answers_at_once_count_as_one(clock: list[float]) -> None:
-    budget = ConnectionBudget(32)
+    budget = ConnectionBudget(32, clock=lambda: clock[0])
     for _ in range(20):
         budget.note_throttled()
     assert budget.allowed == 16
@@ -201,7 +199,7 @@ def test_many_throttled_answers_at_once_count_as_one(clock: list[float]) -> None
 
 
 def test_one_connection_always_stays(clock: list[float]) -> None:
-    budget = ConnectionBudget(4)
+    budget = ConnectionBudget(4, clock=lambda: clock[0])
     for _ in range(10):
         budget.note_throttled()
         clock[0] += connection_budget.BACK_OFF_EVERY_S
@@ -209,7 +207,7 @@ def test_one_connection_always_stays(clock: list[float]) -> None:
 
 
 def test_a_round_of_successes_allows_one_more(clock: list[float]) -> None:
-    budget = ConnectionBudget(16)
+    budget = ConnectionBudget(16, clock=lambda: clock[0])
     budget.note_throttled()
     for _ in range(9):
         budget.note_success()
@@ -217,7 +215,7 @@ def test_a_round_of_successes_allows_one_more(clock: list[float]) -> None:
 
 
 def test_successes_never_allow_more_than_the_maximum(clock: list[float]) -> None:
-    budget = ConnectionBudget(4)
+    budget = ConnectionBudget(4, clock=lambda: clock[0])
     budget.note_throttled()
     for _ in range(100):
         budget.note_success()
@@ -227,7 +225,7 @@ def test_successes_never_allow_more_than_the_maximum(clock: list[float]) -> None
 async def test_who_waits_goes_on_when_more_are_allowed(
     nursery: trio.Nursery, clock: list[float]
 ) -> None:
-    budget = ConnectionBudget(2)
+    budget = ConnectionBudget(2, clock=lambda: clock[0])
     budget.note_throttled()
     holders = Holders(budget, nursery)
     await holders.start("a", demand)

@@ -94,7 +94,7 @@ async def test_nothing_is_sent_again_over_connections_that_others_need() -> None
     assert connections.in_use == 0
 
 
-def test_nothing_is_sent_again_while_the_store_asks_to_slow_down() -> None:
+async def test_nothing_is_sent_again_while_the_store_asks_to_slow_down() -> None:
     connections = ConnectionBudget(8)
     hedging = warmed(connections)
     connections.note_throttled()
