@@ -1,7 +1,7 @@
 """How many requests run at once, and which goes first: a budget with priorities.
 
 At most `maximum` requests run at once. When S3 throttles, the number that is
-allowed halves, at most once a second; each request that succeeds raises it
+allowed halves, at most every 0.1 s; each request that succeeds raises it
 again by a fraction, so that a full round of successes is worth one more
 connection (additive increase, multiplicative decrease). Where it goes on throttling,
 the rate of requests is limited instead (rate.py), and a request waits for a
@@ -28,7 +28,8 @@ from fusefs.store.admission.rate import Rate
 from fusefs.store.interface import Priority, Urgency
 from fusefs.telemetry.stalls import WaitCause, stage
 
-BACK_OFF_EVERY_S = 1.0
+# A few round trips: what is refused meanwhile was sent before the last reduction.
+BACK_OFF_EVERY_S = 0.1
 # How many more urgent requests go before one that waits; a ninth is enough to make progress.
 PASSED_MOST = 8
 

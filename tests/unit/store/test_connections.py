@@ -198,6 +198,29 @@ def test_many_throttled_answers_at_once_count_as_one(clock: list[float]) -> None
     assert budget.allowed == 8
 
 
+async def test_a_store_that_refuses_everything_is_soon_sent_little(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    budget = ConnectionBudget(64)
+    sent: list[float] = []
+
+    async def send() -> None:
+        while True:
+            async with budget.lease(demand):
+                sent.append(trio.current_time())
+                await trio.sleep(0.03)
+            budget.note_throttled()
+
+    with trio.move_on_after(2.0):
+        async with trio.open_nursery() as nursery:
+            for _ in range(64):
+                nursery.start_soon(send)
+    began = sent[0]
+    # One at a time after a second; 64 at a time are 2,133 requests a second.
+    assert sum(at - began < 1.0 for at in sent) < 400
+    assert sum(at - began >= 1.0 for at in sent) <= 40
+
+
 def test_one_connection_always_stays(clock: list[float]) -> None:
     budget = ConnectionBudget(4, clock=lambda: clock[0])
     for _ in range(10):

@@ -1,0 +1,336 @@
+"""A thousand nodes that start at once: discrete events, with the daemon's own policy.
+
+Each node is the daemon's Requester (store/s3/requester.py) with all that decides when a request
+is sent: the budget of connections (AIMD), the rate that is felt for, pauses with jitter. And
+of the cluster cache its deadline, breaker and sampling (cluster_cache/policy.py). All
+nodes run in one trio loop whose clock jumps from event to event, so what runs is
+the daemon's code and what is simulated is the network and the stores:
+
+- S3 takes `RATE` GETs a second of each prefix, a second's worth at once at most, and
+  refuses more (503 SlowDown). The first byte takes 30 ms, for one request in a hundred 300 ms;
+  a connection carries 90 MB/s: the distant server of bench/cloud.
+- A node has a link of 10 Gbit/s.
+- A server of the cluster cache has a link of 25 Gbit/s, which serves one answer after
+  the other, and keeps what it has been given. A block lies on one of them, by its hash.
+
+The data set is 1,000 times smaller than 1.5 TB, per node: 192 parts of 8 MiB, in four
+prefixes. A start lasts minutes instead of days, and what it costs to
+find the rate weighs more than it would.
+
+    python -m bench.scale.nodes [--nodes N] [--out FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import random
+import time
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import trio
+import trio.testing
+
+from fusefs.cluster_cache.policy import Breaker, Deadline, Sampling
+from fusefs.settings.memory import MemoryBudget
+from fusefs.settings.types import MIB
+from fusefs.store.errors import AttemptError, Failure, ThrottledError
+from fusefs.store.interface import demanded
+from fusefs.store.s3.clients import S3Settings
+from fusefs.store.s3.requester import Requester
+
+PART = 8 * MIB
+PREFIXES = 4
+PARTS = 192
+RATE = 5500.0
+FIRST_BYTE_S, SLOW_FIRST_BYTE_S, SLOW_SHARE = 0.03, 0.3, 0.01
+CONNECTION = 90e6
+NODE_LINK, CACHE_LINK = 10e9 / 8, 25e9 / 8
+# What a request takes of a cache server's processors, and until its first byte.
+CACHE_REQUEST_S, CACHE_FIRST_BYTE_S = 1e-4, 0.002
+# Blocks that a node puts into the cluster cache at a time.
+FILLS = 2
+SLOWDOWN = Failure(ThrottledError, "too many requests", 503, "SlowDown", is_retryable=True)
+
+
+class Link:
+    """A network link of so many bytes a second, which carries one thing after the other."""
+
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
+        self._free_at = 0.0
+
+    def carry(self, size: int, longest_s: float = 0.0) -> float:
+        """When so many bytes are through that also take `longest_s` for other reasons."""
+        now = trio.current_time()
+        self._free_at = max(now, self._free_at) + size / self._rate
+        return max(self._free_at, now + longest_s)
+
+
+class S3:
+    """The store: what it is sent, by the second, and what it refuses."""
+
+    def __init__(self, rate: float = RATE) -> None:
+        self._rate = rate
+        self._taken: dict[int, tuple[float, float]] = {}
+        self.sent: Counter[int] = Counter()
+        self.refused: Counter[int] = Counter()
+
+    def is_taken(self, prefix: int) -> bool:
+        """Count a request; False if it is one too many for its prefix."""
+        now = trio.current_time()
+        self.sent[int(now)] += 1
+        tokens, then = self._taken.get(prefix, (self._rate, now))
+        tokens = min(self._rate, tokens + (now - then) * self._rate)
+        is_taken = tokens >= 1
+        self._taken[prefix] = (tokens - is_taken, now)
+        self.refused[int(now)] += not is_taken
+        return is_taken
+
+
+async def first_byte() -> None:
+    is_slow = random.random() < SLOW_SHARE
+    await trio.sleep((SLOW_FIRST_BYTE_S if is_slow else FIRST_BYTE_S) * random.uniform(0.9, 1.1))
+
+
+class Node:
+    """One node: the daemon's requester, and a link."""
+
+    def __init__(self, number: int, s3: S3) -> None:
+        budget = MemoryBudget.of(256 * MIB)
+        self.number = number
+        self.link = Link(NODE_LINK)
+        self.requester = Requester(
+            S3Settings("bucket", max_streams=budget.streams, retry_time_s=math.inf)
+        )
+        # Its clients are never used: what they would send is simulated.
+        self.requester.source = cast(Any, SimpleNamespace(clients=object()))
+        self.streams = budget.streams
+        self._s3 = s3
+        self.warm_at = math.inf
+
+    async def get(self, part: int) -> None:
+        """Fetch a part from S3, however often that takes."""
+        await self.requester.retried("GET", str(part), partial(self._attempt, part))
+
+    async def _attempt(self, part: int) -> None:
+        async with self.requester.connected("GET", demanded, str(part)):
+            is_taken = self._s3.is_taken(part * PREFIXES // PARTS)
+            await first_byte()
+            if not is_taken:
+                raise AttemptError(SLOWDOWN)
+            await trio.sleep_until(self.link.carry(PART, PART / CONNECTION))
+
+    async def read(self, parts: Sequence[int], fetch: Callable[[int], Any]) -> None:
+        """Fetch all parts, as many at a time as a warm-up does."""
+        left = iter(parts)
+
+        async def work() -> None:
+            for part in left:
+                await fetch(part)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(self.streams):
+                nursery.start_soon(work)
+        self.warm_at = trio.current_time()
+
+
+class Cache:
+    """The cluster cache: servers, and which blocks they have."""
+
+    def __init__(self, servers: int) -> None:
+        self._links = [Link(CACHE_LINK) for _ in range(servers)]
+        self._processors = [Link(1 / CACHE_REQUEST_S) for _ in range(servers)]
+        self._kept: set[int] = set()
+        self.hits = self.misses = self.fills = 0
+
+    async def look_up(self, part: int) -> bool:
+        """Return at the first byte of the answer: whether the block is there."""
+        server = hash((part, 1)) % len(self._links)
+        at = self._processors[server].carry(1, CACHE_FIRST_BYTE_S * random.uniform(0.9, 1.1))
+        await trio.sleep_until(at)
+        is_hit = part in self._kept
+        self.hits += is_hit
+        self.misses += not is_hit
+        return is_hit
+
+    async def carry(self, part: int, node: Link) -> None:
+        """Bring a block that was found to a node, or from one."""
+        server = hash((part, 1)) % len(self._links)
+        through = self._links[server].carry(PART)
+        await trio.sleep_until(max(node.carry(PART), through))
+
+    async def fill(self, part: int, node: Link) -> None:
+        await self.carry(part, node)
+        self._kept.add(part)
+        self.fills += 1
+
+
+class CachedNode(Node):
+    """A node that asks the cluster cache first, as fusefs/cluster_cache does."""
+
+    def __init__(self, number: int, s3: S3, cache: Cache, nursery: trio.Nursery) -> None:
+        super().__init__(number, s3)
+        self._cache = cache
+        self._nursery = nursery
+        self._deadline = Deadline()
+        self._breaker = Breaker()
+        self._sampling = Sampling()
+        self._filling = 0
+
+    async def get(self, part: int) -> None:
+        is_asked = self._breaker.is_closed and self._sampling.wants_lookup()
+        if not is_asked:
+            await self._get_and_fill(part)
+            return
+        began, is_hit = trio.current_time(), False
+        with trio.move_on_after(self._deadline.wait_s) as scope:
+            is_hit = await self._cache.look_up(part)
+        if scope.cancelled_caught:
+            self._breaker.note_failure()
+        else:
+            self._deadline.note_first_byte(trio.current_time() - began)
+            self._breaker.note_success()
+        if is_hit:
+            self._sampling.note_hit()
+            await self._cache.carry(part, self.link)
+            return
+        self._sampling.note_miss()
+        await self._get_and_fill(part)
+
+    async def _get_and_fill(self, part: int) -> None:
+        if self._breaker.take_probe():
+            self._nursery.start_soon(self._probe, part)
+        await super().get(part)
+        # What would have to wait is not filled: another node's copy of it does as well.
+        if self._breaker.is_closed and self._filling < FILLS:
+            self._filling += 1
+            self._nursery.start_soon(self._fill, part)
+
+    async def _fill(self, part: int) -> None:
+        await self._cache.fill(part, self.link)
+        self._filling -= 1
+
+    async def _probe(self, part: int) -> None:
+        with trio.move_on_after(self._deadline.wait_s) as scope:
+            await self._cache.look_up(part)
+        if scope.cancelled_caught:
+            self._breaker.note_failure()
+        else:
+            self._breaker.note_success()
+
+
+@dataclass
+class Run:
+    """What one start of all nodes came to; `series` by seconds."""
+
+    name: str
+    figures: dict[str, float] = field(default_factory=dict)
+    series: dict[str, list[int]] = field(default_factory=dict)
+
+
+Order = Callable[[int, int], list[int]]
+
+
+def same(_node: int, _nodes: int) -> list[int]:
+    """All nodes in the same order."""
+    return list(range(PARTS))
+
+
+def rotated(node: int, _nodes: int) -> list[int]:
+    """Each node from a place of its own on, round to that."""
+    at = random.Random(node).randrange(PARTS)
+    return [*range(at, PARTS), *range(at)]
+
+
+def sharded(node: int, nodes: int) -> list[int]:
+    """What `fusefs warm --shard` gives a node: each part to one of them."""
+    return [part for part in range(PARTS) if part % nodes == node]
+
+
+async def start(name: str, nodes: int, orders: Sequence[Order], servers: int) -> Run:
+    """Start all nodes; they read in one order after the other, each once all have ended."""
+    s3 = S3()
+    cache = Cache(servers) if servers else None
+    ends: list[float] = []
+    async with trio.open_nursery() as background:
+        for order in orders:
+            async with trio.open_nursery() as nursery:
+                fleet = [
+                    CachedNode(number, s3, cache, background) if cache else Node(number, s3)
+                    for number in range(nodes)
+                ]
+                for node in fleet:
+                    nursery.start_soon(node.read, order(node.number, nodes), node.get)
+            ends = sorted(node.warm_at for node in fleet)
+    return _told(name, s3, cache, ends)
+
+
+def _told(name: str, s3: S3, cache: Cache | None, ends: list[float]) -> Run:
+    seconds = range(int(max(ends[-1], max(s3.sent, default=0))) + 2)
+    sent, refused = sum(s3.sent.values()), sum(s3.refused.values())
+    return Run(
+        name,
+        {
+            "first_warm_s": round(ends[0], 1),
+            "half_warm_s": round(ends[len(ends) // 2], 1),
+            "all_warm_s": round(ends[-1], 1),
+            "requests": sent,
+            "slowdowns": refused,
+            "peak_requests_s": max(s3.sent.values()),
+            "cache_hits": cache.hits if cache else 0,
+            "cache_fills": cache.fills if cache else 0,
+        },
+        {
+            "sent": [s3.sent[second] for second in seconds],
+            "refused": [s3.refused[second] for second in seconds],
+            "warm": [bisect_right(ends, second) for second in seconds],
+        },
+    )
+
+
+RUNS: dict[str, tuple[tuple[Order, ...], int]] = {
+    "same order": ((same,), 0),
+    "rotated order": ((rotated,), 0),
+    "same order, cluster cache": ((same,), 16),
+    "rotated order, cluster cache": ((rotated,), 16),
+    "shards first, cluster cache": ((sharded, same), 16),
+    "shards first, rotated, cluster cache": ((sharded, rotated), 16),
+}
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    options.add_argument("--nodes", type=int, default=1000)
+    options.add_argument("--only", default="", help="names of runs, separated by semicolons")
+    options.add_argument("--out", type=Path, help="where to write what was found, as JSON")
+    chosen = options.parse_args()
+    logging.disable(logging.WARNING)
+    found = []
+    for name, (orders, servers) in RUNS.items():
+        if chosen.only and name not in chosen.only.split(";"):
+            continue
+        random.seed(name)
+        began = time.perf_counter()
+        clock = trio.testing.MockClock(autojump_threshold=0)
+        run = trio.run(start, name, chosen.nodes, orders, servers, clock=clock)
+        found.append(asdict(run))
+        print(
+            f"{name}: {json.dumps(run.figures)} ({time.perf_counter() - began:.0f} s)", flush=True
+        )
+    if chosen.out:
+        result = {"nodes": chosen.nodes, "parts": PARTS, "prefixes": PREFIXES, "runs": found}
+        chosen.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
