@@ -9,6 +9,10 @@ what a probe that was killed has left, a later one deletes.
 
 A condition that the store does not implement counts as not honoured. What
 could not be tried is not known (None), and nothing relies on it.
+
+Of a thousand nodes that mount at once each would send these requests at once, more
+than S3 takes of changes below one prefix, and what it refuses would slow down all that
+the nodes read. So a probe begins a moment after its mount, and later where others are under way.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import base64
 import logging
 import os
+import random
 import secrets
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -35,7 +40,7 @@ from fusefs.store.errors import (
     StoreError,
     UnsupportedError,
 )
-from fusefs.store.interface import IF_ABSENT, Condition, IfMatch, ObjectInfo, Upload
+from fusefs.store.interface import IF_ABSENT, Condition, IfMatch, ObjectInfo, Store, Upload
 
 if TYPE_CHECKING:
     from fusefs.store.s3.store import S3Store
@@ -47,6 +52,10 @@ LEFT_NS = 10 * 60 * 1_000_000_000
 CLEANING_TIME_S = 5.0
 # How long after a probe that failed the next one comes.
 AGAIN_S = 300.0
+# Within what time after the mount a probe begins; and the next look where more than FEW are
+# under way, so many times at most: what looks like one may have been left.
+FIRST_S, NEXT_S = 1.0, 60.0
+FEW, LOOKS = 8, 5
 # No object has these.
 _OTHER_ETAG = '"00000000000000000000000000000000"'
 _OTHER_CRC32 = base64.b64encode(b"\1\2\3\4").decode()
@@ -99,6 +108,8 @@ class Prober:
 
     async def run(self, *, fails_on_conflict: bool) -> None:
         """Probe if need be, say what that means, and return."""
+        if self._wants_to_know:
+            await take_turn(self._store, self._prefix)
         while self._wants_to_know:
             try:
                 await self._probe()
@@ -141,6 +152,21 @@ class Prober:
         self._store.fence.capabilities = found
         if found.missing:
             logger.info("this store does not honour: %s", ", ".join(found.missing))
+
+
+async def take_turn(store: Store, prefix: str) -> None:
+    """Return after a while that is another for each mount, once few probes are under way."""
+    longest_s = FIRST_S
+    for _ in range(LOOKS):
+        await trio.sleep(random.uniform(0, longest_s))
+        above = f"{prefix}{PROBE_NAME}/"
+        try:
+            page = await store.list_page(above, delimiter="")
+        except StoreError:
+            return  # the probe tells what is wrong
+        if len({info.key[len(above) :].partition("/")[0] for info in page.objects}) <= FEW:
+            return
+        longest_s = NEXT_S
 
 
 async def probe(store: S3Store, prefix: str) -> Capabilities:
