@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.drawing.pictures import ResultError, load, pictures
+from bench.scale.nodes import is_simulation
 
 MISSING = "the Python package matplotlib is missing: pip install -e '.[draw]'"
 
@@ -37,14 +38,19 @@ def draw_result(path: Path, directory: Path) -> list[Path]:
         ResultError: the file is no result of the bench.
         OSError: a picture could not be written.
     """
-    result = load(path)
+    result = None if is_simulation(path) else load(path)
     try:
         from bench.drawing.svg import draw
+        from bench.scale import picture as simulated
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
         raise DrawingError(MISSING) from None
     directory.mkdir(parents=True, exist_ok=True)
+    if result is None:
+        target = directory / f"{path.stem}.svg"
+        target.write_bytes(simulated.draw(path))
+        return [target]
     written = []
     for profile in result["profiles"]:
         for picture in pictures(result, profile):
