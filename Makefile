@@ -74,7 +74,11 @@ storm: $(STAMP)
 	$(BIN)/python -m pytest -m storm
 
 scale: $(STAMP)
-	$(BIN)/python -m bench.scale.objects
+	$(INSTALL) -e '.[draw]'
+	mkdir -p bench/results
+	$(BIN)/python -m bench.scale.objects --out bench/results/objects.json
+	$(BIN)/python -m bench.scale.nodes --out bench/results/nodes.json
+	$(BIN)/python -m bench draw bench/results/nodes.json
 
 bench: $(STAMP)
 	$(INSTALL) -e '.[bench]'
