@@ -20,7 +20,7 @@ from bench.drawing.svg import STYLE, WIDTH_IN
 
 HEIGHT_IN = 4.1
 # Okabe and Ito's set, as for the contenders of the bench.
-COLOURS = ("#57606a", "#d55e00", "#e69f00", "#0072b2", "#56b4e9", "#009e73")
+COLOURS = ("#57606a", "#d55e00", "#e69f00", "#0072b2", "#cc79a7", "#56b4e9", "#009e73")
 PANELS = (
     ("sent", "GETs sent to S3, each second", True),
     ("refused", "of them refused (503 SlowDown)", True),

@@ -8,9 +8,9 @@ which segment.py explains.
 Two things are fetched ahead: the page behind the one that a stream is reading,
 and whole folders when a program walks from one to the next (walk.py).
 
-Segments are kept until they are out of date, and dropped, oldest first, when
-all of them together hold too many entries; a directory is known as long as it has
-segments or is in use. While a directory stream is open
+Segments are kept until they are out of date, and dropped when all of them
+together hold too many entries, those first that were not used for longest; a
+directory is known as long as it has segments or is in use. While a directory stream is open
 it goes on believing what was current when it was opened.
 
 Everything here belongs to the event loop.
@@ -102,8 +102,8 @@ class Directories:
         self._walks = Walks(store, nursery, self._fill)
         # A bucket may have millions: those in use, and those of segments below.
         self._known: WeakValueDictionary[str, Directory] = WeakValueDictionary()
-        # All segments by age, for dropping the oldest.
-        self._by_age: OrderedDict[int, tuple[Directory, Segment]] = OrderedDict()
+        # All segments, those looked up or listed last at the end, for dropping the first.
+        self._by_use: OrderedDict[int, tuple[Directory, Segment]] = OrderedDict()
         self._entries = 0
 
     def __len__(self) -> int:
@@ -123,6 +123,7 @@ class Directories:
         segment = directory.holding(name)
         if segment is None or segment.expires <= time.monotonic():
             return None
+        self._by_use.move_to_end(id(segment))
         return segment.answer(name)
 
     async def lookup(self, directory: Directory, name: str) -> tuple[Entry | Absent, float]:
@@ -328,13 +329,13 @@ class Directories:
     def _add(self, directory: Directory, segment: Segment) -> None:
         gone, come = directory.add(segment)
         for old in gone:
-            del self._by_age[id(old)]
+            del self._by_use[id(old)]
             self._entries -= _size_of(old)
         for new in come:
-            self._by_age[id(new)] = (directory, new)
+            self._by_use[id(new)] = (directory, new)
             self._entries += _size_of(new)
-        while self._entries > min(self.most_entries, MAX_ENTRIES) and len(self._by_age) > 1:
-            _, (owner, oldest) = self._by_age.popitem(last=False)
+        while self._entries > min(self.most_entries, MAX_ENTRIES) and len(self._by_use) > 1:
+            _, (owner, oldest) = self._by_use.popitem(last=False)
             owner.drop(oldest)
             self._entries -= _size_of(oldest)
 

@@ -229,6 +229,20 @@ def test_a_stream_tells_each_name_once_where_no_segment_is_kept_for_the_next(
     trio.run(check)
 
 
+def test_what_is_looked_up_again_and_again_stays_while_others_are_dropped() -> None:
+    async def check() -> None:
+        bucket = Bucket([f"d{number:03}/a" for number in range(100)], 100)
+        async with listings(bucket) as directories:
+            directories.most_entries = 120
+            for number in range(100):
+                for prefix, name in (("", f"d{number:03}"), (f"d{number:03}/", "a")):
+                    await directories.lookup(directories.get(prefix), name)
+        # The root once, and each folder.
+        assert bucket.lists == 101
+
+    trio.run(check)
+
+
 def test_a_directory_of_which_nothing_is_known_takes_no_memory() -> None:
     async def check() -> None:
         async with listings(Bucket([f"d{number}/a" for number in range(100)], 10)) as directories:
