@@ -18,13 +18,21 @@ FILESYSTEM_TYPE = "fuse.fusefs"
 class KernelMount:
     """One line of mountinfo. `device` is "major:minor".
 
-    `options` are the file system's, `flags` those of this mount of it.
+    `options` are the file system's, `flags` those of this mount of it; `root` is the directory
+    of the file system that is mounted here.
     """
 
-    __slots__ = ("device", "filesystem", "flags", "options", "path", "source")
+    __slots__ = ("device", "filesystem", "flags", "options", "path", "root", "source")
 
     def __init__(
-        self, path: str, device: str, filesystem: str, source: str, options: str, flags: str = ""
+        self,
+        path: str,
+        device: str,
+        filesystem: str,
+        source: str,
+        options: str,
+        flags: str = "",
+        root: str = "/",
     ) -> None:
         self.path = path
         self.device = device
@@ -32,6 +40,7 @@ class KernelMount:
         self.source = source
         self.options = options
         self.flags = flags
+        self.root = root
 
     @property
     def mountpoint(self) -> Path:
@@ -70,11 +79,10 @@ def parse(text: str) -> list[KernelMount]:
     for line in text.split("\n"):
         before, separator, after = line.partition(" - ")
         if separator:
-            device, _, path, flags = before.split(" ")[2:6]
+            device, root, path, flags = before.split(" ")[2:6]
             filesystem, source, options = after.split(" ", 2)
-            mounts.append(
-                KernelMount(_unescape(path), device, filesystem, _unescape(source), options, flags)
-            )
+            places = _unescape(path), device, filesystem, _unescape(source)
+            mounts.append(KernelMount(*places, options, flags, _unescape(root)))
     return mounts
 
 

@@ -1,0 +1,12 @@
+"""`fusefs://bucket/key` for programs that open their data through fsspec.
+
+`FusefsFileSystem` finds the mount of a bucket on this machine and works on its files.
+"""
+
+from __future__ import annotations
+
+from fusefs.fsspec.filesystem import FusefsFileSystem
+from fusefs.fsspec.mounts import VARIABLE, NotMountedError
+from fusefs.fsspec.s3_urls import install, uninstall
+
+__all__ = ["VARIABLE", "FusefsFileSystem", "NotMountedError", "install", "uninstall"]

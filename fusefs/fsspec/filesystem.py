@@ -1,0 +1,462 @@
+"""fsspec's view of mounted buckets: paths are `bucket/key`, files are files of the mount.
+
+`open` returns Python's own file objects, so that `fileno`, `mmap` and `os.fsync` work, and
+what is cached is read at the disk's speed. Only "there is no such file" counts as missing:
+any other error reaches the program, which would otherwise take a mount in trouble for an
+empty one and begin anew.
+
+What fsspec's own base class does well above these methods (`find`, `glob`, `get`, `put`,
+`pipe`) it does here as well.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import io
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+from fsspec.spec import AbstractFileSystem
+from fsspec.utils import tokenize
+
+from fusefs.fsspec.mounts import PLACES, NotMountedError
+
+# Reads of one call that run at the same time: one thread waits for each.
+READS = 32
+FALLBACK = "FUSEFS_FALLBACK"
+_ETAG = "user.s3.etag"
+
+T = TypeVar("T")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _or_elsewhere(method: _Method) -> _Method:
+    """Have the fallback do what is about a path that no mount has."""
+
+    @functools.wraps(method)
+    def call(self: FusefsFileSystem, path: Any, *args: Any, **kwargs: Any) -> Any:
+        other = self._elsewhere(path)
+        target = method if other is None else getattr(type(other), method.__name__)
+        return target(self if other is None else other, path, *args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+class FusefsFileSystem(AbstractFileSystem):
+    """Mounted buckets as an fsspec file system; `fusefs://bucket/key`.
+
+    With `fallback="s3fs"` (or the variable FUSEFS_FALLBACK) what no mount has is read and
+    written through s3fs, which gets all other options; any other fsspec protocol will do as well.
+
+    Raises (all methods):
+        NotMountedError: no mount of this machine has the path, and there is no fallback.
+        OSError: as the mount says.
+    """
+
+    protocol: str | tuple[str, ...] = "fusefs"
+    root_marker = ""
+    local_file = True  # `fsspec.open_local` gives paths
+    cachable = True
+
+    def __init__(self, fallback: str | None = None, **storage_options: Any) -> None:
+        super().__init__(**storage_options)
+        self._fallback_name = fallback or os.environ.get(FALLBACK) or None
+        self._fallback_options = storage_options
+        self._fallback: AbstractFileSystem | None = None
+
+    @property
+    def fsid(self) -> str:
+        return "fusefs"
+
+    # --- where a path is ---
+
+    def local_path(self, path: str, *, for_writing: bool = False) -> str:
+        """The file that stands for a path: for what wants a path and not a URL.
+
+        Raises:
+            FileNotFoundError: no file can have this key.
+        """
+        path = self._strip_protocol(path)
+        place = PLACES.find(path, for_writing=for_writing)
+        key = path[len(place.location) :]
+        if key and any(part in ("", ".", "..") for part in key.split("/")):
+            raise FileNotFoundError(errno.ENOENT, "no file name can express this key", path)
+        return place.local(path)
+
+    def _elsewhere(self, path: Any) -> AbstractFileSystem | None:
+        """The fallback, if it has the path."""
+        if self._fallback_name is None:
+            return None
+        path = self._strip_protocol(path)
+        if not path or any(place.has(path) for place in PLACES.all()):
+            return None
+        if self._fallback is None:
+            self._fallback = _other(self._fallback_name, self._fallback_options)
+        return self._fallback
+
+    def _refuse_root(self, path: str) -> None:
+        """See that a path is below its mount's root: that one is not removed or renamed."""
+        path = self._strip_protocol(path)
+        if not path or PLACES.find(path).location == f"{path}/":
+            raise OSError(errno.EBUSY, "it is the root of a mount", path)
+
+    # --- looking ---
+
+    @_or_elsewhere
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        path = self._strip_protocol(path)
+        if not path:
+            return {"name": "", "size": 0, "type": "directory"}
+        local = self.local_path(path)
+        facts = _facts(path, _stat(local, os.stat))
+        if facts["type"] == "file":
+            facts["ETag"] = _etag(local)
+        return facts
+
+    @_or_elsewhere
+    def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
+        path = self._strip_protocol(path)
+        if not path:
+            buckets = sorted({place.location.partition("/")[0] for place in PLACES.all()})
+            found = [{"name": name, "size": 0, "type": "directory"} for name in buckets]
+        else:
+            found = self._entries(path)
+        return found if detail else [one["name"] for one in found]
+
+    def _entries(self, path: str) -> list[dict[str, Any]]:
+        local = self.local_path(path)
+        found = []
+        try:
+            entries = os.scandir(local)
+        except NotADirectoryError:
+            return [self.info(path)]
+        with entries:
+            for entry in entries:
+                try:
+                    facts = _facts(f"{path}/{entry.name}", entry.stat())
+                except FileNotFoundError:
+                    continue  # it was removed meanwhile
+                found.append(facts)
+        return sorted(found, key=lambda one: str(one["name"]))
+
+    def exists(self, path: str, **_: Any) -> bool:
+        return self._type(path) is not None
+
+    def isfile(self, path: str) -> bool:
+        return self._type(path) == "file"
+
+    def isdir(self, path: str) -> bool:
+        return self._type(path) == "directory"
+
+    def _type(self, path: str) -> str | None:
+        try:
+            return str(self.info(path)["type"])
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def walk(
+        self,
+        path: str,
+        maxdepth: int | None = None,
+        topdown: bool = True,
+        on_error: Any = "omit",
+        **kwargs: Any,
+    ) -> Any:
+        if on_error == "omit":
+            on_error = _raise_unless_missing
+        return super().walk(path, maxdepth, topdown, on_error, **kwargs)
+
+    def created(self, path: str) -> datetime:
+        return self.modified(path)  # an object has no other time
+
+    def modified(self, path: str) -> datetime:
+        modified: datetime = self.info(path)["LastModified"]
+        return modified
+
+    def ukey(self, path: str) -> str:
+        info = self.info(path)
+        known = (info.get("ETag"), info["size"]) if info.get("ETag") else sorted(info.items())
+        return str(tokenize(info["name"], known))
+
+    def checksum(self, path: str) -> int:
+        return int(self.ukey(path), 16)
+
+    # --- reading ---
+
+    @_or_elsewhere
+    def _open(self, path: str, mode: str = "rb", autocommit: bool = True, **kwargs: Any) -> Any:
+        if kwargs.get("version_id"):
+            raise ValueError("a mount shows the latest version of each object alone")
+        if mode == "rb":
+            return open(self.local_path(path), mode)
+        local = self.local_path(path, for_writing=True)
+        if autocommit:
+            return _with_parents(local, lambda: open(local, mode))
+        if mode not in ("wb", "xb"):
+            raise ValueError(f"a transaction has no mode {mode!r}: write whole files in it")
+        return _with_parents(local, lambda: UncommittedFile(local, is_exclusive=mode == "xb"))
+
+    @_or_elsewhere
+    def cat_file(
+        self, path: str, start: int | None = None, end: int | None = None, **_: Any
+    ) -> bytes:
+        return _read(self.local_path(path), [(start, end)])[0]
+
+    def cat(
+        self, path: Any, recursive: bool = False, on_error: str = "raise", **kwargs: Any
+    ) -> Any:
+        paths = self.expand_path(path, recursive=recursive)
+        paths = [one for one in paths if not (recursive and self.isdir(one))]
+        is_one = isinstance(path, str) and paths == [self._strip_protocol(path)]
+        if is_one:
+            return self.cat_file(paths[0], **kwargs)
+
+        def read(one: str) -> bytes | Exception:
+            return _caught(lambda: bytes(self.cat_file(one, **kwargs)))
+
+        results = dict(zip(paths, _in_threads(read, paths), strict=True))
+        if on_error == "omit":
+            return {key: one for key, one in results.items() if not isinstance(one, Exception)}
+        _raise_first(results.values(), on_error)
+        return results
+
+    def cat_ranges(
+        self,
+        paths: Sequence[str],
+        starts: Any,
+        ends: Any,
+        max_gap: int | None = None,
+        on_error: str = "return",
+        **kwargs: Any,
+    ) -> list[Any]:
+        if not isinstance(paths, list):
+            raise TypeError("paths is to be a list")
+        starts = starts if isinstance(starts, list | tuple) else [starts] * len(paths)
+        ends = ends if isinstance(ends, list | tuple) else [ends] * len(paths)
+        if len(starts) != len(paths) or len(ends) != len(paths):
+            raise ValueError("there are not as many starts and ends as paths")
+
+        def read(number: int) -> bytes | Exception:
+            start, end = starts[number], ends[number]
+            return _caught(lambda: bytes(self.cat_file(paths[number], start, end, **kwargs)))
+
+        results = _in_threads(read, range(len(paths)))
+        _raise_first(results, on_error)
+        return results
+
+    # --- changing ---
+
+    @_or_elsewhere
+    def mkdir(self, path: str, create_parents: bool = True, **_: Any) -> None:
+        local = self.local_path(path, for_writing=True)
+        make = os.makedirs if create_parents else os.mkdir
+        make(local)
+
+    @_or_elsewhere
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        os.makedirs(self.local_path(path, for_writing=True), exist_ok=exist_ok)
+
+    @_or_elsewhere
+    def rmdir(self, path: str) -> None:
+        self._refuse_root(path)
+        os.rmdir(self.local_path(path, for_writing=True))
+
+    @_or_elsewhere
+    def rm_file(self, path: str) -> None:
+        os.remove(self.local_path(path, for_writing=True))
+
+    def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None) -> None:
+        if maxdepth is not None:
+            super().rm(path, recursive=recursive, maxdepth=maxdepth)
+            return
+        for one in self.expand_path(path):
+            other = self._elsewhere(one)
+            if other is not None:
+                other.rm(one, recursive=recursive)
+            else:
+                self._remove(one, is_recursive=recursive)
+
+    def _remove(self, path: str, *, is_recursive: bool) -> None:
+        local = self.local_path(path, for_writing=True)
+        if not os.path.isdir(local) or os.path.islink(local):
+            os.remove(local)
+            return
+        if not is_recursive:
+            raise IsADirectoryError(
+                errno.EISDIR, "a directory is removed with recursive=True", path
+            )
+        self._refuse_root(path)
+        shutil.rmtree(local)
+
+    def cp_file(self, path1: str, path2: str, **_: Any) -> None:
+        if self.isdir(path1):
+            self.makedirs(path2, exist_ok=True)
+            return
+        with self.open(path1, "rb") as source, self.open(path2, "wb") as target:
+            shutil.copyfileobj(source, target, 1 << 20)
+
+    def mv(
+        self, path1: str, path2: str, recursive: bool = False, maxdepth: int | None = None, **_: Any
+    ) -> None:
+        is_elsewhere = self._elsewhere(path1) is not None or self._elsewhere(path2) is not None
+        if is_elsewhere or maxdepth is not None or isinstance(path1, list):
+            super().mv(path1, path2, recursive=recursive, maxdepth=maxdepth)
+            return
+        self._refuse_root(path1)
+        source = self.local_path(path1, for_writing=True)
+        target = self.local_path(path2, for_writing=True)
+        os.stat(source)
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        shutil.move(source, target)
+
+    @_or_elsewhere
+    def touch(self, path: str, truncate: bool = True, **_: Any) -> None:
+        local = self.local_path(path, for_writing=True)
+        with _with_parents(local, lambda: open(local, "wb" if truncate else "ab")):
+            os.utime(local)
+
+
+class UncommittedFile(io.BufferedWriter):
+    """A file of a transaction: it has its name from `commit` on."""
+
+    def __init__(self, local: str, *, is_exclusive: bool) -> None:
+        directory, name = os.path.split(local)
+        self._local = local
+        self._is_exclusive = is_exclusive
+        self._temporary = os.path.join(directory, f".{name[:200]}.{secrets.token_hex(8)}")
+        super().__init__(io.FileIO(self._temporary, "x"))
+
+    def commit(self) -> None:
+        """Have it under its name; it is closed.
+
+        Raises:
+            FileExistsError: it was opened with "xb", and there is such a file.
+        """
+        self.close()
+        if self._is_exclusive and os.path.lexists(self._local):
+            self.discard()
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), self._local)
+        os.replace(self._temporary, self._local)
+
+    def discard(self) -> None:
+        """Have it nowhere."""
+        self.close()
+        os.remove(self._temporary)
+
+
+def _facts(path: str, found: os.stat_result) -> dict[str, Any]:
+    """What fsspec shows of a file: sizes are in bytes, `mtime` is in seconds since the epoch."""
+    is_directory = stat.S_ISDIR(found.st_mode)
+    kind = "directory" if is_directory else "file" if stat.S_ISREG(found.st_mode) else "other"
+    return {
+        "name": path,
+        "size": 0 if is_directory else found.st_size,
+        "type": kind,
+        "mtime": found.st_mtime,
+        "LastModified": datetime.fromtimestamp(found.st_mtime, UTC),
+        "mode": found.st_mode,
+        "uid": found.st_uid,
+        "gid": found.st_gid,
+        "ino": found.st_ino,
+        "nlink": found.st_nlink,
+    }
+
+
+def _stat(local: str, function: Callable[[str], os.stat_result]) -> os.stat_result:
+    """What a path stands for; a link that leads nowhere is the link itself."""
+    try:
+        return function(local)
+    except FileNotFoundError:
+        return os.lstat(local)
+
+
+def _etag(local: str) -> str | None:
+    """The object's ETag; None of what is not in the bucket yet."""
+    try:
+        return os.getxattr(local, _ETAG).decode()
+    except OSError as error:
+        if error.errno in (errno.ENODATA, errno.ENOTSUP):
+            return None
+        raise
+
+
+def _with_parents(local: str, work: Callable[[], T]) -> T:
+    """Do what makes a file; with the directories above it, for a bucket has none."""
+    try:
+        return work()
+    except FileNotFoundError:
+        os.makedirs(os.path.dirname(local), exist_ok=True)
+        return work()
+
+
+def _read(local: str, ranges: Sequence[tuple[int | None, int | None]]) -> list[bytes]:
+    """Ranges [start, end) of a file; negative numbers count from its end."""
+    fd = os.open(local, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        size = os.fstat(fd).st_size
+        return [_read_range(fd, *slice(*one).indices(size)[:2]) for one in ranges]
+    finally:
+        os.close(fd)
+
+
+def _read_range(fd: int, start: int, stop: int) -> bytes:
+    pieces = []
+    while start < stop:
+        piece = os.pread(fd, stop - start, start)
+        if not piece:
+            break
+        pieces.append(piece)
+        start += len(piece)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def _in_threads(work: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
+    """The results of `work` for each item, in their order."""
+    if len(items) < 2:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(min(READS, len(items))) as pool:
+        return list(pool.map(work, items))
+
+
+def _caught(work: Callable[[], T]) -> T | Exception:
+    try:
+        return work()
+    except Exception as error:  # handed to the caller, who chooses
+        return error
+
+
+def _raise_first(results: Any, on_error: str) -> None:
+    if on_error == "raise":
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+
+
+def _raise_unless_missing(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
+
+
+def _other(name: str, options: dict[str, Any]) -> AbstractFileSystem:
+    """The file system for what no mount has.
+
+    Raises:
+        NotMountedError: it cannot be used.
+    """
+    if name != "s3fs":
+        import fsspec
+
+        return fsspec.filesystem(name, **options)
+    try:
+        # Not by its protocol, which may be this very class's (s3_urls.py).
+        from s3fs import S3FileSystem
+    except ImportError:
+        raise NotMountedError("", "the fallback s3fs is not installed: pip install s3fs") from None
+    return S3FileSystem(**options)

@@ -1,0 +1,149 @@
+"""Which mount of this machine has a bucket's objects: the kernel's table, or a variable.
+
+The table says what each mount of fusefs shows, also of a part that is mounted elsewhere (a
+volume in a container, its subPath). Where a program cannot see that, FUSEFS_MOUNTS names the
+places: `s3://bucket=/data,s3://other/prefix=/more`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import threading
+from typing import NamedTuple
+
+from fusefs.linux import mountinfo
+
+VARIABLE = "FUSEFS_MOUNTS"
+_SCHEME = "s3://"
+
+
+class NotMountedError(OSError):
+    """No mount of this machine has the object. Not a `FileNotFoundError`: it may well exist."""
+
+    def __init__(self, path: str, why: str = "") -> None:
+        bucket = path.partition("/")[0]
+        sentence = why or (
+            f"no mount here has it: fusefs mount s3://{bucket} DIRECTORY,"
+            f" or name its place with {VARIABLE}=s3://{bucket}=DIRECTORY"
+        )
+        super().__init__(errno.ENODEV, sentence, path)
+
+
+class Place(NamedTuple):
+    """A directory that shows the keys of a bucket that begin with a prefix.
+
+    `location` is the bucket and the prefix, and ends with a slash.
+    """
+
+    location: str
+    directory: str
+    is_read_only: bool
+
+    def has(self, path: str) -> bool:
+        """Whether `bucket/key` is this place or below it."""
+        return f"{path}/".startswith(self.location)
+
+    def local(self, path: str) -> str:
+        """The file of `bucket/key`, which this place has."""
+        rest = path[len(self.location) :]
+        return f"{self.directory.rstrip('/')}/{rest}" if rest else self.directory
+
+
+class Places:
+    """All places that this process sees, as they are at each moment; for any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pid = 0
+        self._fd = -1
+        self._known: list[Place] = []
+        self._named = ""
+
+    def all(self) -> list[Place]:
+        """The places, in the order in which they were mounted, those of the variable last.
+
+        Raises:
+            ValueError: the variable cannot be read.
+            NotMountedError: it names a directory where nothing is mounted.
+        """
+        with self._lock:
+            named = os.environ.get(VARIABLE, "")
+            if self._has_changed() or named != self._named:
+                self._known = [*_mounted(), *_named(named)]
+                self._named = named
+            return self._known
+
+    def find(self, path: str, *, for_writing: bool = False) -> Place:
+        """The place of `bucket/key`: the one with the longest prefix, a writable one if it can be.
+
+        Raises:
+            NotMountedError: there is none.
+            OSError: it is read-only, and `for_writing`.
+        """
+        found = [place for place in self.all() if place.has(path)]
+        if not found:
+            raise NotMountedError(path)
+        usable = [place for place in found if not (for_writing and place.is_read_only)]
+        if not usable:
+            raise OSError(errno.EROFS, "its mount is read-only", path)
+        # Of equals a writable one also to read: a program sees at once what it has written.
+        return max(usable, key=lambda place: (len(place.location), not place.is_read_only))
+
+    def _has_changed(self) -> bool:
+        """Whether the kernel's table is another than at the last call (proc(5), mountinfo)."""
+        if self._pid != os.getpid():
+            # A child shares the descriptor, and with it who has seen a change.
+            if self._fd >= 0:
+                os.close(self._fd)
+            self._fd = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
+            self._pid = os.getpid()
+            return True
+        poll = select.poll()
+        poll.register(self._fd, select.POLLPRI)
+        return bool(poll.poll(0))
+
+
+def _mounted() -> list[Place]:
+    """What the kernel's table shows, as far as this user may use it."""
+    places = []
+    for mount in mountinfo.kernel_mounts():
+        is_usable = "allow_other" in mount.options.split(",") or mount.owner == os.geteuid()
+        if mount.is_fusefs and is_usable and mount.source.startswith(_SCHEME):
+            source = mount.source.removeprefix(_SCHEME).rstrip("/")
+            location = f"{source}/{mount.root.strip('/')}".rstrip("/") + "/"
+            is_read_only = mount.is_read_only or "ro" in mount.options.split(",")
+            places.append(Place(location, mount.path, is_read_only))
+    return places
+
+
+def _named(text: str) -> list[Place]:
+    places = []
+    for one in filter(None, (part.strip() for part in text.split(","))):
+        source, separator, directory = one.rpartition("=")
+        if not separator or not source.startswith(_SCHEME) or not os.path.isabs(directory):
+            raise ValueError(f"{VARIABLE}: {one!r} is not s3://BUCKET[/PREFIX]=/DIRECTORY")
+        location = source.removeprefix(_SCHEME).rstrip("/") + "/"
+        _refuse_own_disk(location, directory)
+        is_read_only = bool(os.statvfs(directory).f_flag & os.ST_RDONLY)
+        places.append(Place(location, directory, is_read_only))
+    return places
+
+
+def _refuse_own_disk(location: str, directory: str) -> None:
+    """See that something is mounted there: what is written to the disk below is in no bucket.
+
+    Raises:
+        NotMountedError: nothing is.
+    """
+    try:
+        is_own = os.stat(directory).st_dev == os.stat("/").st_dev
+    except FileNotFoundError:
+        is_own = True
+    if is_own:
+        raise NotMountedError(location, f"nothing is mounted at {directory} ({VARIABLE})")
+
+
+PLACES = Places()
+"""Those of this process."""
