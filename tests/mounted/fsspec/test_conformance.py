@@ -23,7 +23,7 @@ def mounted_bucket(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> It
         yield bucket.name
 
 
-class Fixtures(abstract.AbstractFixtures):  # type: ignore[misc]
+class Fixtures(abstract.AbstractFixtures):
     @pytest.fixture
     def fs(self) -> FusefsFileSystem:
         return FusefsFileSystem()
@@ -37,21 +37,21 @@ class Fixtures(abstract.AbstractFixtures):  # type: ignore[misc]
             fs.rm(path, recursive=True)
 
 
-class TestCopy(Fixtures, abstract.AbstractCopyTests):  # type: ignore[misc]
+class TestCopy(Fixtures, abstract.AbstractCopyTests):
     pass
 
 
-class TestGet(Fixtures, abstract.AbstractGetTests):  # type: ignore[misc]
+class TestGet(Fixtures, abstract.AbstractGetTests):
     pass
 
 
-class TestPut(Fixtures, abstract.AbstractPutTests):  # type: ignore[misc]
+class TestPut(Fixtures, abstract.AbstractPutTests):
     pass
 
 
-class TestOpen(Fixtures, abstract.AbstractOpenTests):  # type: ignore[misc]
+class TestOpen(Fixtures, abstract.AbstractOpenTests):
     pass
 
 
-class TestPipe(Fixtures, abstract.AbstractPipeTests):  # type: ignore[misc]
+class TestPipe(Fixtures, abstract.AbstractPipeTests):
     pass
