@@ -67,6 +67,15 @@ class Directory:
                 return segment.pending
         return None
 
+    def doubt_carried(self, name: str) -> None:
+        """What a segment left over for the next one may say something old of a name."""
+        position = names.position(name)
+        for segment in self.segments:
+            if segment.pending is None or segment.stop is None:
+                continue
+            if name <= segment.stop < position:
+                segment.pending[name] = None
+
     def add(self, new: Segment) -> tuple[list[Segment], list[Segment]]:
         """Put a segment in; return those that went for it, and those that came.
 

@@ -189,6 +189,7 @@ class Directories:
 
     def correct(self, directory: Directory, name: str, info: ObjectInfo | None) -> None:
         """A newer answer than the listing's: a HEAD of one file."""
+        directory.doubt_carried(name)
         segment = directory.holding(name)
         if segment is None:
             return
@@ -208,6 +209,7 @@ class Directories:
             self.head_policy.changed(prefix)
         self.local.set(prefix, name, entry, lasting=lasting)
         directory.generation += 1
+        directory.doubt_carried(name)
         for segment in directory.segments:
             before = len(segment.entries)
             if put(segment, name, entry):

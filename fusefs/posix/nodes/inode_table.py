@@ -349,6 +349,8 @@ class InodeTable:
             return
         if inode.staged is not None:
             return
+        if self.by_id.get(inode.nodeid, inode) is not inode:
+            return  # it was removed before, and another inode has its id
         self._unlist(inode)
         if self.by_id.pop(inode.nodeid, None) is not None:
             self._log.gone(inode.nodeid)

@@ -277,3 +277,28 @@ def test_with_a_ttl_of_zero_every_lookup_asks_again() -> None:
             assert (await directories.lookup(directory, "a"))[0] is ABSENT
 
     trio.run(check)
+
+
+async def test_a_removal_holds_where_a_page_ended_and_the_next_one_was_dropped() -> None:
+    bucket = Bucket(["p/a", "p/b", "p/c"], 2)
+    async with listings(bucket) as directories:
+        assert [name for name, _ in await stream(directories, "p/")] == ["a", "b", "c"]
+        directory = directories.get("p/")
+        first, second = directory.segments
+        assert first.pending  # the page ends with `b`, which stands behind its end
+        directory.drop(second)
+        bucket.keys.remove("p/b")
+        directories.changed("p/", "b", ABSENT)
+        assert [name for name, _ in await stream(directories, "p/")] == ["a", "c"]
+
+
+async def test_a_newer_answer_holds_where_a_page_ended_and_the_next_one_was_dropped() -> None:
+    bucket = Bucket(["p/a", "p/b", "p/c"], 2)
+    async with listings(bucket) as directories:
+        await stream(directories, "p/")
+        directory = directories.get("p/")
+        directory.drop(directory.segments[1])
+        heads = bucket.heads
+        directories.correct(directory, "b", ObjectInfo("p/b", 9, '"new"', 0))
+        assert [name for name, _ in await stream(directories, "p/")] == ["a", "b", "c"]
+        assert bucket.heads > heads, "the object itself is asked for"

@@ -280,3 +280,14 @@ class Kernel(RuleBasedStateMachine):
 
 TestKernel = Kernel.TestCase
 TestKernel.settings = settings(deadline=None, max_examples=40, stateful_step_count=30)
+
+
+def test_an_inode_that_goes_twice_takes_no_other_with_it() -> None:
+    table = InodeTable("p/", NoJournal(), ids_are_inos=True)
+    first = table.resolve(table.root, "a", info("p/a"), "p/a")
+    table.drop_unknown(first)
+    second = known(table, "a")
+    assert second.nodeid == first.nodeid
+    table.drop_unknown(first)
+    assert table.get(second.nodeid) is second
+    assert table.root.children == {"a": second}
