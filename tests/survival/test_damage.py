@@ -100,12 +100,14 @@ def test_a_changed_byte_in_the_journal_ends_the_mount(
     assert stored(bucket, NAMES[35]) == content(NAMES[35])
 
 
-def test_a_journal_that_is_cut_ends_the_mount(mount: Mount) -> None:
+@pytest.mark.parametrize("is_at_first_record", [False, True])
+def test_a_journal_that_is_cut_ends_the_mount(mount: Mount, is_at_first_record: bool) -> None:
     """The daemon itself dies of it: the file is mapped, and no longer there."""
     path = journal(mount)
     pid = serving_pid(mount)
     os.kill(pid, signal.SIGSTOP)
-    os.truncate(path, random.randrange(records.HEADER_SIZE, end_of(path)))
+    first, end = records.HEADER_SIZE, end_of(path)
+    os.truncate(path, first if is_at_first_record else random.randrange(first, end))
     os.kill(pid, signal.SIGKILL)
     with contextlib.suppress(OSError):
         read(mount)

@@ -27,8 +27,9 @@ from fusefs.posix.types import Answer, Caller, DirectoryBuffer, waiting
 
 # The offsets of "." and ".." in a directory stream.
 DOT, DOT_DOT = 2, 3
-# In how many segments behind its mark an offset's name is looked for: some may have become two.
-_SEARCHED = 4
+# Among how many names behind its mark an offset's name is looked for. A page has a thousand, but
+# what was made here may have been one segment that held more.
+_SEARCHED = 100_000
 
 
 class Streams:
@@ -94,12 +95,13 @@ class Streams:
         for name in self._directories.local.removed(directory.prefix):
             if code_of(name.encode()) == code:
                 return names.position(name)
-        position = start
-        for _ in range(_SEARCHED):
+        position, searched = start, 0
+        while searched < _SEARCHED:
             segment = await self._directories.segment_behind(directory, position, handle.opened)
             for name in islice(segment.ordered, segment.after(position), None):
                 if code_of(name.encode()) == code:
                     return names.position(name)
+            searched += max(1, len(segment.ordered))
             if segment.stop is None:
                 break
             position = max(position, segment.stop)

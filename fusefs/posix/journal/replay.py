@@ -159,7 +159,9 @@ def _replay(path: Path, *, is_live: bool) -> Replayed:
     last = first = next(records, Parsed(0, b"", HEADER_SIZE, 0))
     formats = (FORMAT,) if is_chained else UNCHAINED_FORMATS
     if first.kind != START_TYPE or not first.payload.startswith(b"fusefs journal "):
-        raise UnusableJournalError(f"{path} is damaged at its beginning, or no journal at all")
+        raise UnusableJournalError(
+            f"{path} is damaged: it is right up to byte {HEADER_SIZE} at most, or no journal at all"
+        )
     if first.payload not in [start_payload(format) for format in formats]:
         raise UnusableJournalError(f"{path} is of another boot or another format")
     state = KernelState()

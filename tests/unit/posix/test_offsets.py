@@ -127,3 +127,18 @@ async def test_what_was_learned_of_an_entry_lasts_until_it_is_shown(tmp_path: Pa
                     answer = process.operations.readdir(fh, last, entries)
         assert entries.names == ["d", "file"]
         process.operations.releasedir(fh)
+
+
+async def test_a_stream_goes_on_in_a_directory_that_was_made_here_and_is_many_pages(
+    tmp_path: Path,
+) -> None:
+    mount = MortalMount(tmp_path)
+    mount.store.page_size = 2  # to the next daemon: to this one it is one segment
+    async with mount.serving() as process:
+        for name in FILES:
+            await process.save(name, b"1")
+        fh = await process.opendir()
+        offsets = await process.readdir(fh)
+    async with mount.serving() as process:
+        assert list(await process.readdir(fh, offsets[FILES[14]])) == FILES[15:]
+        process.operations.releasedir(fh)
