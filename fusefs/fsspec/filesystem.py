@@ -43,8 +43,10 @@ def _or_elsewhere(method: _Method) -> _Method:
     @functools.wraps(method)
     def call(self: FusefsFileSystem, path: Any, *args: Any, **kwargs: Any) -> Any:
         other = self._elsewhere(path)
-        target = method if other is None else getattr(type(other), method.__name__)
-        return target(self if other is None else other, path, *args, **kwargs)
+        if other is None:
+            return method(self, path, *args, **kwargs)
+        # Of the instance: those of asynchronous file systems have their methods there.
+        return getattr(other, method.__name__)(path, *args, **kwargs)
 
     return call  # type: ignore[return-value]
 
@@ -115,7 +117,7 @@ class FusefsFileSystem(AbstractFileSystem):
         if not path:
             return {"name": "", "size": 0, "type": "directory"}
         local = self.local_path(path)
-        facts = _facts(path, _stat(local, os.stat))
+        facts = _facts(path, _stat(local))
         if facts["type"] == "file":
             facts["ETag"] = _etag(local)
         return facts
@@ -369,10 +371,10 @@ def _facts(path: str, found: os.stat_result) -> dict[str, Any]:
     }
 
 
-def _stat(local: str, function: Callable[[str], os.stat_result]) -> os.stat_result:
+def _stat(local: str) -> os.stat_result:
     """What a path stands for; a link that leads nowhere is the link itself."""
     try:
-        return function(local)
+        return os.stat(local)
     except FileNotFoundError:
         return os.lstat(local)
 

@@ -11,7 +11,7 @@ import errno
 import os
 import select
 import threading
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from fusefs.linux import mountinfo
 
@@ -55,11 +55,22 @@ class Places:
     """All places that this process sees, as they are at each moment; for any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._pid = 0
+        self._fd = -1  # of the kernel's table, while what is known of it holds
+        self._forget()
+
+    def _forget(self) -> None:
+        """Know nothing: a child shares the descriptor, and with it who has seen a change."""
+        if self._fd >= 0:
+            os.close(self._fd)
         self._fd = -1
+        self._lock = threading.Lock()
         self._known: list[Place] = []
         self._named = ""
+
+    def forget_in_children(self) -> Self:
+        """Have each child process begin anew."""
+        os.register_at_fork(after_in_child=self._forget)
+        return self
 
     def all(self) -> list[Place]:
         """The places, in the order in which they were mounted, those of the variable last.
@@ -71,8 +82,14 @@ class Places:
         with self._lock:
             named = os.environ.get(VARIABLE, "")
             if self._has_changed() or named != self._named:
-                self._known = [*_mounted(), *_named(named)]
-                self._named = named
+                try:
+                    self._known = [*_mounted(), *_named(named)]
+                    self._named = named
+                except BaseException:
+                    # The next call looks again, and uses nothing that has gone.
+                    os.close(self._fd)
+                    self._fd = -1
+                    raise
             return self._known
 
     def find(self, path: str, *, for_writing: bool = False) -> Place:
@@ -93,12 +110,8 @@ class Places:
 
     def _has_changed(self) -> bool:
         """Whether the kernel's table is another than at the last call (proc(5), mountinfo)."""
-        if self._pid != os.getpid():
-            # A child shares the descriptor, and with it who has seen a change.
-            if self._fd >= 0:
-                os.close(self._fd)
+        if self._fd < 0:
             self._fd = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
-            self._pid = os.getpid()
             return True
         poll = select.poll()
         poll.register(self._fd, select.POLLPRI)
@@ -145,5 +158,5 @@ def _refuse_own_disk(location: str, directory: str) -> None:
         raise NotMountedError(location, f"nothing is mounted at {directory} ({VARIABLE})")
 
 
-PLACES = Places()
+PLACES = Places().forget_in_children()
 """Those of this process."""

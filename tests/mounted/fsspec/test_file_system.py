@@ -155,9 +155,11 @@ def test_what_no_mount_has_is_an_error_and_not_missing(
         with pytest.raises(NotMountedError, match="fusefs mount s3://no-such-bucket DIRECTORY"):
             look("fusefs://no-such-bucket/key")
     monkeypatch.setenv(VARIABLE, f"s3://no-such-bucket={tmp_path}")
-    if os.stat(tmp_path).st_dev == os.stat("/").st_dev:
-        with pytest.raises(NotMountedError, match="nothing is mounted at"):
-            fs.exists("no-such-bucket/key")
+    for path in (tmp_path / "missing", Path("/usr")):
+        monkeypatch.setenv(VARIABLE, f"s3://no-such-bucket={path}")
+        for _ in range(2):
+            with pytest.raises(NotMountedError, match="nothing is mounted at"):
+                fs.exists("no-such-bucket/key")
     monkeypatch.setenv(VARIABLE, f"no-such-bucket={tmp_path}")
     with pytest.raises(ValueError, match="is not s3://BUCKET"):
         fs.exists("no-such-bucket/key")
@@ -196,6 +198,22 @@ def test_longest_prefix_and_the_writable_mount_serve(mounter: Mounter, bucket: B
     with pytest.raises(NotMountedError):
         fs.exists(f"{bucket.name}/pre/object")
     assert keys(bucket) == ["pre/new", "pre/object"]
+
+
+def test_named_place_that_is_unmounted_is_not_used(
+    mounter: Mounter, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mount = mounter("--no-read-only")
+    monkeypatch.setenv(VARIABLE, f"s3://named={mount.path}")
+    fs = FusefsFileSystem()
+    fs.pipe_file("named/a", b"1")
+    assert stored(bucket, "a") == b"1"
+    mount.end()
+    is_own_disk = os.stat(mount.path).st_dev == os.stat("/").st_dev
+    for _ in range(2 if is_own_disk else 0):
+        with pytest.raises(NotMountedError):
+            fs.pipe_file("named/b", b"2")
+    assert is_own_disk is False or not list(mount.path.iterdir())
 
 
 def test_fallback_has_what_is_not_mounted(place: tuple[str, Path]) -> None:
