@@ -1,8 +1,8 @@
-"""When the cluster cache is asked at all, and for how long its answer is waited for.
+"""When requests go to the cluster cache, and for how long their answers are waited for.
 
 It may cost a reader next to nothing, whatever becomes of it: a request has a deadline
-for its first byte, after which S3 is requested as well; after some failures nothing is
-asked any more, but by a probe now and then that delays no reader; and while nothing is
+for its first byte, after which S3 is requested as well; after some failures no request
+goes there any more, but a probe now and then that delays no reader; and while nothing is
 found in it, only some lookups are made.
 """
 
@@ -20,7 +20,7 @@ MOST_S = 0.5
 # The weight of the latest first byte in the mean.
 NEWEST = 1 / 16
 
-# So many failures without a success between them, and nothing is asked for OPEN_S.
+# So many failures without a success between them, and no request is sent for OPEN_S.
 FAILURES = 3
 OPEN_S = 30.0
 # What an answer of a server that is useless (an error, wrong bytes) counts, of a failure: it

@@ -246,8 +246,9 @@ class FusefsFileSystem(AbstractFileSystem):
             raise ValueError("there are not as many starts and ends as paths")
 
         def read(number: int) -> bytes | Exception:
-            start, end = starts[number], ends[number]
-            return _caught(lambda: bytes(self.cat_file(paths[number], start, end, **kwargs)))
+            # By their names: the fallback may have other parameters before them, as s3fs does.
+            limits = {"start": starts[number], "end": ends[number]}
+            return _caught(lambda: bytes(self.cat_file(paths[number], **limits, **kwargs)))
 
         results = _in_threads(read, range(len(paths)))
         _raise_first(results, on_error)

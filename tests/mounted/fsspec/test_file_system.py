@@ -8,9 +8,11 @@ import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from fusefs.fsspec import VARIABLE, FusefsFileSystem, NotMountedError, install, uninstall
 from tests.support import sharing
@@ -214,6 +216,31 @@ def test_named_place_that_is_unmounted_is_not_used(
         with pytest.raises(NotMountedError):
             fs.pipe_file("named/b", b"2")
     assert is_own_disk is False or not list(mount.path.iterdir())
+
+
+class Versioned(MemoryFileSystem):
+    """With parameters in s3fs' order."""
+
+    protocol = "versioned"
+    store: ClassVar[dict[str, object]] = {}
+
+    def cat_file(
+        self,
+        path: str,
+        version_id: str | None = None,
+        start: int | None = None,
+        end: int | None = None,
+    ) -> bytes:
+        assert version_id is None
+        content: bytes = super().cat_file(path, start, end)
+        return content
+
+
+def test_fallback_gets_ranges_by_their_names() -> None:
+    fsspec.register_implementation("versioned", Versioned, clobber=True)
+    fs = FusefsFileSystem(fallback="versioned")
+    fs.pipe_file("elsewhere/key", b"there")
+    assert fs.cat_ranges(["elsewhere/key"] * 2, [0, 1], [2, 3]) == [b"th", b"he"]
 
 
 def test_fallback_has_what_is_not_mounted(place: tuple[str, Path]) -> None:

@@ -1,4 +1,4 @@
-"""When the cluster cache is asked, and for how long its answer is waited for."""
+"""When requests go to the cluster cache, and for how long their answers are waited for."""
 
 from __future__ import annotations
 
