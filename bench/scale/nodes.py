@@ -346,8 +346,8 @@ RUNS: dict[str, tuple[tuple[Order, ...], int, bool]] = {
     "rotated order": ((rotated,), 0, False),
     "same order, cluster cache": ((same,), SERVERS, False),
     "rotated order, cluster cache": ((rotated,), SERVERS, False),
-    "same order, cluster cache asked again": ((same,), SERVERS, True),
-    "rotated, cluster cache asked again": ((rotated,), SERVERS, True),
+    "same order, cluster cache tried again": ((same,), SERVERS, True),
+    "rotated, cluster cache tried again": ((rotated,), SERVERS, True),
     "warm --shard first, cluster cache": ((sharded, rotated), SERVERS, False),
 }
 

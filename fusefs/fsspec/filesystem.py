@@ -21,7 +21,7 @@ import stat
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from fsspec.spec import AbstractFileSystem
 from fsspec.utils import tokenize
@@ -48,7 +48,7 @@ def _or_elsewhere(method: _Method) -> _Method:
         # Of the instance: those of asynchronous file systems have their methods there.
         return getattr(other, method.__name__)(path, *args, **kwargs)
 
-    return call  # type: ignore[return-value]
+    return cast(_Method, call)
 
 
 class FusefsFileSystem(AbstractFileSystem):
@@ -119,7 +119,7 @@ class FusefsFileSystem(AbstractFileSystem):
         local = self.local_path(path)
         facts = _facts(path, _stat(local))
         if facts["type"] == "file":
-            facts["ETag"] = _etag(local)
+            facts["ETag"] = _etag(local)  # a request of its own
         return facts
 
     @_or_elsewhere
@@ -158,8 +158,11 @@ class FusefsFileSystem(AbstractFileSystem):
         return self._type(path) == "directory"
 
     def _type(self, path: str) -> str | None:
+        path = self._strip_protocol(path)
         try:
-            return str(self.info(path)["type"])
+            if not path or self._elsewhere(path) is not None:
+                return str(self.info(path)["type"])
+            return str(_facts(path, _stat(self.local_path(path)))["type"])
         except (FileNotFoundError, NotADirectoryError):
             return None
 

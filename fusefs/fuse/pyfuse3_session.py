@@ -403,7 +403,7 @@ class _Pyfuse3Entries:
         return self._reply(name, self._handlers.pack(inode, valid_s), offset)
 
     def add_name(self, name: bytes, ino: int, offset: int, kind: NameKind) -> bool:
-        raise NotImplementedError("each entry has its inode")
+        raise AssertionError("each entry has its inode")
 
     def _reply(self, name: bytes, entry: pyfuse3.EntryAttributes, offset: int) -> bool:
         has_room = bool(pyfuse3.readdir_reply(self._token, name, entry, offset))

@@ -348,7 +348,10 @@ class Directories:
             found, _ = await self.ask_by_name(directory, name)
             if isinstance(found, ObjectInfo):
                 files[name] = found
+        before = len(segment.entries)
         segment.settle(files)
+        if id(segment) in self._by_use:  # it may have been dropped meanwhile
+            self._entries += len(segment.entries) - before
 
     async def ask_by_name(self, directory: Directory, name: str) -> tuple[Entry | Absent, float]:
         """Ask for one name alone: as a directory and, if it is none, as a file."""
