@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from csi import main
+from csi.identities.cluster_caches import read_cluster_caches
 from csi.volume import stores
 from tests.support.packaging.manifests import (
     MANIFESTS,
@@ -40,6 +41,9 @@ helm = pytest.importorskip("helm_python", reason="Helm's library is for x86-64 a
 
 CHART = MANIFESTS.parent / "charts/fusefs-csi"
 MINIO = {"endpoint-url": "https://minio.example.com:9000", "addressing": "path"}
+SEAWEEDFS = "http://seaweedfs-s3.fusefs-cache.svc.cluster.local:8333"
+KEYS_FILE = "[default]\naws_access_key_id = a\naws_secret_access_key = b\n"
+CACHE = {"url": "s3://cache/p", "secretName": "cache-secret"}
 
 
 def chart(**values: Any) -> list[Object]:
@@ -112,6 +116,18 @@ PAIRS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"cache": {"hostPath": "/mnt/nvme/fusefs", "isOwnDisk": True, "minFree": "5%"}},
         ["local-nvme"],
     ),
+    "cluster cache": (
+        {
+            "clusterCaches": {
+                "training": {
+                    "url": "s3://fusefs-cache/training",
+                    "endpoint": SEAWEEDFS,
+                    "secretName": "fusefs-csi-cluster-cache",
+                }
+            }
+        },
+        ["cluster-cache"],
+    ),
     "metrics": (
         {"metrics": {"enabled": True, "podMonitor": {"enabled": True}}},
         ["metrics", "pod-monitor"],
@@ -160,14 +176,16 @@ def normal(documents: list[Object]) -> dict[str, Object]:
             metadata.pop("labels", None)
         if document["kind"] == "ConfigMap":
             metadata["name"] = re.sub(r"-[a-z0-9]{10}$", "", metadata["name"])
-            if "stores.toml" in document["data"]:
-                document["data"]["stores.toml"] = tomllib.loads(document["data"]["stores.toml"])
+            for file in ("stores.toml", "cluster-caches.toml"):
+                if file in document["data"]:
+                    document["data"][file] = tomllib.loads(document["data"][file])
         for pod in pod_templates(document):
             pod["metadata"]["annotations"].pop("checksum/configuration", None)
             for volume in pod["spec"]["volumes"]:
-                if "configMap" in volume:
-                    name = volume["configMap"]["name"]
-                    volume["configMap"]["name"] = re.sub(r"-[a-z0-9]{10}$", "", name)
+                for source in [volume, *volume.get("projected", {}).get("sources", [])]:
+                    if "configMap" in source:
+                        name = source["configMap"]["name"]
+                        source["configMap"]["name"] = re.sub(r"-[a-z0-9]{10}$", "", name)
             for each in containers(pod):
                 for variable in each.get("env", []):
                     reference = variable.get("valueFrom", {}).get("configMapKeyRef", {})
@@ -175,6 +193,7 @@ def normal(documents: list[Object]) -> dict[str, Object]:
                         reference["name"] = re.sub(r"-[a-z0-9]{10}$", "", reference["name"])
                 # Their order means nothing to the programs.
                 each.get("args", []).sort()
+                each["volumeMounts"].sort(key=lambda mount: str(mount["mountPath"]))
             for list_of_names in ("containers", "volumes"):
                 pod["spec"][list_of_names].sort(key=lambda each: str(each["name"]))
         found[f"{document['kind']} {name_of(document)}"] = document
@@ -192,6 +211,10 @@ EVERYTHING: dict[str, Any] = {
     "imagePullSecrets": [{"name": "registry"}],
     "stores": {"minio": {**MINIO, "sts-url": "https://minio.example.com:9001", "audience": "m"}},
     "certificates": {"minio-ca.pem": "-----BEGIN CERTIFICATE-----\n"},
+    "clusterCaches": {
+        "*": CACHE,
+        "training": {**CACHE, "endpoint": "http://ceph.example.com:7480"},
+    },
     "csiDriver": {"inlineVolumes": True, "serviceAccountTokens": True, "podIdentityTokens": True},
     "serviceAccounts": {"node": {"annotations": {"eks.amazonaws.com/role-arn": "arn:x"}}},
     "env": {"HTTPS_PROXY": "http://proxy:3128"},
@@ -276,6 +299,65 @@ def test_stores_become_the_file_that_the_driver_reads(tmp_path: Path) -> None:
     assert tomllib.loads(odd["data"]["stores.toml"])["stores"]["minio"] == given
 
 
+def test_cluster_caches_become_the_file_that_the_driver_reads(tmp_path: Path) -> None:
+    documents = chart(clusterCaches={"a.b": {**CACHE, "endpoint": SEAWEEDFS}, "*": CACHE})
+    pod = template(documents, "fusefs-csi-node")
+    directory, secrets = cluster_cache_files(pod)
+    text = find(documents, "ConfigMap", "fusefs-csi-cluster-caches")["data"]["cluster-caches.toml"]
+    for path in secrets:
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        content = KEYS_FILE if path.endswith("/credentials") else "sixteen-bytes-or-more"
+        (tmp_path / path).write_text(content)
+    (tmp_path / "file").write_text(text.replace(directory, str(tmp_path)))
+    known = read_cluster_caches(tmp_path / "file")
+    assert known.by_domain.keys() == {"a.b", "*"}
+    assert known.by_domain["a.b"].endpoint_url == SEAWEEDFS
+    assert (known.by_domain["*"].url, known.by_domain["*"].endpoint_url) == (CACHE["url"], None)
+    # The controller, which mounts nothing, and the daemons, which are given them, have none.
+    assert "cache-secret" not in str(template(documents, "fusefs-csi-daemons"))
+    assert "cache-secret" not in str(template(documents, "fusefs-csi-controller"))
+
+
+def test_the_cluster_cache_that_is_shown_is_taken(tmp_path: Path) -> None:
+    text = (MANIFESTS.parent / "docs/cluster-cache.md").read_text()
+    [shown] = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    [values] = read(shown)
+    documents = chart(**values)
+    [cache] = values["clusterCaches"].values()
+    assert lets_out(find(documents, "NetworkPolicy"), cache["endpoint"])
+    of_component = render_with(tmp_path, "cluster-cache")
+    files = [
+        cluster_cache_files(template(each, "fusefs-csi-node")) for each in (documents, of_component)
+    ]
+    assert files[0] == files[1]
+
+
+def cluster_cache_files(pod: Object) -> tuple[str, list[str]]:
+    """Where the driver has its cluster caches, and the paths of Secrets in it."""
+    [mount] = (
+        each
+        for each in container(pod, "driver")["volumeMounts"]
+        if each["name"] == "cluster-caches"
+    )
+    [volume] = (each for each in pod["spec"]["volumes"] if each["name"] == "cluster-caches")
+    projected = volume["projected"]
+    assert projected["defaultMode"] == 0o400
+    assert mount["readOnly"]
+    secrets = [source["secret"] for source in projected["sources"] if "secret" in source]
+    return mount["mountPath"], [item["path"] for each in secrets for item in each["items"]]
+
+
+def test_another_cluster_cache_rolls_the_pods_that_read_it() -> None:
+    for name, is_rolled in (("fusefs-csi-node", True), ("fusefs-csi-daemons", False)):
+        one, other = (
+            template(chart(clusterCaches=given), name)["metadata"]["annotations"]
+            for given in ({"a": CACHE}, {"b": CACHE})
+        )
+        assert (
+            one.get("checksum/configuration") != other.get("checksum/configuration")
+        ) == is_rolled
+
+
 def test_the_controller_runs_on_nodes_of_its_own() -> None:
     tolerated = {"key": "dedicated", "operator": "Exists", "effect": "NoSchedule"}
     pod = template(chart(controller={"tolerations": [tolerated]}), "fusefs-csi-controller")
@@ -302,6 +384,7 @@ def test_the_policy_lets_out_every_store(kind: str) -> None:
         "https://s3.amazonaws.com",
         "https://minio.example.com:9000",
         "https://minio.example.com:9001",
+        "http://ceph.example.com:7480",
         "http://proxy.example.com:3128",
         "http://s3.seaweedfs.svc.cluster.local:8333",
     ):
@@ -330,6 +413,9 @@ def test_the_program_understands_the_charts_arguments() -> None:
         ({"storageClass": []}, "storageClass"),
         ({"stores": {"minio": {"endpoint": "https://minio"}}}, "endpoint"),
         ({"stores": {"minio": {**MINIO, "sts-url": "https://sts"}}}, "audience"),
+        ({"clusterCaches": {"a": {"url": "s3://cache"}}}, "secretName"),
+        ({"clusterCaches": {"a": {**CACHE, "url": "https://cache"}}}, "url"),
+        ({"clusterCaches": {"a/b": CACHE}}, "a/b"),
         ({"nodePools": [{"name": "gpu"}]}, "nodeSelector"),
         ({"networkPolicy": {"kind": "calico"}}, "kind"),
         ({"node": {"extraArgs": ["memory-limit=1GiB"]}}, "extraArgs"),

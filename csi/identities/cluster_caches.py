@@ -1,0 +1,192 @@
+"""Cluster caches: which domain's volumes read through which store near the nodes.
+
+A cluster cache is a bucket of blocks that the volumes of one cache domain share on all
+nodes. Whoever may write its blocks decides what readers get, and whoever has the domain's
+key can forge them. So the administrator of the nodes maps domains to cluster caches in a
+file, and a volume names its domain and nothing more (`cacheDomain`; options.py). The file
+is TOML:
+
+    [cluster-caches.training]
+    url = "s3://fusefs-cache/training"
+    endpoint = "http://seaweedfs-s3.fusefs-cache:8333"   # AWS without it
+    credentials-file = "/etc/fusefs-csi-cluster-caches/training/credentials"
+    key-file = "/etc/fusefs-csi-cluster-caches/training/key"
+
+`"*"` in place of a domain's name is for the volumes that name none; inline volumes, which
+any author of a pod can write, never use it.
+
+The secrets are read each time that a mount is planned, because a mounted Secret changes
+under its path. Each mount has a copy beside its credentials (credentials.py): it resumes
+with what it began with, also when its domain has left the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from csi.errors import FailedPreconditionError
+from csi.volume.options import anywhere, is_cache_domain
+from csi.volume.stores import read_url
+from fusefs.api import (
+    ClusterCacheAccessError,
+    RawValue,
+    SettingsError,
+    build,
+    check_cluster_cache,
+)
+
+# For volumes without a cacheDomain; no domain's name has such a character.
+OTHERS = "*"
+# The names in the file, and the mount's settings.
+_SETTINGS = {
+    "url": "cluster_cache",
+    "endpoint": "cluster_cache_endpoint",
+    "credentials-file": "cluster_cache_credentials",
+    "key-file": "cluster_cache_key",
+}
+
+
+class ClusterCachesError(ValueError):
+    """The file of cluster caches cannot be used; the message is one line for its author."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSecrets:
+    """The contents of a cluster cache's two files. Neither `repr` nor `str` shows them."""
+
+    credentials: bytes = field(repr=False)
+    key: bytes = field(repr=False)
+
+    @property
+    def proof(self) -> str:
+        """What differs if either differs; a secret's digest, so only for a keyed hash."""
+        lengths = len(self.credentials).to_bytes(8)
+        return hashlib.sha256(lengths + self.credentials + self.key).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterCache:
+    """One domain's cluster cache: `url` and `endpoint_url` as `fusefs mount` takes them."""
+
+    domain: str
+    url: str
+    endpoint_url: str | None
+    credentials_file: Path
+    key_file: Path
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The settings of a mount, as texts, but for the paths of its secrets."""
+        texts = {"cluster_cache": self.url, "cluster_cache_endpoint": self.endpoint_url}
+        return {name: text for name, text in texts.items() if text is not None}
+
+    def check(self, origins: Mapping[str, str]) -> None:
+        """Refuse what no mount takes. Blocks. `origins` name the settings in messages.
+
+        Raises:
+            SettingsError: a setting cannot be read.
+            ClusterCacheAccessError: a file does not hold its secret.
+        """
+        files = {
+            "cluster_cache_credentials": os.fspath(self.credentials_file),
+            "cluster_cache_key": os.fspath(self.key_file),
+        }
+        texts = self.settings | files
+        layer = {name: RawValue(text, origins[name]) for name, text in texts.items()}
+        check_cluster_cache(build(layer, anywhere()))
+
+    def secrets(self) -> CacheSecrets:
+        """What the files hold now. Blocks.
+
+        Raises:
+            FailedPreconditionError: one of them cannot be used.
+        """
+        try:
+            self.check({setting: name for name, setting in _SETTINGS.items()})
+            return CacheSecrets(self.credentials_file.read_bytes(), self.key_file.read_bytes())
+        except ClusterCacheAccessError as error:
+            why = str(error)
+        except OSError as error:
+            why = f"{error.filename}: {error.strerror}"
+        raise FailedPreconditionError(f"the cluster cache of {self.domain}: {why}")
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterCaches:
+    """The cluster caches of a node, by domain."""
+
+    by_domain: Mapping[str, ClusterCache] = field(default_factory=dict)
+
+    def of(self, domain: str | None, *, is_inline: bool) -> ClusterCache | None:
+        """The cluster cache of a volume with this cacheDomain, or with none."""
+        if domain is None and is_inline:
+            return None
+        return self.by_domain.get(OTHERS if domain is None else domain)
+
+
+def read_cluster_caches(path: Path | None) -> ClusterCaches:
+    """The cluster caches of the file at `path`; None is no file. Blocks.
+
+    Raises:
+        ClusterCachesError: the file, or one that it names, cannot be read or used.
+    """
+    if path is None:
+        return ClusterCaches()
+    try:
+        content = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ClusterCachesError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ClusterCachesError(f"{path}: {error}") from error
+    try:
+        return ClusterCaches(
+            {name: _cluster_cache(name, table) for name, table in _tables(content)}
+        )
+    except ValueError as error:
+        raise ClusterCachesError(f"{path}: {error}") from None
+
+
+def _tables(content: dict[str, Any]) -> list[tuple[str, Any]]:
+    unknown = content.keys() - {"cluster-caches"}
+    tables = content.get("cluster-caches", {})
+    if unknown or not isinstance(tables, dict):
+        name = min(unknown, default="cluster-caches")
+        raise ValueError(f"{name}: only [cluster-caches.DOMAIN] is known")
+    return list(tables.items())
+
+
+def _cluster_cache(domain: str, table: Any) -> ClusterCache:
+    where = f"cluster-caches.{domain}"
+    if domain != OTHERS and not is_cache_domain(domain):
+        raise ValueError(f"{where}: is no cacheDomain")
+    if not isinstance(table, dict):
+        raise ValueError(f"{where}: is no table")
+    for name, value in table.items():
+        if name not in _SETTINGS or not isinstance(value, str):
+            raise ValueError(f"{where}.{name}: there is no such setting, or it is no string")
+    for name in sorted(_SETTINGS.keys() - {"endpoint"} - table.keys()):
+        raise ValueError(f"{where}: has no {name}")
+    if "endpoint" in table:
+        try:
+            read_url(table["endpoint"])
+        except ValueError as error:
+            raise ValueError(f"{where}.endpoint: {error}") from None
+    cache = ClusterCache(
+        domain,
+        table["url"],
+        table.get("endpoint"),
+        Path(table["credentials-file"]),
+        Path(table["key-file"]),
+    )
+    origins = {setting: f"{where}.{name}" for name, setting in _SETTINGS.items()}
+    try:
+        cache.check(origins)
+    except (SettingsError, ClusterCacheAccessError) as error:
+        raise ValueError(str(error)) from None
+    return cache

@@ -1,0 +1,117 @@
+"""The secrets of a cluster cache: the keys to its bucket, and the key of its domain.
+
+Both are in files of the user who mounts. A daemon, which may not read those, gets what is in
+them handed over in memory; neither is ever a setting or an argument.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from fusefs.settings.mount import MountSettings
+
+# In a daemon: the paths of what was handed over.
+_KEY = "FUSEFS_CLUSTER_CACHE_KEY_CONTENT"
+_CREDENTIALS = "FUSEFS_CLUSTER_CACHE_CREDENTIALS_CONTENT"
+LEAST_KEY = 16
+_MOST_KEY = 4096
+_PROFILE = "default"
+# The names of a credentials file, and of the environment.
+_NAMES = {
+    "aws_access_key_id": "AWS_ACCESS_KEY_ID",
+    "aws_secret_access_key": "AWS_SECRET_ACCESS_KEY",
+    "aws_session_token": "AWS_SESSION_TOKEN",
+}
+
+
+class AccessError(ValueError):
+    """A file is not what it should be; the message is one line, without what is in the file."""
+
+
+def read(settings: MountSettings) -> dict[str, str]:
+    """What to hand over to a daemon, as texts by the variables that are to name them. Blocks.
+
+    In a daemon, which starts another keeper, that is what was handed over to it.
+
+    Raises:
+        AccessError: a file can't be read, or is not what it should be.
+    """
+    handed = {}
+    if settings.cluster_cache_key is not None:
+        handed[_KEY] = base64.b64encode(key(settings)).decode()
+    if settings.cluster_cache_credentials is not None:
+        path = _credentials_file(settings.cluster_cache_credentials)
+        _read_credentials(path)
+        handed[_CREDENTIALS] = _content(path).decode()
+    return handed
+
+
+def key(settings: MountSettings) -> bytes:
+    """The key of the domain, empty if there is none: as handed over, or else from its file.
+
+    Raises:
+        AccessError: the file has none.
+    """
+    handed = os.environ.get(_KEY)
+    if settings.cluster_cache_key is None:
+        return b""
+    if handed is None:
+        return _read_key(settings.cluster_cache_key)
+    try:
+        content = base64.b64decode(_content(Path(handed)), validate=True)
+    except binascii.Error:
+        content = b""
+    if len(content) < LEAST_KEY:
+        raise AccessError("the key of the cluster cache was not handed over whole")
+    return content
+
+
+def credentials(settings: MountSettings) -> Mapping[str, str] | None:
+    """The keys to the bucket by the names of the environment; None: the mount's own.
+
+    Raises:
+        AccessError: the file has none.
+    """
+    if settings.cluster_cache_credentials is None:
+        return None
+    return _read_credentials(_credentials_file(settings.cluster_cache_credentials))
+
+
+def _credentials_file(path: Path) -> Path:
+    return Path(os.environ.get(_CREDENTIALS, path))
+
+
+def _read_key(path: Path) -> bytes:
+    content = _content(path).rstrip(b"\r\n")
+    if not LEAST_KEY <= len(content) <= _MOST_KEY:
+        raise AccessError(f"{path}: a key has {LEAST_KEY} to {_MOST_KEY} bytes")
+    return content
+
+
+def _read_credentials(path: Path) -> Mapping[str, str]:
+    import configparser  # it takes a while, and most mounts have no such file
+
+    parser = configparser.RawConfigParser()
+    try:
+        parser.read_string(_content(path).decode())
+        section = parser[_PROFILE]
+    except (UnicodeDecodeError, configparser.Error, KeyError):
+        raise AccessError(f"{path}: has no profile [{_PROFILE}]") from None
+    found = {variable: section[name] for name, variable in _NAMES.items() if section.get(name)}
+    if len(found.keys() & {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"}) < 2:
+        raise AccessError(
+            f"{path}: the profile has no aws_access_key_id or no aws_secret_access_key"
+        )
+    return found
+
+
+def _content(path: Path) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read(1 << 16)
+    except OSError as error:
+        raise AccessError(f"{path} cannot be read: {error.strerror}") from None

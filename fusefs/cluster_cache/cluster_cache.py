@@ -1,0 +1,115 @@
+"""The cluster cache of one mount: its bucket, the tier above S3, and what fills it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import trio
+
+from fusefs.cache.file_cache import FileCache
+from fusefs.cluster_cache.block import Domain
+from fusefs.cluster_cache.filler import Filler
+from fusefs.cluster_cache.remote import Remote
+from fusefs.cluster_cache.tier import ClusterTier, Outcome
+from fusefs.settings.mount import MountSettings
+from fusefs.store.errors import StoreError
+from fusefs.store.interface import Source
+from fusefs.store.s3.clients import S3Settings
+
+_LOOKUPS = tuple(outcome.value for outcome in Outcome if outcome is not Outcome.CANCELLED)
+_FILLS = ("stored", "present", "failed", "dropped", "lost")
+
+
+class Clearing:
+    """The removal of all blocks that a mount's domain has of its bucket."""
+
+    def __init__(self) -> None:
+        self.blocks = 0
+        self.bytes = 0
+        self.failed = 0
+        self.error: str | None = None
+        self.has_ended = False
+
+    def describe(self) -> dict[str, Any]:
+        """It as JSON can hold it."""
+        return {
+            "blocks": self.blocks,
+            "bytes": self.bytes,
+            "failed": self.failed,
+            "why": self.error,
+            "has_ended": self.has_ended,
+        }
+
+
+class ClusterCache:
+    """Belongs to the event loop; its tasks run in `nursery`."""
+
+    def __init__(
+        self,
+        settings: MountSettings,
+        access: S3Settings,
+        key: bytes,
+        source: Source,
+        cache: FileCache,
+        nursery: trio.Nursery,
+        is_busy: Callable[[], bool],
+    ) -> None:
+        """`access` is how its bucket is reached, `key` that of the domain.
+
+        `is_busy` says whether something is downloaded.
+        """
+        assert settings.cluster_cache is not None
+        self._place = settings.cluster_cache
+        self._is_signed = bool(key)
+        self._nursery = nursery
+        self._domain = Domain(settings.endpoint_url or "", settings.source.bucket, key)
+        self._remote = Remote(access, self._place.prefix)
+        self.tier = ClusterTier(source, self._remote, self._domain, nursery)
+        self.filler = Filler(self.tier, self._remote, self._domain, cache, is_busy)
+        self._clearing: Clearing | None = None
+
+    async def run(self) -> None:
+        """Open the bucket and fill it, until cancelled."""
+        try:
+            await self.tier.run()
+            await self.filler.run()
+        finally:
+            self._remote.close()
+
+    def describe(self) -> dict[str, Any]:
+        """Its state, and what became of lookups and of fills, as JSON can hold it."""
+        lookups, fills = self.tier.counted, self.filler.counted
+        return {
+            "place": str(self._place),
+            "is_signed": self._is_signed,
+            "state": self.tier.state,
+            "why": self.tier.why,
+            "opened": self.tier.breaker.opened,
+            "deadline_s": self.tier.deadline.wait_s,
+            "lookups": {name: lookups[name] for name in _LOOKUPS},
+            "read_bytes": lookups["bytes_read"],
+            "fills": {name: fills[name] for name in _FILLS},
+            "queued_fills": self.filler.queued,
+            "stored_bytes": fills["bytes_stored"],
+        }
+
+    def clear(self, *, is_new: bool) -> dict[str, Any]:
+        """Begin to remove what the domain has stored of the mount's bucket, or tell how it goes."""
+        clearing = self._clearing
+        if clearing is None or (is_new and clearing.has_ended):
+            clearing = self._clearing = Clearing()
+            self._nursery.start_soon(self._clear, clearing)
+        return clearing.describe()
+
+    async def _clear(self, clearing: Clearing) -> None:
+        try:
+            async for blocks in self._remote.names(self._domain.prefix):
+                names = [name for name, _ in blocks]
+                failed = await self._remote.delete(names) if names else 0
+                clearing.blocks += len(names) - failed
+                clearing.bytes += sum(size for _, size in blocks)
+                clearing.failed += failed
+        except Exception as error:  # a library's, too: it ends this removal alone
+            clearing.error = str(error) if isinstance(error, StoreError) else repr(error)
+        clearing.has_ended = True

@@ -1,0 +1,250 @@
+"""Stores in the cluster cache what came from S3 and is whole on the local disk.
+
+A block is stored by whoever has all of it: two at a time, from the checked local copy, in the
+background. While downloads are under way the filler rests after each block, and what does
+not fit into its queue is dropped: what it costs is bounded, and what it misses is stored by the
+next one that reads it. Only a job that was given the data to warm waits for its blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Protocol
+
+import trio
+
+from fusefs.cache.cached_file import CacheFile
+from fusefs.cache.file_cache import FileCache
+from fusefs.cluster_cache.block import BLOCK, Block, Domain, StoredBlock
+from fusefs.cluster_cache.tier import ClusterTier
+from fusefs.store.errors import AttemptError
+from fusefs.store.interface import ObjectVersion
+
+logger = logging.getLogger("fusefs.cluster_cache")
+
+AT_A_TIME = 2
+JOBS_AT_A_TIME = 8
+MOST_QUEUED = 4096
+# While something is downloaded, what is stored takes this share of the machine's processors, as
+# far as the time that it takes tells: on two of them 24 % were lost to it without any rest.
+SHARE = 0.03
+# After each block at least, and after a small object, each of which costs the event loop 3 ms.
+REST_S, SMALL_REST_S = 0.05, 0.2
+MOST_REST_S = 10.0
+# Between small files there is a moment without a download now and then.
+IDLE_S = 0.2
+# After a failure nothing is stored for so long, and after each one more twice as long.
+PAUSE_S = 30.0
+LONGEST_PAUSE_S = 600.0
+# Of larger blocks two at a time are in memory, also of those that jobs store.
+SMALL = 1 << 20
+
+
+def rest_after(took_s: float, size: int, processors: int) -> float:
+    """How long one of the workers rests after `size` bytes were stored in `took_s`, in seconds."""
+    least_s = SMALL_REST_S if size <= SMALL else REST_S
+    share = SHARE * processors / AT_A_TIME
+    return min(max(least_s, took_s * (1 / share - 1)), MOST_REST_S)
+
+
+class Store(Protocol):
+    """Where blocks are stored; as `fusefs.cluster_cache.remote.Remote`."""
+
+    async def put(self, name: str, body: StoredBlock, *, overwrites: bool) -> bool: ...
+
+
+class _Fill:
+    """A block that is to be stored, from a cache file that has all of it."""
+
+    __slots__ = ("block", "done", "file", "outcome", "overwrites", "version")
+
+    def __init__(
+        self, file: CacheFile, version: ObjectVersion, block: Block, *, overwrites: bool
+    ) -> None:
+        self.file = file
+        self.version = version
+        self.block = block
+        self.overwrites = overwrites
+        self.outcome = "dropped"
+        self.done = trio.Event()
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the cluster cache has the block, once it is `done`."""
+        return self.outcome in ("stored", "present")
+
+    async def ended(self) -> bool:
+        """Wait until it is `done`; whether the cluster cache has the block."""
+        await self.done.wait()
+        return self.is_stored
+
+
+class Filler:
+    """The blocks of one mount that are to be stored. Belongs to the event loop.
+
+    `is_busy` says whether something is downloaded. `counted` has `stored`, `present` (another
+    one had stored it), `lost` (the file had gone), `dropped` and `failed` blocks, and the bytes
+    of the stored ones.
+    """
+
+    def __init__(
+        self,
+        tier: ClusterTier,
+        store: Store,
+        domain: Domain,
+        cache: FileCache,
+        is_busy: Callable[[], bool],
+    ) -> None:
+        self._tier = tier
+        self._store = store
+        self._domain = domain
+        self._cache = cache
+        self._is_busy = is_busy
+        self._busy_at = -math.inf
+        self._processors = len(os.sched_getaffinity(0))
+        self._queue: OrderedDict[str, _Fill] = OrderedDict()
+        self._under_way: dict[str, _Fill] = {}
+        self._has_work = trio.Event()
+        self._job_slots = trio.Semaphore(JOBS_AT_A_TIME)
+        self._large = trio.Semaphore(AT_A_TIME)
+        self._paused_until = -math.inf
+        self._failures = 0  # without a success between them
+        self.counted: Counter[str] = Counter()
+
+    @property
+    def queued(self) -> int:
+        """How many blocks are to be stored."""
+        return len(self._queue) + len(self._under_way)
+
+    def fetched(self, file: CacheFile, start: int, stop: int) -> None:
+        """The bytes [start, stop) of a file have arrived, from wherever."""
+        version = file.version
+        if version is None or not self._tier.missed:
+            return
+        for at in range(start - start % BLOCK, stop, BLOCK):
+            block = self._domain.block(version, at)
+            if block.name in self._tier.missed and file.present.covers(block.start, block.stop):
+                overwrites = self._tier.missed.pop(block.name)
+                fill = _Fill(file, version, block, overwrites=overwrites)
+                self._queue[block.name] = fill
+                self._has_work.set()
+        while len(self._queue) > MOST_QUEUED:
+            self._queue.popitem(last=False)
+            self.counted["dropped"] += 1
+
+    async def run(self) -> None:
+        """Store what is queued, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            for _ in range(AT_A_TIME):
+                nursery.start_soon(self._work)
+
+    async def _work(self) -> None:
+        while True:
+            while not self._queue:
+                if self._has_work.is_set():
+                    self._has_work = trio.Event()
+                await self._has_work.wait()
+            if trio.current_time() < self._paused_until:
+                await trio.sleep_until(self._paused_until)
+                continue
+            _, fill = self._queue.popitem(last=False)
+            begun = trio.current_time()
+            await self._bring(fill)
+            await self._rest(trio.current_time() - begun, fill.block)
+
+    async def _rest(self, took_s: float, block: Block) -> None:
+        """Leave the machine to what is downloaded, as long as that goes on."""
+        now = trio.current_time()
+        until = now + rest_after(took_s, block.stop - block.start, self._processors)
+        while now < until:
+            if self._is_busy():
+                self._busy_at = now
+            elif now - self._busy_at >= IDLE_S:
+                return
+            await trio.sleep(REST_S)
+            now = trio.current_time()
+
+    @property
+    def _may_store(self) -> bool:
+        # Also while nothing is read from there: what is wrong there is to be replaced.
+        return self._tier.is_open and trio.current_time() >= self._paused_until
+
+    async def finish(self, file: CacheFile, start: int, stop: int) -> int:
+        """Store now what is queued of [start, stop) of a pinned file, and wait for its end.
+
+        Returns how many blocks could not be stored.
+        """
+        version, failed = file.version, 0
+        if version is None:
+            return 0
+        await self._tier.tried.wait()
+        for at in range(start - start % BLOCK, stop, BLOCK):
+            name = self._domain.block(version, at).name
+            under_way = self._under_way.get(name)
+            if under_way is not None:
+                failed += not await under_way.ended()
+            async with self._job_slots:
+                fill = self._queue.pop(name, None) if self._may_store else None
+                if fill is not None:
+                    failed += not await self._bring(fill)
+                else:
+                    failed += name in self._queue
+        return failed
+
+    async def _bring(self, fill: _Fill) -> bool:
+        """Store one block; False if that failed."""
+        name = fill.block.name
+        if name in self._under_way:  # it was fetched once more meanwhile
+            self.counted["dropped"] += 1
+            return True
+        self._under_way[name] = fill
+        try:
+            fill.outcome = await self._put(fill)
+            self._failures = 0
+        except Exception as error:  # whatever it is, the block is in S3
+            fill.outcome = "failed"
+            self._note_failure(error)
+        finally:
+            self.counted[fill.outcome] += 1
+            del self._under_way[name]
+            fill.done.set()
+        return fill.is_stored
+
+    async def _put(self, fill: _Fill) -> str:
+        block = fill.block
+        async with self._large if block.stop - block.start > SMALL else nullcontext():
+            data = await self._read(fill)
+            if data is None:
+                return "lost"
+            body = StoredBlock(self._domain, block, data)
+            if not await self._store.put(block.name, body, overwrites=fill.overwrites):
+                return "present"
+        self.counted["bytes_stored"] += len(data)
+        return "stored"
+
+    async def _read(self, fill: _Fill) -> bytearray | None:
+        """The block's bytes, if the file is still the one that the cache has of the version."""
+        file, block = fill.file, fill.block
+        if self._cache.find(fill.version) is not file or not file.is_kept:
+            return None
+        self._cache.pin_again(file)
+        try:
+            if not await self._cache.ensure_open(file):
+                return None
+            return await self._cache.integrity.read(file, block.start, block.stop)
+        finally:
+            self._cache.unpin(file)
+
+    def _note_failure(self, error: Exception) -> None:
+        now = trio.current_time()
+        if now >= self._paused_until:
+            why = error.failure.in_full if isinstance(error, AttemptError) else repr(error)
+            pause_s = min(LONGEST_PAUSE_S, PAUSE_S * 2**self._failures)
+            self._failures = min(self._failures + 1, 10)
+            self._paused_until = now + pause_s
+            logger.warning("nothing is stored in the cluster cache for %.0f s: %s", pause_s, why)

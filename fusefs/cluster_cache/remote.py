@@ -1,0 +1,222 @@
+"""The bucket that holds the blocks: short requests that are sent once.
+
+What fails there is not sent again: S3 has the same bytes. GETs have time-outs of their own,
+shorter than those of S3; what is stored may take longer, for no reader waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import trio
+
+from fusefs.cluster_cache.block import StoredBlock
+from fusefs.store.errors import (
+    AttemptError,
+    CredentialsError,
+    Failure,
+    StoreError,
+    UnreachableError,
+)
+from fusefs.store.http.threads import Attempt
+from fusefs.store.interface import Priority, Urgency
+from fusefs.store.s3.clients import S3Settings
+from fusefs.store.s3.requester import Requester, list_work
+from fusefs.store.s3.store import S3Store
+
+if TYPE_CHECKING:
+    from fusefs.store.s3.clients import Clients
+
+GET, PUT = "CLUSTER GET", "CLUSTER PUT"
+# For a connection, and for the next bytes of an answer; S3 is requested before (policy.py).
+GET_TIMEOUT_S = 1.0
+PUT_CONNECT_TIMEOUT_S = 2.0
+PUT_TIMEOUT_S = 5.0
+# For all of a block.
+PUT_LIMIT_S = 20.0
+# At a time, of all that stores.
+PUTS = 8
+# What the event loop has the time to receive, to check and to write to the local disk.
+SMALL = 257 << 10
+_TOO_SLOW = Failure(UnreachableError, "it takes too long")
+_NOT_UNDERSTOOD = Failure(StoreError, "it answers in a way that is not understood")
+
+
+@contextmanager
+def _renewing(requester: Requester) -> Iterator[None]:
+    """Have the next request look for other credentials where these are refused."""
+    try:
+        yield
+    except AttemptError as error:
+        if error.failure.has_expired or error.failure.kind is CredentialsError:
+            requester.source.renew()
+        raise
+
+
+class Remote:
+    """The blocks below a prefix of a bucket. Belongs to the event loop."""
+
+    def __init__(self, settings: S3Settings, prefix: str) -> None:
+        self._gets = Requester(
+            replace(settings, connect_timeout_s=GET_TIMEOUT_S, read_timeout_s=GET_TIMEOUT_S)
+        )
+        self._store = S3Store(
+            replace(
+                settings,
+                connect_timeout_s=PUT_CONNECT_TIMEOUT_S,
+                read_timeout_s=PUT_TIMEOUT_S,
+                retry_time_s=PUT_TIMEOUT_S,
+                max_connections=PUTS,
+                max_streams=PUTS,
+            )
+        )
+        self._puts = self._store.requester
+        self._prefix = prefix
+
+    async def open(self) -> None:
+        """See whether the bucket can be listed; has to have been done before anything else.
+
+        Raises:
+            AttemptError: it can't.
+        """
+        work = list_work(self._prefix, "/", "", 1)
+        for requester in (self._gets, self._puts):
+            await requester.once("LIST", work)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._gets.close()
+        self._puts.close()
+
+    def hurry(self) -> None:
+        """As `Store.hurry`."""
+        self._gets.reprioritize()
+
+    async def get(
+        self,
+        name: str,
+        start: int,
+        stop: int,
+        take: Callable[[memoryview], None],
+        *,
+        sent: Callable[[], None],
+        priority: Urgency,
+        in_loop: bool,
+    ) -> None:
+        """Hand the bytes [start, stop) of a stored block on to `take`, as they come.
+
+        `take` is called in the event loop, where a small range may be read `in_loop`, or in
+        a thread; `sent` once there is a connection for the request.
+
+        Raises:
+            AttemptError: there is no such block, or no answer, or the answer broke off.
+            Exception: whatever `take` raises.
+        """
+        with _renewing(self._gets):
+            key, size = self._prefix + name, stop - start
+            headers = {"range": f"bytes={start}-{stop - 1}"}
+            may_be_now = in_loop and size <= SMALL
+            if may_be_now and await self._get_now(key, headers, size, take, sent, priority):
+                return
+            await self._get_in_thread(key, headers, size, take, sent, priority)
+
+    async def _get_in_thread(
+        self,
+        key: str,
+        headers: dict[str, str],
+        size: int,
+        take: Callable[[memoryview], None],
+        sent: Callable[[], None],
+        priority: Urgency,
+    ) -> None:
+        async with self._gets.connected(GET, priority, key) as clients:
+            sent()
+            attempt = Attempt()
+
+            def take_locally(chunk: memoryview) -> None:
+                attempt.locally(partial(take, chunk))
+
+            def work() -> None:
+                if not clients.direct.download(key, headers, size, lambda _: None, take_locally):
+                    raise AttemptError(_NOT_UNDERSTOOD)
+
+            await self._gets.in_thread(GET, attempt, work)
+
+    async def _get_now(
+        self,
+        key: str,
+        headers: dict[str, str],
+        size: int,
+        take: Callable[[memoryview], None],
+        sent: Callable[[], None],
+        priority: Urgency,
+    ) -> bool:
+        """Read a small range in the event loop; False if a thread is to do it."""
+        requester = self._gets
+        clients = requester.source.clients
+        if clients is None:
+            return False
+        send = partial(clients.direct.send_now, "GET", key, headers=headers, size=size)
+        async with requester.connections.lease(priority, key):
+            sent()
+            answer, failure = await requester.attempt_now(GET, key, send)
+        if failure is not None:
+            raise AttemptError(failure)
+        if answer is None:
+            return False
+        take(memoryview(answer.content)[:size])
+        return True
+
+    async def put(self, name: str, body: StoredBlock, *, overwrites: bool) -> bool:
+        """Store a block; False if there is one already. Only with `overwrites` it is replaced.
+
+        Raises:
+            AttemptError: it was not stored.
+        """
+        key = self._prefix + name
+        headers = {} if overwrites else {"if-none-match": "*"}
+
+        def work(clients: Clients) -> bool:
+            try:
+                # Without a checksum of the whole: each frame has its own.
+                answer = clients.direct.send("PUT", key, headers=headers, body=body)
+            except AttemptError as error:
+                # 409: another one is storing it at this moment.
+                if not overwrites and error.failure.status in (409, 412):
+                    return False
+                raise
+            if answer is None:
+                raise AttemptError(_NOT_UNDERSTOOD)
+            return True
+
+        with trio.move_on_after(PUT_LIMIT_S), _renewing(self._puts):
+            return await self._puts.once(PUT, work, lambda: Priority.PREFETCH, key=key)
+        raise AttemptError(_TOO_SLOW)
+
+    async def names(self, prefix: str) -> AsyncIterator[list[tuple[str, int]]]:
+        """The names and sizes of the stored blocks below a prefix, page by page.
+
+        Raises:
+            StoreError: they can't be listed.
+        """
+        last = ""
+        while True:
+            page = await self._store.list_page(
+                self._prefix + prefix, delimiter="", start_after=last
+            )
+            yield [(info.key.removeprefix(self._prefix), info.size) for info in page.objects]
+            if page.next_token is None:
+                return
+            last = page.last
+
+    async def delete(self, names: list[str]) -> int:
+        """Delete blocks; returns how many could not be deleted.
+
+        Raises:
+            StoreError: none could.
+        """
+        return len(await self._store.delete_many(self._prefix + name for name in names))

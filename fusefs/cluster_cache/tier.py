@@ -1,0 +1,460 @@
+"""Downloads through the cluster cache: from there what it has, from S3 the rest.
+
+The order is local disk (cache/), cluster cache, S3. Whatever becomes of the cluster cache, a
+download ends as S3 has it: an answer that does not begin in time is raced by S3, one that
+breaks off or is wrong goes on from S3 where it stopped, and after the first block that is not
+there the rest of a download comes from S3 (policy.py bounds what that costs).
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import math
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Protocol
+
+import trio
+
+from fusefs.cluster_cache.block import BLOCK, FRAME, BadBlockError, Block, Domain, FrameReader
+from fusefs.cluster_cache.policy import (
+    LEAST_S,
+    MOST_S,
+    OPEN_S,
+    USELESS,
+    Breaker,
+    Deadline,
+    Sampling,
+    State,
+)
+from fusefs.store.errors import AttemptError, NotFoundError
+from fusefs.store.interface import ChunkWriter, ObjectVersion, Priority, Source, Urgency, demanded
+
+logger = logging.getLogger("fusefs.cluster_cache")
+
+# Blocks of which something came from S3, remembered until a file has all of them.
+MOST_MISSED = 4096
+# How long a probe, for which no reader waits, may take.
+PROBE_S = 2.0
+# How often the bucket is tried while it can't be listed, and something is read.
+OPEN_EVERY_S = 30.0
+# A block of an answer that has begun takes so many bytes a second at least, or S3 has the rest.
+LEAST_RATE = 8 << 20
+# A line about blocks that are not what was stored.
+LINE_EVERY_S = 60.0
+
+
+class Blocks(Protocol):
+    """Where the blocks are; as `fusefs.cluster_cache.remote.Remote`."""
+
+    async def open(self) -> None: ...
+
+    def hurry(self) -> None: ...
+
+    async def get(
+        self,
+        name: str,
+        start: int,
+        stop: int,
+        take: Callable[[memoryview], None],
+        *,
+        sent: Callable[[], None],
+        priority: Urgency,
+        in_loop: bool,
+    ) -> None: ...
+
+
+class Outcome(enum.StrEnum):
+    """How a look into the cluster cache ended, as `status` and metrics count it."""
+
+    HIT = "hits"
+    MISS = "misses"
+    LATE = "late"  # S3 had its first bytes before
+    FAILED = "failed"  # no answer, or it broke off
+    REFUSED = "refused"  # an error of the server's
+    BAD = "bad"  # other bytes than were stored
+    CANCELLED = "cancelled"
+
+
+# How long it took tells how long others will.
+_TIMED = (Outcome.HIT, Outcome.MISS, Outcome.LATE)
+# What is stored is of no use: it is to be replaced.
+_REPLACED = (Outcome.LATE, Outcome.FAILED, Outcome.REFUSED, Outcome.BAD)
+
+
+class _LostError(Exception):
+    """The other of two has the first bytes."""
+
+
+class _Race:
+    """Who writes a range: the first that has bytes of it. For any thread but `entered`."""
+
+    def __init__(self) -> None:
+        self.winner = ""
+        self._lock = threading.Lock()
+        self._token = trio.lowlevel.current_trio_token()
+        self._scopes: dict[str, trio.CancelScope] = {}
+
+    @contextmanager
+    def entered(self, name: str) -> Iterator[None]:
+        """Take part; ends early if the other one has won."""
+        with trio.CancelScope() as scope:
+            self._scopes[name] = scope
+            if self.winner not in ("", name):
+                scope.cancel()
+            yield
+
+    def leave(self, name: str) -> None:
+        """End the part of one of the two."""
+        self._scopes[name].cancel()
+
+    def claim(self, name: str) -> None:
+        """Write from now on.
+
+        Raises:
+            _LostError: the other one writes.
+        """
+        with self._lock:
+            if not self.winner:
+                self.winner = name
+                self._token.run_sync_soon(self._decide)
+            if self.winner != name:
+                raise _LostError
+
+    def _decide(self) -> None:
+        for name, scope in self._scopes.items():
+            if name != self.winner:
+                scope.cancel()
+
+
+class _Look:
+    """One GET of what a download wants of one block, and how it ends."""
+
+    def __init__(
+        self, domain: Domain, block: Block, start: int, stop: int, write: ChunkWriter
+    ) -> None:
+        self.block = block
+        self.position = start
+        self.race = _Race()
+        self.is_sent = False
+        # It has its first bytes, or will never have any.
+        self.begun = trio.Event()
+        self._is_on_its_way = trio.Event()  # there is a connection for it, or it has ended
+        self._ended = trio.Event()
+        self.outcome = Outcome.CANCELLED
+        self.why = ""
+        # How long it took to the first bytes.
+        self.took_s: float | None = None
+        # How long it was waited for before S3 was requested.
+        self.waited_s = 0.0
+        self.error: Exception | None = None
+        self.size = stop - start
+        self._stop = stop
+        self._start = start
+        self._is_given_up = False
+        self._is_writing = False
+        self._write = write
+        self._frames = FrameReader(domain, block, start, stop)
+        self._token = trio.lowlevel.current_trio_token()
+        self._began = trio.current_time()
+
+    async def run(self, blocks: Blocks, priority: Urgency, *, in_loop: bool) -> None:
+        """Send it, and write what comes; raises nothing."""
+        first, last = self.block.stored_range(self._start, self._stop)
+        try:
+            with self.race.entered("cluster"):
+                await blocks.get(
+                    self.block.name,
+                    first,
+                    last,
+                    self._take,
+                    sent=self._note_sent,
+                    priority=priority,
+                    in_loop=in_loop,
+                )
+                if not self._frames.is_complete:
+                    raise BadBlockError(f"{self.block.name} is too short")
+                self.outcome = Outcome.HIT
+            if self._is_given_up:
+                self.outcome, self.why = Outcome.FAILED, "its answer is too slow"
+            elif self.race.winner == "s3":
+                self.outcome = Outcome.LATE
+        except _LostError:
+            self.outcome = Outcome.LATE
+        except BadBlockError as error:
+            self.outcome, self.why = Outcome.BAD, str(error)
+        except AttemptError as error:
+            self.outcome, self.why = _judge(error), error.failure.in_full
+        except Exception as error:  # what a library makes of an answer ends this look alone
+            if self.error is None:
+                self.outcome, self.why = Outcome.FAILED, repr(error)
+                logger.warning("an answer of the cluster cache can't be read", exc_info=error)
+        finally:
+            if self.took_s is None and self.outcome in _TIMED:
+                self.took_s = trio.current_time() - self._began
+            self._is_on_its_way.set()
+            self.begun.set()
+            self._ended.set()
+
+    def _note_sent(self) -> None:
+        self._began = trio.current_time()
+        self.is_sent = True
+        self._is_on_its_way.set()
+
+    def _take(self, chunk: memoryview) -> None:
+        """Check and write what came; in the event loop or in a thread."""
+        for offset, data in self._frames.feed(chunk):
+            if not self.begun.is_set():
+                self.race.claim("cluster")
+                self._token.run_sync_soon(self._begin)
+            self._is_writing = True
+            try:
+                self._write(offset, data)
+            except Exception as error:
+                self.error = error  # of the local disk, which is the caller's to handle
+                raise
+            finally:
+                self._is_writing = False
+            self.position = offset + len(data)
+
+    def _begin(self) -> None:
+        if not self.begun.is_set():
+            self.took_s = trio.current_time() - self._began
+            self.begun.set()
+
+    async def begins_within(self, seconds: float) -> bool:
+        """Wait for the first bytes, or for an end without any."""
+        deadline = trio.current_time() + seconds
+        with trio.move_on_at(deadline):
+            await self._is_on_its_way.wait()
+        if self.is_sent:
+            with trio.move_on_at(max(deadline, self._began + LEAST_S)):
+                await self.begun.wait()
+        return self.begun.is_set()
+
+    async def ends_in_time(self) -> None:
+        """Wait for its end; an answer that has begun and comes too slowly is given up."""
+        limit = trio.current_time() + MOST_S + (self._stop - self.position) / LEAST_RATE
+        while not self._ended.is_set():
+            before = self.position
+            with trio.move_on_after(MOST_S):
+                await self._ended.wait()
+            is_slow = self.position == before or trio.current_time() >= limit
+            if is_slow and not self._is_writing:  # the local disk may take its time
+                self.give_up()
+                await self._ended.wait()
+
+    def give_up(self) -> None:
+        """End it; what it has written stays."""
+        if not self._ended.is_set():
+            self._is_given_up = True
+            self.race.leave("cluster")
+
+
+def _judge(error: AttemptError) -> Outcome:
+    failure = error.failure
+    if issubclass(failure.kind, NotFoundError) and failure.code != "NoSuchBucket":
+        return Outcome.MISS
+    if failure.status == 416:  # shorter than a block of this name is
+        return Outcome.BAD
+    return Outcome.REFUSED if failure.status else Outcome.FAILED
+
+
+class ClusterTier:
+    """A `Source` that looks into the cluster cache before it. Belongs to the event loop.
+
+    `missed` has the blocks of which something came from `source`, by their names, and
+    whether what is stored under the name has to be replaced.
+    """
+
+    def __init__(
+        self, source: Source, blocks: Blocks, domain: Domain, nursery: trio.Nursery
+    ) -> None:
+        self._source = source
+        self._blocks = blocks
+        self._domain = domain
+        self._nursery = nursery
+        self.is_open = False
+        self.tried = trio.Event()
+        self.deadline = Deadline()
+        self.breaker = Breaker()
+        self.sampling = Sampling()
+        self.counted: Counter[str] = Counter()
+        self.missed: OrderedDict[str, bool] = OrderedDict()
+        self._next_line = -math.inf
+        self._wanted = trio.Event()
+        # Why it can't be used at this moment.
+        self.why = "not tried yet"
+
+    @property
+    def state(self) -> str:
+        """`opening` before its first answer, then that of the breaker."""
+        return self.breaker.state.value if self.is_open else "opening"
+
+    def hurry(self) -> None:
+        self._source.hurry()
+        self._blocks.hurry()
+
+    async def run(self) -> None:
+        """Open the bucket, again and again until it answers."""
+        while True:
+            try:
+                await self._blocks.open()
+            except Exception as error:  # whatever it is, S3 has everything
+                why = error.failure.in_full if isinstance(error, AttemptError) else repr(error)
+                if self.why != why:
+                    logger.warning("the cluster cache can't be used: %s", why)
+                self.why = why
+            else:
+                self.is_open, self.why = True, ""
+                self.tried.set()
+                return
+            self.tried.set()
+            await trio.sleep(OPEN_EVERY_S)
+            self._wanted = trio.Event()  # an idle mount does not try
+            await self._wanted.wait()
+
+    async def download(
+        self,
+        version: ObjectVersion,
+        start: int,
+        stop: int,
+        write: ChunkWriter,
+        *,
+        priority: Urgency = demanded,
+        in_loop: bool = False,
+    ) -> None:
+        """As `Store.download`."""
+
+        async def from_source(at: int, write: ChunkWriter) -> None:
+            await self._source.download(
+                version, at, stop, write, priority=priority, in_loop=in_loop
+            )
+
+        position, replaced = start, ""
+        while position < stop:
+            block = self._domain.block(version, position)
+            if not self._wants(block):
+                break
+            end = min(block.stop, stop)
+            look = _Look(self._domain, block, position, end, write)
+            running = partial(look.run, self._blocks, priority, in_loop=in_loop)
+            await self._race(look, running, from_source, write)
+            if look.outcome in _REPLACED:
+                replaced = block.name
+            if look.race.winner == "s3":
+                self._note_missed(version, position, stop, replaced)
+                return
+            position = look.position
+            if position < end:
+                break
+        if position < stop:
+            await from_source(position, write)
+            self._note_missed(version, position, stop, replaced)
+
+    async def _race(
+        self,
+        look: _Look,
+        running: Callable[[], Awaitable[None]],
+        from_source: Callable[[int, ChunkWriter], Awaitable[None]],
+        write: ChunkWriter,
+    ) -> None:
+        """Look for a block, and if that is late read from S3 as well.
+
+        Once S3 has won, all that was wanted has been written, also what is behind the block.
+
+        Raises:
+            StoreError: S3 has failed before the other one had anything.
+            OSError: the local disk has.
+        """
+        error: Exception | None = None
+
+        def write_first(offset: int, chunk: memoryview) -> None:
+            look.race.claim("s3")
+            write(offset, chunk)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(running)
+            look.waited_s = self.deadline.wait_s
+            if not await look.begins_within(look.waited_s):
+                try:
+                    with look.race.entered("s3"):
+                        await from_source(look.position, write_first)
+                except _LostError:
+                    pass
+                except Exception as failure:  # raised below, outside of the nursery
+                    error = failure
+                    if look.race.winner != "cluster":
+                        look.give_up()
+            if look.race.winner == "cluster":
+                await look.ends_in_time()
+        self._note(look)
+        if look.error is not None:
+            raise look.error
+        if error is not None and look.race.winner != "cluster":
+            raise error
+
+    def _wants(self, block: Block) -> bool:
+        """Whether a reader is to wait for what the cluster cache may have of a block."""
+        if not self.is_open:
+            self._wanted.set()
+            return False
+        if not self.breaker.is_closed:
+            if self.breaker.take_probe():
+                self._nursery.start_soon(self._probe, block)
+            return False
+        return self.sampling.wants_lookup()
+
+    async def _probe(self, block: Block) -> None:
+        """See whether it answers again. No reader waits for that."""
+        stop = min(block.start + FRAME, block.stop)
+        look = _Look(self._domain, block, block.start, stop, lambda _offset, _chunk: None)
+        with trio.move_on_after(PROBE_S):
+            await look.run(self._blocks, lambda: Priority.PREFETCH, in_loop=True)
+        if look.outcome is Outcome.CANCELLED:
+            look.outcome = Outcome.FAILED
+        self._note(look)
+
+    def _note(self, look: _Look) -> None:
+        """Have what became of a look decide about the next ones."""
+        outcome, was = look.outcome, self.breaker.state
+        self.counted[outcome.value] += 1
+        if look.took_s is not None and outcome is not Outcome.LATE:
+            self.deadline.note_first_byte(look.took_s)
+        if outcome is Outcome.HIT:
+            self.counted["bytes_read"] += look.size
+            self.sampling.note_hit()
+            self.breaker.note_success()
+        elif outcome is Outcome.MISS:
+            self.sampling.note_miss()
+            self.breaker.note_success()
+        elif outcome is Outcome.FAILED:
+            self.breaker.note_failure()
+        elif outcome is Outcome.LATE and look.is_sent:
+            # As much of a failure as it has cost: a busy cluster is still of use.
+            assert look.took_s is not None
+            self.deadline.note_late(look.took_s)
+            self.breaker.note_failure(look.waited_s / MOST_S)
+        elif outcome in (Outcome.REFUSED, Outcome.BAD):
+            self.breaker.note_failure(USELESS)
+        if outcome is Outcome.BAD and trio.current_time() >= self._next_line:
+            self._next_line = trio.current_time() + LINE_EVERY_S
+            logger.warning("the cluster cache has other bytes than were stored: %s", look.why)
+        if was is State.CLOSED and not self.breaker.is_closed:
+            self.why = look.why or "its answers are late"
+            logger.warning("the cluster cache is not used for %.0f s: %s", OPEN_S, self.why)
+        elif was is not State.CLOSED and self.breaker.is_closed:
+            self.why = ""
+            logger.info("the cluster cache is in use again")
+
+    def _note_missed(self, version: ObjectVersion, start: int, stop: int, replaced: str) -> None:
+        """The bytes [start, stop) came from S3."""
+        for at in range(start - start % BLOCK, stop, BLOCK):
+            name = self._domain.block(version, at).name
+            self.missed[name] = self.missed.pop(name, False) or name == replaced
+        while len(self.missed) > MOST_MISSED:
+            self.missed.popitem(last=False)

@@ -1,0 +1,62 @@
+"""Requests of the bucket that holds the blocks of a cluster cache."""
+
+from __future__ import annotations
+
+import pytest
+
+from fusefs.cluster_cache.block import Domain, StoredBlock
+from fusefs.cluster_cache.remote import Remote
+from fusefs.store.errors import AttemptError
+from fusefs.store.interface import ObjectVersion, demanded
+from fusefs.store.s3.clients import ClientSource, S3Settings
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.faulty_s3 import FaultyS3
+
+BLOCK = Domain("", "bucket", b"secret").block(ObjectVersion("a", '"e"', 1000), 0)
+BODY = StoredBlock(Domain("", "bucket", b"secret"), BLOCK, bytes(1000))
+
+
+@pytest.fixture
+def renewals(monkeypatch: pytest.MonkeyPatch) -> list[ClientSource]:
+    """The sources of credentials that were to look for other ones."""
+    found: list[ClientSource] = []
+    monkeypatch.setattr(ClientSource, "renew", lambda source: found.append(source))
+    return found
+
+
+@pytest.mark.usefixtures("as_owner")
+@pytest.mark.parametrize("in_loop", [True, False])
+async def test_expired_credentials_are_looked_for_anew(
+    bucket: Bucket, faulty: FaultyS3, renewals: list[ClientSource], in_loop: bool
+) -> None:
+    faulty.clear()
+    remote = Remote(S3Settings(bucket.name, faulty.endpoint_url), "blocks/")
+    taken: list[bytes] = []
+
+    async def get() -> None:
+        await remote.get(
+            BLOCK.name,
+            0,
+            BLOCK.stored_size,
+            lambda chunk: taken.append(bytes(chunk)),
+            sent=lambda: None,
+            priority=demanded,
+            in_loop=in_loop,
+        )
+
+    try:
+        await remote.open()
+        assert await remote.put(BLOCK.name, BODY, overwrites=False)
+        assert not await remote.put(BLOCK.name, BODY, overwrites=False)
+        await get()
+        assert b"".join(taken) == BODY.whole()
+        assert renewals == []
+        faulty.add("*", "blocks/*", code="ExpiredToken")
+        with pytest.raises(AttemptError):
+            await get()
+        assert len(renewals) == 1
+        with pytest.raises(AttemptError):
+            await remote.put(BLOCK.name, BODY, overwrites=True)
+        assert len(renewals) == 2
+    finally:
+        remote.close()

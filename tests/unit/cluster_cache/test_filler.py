@@ -1,0 +1,251 @@
+"""What is stored in the cluster cache: whole blocks, checked, in the background or for a job."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from fusefs.cache.cached_file import CacheFile
+from fusefs.cluster_cache import filler
+from fusefs.cluster_cache.block import BLOCK, Domain, FrameReader, StoredBlock
+from fusefs.cluster_cache.filler import Filler
+from fusefs.cluster_cache.tier import ClusterTier
+from fusefs.store.errors import AttemptError, from_status
+from fusefs.store.interface import ObjectVersion
+from tests.support.local_cache import Parts, cache_in, content
+from tests.support.waiting import eventually
+
+DOMAIN = Domain("http://store", "bucket", b"secret")
+VERSION = ObjectVersion("object", '"etag"', BLOCK + 300_000)
+
+
+@dataclass
+class FakeTier:
+    missed: OrderedDict[str, bool] = field(default_factory=OrderedDict)
+    is_open: bool = True
+    tried: trio.Event = field(default_factory=trio.Event)
+
+
+@dataclass
+class FakeStore:
+    """Where blocks are stored; puts wait for `gate`, and fail with `error`."""
+
+    blocks: dict[str, bytes] = field(default_factory=dict)
+    replaced: list[str] = field(default_factory=list)
+    error: Exception | None = None
+    gate: trio.Event = field(default_factory=trio.Event)
+    most: int = 0
+    under_way: int = 0
+    attempts: int = 0
+
+    async def put(self, name: str, body: StoredBlock, *, overwrites: bool) -> bool:
+        self.under_way += 1
+        self.attempts += 1
+        self.most = max(self.most, self.under_way)
+        await self.gate.wait()
+        self.under_way -= 1
+        if self.error is not None:
+            raise self.error
+        if name in self.blocks and not overwrites:
+            return False
+        if overwrites:
+            self.replaced.append(name)
+        self.blocks[name] = body.whole()
+        return True
+
+
+@dataclass
+class Case:
+    parts: Parts
+    tier: FakeTier
+    store: FakeStore
+    filler: Filler
+
+    async def fetch(self, version: ObjectVersion = VERSION, *, is_replaced: bool = False) -> None:
+        """Have an object in the cache, of which everything came from S3."""
+        for start in range(0, version.size, BLOCK):
+            self.tier.missed[DOMAIN.block(version, start).name] = is_replaced
+        await self.parts.fetch(version)
+
+    def names(self, version: ObjectVersion = VERSION) -> list[str]:
+        return [DOMAIN.block(version, start).name for start in range(0, version.size, BLOCK)]
+
+    def pinned(self, version: ObjectVersion = VERSION) -> CacheFile:
+        return self.parts.cache.pin(version)
+
+
+@pytest.fixture
+async def case(tmp_path: Path) -> AsyncIterator[Case]:
+    async with cache_in(tmp_path / "cache") as parts, trio.open_nursery() as nursery:
+        tier, store = FakeTier(), FakeStore()
+        tier.tried.set()
+        store.gate.set()
+
+        def is_busy() -> bool:
+            return parts.fetcher.under_way > 0
+
+        made = Filler(cast("ClusterTier", tier), store, DOMAIN, parts.cache, is_busy)
+        parts.fetcher.on_fetched = made.fetched
+        nursery.start_soon(made.run)
+        yield Case(parts, tier, store, made)
+        nursery.cancel_scope.cancel()
+
+
+async def test_what_came_from_s3_is_stored_once_it_is_whole(case: Case) -> None:
+    await case.fetch()
+    await eventually(lambda: case.filler.counted["stored"] == 2)
+    assert sorted(case.store.blocks) == sorted(case.names())
+    for start, name in zip((0, BLOCK), case.names(), strict=True):
+        block = DOMAIN.block(VERSION, start)
+        read = FrameReader(DOMAIN, block, block.start, block.stop).feed(case.store.blocks[name])
+        found = b"".join(bytes(data) for _, data in read)
+        assert found == content(VERSION)[block.start : block.stop]
+    assert not case.tier.missed
+    assert case.filler.queued == 0
+
+
+async def test_what_came_from_the_cluster_cache_is_not_stored(case: Case) -> None:
+    await case.parts.fetch(VERSION)
+    await wait_all_tasks_blocked()
+    assert case.store.attempts == 0
+
+
+async def test_part_of_a_block_is_not_stored(case: Case) -> None:
+    case.tier.missed[case.names()[0]] = False
+    await case.parts.read(VERSION, BLOCK // 2, BLOCK // 2 + 1000)
+    await case.parts.quiet()
+    await wait_all_tasks_blocked()
+    assert case.store.attempts == 0
+    assert case.tier.missed, "it may become whole"
+
+
+async def test_only_what_is_wrong_is_replaced(case: Case) -> None:
+    for name in case.names():
+        case.store.blocks[name] = b"of another one"
+    await case.fetch()
+    await eventually(lambda: case.filler.counted["present"] == 2)
+    await case.parts.cache.evict(case.parts.cache.find(VERSION))
+    await case.fetch(is_replaced=True)
+    await eventually(lambda: case.filler.counted["stored"] == 2)
+    assert sorted(case.store.replaced) == sorted(case.names())
+
+
+async def test_two_blocks_are_stored_at_a_time(case: Case) -> None:
+    case.store.gate = trio.Event()
+    versions = [ObjectVersion(f"small{number}", '"etag"', 1000) for number in range(5)]
+    for version in versions:
+        await case.fetch(version)
+    await eventually(lambda: case.store.under_way == 2)
+    await wait_all_tasks_blocked()
+    assert (case.store.most, case.filler.queued) == (2, 5)
+    case.store.gate.set()
+    await eventually(lambda: case.filler.counted["stored"] == 5)
+    assert case.store.most == 2
+
+
+def test_the_fewer_processors_there_are_the_longer_the_filler_rests() -> None:
+    assert filler.rest_after(0.1, BLOCK, 2) == pytest.approx(0.1 * (2 / 0.06 - 1))
+    assert filler.rest_after(0.1, BLOCK, 64) == pytest.approx(filler.REST_S)
+    assert filler.rest_after(0.001, 1000, 64) == filler.SMALL_REST_S
+    assert filler.rest_after(15.0, BLOCK, 2) == filler.MOST_REST_S
+
+
+async def test_what_does_not_fit_into_the_queue_is_dropped(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(filler, "MOST_QUEUED", 2)
+    case.store.gate = trio.Event()
+    for number in range(6):
+        await case.fetch(ObjectVersion(f"small{number}", '"etag"', 1000))
+        await wait_all_tasks_blocked()
+    assert case.filler.counted["dropped"] == 2, "two are under way, two wait"
+    case.store.gate.set()
+    await eventually(lambda: case.filler.counted["stored"] == 4)
+
+
+async def test_a_file_that_has_gone_is_passed_over(case: Case) -> None:
+    case.store.gate = trio.Event()
+    others = [ObjectVersion(f"small{number}", '"etag"', 1000) for number in range(2)]
+    for version in others:
+        await case.fetch(version)
+    await eventually(lambda: case.store.under_way == 2)
+    await case.fetch()
+    gone = case.parts.cache.find(VERSION)
+    assert gone is not None
+    await case.parts.cache.evict(gone)
+    await case.parts.fetch(VERSION)  # by a reader, into another file
+    case.store.gate.set()
+    await eventually(lambda: case.filler.counted["lost"] == 2)
+    assert case.store.attempts == 2
+    found = case.parts.cache.find(VERSION)
+    assert found is not gone
+    assert found is not None
+    assert found.is_complete
+
+
+async def test_after_a_failure_nothing_is_sent_for_a_while(case: Case) -> None:
+    case.store.error = AttemptError(from_status(507, "InsufficientStorage", ""))
+    await case.fetch(ObjectVersion("one", '"etag"', 1000))
+    await eventually(lambda: case.filler.counted["failed"] == 1)
+    await case.fetch(ObjectVersion("other", '"etag"', 1000))
+    await wait_all_tasks_blocked()
+    assert (case.store.attempts, case.filler.queued) == (1, 1)
+
+
+async def test_a_job_waits_until_its_blocks_are_stored(case: Case) -> None:
+    case.store.gate = trio.Event()
+    await case.fetch()
+    file = case.pinned()
+    done = trio.Event()
+
+    async def job() -> None:
+        assert await case.filler.finish(file, 0, VERSION.size) == 0
+        done.set()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(job)
+        await wait_all_tasks_blocked()
+        assert not done.is_set()
+        case.store.gate.set()
+    assert sorted(case.store.blocks) == sorted(case.names())
+    case.parts.cache.unpin(file)
+
+
+async def test_a_job_learns_of_a_failure_that_was_under_way(case: Case) -> None:
+    case.store.gate = trio.Event()
+    case.store.error = AttemptError(from_status(500, "InternalError", ""))
+    await case.fetch(ObjectVersion("one", '"etag"', 1000))
+    await eventually(lambda: case.store.under_way == 1)
+    file = case.pinned(ObjectVersion("one", '"etag"', 1000))
+    failed = []
+
+    async def job() -> None:
+        failed.append(await case.filler.finish(file, 0, 1000))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(job)
+        await wait_all_tasks_blocked()
+        case.store.gate.set()
+    assert failed == [1]
+    case.parts.cache.unpin(file)
+
+
+async def test_a_job_learns_what_was_not_taken_and_does_not_wait_for_the_next_time(
+    case: Case,
+) -> None:
+    case.store.error = AttemptError(from_status(500, "InternalError", ""))
+    await case.fetch()
+    file = case.pinned()
+    await eventually(lambda: case.filler.counted["failed"] > 0)
+    await case.fetch(ObjectVersion("other", '"etag"', 1000))
+    other = case.pinned(ObjectVersion("other", '"etag"', 1000))
+    assert await case.filler.finish(other, 0, 1000) == 1
+    case.parts.cache.unpin(file)
+    case.parts.cache.unpin(other)
