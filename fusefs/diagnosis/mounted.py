@@ -30,6 +30,7 @@ def check(subject: MountSubject) -> Iterator[Finding]:
     yield from _features(status)
     yield from _keeper(subject.keeper)
     yield from _cache(status)
+    yield from _cluster_cache(status.get("cluster_cache"))
     yield from _writing(status.get("writing") or {})
     access = status.get("access") or {}
     if access.get("refused_s") is not None:
@@ -93,6 +94,40 @@ def _cache(status: dict[str, Any]) -> Iterator[Finding]:
             "the cache disk or this machine's memory fails: see dmesg and smartctl -a, replace it",
             differed_files=faults[0],
             unreadable_files=faults[1],
+        )
+
+
+def _cluster_cache(found: dict[str, Any] | None) -> Iterator[Finding]:
+    if found is None:
+        return
+    place, lookups, fills = found["place"], found["lookups"], found["fills"]
+    if found["state"] != "closed":
+        yield problem(
+            "cluster cache",
+            f"{place} is not in use: {found['why'] or 'it did not answer'}; S3 is read instead",
+            "see whether its servers run, and its endpoint and credentials",
+        )
+    else:
+        yield ok("cluster cache", f"{place} answers", hits=lookups["hits"])
+    if lookups["bad"]:
+        yield problem(
+            "cluster cache",
+            f"{lookups['bad']} blocks were not what was stored there; S3 was read instead",
+            "its disks fail, or another one writes there: see docs/cluster-cache.md",
+            bad_blocks=lookups["bad"],
+        )
+    if fills["failed"]:
+        yield advice(
+            "cluster cache",
+            f"{place} did not take {fills['failed']} blocks",
+            "see whether it is full, and whether the credentials may write",
+            failed_fills=fills["failed"],
+        )
+    if not found["is_signed"]:
+        yield advice(
+            "cluster cache",
+            f"whoever may write to {place} can change what is read here",
+            "give all machines the same --cluster-cache-key",
         )
 
 

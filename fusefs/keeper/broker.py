@@ -234,10 +234,10 @@ class Broker:
             raise wire.ProtocolError(f"version {message.a}")
         self._report(message)
         state = self.state
-        is_privileged = int(self.configuration.is_privileged)
-        packed = wire.pack(
-            wire.WELCOME, self.task, state.restarts, state.last_death_ns, is_privileged
-        )
+        about = int(self.configuration.is_privileged)
+        if message.b:  # daemons of earlier versions take any number for a 1
+            about |= state.connection << 1
+        packed = wire.pack(wire.WELCOME, self.task, state.restarts, state.last_death_ns, about)
         self._allowed = UNMOUNTED if self.task == wire.FRESH else PREPARING
         self._post(packed)
         if self.task == wire.TAKE_OVER:

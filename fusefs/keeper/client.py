@@ -35,12 +35,16 @@ class KeeperError(Exception):
 
 @dataclass(slots=True)
 class Welcome:
-    """What the mount is like; `died_ns` is 0 unless a daemon has died before this one."""
+    """What the mount is like; `died_ns` is 0 unless a daemon has died before this one.
+
+    `connection` is the number of the mount's connection, 0 if it is not there yet or not known.
+    """
 
     task: int
     restarts: int
     died_ns: int
     is_privileged: bool
+    connection: int
 
 
 @dataclass(slots=True)
@@ -84,8 +88,8 @@ class KeeperClient:
     # Before serving: one question at a time.
 
     async def hello(self) -> Welcome:
-        message = await self._ask(wire.pack(wire.HELLO, wire.VERSION), wire.WELCOME)
-        return Welcome(message.a, message.b, message.c, bool(message.d))
+        message = await self._ask(wire.pack(wire.HELLO, wire.VERSION, 1), wire.WELCOME)
+        return Welcome(message.a, message.b, message.c, bool(message.d & 1), message.d >> 1)
 
     async def mount(self) -> int:
         """Have the keeper mount; return the /dev/fuse descriptor.

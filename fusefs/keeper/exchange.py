@@ -48,7 +48,7 @@ def parse(line: bytes) -> dict[str, Any]:
     """
     try:
         message = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         message = None
     if not isinstance(message, dict):
         raise ControlError("not a JSON object")

@@ -25,6 +25,11 @@ Requests and answers are those of exchange.py, each in one message:
     {"do": "fetch", "name": …}                   answered with a copy
     {"do": "drop", "name": …}
     {"do": "list"}                               answered with the names
+    {"do": "complete"}                           see below
+
+A service that takes the place of another is first brought what that one holds. Until it
+is `complete`, or `filling_s` have passed, it answers no list: a mount that is not on it
+counts as lost.
 
 Only root, or the user that runs the service, is answered.
 """
@@ -106,6 +111,15 @@ def drop(path: str, name: str) -> None:
     exchange.exchange(path, {"do": "drop", "name": name}, CLIENT_S)
 
 
+def complete(path: str) -> None:
+    """It has been brought what the service before it held, and may answer lists.
+
+    Raises:
+        ControlError: it does not answer.
+    """
+    exchange.exchange(path, {"do": "complete"}, CLIENT_S)
+
+
 # --- the service --------------------------------------------------------------------
 
 
@@ -115,10 +129,13 @@ class Service:
     `parent` is a pidfd of whoever has started this process.
     """
 
-    def __init__(self, listener: socket.socket, path: str, parent: int) -> None:
+    def __init__(
+        self, listener: socket.socket, path: str, parent: int, filling_s: float = 0.0
+    ) -> None:
         self._listener = listener
         self._path = path
         self._parent = parent
+        self._lists_from = time.monotonic() + filling_s
         self._loop = Loop()
         self._loop.watch(listener.fileno(), select.POLLIN, self._accept)
         self._clients: dict[socket.socket, float] = {}  # deadlines
@@ -178,6 +195,11 @@ class Service:
                 self._pass_on(name, client)
             case "fetch" | "drop":
                 raise ControlError(f"nothing is held as {name}")
+            case "complete":
+                self._lists_from = 0.0
+                self._answer(client, {"ok": True})
+            case "list" if time.monotonic() < self._lists_from:
+                raise ControlError("it has not yet what the service before it holds")
             case "list":
                 self._answer(client, {"ok": True, "names": sorted(self._helpers)})
             case _:
@@ -195,8 +217,12 @@ class Service:
             self._answer(client, {"error": f"the process that holds {name} does not answer"})
 
     def _hold(self, name: str, client: socket.socket) -> None:
-        ours, its = socket.socketpair()
-        if os.fork() == 0:
+        try:
+            ours, its = socket.socketpair()
+            is_child = os.fork() == 0
+        except OSError as error:
+            raise ControlError(f"{name} can't be held: {error.strerror}") from error
+        if is_child:
             try:
                 # A copy of another helper's socket would keep the service's end from it.
                 close_all_but(client.fileno(), its.fileno(), self._parent)
@@ -301,7 +327,7 @@ def _is_fuse(fd: int) -> bool:
     return stat.S_ISCHR(status.st_mode) and status.st_rdev == FUSE_DEVICE
 
 
-def main(socket_path: str | os.PathLike[str]) -> int:
+def main(socket_path: str | os.PathLike[str], filling_s: float = 0.0) -> int:
     """Be the service until SIGTERM; return the exit status."""
     path = os.path.abspath(socket_path)
     parent = os.pidfd_open(os.getppid() or os.getpid())  # 0 in another PID namespace
@@ -315,7 +341,7 @@ def main(socket_path: str | os.PathLike[str]) -> int:
 
     signal.signal(signal.SIGTERM, end)
     signal.signal(signal.SIGINT, end)
-    service = Service(listener.socket, path, parent)
+    service = Service(listener.socket, path, parent, filling_s)
     try:
         service.run()
     except SystemExit:

@@ -27,14 +27,16 @@ import json
 import os
 import socket
 
+from fusefs.keeper import early_start
 from fusefs.keeper import protocol as wire
 from fusefs.keeper.broker import Broker
 from fusefs.keeper.control import Listener, listen
+from fusefs.keeper.early_start import EarlyDaemon
 from fusefs.keeper.policy import Keeper
-from fusefs.keeper.processes import BecomeBroker, DaemonProcess, point_to_null
+from fusefs.keeper.processes import BecomeBroker, DaemonProcess, point_to_null, take_early
 from fusefs.keeper.state import Configuration, KeeperState, Program, abort_own, log
 from fusefs.keeper.supervisor_protocol import Process
-from fusefs.linux import mountinfo, processes
+from fusefs.linux import fuse_connection, mountinfo, processes
 
 TYPE_CHECKING = False  # typing itself is not imported: it is large
 if TYPE_CHECKING:
@@ -44,8 +46,13 @@ if TYPE_CHECKING:
 MOST_FAILURES = 10
 
 
-def begin(given: dict[str, Any], configuration: Configuration, listener: Listener | None) -> Keeper:
-    """A keeper that has started its first daemon.
+def begin(
+    given: dict[str, Any],
+    configuration: Configuration,
+    listener: Listener | None,
+    early: EarlyDaemon | None = None,
+) -> Keeper:
+    """A keeper that has started its first daemon, or goes on with one that was started early.
 
     With `fuse_fd` the mount is there already, and `table` tells what is
     registered with it, as [id, st_ino] pairs. With `daemon_fd` too, our end of a
@@ -60,7 +67,11 @@ def begin(given: dict[str, Any], configuration: Configuration, listener: Listene
     if "fuse_fd" in given:
         state.fuse_fd = given["fuse_fd"]
         os.set_inheritable(state.fuse_fd, False)
-        state.connection = mountinfo.connection_at(configuration.mountpoint) or 0
+        state.connection = (
+            fuse_connection.number_of(state.fuse_fd)
+            or mountinfo.connection_at(configuration.mountpoint)
+            or 0
+        )
         state.has_served = state.has_resend = True
         for backing_id, inode in given["table"]:
             state.opened(backing_id, inode)
@@ -69,7 +80,8 @@ def begin(given: dict[str, Any], configuration: Configuration, listener: Listene
     keeper = Keeper(configuration, state, listener)
     daemon = _find_adoptee(given, state.program) if "daemon_fd" in given else None
     if daemon is None:
-        keeper.start()
+        first = take_early(early, state.program, configuration) if early is not None else None
+        keeper.start(first)
     else:
         broker = Broker(configuration, state, daemon.socket, daemon.process, wire.TAKE_OVER)
         broker.attach()
@@ -126,7 +138,17 @@ def succeed(broker: Broker, listener: Listener | None) -> Keeper | int:
 Role = Keeper | BecomeBroker | int
 
 
-def main() -> int:
+def main_early(daemon: EarlyDaemon | None) -> int:
+    """As `main`, for a keeper that waits for its configuration; see early_start.py."""
+    early_start.forget_variables()
+    if early_start.receive() is not None:
+        return main(daemon)
+    if daemon is not None:  # nothing is to be mounted
+        daemon.end()
+    return 1
+
+
+def main(early: EarlyDaemon | None = None) -> int:
     """Be the keeper, and in its children what they become; return the exit status."""
     with open(0, "rb", closefd=False) as stdin:
         text = stdin.read()
@@ -138,8 +160,10 @@ def main() -> int:
     try:
         configuration = Configuration(given)
         listener = listen(configuration.control)
-        role: Role = begin(given, configuration, listener)
+        role: Role = begin(given, configuration, listener, early)
     except OSError as error:
+        if early is not None:
+            early.end()
         os.write(1, json.dumps({"error": f"no daemon can be started: {error}"}).encode() + b"\n")
         return 1
     except BecomeBroker as fork:

@@ -89,16 +89,16 @@ class Keeper:
         self._signals: list[int] = []
         self._wake = self._catch_signals()
 
-    def start(self) -> None:
-        """Start a daemon: the first, or one for a mount that has none.
+    def start(self, early: DaemonProcess | None = None) -> None:
+        """Start a daemon: the first, unless that was started early, or one for a mount without.
 
         Raises:
             OSError: it could not be started.
             BecomeBroker: in the child.
         """
         task = wire.TAKE_OVER if self._state.has_served else wire.FRESH
-        standby = self._standby.take() if task == wire.TAKE_OVER else None
-        self._processes.start(self._state.program, task, standby)
+        ready = self._standby.take() if task == wire.TAKE_OVER else early
+        self._processes.start(self._state.program, task, ready)
 
     def adopt(self, daemon: DaemonProcess, broker: Broker) -> None:
         """Go on with a daemon that somebody else has started, and its broker's session.
@@ -307,6 +307,7 @@ class Keeper:
         state = self._state
         now = time.monotonic()
         state.died(end)
+        state.is_all_answered = state.is_all_answered or daemon.is_ending
         state.paused(now)
         state.note_death(now, self._configuration.standby_s)
         self._standby.daemon_died()
@@ -367,7 +368,7 @@ class Keeper:
         daemon = self._processes.current
         if daemon is None or daemon.served is None or self._is_terminating:
             client.answer({"error": "there is no daemon that serves at the moment"})
-        elif self._upgrader is not None or self._processes.incoming is not None:
+        elif self._upgrader or self._processes.incoming or daemon.is_quiesced:
             client.answer({"error": "an upgrade is under way"})
         else:
             try:

@@ -30,6 +30,8 @@ TYPE_CHECKING = False  # typing itself is not imported: it is large
 if TYPE_CHECKING:
     from typing import Any
 
+    from fusefs.keeper.early_start import EarlyDaemon
+
 DUMP_S = 0.5  # for the stacks of a daemon that hangs
 CUT_OFF_S = 1.0  # between a daemon's closed socket and its death
 DRAIN_S = 1.0  # for a broker to say what it still knows
@@ -142,11 +144,8 @@ def start_daemon(
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
-    # Like a pipe to the reader, but no writer waits for a reader that is slow.
-    settings = os.memfd_create("settings")
+    settings = _input_of(program)
     try:
-        os.write(settings, program.settings.encode())
-        os.lseek(settings, 0, os.SEEK_SET)
         channel = theirs.fileno()
         process = _start(program.command, configuration, channel, settings, is_beside=is_beside)
     except OSError:
@@ -156,6 +155,35 @@ def start_daemon(
         theirs.close()
         os.close(settings)
     return DaemonProcess(process, ours, program)
+
+
+def take_early(
+    early: EarlyDaemon, program: Program, configuration: Configuration
+) -> DaemonProcess | None:
+    """Make an early daemon the mount's; None, once it is ended, if it can't be that."""
+    settings = _input_of(program)
+    try:
+        taken = early.take(program.command, settings, configuration.credentials)
+    finally:
+        os.close(settings)
+    if taken is None:
+        log("the daemon that was started early is not used")
+        early.end()
+        return None
+    pid, pidfd, channel = taken
+    return DaemonProcess(Process(pid, pidfd), channel, program)
+
+
+def _input_of(program: Program) -> int:
+    """A file with a daemon's settings.
+
+    Like a pipe to the reader, but no writer waits for a reader that is slow.
+    """
+    settings = os.memfd_create("settings")
+    with open(settings, "wb", closefd=False) as file:
+        file.write(program.settings.encode())
+    os.lseek(settings, 0, os.SEEK_SET)
+    return settings
 
 
 def _start(
@@ -231,17 +259,15 @@ class ProcessTable:
     # --- beginning ---
 
     def start(
-        self, program: Program, task: int, standby: DaemonProcess | None = None
+        self, program: Program, task: int, ready: DaemonProcess | None = None
     ) -> DaemonProcess:
-        """Start a daemon, unless a standby becomes one, and a broker for it.
+        """Start a daemon, unless there is one that is ready to go on, and a broker for it.
 
         Raises:
             OSError: its program could not be executed.
             BecomeBroker: in the child.
         """
-        daemon = standby or start_daemon(
-            program, self._configuration, is_beside=task == wire.PREPARE
-        )
+        daemon = ready or start_daemon(program, self._configuration, is_beside=task == wire.PREPARE)
         point_to_null(1)  # the first one's alone, so that its end can be seen
         if task == wire.PREPARE:
             daemon.is_incoming = True
@@ -517,7 +543,11 @@ class ProcessTable:
 
     def _on_broker_lost(self, daemon: DaemonProcess) -> None:
         self._dismiss(daemon.broker)
+        if self._spare is daemon.broker:
+            self._spare = None
         daemon.broker = None
+        if self._is_over(daemon):
+            return
         daemon.is_drained = True
         if daemon.step == DEAD:
             self._on_exit(daemon)

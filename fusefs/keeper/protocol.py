@@ -9,7 +9,8 @@ process that may have been taken over.
 
 Daemon to keeper, in the order in which they come:
 
-    HELLO         a: VERSION. The first message.
+    HELLO         a: VERSION; b: 1 if it knows of the number in d of WELCOME. The first
+                  message.
     PREPARED      ready to take over; only after a WELCOME with PREPARE
     MOUNT         once, only after FRESH; answered by MOUNTED
     DEPOSIT       + the /dev/fuse descriptor of a mount that the daemon made;
@@ -31,7 +32,8 @@ Keeper to daemon:
 
     WELCOME        a: FRESH, TAKE_OVER or PREPARE; b: restarts so far; c: when the
                    last daemon died, in ns since the epoch, or 0; d: 1 if the
-                   keeper mounts and registers files. Answers HELLO.
+                   keeper mounts and registers files, plus twice the number of the
+                   mount's connection, if that is known. Answers HELLO.
     MOUNTED        error, or + the /dev/fuse descriptor
     TAKE           + the /dev/fuse descriptor; a: how many ENTRY follow; b: 1 if the
                    process before this one lingers in the kernel; c: 1 if whatever

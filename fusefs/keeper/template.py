@@ -30,16 +30,15 @@ from __future__ import annotations
 import errno
 import json
 import os
-import signal
 import socket
 import struct
 import sys
 from collections.abc import Callable
 from functools import partial
 
-from fusefs.keeper import supervisor_protocol, system
+from fusefs.keeper import supervisor_protocol
 from fusefs.keeper.protocol import ENVIRONMENT
-from fusefs.linux import processes
+from fusefs.linux import capabilities, processes
 from fusefs.linux.libc import forbid_inspection
 
 VARIABLE = "FUSEFS_TEMPLATE"
@@ -153,10 +152,7 @@ def _become_daemon(
     os.dup2(stdin, 0)
     os.dup2(stdout, 1)
     processes.close_all_but(channel, supervisor, environment)
-    processes.become(credentials)
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_IGN)  # as where Python starts: nothing is executed here
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    processes.become_in_place(credentials)
     forbid_inspection()  # a change of the user may have allowed it
     if os.read(supervisor, len(GO)) != GO:
         os._exit(0)
@@ -171,4 +167,4 @@ def _become_daemon(
 def keep_users_alone() -> None:
     """Give up all privileges but those that it takes to change the user, if this is root."""
     if os.geteuid() == 0:
-        system.keep_only(system.CAP_SETUID, system.CAP_SETGID)
+        capabilities.keep_only(capabilities.CAP_SETUID, capabilities.CAP_SETGID)

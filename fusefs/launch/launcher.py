@@ -1,11 +1,11 @@
 """Starting a mount, and the wait for it.
 
-When `preflight` has found no obstacle, `start` runs the keeper (keeper/main.py),
-which starts `python -m fusefs.daemon`; under pyfuse3 there is no keeper. The
-settings go to the standard input as JSON; the daemon answers with one JSON line on
-the standard output, `{"ready": true}` or `{"error": "..."}`, and closes that. Its
-standard error is the log. If a daemon ends without that line, the last line of the
-log is shown.
+When `preflight` has found no obstacle, `start` runs the keeper (keeper/main.py), or has one
+begin that was started early (early_keeper.py). It starts `python -m fusefs.daemon`, unless it
+has done so early as well; under pyfuse3 there is no keeper. The settings go to the standard
+input as JSON; the daemon answers with one JSON line on the standard output, `{"ready": true}`
+or `{"error": "..."}`, and closes that. Its standard error is the log. If a daemon ends
+without that line, the last line of the log is shown.
 
 After a failure nothing is left: the daemon is ended, and a mount that it had
 already made is unmounted.
@@ -27,24 +27,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from fusefs.keeper import fd_store, supervisor_protocol
+from fusefs.cluster_cache import access
+from fusefs.keeper import early_start, fd_store, supervisor_protocol
 from fusefs.launch import control, log_location, registry, users
+from fusefs.launch.early_keeper import EarlyKeeper, keeper_command
 from fusefs.launch.foreground import Foreground
 from fusefs.launch.preflight import LaunchError, refuse_mounted
+from fusefs.launch.runtime_location import runtime_environment
 from fusefs.linux import mountinfo, unmount
 from fusefs.linux.mount import READ_AHEAD_KIB, MountRequest, may_mount, mount_arguments
 from fusefs.settings.mount import MountSettings
 from fusefs.settings.types import SessionKind
 from fusefs.store import customer_key
 
-# -P keeps the working directory, which is "/", out of the module path.
-DAEMON = [sys.executable, "-P", "-m", "fusefs.daemon"]
-# With nothing but the interpreter's own modules: it stays small.
-_START_KEEPER = (
-    f"import sys; sys.path.insert(0, {os.fspath(Path(__file__).parents[2])!r});"
-    " from fusefs.keeper.main import main; sys.exit(main())"
-)
-KEEPER = [sys.executable, "-I", "-S", "-c", _START_KEEPER]
+DAEMON = early_start.DAEMON
+KEEPER = keeper_command("from fusefs.keeper.main import main; sys.exit(main())")
 # Each keeps a file open in the kernel; the daemon closes the least used before.
 MOST_BACKING_IDS = 20_000
 
@@ -72,9 +69,13 @@ END_TIMEOUT_S = 10.0
 
 
 def start(
-    settings: MountSettings, supervisor: SupervisorAddress | None = None
+    settings: MountSettings,
+    supervisor: SupervisorAddress | None = None,
+    keeper: EarlyKeeper | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start the mount and return its process once it answers: the keeper, or pyfuse3's daemon.
+
+    An early keeper is used where there may be one, and else dismissed.
 
     Raises:
         LaunchError: it did not come up; nothing is left of it.
@@ -82,16 +83,21 @@ def start(
     log_path = log_location.path_of(settings)
     with _claim(settings.mountpoint), log_location.opened(log_path) as log:
         log_start = log.seek(0, os.SEEK_END) if log_path is not None else 0
-        process = _spawn(settings, log, supervisor)
+        process = None
         try:
+            process = _spawn(settings, log, supervisor, keeper)
             _wait_until_ready(process, settings.retry_time + START_TIMEOUT_S)
         except _DiedError:
+            assert process is not None
             _clean_up(process, settings.mountpoint)
             last_line = log_location.last_line(log_path, log_start) if log_path is not None else ""
             why = last_line or f"exit status {process.returncode}"
             raise LaunchError(f"the daemon ended while starting: {why}") from None
         except BaseException:  # Ctrl-C too leaves nothing behind
-            _clean_up(process, settings.mountpoint)
+            if process is None and keeper is not None:
+                process = keeper.configured
+            if process is not None:
+                _clean_up(process, settings.mountpoint)
             raise
     return process
 
@@ -123,10 +129,12 @@ def resume(settings: MountSettings, supervisor: SupervisorAddress | None = None)
         if registration is not None and registration.is_alive():
             return False  # it starts another keeper itself
         process = _popen(KEEPER, json.dumps(configuration), log, pass_fds=(fuse_fd,))
-        try:
-            _wait_until_ready(process, START_TIMEOUT_S)
-        except _DiedError:
-            raise LaunchError(f"no daemon came up for the held mount on {mountpoint}") from None
+        assert process.stdout is not None
+        with process.stdout:
+            try:
+                _wait_until_ready(process, START_TIMEOUT_S)
+            except _DiedError:
+                raise LaunchError(f"no daemon came up for the held mount on {mountpoint}") from None
     print(f"fusefs: {mountpoint} had lost its daemon and keeper; it goes on", file=sys.stderr)
     return True
 
@@ -175,13 +183,14 @@ def _wait_until_listening(keeper: subprocess.Popen[bytes], path: Path) -> None:
     keeper.stdout.close()
 
 
-def run_foreground(settings: MountSettings) -> int:
+def run_foreground(settings: MountSettings, keeper: EarlyKeeper | None = None) -> int:
     """Start the mount, and stay until it has ended; what ends this process ends the mount.
 
     A service manager gets signs of life while the mount has a keeper.
     """
     has_keeper = settings.session != SessionKind.PYFUSE3
-    return Foreground(start(settings), settings.mountpoint, has_keeper=has_keeper).run()
+    process = start(settings, keeper=keeper)
+    return Foreground(process, settings.mountpoint, has_keeper=has_keeper).run()
 
 
 @contextlib.contextmanager
@@ -207,15 +216,25 @@ class _DiedError(Exception):
 
 
 def _spawn(
-    settings: MountSettings, log: IO[bytes], supervisor: SupervisorAddress | None
+    settings: MountSettings,
+    log: IO[bytes],
+    supervisor: SupervisorAddress | None,
+    keeper: EarlyKeeper | None,
 ) -> subprocess.Popen[bytes]:
     if settings.session == SessionKind.PYFUSE3:
+        if keeper is not None:
+            keeper.dismiss()
         return _popen(DAEMON, daemon_input(settings, users.own()), log)
     user = _choose_user(settings)
     settings = _with_owner(settings)
     registry.hand_over(settings.mountpoint, user.uid, user.gid)
     _prepare_cache(settings.cache_dir, user)
-    return _popen(KEEPER, json.dumps(_keeper_configuration(settings, user, supervisor)), log)
+    configuration = _keeper_configuration(settings, user, supervisor)
+    if keeper is not None:
+        if process := keeper.configure(json.dumps(configuration), log):
+            return process
+        keeper.dismiss()
+    return _popen(KEEPER, json.dumps(configuration), log)
 
 
 def _popen(
@@ -229,7 +248,7 @@ def _popen(
         cwd="/",
         start_new_session=True,
         pass_fds=pass_fds,
-        env=os.environ | {registry.RUNTIME_VARIABLE: os.fspath(registry.runtime_directory())},
+        env=os.environ | runtime_environment(),
     )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin:
@@ -271,18 +290,23 @@ def daemon_input(settings: MountSettings, user: users.User | None) -> str:
     path: what changes in it arrives.
 
     Raises:
-        LaunchError: the file of the customer key holds none.
+        LaunchError: a file of a secret does not hold it.
     """
     files = {
         name: path.read_text(errors="replace")
         for name, path in users.aws_files()
         if user is None or not path.is_absolute() or not users.may_read(user, path)
     }
-    if settings.customer_key is not None:
-        try:
-            files[customer_key.VARIABLE] = customer_key.read(settings.customer_key).text
-        except customer_key.CustomerKeyError as error:
-            raise LaunchError(str(error)) from None
+    try:
+        key = customer_key.find(settings.customer_key)
+    except customer_key.CustomerKeyError as error:
+        raise LaunchError(str(error)) from None
+    if key is not None:
+        files[customer_key.VARIABLE] = key.text
+    try:
+        files |= access.read(settings)
+    except access.AccessError as error:
+        raise LaunchError(f"cluster cache: {error}") from None
     return json.dumps({"settings": settings.to_json(), "files": files})
 
 
@@ -358,7 +382,9 @@ def revive_keeper(
 
 
 def _wait_until_ready(daemon: subprocess.Popen[bytes], timeout_s: float) -> None:
-    line = _read_line(daemon, timeout_s)
+    assert daemon.stdout is not None
+    line = _read_line(daemon.stdout, timeout_s)
+    daemon.stdout.close()
     try:
         answer = json.loads(line)
     except ValueError:
@@ -369,12 +395,11 @@ def _wait_until_ready(daemon: subprocess.Popen[bytes], timeout_s: float) -> None
         print(f"fusefs: warning: {warning}", file=sys.stderr)
 
 
-def _read_line(daemon: subprocess.Popen[bytes], timeout_s: float) -> bytes:
+def _read_line(answer: IO[bytes], timeout_s: float) -> bytes:
     """The daemon's one line. EOF before its end means that it died."""
-    assert daemon.stdout is not None
     deadline = time.monotonic() + timeout_s
     line = b""
-    with daemon.stdout as answer, selectors.DefaultSelector() as selector:
+    with selectors.DefaultSelector() as selector:
         selector.register(answer, selectors.EVENT_READ)
         while not line.endswith(b"\n"):
             if not selector.select(max(0.0, deadline - time.monotonic())):
@@ -386,6 +411,19 @@ def _read_line(daemon: subprocess.Popen[bytes], timeout_s: float) -> bytes:
     return line
 
 
+def _wait_until_closed(answer: IO[bytes] | None) -> None:
+    """Wait until no process is left that could have answered; not for longer than they may take.
+
+    A keeper that is only just starting ends at once, and its daemon when it has its imports.
+    """
+    if answer is None or answer.closed:
+        return
+    with contextlib.suppress(LaunchError, _DiedError), answer:
+        deadline = time.monotonic() + END_TIMEOUT_S
+        while True:  # an answer that comes after all is none
+            _read_line(answer, deadline - time.monotonic())
+
+
 def _clean_up(daemon: subprocess.Popen[bytes], mountpoint: Path) -> None:
     """End the daemon and take away what it mounted."""
     daemon.terminate()
@@ -393,6 +431,7 @@ def _clean_up(daemon: subprocess.Popen[bytes], mountpoint: Path) -> None:
         daemon.wait(END_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         daemon.kill()
+    _wait_until_closed(daemon.stdout)
     mount = mountinfo.find_mount(mountpoint)
     if mount is not None and mount.is_fusefs:
         with contextlib.suppress(unmount.UnmountError):

@@ -23,9 +23,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from fusefs.launch.runtime_location import RUNTIME_VARIABLE as RUNTIME_VARIABLE
+from fusefs.launch.runtime_location import runtime_path
 from fusefs.linux import files, mountinfo
 
-RUNTIME_VARIABLE = "FUSEFS_RUNTIME_DIRECTORY"
 _MAX_RECORD = 1 << 16  # bytes
 MAX_LINKS = 40  # as many symbolic links as the kernel itself follows
 
@@ -104,7 +105,7 @@ class Registration(NamedTuple):
 
     @property
     def directory(self) -> Path:
-        return runtime_directory() / _hashed(Path(self.mountpoint))
+        return directory_of(Path(self.mountpoint))
 
     @property
     def socket(self) -> Path:
@@ -112,19 +113,8 @@ class Registration(NamedTuple):
 
 
 def runtime_directory() -> Path:
-    """Where this user's mounts are on record; it need not exist.
-
-    A daemon runs as another user than the one who mounts, and gets the directory
-    from the environment.
-    """
-    given = os.environ.get(RUNTIME_VARIABLE)
-    if given:
-        return Path(given)
-    uid = os.geteuid()
-    if uid == 0:
-        return Path("/run/fusefs")
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    return Path(base) / "fusefs" if base else Path(f"/tmp/fusefs-{uid}")
+    """Where this user's mounts are on record; it need not exist."""
+    return Path(runtime_path())
 
 
 def _hashed(mountpoint: Path) -> str:
@@ -137,11 +127,16 @@ def mount_directory(mountpoint: Path) -> Path:
     Raises:
         MountsError: the directory cannot be made, or belongs to somebody else.
     """
-    directory = runtime_directory() / _hashed(mountpoint)
+    directory = directory_of(mountpoint)
     # Root's is passed through by the daemons of other users.
     _make(directory.parent, 0o711 if os.geteuid() == 0 else 0o700, owners=(0, os.geteuid()))
     _make(directory, 0o700, owners=(os.geteuid(),))
     return directory
+
+
+def directory_of(mountpoint: Path) -> Path:
+    """As `mount_directory`, which may not be there."""
+    return runtime_directory() / _hashed(mountpoint)
 
 
 def hand_over(mountpoint: Path, uid: int, gid: int) -> None:
@@ -153,7 +148,7 @@ def hand_over(mountpoint: Path, uid: int, gid: int) -> None:
 def server_of(mountpoint: Path) -> int | None:
     """The uid that a mount's daemon runs as, if the mount is on record."""
     try:
-        return (runtime_directory() / _hashed(mountpoint)).stat().st_uid
+        return directory_of(mountpoint).stat().st_uid
     except OSError:
         return None
 
@@ -196,7 +191,7 @@ def unregister(mountpoint: Path, *, pid: int | None = None) -> None:
     A daemon that is late to end must not take away the record of the next mount.
     """
     if pid is not None:
-        registration = _read(runtime_directory() / _hashed(mountpoint))
+        registration = _read(directory_of(mountpoint))
         if registration is None or registration.pid != pid:
             return
     _remove(mountpoint)
@@ -205,7 +200,7 @@ def unregister(mountpoint: Path, *, pid: int | None = None) -> None:
 def _remove(mountpoint: Path) -> None:
     import shutil  # it brings the compressors along, and most commands remove nothing
 
-    shutil.rmtree(runtime_directory() / _hashed(mountpoint), ignore_errors=True)
+    shutil.rmtree(directory_of(mountpoint), ignore_errors=True)
 
 
 def registration_of(mountpoint: Path) -> Registration | None:

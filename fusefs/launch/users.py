@@ -7,10 +7,13 @@ whoever mounts that the user can't read are handed over by content (see launcher
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pwd
+import re
 import stat
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +21,11 @@ import fusefs
 from fusefs.launch import registry
 from fusefs.settings.mount import MountSettings
 
+# Those that every daemon imports; what these need the first daemon finds.
+_PACKAGES = ("trio", "obstore", "boto3", "botocore", "diskcache", "isal")
 DEFAULT_USERS = ("fusefs", "nobody")
 NO_ID = 2**32 - 1  # what chown(2) takes for "leave it"
+_NUMBER = re.compile(r"[0-9]{1,10}")
 # What these name is used again and again while mounted, from the home directory.
 _HOME_BOUND = ("sso_", "credential_process", "web_identity_token_file")
 
@@ -87,7 +93,7 @@ def _own(why: str) -> User:
 
 def _look_up(name: str) -> User | None:
     try:
-        entry = pwd.getpwuid(int(name)) if name.isdecimal() else pwd.getpwnam(name)
+        entry = pwd.getpwuid(int(name)) if _NUMBER.fullmatch(name) else pwd.getpwnam(name)
     except (KeyError, OverflowError):
         return _nameless(name)
     groups = tuple(os.getgrouplist(entry.pw_name, entry.pw_gid))
@@ -96,7 +102,7 @@ def _look_up(name: str) -> User | None:
 
 def _nameless(name: str) -> User | None:
     """A user that only its number stands for, as containers have them."""
-    if not name.isdecimal() or not 0 < int(name) < NO_ID:
+    if not _NUMBER.fullmatch(name) or not 0 < int(name) < NO_ID:
         return None
     return User(name, int(name), int(name), ())
 
@@ -106,18 +112,31 @@ def _obstacle(user: User, settings: MountSettings) -> str:
     owner = _owner_of_content(settings.cache_dir)
     if owner not in (None, user.uid):
         return f"the cache directory {settings.cache_dir} belongs to user {owner}"
-    needed = [
-        (Path(sys.executable).resolve(), os.X_OK),
-        (Path(fusefs.__file__).parent, os.R_OK | os.X_OK),
-        (Path(os.__file__), os.R_OK),
-        (_existing(settings.cache_dir.parent), os.X_OK),
-    ]
+    needed = [*_program(), (_existing(settings.cache_dir.parent), os.X_OK)]
     token = os.environ.get("AWS_WEB_IDENTITY_TOKEN_FILE")
     needed += [(Path(path), os.R_OK) for path in (settings.ca_bundle, token) if path]
     for path, mode in needed:
         if not _may(user, path, mode):
             return f"{user.name} cannot use {path}"
     return ""
+
+
+def _program() -> Iterator[tuple[Path, int]]:
+    """What a daemon has to get at to be started, and how; by the paths that it would use."""
+    link = Path(sys.executable)
+    while link.is_symlink():  # a virtual environment's
+        yield link.parent, os.X_OK
+        link = link.parent / os.readlink(link)
+    yield link, os.X_OK
+    if sys.prefix != sys.base_prefix:
+        yield Path(sys.prefix, "pyvenv.cfg"), os.R_OK
+    yield Path(os.__file__), os.R_OK
+    yield Path(fusefs.__file__).parent, os.R_OK | os.X_OK
+    for name in _PACKAGES:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.has_location and spec.origin is not None:
+            yield Path(spec.origin).parent, os.R_OK | os.X_OK
+            yield Path(spec.origin), os.R_OK
 
 
 def _default_obstacle(settings: MountSettings) -> str:

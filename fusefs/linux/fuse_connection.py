@@ -50,6 +50,27 @@ def abort(connection: int) -> None:
         os.close(root)
 
 
+def number_of(fuse_fd: int) -> int:
+    """The number of the connection behind a descriptor of /dev/fuse; 0 if the kernel does not say.
+
+    It does from Linux 6.17 on, if procfs is mounted (fuse_dev_show_fdinfo in fs/fuse/dev.c).
+    """
+    with contextlib.suppress(OSError), open(f"/proc/self/fdinfo/{fuse_fd}") as file:
+        for line in file:
+            name, _, value = line.partition(":")
+            if name == "fuse_connection":
+                return int(value)
+    return 0
+
+
+def numbers() -> set[int]:
+    """The connections of the machine; empty where fusectl is not mounted."""
+    try:
+        return {int(name) for name in os.listdir(FUSECTL) if name.isdecimal()}
+    except OSError:
+        return set()
+
+
 def is_disconnected(fuse_fd: int) -> bool:
     """Whether the mount behind the descriptor is gone, or its connection aborted."""
     poll = select.poll()

@@ -10,22 +10,35 @@ import re
 
 TYPE_CHECKING = False  # typing itself is not imported: it is large
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 FILESYSTEM_TYPE = "fuse.fusefs"
 
 
 class KernelMount:
-    """One line of mountinfo. `device` is "major:minor".
+    """One line of mountinfo. `device` is "major:minor", `number` and `parent` are ids of mounts.
 
     `options` are the file system's, `flags` those of this mount of it; `root` is the directory
     of the file system that is mounted here.
     """
 
-    __slots__ = ("device", "filesystem", "flags", "options", "path", "root", "source")
+    __slots__ = (
+        "device",
+        "filesystem",
+        "flags",
+        "number",
+        "options",
+        "parent",
+        "path",
+        "root",
+        "source",
+    )
 
     def __init__(
         self,
+        number: int,
+        parent: int,
         path: str,
         device: str,
         filesystem: str,
@@ -34,6 +47,8 @@ class KernelMount:
         flags: str = "",
         root: str = "/",
     ) -> None:
+        self.number = number
+        self.parent = parent
         self.path = path
         self.device = device
         self.filesystem = filesystem
@@ -79,10 +94,11 @@ def parse(text: str) -> list[KernelMount]:
     for line in text.split("\n"):
         before, separator, after = line.partition(" - ")
         if separator:
-            device, root, path, flags = before.split(" ")[2:6]
+            number, parent, device, root, path, flags = before.split(" ")[:6]
             filesystem, source, options = after.split(" ", 2)
             places = _unescape(path), device, filesystem, _unescape(source)
-            mounts.append(KernelMount(*places, options, flags, _unescape(root)))
+            of = int(number), int(parent), *places, options
+            mounts.append(KernelMount(*of, flags, _unescape(root)))
     return mounts
 
 
@@ -109,11 +125,24 @@ def _find(path: str) -> KernelMount | None:
 
 def mount_above(path: Path) -> KernelMount | None:
     """The mount that `path` is on: absolute and without symbolic links. It need not exist."""
+    return reached(str(path), kernel_mounts())
+
+
+def reached(path: str, mounts: Sequence[KernelMount]) -> KernelMount | None:
+    """The mount of a table on which a program that opens `path` arrives.
+
+    The kernel goes from each mount to the one that is mounted on it first on the way. The order
+    of the lines does not show that: a mount that was moved, or made before it was attached,
+    stands before the one that it is mounted on.
+    """
+    above = [mount for mount in mounts if f"{path}/".startswith(f"{mount.path.rstrip('/')}/")]
+    numbers = {mount.number for mount in mounts}
+    # What the process' root is mounted on is not in its table, or is the root itself.
+    nexts = [mount for mount in above if mount.parent not in numbers - {mount.number}]
     found = None
-    for mount in kernel_mounts():
-        is_above = path.is_relative_to(mount.mountpoint)
-        if is_above and (found is None or mount.mountpoint.is_relative_to(found.mountpoint)):
-            found = mount
+    while nexts:
+        found = min(nexts, key=lambda mount: len(mount.path))
+        nexts = [mount for mount in above if mount.parent == found.number != mount.number]
     return found
 
 

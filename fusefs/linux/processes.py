@@ -11,11 +11,11 @@ import select
 import signal
 from collections.abc import Sequence
 
+from fusefs.linux import capabilities
 from fusefs.linux.libc import set_process_option
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_PR_SET_NO_NEW_PRIVS = 38
 # Where memory is short, a daemon goes before the process that starts the next one.
 _OOM_SCORE_ADJUSTMENT = 500
 
@@ -90,12 +90,16 @@ def become(credentials: Credentials) -> None:
     os.setgroups(credentials.groups)
     os.setresgid(credentials.gid, credentials.gid, credentials.gid)
     os.setresuid(credentials.uid, credentials.uid, credentials.uid)
-    forbid_new_privileges()
+    # With the securebit no_setuid_fixup the change of the user takes none away.
+    capabilities.keep_only()
 
 
-def forbid_new_privileges() -> None:
-    """Have no program that is executed bring this process privileges."""
-    set_process_option(_PR_SET_NO_NEW_PRIVS, 1)
+def become_in_place(credentials: Credentials) -> None:
+    """As `become`, in a process that goes on as a daemon without executing a program."""
+    become(credentials)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_IGN)  # as where Python starts
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _volunteer() -> None:

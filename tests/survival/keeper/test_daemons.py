@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 from fusefs.keeper.protocol import FRESH
 from tests.support.survival.keeping import (
@@ -154,3 +155,21 @@ def test_waiting_threads_of_a_mount_that_is_given_up_are_all_freed(kept: Kept) -
         thread.join(LIMIT_S)
     assert len(errors) == 5
     assert set(errors) <= {errno.ENOTCONN, errno.ECONNABORTED}
+
+
+def test_a_broker_is_killed_while_no_daemon_is_started(kept: Kept) -> None:
+    """It is the last one's, which has been seen to end: the keeper makes do without it."""
+    kept.start({"take_over": "exit"})
+    keeper = kept.status()["pid"]
+    kept.kill_daemon()
+    until(lambda: kept.log_text().count("exited with 5") >= 6)
+    until(lambda: kept.status()["daemon"] is None)
+    (broker,) = brokers_of(keeper)
+    os.kill(broker, signal.SIGKILL)
+    until(lambda: not Path(f"/proc/{broker}").exists())
+    assert kept.status()["pid"] == keeper
+
+
+def brokers_of(keeper: int) -> list[int]:
+    children = map(int, Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split())
+    return [pid for pid in children if b"keeper.main" in Path(f"/proc/{pid}/cmdline").read_bytes()]

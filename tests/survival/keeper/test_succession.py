@@ -12,7 +12,7 @@ import threading
 import time
 from typing import Any
 
-from fusefs.keeper.system import CAP_SYS_ADMIN
+from fusefs.linux.capabilities import CAP_SYS_ADMIN
 from tests.support.machine.ordinary_user import NOBODY, public_python
 from tests.support.survival.keeping import (
     HELD,

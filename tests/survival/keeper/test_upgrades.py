@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import signal
 import threading
 from typing import Any
 
@@ -193,3 +194,19 @@ def test_a_daemon_on_an_old_kernel_is_not_replaced_by_force(kept: Kept) -> None:
     old = kept.status()["daemon"]
     assert "the mount would end" in kept.ask({"do": "replace"})["error"]
     assert kept.status()["daemon"] == old
+
+
+def test_where_requests_are_not_sent_again_the_old_daemon_may_be_the_last_to_answer(
+    kept: Kept,
+) -> None:
+    """The new one dies while the old one, quiesced, finishes what it has begun."""
+    old_kernel = {"has_resend": False}
+    kept.start(old_kernel)
+    old = kept.status()["daemon"]
+    os.kill(old, signal.SIGSTOP)
+    assert "error" in kept.upgrade({**old_kernel, "prepared": "exit"})
+    again = {"do": "upgrade", "command": [], "settings": "{}"}
+    assert "under way" in kept.ask(again)["error"]
+    os.kill(old, signal.SIGCONT)
+    kept.served_by_another_than(old)
+    assert error_of(kept.mountpoint / "plain") is None

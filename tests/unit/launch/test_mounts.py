@@ -33,6 +33,32 @@ def test_the_topmost_of_several_mounts_counts(monkeypatch: pytest.MonkeyPatch) -
     assert not mountinfo.is_mountpoint(Path("/mnt"))
 
 
+def test_a_path_is_on_the_mount_that_the_kernel_comes_to() -> None:
+    # /dev and /mnt/a/moved were moved; /srv/x hides what was mounted below it before.
+    table = mountinfo.parse(r"""
+30 27 0:30 / /mnt/a/moved rw - tmpfs tmpfs rw
+24 25 0:6 / /dev rw - devtmpfs devtmpfs rw
+25 1 254:0 / / rw - ext4 /dev/vda rw
+27 25 0:31 / /mnt/a rw - fuse.fusefs s3://bucket/ rw
+31 30 0:32 / /mnt/a/moved/deep rw - tmpfs tmpfs rw
+32 25 0:33 / /srv/x/y rw - tmpfs tmpfs rw
+33 25 0:34 / /srv/x rw - tmpfs tmpfs rw
+""")
+    for path, number in {
+        "/": 25,
+        "/device": 25,
+        "/dev/null": 24,
+        "/mnt/a/b": 27,
+        "/mnt/a/moved/file": 30,
+        "/mnt/a/moved/deep": 31,
+        "/srv/x/y/z": 33,
+    }.items():
+        found = mountinfo.reached(path, table)
+        assert found is not None
+        assert found.number == number
+    assert mountinfo.reached("/dev", []) is None
+
+
 def test_a_mountpoint_is_resolved_like_the_kernel_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

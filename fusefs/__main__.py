@@ -1,0 +1,50 @@
+"""The command `fusefs`, as it is installed: begins with what takes longest, then see cli/main.py.
+
+Little is imported before a mount's keeper is started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    if arguments is None:
+        arguments = sys.argv[1:]
+    if arguments[:1] != ["mount"] or not _may_start_early(arguments):
+        from fusefs.cli import main as command
+
+        return command.main(arguments)
+    from fusefs.launch import early_keeper
+
+    with early_keeper.started() as keeper:
+        from fusefs.cli import main as command
+
+        return command.main(arguments, keeper)
+
+
+def run() -> None:
+    """Be the program `fusefs`, and end it."""
+    status = main()
+    # Nothing else is left, and to take the interpreter apart is an eighth of a short command.
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(status)
+
+
+def _may_start_early(arguments: Sequence[str]) -> bool:
+    """Whether a mount with a keeper is wanted, and no socket will have a standard stream's number.
+
+    Not all that has none is seen here: an early keeper that is not needed is dismissed.
+    """
+    has_streams = None not in (sys.stdin, sys.stdout, sys.stderr)
+    return has_streams and not {"-h", "--help", "pyfuse3", "--session=pyfuse3"} & {*arguments}
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,62 @@
+"""Capability sets of the calling thread: what it may do, and what it gives up.
+
+Threads have one each, and those that are started later get their starter's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+from fusefs.linux import libc
+
+CAP_SETGID = 6
+CAP_SETUID = 7
+CAP_SYS_ADMIN = 21
+_CAPABILITY_VERSION_3 = 0x20080522
+_PR_SET_NO_NEW_PRIVS = 38
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Header(ctypes.Structure):
+    _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int))
+
+
+class _Capabilities(ctypes.Structure):
+    """struct __user_cap_data_struct: the low 32 capabilities, then the high."""
+
+    _fields_ = (
+        ("effective", ctypes.c_uint32),
+        ("permitted", ctypes.c_uint32),
+        ("inheritable", ctypes.c_uint32),
+    )
+
+
+def keep_only(*capabilities: int) -> None:
+    """Give up all other capabilities for good, also those that a program could bring.
+
+    Linux takes from the ambient set what is not inheritable: see capabilities(7).
+    """
+    wanted = sum(1 << capability for capability in capabilities)
+    libc.set_process_option(_PR_SET_NO_NEW_PRIVS, 1)
+    _set(lambda permitted: permitted & wanted, is_for_good=True)
+
+
+def set_effective(choose: Callable[[int], int]) -> None:
+    """Choose the effective set from the permitted, which stays."""
+    _set(choose, is_for_good=False)
+
+
+def _set(choose: Callable[[int], int], *, is_for_good: bool) -> None:
+    """Choose the effective set from the permitted; for good, that and no more is permitted."""
+    header = _Header(_CAPABILITY_VERSION_3, 0)
+    sets = (_Capabilities * 2)()
+    libc.check(_libc.capget(ctypes.byref(header), sets), "capget")
+    chosen = choose(sets[0].permitted | sets[1].permitted << 32)
+    for half, bits in zip(sets, (chosen & 0xFFFFFFFF, chosen >> 32), strict=True):
+        half.effective = bits
+        if is_for_good:
+            half.permitted = bits
+            half.inheritable = 0
+    libc.check(_libc.capset(ctypes.byref(header), sets), "capset")
