@@ -5,8 +5,8 @@ once per cluster, and `all` serves both on one socket, for tests and single mach
 `daemons` runs the mounts' daemons. `list` shows the volumes of a node's pods.
 
 Every failure is one line on standard error that begins with `fusefs-csi: `.
-Exit status: 0 ended by SIGTERM, 1 it failed, 2 the command line or the stores'
-file cannot be read.
+Exit status: 0 ended by SIGTERM, 1 it failed, 2 the command line, the stores' file or that
+of the cluster caches cannot be used.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ try:
     from csi.controller import taints
     from csi.daemons import main as daemons
     from csi.errors import CsiError
+    from csi.identities.cluster_caches import ClusterCachesError
     from csi.identity import IdentityService
     from csi.node import listing
     from csi.node import service as node
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _set_up_log(options.log_level.upper())
     try:
         return int(options.run(options))
-    except StoresError as error:
+    except (StoresError, ClusterCachesError) as error:
         _complain(error)
         return 2
     except (OSError, CsiError) as error:

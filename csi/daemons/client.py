@@ -27,18 +27,25 @@ class FdStoreClient:
         self._path = path
 
     def names(self) -> frozenset[str]:
-        """What it holds; nothing if it does not answer."""
+        """What it holds; nothing if no process listens.
+
+        Raises:
+            ControlError: one listens, and does not answer, or has not yet all that it will hold.
+        """
         try:
             answer = control.exchange(self._path, {"do": "list"}, ANSWER_TIMEOUT_S)
         except control.ControlError:
+            if self.is_there:
+                raise
             return frozenset()
         return frozenset(answer["names"])
 
     def has(self, root: KernelMount) -> bool:
+        """Whether it holds a mount's connection; raises as `names`."""
         return not self.lacks([root])
 
     def lacks(self, roots: Sequence[KernelMount]) -> list[KernelMount]:
-        """Those of the mounts that it does not hold, by one question."""
+        """Those of the mounts that it does not hold, by one question; raises as `names`."""
         names = self.names() if roots else frozenset()
         return [root for root in roots if _name(root) not in names]
 
@@ -57,6 +64,14 @@ class FdStoreClient:
         finally:
             os.close(fds[0])
 
+    def drop(self, root: KernelMount) -> None:
+        """Have it hold a mount's connection no longer; without any other holder that ends.
+
+        Raises:
+            ControlError: it does not hold it, or does not answer.
+        """
+        fd_store.drop(os.fspath(self._path), _name(root))
+
     @property
     def is_there(self) -> bool:
         return control.peer(self._path) is not None
@@ -74,13 +89,25 @@ class Daemons:
 
     def serve(self, root: Path) -> bool:
         """Whether there is one for the mount at `root`; not if the supervisor does not answer."""
-        if self.supervisor is None:
-            return False
-        number = launcher.mount_number(root)
         try:
-            return supervisor_protocol.count(os.fspath(self.supervisor.socket), number) > 0
+            return self._count(root) > 0
         except OSError:
             return False
+
+    def may_serve(self, root: Path) -> bool:
+        """As `serve`, but there may be one where a supervisor listens and does not answer."""
+        try:
+            return self._count(root) > 0
+        except (FileNotFoundError, ConnectionRefusedError):
+            return False
+        except OSError:
+            return True
+
+    def _count(self, root: Path) -> int:
+        if self.supervisor is None:
+            return 0
+        number = launcher.mount_number(root)
+        return supervisor_protocol.count(os.fspath(self.supervisor.socket), number)
 
     def end(self, root: Path) -> None:
         """Kill those of the mount at `root`."""

@@ -38,6 +38,9 @@ from fusefs.linux.processes import close_all_but, die_with_parent
 
 # From the fork to a service that answers: it has only to bind its socket.
 START_S = 30.0
+# For the descriptor store before this one to answer, and for the next to have what that holds.
+NAMES_S = 30.0
+FILLING_S = 60.0
 POLL_S = 0.05
 
 log = logging.getLogger(__name__)
@@ -140,22 +143,41 @@ class FdStoreProcess:
             OSError: it does not come up.
         """
         held = {}
-        for name in FdStoreClient(self._path).names():
+        for name in self._names_before():
             try:
                 held[name] = fd_store.fetch(os.fspath(self._path), name)
             except ControlError as error:
                 log.warning("%s: %s", name, error)  # its mount has just ended
-        self.start()
+        self.start(FILLING_S if held else 0.0)
         for name, descriptor in held.items():
             try:
                 fd_store.hold(os.fspath(self._path), name, descriptor)
             except ControlError as error:
                 log.warning("%s: %s", name, error)
             os.close(descriptor)
+        if held:
+            try:
+                fd_store.complete(os.fspath(self._path))
+            except ControlError as error:
+                log.warning("what is held is not listed for %.0f s: %s", FILLING_S, error)
         log.info("%d descriptors are held, as before", len(held))
 
-    def start(self) -> None:
+    def _names_before(self) -> frozenset[str]:
+        """What is held already; nothing if no answer comes for long."""
+        deadline = time.monotonic() + NAMES_S
+        while True:
+            try:
+                return FdStoreClient(self._path).names()
+            except ControlError as error:
+                if time.monotonic() > deadline:
+                    log.warning("what was held before is not known: %s", error)
+                    return frozenset()
+            time.sleep(POLL_S)
+
+    def start(self, filling_s: float = 0.0) -> None:
         """Start one that holds nothing; the keepers bring what they have.
+
+        For `filling_s` it answers no list, unless it is made complete before.
 
         Raises:
             OSError: it does not come up.
@@ -164,7 +186,7 @@ class FdStoreProcess:
             os.kill(self._pid, signal.SIGKILL)
             self.helpers.append(self._pid)
         before = _identity(self._path)
-        self._pid = _fork(lambda: fd_store.main(self._path))
+        self._pid = _fork(lambda: fd_store.main(self._path, filling_s))
         deadline = time.monotonic() + START_S
         while _identity(self._path) in (None, before):
             if time.monotonic() > deadline:

@@ -33,6 +33,8 @@ from fusefs.api import replace_file
 _KEY_SIZE = 32
 _NAME = re.compile(r"[0-9a-f]{32}")
 _LEAVING = ".leaving"
+# What of a cache directory cannot be fetched again (fusefs/cache/disk.py).
+_STATE = frozenset(("mounts", "format"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +126,21 @@ class Domains:
         """Whether no mount has used a domain since `unused` returned it."""
         return domain.directory.lstat().st_mtime_ns == domain.mtime_ns
 
-    def set_aside(self, domain: Unused) -> Path:
-        """Rename a domain's directory so that no mount finds it. Only within `alone`."""
+    def set_aside(self, domain: Unused, *, keeps_state: bool = False) -> Path:
+        """Rename a domain's directory so that no mount finds it. Only within `alone`.
+
+        With `keeps_state` what mounts left stays in its place, and the rest is moved.
+        """
         aside = domain.directory.with_name(f"{domain.name}.{time.time_ns():x}{_LEAVING}")
-        domain.directory.rename(aside)
-        self.lacks_uids = False
+        if not keeps_state:
+            domain.directory.rename(aside)
+            self.lacks_uids = False
+            return aside
+        aside.mkdir(mode=0o700)
+        os.chown(aside, domain.uid, domain.uid, follow_symlinks=False)
+        for name in os.listdir(domain.directory):
+            if name not in _STATE:
+                os.rename(domain.directory / name, aside / name)
         return aside
 
     def leaving(self) -> list[Path]:
@@ -136,11 +148,11 @@ class Domains:
         return [path for path in self.directory.iterdir() if path.name.endswith(_LEAVING)]
 
     def _free_uid(self) -> int:
-        taken = {
-            entry.stat(follow_symlinks=False).st_uid
-            for entry in os.scandir(self.directory)
-            if _NAME.match(entry.name)
-        }
+        taken = set()
+        for entry in os.scandir(self.directory):
+            if _NAME.match(entry.name):
+                with suppress(FileNotFoundError):  # it was set aside, and is gone by now
+                    taken.add(entry.stat(follow_symlinks=False).st_uid)
         for uid in self._uids:
             if uid not in taken:
                 return uid

@@ -8,8 +8,9 @@ time of a domain's directory is the time of its last use.
 Files that were never uploaded are not removed: they are logged once and stay, with
 their uid. The next mount of the volume uploads them.
 
-A cache is first renamed, so that no mount finds it, and then emptied by a process of
-its own user, which can access nothing else (fusefs/cache/purge.py). A removal that was
+A cache is first renamed, or moved out of its directory, so that no mount finds it, and
+then removed by a process of its own user, which can access nothing else
+(fusefs/cache/purge.py). No mount waits for that. A removal that was
 killed halfway goes on in the next round. A directory with a mount in it is not touched.
 """
 
@@ -34,7 +35,8 @@ EVERY_S = 300.0
 KEEP_S = 14 * 86_400.0
 # Also when space is scarce: a pod that is replaced may be back soon.
 KEEP_IF_SCARCE_S = 900.0
-LOOK_TIMEOUT_S = 60.0
+# Meanwhile no mount of the node may claim a domain, as both lock what waits for its upload.
+LOOK_TIMEOUT_S = 10.0
 REMOVAL = [sys.executable, "-P", "-m", "fusefs.cache.purge"]
 
 
@@ -101,24 +103,34 @@ class CacheCollector(threading.Thread):
             output = _run("look", domain.directory, domain.uid)
             if output is None or json.loads(output)["is_used"]:
                 return
-            if leftovers := json.loads(output)["leftovers"]:
-                if domain.name not in self._logged:
-                    self._logged.add(domain.name)
-                    log.warning(
-                        "%s has %d files that were never uploaded: they are kept",
-                        domain.directory,
-                        leftovers,
-                    )
-                    _run("cache", domain.directory, domain.uid)
+            leftovers = json.loads(output)["leftovers"]
+            if leftovers and domain.name in self._logged:
                 return
-            leaving = self._domains.set_aside(domain)
-        log.info("%s was not used for %.0f h: removed", domain.directory, domain.unused_s / 3600)
+            leaving = self._domains.set_aside(domain, keeps_state=leftovers > 0)
+        if leftovers:
+            self._logged.add(domain.name)
+            log.warning(
+                "%s has %d files that were never uploaded: they are kept",
+                domain.directory,
+                leftovers,
+            )
+        else:
+            hours = domain.unused_s / 3600
+            log.info("%s was not used for %.0f h: removed", domain.directory, hours)
         self._finish(leaving)
 
     def _finish(self, directory: Path) -> None:
         """Remove a directory that no mount finds any more."""
         uid = directory.lstat().st_uid
-        if not _has_mounts(directory) and _run("all", directory, uid) is not None:
+        if uid == 0:
+            # The process that made it was killed before it gave it to the domain's user.
+            try:
+                directory.rmdir()
+            except OSError as error:
+                log.warning(
+                    "%s belongs to root, so it is no cache of the driver: %s", directory, error
+                )
+        elif not _has_mounts(directory) and _run("all", directory, uid) is not None:
             directory.rmdir()
 
 

@@ -6,8 +6,8 @@ the role that EKS Pod Identity associates with that account (`podIdentity`);
 anonymous; and the driver's own, which is for volumes of administrators and never
 for inline ones, which any author of a pod can write.
 
-What is secret goes into one file per mount, on tmpfs, 0600 and the daemon's
-user's own, in a directory that is root's. Its environment names the file and
+What is secret goes into files of each mount, on tmpfs, 0600 and the daemon's
+user's own, in a directory that is root's. Its environment names the files and
 no more. boto3, in the daemon, reads keys from it, and exchanges a token
 (AssumeRoleWithWebIdentity at the store's STS, or at the node's Pod Identity
 agent) again before what it got for it expires; requests wait meanwhile. Kubelet
@@ -33,6 +33,7 @@ from csi.errors import (
     InvalidArgumentError,
     UnauthenticatedError,
 )
+from csi.identities.cluster_caches import CacheSecrets
 from csi.identities.keys import Keys, keys_from
 from csi.volume.options import Options
 from csi.volume.stores import AWS, StoreSettings
@@ -48,6 +49,10 @@ ACCOUNT = "csi.storage.k8s.io/serviceAccount.name"
 # (https://docs.aws.amazon.com/eks/latest/userguide/pod-id-how-it-works.html).
 POD_IDENTITY_AUDIENCE = "pods.eks.amazonaws.com"
 POD_IDENTITY_AGENT = "http://169.254.170.23/v1/credentials"
+
+# The files of a mount's cluster cache.
+_CACHE_CREDENTIALS = "cluster-cache-credentials"
+_CACHE_KEY = "cluster-cache-key"
 
 # Who reads as the driver itself.
 DRIVER = "the driver"
@@ -240,16 +245,38 @@ class CredentialFiles:
 
     def store(self, mount: str, identity: Identity, uid: int) -> None:
         """Replace what the mount's daemon, which is user `uid`, signs with."""
+        directory = self._prepare(mount, uid)
+        if identity.keys is not None:
+            replace_file(directory / "keys", _as_profile(identity.keys), owner=uid)
+        elif identity.token is not None:
+            replace_file(directory / "token", identity.token, owner=uid)
+
+    def store_cluster_cache(self, mount: str, secrets: CacheSecrets, uid: int) -> None:
+        """Replace the secrets of the mount's cluster cache.
+
+        The launcher reads them, as root. They are the daemon's user's as well, for a daemon
+        that has lost its keeper starts another, and hands them on.
+        """
+        directory = self._prepare(mount, uid)
+        replace_file(directory / _CACHE_CREDENTIALS, secrets.credentials, owner=uid)
+        replace_file(directory / _CACHE_KEY, secrets.key, owner=uid)
+
+    def cluster_cache_settings(self, mount: str) -> dict[str, str]:
+        """The settings that name what `store_cluster_cache` writes."""
+        directory = self._directory / mount
+        return {
+            "cluster_cache_credentials": os.fspath(directory / _CACHE_CREDENTIALS),
+            "cluster_cache_key": os.fspath(directory / _CACHE_KEY),
+        }
+
+    def _prepare(self, mount: str, uid: int) -> Path:
         directory = self._directory / mount
         with contextlib.suppress(FileExistsError):
             directory.mkdir(mode=0o700)
         # Root's, so that the daemon can plant nothing; it may pass through.
         os.chown(directory, 0, uid)
         directory.chmod(0o710)
-        if identity.keys is not None:
-            replace_file(directory / "keys", _as_profile(identity.keys), owner=uid)
-        elif identity.token is not None:
-            replace_file(directory / "token", identity.token, owner=uid)
+        return directory
 
     def environment(
         self, mount: str, identity: Identity, store: StoreSettings, *, is_fips: bool = False
@@ -287,10 +314,11 @@ class CredentialFiles:
         return variables
 
     def remove(self, mount: str) -> None:
-        """Remove a mount's file. It may be gone already."""
+        """Remove a mount's files. They may be gone already."""
         directory = self._directory / mount
-        for name in ("keys", "token", "keys.new", "token.new"):
-            (directory / name).unlink(missing_ok=True)
+        for name in ("keys", "token", _CACHE_CREDENTIALS, _CACHE_KEY):
+            for each in (name, f"{name}.new"):
+                (directory / each).unlink(missing_ok=True)
         with contextlib.suppress(FileNotFoundError):
             directory.rmdir()
 

@@ -10,11 +10,12 @@ import argparse
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from csi.errors import FailedPreconditionError
+from csi.identities.cluster_caches import ClusterCaches, read_cluster_caches
 from csi.identities.credentials import POD_IDENTITY_AGENT
 from csi.node.pod_records import InlineBounds
 from csi.volume.options import Shares
@@ -66,6 +67,7 @@ class NodeConfiguration:
     daemons: str = "either"
     pod_identity_agent: str = POD_IDENTITY_AGENT
     cache_host_path: Path | None = None
+    cluster_caches: ClusterCaches = field(default_factory=ClusterCaches)
 
     @property
     def descriptor_store(self) -> Path:
@@ -180,6 +182,12 @@ def _add_places(group: argparse._ArgumentGroup) -> None:
     )
     add("--cache-dir", Path, CACHE, "DIR", "directory for cached objects")
     add_host_path_flag(group)
+    group.add_argument(
+        "--cluster-caches",
+        type=Path,
+        metavar="FILE",
+        help="file that maps cache domains of volumes to cluster caches (TOML)",
+    )
     add(
         "--uid-range",
         _uids,
@@ -280,7 +288,11 @@ def _text_of(kind: SettingType[MinFree]) -> Callable[[str], str]:
 
 
 def configuration_of(arguments: argparse.Namespace) -> NodeConfiguration:
-    """What the command line says."""
+    """What the command line says.
+
+    Raises:
+        ClusterCachesError: a cluster cache cannot be used as it is configured.
+    """
     return NodeConfiguration(
         arguments.node_id,
         Path(os.path.abspath(arguments.kubelet_dir)),
@@ -300,4 +312,5 @@ def configuration_of(arguments: argparse.Namespace) -> NodeConfiguration:
         arguments.daemons,
         arguments.pod_identity_agent,
         arguments.cache_host_path,
+        read_cluster_caches(arguments.cluster_caches),
     )

@@ -45,7 +45,7 @@ class Drains:
         if pending and not self._is_given_up(record):
             raise UploadingError(pending)
         if pending:
-            cache = MountSettings.from_json(record.settings).cache_dir
+            cache = MountSettings.from_json(record.settings, is_newer=True).cache_dir
             log.error("given up: %s; the files are kept below %s", pending, cache)
 
     def end(self, record: MountRecord, ends: float) -> None:
@@ -74,10 +74,13 @@ class Drains:
         if table.top(Path(record.root)) is None or not self._mounts.is_alive(record, table):
             return ""
         status = self._mounts.ask(record)
-        if status is None:
-            return f"the mount of {record.source} does not report its uploads"
-        writing = status["writing"]
-        return _describe(writing, record) if writing and writing["pending_files"] else ""
+        try:
+            if status is not None:
+                writing = status["writing"]
+                return _describe(writing, record) if writing and writing["pending_files"] else ""
+        except (KeyError, TypeError, ValueError, ArithmeticError):
+            pass  # a hostile daemon's answer: its mount, too, ends when the time is over
+        return f"the mount of {record.source} does not report its uploads"
 
 
 def _describe(writing: dict[str, Any], record: MountRecord) -> str:

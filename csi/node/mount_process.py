@@ -33,7 +33,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _stop)
     try:
         request = json.load(sys.stdin)
-        settings = MountSettings.from_json(request["settings"])
+        # After a roll-back they may have been written by a newer driver.
+        settings = MountSettings.from_json(request["settings"], is_newer=True)
         supervisor = None
         if request["supervisor"] is not None:
             supervisor = SupervisorAddress(Path(request["supervisor"]), request["is_needed"])

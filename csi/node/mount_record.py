@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from csi.errors import ResourceExhaustedError
+from csi.node.record_files import known_fields
 from fusefs.api import replace_file
 
 
@@ -68,7 +69,7 @@ class MountRecords:
 
     def read(self, key: str) -> MountRecord | None:
         try:
-            return MountRecord(**json.loads(self._path(key).read_text()))
+            return MountRecord(**known_fields(MountRecord, self._path(key)))
         except (OSError, ValueError, TypeError):
             return None
 

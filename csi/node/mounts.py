@@ -8,6 +8,10 @@ A mount is *alive* while its keeper or its daemon holds its connection, as their
 show; the mount itself is never touched. A dead mount is unmounted from its root and made
 anew; its bind mounts stay below the new ones (see `service`), because a running container
 sees only what is mounted on top.
+
+A mount that no keeper and no daemon holds, but the descriptor store does, is resumed, and
+never replaced while that may still succeed. Where it can't be resumed for `RESUME_S`, the
+descriptor store drops it, so that programs get an error, and then it is dead.
 """
 
 from __future__ import annotations
@@ -58,6 +62,10 @@ STOP_S = 5.0
 # For killed processes of a mount to end.
 KILL_S = 5.0
 POLL_S = 0.05
+# The helpers of a descriptor store that died bring the next one what they hold.
+NEXT_STORE_S = 60.0
+# As long as a keeper would try (LONGEST_PAUSE in service.py).
+RESUME_S = 900.0
 
 # Words of the daemon's error for a bucket that it cannot list, and the CSI error they mean.
 _REFUSALS: tuple[tuple[tuple[str, ...], type[CsiError]], ...] = (
@@ -86,6 +94,8 @@ class Mounts:
         self._roots = roots
         self._fd_store = fd_store
         self._daemons = daemons
+        # Mounts that just can't be resumed, by key and reason, and since when.
+        self._stuck: dict[tuple[str, str], float] = {}
         roots.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     # --- what is there ---
@@ -158,24 +168,74 @@ class Mounts:
         """Make the record's mount, or resume it. `deadline` is of the monotonic clock.
 
         Raises:
-            CsiError: the mount could not be made; nothing of it is mounted.
+            CsiError: the mount could not be made, and nothing of it is mounted; or it is not
+                resumed yet, and may be used on.
         """
         root = Path(record.root)
         top = MountTable().top(root)
-        if top is not None and not self._fd_store.has(top):
+        if top is not None and not self._is_held(top):
+            self._check_not_served(record)
             self._kill(root)
             bind_mount.pop_all(root)
             top = None
         self.records.write(record)  # first: a mount without a record is removed
         if top is None:
             bind_mount.make_directory(root, 0o700)
+        try:
+            self._run(record, deadline)
+        except CsiError:
+            if top is not None:
+                self._drop_if_hopeless(record, top)
+            raise
+        self._forget_stuck(record.key)
+        log.info("%s is mounted for %s as uid %d", record.source, record.volume_id, record.uid)
+
+    def _is_held(self, root: KernelMount) -> bool:
+        try:
+            return self._fd_store.has(root)
+        except ControlError as error:
+            raise UnavailableError(
+                f"what the descriptor store holds is not known: {error}"
+            ) from error
+
+    def _check_not_served(self, record: MountRecord) -> None:
+        """Refuse to replace a mount whose daemon goes on, for as long as it may get a keeper."""
+        if self._daemons.may_serve(Path(record.root)) and not self._is_stuck_for(
+            NEXT_STORE_S, record, "served"
+        ):
+            raise UnavailableError(
+                f"the daemon of {record.source} has no keeper, and the descriptor store does not"
+                " hold its connection yet"
+            )
+
+    def _drop_if_hopeless(self, record: MountRecord, root: KernelMount) -> None:
+        if self._is_stuck_for(RESUME_S, record, "held") and not self._daemons.may_serve(
+            Path(record.root)
+        ):
+            log.error("%s is given up: it can't be resumed", record.source)
+            with contextlib.suppress(ControlError):  # the next attempt tries again
+                self._fd_store.drop(root)
+
+    def _is_stuck_for(self, limit_s: float, record: MountRecord, why: str) -> bool:
+        now = time.monotonic()
+        return now - self._stuck.setdefault((record.key, why), now) >= limit_s
+
+    def _forget_stuck(self, key: str) -> None:
+        for why in ("served", "held"):
+            self._stuck.pop((key, why), None)
+
+    def _run(self, record: MountRecord, deadline: float) -> None:
+        """Run the process that starts or resumes a mount.
+
+        Raises:
+            CsiError: it could not.
+        """
         answer = _run_mount_process(record, self._daemons.supervisor, deadline)
         if "error" in answer:
             why = str(answer["error"])
             # The bucket's name and the prefix must not match the words.
             kind = _refusal(why.replace(record.source.rstrip("/"), ""))
             raise kind(f"{why}, as {record.who}")
-        log.info("%s is mounted for %s as uid %d", record.source, record.volume_id, record.uid)
 
     def ensure_held(self, record: MountRecord, deadline: float) -> None:
         """Make sure that the descriptor store holds the connection, and that a daemon serves it.
@@ -190,6 +250,8 @@ class Mounts:
             return
         is_held = self._fd_store.has(root)
         is_alive = self.is_alive(record, table)
+        if is_alive:
+            self._forget_stuck(record.key)
         if is_alive and not is_held:
             self._fd_store.bring(root)
         elif is_held and not is_alive:
@@ -200,7 +262,11 @@ class Mounts:
         table = MountTable()
         roots = [(record.source, table.top(Path(record.root))) for record in self.records.all()]
         mounted = {root: source for source, root in roots if root is not None}
-        return [mounted[root] for root in self._fd_store.lacks(list(mounted))]
+        try:
+            lacking = self._fd_store.lacks(list(mounted))
+        except ControlError:
+            lacking = list(mounted)
+        return [mounted[root] for root in lacking]
 
     # --- ending ---
 
@@ -229,6 +295,7 @@ class Mounts:
             for process in processes:
                 os.close(process)
         remove_registration(root)
+        self._forget_stuck(key)
         bind_mount.remove_directory(root)
         self._files.remove(key)
         self.records.remove(key)

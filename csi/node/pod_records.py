@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from csi.errors import ResourceExhaustedError
+from csi.node.record_files import known_fields
 from fusefs.api import replace_file
 
 log = logging.getLogger(__name__)
@@ -143,6 +144,6 @@ class PodRecords:
 
     def _read(self, path: Path) -> PodRecord | None:
         try:
-            return PodRecord(**json.loads(path.read_text()))
+            return PodRecord(**known_fields(PodRecord, path))
         except (OSError, ValueError, TypeError):
             return None

@@ -33,6 +33,8 @@ _ONE_TARGET = frozenset(
 # What kubelet calls an inline volume: a digest of the pod's uid and the volume's name.
 _INLINE_ID = re.compile("csi-[0-9a-f]{64}")
 _MAX_GROUP = 2**32 - 2
+# Longer ones are too large, and Python refuses to read the longest.
+_GROUP = re.compile(r"[0-9]{1,20}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +145,6 @@ def target_of(text: str, kubelet_directory: Path, own_directory: Path, *, name: 
 def _group(text: str) -> int | None:
     if not text:
         return None
-    if not (text.isascii() and text.isdecimal()) or int(text) > _MAX_GROUP:
+    if not _GROUP.fullmatch(text) or int(text) > _MAX_GROUP:
         raise InvalidArgumentError(f"volume_mount_group: {text!r} is no number of a group")
     return int(text)

@@ -3,7 +3,8 @@
 There is no staging: the pod's identity, fresh tokens and fsGroup come with
 publish alone. Publishing finds or makes the mount for the volume (see `mounts`)
 and binds it to the target path; which mount, and whose cache it uses, `_plan`
-decides from the identity and the volume's `cacheDomain`. Kubelet publishes every
+decides from the identity and the volume's `cacheDomain`, as it does which cluster cache the
+mount has. Kubelet publishes every
 minute or so what is published already, to bring fresh credentials; such a call only
 stores them. A dead mount it replaces by a new one on top: running containers see only
 mounts that are stacked.
@@ -21,6 +22,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -38,6 +40,7 @@ from csi.errors import (
 from csi.generated import csi_pb2, csi_pb2_grpc
 from csi.identities.cache_domains import Domains
 from csi.identities.cache_gc import CacheCollector
+from csi.identities.cluster_caches import CacheSecrets
 from csi.identities.credentials import DRIVER, CredentialFiles, Identity, choose
 from csi.in_flight import Claims
 from csi.node import bind_mount, volume_metrics
@@ -98,6 +101,16 @@ def make_service(arguments: argparse.Namespace, stores: Stores) -> NodeService:
     if warning is not None:
         log.warning("%s", warning)
     return NodeService(configuration_of(arguments), stores)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The mount that a volume needs, its secrets, and what of it to warm."""
+
+    identity: Identity
+    record: MountRecord
+    warm: Warm
+    cache_secrets: CacheSecrets | None
 
 
 class NodeService(csi_pb2_grpc.NodeServicer):
@@ -243,12 +256,13 @@ class NodeService(csi_pb2_grpc.NodeServicer):
     ) -> tuple[MountRecord, Warm] | None:
         if not publish.target.parent.is_dir():
             raise InvalidArgumentError(f"target_path: there is no {publish.target.parent}")
-        identity, record, warm = self._plan(request, publish)
+        plan = self._plan(request, publish)
+        record, warm = plan.record, plan.warm
         if self._mounts.is_alive(record, MountTable()):
             self._mounts.records.write(record)  # it may have been lost
-            self._files.store(record.key, identity, record.uid)
+            self._store_secrets(plan)
         else:
-            self._begin(record, identity, ends)
+            self._begin(plan, ends)
         if self._warmups.blocks_publish(record, warm):
             return record, warm
         self._bind(record, publish)
@@ -267,13 +281,22 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             return  # it was gone on with
         bind_mount.bind(Path(record.root), publish.target, is_read_only=publish.is_read_only)
 
-    def _begin(self, record: MountRecord, identity: Identity, ends: float) -> None:
-        self._files.store(record.key, identity, record.uid)
+    def _begin(self, plan: _Plan, ends: float) -> None:
+        self._store_secrets(plan)
         try:
-            self._mounts.start(record, ends)
-        except CsiError:
-            self._mounts.end(record, time.monotonic(), is_forced=True)
+            self._mounts.start(plan.record, ends)
+        except CsiError as error:
+            if self._mounts.references(plan.record, MountTable()):
+                # Running pods use it, and the reconciler may still resume it, so this is not final.
+                raise UnavailableError(str(error)) from error
+            self._mounts.end(plan.record, time.monotonic(), is_forced=True)
             raise
+
+    def _store_secrets(self, plan: _Plan) -> None:
+        record = plan.record
+        self._files.store(record.key, plan.identity, record.uid)
+        if plan.cache_secrets is not None:
+            self._files.store_cluster_cache(record.key, plan.cache_secrets, record.uid)
 
     def _who(self, request: Request, publish: PublishRequest) -> tuple[Identity, Location, Options]:
         location = location_of(publish.location, self._stores)
@@ -287,18 +310,20 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         )
         return identity, location, options
 
-    def _plan(
-        self, request: Request, publish: PublishRequest
-    ) -> tuple[Identity, MountRecord, Warm]:
+    def _plan(self, request: Request, publish: PublishRequest) -> _Plan:
         """The mount that a volume needs, whether it is there or not, and what of it to warm."""
         identity, location, options = self._who(request, publish)
         store = location.store
+        cluster_cache = self._configuration.cluster_caches.of(
+            options.cache_domain, is_inline=publish.is_inline
+        )
         place = Place(
             MountSource(location.bucket, location.prefix),
             store.endpoint_url,
             location.region,
             store.addressing,
             store.ca_bundle,
+            cluster_cache.settings if cluster_cache else {},
         )
         layer = mount_layer(
             options,
@@ -307,14 +332,16 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             is_read_only=publish.is_reader_mode,
             fs_group=publish.fs_group,
         )
-        where = (store.name, store.endpoint_url or "", location.bucket)
-        shared = ("shared", options.cache_domain) if options.cache_domain else identity.proof
-        name = self._domains.name_of("domain", *where, *shared)
+        name = self._domain_name(identity, location, options)
         texts = sorted(f"{setting}={given.text}" for setting, given in layer.items())
+        cache_secrets = cluster_cache.secrets() if cluster_cache else None
+        if cache_secrets is not None:
+            # A mount keeps the secrets that it began with.
+            texts.append(cache_secrets.proof)
         key = self._domains.name_of("mount", name, publish.arguments, *identity.proof, "", *texts)
         known = self._mounts.records.read(key)
         if known is not None:
-            return identity, known, options.warm
+            return _Plan(identity, known, options.warm, cache_secrets)
         self._warmups.forget(key)  # an earlier mount's
         store.check_address()
         with self._mounts.records.one_more(self._configuration.most_volumes):
@@ -326,6 +353,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
                 user=str(domain.uid),
                 descriptor_store=os.fspath(self._configuration.descriptor_store),
                 max_pause=LONGEST_PAUSE,
+                **(self._files.cluster_cache_settings(key) if cluster_cache else {}),
             )
             record = MountRecord(
                 key,
@@ -340,7 +368,14 @@ class NodeService(csi_pb2_grpc.NodeServicer):
                 self._files.environment(key, identity, store, is_fips=settings.fips),
             )
             self._mounts.records.write(record)
-        return identity, record, options.warm
+        return _Plan(identity, record, options.warm, cache_secrets)
+
+    def _domain_name(self, identity: Identity, location: Location, options: Options) -> str:
+        """The name of the local cache that a volume uses."""
+        store = location.store
+        where = (store.name, store.endpoint_url or "", location.bucket)
+        shared = ("shared", options.cache_domain) if options.cache_domain else identity.proof
+        return self._domains.name_of("domain", *where, *shared)
 
     # --- unpublish ---
 

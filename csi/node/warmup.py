@@ -22,6 +22,7 @@ from pathlib import Path
 
 from csi.errors import AbortedError
 from csi.node.mount_record import MountRecord
+from csi.node.record_files import known_fields
 from csi.volume.options import Warm
 from fusefs.api import (
     ControlError,
@@ -60,9 +61,15 @@ class Warmups:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def begin(self, record: MountRecord, warm: Warm) -> None:
-        """Start the warm-up of a served mount, if it has had none; does not wait for it."""
+        """Start the warm-up of a served mount, if it has had none; does not wait for it.
+
+        A failure is logged: the volume is published already.
+        """
         if warm.paths and self._read(record.key) is None:
-            self._write(record.key, _Record(time.monotonic(), is_over=True))
+            try:
+                self._write(record.key, _Record(time.monotonic(), is_over=True))
+            except OSError as error:
+                log.warning("the warm-up of %s is not on record: %s", record.source, error)
             try:
                 _jobs(record, warm)
             except ControlError as error:
@@ -113,9 +120,17 @@ class Warmups:
         return bool(since) and time.monotonic() - since < PATIENCE_S
 
     def remove_waiter(self, key: str, target: Path) -> None:
-        """The target waits no longer: the mount is bound to it, or the pod is gone."""
-        if self._read(key) is not None:
+        """The target waits no longer: the mount is bound to it, or the pod is gone.
+
+        Where that cannot be put on record it counts as waiting for `PATIENCE_S`.
+        """
+        known = self._read(key)
+        if known is None or str(target) not in known.waiting:
+            return
+        try:
             self._change(key, lambda known: _without(known, target))
+        except OSError as error:
+            log.warning("%s stays on record as waiting: %s", target, error)
 
     def forget(self, key: str) -> None:
         """Remove the record of a mount that has ended."""
@@ -141,7 +156,7 @@ class Warmups:
 
     def _read(self, key: str) -> _Record | None:
         try:
-            return _Record(**json.loads(self._path(key).read_text()))
+            return _Record(**known_fields(_Record, self._path(key)))
         except (OSError, ValueError, TypeError):
             return None
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +153,7 @@ def write_parameters(attributes: Mapping[str, str], mount_flags: Sequence[str]) 
         InvalidArgumentError: the sentence names the attribute or option.
     """
     options = read_options(attributes, mount_flags, is_inline=False)
-    return WriteOptions.of(build(options.settings, _anywhere())).parameters()
+    return WriteOptions.of(build(options.settings, anywhere())).parameters()
 
 
 def read_options(
@@ -167,10 +167,7 @@ def read_options(
     if is_inline:
         for name in sorted(_NOT_INLINE & attributes.keys()):
             raise InvalidArgumentError(f"{name}: not for an inline volume, which is its pod's own")
-    settings = dict(_from_flags(mount_flags))
-    for name, value in attributes.items():
-        if name not in _OWN:
-            settings[_field(name, name)] = RawValue(value, name)
+    settings = dict(_from_flags(mount_flags)) | _from_attributes(attributes)
     _check_readable(settings)
     if is_inline:
         _check_tenant(settings, attributes)
@@ -184,6 +181,18 @@ def read_options(
         _warm(attributes),
         _switch(attributes, "podIdentity"),
     )
+
+
+def _from_attributes(attributes: Mapping[str, str]) -> dict[str, RawValue]:
+    found: dict[str, RawValue] = {}
+    for name, value in sorted(attributes.items()):
+        if name in _OWN:
+            continue
+        field = _field(name, name)
+        if field in found:
+            raise InvalidArgumentError(f"{name}: given as {found[field].origin} as well")
+        found[field] = RawValue(value, name)
+    return found
 
 
 def _from_flags(mount_flags: Sequence[str]) -> list[tuple[str, RawValue]]:
@@ -202,6 +211,11 @@ def _from_flags(mount_flags: Sequence[str]) -> list[tuple[str, RawValue]]:
 
 def _field(name: str, origin: str) -> str:
     field = re.sub(r"[A-Z]", lambda match: "_" + match[0].lower(), name).replace("-", "_")
+    if field.startswith("cluster_cache"):
+        raise InvalidArgumentError(
+            f"{origin}: not for a volume: the node decides which cluster cache a cacheDomain has"
+            " (fusefs-csi node --cluster-caches)"
+        )
     if field not in _TAKEN or "_" in name:
         raise InvalidArgumentError(f"{origin}: not a setting that a volume can have")
     return field
@@ -209,13 +223,13 @@ def _field(name: str, origin: str) -> str:
 
 def _check_readable(settings: Layer) -> None:
     try:
-        build(settings, _anywhere())
+        build(settings, anywhere())
     except SettingsError as error:
         raise InvalidArgumentError(str(error)) from None
 
 
-def _anywhere() -> Layer:
-    """A place for settings that are only looked at."""
+def anywhere() -> Layer:
+    """A place for settings that are only checked."""
     return {
         "source": RawValue("s3://bucket", "source"),
         "mountpoint": RawValue("/mnt", "mountpoint"),
@@ -252,8 +266,13 @@ def _role(text: str | None) -> str | None:
     return text
 
 
+def is_cache_domain(text: str) -> bool:
+    """Whether a volume can have this `cacheDomain`."""
+    return _DOMAIN.fullmatch(text) is not None
+
+
 def _cache_domain(text: str | None) -> str | None:
-    if text is not None and not _DOMAIN.fullmatch(text):
+    if text is not None and not is_cache_domain(text):
         raise InvalidArgumentError(f"cacheDomain: {text!r} is no name")
     return text
 
@@ -311,6 +330,8 @@ class Place:
     region: str | None
     addressing: str
     ca_bundle: Path | None
+    # Settings of its domain's cluster cache.
+    cluster_cache: Mapping[str, str] = field(default_factory=dict)
 
 
 def mount_layer(
@@ -348,6 +369,7 @@ def mount_layer(
         # Standard error, which is the container's log.
         "foreground": "true",
         "session": "kernel",
+        **place.cluster_cache,
     }
     return layer | {
         name: RawValue(text, "the driver") for name, text in fixed.items() if text is not None
@@ -355,7 +377,7 @@ def mount_layer(
 
 
 def _limited(settings: Layer, shares: Shares) -> dict[str, RawValue]:
-    wanted = build(settings, _anywhere())
+    wanted = build(settings, anywhere())
     memory_limit = min(wanted.memory_limit, shares.memory_limit)
     connections = min(wanted.max_connections, shares.max_connections)
     retry_s = min(wanted.retry_time, LONGEST_RETRY_S)

@@ -177,11 +177,11 @@ def _store(name: str, table: Any) -> StoreSettings:
     if not isinstance(table, dict):
         raise ValueError(f"stores.{name}: is no table")
     known: dict[str, Any] = {
-        "endpoint-url": _read_url,
+        "endpoint-url": read_url,
         "region": _read_region,
         "addressing": choice(Addressing).read,
         "ca-bundle": _read_file,
-        "sts-url": _read_url,
+        "sts-url": read_url,
         "audience": WORD.read,
     }
     read: dict[str, Any] = {}
@@ -205,7 +205,12 @@ def _store(name: str, table: Any) -> StoreSettings:
     return StoreSettings(name, **read)
 
 
-def _read_url(text: str) -> str:
+def read_url(text: str) -> str:
+    """The URL of a host, without a path.
+
+    Raises:
+        ValueError: it is none, or requests are never sent there.
+    """
     url = URL.read(text)
     parts = urlsplit(url)
     if parts.username or parts.password or parts.query or parts.fragment or parts.path.strip("/"):

@@ -158,7 +158,7 @@ def test_a_log_shows_no_secret_and_no_token(
 ) -> None:
     node, driver = served
     node.act = lambda: None
-    caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, logger="csi")
     driver.node.NodePublishVolume(
         PUBLISH(
             volume_id="v",
@@ -180,7 +180,7 @@ def test_a_caller_cannot_write_lines_of_its_own(
 ) -> None:
     node, driver = served
     node.act = fail_with(InvalidArgumentError("no\nERROR forged"))
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger="csi")
     refusal(driver.node.NodePublishVolume, PUBLISH(volume_id="v\nERROR forged"))
     assert not any(line.startswith("ERROR forged") for line in caplog.text.splitlines())
     assert "NodePublishVolume v?ERROR forged INVALID_ARGUMENT" in caplog.text

@@ -59,6 +59,25 @@ appArmorProfile: {type: Unconfined}
 {{ end }}
 {{- end }}
 
+{{/* The directory of a domain's secrets; no cacheDomain begins with a line. */}}
+{{- define "fusefs-csi.cacheDirectory" -}}
+{{ ternary "_others" . (eq . "*") }}
+{{- end }}
+
+{{/* The file of cluster caches (TOML). Its strings, and the quoted names of domains, are JSON's. */}}
+{{- define "fusefs-csi.clusterCaches" -}}
+{{- range $domain, $cache := .Values.clusterCaches }}
+{{- $directory := printf "/etc/fusefs-csi-cluster-caches/%s" (include "fusefs-csi.cacheDirectory" $domain) }}
+[cluster-caches.{{ toJson $domain }}]
+url = {{ toJson $cache.url }}
+{{- with $cache.endpoint }}
+endpoint = {{ toJson . }}
+{{- end }}
+credentials-file = {{ printf "%s/credentials" $directory | toJson }}
+key-file = {{ printf "%s/key" $directory | toJson }}
+{{ end }}
+{{- end }}
+
 {{- define "fusefs-csi.configuration" -}}
 {{- include "fusefs-csi.stores" . }}{{ toJson .Values.certificates }}{{ .Values.clusterId }}
 {{- end }}
@@ -78,12 +97,20 @@ appArmorProfile: {type: Unconfined}
 {{- $audiences | uniq | toJson }}
 {{- end }}
 
-{{/* The ports of all stores and proxies outside of the cluster, as numbers. */}}
+{{/* The ports of all stores, cluster caches and proxies outside of the cluster, as numbers. */}}
 {{- define "fusefs-csi.ports" -}}
 {{- $ports := list 443 }}
 {{- range .Values.stores }}
 {{- range $key, $url := pick . "endpoint-url" "sts-url" }}
 {{- $parts := urlParse $url }}
+{{- $default := ternary "80" "443" (eq $parts.scheme "http") }}
+{{- $port := regexFind ":[0-9]+$" $parts.host | trimPrefix ":" | default $default }}
+{{- $ports = append $ports (int $port) }}
+{{- end }}
+{{- end }}
+{{- range .Values.clusterCaches }}
+{{- with .endpoint }}
+{{- $parts := urlParse . }}
 {{- $default := ternary "80" "443" (eq $parts.scheme "http") }}
 {{- $port := regexFind ":[0-9]+$" $parts.host | trimPrefix ":" | default $default }}
 {{- $ports = append $ports (int $port) }}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import grpc
 import pytest
 
 from csi.generated import csi_pb2
@@ -20,7 +23,7 @@ from csi.node.reconciler import AT_ONCE, Reconciler
 from fusefs.launch import control
 from fusefs.linux.processes import has_ended
 from tests.support.csi.daemons import daemons_of
-from tests.support.csi.node import START, Node, running_node
+from tests.support.csi.node import START, Node, code_of, running_node
 from tests.support.csi.pod import pod_reading
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.s3_server import S3Server
@@ -171,6 +174,62 @@ def test_a_pod_reads_on_without_its_keeper_though_the_descriptor_store_has_died_
             node.start("--daemons=there")
             until(lambda: is_kept(node), "there is a keeper")
             assert pod.read() == "hello hello"
+        node.unpublish("volume", target)
+    assert node.leftovers() == []
+
+
+def test_a_pod_reads_on_though_a_publish_could_not_resume_its_mount(
+    node: Node, shared: Bucket
+) -> None:
+    shared.put("hello", b"hello")
+    target = node.target("pod")
+    with daemons_of(node, "only"):
+        node.publish("volume", target, bucket=shared.name)
+        with pod_reading(node, target / "hello") as pod:
+            until(lambda: held(node), "it is held")
+            [root] = node.roots()
+            node.kill()
+            node.kill_all()
+            with unable_to_mount(node), pytest.raises(grpc.RpcError) as refused:
+                node.publish("volume", target, bucket=shared.name)
+            assert code_of(refused) is grpc.StatusCode.UNAVAILABLE
+            assert [one.connection for one in node.roots()] == [root.connection]
+            node.start("--daemons=there")
+            assert pod.read() == "hello hello"
+        node.unpublish("volume", target)
+    assert node.leftovers() == []
+
+
+@contextmanager
+def unable_to_mount(node: Node) -> Iterator[None]:
+    """A driver whose mount processes die."""
+    command = list(node.command)
+    node.command[-1] = f"from csi.node import mounts; mounts.START = ['false']; {START}"
+    node.start("--daemons=there")
+    yield
+    node.kill()
+    node.command[:] = command
+
+
+def test_a_driver_resumes_a_mount_whose_record_is_a_newer_drivers(
+    node: Node, shared: Bucket
+) -> None:
+    shared.put("hello", b"hello")
+    target = node.target("pod")
+    with daemons_of(node, "only"):
+        node.publish("volume", target, bucket=shared.name)
+        until(lambda: held(node), "it is held")
+        node.kill()
+        node.kill_all("keeper")
+        [path] = (node.state / "mounts").glob("*.json")
+        record = json.loads(path.read_text())
+        settings = json.loads(record["settings"]) | {"of_a_newer_driver": "auto"}
+        path.write_text(json.dumps(record | {"newer": 1, "settings": json.dumps(settings)}))
+        [root] = node.roots()
+        node.start("--daemons=there")
+        until(lambda: is_kept(node), "there is a keeper")
+        assert [one.connection for one in node.roots()] == [root.connection]
+        assert (target / "hello").read_bytes() == b"hello"
         node.unpublish("volume", target)
     assert node.leftovers() == []
 

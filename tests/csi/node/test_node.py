@@ -256,6 +256,7 @@ def test_a_missing_bucket_is_reported(node: Node) -> None:
         ({"volume_capability": BLOCK}, "block"),
         ({"volume_capability": csi_pb2.VolumeCapability(mount={})}, "access mode"),
         ({"volume_capability": capability(group="staff")}, "volume_mount_group"),
+        ({"volume_capability": capability(group="9" * 5000)}, "volume_mount_group"),
         ({"volume_capability": capability(flags=("suid",))}, "suid"),
         ({"volume_context": {"store": "main"}}, "bucket"),
         ({"volume_context": {"store": "other", "bucket": "bucket"}}, "store"),

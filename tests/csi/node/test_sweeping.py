@@ -109,11 +109,12 @@ def test_a_cache_that_is_claimed_again_stays(node: Node) -> None:
     assert (old.directory / "format").exists()
 
 
+@pytest.mark.parametrize("name", ["42", "removals", "attributes", "edited-42"])
 def test_what_was_never_uploaded_stays_and_is_reported_once(
-    node: Node, caplog: pytest.LogCaptureFixture
+    node: Node, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     old = node.domain("old")
-    staged = "mounts/m/staging/17000000/42"
+    staged = f"mounts/m/staging/17000000/{name}"
     node.put(old, staged, "mounts/m/staging/17000000/source")
     node.age(old, 2 * KEEP_S)
     with caplog.at_level(logging.WARNING, "csi"):
@@ -125,6 +126,29 @@ def test_what_was_never_uploaded_stays_and_is_reported_once(
     (record,) = caplog.records
     assert "1 files that were never uploaded" in record.getMessage()
     assert node.domains.claim(old.name).uid == old.uid
+
+
+def test_no_mount_waits_for_a_cache_that_is_being_removed(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claimed: list[str] = []
+    remove = node.collector._finish
+
+    def claim_and_remove(directory: Path) -> None:
+        with open(node.domains.directory / "lock", "ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails where a mount would wait
+        claimed.append(node.domains.claim(node.domains.name_of("next")).name)
+        remove(directory)
+
+    monkeypatch.setattr(node.collector, "_finish", claim_and_remove)
+    left = node.domain("left")
+    node.put(left, "mounts/m/staging/17000000/42", "mounts/m/staging/17000000/source")
+    node.age(left, 2 * KEEP_S)
+    node.domain("old")
+    node.collector.collect()
+    assert len(claimed) == 2
+    assert sorted(os.listdir(left.directory)) == ["format", "mounts"]
+    assert node.domains.leaving() == []
 
 
 def test_a_directory_that_a_daemon_still_looks_after_stays(node: Node) -> None:
@@ -221,5 +245,9 @@ def test_what_was_put_aside_by_a_process_that_was_killed_goes_later(node: Node) 
         aside = node.domains.set_aside(unused)
     # Until it is gone, no other identity has its uid.
     assert node.domains.claim(node.domains.name_of("next")).uid != old.uid
+    # Another was killed before it gave a directory to the domain's user.
+    unfinished = aside.with_name(f"{old.name}.1.leaving")
+    unfinished.mkdir()
     node.collector.collect()
     assert not aside.exists()
+    assert not unfinished.exists()

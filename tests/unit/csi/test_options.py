@@ -37,6 +37,11 @@ def test_settings_are_taken_in_either_spelling_and_from_mount_options() -> None:
     assert (made.file_mode, made.dir_mode, made.uid, made.no_delete) == (0o640, 0o750, 7, True)
 
 
+def test_a_setting_in_two_spellings_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="cacheSize: given as cache-size as well"):
+        read_options({"cacheSize": "1GiB", "cache-size": "2GiB"}, [], is_inline=False)
+
+
 def test_an_attribute_wins_over_a_mount_option() -> None:
     assert settings({"uid": "1"}, "uid=2").uid == 1
 

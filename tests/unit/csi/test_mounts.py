@@ -1,0 +1,179 @@
+"""When the driver resumes a mount whose keeper is gone, when it waits, and when it replaces it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from csi.daemons import client
+from csi.daemons.client import FdStoreClient
+from csi.daemons.main import FdStoreProcess
+from csi.errors import UnavailableError
+from csi.node import mounts
+from csi.node.mount_record import MountRecord, MountRecords
+from csi.node.mounts import NEXT_STORE_S, RESUME_S, Mounts
+from fusefs.keeper import fd_store
+from fusefs.keeper.exchange import ControlError
+
+LATER_S = 1000.0
+
+
+class PlayedNode:
+    """One mount at its root, the descriptor store, and whether a daemon serves the mount."""
+
+    def __init__(self) -> None:
+        self.holds: bool | None = True  # None: it does not answer
+        self.has_daemon = False
+        self.cannot_start = ""
+        self.done: list[str] = []
+        self.now = LATER_S
+
+    def has(self, _root: object) -> bool:
+        if self.holds is None:
+            raise ControlError("timed out")
+        return self.holds
+
+    def drop(self, _root: object) -> None:
+        self.done.append("drop")
+
+    def may_serve(self, _root: Path) -> bool:
+        return self.has_daemon
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def run(self, *_: Any) -> dict[str, Any]:
+        self.done.append("start")
+        return {"error": self.cannot_start} if self.cannot_start else {}
+
+
+@pytest.fixture
+def node() -> PlayedNode:
+    return PlayedNode()
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> MountRecord:
+    root = str(tmp_path / "roots/key")
+    return MountRecord("key", "volume", root, "s3://b", "me", 1, "", "", 0.0)
+
+
+@pytest.fixture
+def made(node: PlayedNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mounts:
+    played: Any = node
+    table: Any = type("Table", (), {"top": lambda _self, _path: object()})
+    monkeypatch.setattr(mounts, "MountTable", table)
+    monkeypatch.setattr(mounts, "time", node)
+    monkeypatch.setattr(mounts, "_run_mount_process", node.run)
+    monkeypatch.setattr(mounts.bind_mount, "pop_all", lambda _root: node.done.append("unmount"))
+    monkeypatch.setattr(Mounts, "_kill", lambda _self, _root: node.done.append("kill"))
+    played.supervisor = None
+    files: Any = None
+    return Mounts(MountRecords(tmp_path / "records"), files, tmp_path / "roots", played, played)
+
+
+def test_a_mount_stays_as_it_is_while_the_descriptor_store_does_not_answer(
+    made: Mounts, node: PlayedNode, record: MountRecord
+) -> None:
+    node.holds = None
+    for _ in range(2):
+        with pytest.raises(UnavailableError, match="not known"):
+            made.start(record, 0.0)
+        node.now += RESUME_S
+    assert node.done == []
+
+
+def test_a_mount_that_a_daemon_serves_is_replaced_only_if_no_descriptor_comes(
+    made: Mounts, node: PlayedNode, record: MountRecord
+) -> None:
+    node.holds, node.has_daemon = False, True
+    for _ in range(2):
+        with pytest.raises(UnavailableError, match="no keeper"):
+            made.start(record, 0.0)
+    assert node.done == []
+    node.now += NEXT_STORE_S
+    made.start(record, 0.0)
+    assert node.done == ["kill", "unmount", "start"]
+    with pytest.raises(UnavailableError):  # the time counts from its beginning again
+        made.start(record, 0.0)
+
+
+def test_a_mount_that_nothing_holds_is_replaced_at_once(
+    made: Mounts, node: PlayedNode, record: MountRecord
+) -> None:
+    node.holds = False
+    made.start(record, 0.0)
+    assert node.done == ["kill", "unmount", "start"]
+
+
+def test_a_held_mount_that_cannot_be_resumed_is_dropped_after_long(
+    made: Mounts, node: PlayedNode, record: MountRecord
+) -> None:
+    node.cannot_start = "no"
+    for waited_s, done in ((0.0, ["start"]), (RESUME_S / 2, ["start"]), (RESUME_S, ["start"])):
+        node.now = LATER_S + waited_s
+        node.done.clear()
+        with pytest.raises(UnavailableError):
+            made.start(record, 0.0)
+        assert node.done == done + ["drop"] * (waited_s == RESUME_S)
+    node.has_daemon = True  # programs read on
+    node.done.clear()
+    with pytest.raises(UnavailableError):
+        made.start(record, 0.0)
+    assert node.done == ["start"]
+
+
+# --- the descriptor store --------------------------------------------------------
+
+
+@pytest.fixture
+def listening(tmp_path: Path) -> Iterator[Path]:
+    """A socket that never answers."""
+    path = tmp_path / "store.sock"
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(path))
+        sock.listen()
+        yield path
+
+
+def test_a_descriptor_store_that_is_silent_may_hold_anything(
+    listening: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "ANSWER_TIMEOUT_S", 0.1)
+    with pytest.raises(ControlError):
+        FdStoreClient(listening).names()
+
+
+def test_a_descriptor_store_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
+    assert FdStoreClient(tmp_path / "store.sock").names() == frozenset()
+
+
+def test_a_descriptor_store_lists_nothing_until_it_has_all_of_the_one_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "store.sock"
+    refused: list[str] = []
+
+    def hold(_path: str, name: str, _fd: int) -> None:
+        with pytest.raises(ControlError, match="not yet"):
+            FdStoreClient(path).names()
+        refused.append(name)
+
+    service = FdStoreProcess(path)
+    monkeypatch.setattr(service, "_names_before", lambda: ["one", "two"])
+    monkeypatch.setattr(fd_store, "fetch", lambda _path, _name: os.open("/dev/null", 0))
+    monkeypatch.setattr(fd_store, "hold", hold)
+    service.take_over()
+    try:
+        assert refused == ["one", "two"]
+        assert FdStoreClient(path).names() == frozenset()
+    finally:
+        [pid] = service.pids()
+        os.kill(pid, signal.SIGTERM)
+        os.waitpid(pid, 0)

@@ -1,0 +1,133 @@
+"""The driver's records: those that a newer driver has written, and those that cannot be written."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from csi.node import drain, warmup
+from csi.node.drain import Drains, UploadingError
+from csi.node.mount_record import MountRecord, MountRecords
+from csi.node.pod_records import PodRecord, PodRecords
+from csi.node.warmup import Warmups
+from csi.volume.options import Warm
+from fusefs.settings.mount import MountSettings
+from fusefs.settings.types import MountSource
+
+UNKNOWN = {"of_a_newer_driver": "auto"}
+
+
+def a_record(settings: str = "") -> MountRecord:
+    return MountRecord("key", "volume", "/mounts/key", "s3://b", "me", 1, "", settings, 0.0)
+
+
+def add_unknown(directory: Path) -> None:
+    for path in directory.glob("*.json"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | UNKNOWN))
+
+
+def test_the_record_of_a_mount_is_read_but_for_fields_that_are_unknown(tmp_path: Path) -> None:
+    records = MountRecords(tmp_path)
+    records.write(a_record())
+    add_unknown(tmp_path)
+    assert records.all() == [a_record()]
+
+
+def test_the_record_of_a_pod_is_read_but_for_fields_that_are_unknown(tmp_path: Path) -> None:
+    pods, pod = PodRecords(tmp_path), PodRecord("/pods/uid", "default", "pod")
+    pods.note(pod)
+    add_unknown(tmp_path)
+    assert pods.all() == {Path("/pods/uid"): pod}
+
+
+def test_a_warm_up_that_is_over_stays_so(tmp_path: Path) -> None:
+    path, first = tmp_path / "key.json", Warm(("a",), is_first=True)
+    path.write_text(json.dumps({"began": 1.0, "is_over": True, "waiting": {}}))
+    add_unknown(tmp_path)
+    assert not Warmups(tmp_path).blocks_publish(a_record(), first)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"key": "key"}', "null", "7"])
+def test_a_file_without_a_record_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "key.json").write_text(text)
+    assert MountRecords(tmp_path).all() == []
+
+
+def test_uploads_are_given_up_in_time_though_a_setting_is_unknown(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    known = MountSettings(
+        source=MountSource("bucket"),
+        mountpoint=Path("/mounts/key"),
+        cache_dir=Path("/cache/domain"),
+    )
+    settings = json.dumps(json.loads(known.to_json()) | UNKNOWN)
+    mounts: Any = None
+    drains = Drains(mounts)
+    monkeypatch.setattr(drains, "_pending", lambda _record: "1 files")
+    drains.check(a_record(settings))
+    assert "the files are kept below /cache/domain" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "status",
+    [None, {}, {"writing": 7}, {"writing": {"pending_files": 1}}]
+    + [{"writing": {"pending_files": 1, "pending": files}} for files in ([], [{}], 7)],
+)
+def test_the_answer_of_a_hostile_daemon_delays_the_end_of_its_mount_and_no_more(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, status: object
+) -> None:
+    class Table:
+        def top(self, _root: Path) -> object:
+            return self
+
+    class PlayedMounts:
+        def is_alive(self, *_: object) -> bool:
+            return True
+
+        def ask(self, _record: MountRecord) -> object:
+            return status
+
+    monkeypatch.setattr(drain, "MountTable", Table)
+    mounts: Any = PlayedMounts()
+    drains = Drains(mounts)
+    with pytest.raises(UploadingError, match="does not report"):
+        drains.check(replace(a_record(), drain_timeout_s=600.0))
+    monkeypatch.setattr(drains, "_is_given_up", lambda _record: True)
+    settings = MountSettings(
+        source=MountSource("bucket"), mountpoint=Path("/mounts/key"), cache_dir=Path("/cache")
+    )
+    drains.check(a_record(settings.to_json()))
+    assert "given up" in caplog.text
+
+
+def no_space(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_target_that_does_not_wait_for_a_warm_up_is_not_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    warmups, waiting = Warmups(tmp_path), Path("/pods/waiting")
+    warmups._note("key", waiting)
+    monkeypatch.setattr(warmup, "replace_file", no_space)
+    warmups.remove_waiter("key", Path("/pods/other"))
+    assert caplog.text == ""
+    warmups.remove_waiter("key", waiting)  # it may end later, but the pod need not wait
+    assert "stays on record as waiting" in caplog.text
+
+
+def test_a_volume_is_warmed_though_that_cannot_be_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warmed: list[tuple[str, ...]] = []
+    monkeypatch.setattr(warmup, "replace_file", no_space)
+    monkeypatch.setattr(warmup, "_jobs", lambda _record, warm: warmed.append(warm.paths))
+    Warmups(tmp_path).begin(a_record(), Warm(("a",)))
+    assert warmed == [("a",)]
