@@ -26,6 +26,7 @@ from fusefs.cache.cached_file import CacheFile
 from fusefs.posix.directory.entries import resolved
 from fusefs.posix.directory.listings import Absent, Directory, Entry
 from fusefs.posix.directory.readdir import Streams
+from fusefs.posix.journal.journal import Journal
 from fusefs.posix.metadata.head_cache import HeadCache
 from fusefs.posix.metadata.object_metadata import LONGEST_TARGET
 from fusefs.posix.metadata.xattrs import Xattrs
@@ -34,6 +35,7 @@ from fusefs.posix.namespace.mutations import Mutations
 from fusefs.posix.namespace.removals import Removals
 from fusefs.posix.namespace.rename import Changes
 from fusefs.posix.namespace.settled_store import SettledStore
+from fusefs.posix.namespace.touched_keys import TouchedKeys
 from fusefs.posix.nodes import names
 from fusefs.posix.nodes.handles import DirectoryHandle
 from fusefs.posix.nodes.inode_table import Attributes, Inode, NodeLog
@@ -69,7 +71,9 @@ class Operations:
             removals = Removals(
                 state.store, writing.staging.directory, writing.nursery, writing.late
             )
-            settled = replace(state, store=SettledStore(state.store, removals))
+            touched = TouchedKeys()
+            removals.is_renaming = touched.covers
+            settled = replace(state, store=SettledStore(state.store, removals, touched))
             writer = Writer(settled, writing, removals)
         self.writer = writer
         self.head_cache = HeadCache(
@@ -90,7 +94,8 @@ class Operations:
         # None on a read-only mount.
         self.mutations: Mutations | None = None
         if writing is not None and writer is not None:
-            changes = Changes(settled, writing, writer)
+            renaming_store = SettledStore(state.store, removals)
+            changes = Changes(settled, writing, writer, renaming_store, touched)
             self.mutations = Mutations(
                 settled, writing.nursery, writer, changes, self.head_cache, self.release
             )
@@ -134,15 +139,24 @@ class Operations:
         return is_removing and not self.attributes(parent).mode & stat.S_ISVTX
 
     async def _lookup_later(self, parent: Inode, directory: Directory, name: str) -> Found:
-        entry, expires = await self._directories.lookup(directory, name)
+        while True:
+            entry, expires = await self._directories.lookup(directory, name)
+            if not isinstance(entry, Absent) and self._is_of(directory, parent):
+                inode = resolved(self.inodes, parent, directory, name, entry)
+                if self.writer is not None:
+                    await self.head_cache.show(inode)
+            if self._is_of(directory, parent):
+                break
+            # It was renamed meanwhile, and what was listed has other keys now.
+            directory = self._directories.get(self.inodes.key(parent))
         if isinstance(entry, Absent):
             return Found(None, max(0.0, expires - time.monotonic()))
-        inode = resolved(self.inodes, parent, directory, name, entry)
-        if self.writer is not None:
-            await self.head_cache.show(inode)
-            # The name may stand for something else by now.
-            inode = resolved(self.inodes, parent, directory, name, entry)
-        return self._found(inode, expires)
+        # The name may stand for something else by now.
+        return self._found(resolved(self.inodes, parent, directory, name, entry), expires)
+
+    def _is_of(self, directory: Directory, inode: Inode) -> bool:
+        """Whether these are the listings of a directory as it is called now."""
+        return self.inodes.key(inode) == directory.prefix
 
     def _found(self, inode: Inode, expires: float, has_attributes: bool = True) -> Found:
         self.inodes.count(inode, expires)
@@ -191,7 +205,10 @@ class Operations:
         self, writer: Writer, inode: Inode, flags: int, caller: Caller
     ) -> Opened:
         """Open a file for writing once it is known what is to be written with it."""
+        was_current = inode.is_current
         await self.head_cache.learn(inode)
+        if was_current and not inode.is_current:
+            self._opener.redirect(inode, caller)
         answer = writer.open(inode, flags, caller)
         return answer if isinstance(answer, Opened) else await answer
 
@@ -267,19 +284,22 @@ class Operations:
 
     # Helpers
 
-    async def write_all(self, log: NodeLog) -> None:
-        """Write every inode and handle to a new log, a few at a time."""
+    async def write_all(self, log: Journal) -> None:
+        """Write every inode and handle to a new log, a few at a time, as long as there is one."""
         self.log_table(log)
         for index, inode in enumerate(self.inodes.all()):
             if self.inodes.find(inode.nodeid) is inode:
                 self._write(inode, log)
             if index % 200 == 0:
                 await trio.lowlevel.checkpoint()
+                if not log.is_compacting:
+                    return
         for handle in list(self.handles.files.values()):
             if handle.fh in self.handles.files:
                 self.handles.log_file(handle)
         for directory in list(self.handles.directories.values()):
             self.handles.log_directory(directory)
+        self._opener.redirects.write_all(log)
         if self.mutations is not None:
             self.mutations.changes.write_all(log)
 

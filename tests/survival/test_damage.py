@@ -50,7 +50,7 @@ def read(mount: Mount) -> None:
 
 
 def journal(mount: Mount) -> Path:
-    [path] = mount.cache.glob("mounts/*/journal")
+    (path,) = mount.cache.glob("mounts/*/journal.[0-9]*")
     return path
 
 

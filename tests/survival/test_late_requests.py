@@ -294,3 +294,82 @@ def test_what_a_killed_daemon_had_removed_unanswered_stays_removed(
     assert not path.exists()
     assert content(bucket, "b") == (b"second" if what == "rename" else None)
     mount.end()
+
+
+def test_a_mode_is_kept_where_a_late_request_removes_its_file(
+    mounter: Mounter, bucket: Bucket, faulty: FaultyS3
+) -> None:
+    """The mode is sent while the file is gone, and again after the file was put back."""
+    mount = mounter(
+        "--session",
+        "kernel",
+        "--late-request-checks",
+        "4s,5s,6s,20s",
+        "--conditional-writes",
+        "off",
+        *WRITABLE,
+        endpoint_url=faulty.endpoint_url,
+    )
+    path = mount.path / "a"
+    path.write_bytes(b"first")
+    hold = faulty.hold("DELETE", "a", hangs_up=True)
+    path.unlink()
+    path.write_bytes(b"second")
+    path.chmod(0o600)
+    hold.release()
+    until(lambda: content(bucket, "a") is None, "the late request has done nothing")
+    sent = faulty.requests("COPY", "a")
+    until(lambda: faulty.requests("COPY", "a") != sent, "the mode is not sent")
+
+    def has_mode() -> bool:
+        try:
+            found = bucket.client.head_object(Bucket=bucket.name, Key="a")
+        except bucket.client.exceptions.ClientError:
+            return False
+        return int(found["Metadata"]["mode"]) & 0o777 == 0o600
+
+    until(has_mode, "the mode is lost")
+    assert content(bucket, "a") == b"second"
+    assert path.stat().st_mode & 0o777 == 0o600
+    mount.end()
+
+
+@states("A rename of what is undone at that moment fails with EIO until it is put back.")
+@pytest.mark.parametrize("what", ["file", "directory"])
+def test_what_a_late_request_has_removed_is_not_lost_by_a_rename(
+    mounter: Mounter, bucket: Bucket, faulty: FaultyS3, what: str
+) -> None:
+    """The rename fails until what was removed is put back; what it would replace stays."""
+    mount = mounter(
+        "--session",
+        "kernel",
+        "--late-request-checks",
+        "3s,4s,5s,20s",
+        "--conditional-writes",
+        "off",
+        *WRITABLE,
+        endpoint_url=faulty.endpoint_url,
+    )
+    old, new = mount.path / "old", mount.path / "new"
+    if what == "directory":
+        old.mkdir()
+        (old / "other").write_bytes(b"stays")
+    path = old / "a" if what == "directory" else old
+    key = "old/a" if what == "directory" else "old"
+    if what == "file":
+        new.write_bytes(b"was first")
+    path.write_bytes(b"first")
+    hold = faulty.hold("DELETE", key, hangs_up=True)
+    path.unlink()
+    path.write_bytes(b"is second")
+    hold.release()
+    until(lambda: content(bucket, key) is None, "the late request has done nothing")
+    with pytest.raises(OSError, match="Input/output"):
+        old.rename(new)
+    until(lambda: content(bucket, key) == b"is second", "it is not put back")
+    if what == "file":
+        assert new.read_bytes() == b"was first"
+    old.rename(new)
+    assert (new / "a" if what == "directory" else new).read_bytes() == b"is second"
+    assert content(bucket, key) is None
+    mount.end()

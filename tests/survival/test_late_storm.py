@@ -257,9 +257,11 @@ class Lane:
         for name in sorted(program.doubtful):
             path = program.directory / name.removesuffix("/")
             if name.endswith("/"):
+                # That it is not there yet would promise nothing: its request may be under way.
                 program.directories.discard(name[:-1])
-                with contextlib.suppress(FileNotFoundError):
-                    os.rmdir(path)
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(path)
+                os.rmdir(path)
             else:
                 path.write_bytes(f"after {name} {next(program.numbers)}".encode())
                 os.chmod(path, 0o604)

@@ -6,15 +6,17 @@ import contextlib
 import errno
 import os
 import pwd
+import re
 import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from fusefs.keeper import early_start
 from fusefs.launch import control
 from tests.support.machine.ordinary_user import runnable_by_all
 from tests.support.mounting import FUSEFS, Mount, Mounter, fusefs
@@ -194,26 +196,37 @@ def test_a_mount_of_the_pyfuse3_session_ends_with_its_daemon(
     expect_not_connected(mount)
 
 
-def test_the_daemon_of_root_s_mount_is_an_ordinary_user_s(
-    filled: Bucket, public_path: Path
-) -> None:
-    """And has passthrough, is replaced, and leaves nothing."""
+@contextlib.contextmanager
+def mounted_for_nobody(
+    filled: Bucket,
+    directory: Path,
+    *options: str,
+    before: Sequence[str] = (),
+    modules: Path | None = None,
+) -> Iterator[Mount]:
+    """A mount of root's whose daemon is another user, gone at the end whatever happened.
+
+    The command comes after `before`, and finds what is in `modules` first.
+    """
     if os.geteuid() or not os.path.exists("/dev/fuse"):
         pytest.skip("needs root and /dev/fuse")
     with runnable_by_all() as (command, environment):
-        path = public_path / "mnt"
+        if modules is not None:
+            environment["PYTHONPATH"] = f"{modules}:{environment['PYTHONPATH']}"
+        path = directory / "mnt"
         path.mkdir()
         mount = Mount(
             f"s3://{filled.name}/",
             path,
-            public_path / "cache",
+            directory / "cache",
             filled.server.endpoint_url,
             filled.server.environment,
-            public_path / "log",
+            directory / "log",
         )
         try:
             subprocess.run(
                 [
+                    *before,
                     *command,
                     "mount",
                     mount.source,
@@ -226,24 +239,82 @@ def test_the_daemon_of_root_s_mount_is_an_ordinary_user_s(
                     mount.log,
                     "--user",
                     "nobody",
+                    *options,
                 ],
                 env={**os.environ, **mount.environment, **environment},
                 check=True,
                 timeout=LIMIT_S,
             )
-            status = mount.status()
-            assert status["daemon"]["uid"] == pwd.getpwnam("nobody").pw_uid
-            assert capabilities_of(status["daemon"]["pid"]) == 0
-            assert status["passthrough"]["on"], status["passthrough"]["why"]
-            with open(path / data.small_name(5), "rb") as held:
-                signal_daemon(mount, signal.SIGKILL)
-                assert (path / data.small_name(6)).read_bytes() == data.small(6)
-                assert held.read() == data.small(5)
-            assert os.stat(path / data.small_name(5)).st_uid == 0
-            assert mount.status()["passthrough"]["on"]
+            yield mount
             mount.end()
         finally:
             mount.clean_up()
+
+
+def test_the_daemon_of_root_s_mount_is_an_ordinary_user_s(
+    filled: Bucket, public_path: Path
+) -> None:
+    """And has passthrough, is replaced, and leaves nothing."""
+    with mounted_for_nobody(filled, public_path) as mount:
+        path = mount.path
+        status = mount.status()
+        assert status["daemon"]["uid"] == pwd.getpwnam("nobody").pw_uid
+        assert capabilities_of(status["daemon"]["pid"]) == 0
+        assert "NoNewPrivs:\t1" in Path(f"/proc/{status['daemon']['pid']}/status").read_text()
+        assert status["passthrough"]["on"], status["passthrough"]["why"]
+        with open(path / data.small_name(5), "rb") as held:
+            signal_daemon(mount, signal.SIGKILL)
+            assert (path / data.small_name(6)).read_bytes() == data.small(6)
+            assert held.read() == data.small(5)
+        assert os.stat(path / data.small_name(5)).st_uid == 0
+        assert mount.status()["passthrough"]["on"]
+
+
+def test_a_daemon_gives_up_capabilities_that_outlive_a_change_of_the_user(
+    filled: Bucket, public_path: Path
+) -> None:
+    before = ["setpriv", "--securebits=+no_setuid_fixup"]
+    with mounted_for_nobody(filled, public_path, before=before) as mount:
+        daemon = serving_pid(mount)
+        for status in Path(f"/proc/{daemon}/task").glob("*/status"):
+            sets = re.findall(r"^Cap(?:Inh|Prm|Eff|Amb):\t(\w+)", status.read_text(), re.MULTILINE)
+            assert [int(found, 16) for found in sets] == [0] * 4
+
+
+def test_no_daemon_runs_with_modules_that_the_next_one_cannot_import(
+    filled: Bucket, public_path: Path
+) -> None:
+    private = public_path / "private"
+    private.mkdir(mode=0o700)
+    (private / "sitecustomize.py").touch()
+    with mounted_for_nobody(filled, public_path, modules=private) as mount:
+        assert f"cannot read {private}" in mount.log.read_text()
+        # It is the program's second execution, which is not an early one.
+        environment = Path(f"/proc/{serving_pid(mount)}/environ").read_bytes()
+        assert f"\0{early_start.VARIABLE}=".encode() not in environment
+        signal_daemon(mount, signal.SIGKILL)
+        assert (mount.path / data.small_name(6)).read_bytes() == data.small(6)
+
+
+def test_a_daemon_starts_a_keeper_with_secrets_whose_files_it_cannot_read(
+    filled: Bucket, public_path: Path
+) -> None:
+    key = public_path / "key"
+    key.touch(mode=0o600)
+    key.write_text("a key of the domain")
+    options = ["--cluster-cache", "s3://near", "--cluster-cache-endpoint", "http://127.0.0.1:1"]
+    options += ["--cluster-cache-key", str(key)]
+    with mounted_for_nobody(filled, public_path, *options) as mount:
+        daemon, keeper = serving_pid(mount), keeper_status(mount)["pid"]
+        brokers = set(children_of(keeper)) - {daemon}
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in (keeper, *brokers):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+        # Its socket would be in a directory of root's, so it is only in the log.
+        until(lambda: f"the daemon {daemon} is adopted" in mount.log.read_text(), "no keeper came")
+        os.kill(daemon, signal.SIGKILL)
+        assert (mount.path / data.small_name(3)).read_bytes() == data.small(3)
 
 
 def capabilities_of(pid: int) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from fusefs.posix.directory.segment import Carried, Segment
+from fusefs.posix.directory.segment import Carried, Segment, is_stored
 from fusefs.posix.nodes import names
 
 if TYPE_CHECKING:
@@ -112,10 +112,12 @@ class Directory:
         return at is None
 
     def has_other(self, name: str, now: float) -> bool:
-        """Whether there is something beside one name, as far as is known and valid."""
+        """Whether the bucket has something beside one name, as far as is known and valid."""
         return any(
-            segment.expires > now and len(segment.entries) > (name in segment.entries)
+            other != name and is_stored(entry)
             for segment in self.segments
+            if segment.expires > now and len(segment.entries) > (name in segment.entries)
+            for other, entry in segment.entries.items()
         )
 
     def is_empty(self, now: float) -> bool:

@@ -221,11 +221,11 @@ class Directories:
         self.local.settle(prefix, name)
 
     def has_other(self, prefix: str, name: str) -> bool:
-        """Whether a directory is known to hold something beside one name."""
+        """Whether the bucket is known to have something in a directory beside one name."""
         directory = self._known.get(prefix)
         if directory is not None and directory.has_other(name, time.monotonic()):
             return True
-        return self.local.has_lasting(prefix, without=name)
+        return self.local.has_replacements(prefix, without=name)
 
     def made(self, prefix: str) -> None:
         """This mount has made a directory: nothing is in it."""

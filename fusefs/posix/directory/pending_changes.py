@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from fusefs.posix.directory.segment import Absent, Entry, Segment
+from fusefs.posix.directory.segment import Absent, Entry, Segment, is_stored
 from fusefs.posix.nodes import names
 from fusefs.store.interface import ObjectInfo
 
@@ -76,10 +76,19 @@ class LocalNames:
             name for name, entry in lasting if isinstance(entry, Absent)
         ]
 
-    def has_lasting(self, prefix: str, *, without: str = "") -> bool:
-        """Whether something below a prefix is only here, beside one name in it."""
+    def has_lasting(self, prefix: str) -> bool:
+        """Whether something below a prefix is only here."""
         return any(
-            not isinstance(entry, Absent) and (known, name) != (prefix, without)
+            not isinstance(entry, Absent)
+            for known, entries in self._lasting.items()
+            if known.startswith(prefix)
+            for entry in entries.values()
+        )
+
+    def has_replacements(self, prefix: str, *, without: str) -> bool:
+        """Whether what is only here below a prefix replaces an object, but for one name in it."""
+        return any(
+            is_stored(entry) and (known, name) != (prefix, without)
             for known, entries in self._lasting.items()
             if known.startswith(prefix)
             for name, entry in entries.items()

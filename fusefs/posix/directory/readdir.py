@@ -111,18 +111,25 @@ class Streams:
         self, handle: DirectoryHandle, directory: Directory, buffer: DirectoryBuffer
     ) -> None:
         """Wait for the next entries, and add those that come with them."""
-        while buffer.is_empty:
+        has_more = True
+        while has_more and buffer.is_empty:
             segment = await self._directories.segment_behind(
                 directory, handle.position, handle.opened
             )
             shown: list[Inode] = []
-            if self._asks(handle, buffer):
+            if self._asks(handle, buffer) and self._is_of(directory, handle):
                 shown = await self._learn_next(handle, directory, segment, buffer)
-            has_more = self._add_entries(handle, directory, segment, buffer)
+            if self._is_of(directory, handle):
+                has_more = self._add_entries(handle, directory, segment, buffer)
+            else:
+                # It was renamed meanwhile, and what was listed has other keys now.
+                directory = self._directories.get(self._inodes.key(handle.inode))
             for inode in shown:
                 self._inodes.drop_unknown(inode)
-            if not has_more:
-                return
+
+    def _is_of(self, directory: Directory, handle: DirectoryHandle) -> bool:
+        """Whether these are the listings of a directory as it is called now."""
+        return self._inodes.key(handle.inode) == directory.prefix
 
     def _shows_meta(self, buffer: DirectoryBuffer) -> bool:
         """Whether entries come with attributes that a listing does not tell."""

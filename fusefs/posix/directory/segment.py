@@ -42,6 +42,11 @@ class Absent:
 ABSENT = Absent()
 
 
+def is_stored(entry: Entry | Absent) -> bool:
+    """Whether what a name stands for is more than a new file that is only here yet."""
+    return entry is None or (isinstance(entry, ObjectInfo) and bool(entry.etag))
+
+
 class Segment:
     """All names of a directory at positions in (start, stop].
 
@@ -129,7 +134,10 @@ def segment_from(
     """
     cut = len(prefix)
     stop = page.last[cut:] if page.next_token is not None else None
-    files = dict.fromkeys(_not_listed_from(start)) if carried is None else dict(carried)
+    if carried is None:
+        unlisted = (name for name in _not_listed_from(start) if not _why_hidden(prefix, name))
+        carried = dict.fromkeys(unlisted)
+    files = dict(carried)
     for info in page.objects:
         name = info.key[cut:]
         why = _why_hidden(prefix, name)

@@ -23,10 +23,16 @@ Lookup counts are upper bounds: a FORGET that was read and not logged is lost.
 
 The first record carries the format and the boot id. A log of another boot is
 never used: the kernel that it talks about is gone.
+
+A mountpoint may have two mounts at a time: one that was detached while programs used
+it, and the next one. So each mount's log has a name of its own; the youngest mount's
+has the plain name as well, by which daemons of earlier versions find it. No
+daemon removes or replaces under these names what is not its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import mmap
@@ -66,13 +72,15 @@ from fusefs.posix.journal.records import (
     start_payload,
     unchained_record,
 )
-from fusefs.posix.journal.replay import KernelState, Replayed, replay
+from fusefs.posix.journal.replay import KernelState, Replayed, UnusableJournalError, replay
 from fusefs.posix.nodes.inode import Inode
 
 logger = logging.getLogger("fusefs.journal")
 
 # Grown by this much at a time: large enough to be rare, small enough for tmpfs.
 STEP = 4 << 20
+# A kill tears one record at most, which is shorter.
+TORN = 64 << 10
 # A log is rewritten when it is this large and twice what its items need.
 COMPACT_FROM = 32 << 20
 
@@ -116,15 +124,18 @@ class _Log:
         self.size, self.count, self.crc = HEADER_SIZE, 0, 0
         if read is not None:
             self.size, self.count, self.crc = read.stop, read.count, read.crc
-        self.limit = -(-(self.size + 1) // STEP) * STEP
         try:
-            # What a kill has torn is cut off, and reads as zeros from here on.
-            os.ftruncate(self._fd, self.size)
-            os.posix_fallocate(self._fd, 0, self.limit)
+            # The disk may be full by now: nothing that the file has is given back to it.
+            allocated = os.fstat(self._fd).st_size
+            self.limit = max(-(-(self.size + 1) // STEP) * STEP, allocated)
+            if self.limit > allocated:
+                os.posix_fallocate(self._fd, allocated, self.limit - allocated)
             self.memory = mmap.mmap(self._fd, self.limit)
         except OSError:
             os.close(self._fd)
             raise
+        # What a kill has torn reads as zeros from here on.
+        self.memory[self.size : self.size + TORN] = bytes(min(TORN, self.limit - self.size))
         if read is None:
             self.memory[:HEADER_SIZE] = header()
         else:
@@ -154,6 +165,13 @@ class _Log:
     def _commit(self) -> None:
         SLOT.pack_into(self.memory, SLOTS[self.count & 1], self.size, self.crc)
 
+    def is_at(self, path: Path) -> bool:
+        """Whether a name stands for this very file."""
+        try:
+            return os.path.samestat(path.stat(), os.fstat(self._fd))
+        except OSError:
+            return False
+
     def close(self) -> None:
         self.memory.close()
         os.close(self._fd)
@@ -181,33 +199,41 @@ class Journal:
     """The log of one mount. Belongs to the event loop.
 
     If the disk cannot take it, the journal turns itself off with one warning:
-    the mount goes on, but cannot be taken over.
+    the mount goes on, but cannot be taken over. `alias` is another name for the file,
+    which the next mount may take away.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, alias: Path | None = None) -> None:
         self._path = path
+        self._alias = alias
         self._log: _Log | None = None
         self._next: _Log | None = None
         self._compacted_size = 0
+        self._has_failed = False
         self._init_record = b""
         try:
+            path.unlink(missing_ok=True)  # another daemon may have it mapped still
             self._log = _Log(path)
         except OSError as error:
             self._give_up(error)
+        with contextlib.suppress(OSError):  # not every file system has links
+            self._name_also()
         self._append(START_TYPE, start_payload())
 
     @classmethod
-    def resume(cls, path: Path) -> tuple[Journal, KernelState]:
+    def resume(cls, path: Path, alias: Path | None = None) -> tuple[Journal, KernelState]:
         """Read the log of a daemon that is gone, and go on with it. Blocks.
 
         Raises:
             UnusableJournalError, OSError: as for `replay`.
         """
-        path.with_suffix(".next").unlink(missing_ok=True)
+        _next_of(path).unlink(missing_ok=True)
         read = replay(path)
         journal = cls.__new__(cls)
         journal._path = path
+        journal._alias = alias
         journal._next = None
+        journal._has_failed = False
         journal._compacted_size = read.current_bytes
         journal._init_record = read.state.init_out
         journal._log = (_Log if read.count else _UnchainedLog)(path, read)
@@ -269,26 +295,36 @@ class Journal:
         if log is None or self._next is not None:
             return False
         is_grown = log.size > max(COMPACT_FROM, 2 * self._compacted_size)
-        return is_grown or isinstance(log, _UnchainedLog)
+        return is_grown or (isinstance(log, _UnchainedLog) and not self._has_failed)
 
-    def begin_compaction(self) -> None:
+    @property
+    def is_compacting(self) -> bool:
+        """Whether what is written goes to a new log as well."""
+        return self._next is not None
+
+    def begin_compaction(self) -> bool:
         """From here until `finish_compaction` everything is also written to a new log.
 
         The caller writes each open handle and each inode once, in any order
-        and with pauses, by `opened` and `node`.
+        and with pauses, by `opened` and `node`, as long as `is_compacting`. False if the
+        disk has no room for it: that is tried again when the log has grown further.
         """
         try:
-            self._next = _Log(self._path.with_suffix(".next"))
+            self._next = _Log(_next_of(self._path))
         except OSError as error:
-            self._give_up(error)
-            return
+            self._give_up_compaction(error)
+            return False
         self._append(START_TYPE, start_payload())
         self._append(INIT_TYPE, self._init_record)
+        return self.is_compacting
 
     def finish_compaction(self) -> None:
         if self._log is None or self._next is None:
             return
         try:
+            is_youngest = self._alias is not None and self._log.is_at(self._alias)
+            if is_youngest and self._alias is not None:
+                self._alias.unlink()  # it would name the old log if this process died here
             os.replace(self._next.path, self._path)
         except OSError as error:
             self._give_up(error)
@@ -296,15 +332,27 @@ class Journal:
         self._log.close()
         self._log, self._next = self._next, None
         self._compacted_size = self._log.size
+        if is_youngest:
+            with contextlib.suppress(OSError):
+                self._name_also()
+
+    def _name_also(self) -> None:
+        if self._alias is not None and self._log is not None:
+            self._alias.unlink(missing_ok=True)
+            os.link(self._path, self._alias)
 
     def close(self, *, remove: bool) -> None:
+        names = [name for name in (self._path, self._alias) if name is not None]
+        own = [name for name in names if self._log is not None and self._log.is_at(name)]
+        if self._next is not None:
+            own.append(self._next.path)
         for log in (self._log, self._next):
             if log is not None:
                 log.close()
         self._log = self._next = None
         if remove:
-            self._path.unlink(missing_ok=True)
-            self._path.with_suffix(".next").unlink(missing_ok=True)
+            for name in own:
+                name.unlink(missing_ok=True)
 
     def _append(self, kind: int, payload: bytes) -> None:
         self._write(HEAD.pack(len(payload), kind) + payload)
@@ -314,10 +362,26 @@ class Journal:
             return
         try:
             self._log.append(body)
-            if self._next is not None:
-                self._next.append(body)
         except OSError as error:
             self._give_up(error)
+            return
+        if self._next is not None:
+            try:
+                self._next.append(body)
+            except OSError as error:
+                self._give_up_compaction(error)
+
+    def _give_up_compaction(self, error: OSError) -> None:
+        """Go on with the log as it is."""
+        assert self._log is not None
+        logger.warning("the journal %s can't be rewritten now: %s", self._path, error.strerror)
+        self._compacted_size = self._log.size
+        self._has_failed = True
+        if self._next is not None:
+            self._next.close()
+            self._next = None
+        with contextlib.suppress(OSError):
+            _next_of(self._path).unlink(missing_ok=True)
 
     def _give_up(self, error: OSError) -> None:
         logger.warning(
@@ -326,3 +390,35 @@ class Journal:
             os.strerror(error.errno or errno.EIO),
         )
         self.close(remove=True)
+
+
+def _next_of(path: Path) -> Path:
+    """Under which name a log is rewritten."""
+    return path.with_name(f"{path.name}.next")
+
+
+def find(directory: Path, connection: int) -> tuple[Path, Path | None]:
+    """The path and the alias of the log of a mount, by the number of its connection. Blocks.
+
+    Where the kernel does not tell the number (0) there is the plain name alone.
+
+    Raises:
+        UnusableJournalError, OSError: as for `replay`.
+    """
+    path, alias = names(directory, connection)
+    if alias is None or not path.exists():
+        return (path if alias is None else alias), None
+    if alias.exists() and not os.path.samefile(path, alias):
+        # Of another mount, or of this one: an earlier version has rewritten it.
+        with contextlib.suppress(UnusableJournalError, OSError):
+            if replay(alias, is_live=True).state.mounted_ns == (
+                replay(path, is_live=True).state.mounted_ns
+            ):
+                return alias, None
+    return path, alias
+
+
+def names(directory: Path, connection: int) -> tuple[Path, Path | None]:
+    """The path and the alias that the log of a new mount gets."""
+    plain = directory / "journal"
+    return (directory / f"journal.{connection}", plain) if connection else (plain, None)

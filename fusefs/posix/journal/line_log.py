@@ -31,6 +31,9 @@ class LineLog:
         self._path = path
         self._fd = -1
         self._size = 0
+        self._compact_from = COMPACT_FROM
+        # Whether the last line has no end, and would swallow the next one.
+        self._is_torn = False
 
     def append(self, lines: bytes) -> None:
         """Add some lines, all of them or none.
@@ -39,14 +42,23 @@ class LineLog:
             OSError: the disk does not take it.
         """
         if self._fd < 0:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-            self._fd = os.open(self._path, flags, 0o600)
-            self._size = os.fstat(self._fd).st_size
-        if os.write(self._fd, lines) < len(lines):
-            # Half a line would spoil the next one as well.
-            os.ftruncate(self._fd, self._size)
+            self._open()
+        whole = b"\n" + lines if self._is_torn else lines
+        if os.write(self._fd, whole) < len(whole):
+            # Half a line would spoil the next one as well, which opens the log anew.
+            self._close()
+            os.truncate(self._path, self._size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._size += len(lines)
+        self._size += len(whole)
+        self._is_torn = False
+
+    def _open(self) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._fd = os.open(self._path, flags, 0o600)
+        self._size = os.fstat(self._fd).st_size
+        # A power cut may have torn what an earlier process has written last.
+        last = os.pread(self._fd, 1, self._size - 1) if self._size else b"\n"
+        self._is_torn = last != b"\n"
 
     def done(self, keys: Iterable[str]) -> None:
         """Nothing is left to be sent of some keys. What can't be written is sent once more."""
@@ -55,22 +67,27 @@ class LineLog:
 
     @property
     def is_large(self) -> bool:
-        return self._size > COMPACT_FROM
+        return self._size > self._compact_from
 
-    def write_anew(self, lines: Iterable[bytes]) -> None:
-        """Have nothing on record but this; what the disk does not take leaves it as it was."""
+    def write_anew(self, lines: Iterable[bytes]) -> bool:
+        """Have nothing on record but this; False if the disk does not take it: it is as it was."""
         whole = b"".join(lines)
         try:
             if whole:
                 files.replace(self._path, whole)
-            elif self._fd >= 0:
-                os.ftruncate(self._fd, 0)
+            else:
+                with contextlib.suppress(FileNotFoundError):
+                    os.truncate(self._path, 0)  # also what an earlier process has written
         except OSError as error:
             logger.warning("%s can't be written anew: %s", self._path, error.strerror)
-            return
+            return False
         if whole:
             self._close()
         self._size = len(whole)
+        # What is long because much is left is not written anew for each line.
+        self._compact_from = max(COMPACT_FROM, 2 * len(whole))
+        self._is_torn = False
+        return True
 
     def _close(self) -> None:
         if self._fd >= 0:

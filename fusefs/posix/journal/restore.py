@@ -35,11 +35,13 @@ async def restore(operations: Operations, state: KernelState, backing: Backing) 
     if operations.mutations is not None:
         operations.mutations.changes.begun = state.begun
         writer = operations.mutations.writer
-        for nodeid in writer.staging.on_disk():
+        on_disk = writer.staging.on_disk()
+        for nodeid in on_disk:
             inode = operations.inodes.find(nodeid)
             if inode is not None:
                 recovery.restore(writer, inode)
-            else:
+        for nodeid in on_disk:
+            if operations.inodes.find(nodeid) is None:
                 path = writer.staging.directory / str(nodeid)
                 recovery.adopt_file(writer, path, may_be_open=False)
         recovery.adopt_attributes(writer, writer.staging.directory)
@@ -54,7 +56,7 @@ async def restore(operations: Operations, state: KernelState, backing: Backing) 
         if index % 200 == 0:
             await trio.lowlevel.checkpoint()
     if operations.writer is not None:
-        recovery.let_go_unlinked(operations.writer)
+        recovery.let_go(operations.writer)
     for nodeid, pid in state.stale:
         operations.recall_stale(nodeid, pid)
     operations.inodes.prune()

@@ -109,6 +109,11 @@ class Uncertain:
     lock: trio.Lock = field(default_factory=trio.Lock)
 
     @property
+    def is_known(self) -> bool:
+        """Whether no request was sent after the change that was acknowledged last."""
+        return not any(one.is_newer for one in self.unanswered)
+
+    @property
     def is_harmless(self) -> bool:
         """Whether no request without an answer can undo anything."""
         return self.expected is None or all(map(self._does_no_harm, self.unanswered))
@@ -148,6 +153,7 @@ class Uncertain:
             "key": self.key,
             "since": self.since,
             "looks": self.looks,
+            "settled_at": self.settled_at if math.isfinite(self.settled_at) else None,
             "unanswered": [
                 [one.change.kind, one.change.tokens, one.change.etag, one.is_newer]
                 for one in self.unanswered
@@ -165,8 +171,16 @@ class Uncertain:
             for kind, tokens, etag, is_newer in plain["unanswered"]
         ]
         expected = ABSENT if state == "absent" else None if state is None else ObjectInfo(**state)
+        settled_at = plain.get("settled_at")  # which earlier versions do not write
         return Uncertain(
-            key, number, plain["since"], unanswered, expected, plain["content"], plain["looks"]
+            key,
+            number,
+            plain["since"],
+            unanswered,
+            expected,
+            plain["content"],
+            plain["looks"],
+            -math.inf if settled_at is None else settled_at,
         )
 
 
@@ -242,10 +256,18 @@ class LateRequests:
         now = boottime()
         return max((one.settled_at - now for one in self._entries.values()), default=0.0)
 
-    def note(self, change: Change) -> Uncertain:
+    def may_have_undone(self, key: str) -> bool:
+        """Whether a late request may have removed or replaced an object that is expected."""
+        entry = self._entries.get(key)
+        if entry is None or entry.is_harmless:
+            return False
+        return isinstance(entry.expected, ObjectInfo)
+
+    def note(self, change: Change, settled_at: float = -math.inf) -> Uncertain:
         """A request got no answer: its key is uncertain from now on.
 
-        Blocks for as long as creating a small file does.
+        Changes of the key wait until `settled_at`, in seconds of boottime(). Blocks for as
+        long as creating a small file does.
         """
         entry = self._entries.get(change.key)
         if entry is None:
@@ -253,6 +275,7 @@ class LateRequests:
             entry = self._entries[change.key] = Uncertain(change.key, self._numbers, 0.0)
         entry.unanswered.append(Unanswered(change))
         entry.since, entry.looks = boottime(), 0
+        entry.settled_at = max(entry.settled_at, settled_at)
         self.record(entry)
         self.woken.set()
         return entry
@@ -369,7 +392,7 @@ class LateRequests:
                 logger.error("%s is damaged: %s", path, error)
                 path.unlink()
         for change in request_log.left_in(directory):
-            self.note(change).settled_at = boottime() + SETTLE_S
+            self.note(change, boottime() + SETTLE_S)
         known = {entry.content for entry in self._entries.values()}
         for path in self.directory.iterdir():
             is_content = path.name.partition(".")[0].isdecimal() and path.suffix != ".json"
@@ -384,19 +407,21 @@ class LateRequests:
             number = self._numbers
         entry = Uncertain.from_plain(number, plain)
         if plain["boot_id"] != self._boot_id:
-            entry.since, entry.looks = boottime(), 0
+            entry.since, entry.looks, entry.settled_at = boottime(), 0, -math.inf
         older = self._entries.get(entry.key)
         if older is not None and older.content == entry.content:
             older.content = None  # a process that was killed had brought it here already
         elif path.parent != self.directory and entry.content is not None:
             try:
-                os.rename(path.parent / entry.content, self.directory / entry.content)
+                # Under both names until it is on record here: what is on none is removed.
+                os.link(path.parent / entry.content, self.directory / entry.content)
             except OSError as error:
                 logger.warning("%s has no content: %s", path, error.strerror)
                 entry.content = None
         # Two mounts have left the same key: the one that is read later was mounted later.
         if older is not None:
             entry.unanswered = older.unanswered + entry.unanswered
+            entry.settled_at = max(older.settled_at, entry.settled_at)
             self.forget(older)
         self._entries[entry.key] = entry
         self.record(entry)

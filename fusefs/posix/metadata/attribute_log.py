@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fusefs.posix.journal.line_log import LineLog, line, load_lines
+from fusefs.store.fencing import CHANGE
 from fusefs.store.interface import ObjectInfo
 
 logger = logging.getLogger("fusefs.attributes")
@@ -23,14 +24,21 @@ NAME = "attributes"
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What an object is to say: `info` is its version, `metadata` all of its user metadata."""
+    """What an object is to say: `info` is its version, `metadata` all of its user metadata.
+
+    `tokens` are those of requests that may have made another version of it. They are in
+    the line as the metadata's token, which earlier versions pass over.
+    """
 
     info: ObjectInfo
     metadata: dict[str, str]
+    tokens: tuple[str, ...] = ()
 
     def line(self) -> bytes:
-        info = self.info
-        return line([info.key, info.etag, info.size, info.mtime_ns, self.metadata])
+        info, metadata = self.info, self.metadata
+        if self.tokens:
+            metadata = metadata | {CHANGE: " ".join(self.tokens)}
+        return line([info.key, info.etag, info.size, info.mtime_ns, metadata])
 
 
 class AttributeLog(LineLog):
@@ -58,7 +66,9 @@ def load(directory: Path) -> list[Recorded]:
     for key, fields in load_lines(directory / NAME).items():
         try:
             etag, size, mtime_ns, metadata = fields
-            records.append(Recorded(ObjectInfo(key, size, etag, mtime_ns), dict(metadata)))
+            metadata = dict(metadata)
+            tokens = tuple(str(metadata.pop(CHANGE, "")).split())
+            records.append(Recorded(ObjectInfo(key, size, etag, mtime_ns), metadata, tokens))
         except (ValueError, TypeError):
             logger.warning("%s: what is on record of %s can't be read", directory / NAME, key)
     return records

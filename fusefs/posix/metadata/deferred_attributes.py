@@ -20,7 +20,7 @@ import itertools
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 
 import trio
@@ -28,7 +28,8 @@ import trio
 from fusefs.posix.metadata.attribute_log import AttributeLog, Recorded
 from fusefs.posix.metadata.object_metadata import Meta
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
-from fusefs.store.interface import ObjectInfo
+from fusefs.store.fencing import ChangeToken
+from fusefs.store.interface import ObjectInfo, Store
 from fusefs.telemetry.stalls import Work, unattended, waiting_for
 
 logger = logging.getLogger("fusefs.attributes")
@@ -40,6 +41,8 @@ AT_ONCE = 16
 # How long what was put here counts as not having been described by others, and how many do.
 OWN_S = 30.0
 MOST_OWN = 4096
+# Of how many requests for one object it is known that they may have been executed.
+MOST_TOKENS = 8
 
 
 class Deferred:
@@ -47,14 +50,29 @@ class Deferred:
 
     `since` and `due` are in trio's seconds. `sending` is set while a request is
     under way, which is a part of `work`, and `error` is what the last one failed
-    with. `changes` counts how often it was changed.
+    with. `changes` counts how often it was changed. `tokens` are those of the
+    requests over `info` that were not answered, as far as is known, and `token` is that
+    of the next one, None until it is on record.
     """
 
-    __slots__ = ("changes", "due", "error", "info", "meta", "sending", "since", "work")
+    __slots__ = (
+        "changes",
+        "due",
+        "error",
+        "info",
+        "meta",
+        "sending",
+        "since",
+        "token",
+        "tokens",
+        "work",
+    )
 
-    def __init__(self, info: ObjectInfo, meta: Meta) -> None:
+    def __init__(self, info: ObjectInfo, meta: Meta, tokens: tuple[str, ...] = ()) -> None:
         self.info = info
         self.meta = meta
+        self.tokens = tokens
+        self.token: ChangeToken | None = None
         self.changes = 0
         self.since = trio.current_time()
         self.due = self.since + DEFER_S
@@ -71,7 +89,7 @@ class Deferred:
         return 0
 
     def recorded(self) -> Recorded:
-        return Recorded(self.info, self.meta.as_metadata())
+        return Recorded(self.info, self.meta.as_metadata(), self.tokens)
 
 
 class OwnObjects:
@@ -100,20 +118,26 @@ class OwnObjects:
 class DeferredAttributes:
     """The attributes of one mount's files that are to be sent. Belongs to the event loop.
 
-    `copy` sends them and returns the new version; `landed` is called with the
-    old one and the new one, and `lost` if there is no such version any more.
+    `copy` sends them with a token and returns the new version; `landed` is called with
+    the old one and the new one, and `lost` if there is no such version any more.
+    Where `is_uncertain`, a late request may be to blame for that, and what it has undone
+    comes back.
     """
 
     def __init__(
         self,
         nursery: trio.Nursery,
         log: AttributeLog,
-        copy: Callable[[ObjectInfo, Meta], Awaitable[ObjectInfo]],
+        store: Store,
+        copy: Callable[[ObjectInfo, Meta, ChangeToken], Awaitable[ObjectInfo]],
         landed: Callable[[ObjectInfo, ObjectInfo], Awaitable[None]],
         lost: Callable[[ObjectInfo], None],
+        is_uncertain: Callable[[str], bool],
     ) -> None:
         self._nursery = nursery
         self._log = log
+        self._store = store
+        self._is_uncertain = is_uncertain
         self._copy = copy
         self._landed = landed
         self._lost = lost
@@ -158,24 +182,27 @@ class DeferredAttributes:
             OSError: the disk does not take the record.
         """
         entry = self._by_key.get(info.key)
-        is_known = entry is not None and entry.info.etag == info.etag
-        self._log.put(Recorded(entry.info if entry and is_known else info, meta.as_metadata()))
-        if entry is not None and is_known:
+        if entry is not None and entry.info.etag == info.etag:
+            self._log.put(Recorded(entry.info, meta.as_metadata(), entry.tokens))
             entry.meta = meta
             entry.changes += 1
+            entry.token = None
         else:
+            self._log.put(Recorded(info, meta.as_metadata()))
             self._add(Deferred(info, meta))
 
-    def _note(self, record: Recorded) -> None:
+    def _note(self, record: Recorded) -> bool:
         """Put a change on record if the disk takes it; it is sent in any case."""
         try:
             self._log.put(record)
+            return True
         except OSError as error:
             logger.warning(
                 "the attributes of %s are not on record, and lost if this process dies: %s",
                 record.info.key,
                 error.strerror,
             )
+            return False
 
     def _add(self, entry: Deferred) -> None:
         self._by_key[entry.key] = entry
@@ -195,7 +222,8 @@ class DeferredAttributes:
         if entry is not None:
             if info is not None:
                 new = Deferred(info, entry.meta)
-                self._note(new.recorded())
+                if not self._note(new.recorded()):
+                    new.due = new.since
                 self._add(new)
             self._note_done(key)
 
@@ -261,12 +289,12 @@ class DeferredAttributes:
         Raises:
             StoreError: something could not be sent; the rest is.
         """
-        errors: list[StoreError] = []
+        errors: list[StoreError | OSError] = []
 
         async def flush(key: str) -> None:
             try:
                 await self.flush(key)
-            except StoreError as error:
+            except (StoreError, OSError) as error:
                 errors.append(error)
 
         async with trio.open_nursery() as nursery:
@@ -329,38 +357,110 @@ class DeferredAttributes:
             entry.sending = None
 
     async def _send_now(self, entry: Deferred) -> None:
-        old, changes = entry.info, entry.changes
+        changes = entry.changes
         try:
-            info = await self._copy(entry.info, entry.meta)
-        except (NotFoundError, StaleVersionError):
+            info = await self._copied(entry)
+        except (NotFoundError, StaleVersionError) as error:
+            if self._is_uncertain(entry.key):
+                self._failed(entry, StoreError(f"a late request may have undone it: {error}"))
+                return
             logger.warning("%s was replaced or removed: its attributes are given up", entry.key)
-            self.drop(entry.key)
-            self._lost(old)
-        except (StoreError, OSError) as error:
-            if entry.error is None:
-                logger.warning(
-                    "the attributes of %s are not in the bucket yet: %s", entry.key, error
-                )
-            entry.error = error
-            entry.due = trio.current_time() + RETRY_S
-            self._wait_for(entry)
-        else:
-            if entry.changes == changes:
+            if self._by_key.get(entry.key) is entry:  # else they are another version's by now
                 self.drop(entry.key)
-            else:
-                entry.info, entry.error = info, None
-                entry.due = trio.current_time() + DEFER_S
-                self._note(entry.recorded())
-                self._wait_for(entry)
-            await self._landed(old, info)
+            self._lost(entry.info)
+        except (StoreError, OSError) as error:
+            self._failed(entry, error)
+        else:
+            # A change or a removal that comes before this is shown waits for it.
+            with trio.CancelScope(shield=True):
+                await self._landed(entry.info, info)
+            self._sent(entry, changes, info)
+
+    async def _copied(self, entry: Deferred) -> ObjectInfo:
+        """Send a change; return the version that it has made.
+
+        Where an earlier request was executed without an answer, it goes over what that
+        one has made, which `entry` is about then.
+
+        Raises:
+            NotFoundError, StaleVersionError: the version is gone.
+            StoreError: the bucket did not take it.
+        """
+        try:
+            earlier = entry.tokens
+            return await self._copy(entry.info, entry.meta, self._token_of(entry))
+        except StaleVersionError:
+            made = await self._store.head(entry.key) if earlier else None
+            if made is None or str(made.token) not in earlier:
+                raise
+        with trio.CancelScope(shield=True):
+            await self._landed(entry.info, made)
+        entry.info, entry.tokens, entry.token = made, (), None
+        if self._by_key.get(entry.key) is not entry:
+            return made
+        return await self._copy(entry.info, entry.meta, self._token_of(entry))
+
+    def _token_of(self, entry: Deferred) -> ChangeToken:
+        """The token of a request that is about to be sent, on record unless the disk is full.
+
+        By that the next process knows what the request has made.
+        """
+        if entry.token is None:
+            entry.token = self._store.tokens.next()
+            entry.tokens = (*entry.tokens, str(entry.token))[-MOST_TOKENS:]
+            try:
+                self._log.put(entry.recorded())
+            except OSError as error:
+                logger.info("the token of %s is not on record: %s", entry.key, error.strerror)
+        return entry.token
+
+    async def is_about(self, entry: Deferred, info: ObjectInfo) -> bool:
+        """Whether a change is about a version, or an earlier request has made that one of it.
+
+        Raises:
+            StoreError: the bucket could not tell.
+        """
+        if entry.info.etag == info.etag or not entry.tokens:
+            return entry.info.etag == info.etag
+        try:
+            made = await self._store.head(entry.key)
+        except NotFoundError:
+            return False
+        return made.etag == info.etag and str(made.token) in entry.tokens
+
+    def _failed(self, entry: Deferred, error: Exception) -> None:
+        if entry.error is None:
+            logger.warning("the attributes of %s are not in the bucket yet: %s", entry.key, error)
+        entry.error = error
+        entry.due = trio.current_time() + RETRY_S
+        self._wait_for(entry)
+
+    def _sent(self, entry: Deferred, changes: int, info: ObjectInfo) -> None:
+        """The bucket has the first so many changes of an object, which is another one for that."""
+        if self._by_key.get(entry.key) is not entry:
+            return
+        if entry.changes == changes:
+            self.drop(entry.key)
+        else:
+            entry.info, entry.error = info, None
+            entry.tokens, entry.token = (), None
+            entry.due = trio.current_time() + DEFER_S
+            self._note(entry.recorded())
+            self._wait_for(entry)
 
     # Another process's
 
-    def adopt(self, record: Recorded, meta: Meta) -> None:
-        """Take up what an earlier process was to send."""
-        if record.info.key not in self._by_key:
-            self._note(record)
-            self._add(Deferred(record.info, meta))
+    def adopt(self, found: Iterable[tuple[Recorded, Meta]], *, is_on_record: bool) -> None:
+        """Take up what an earlier process was to send.
+
+        Raises:
+            OSError: the disk does not take the record; nothing is taken up.
+        """
+        new = [(record, meta) for record, meta in found if record.info.key not in self._by_key]
+        if new and not is_on_record:
+            self._log.append(b"".join(record.line() for record, _ in new))
+        for record, meta in new:
+            self._add(Deferred(record.info, meta, record.tokens))
 
     async def drain(self) -> None:
         """Send everything once. What fails stays on record."""

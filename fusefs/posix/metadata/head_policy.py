@@ -129,6 +129,9 @@ class HeadPolicy:
         if prefix in self._changed or self._mode != ObjectAttributes.AUTO:
             return
         self._changed.add(prefix)
+        if len(self._changed) > MOST_CHANGED:
+            self._mode = ObjectAttributes.ALWAYS
+            self._changed.clear()
         if self._record is not None:
             try:
                 _append(self._record, prefix)

@@ -137,10 +137,10 @@ def _time(text: str | None) -> int | None:
     if text is None:
         return None
     seconds, _, fraction = text.removeprefix("-").partition(".")
-    try:
-        value = int(seconds) * SECOND_NS + int((fraction + "000000000")[:9])
-    except ValueError:
+    digits = seconds + fraction
+    if not seconds or not digits.isascii() or not digits.isdecimal() or len(seconds) > 10:
         return None
+    value = int(seconds) * SECOND_NS + int((fraction + "000000000")[:9])
     if value > MOST_NS:
         return None
     return -value if text.startswith("-") else value
@@ -155,9 +155,11 @@ def _read_xattrs(text: str | None) -> tuple[tuple[str, bytes], ...]:
     if text is None:
         return ()
     try:
-        values = json.loads(unquote(text, errors="strict"))
-        return tuple((name, base64.b64decode(value)) for name, value in dict(values).items())
-    except (ValueError, TypeError, RecursionError):
+        values = dict(json.loads(unquote(text, errors="strict")))
+        for name in values:
+            name.encode()  # JSON has halves of characters, and other keys than texts
+        return tuple((name, base64.b64decode(value)) for name, value in values.items())
+    except (ValueError, TypeError, AttributeError, RecursionError):
         return ()
 
 

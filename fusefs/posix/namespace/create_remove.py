@@ -16,19 +16,22 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, TypeVar
 
 from fusefs.posix.directory.segment import ABSENT, Absent, Entry
 from fusefs.posix.late.requests import State
 from fusefs.posix.metadata.object_metadata import PERMISSIONS, Meta
 from fusefs.posix.mount_state import MountState, Writing
 from fusefs.posix.namespace.prefix_lock import Gate
-from fusefs.posix.nodes.inode import FileState, StagedFile
+from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.nodes.inode_table import Inode, NodeLog
 from fusefs.posix.types import Caller
 from fusefs.posix.write.writer import Writer
 from fusefs.store.interface import Expect, ObjectInfo
+
+Made = TypeVar("Made")
 
 # What stores tell of an empty object, as most markers are: the MD5 of nothing. Where
 # one has another ETag, the first change over it learns that from a HEAD.
@@ -70,6 +73,14 @@ class Naming:
         finally:
             self._under_way.discard(caller.unique)
 
+    async def below(self, directory: Inode, change: Coroutine[Any, Any, Made]) -> Made:
+        """Do what makes a file in a directory, whose key stays as it is meanwhile."""
+        try:
+            async with self._gate.change(directory):
+                return await change
+        finally:
+            change.close()  # it may not have begun
+
     def _note_inherited(self) -> None:
         """Before the first change of this process: whose uploads it did not see."""
         if self._inherited is None:
@@ -102,6 +113,16 @@ class Naming:
     async def _find(self, parent: Inode, name: str) -> Entry | Absent:
         directory = self._directories.get(self._inodes.key(parent))
         return (await self._directories.lookup(directory, name))[0]
+
+    def _file_now(self, parent: Inode, name: str, entry: ObjectInfo) -> ObjectInfo:
+        """A file that was found before, as far as that is known without a request.
+
+        An upload or a copy of this mount that was waited for meanwhile may have given
+        its object another ETag.
+        """
+        directory = self._directories.get(self._inodes.key(parent))
+        known = self._directories.lookup_now(directory, name)
+        return known[0] if known is not None and isinstance(known[0], ObjectInfo) else entry
 
     def _current(self, parent: Inode, name: str) -> Inode | None:
         return (parent.children or {}).get(name)
@@ -229,7 +250,7 @@ class Naming:
         async with self._writer.deferred.taken(key), AsyncExitStack() as stack:
             staged = await self._held(stack, inode)
             if staged is None or self._may_be_there(staged):
-                await self._delete(key, staged, entry)
+                await self._delete(key, staged, self._file_now(parent, name, entry))
             if staged is not None:
                 self._unlink_staged(staged)
         self._let_go(staged)
@@ -237,7 +258,6 @@ class Naming:
     async def _delete(self, key: str, staged: StagedFile | None, entry: ObjectInfo) -> None:
         """Delete a file's object, or put it on record that it is to be deleted."""
         if staged is None:
-            # What was waited for meanwhile may have given it another ETag.
             etag = entry.etag
             if self._writer.removals.takes(key, etag):
                 return
@@ -325,8 +345,7 @@ class Naming:
         return None
 
     def _unlink_staged(self, staged: StagedFile) -> None:
-        staged.state = FileState.UNLINKED
-        self._writer.staging.record(staged)
+        self._writer.staging.unlink(staged)
 
     def _let_go(self, staged: StagedFile | None) -> None:
         """Forget an unlinked file's content, unless somebody has it open."""

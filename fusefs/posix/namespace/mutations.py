@@ -187,7 +187,9 @@ class Mutations:
         )
         if isinstance(answer, tuple):
             return answer
-        return self._uncancelled.run(answer, unwanted=lambda made: self._forget_opened(*made))
+        return self._uncancelled.run(
+            self.changes.below(parent, answer), unwanted=lambda made: self._forget_opened(*made)
+        )
 
     def _forget_opened(self, inode: Inode, opened: Opened) -> None:
         self._release(opened.fh)

@@ -1,8 +1,11 @@
 """Everything below a prefix, copied to another one by the server, many objects at a time.
 
-What is there already counts as copied, so that an interrupted run can be gone
-on with. An object is a copy of another if it has its size and is not older,
-by the bucket's own clock; within the same second, if it has its ETag as well.
+What is there already may count as copied, so that an interrupted run can be gone on
+with. An object may be a copy of another if it has its size and is not older, by the
+bucket's own clock; within the same second, if it has its ETag as well. To be copied
+no more it has to have its ETag in any case: it may be of a content that was replaced
+while it was copied. What this mount has changed meanwhile is on record
+(touched_keys.py), and is neither replaced nor removed.
 """
 
 from __future__ import annotations
@@ -10,12 +13,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import replace
 from itertools import groupby
 from typing import TypeVar
 
 import trio
 
-from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
+from fusefs.posix.namespace.touched_keys import Touched
+from fusefs.store.errors import ExistsError, NotFoundError, StaleVersionError, StoreError
 from fusefs.store.interface import Condition, Expect, ObjectInfo, ObjectVersion, Store
 
 logger = logging.getLogger("fusefs.renaming")
@@ -37,22 +42,33 @@ class Copies:
     """What is copied from below `old` to below `new`; `empty` is a descriptor of an empty file.
 
     `is_dated` tells of objects whose metadata is known to say when they were modified.
+    `touched` are the keys that are not the rename's any more. A file whose new name is
+    among them before the rename has taken place is left under its old one, or, if it
+    `is_strict`, makes the rename fail.
 
     `sources` are the objects that were copied and `made` the copies, both by
     the old key. `total` is how many there are to be; they were listed after
     `listed_at`, in monotonic seconds.
     """
 
-    def __init__(self, store: Store, old: str, new: str, empty: int, is_dated: IsDated) -> None:
+    def __init__(
+        self, store: Store, touched: Touched, empty: int, is_dated: IsDated, *, is_strict: bool
+    ) -> None:
         self._store = store
-        self.old = old
-        self.new = new
+        self._touched = touched
+        self.old = touched.old
+        self.new = touched.new
         self._empty = empty
         self._is_dated = is_dated
+        self._is_strict = is_strict
+        self._has_marker = True
         self.sources: dict[str, ObjectInfo] = {}
         self.made: dict[str, ObjectInfo] = {}
         self.total = 0
         self.listed_at = 0.0
+        # What is still to be deleted below the old prefix; None before the first try.
+        self._left: dict[str, ObjectInfo] | None = None
+        self._folders: set[str] = set()
 
     def target(self, key: str) -> str:
         """The key of the copy of an object."""
@@ -61,6 +77,15 @@ class Copies:
     def by_version(self) -> dict[ObjectVersion, ObjectInfo]:
         """The copies by the versions that they are of."""
         return {source.version: self.made[key] for key, source in self.sources.items()}
+
+    def newest_source_ns(self) -> int:
+        """When the youngest of what was copied was made, by the bucket's clock; 0 for nothing."""
+        return max((info.mtime_ns for info in self.sources.values()), default=0)
+
+    def newest_copy_ns(self) -> int:
+        """As `newest_source_ns`, for the copies; those of markers have this machine's time."""
+        copies = (info.mtime_ns for info in self.made.values() if not _is_marker(info))
+        return max(copies, default=0)
 
     def folders(self) -> set[str]:
         """The old prefixes that have no marker: some servers show them until they are deleted."""
@@ -78,14 +103,68 @@ class Copies:
         Raises:
             StoreError: the bucket could not tell.
         """
+        listed, there = await self._list_both()
+        for source in listed:
+            copy = there.get(source.key)
+            if copy is not None and copy.etag == source.etag and _is_copy(copy, source):
+                self.sources[source.key], self.made[source.key] = source, copy
+            elif copy is not None and source.key in self._touched.changed:
+                self.made[source.key] = copy  # of what was there before
+        self._recall_removed(listed, there)
+        return listed
+
+    async def recall_made(self, until_ns: int | None) -> None:
+        """Know the copies of an earlier run, to take them back; none is younger than `until_ns`.
+
+        Raises:
+            StoreError: the bucket could not tell.
+        """
+        listed, there = await self._list_both()
+        for source in listed:
+            copy = there.get(source.key)
+            if copy is None or not (_is_marker(copy) or _is_until(copy, until_ns)):
+                continue
+            if _is_copy(copy, source):
+                self.made[source.key] = copy
+        self._recall_removed(listed, there)
+
+    def _recall_removed(self, listed: list[ObjectInfo], there: dict[str, ObjectInfo]) -> None:
+        """Know the copies of what this mount has removed since it was copied."""
+        removed = self._touched.changed - {source.key for source in listed}
+        removed.discard(self.old)  # that run may have deleted it
+        self.made |= {key: there[key] for key in removed & there.keys()}
+
+    async def recall_sources(self, until_ns: int | None) -> None:
+        """Know what an earlier run has copied, to delete it; none was younger than `until_ns`.
+
+        Raises:
+            StoreError: the bucket could not tell.
+        """
+        listed, there = await self._list_both()
+        for source in listed:
+            copy = there.get(source.key)
+            # A copy that was changed or removed since the rename had been made then.
+            is_touched = self._touched.has_since(self.target(source.key))
+            is_copied = is_touched or (copy is not None and _is_copy(copy, source))
+            if is_copied and _is_until(source, until_ns):
+                self.sources[source.key] = source
+        self.total = len(self.sources)
+        self._left = dict(self.sources)
+        self._folders = self.folders() - {info.key for info in listed}
+
+    async def _list_both(self) -> tuple[list[ObjectInfo], dict[str, ObjectInfo]]:
+        """What is below the old prefix, and by the old keys what is below the new one.
+
+        Of that what may be the rename's: no program has changed it.
+        """
         self.listed_at = time.monotonic()
         listed = await list_all(self._store, self.old)
-        there = {info.key: info for info in await list_all(self._store, self.new)}
-        for source in listed:
-            copy = there.get(self.target(source.key))
-            if copy is not None and is_copy(copy, source):
-                self.sources[source.key], self.made[source.key] = source, copy
-        return listed
+        there = {
+            self.old + info.key[len(self.new) :]: info
+            for info in await list_all(self._store, self.new)
+            if not self._touched.has(info.key)
+        }
+        return listed, there
 
     async def bring(self, listed: Iterable[ObjectInfo] | None = None) -> None:
         """Have everything that is below the old prefix below the new one, and no more.
@@ -99,10 +178,12 @@ class Copies:
         if listed is None:
             self.listed_at = time.monotonic()
             listed = await list_all(self._store, self.old)
-        found = {info.key: info for info in listed}
+        found = {info.key: info for info in listed if not self._is_taken(info)}
         self.total = len(found)
-        gone = [key for key in self.made if key not in found]
-        await self._take_back(gone)
+        gone = self.made.keys() - found.keys()
+        if not self._has_marker:
+            gone.discard(self.old)  # by this rename itself
+        await self._take_back(sorted(gone))
         todo = [info for info in found.values() if not self._is_copied(info)]
         # The markers of directories from the top down, and before what is in them: a server
         # that makes directories for keys would race with them, and both lose by that.
@@ -110,27 +191,51 @@ class Copies:
         for _, level in groupby(sorted(markers, key=_depth), key=_depth):
             await _each(self._copy, list(level))
         await _each(self._copy, [info for info in todo if not _is_marker(info)])
+        await self._take_back([key for key in self.made if key not in self.sources])
+
+    def _is_taken(self, info: ObjectInfo) -> bool:
+        """Whether this mount has changed what there is under the new key of a file."""
+        return not _is_marker(info) and self._touched.has(self.target(info.key))
+
+    def check(self) -> None:
+        """See whether the rename may take place.
+
+        Raises:
+            ExistsError: programs have made files below the new prefix meanwhile.
+        """
+        if self._is_strict and self._touched.has_files():
+            raise ExistsError(f"files were made below {self.new} while it was being renamed to")
 
     def _is_copied(self, info: ObjectInfo) -> bool:
         source = self.sources.get(info.key)
-        if source is None or source.version != info.version:
+        if source is None or info.key in self._touched.changed:
             return False
-        return source.mtime_ns // SECOND_NS == info.mtime_ns // SECOND_NS
+        return _is_unchanged(info, source)
 
     async def _copy(self, source: ObjectInfo) -> None:
-        key = self.target(source.key)
+        target = self.target(source.key)
         earlier = self.made.get(source.key)
         condition = Expect(earlier.etag if earlier is not None else None)
-        try:
-            if _is_marker(source):
-                made = await self._make_marker(source.key, key, condition)
-            else:
-                source, made = await copy_current(
-                    self._store, source, key, self._is_dated, condition
-                )
-        except NotFoundError:
-            self.total -= 1
-            return  # removed by somebody else meanwhile
+        with self._touched.sending([target]) as own:
+            self._touched.changed.discard(source.key)
+            try:
+                if _is_marker(source):
+                    made = replace(source, key=target)  # a directory that a program has made
+                    if target in own:
+                        made = await self._make_marker(source.key, target, condition)
+                elif target in own:
+                    source, made = await copy_current(
+                        self._store, source, target, self._is_dated, condition
+                    )
+                else:
+                    return  # it stays under its old name
+            except NotFoundError:
+                self.total -= 1
+                self.sources.pop(source.key, None)  # removed meanwhile: `bring` sees to a copy
+                return
+            except BaseException:
+                self._touched.changed.add(source.key)
+                raise
         self.sources[source.key], self.made[source.key] = source, made
 
     async def _make_marker(self, source: str, key: str, condition: Condition) -> ObjectInfo:
@@ -145,19 +250,73 @@ class Copies:
             condition=condition,
         )
 
-    async def undo(self, *, keep: str = "") -> None:
+    async def undo(self, *, keep: str = "", is_known: bool) -> None:
         """Remove the copies, except the one of the key `keep`.
 
+        If it `is_known` that the rename has failed, what a program has removed or changed
+        under its old name since may be wanted under the new one.
+
         Raises:
-            StoreError: some are still there.
+            StoreError, OSError: some are still there.
         """
-        await self._take_back([key for key in self.made if self.made[key].key != keep])
+        await self._take_back(
+            [
+                key
+                for key, copy in self.made.items()
+                if copy.key != keep and not (is_known and self._touched.has_since(key))
+            ]
+        )
 
     async def _take_back(self, keys: list[str]) -> None:
-        if keys:
-            await delete_all(self._store, {self.made[key].key: self.made[key].etag for key in keys})
-        for key in keys:
-            del self.sources[key], self.made[key]
+        by_target = {self.made[key].key: key for key in keys}
+
+        def note(gone: list[str]) -> None:
+            for target in gone:
+                self.sources.pop(by_target[target], None)
+                del self.made[by_target[target]]
+
+        known = {target: self.made[key].etag for target, key in by_target.items()}
+        await delete_all(self._store, self._touched, known, note)
+
+    async def delete_marker(self) -> None:
+        """Delete the old directory's own marker.
+
+        Raises:
+            StoreError: nothing can be deleted.
+        """
+        marker = self.sources.get(self.old)
+        await self._store.delete(self.old, marker.etag if marker else None)
+        self._has_marker = False
+
+    async def delete_sources(self, note: Callable[[int], None]) -> None:
+        """Delete what was copied; `note` is called with how many it was, as it goes on.
+
+        What could not be deleted is tried again when this is called again, if it is
+        what it was.
+
+        Raises:
+            StoreError, OSError: something could not be deleted.
+        """
+        if self._left is None:
+            self._left, self._folders = dict(self.sources), self.folders()
+        else:
+            listed = {info.key: info for info in await list_all(self._store, self.old)}
+            self._folders -= listed.keys()  # made since
+            self._left = {
+                key: source
+                for key, source in self._left.items()
+                if key in listed and _is_unchanged(listed[key], source)
+            }
+        left = self._left
+
+        def note_gone(gone: list[str]) -> None:
+            note(len(gone))
+            for key in gone:
+                del left[key]
+
+        known = {key: source.etag for key, source in left.items()}
+        await delete_all(self._store, self._touched, known, note_gone)
+        await delete_all(self._store, self._touched, dict.fromkeys(self._folders))
 
 
 def _is_marker(info: ObjectInfo) -> bool:
@@ -192,28 +351,33 @@ async def copy_current(
 
 
 async def delete_all(
-    store: Store, known: Mapping[str, str | None], note: Callable[[int], None] = lambda _count: None
+    store: Store,
+    touched: Touched,
+    known: Mapping[str, str | None],
+    note: Callable[[list[str]], None] = lambda _gone: None,
 ) -> None:
     """Delete objects, the markers of directories after what is in them.
 
     `known` has their ETags by their keys, None where any is to go: where another
-    client has replaced one since, that stays. Markers go without: they are all the
-    same, and SeaweedFS refuses an ETag for one whose directory is left alone.
-    `note` is called with how many were deleted, as it goes on.
+    client has replaced one since, that stays, and so does what is `touched`. Markers go
+    without: they are all the same, and SeaweedFS refuses an ETag for one whose
+    directory is left alone. `note` is called with the keys that are done, as it goes on.
 
     Raises:
-        StoreError: some could not be deleted; all others are.
+        StoreError, OSError: some could not be deleted; all others are.
     """
     ordered = sorted(known, reverse=True)
     etags = {key: etag for key, etag in known.items() if etag and not key.endswith("/")}
     files = [key for key in ordered if not key.endswith("/")]
     markers = [key for key in ordered if key.endswith("/")]
-    errors: list[StoreError] = []
+    errors: list[Exception] = []
 
     async def delete(batch: list[str]) -> None:
-        failed = await store.delete_many(batch, etags)
-        note(len(batch) - len(failed))
-        errors.extend(failure.error for failure in failed if isinstance(failure.error, StoreError))
+        with touched.sending(batch) as own:
+            failures = await store.delete_many([key for key in batch if key in own], etags)
+        failed = {failure.key for failure in failures}
+        note([key for key in batch if key not in failed])
+        errors.extend(failure.error for failure in failures)
 
     await _each(delete, _batches(files))
     for batch in _batches(markers):
@@ -226,11 +390,22 @@ def _batches(keys: list[str]) -> list[list[str]]:
     return [keys[at : at + DELETES_AT_ONCE] for at in range(0, len(keys), DELETES_AT_ONCE)]
 
 
-def is_copy(copy: ObjectInfo, source: ObjectInfo) -> bool:
-    """Whether an object was copied from another as that is now."""
+def _is_copy(copy: ObjectInfo, source: ObjectInfo) -> bool:
+    """Whether an object may have been copied from another as that is now."""
     if copy.size != source.size or copy.mtime_ns < source.mtime_ns:
         return False
     return copy.etag == source.etag or copy.mtime_ns > source.mtime_ns
+
+
+def _is_unchanged(found: ObjectInfo, known: ObjectInfo) -> bool:
+    """Whether an object is the one that was known: not every answer tells fractions of seconds."""
+    is_as_old = found.mtime_ns // SECOND_NS == known.mtime_ns // SECOND_NS
+    return is_as_old and found.version == known.version
+
+
+def _is_until(info: ObjectInfo, until_ns: int | None) -> bool:
+    """Whether an object is not younger than this, to the second; None for no limit."""
+    return until_ns is None or info.mtime_ns // SECOND_NS <= until_ns // SECOND_NS
 
 
 async def list_all(store: Store, prefix: str) -> list[ObjectInfo]:

@@ -96,6 +96,8 @@ class Removals:
         self._late = late
         # Called with the keys that are gone.
         self.landed: Callable[[str], None] = lambda _key: None
+        # Whether a key is below a directory that is being renamed; set by who renames.
+        self.is_renaming: Callable[[str], bool] = lambda _key: False
         self._by_key: dict[str, Removal] = {}
         # Those of which no request was made yet.
         self._new: dict[str, Removal] = {}
@@ -135,8 +137,9 @@ class Removals:
         """Put a removal on record that is to be sent soon; False if it is to be made now.
 
         That is so until a program removes many, in each directory for the first,
-        for keys that a late request may change, where the disk is full, and where S3
-        deletes no more than one with a request.
+        for keys that a late request may change, or that are below a directory that is
+        being renamed, where the disk is full, and where S3 deletes no more than one with
+        a request.
         """
         may_wait = self.may_wait(key)
         now = trio.current_time()
@@ -164,6 +167,7 @@ class Removals:
             and key not in self._by_key
             and len(self._by_key) < MOST
             and (self._late is None or self._late.get(key) is None)
+            and not self.is_renaming(key)
         )
 
     def is_removing_from(self, prefix: str) -> bool:
@@ -325,7 +329,8 @@ class Removals:
         an object with the same ETag, as all empty ones have, for what was removed.
         """
         try:
-            if len(gone) < len(self._by_key):
+            is_more = len(gone) < len(self._by_key)
+            if is_more or not self._log.write_anew([]):
                 self._log.append(b"".join(line([removal.key]) for removal in gone))
         except OSError as error:
             for removal in gone:
@@ -337,7 +342,7 @@ class Removals:
             self.allowed(removal.key)
             self.landed(removal.key)
             self._attempted(removal)
-        if not self._by_key or self._log.is_large:
+        if self._log.is_large:
             self._log.write_anew(removal.line() for removal in self._by_key.values())
 
     # Another process's

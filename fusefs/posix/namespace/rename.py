@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import logging
+from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
@@ -23,13 +24,15 @@ from fusefs.posix.namespace.create_remove import Naming
 from fusefs.posix.namespace.prefix_copy import Copies, copy_current
 from fusefs.posix.namespace.relocate import Mover
 from fusefs.posix.namespace.rename_job import Renames
+from fusefs.posix.namespace.touched_keys import TouchedKeys
 from fusefs.posix.nodes import names
-from fusefs.posix.nodes.inode import StagedFile
+from fusefs.posix.nodes.inode import FileState, StagedFile
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.types import Caller
+from fusefs.posix.write import staging_record
 from fusefs.posix.write.writer import Writer
 from fusefs.store.errors import ExistsError, NotFoundError, StaleVersionError, StoreError
-from fusefs.store.interface import IF_ABSENT, Condition, Expect, ObjectInfo, ObjectVersion
+from fusefs.store.interface import IF_ABSENT, Condition, Expect, ObjectInfo, ObjectVersion, Store
 
 logger = logging.getLogger("fusefs.attributes")
 
@@ -39,14 +42,23 @@ RENAME_NOREPLACE = 1
 class Changes(Naming):
     """The changes of one mount's names. Belongs to the event loop.
 
-    `run` takes care of renames that no request waits for.
+    `run` takes care of renames that no request waits for. Those of directories send
+    their requests through `renaming_store`, which does not note them in `touched`.
     """
 
-    def __init__(self, state: MountState, writing: Writing, writer: Writer) -> None:
+    def __init__(
+        self,
+        state: MountState,
+        writing: Writing,
+        writer: Writer,
+        renaming_store: Store,
+        touched: TouchedKeys,
+    ) -> None:
         super().__init__(state, writing, writer)
         self._mover = Mover(state, writing.staging)
         self._renames = Renames(
-            state.store,
+            renaming_store,
+            touched,
             writing.renames,
             writing.staging.source,
             state.inodes.prefix,
@@ -82,7 +94,7 @@ class Changes(Naming):
         if (parent, name) == (to, new_name):
             return
         is_repeated = self._is_repeated(caller)
-        if await self._finish_others(parent, name, to, new_name) and is_repeated:
+        if await self._finish_others(parent, name, to, new_name, is_repeated=is_repeated):
             return
         async with self._changing(caller, parent, to):
             entry, target = await self._find(parent, name), await self._find(to, new_name)
@@ -98,17 +110,20 @@ class Changes(Naming):
                 is_new = bool(flags & RENAME_NOREPLACE) and not is_repeated
                 await self._rename_file(parent, name, to, new_name, entry, target, is_strict=is_new)
 
-    async def _finish_others(self, parent: Inode, name: str, to: Inode, new_name: str) -> bool:
-        """Have no unfinished rename in the way of a directory's; tell if this was one of them."""
+    async def _finish_others(
+        self, parent: Inode, name: str, to: Inode, new_name: str, *, is_repeated: bool
+    ) -> bool:
+        """Have no unfinished rename in the way of a directory's; tell if it was this very one."""
         if self._renames.are_finished:
             return False
         old = self._inodes.key(parent) + name + "/"
         new = self._inodes.key(to) + new_name + "/"
         renaming = self._renames.find(old, new)
-        has_taken_place = renaming is not None and await self._renames.finish(renaming)
+        if renaming is not None and await self._renames.finish(renaming) and is_repeated:
+            return True
         if await self._find(parent, name) is None:
             await self._renames.finish_overlapping(old, new)
-        return has_taken_place
+        return False
 
     async def _check_target(
         self, entry: Entry | Absent, target: Entry | Absent, to: Inode, name: str, flags: int
@@ -161,20 +176,24 @@ class Changes(Naming):
         old_key, new_key = self._inodes.key(parent) + name, self._inodes.key(to) + new_name
         inode, replaced = self._current(parent, name), self._current(to, new_name)
         async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self._writer.not_staged(inode))
             described = await stack.enter_async_context(self._writer.deferred.taken(old_key))
             await stack.enter_async_context(self._writer.deferred.taken(new_key))
             staged = await self._held(stack, inode)
-            rival = await self._held(stack, replaced)
+            rival = await self._held_to_go(stack, replaced)
+            if not isinstance(entry, Absent):
+                entry = self._file_now(parent, name, entry)
+            if not isinstance(target, Absent):
+                target = self._file_now(to, new_name, target)
             copied: tuple[ObjectInfo, ObjectInfo] | None = None
             condition = IF_ABSENT if is_strict else Expect(_known_etag(rival, target))
             if isinstance(entry, Absent):
-                self._found_done(old_key, ABSENT)
                 if inode is None or inode.info is None:
+                    self._found_done(old_key, ABSENT)
                     return
-                copied = inode.info, await self._store.head(new_key)
-                self._found_done(new_key, copied[1])
+                copied = inode.info, await self._copied_before(inode.info, new_key)
             elif staged is None:
-                meta = _new_meta(entry, described)
+                meta = await self._new_meta(entry, described)
                 copied = await self._copy(entry, to, new_name, condition, meta)
             elif inode is not None and inode.info is not None and staged.etag == inode.info.etag:
                 copied = await self._copy_staged(staged, inode.info, to, new_name, condition)
@@ -184,19 +203,56 @@ class Changes(Naming):
             if may_be_there and not isinstance(entry, Absent):
                 known = staged.etag if staged is not None else entry.etag
                 await self._delete_copied(old_key, known, copied, is_new=isinstance(target, Absent))
-            if rival is not None:
+            if rival is not None and staged is None:
                 self._unlink_staged(rival)
+            elif rival is not None:
+                rival.state = FileState.UNLINKED
             if staged is not None:
                 staged.etag = _etag_under(staged, copied, rival, target)
                 staged.exclusive = None  # it replaces what is there
                 staged.described_at = trio.current_time()
             self._mover.move_file(inode, parent, name, to, new_name, moved, uncached)
-            if staged is not None:
-                self._writer.staging.record(staged)
+            self._record_renamed(staged, rival)
             self._writer.deferred.renamed(old_key, copied[1] if copied is not None else None)
         self._let_go(rival)
         if inode is not None:
             self._writer.flusher.released(inode)
+
+    async def _copied_before(self, source: ObjectInfo, key: str) -> ObjectInfo:
+        """What an object has become that was renamed by a process that has died over it.
+
+        Raises:
+            StoreError: it may be gone for another reason.
+        """
+        made = await self._store.head(key)
+        if made.etag != source.etag:
+            self._refuse_undone(source.key)
+        self._found_done(source.key, ABSENT)
+        self._found_done(key, made)
+        return made
+
+    def _record_renamed(self, staged: StagedFile | None, rival: StagedFile | None) -> None:
+        """Put on record that a file has the name of another: at each moment one of both has it."""
+        if staged is not None:
+            self._writer.staging.record(staged)
+        if rival is not None:
+            self._unlink_staged(rival)
+
+    async def _held_to_go(self, stack: AsyncExitStack, inode: Inode | None) -> StagedFile | None:
+        """As `_held`, for a file whose name another one is to get: that is on record as later."""
+        staged = await self._held(stack, inode)
+        if staged is not None:
+            await staging_record.until_later(staged)
+        return staged
+
+    async def _new_meta(self, entry: ObjectInfo, described: Deferred | None) -> Meta | None:
+        """The attributes of a copy of an object where they were changed and not sent yet."""
+        if described is None:
+            return None
+        if await self._writer.deferred.is_about(described, entry):
+            return described.meta
+        logger.warning("%s was replaced: its attributes are given up", entry.key)
+        return None
 
     async def _copy_staged(
         self, staged: StagedFile, source: ObjectInfo, to: Inode, name: str, condition: Condition
@@ -220,10 +276,15 @@ class Changes(Naming):
 
         The copy has the attributes `meta`, or where that is None those of the object.
         Of another version than `source` it is a copy as it is.
+
+        Raises:
+            StoreError: what there is may be a late request's work.
         """
         prefix = self._inodes.key(to)
         key = prefix + name
         try:
+            if self._may_be_undone(source.key):
+                return source, await self._copy_expected(source, key, condition, meta)
             if meta is not None:
                 with suppress(StaleVersionError):
                     return source, await self._copy_described(source, key, condition, meta)
@@ -233,10 +294,35 @@ class Changes(Naming):
             raise
         except NotFoundError:
             made = await self._store.head(key)
-            if made.size != source.size:
+            was_there = isinstance(condition, Expect) and made.etag == condition.etag
+            if made.size != source.size or (was_there and made.etag != source.etag):
                 raise
             self._found_done(key, made)
             return source, made
+
+    async def _copy_expected(
+        self, source: ObjectInfo, key: str, condition: Condition, meta: Meta | None
+    ) -> ObjectInfo:
+        """Copy the version that is expected of a key that a late request may have changed."""
+        try:
+            if meta is not None:
+                return await self._copy_described(source, key, condition, meta)
+            keeps_mtime = not self._mover.is_dated(source)
+            return await self._store.copy(source, key, keeps_mtime=keeps_mtime, condition=condition)
+        except (NotFoundError, StaleVersionError) as error:
+            raise _undone(source.key) from error
+
+    def _may_be_undone(self, key: str) -> bool:
+        return self._late is not None and self._late.may_have_undone(key)
+
+    def _refuse_undone(self, key: str) -> None:
+        """See that no late request may be why an object is not what it should be.
+
+        Raises:
+            StoreError: one may; what is expected is put back soon.
+        """
+        if self._may_be_undone(key):
+            raise _undone(key)
 
     async def _copy_described(
         self, source: ObjectInfo, key: str, condition: Condition, meta: Meta
@@ -267,7 +353,7 @@ class Changes(Naming):
         """
         try:
             await self._store.delete(key, (copied[0].etag if copied is not None else known) or None)
-        except StoreError:
+        except (StoreError, OSError):
             if copied is not None and is_new:
                 await self._store.delete(copied[1].key, copied[1].etag)
             raise
@@ -288,7 +374,7 @@ class Changes(Naming):
         if not await self._renames.finish(renaming):
             raise OSError(errno.EIO, "the rename could not be done")
 
-    async def _switch(self, copies: Copies) -> None:
+    async def _switch(self, copies: Copies, switched: Callable[[], None]) -> None:
         """Everything below a prefix has been copied: let it be below the other one from now on.
 
         What was changed since it was listed is brought after.
@@ -319,15 +405,37 @@ class Changes(Naming):
                 )
                 cached |= moved.keys()
                 if not may_delete:
+                    await self._expect(copies)
                     # Where deleting is not allowed at all, nothing has been done yet.
-                    marker = copies.sources.get(copies.old)
-                    await self._store.delete(copies.old, marker.etag if marker else None)
+                    copies.check()
+                    await copies.delete_marker()
                     may_delete = True
                 elif self._is_settled(copies, held):
                     self._mover.move_directory(copies, uncached)
+                    switched()
                     if self._late is not None:
                         self._late.renamed_below(copies.old)
                     return
+
+    async def _expect(self, copies: Copies) -> None:
+        """Have no late request undo what an earlier process had copied without an answer.
+
+        Raises:
+            StoreError: one may have undone what was to be copied.
+        """
+        if self._late is None:
+            return
+        for entry in self._late:
+            if entry.key.startswith(copies.old) and isinstance(entry.expected, ObjectInfo):
+                source = copies.sources.get(entry.key)
+                if source is None or source.etag != entry.expected.etag:
+                    self._refuse_undone(entry.key)
+            made = copies.made.get(copies.old + entry.key.removeprefix(copies.new))
+            if made is None or made.key != entry.key or entry.is_known:
+                continue
+            found = await self._store.head(entry.key)
+            if found.etag == made.etag:
+                self._found_done(entry.key, found)
 
     def _is_settled(self, copies: Copies, held: set[StagedFile]) -> bool:
         """Whether nothing below a prefix has changed since it was copied."""
@@ -335,16 +443,6 @@ class Changes(Naming):
         return below <= held and not self._directories.local.has_changed(
             copies.old, copies.listed_at
         )
-
-
-def _new_meta(entry: ObjectInfo, described: Deferred | None) -> Meta | None:
-    """The attributes of a copy of an object where they were changed and not sent yet."""
-    if described is None:
-        return None
-    if described.info.etag == entry.etag:
-        return described.meta
-    logger.warning("%s was replaced: its attributes are given up", entry.key)
-    return None
 
 
 def _etag_under(
@@ -358,6 +456,10 @@ def _etag_under(
         # What somebody else has put there meanwhile is for the upload to find.
         return copied[1].etag if copied[0].etag == staged.etag else staged.etag
     return _known_etag(rival, target)
+
+
+def _undone(key: str) -> StoreError:
+    return StoreError(f"{key} may have been undone by a late request, and is put back soon")
 
 
 def _known_etag(rival: StagedFile | None, target: ObjectInfo | Absent) -> str | None:

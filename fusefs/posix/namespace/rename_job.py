@@ -1,6 +1,7 @@
 """Renames of directories: copies, then deletes, on record from the first to the last.
 
-    DIRECTORY/NUMBER.json    from where to where, of which bucket, and how far it is
+    DIRECTORY/NUMBER.json       from where to where, of which bucket, and how far it is
+    DIRECTORY/NUMBER.touched    what was changed meanwhile (touched_keys.py)
 
 - *copying*: the new prefix gets everything. If that fails, the copies are
   removed (*undoing*) and the rename has not taken place.
@@ -10,23 +11,26 @@ At every moment each file is there under its old or its new name. A record that
 no request waits for is finished by the process that finds it: a daemon that gets
 the request again that the last one died over, or, after a crash of the machine,
 the next mount. Then what is copied is not copied again (prefix_copy.py),
-and what came into being under the old name after all had been copied stays.
+and what came into being under either name meanwhile stays: what this mount has
+changed is on record, and `until_ns` is when the youngest of what may be deleted
+was made, by the bucket's clock.
 """
 
 from __future__ import annotations
 
-import enum
 import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import trio
 
 from fusefs.linux import files
-from fusefs.posix.namespace.prefix_copy import Copies, IsDated, delete_all
+from fusefs.posix.namespace.prefix_copy import Copies, IsDated
+from fusefs.posix.namespace.touched_keys import Phase, Touched, TouchedKeys
 from fusefs.store.errors import StoreError
 from fusefs.store.interface import Store
 
@@ -38,17 +42,18 @@ RETRY_S = 5.0
 IDLE_S = 60.0
 
 
-class Phase(enum.StrEnum):
-    COPYING = "copying"
-    UNDOING = "undoing"
-    DELETING = "deleting"
+# Has this mount go along with a rename of which everything is copied; calls what is
+# given with it in the same step of the loop.
+Switch = Callable[[Copies, Callable[[], None]], Awaitable[None]]
+TOUCHED = ".touched"
 
 
 class Renaming:
     """One rename on record. `since_ns` is when it began; its task holds `lock`.
 
     `has_replaced` says that there was a directory of the new name, an empty
-    one; `is_ours` that this process began it.
+    one; `is_ours` that this process began it. `until_ns` as in the record; None where
+    an earlier version has written it.
     """
 
     def __init__(
@@ -60,21 +65,27 @@ class Renaming:
         phase: Phase = Phase.COPYING,
         has_replaced: bool,
         is_ours: bool,
+        until_ns: int | None = None,
     ) -> None:
         self.path = path
         self.old = old
         self.new = new
-        self.phase = phase
+        self.touched = Touched(path.with_suffix(TOUCHED), old, new, phase)
         self.has_replaced = has_replaced
         self.is_ours = is_ours
+        self.until_ns = until_ns
+        # Whether the record of its phase is safe against a power cut.
+        self.is_safe = not is_ours
         self.lock = trio.Lock()
         self.copies: Copies | None = None
         self.deleted = 0
-        # Some of the old objects could not be deleted yet.
-        self.has_left_some = False
         # Why it could not be finished at the last try.
-        self.error: StoreError | None = None
+        self.error: StoreError | OSError | None = None
         self._began = time.monotonic()
+
+    @property
+    def phase(self) -> Phase:
+        return self.touched.phase
 
     @property
     def since_ns(self) -> int:
@@ -118,7 +129,8 @@ class Renames:
     """The renames of one mount's directories. Belongs to the event loop.
 
     `source` says which bucket the mount is of and `prefix` what of it; `empty`
-    and `is_dated` are for `Copies`. `switch` is called when everything is
+    and `is_dated` are for `Copies`. `touched` gets to know what is renamed; changes
+    through `store` are not noted there. `switch` is called when everything is
     copied: it has this mount's nodes go along. `ended` is called for what another
     process had begun.
     """
@@ -126,15 +138,17 @@ class Renames:
     def __init__(
         self,
         store: Store,
+        touched: TouchedKeys,
         directory: Path,
         source: str,
         prefix: str,
         empty: int,
         is_dated: IsDated,
-        switch: Callable[[Copies], Awaitable[None]],
+        switch: Switch,
         ended: Callable[[str, str], None],
     ) -> None:
         self._store = store
+        self._touched = touched
         self._directory = directory
         self._source = source
         self._empty = empty
@@ -147,6 +161,9 @@ class Renames:
     def _load(self, prefix: str) -> list[Renaming]:
         """What earlier processes have left unfinished."""
         self._directory.mkdir(mode=0o700, exist_ok=True)
+        for path in self._directory.glob(f"*{TOUCHED}"):
+            if not path.with_suffix(".json").exists():
+                path.unlink()  # its rename was just finished
         found = []
         for path in sorted(self._directory.glob("*.json")):
             try:
@@ -159,6 +176,7 @@ class Renames:
                     phase=Phase(record["phase"]),
                     has_replaced=record["has_replaced"],
                     is_ours=False,
+                    until_ns=record.get("until_ns"),
                 )
                 is_here = renaming.old.startswith(prefix) and renaming.new.startswith(prefix)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -166,6 +184,7 @@ class Renames:
                 continue
             if source == self._source and is_here:
                 found.append(renaming)
+                self._touched.add(renaming.touched)
             else:
                 logger.warning("%s: a rename of %s is not finished", path, source)
         return found
@@ -199,10 +218,12 @@ class Renames:
         """Have no unfinished rename at, above or below these prefixes.
 
         Raises:
-            StoreError: one can't be finished now.
+            StoreError, OSError: one can't be finished now.
         """
         while (renaming := self._overlapping(*prefixes)) is not None:
             await self.finish(renaming)
+            if renaming in self._unfinished and renaming.error is not None:
+                raise renaming.error
 
     def _overlapping(self, *prefixes: str) -> Renaming | None:
         return next(
@@ -218,6 +239,7 @@ class Renames:
         path = self._directory / f"{time.time_ns()}.json"
         renaming = Renaming(path, old, new, has_replaced=has_replaced, is_ours=True)
         self._unfinished.append(renaming)
+        self._touched.add(renaming.touched)
         self._is_wanted.set()  # `run` waits longer where there is nothing
         # `run` would take it for one that no request waits for.
         async with renaming.lock:
@@ -236,7 +258,7 @@ class Renames:
         all: those that could not be deleted yet are deleted later (`run`).
 
         Raises:
-            StoreError: it has not taken place. If this process has begun
+            StoreError, OSError: it has not taken place. If this process has begun
                 it, it is undone; else it stays on record.
         """
         async with renaming.lock:
@@ -244,60 +266,90 @@ class Renames:
                 if renaming.phase == Phase.COPYING:
                     await self._copy(renaming)
                 if renaming.phase == Phase.UNDOING:
-                    await self._undo(renaming)
+                    await self._undo(renaming, is_known=True)
                 else:
                     await self._delete(renaming)
             return renaming.phase == Phase.DELETING
 
     def _copies(self, renaming: Renaming) -> Copies:
-        return Copies(self._store, renaming.old, renaming.new, self._empty, self._is_dated)
+        return Copies(
+            self._store,
+            renaming.touched,
+            self._empty,
+            self._is_dated,
+            is_strict=renaming.is_ours,
+        )
 
     async def _copy(self, renaming: Renaming) -> None:
-        copies = renaming.copies = self._copies(renaming)
+        listed, copies = None, renaming.copies
+        if copies is None:
+            copies = self._copies(renaming)
+            # What an earlier process has copied it has no list of.
+            listed = None if renaming.is_ours else await copies.recall()
+            renaming.copies = copies
         try:
-            await copies.bring(None if renaming.is_ours else await copies.recall())
-            await self._switch(copies)
-        except StoreError:
+            await copies.bring(listed)
+            await self._switch(copies, partial(self._switched, renaming, copies))
+        except (StoreError, OSError):
             # What another process may have deleted from cannot be taken back.
             if renaming.is_ours:
-                await self._record(renaming, Phase.UNDOING)
-                await self._undo(renaming)
+                renaming.until_ns = copies.newest_copy_ns()
+                await self._record_undoing(renaming)
+                await self._undo(renaming, is_known=False)
             raise
-        await self._record(renaming, Phase.DELETING)
 
-    async def _undo(self, renaming: Renaming) -> None:
+    def _switched(self, renaming: Renaming, copies: Copies) -> None:
+        """The rename takes place in this very step: what comes next is changed under the new name.
+
+        That is on record before any of it can be acknowledged, and safe against a
+        power cut before anything is deleted.
+        """
+        renaming.until_ns = copies.newest_source_ns()
+        renaming.touched.phase = Phase.DELETING
+        renaming.is_safe = False
+        try:
+            files.replace(renaming.path, self._as_json(renaming))
+        except OSError as error:
+            logger.error("%s still says that it is being copied: %s", renaming.path, error)
+
+    async def _record_undoing(self, renaming: Renaming) -> None:
+        try:
+            await self._record(renaming, Phase.UNDOING)
+        except OSError as error:
+            logger.error("%s does not say that it is being undone: %s", renaming.path, error)
+
+    async def _undo(self, renaming: Renaming, *, is_known: bool) -> None:
         copies = renaming.copies
         if copies is None:
-            copies = renaming.copies = self._copies(renaming)
-            await copies.recall()
+            copies = self._copies(renaming)
+            await copies.recall_made(renaming.until_ns)
+            renaming.copies = copies
         try:
             with trio.CancelScope(shield=True):
-                await copies.undo(keep=renaming.new if renaming.has_replaced else "")
-        except StoreError as error:
+                keep = renaming.new if renaming.has_replaced else ""
+                await copies.undo(keep=keep, is_known=is_known)
+        except (StoreError, OSError) as error:
             logger.warning("copies are left below %s, and removed later: %s", renaming.new, error)
             renaming.error = error
             return
         self._end(renaming)
 
     async def _delete(self, renaming: Renaming) -> None:
-        copies = renaming.copies
-        kept: set[str] = set()
-        if copies is None or renaming.has_left_some:
-            copies = renaming.copies = self._copies(renaming)
-            # What has no copy came into being since.
-            kept = {info.key for info in await copies.recall()} - copies.sources.keys()
-            copies.total = len(copies.sources)
-
         def note(count: int) -> None:
             renaming.deleted += count
 
         try:
-            known = {key: source.etag for key, source in copies.sources.items()}
-            await delete_all(self._store, known, note)
-            await delete_all(self._store, dict.fromkeys(copies.folders() - kept))
-        except StoreError as error:
+            if not renaming.is_safe:
+                await self._record(renaming, Phase.DELETING)
+                renaming.is_safe = True
+            if renaming.copies is None:
+                copies = self._copies(renaming)
+                await copies.recall_sources(renaming.until_ns)
+                renaming.copies = copies
+            await renaming.copies.delete_sources(note)
+        except (StoreError, OSError) as error:
             logger.warning("objects are left below %s, and removed later: %s", renaming.old, error)
-            renaming.has_left_some, renaming.error = True, error
+            renaming.error = error
             return
         self._end(renaming)
 
@@ -317,7 +369,7 @@ class Renames:
         )
         try:
             await self.finish(renaming)
-        except StoreError as error:
+        except (StoreError, OSError) as error:
             logger.warning("the rename of %s to %s waits: %s", renaming.old, renaming.new, error)
             renaming.error = error
 
@@ -325,7 +377,7 @@ class Renames:
 
     async def _record(self, renaming: Renaming, phase: Phase) -> None:
         """Put on record how far a rename is, safe against a power cut."""
-        renaming.phase = phase
+        renaming.touched.phase = phase
         with trio.CancelScope(shield=True):
             await trio.to_thread.run_sync(self._write, renaming.path, self._as_json(renaming))
 
@@ -341,11 +393,14 @@ class Renames:
                 "new": renaming.new,
                 "phase": str(renaming.phase),
                 "has_replaced": renaming.has_replaced,
+                "until_ns": renaming.until_ns,
             }
         )
 
     def _end(self, renaming: Renaming) -> None:
         self._unfinished.remove(renaming)
+        self._touched.remove(renaming.touched)
         renaming.path.unlink(missing_ok=True)
+        renaming.touched.end()
         if not renaming.is_ours:
             self._ended(renaming.old, renaming.new)

@@ -369,6 +369,23 @@ class StagedFile:
         mtime_ns = os.fstat(self.fd).st_mtime_ns
         return Meta(meta.mode, meta.uid, meta.gid, mtime_ns, meta.xattrs, other)
 
+    def attributes_alone(self) -> tuple[int, int] | None:
+        """Whether the object lacks attributes that were changed, whatever becomes of the content.
+
+        The object's size in bytes, and the time in ns that it is to have; None if it lacks none.
+        """
+        info = self.inode.info
+        if not self.is_meta_dirty or info is None or not self.etag or self.etag != info.etag:
+            return None
+        return info.size, self.object_time(info)
+
+    def object_time(self, info: ObjectInfo) -> int:
+        """The time that the object is to have if the content does not replace it."""
+        if not self.is_content_dirty:
+            return os.fstat(self.fd).st_mtime_ns
+        known = self.before.mtime_ns if self.before is not None else None
+        return info.mtime_ns if known is None else known  # a copy has a time of its own
+
     def touch(self) -> None:
         """The content has changed."""
         if not self.is_dirty:

@@ -277,11 +277,18 @@ class InodeTable:
             if lead is None or lead.info is None or inode.info is None:
                 continue
             inode.is_removed = True
-            if inode.is_open and not self._ids_are_inos:
-                inode.ino = stable_ino(f"{lead.info.key}\0{lead.nodeid}")
-                self._log.node(inode)
+            if inode.is_open:
+                self.renumber(inode)
             if inode is not lead:
                 self._notifier.invalidate_attributes(inode.nodeid)
+
+    def renumber(self, inode: Inode) -> None:
+        """Give a file whose name is gone, and that is open, a number of its own."""
+        lead = inode.lead or inode
+        if not self._ids_are_inos and lead.info is not None:
+            inode.ino = stable_ino(f"{lead.info.key}\0{lead.nodeid}")
+            inode.packed = None
+            self._log.node(inode)
 
     def entries_changed(self, directory: Inode) -> None:
         """This mount has changed which names a directory has: that is its time from now on."""

@@ -223,7 +223,8 @@ class Opener:
             return True
         # The first bytes of a large file also show that the version is the current one.
         needed = info.size if info.size <= SMALL else 1
-        if needed == 1 and file.present.covers(0, BLOCK):
+        is_proof = self._fetcher.proves_versions and not file.present.covers(0, BLOCK)
+        if needed == 1 and not is_proof:
             await self._ask_again(inode)
             return False
         try:
@@ -363,6 +364,11 @@ class Redirects:
     def recall(self, inode: Inode, program: int) -> None:
         """Take up an answer of an earlier process of this mount."""
         self._pending[_opener(inode, program)] = inode.nodeid
+
+    def write_all(self, log: NodeLog) -> None:
+        """Write them to a new log."""
+        for (_, _, program), nodeid in self._pending.items():
+            log.stale(nodeid, program, is_pending=True)
 
     def looked_up(self, parent_id: int, name: str, program: int) -> None:
         """Note a lookup: this process has a name to go by."""

@@ -33,6 +33,7 @@ class Backlog:
     def __init__(self, staging: Staging, flusher: Flusher) -> None:
         self._staging = staging
         self._may_be_written = flusher.may_be_written
+        self._is_given_up = flusher.is_given_up
         self._uploads = flusher.uploads
         self._deferred = flusher.deferred
         self._removals = flusher.removals
@@ -67,6 +68,8 @@ class Backlog:
         self._deferred.hurry(key)
         self._removals.hurry(key)
         for staged in self.files(key):
+            if self._is_given_up(staged):
+                continue
             staged.error = None
             self._uploads.start(staged).hurry.set()
 
@@ -114,5 +117,5 @@ class Backlog:
             else:
                 await ACTIVITY.pause(RETRY_S)
             for staged in self._staging.pending:
-                if not self._may_be_written(staged.inode):
+                if not self._may_be_written(staged.inode) and not self._is_given_up(staged):
                     self._uploads.start(staged)

@@ -30,7 +30,9 @@ from fusefs.posix.write import staged_sums
 from fusefs.posix.write.exclusive import ExclusiveCreates
 from fusefs.posix.write.sparse_edit import Editor
 from fusefs.posix.write.uploader import Uploads
+from fusefs.store.fencing import ChangeToken
 from fusefs.store.interface import ObjectInfo
+from fusefs.telemetry.stalls import unattended
 
 logger = logging.getLogger("fusefs.writing")
 
@@ -54,6 +56,7 @@ class Flusher:
         self._store = state.store
         self._staging = writing.staging
         self._nursery = writing.nursery
+        self._late = writing.late
         self._inodes = state.inodes
         self._handles = state.handles
         self._rules = writing.rules
@@ -65,6 +68,7 @@ class Flusher:
             self._landed,
             self._kept_apart,
             self._set_aside,
+            self._found_done,
             fails_on_conflict=self._rules.fails_on_conflict,
             sends_ahead=not self._rules.is_local,
         )
@@ -74,9 +78,11 @@ class Flusher:
         self.deferred = DeferredAttributes(
             writing.nursery,
             AttributeLog(writing.staging.directory),
+            state.store,
             self._describe,
             self._attributes_landed,
             self._attributes_lost,
+            self._is_uncertain,
         )
         self.removals = removals
         removals.landed = self._removed
@@ -106,13 +112,27 @@ class Flusher:
         # A killed program's request is soon cancelled, and the answer is needed then.
         with trio.CancelScope(shield=True):
             was_killed = await self._state.notifier.was_killed(pid)
-        staged.stopped_writing(was_killed=was_killed)
+        self._stopped_writing(staged, was_killed=was_killed)
         if was_killed:
             logger.info("the process %d was killed while it rewrote %s", pid, staged.key)
         elif staged.is_dirty and staged.inode.staged is staged:
             answer = self._flush(handle, staged)
             if answer is not None:
                 await answer
+
+    def _stopped_writing(self, staged: StagedFile, *, was_killed: bool) -> None:
+        """Note that a program has, for the next process as well, which sees its RELEASE alone."""
+        state = staged.state
+        staged.stopped_writing(was_killed=was_killed)
+        if staged.state is not state and staged.inode.staged is staged:
+            self._note_state(staged)
+
+    def _note_state(self, staged: StagedFile) -> None:
+        """Put on record whether a file is to be uploaded, if the disk takes it."""
+        try:
+            self._staging.record(staged)
+        except OSError as error:
+            logger.warning("the record of %s is an old one: %s", staged.key, error.strerror)
 
     def _flush(self, handle: FileHandle, staged: StagedFile) -> Answer[None]:
         if not staged.is_content_dirty:
@@ -122,6 +142,10 @@ class Flusher:
         wait_s = handle.flushed_at + self._rules.flush_interval_s - now
         if wait_s > 0 and not self._rules.is_local:
             self.uploads.start(staged, wait_s)
+            try:
+                self._staging.close(staged)
+            except OSError as error:  # its upload is on its way in any case
+                logger.warning("the record of %s is an old one: %s", staged.key, error.strerror)
             return None
         handle.flushed_at = now
         return waiting(self.upload(staged, is_closing=True))
@@ -143,6 +167,10 @@ class Flusher:
         is_known = staged.is_closed or self.uploads.is_under_way(staged)
         return staged.is_content_dirty and not is_known
 
+    def is_given_up(self, staged: StagedFile) -> bool:
+        """Whether a killed program alone has written to a file, which is about to be undone."""
+        return staged.state is FileState.ABANDONED and not self.may_be_written(staged.inode)
+
     async def _undo(self, staged: StagedFile) -> None:
         """Let the object stay as it is, and forget what a killed program wrote."""
         inode = staged.inode
@@ -159,7 +187,7 @@ class Flusher:
                 self._keep_attributes(staged, inode.info)
             # As with a file that is removed: programs that have it open read what was written.
             staged.state = FileState.UNLINKED
-            self._staging.record(staged)
+            self._note_state(staged)
             if inode.is_current:
                 assert inode.parent is not None
                 self._inodes.supersede(inode)
@@ -170,9 +198,8 @@ class Flusher:
 
     def _keep_attributes(self, staged: StagedFile, info: ObjectInfo) -> None:
         """Modes, owners and attributes that were set are not what a killed program wrote."""
-        mtime_ns = staged.before.mtime_ns if staged.before is not None else None
         try:
-            self.deferred.put(info, staged.meta.changed(mtime_ns=mtime_ns))
+            self.deferred.put(info, staged.meta.changed(mtime_ns=staged.object_time(info)))
         except OSError as error:
             logger.error("the attributes of %s are lost: %s", staged.key, error.strerror)
 
@@ -239,16 +266,29 @@ class Flusher:
         self._settle(staged)
         return True
 
-    async def _describe(self, info: ObjectInfo, meta: Meta) -> ObjectInfo:
+    async def _describe(self, info: ObjectInfo, meta: Meta, token: ChangeToken) -> ObjectInfo:
         """Send the attributes of an object.
 
         Raises:
-            StoreError: it could not be done, or there is no such version any more.
+            StoreError: it could not be done.
+            NotFoundError, StaleVersionError: there is no such version any more.
         """
         own = self.uploads.own.get(info)
         return await self._store.copy(
-            own or info.version, info.key, metadata=meta.as_metadata(), is_own=own is not None
+            own or info.version,
+            info.key,
+            metadata=meta.as_metadata(),
+            token=token,
+            is_own=own is not None,
         )
+
+    def _found_done(self, info: ObjectInfo) -> None:
+        """An upload of an earlier process has come to pass: no late request is to undo it."""
+        if self._late is not None:
+            self._late.found_done(info.key, info)
+
+    def _is_uncertain(self, key: str) -> bool:
+        return self._late is not None and self._late.get(key) is not None
 
     async def _attributes_landed(self, old: ObjectInfo, new: ObjectInfo) -> None:
         """A version's object has other attributes, and is another version for that."""
@@ -262,7 +302,7 @@ class Flusher:
         if inode is not None:
             if inode.staged is not None and inode.staged.etag == old.etag:
                 inode.staged.etag = new.etag
-                self._staging.record(inode.staged)
+                self._note_state(inode.staged)
             self._has(inode, new)
             return
         known = self._directories.lookup_now(self._directories.get(prefix), name)
@@ -364,7 +404,10 @@ class Flusher:
         if staged is None or self.may_be_written(inode):
             return
         if not staged.is_dirty:
-            self._settle(staged)
+            if staged.lock.locked():
+                self._nursery.start_soon(self._released_later, staged)
+            else:
+                self._settle(staged)
             return
         if staged.state is FileState.ABANDONED and self._can_be_undone(staged):
             self._nursery.start_soon(self._undo, staged)
@@ -376,6 +419,14 @@ class Flusher:
         attempt = self.uploads.start(staged, LATER_S if self._rules.is_local else 0.0)
         if not self._rules.is_local:
             attempt.hurry.set()  # it may be waiting for the flush interval to pass
+
+    async def _released_later(self, staged: StagedFile) -> None:
+        """As `released`, once a removal or a rename that holds the file has ended."""
+        with unattended():
+            async with self.uploads.locked(staged):
+                pass
+        if staged.inode.staged is staged:
+            self.released(staged.inode)
 
     def list_staged(self, inode: Inode) -> None:
         """Have listings show a staged file."""

@@ -10,11 +10,15 @@ is, and the log says where.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
 import stat
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from fusefs.linux.files import try_lock
 from fusefs.posix.directory.segment import ABSENT
@@ -22,8 +26,9 @@ from fusefs.posix.metadata import attribute_log, object_metadata
 from fusefs.posix.metadata.object_metadata import Meta
 from fusefs.posix.namespace import removals
 from fusefs.posix.nodes import names
-from fusefs.posix.nodes.inode import FileState, Inode
-from fusefs.posix.write.staging_record import load, on_record
+from fusefs.posix.nodes.inode import FileState, Inode, StagedFile
+from fusefs.posix.write.staging import SOURCE
+from fusefs.posix.write.staging_record import load, on_record, write
 from fusefs.posix.write.writer import Writer
 from fusefs.store.interface import ObjectInfo
 
@@ -50,8 +55,8 @@ def _adopt_directory(writer: Writer, directory: Path) -> int:
         count = 0
         for path in on_record(directory):
             count += adopt_file(writer, path)
-        adopt_attributes(writer, directory)
-        (directory / attribute_log.NAME).unlink(missing_ok=True)
+        if adopt_attributes(writer, directory):
+            (directory / attribute_log.NAME).unlink(missing_ok=True)
         if writer.may_delete and adopt_removals(writer, directory):
             (directory / removals.NAME).unlink(missing_ok=True)
         _remove(directory)
@@ -60,12 +65,30 @@ def _adopt_directory(writer: Writer, directory: Path) -> int:
         os.close(fd)
 
 
-def adopt_attributes(writer: Writer, directory: Path) -> None:
-    """Take up the attributes that an earlier process was to send. Blocks."""
-    default = Meta(stat.S_IFREG | 0o644, os.geteuid(), os.getegid())
-    for record in attribute_log.load(directory):
-        if record.info.key.startswith(writer.inodes.prefix):
-            writer.deferred.adopt(record, object_metadata.read(record.metadata, default))
+def adopt_attributes(writer: Writer, directory: Path) -> bool:
+    """Take up the attributes that an earlier process was to send. Blocks.
+
+    False if some of them are on record in `directory` alone: those of another prefix,
+    and all of them where the disk is full.
+    """
+    default = _default()
+    is_on_record = directory == writer.staging.directory
+    records = attribute_log.load(directory)
+    ours = [record for record in records if record.info.key.startswith(writer.inodes.prefix)]
+    try:
+        writer.deferred.adopt(
+            [(record, object_metadata.read(record.metadata, default)) for record in ours],
+            is_on_record=is_on_record,
+        )
+    except OSError as error:
+        logger.warning("%s has attributes for a later mount: %s", directory, error.strerror)
+        return False
+    if len(ours) == len(records):
+        return True
+    if ours and not is_on_record:
+        others = [record for record in records if record not in ours]
+        attribute_log.AttributeLog(directory).rewrite(others)
+    return False
 
 
 def adopt_removals(writer: Writer, directory: Path) -> bool:
@@ -79,7 +102,9 @@ def adopt_removals(writer: Writer, directory: Path) -> bool:
             writer.removals.adopt(key, etag, removed_ns, is_on_record=is_on_record)
             writer.deferred.drop(key)
             prefix = key[: key.rfind("/") + 1]
-            writer.directories.changed(prefix, key[len(prefix) :], ABSENT)
+            name = key[len(prefix) :]
+            if writer.directories.local.get(prefix, name) is None:  # else it was made anew
+                writer.directories.changed(prefix, name, ABSENT)
     except OSError as error:
         logger.warning("%s has removals for a later mount: %s", directory, error.strerror)
         return False
@@ -91,6 +116,8 @@ def restore(writer: Writer, inode: Inode) -> None:
     staged = writer.staging.restore(inode)
     if staged is None:
         return
+    if not staged.is_unlinked and _was_replaced(writer, inode):
+        writer.staging.unlink(staged)
     if staged.is_unlinked:
         if inode.is_current:
             writer.inodes.supersede(inode)
@@ -103,18 +130,41 @@ def restore(writer: Writer, inode: Inode) -> None:
             writer.exclusive.watch(staged)
 
 
-def let_go_unlinked(writer: Writer) -> None:
-    """Forget what an earlier process had unlinked, and no program has open."""
+def _was_replaced(writer: Writer, inode: Inode) -> bool:
+    """Whether a rename that was under way has given a node's name to another staged file."""
+    siblings = inode.parent.children if inode.parent is not None else None
+    now = (siblings or {}).get(inode.name)
+    if now is None or now is inode:
+        return False
+    return (writer.staging.directory / str(now.nodeid)).exists()
+
+
+def let_go(writer: Writer) -> None:
+    """Forget what an earlier process had unlinked, or a killed program had written, and no
+    program has open.
+    """
     for staged in writer.staging:
         if staged.is_unlinked and not staged.inode.served:
             staged.inode.meta = staged.described()
             writer.staging.release(staged)
+        elif staged.state is FileState.ABANDONED:
+            writer.flusher.released(staged.inode)
 
 
 def _is_ours(directory: Path, source: str) -> bool:
     try:
-        found = (directory / "source").read_text(errors="replace")
+        found = (directory / SOURCE).read_text(errors="replace")
     except FileNotFoundError:
+        # Earlier versions removed the file at the end of a mount also where something was left.
+        if remaining := sorted(os.listdir(directory)):
+            logger.error(
+                "%s has %s, which no mount sends: its file %s is gone, which named the bucket. "
+                "If that was this one, write it anew with the text %r, and mount again",
+                directory,
+                remaining,
+                SOURCE,
+                source,
+            )
         return False
     if found != source:
         logger.warning("%s has files that wait to be uploaded to %s", directory, found)
@@ -123,21 +173,24 @@ def _is_ours(directory: Path, source: str) -> bool:
 
 def _remove(directory: Path) -> None:
     """Remove a staging directory unless something is left in it."""
-    remaining = [path for path in directory.iterdir() if path.name != "source"]
+    remaining = {path.name for path in directory.iterdir()} - {SOURCE}
     if remaining:
-        if removals.NAME in {path.name for path in remaining}:
+        if removals.NAME in remaining:
             logger.warning("%s has removals for a mount that may delete", directory)
+        elif attribute_log.NAME in remaining:
+            logger.warning("%s has attributes for another mount of the bucket", directory)
         else:
-            logger.warning("%s keeps files that were never closed; remove it at will", directory)
+            logger.warning("%s keeps files: %s", directory, sorted(remaining))
         return
-    (directory / "source").unlink()
+    (directory / SOURCE).unlink()
     directory.rmdir()
 
 
 def adopt_file(writer: Writer, path: Path, *, may_be_open: bool = True) -> bool:
     """Stage a file of another node again, if it is to be uploaded; tell whether.
 
-    What was not closed is kept, unless no program can have it open.
+    What was not closed is kept, unless no program can have it open; so is what this mount
+    has no name for.
     """
     loaded = load(path)
     if loaded is None:
@@ -146,10 +199,13 @@ def adopt_file(writer: Writer, path: Path, *, may_be_open: bool = True) -> bool:
     fd, record = loaded
     inode = None
     if record["is_closed"] and not record["is_unlinked"]:
+        younger = _younger(writer, record["key"])
+        if younger is not None:
+            _give_way(writer, path, fd, record, younger)
+            return False
         inode = _node(writer, record["key"], record["etag"], os.fstat(fd))
     if inode is not None:
-        # Under both names at first: a second adoption does no harm, none would.
-        os.link(path, writer.staging.directory / str(inode.nodeid))
+        _link(path, writer.staging.directory / str(inode.nodeid))
         staged = writer.staging.take_up(inode, fd, record)
         staged.state = FileState.LEFTOVER
         writer.staging.record(staged)
@@ -157,21 +213,97 @@ def adopt_file(writer: Writer, path: Path, *, may_be_open: bool = True) -> bool:
         writer.uploads.start(staged)
         logger.info("%s was left by an earlier mount, and is uploaded now", record["key"])
     else:
+        status = os.fstat(fd)
         os.close(fd)
-        writer.uploads.abort_later(record["key"], record["upload"], record["begun_ns"])
-        if (
-            not record["is_unlinked"]
-            and not record["uploaded"]
-            and (record["is_closed"] or may_be_open)
-        ):
+        stamp = status.st_size, status.st_mtime_ns
+        has_all = record["uploaded"] is not None and tuple(record["uploaded"]) == stamp
+        if not has_all and record["is_closed"] and not record["is_unlinked"]:
+            logger.warning("%s waits in %s for a mount that has the name", record["key"], path)
             return False
-    path.with_suffix(".json").unlink(missing_ok=True)
-    path.unlink()
+        writer.uploads.abort_later(record["key"], record["upload"], record["begun_ns"])
+        if not has_all and not record["is_unlinked"] and may_be_open:
+            _adopt_attributes_of(writer, path, record, is_kept=True)
+            return False
+        if not _adopt_attributes_of(writer, path, record, is_kept=False):
+            return False
+    _unlink(path)
     return inode is not None
 
 
+def _adopt_attributes_of(
+    writer: Writer, path: Path, record: dict[str, Any], *, is_kept: bool
+) -> bool:
+    """Take up attributes that were changed of an object while a program had it open for writing.
+
+    With `is_kept` its record stays, and tells of them no more. False if they are on record
+    there alone: those of another prefix, and all where the disk is full.
+    """
+    if not record.get("attributes") or record["is_unlinked"] or record["is_closed"]:
+        return True
+    key = record["key"]
+    if not key.startswith(writer.inodes.prefix):
+        return False
+    size, mtime_ns = record["attributes"]
+    meta = object_metadata.read(record["metadata"], _default()).changed(mtime_ns=mtime_ns)
+    info = ObjectInfo(key, size, record["etag"], mtime_ns)
+    try:
+        if _younger(writer, key) is None:
+            recorded = attribute_log.Recorded(info, meta.as_metadata())
+            writer.deferred.adopt([(recorded, meta)], is_on_record=False)
+        if is_kept:
+            write(str(path), json.dumps(record | {"attributes": None}).encode())
+    except OSError as error:
+        logger.warning("%s has attributes for a later mount: %s", path, error.strerror)
+        return False
+    return True
+
+
+def _default() -> Meta:
+    """The attributes of a file whose object has none."""
+    return Meta(stat.S_IFREG | 0o644, os.geteuid(), os.getegid())
+
+
+def _link(path: Path, new: Path) -> None:
+    """Have a staged file under both names until it is taken up, its record before it.
+
+    Killed in between, the next process finds the same file twice (`_give_way`).
+    """
+    with contextlib.suppress(FileNotFoundError):
+        os.link(path.with_suffix(".json"), new.with_suffix(".json"))
+    os.link(path, new)
+
+
+def _unlink(path: Path) -> None:
+    path.with_suffix(".json").unlink(missing_ok=True)
+    path.unlink()
+
+
+def _younger(writer: Writer, key: str) -> StagedFile | None:
+    """What is staged under a key already: the youngest is taken up first."""
+    parent = writer.inodes.at(key[: key.rfind("/") + 1])
+    inode = (parent.children or {}).get(key[key.rfind("/") + 1 :]) if parent is not None else None
+    is_it = inode is not None and inode.info is not None and inode.info.key == key
+    return inode.staged if inode is not None and is_it else None
+
+
+def _give_way(
+    writer: Writer, path: Path, fd: int, record: Mapping[str, Any], younger: StagedFile
+) -> None:
+    """Leave a file's name to what was written to it later."""
+    is_same = os.path.samestat(os.fstat(fd), os.fstat(younger.fd))
+    os.close(fd)
+    if is_same:  # and taken up by a process that was killed before it had ended that
+        _unlink(path)
+        return
+    writer.uploads.abort_later(record["key"], record["upload"], record["begun_ns"])
+    kept = path.with_name(f"replaced-{path.name}")
+    path.rename(kept)
+    path.with_suffix(".json").unlink(missing_ok=True)
+    logger.warning("%s was written anew: what it was before is in %s", record["key"], kept)
+
+
 def _node(writer: Writer, key: str, etag: str | None, status: os.stat_result) -> Inode | None:
-    """A new node for a file under its name; None if there is none, or a younger one."""
+    """A new node for a file under its name; None if it has none on this mount."""
     inodes = writer.inodes
     if not key.startswith(inodes.prefix):
         return None
@@ -188,10 +320,6 @@ def _node(writer: Writer, key: str, etag: str | None, status: os.stat_result) ->
             return None
         writer.directories.changed(prefix, part, None)
         inodes.count(parent, time.monotonic())
-    assert parent.children is not None
-    known = parent.children.get(name)
-    if known is not None and known.staged is not None:
-        return None
     info = ObjectInfo(key, status.st_size, etag or "", status.st_mtime_ns)
     inode = inodes.create(parent, name, info, key)
     inodes.count(inode, time.monotonic())

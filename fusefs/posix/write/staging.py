@@ -43,6 +43,8 @@ logger = logging.getLogger("fusefs.staging")
 
 # What S3 takes as one object.
 LARGEST = 5 << 40
+# The file that names the bucket.
+SOURCE = "source"
 
 
 class NamesOnDisk:
@@ -84,7 +86,7 @@ class Staging:
         self._limit = limit
         self._files: dict[int, StagedFile] = {}
         self.charged = 0
-        source_file = directory / "source"
+        source_file = directory / SOURCE
         if not source_file.exists() or source_file.read_bytes() != source.encode():
             source_file.write_text(source)  # else it is there, also when the disk is full
         # Held as long as a process looks after the directory.
@@ -126,10 +128,12 @@ class Staging:
         base: Base | None = None,
         *,
         is_exclusive: bool = False,
+        is_unlinked: bool = False,
     ) -> StagedFile:
         """Let a node's content be what was prepared; takes the descriptor and the base's pin.
 
-        With `is_exclusive` the bucket is to decide that it is new.
+        With `is_exclusive` the bucket is to decide that it is new; with `is_unlinked` its name
+        is gone already.
 
         Raises:
             OSError: the disk does not take it.
@@ -137,6 +141,8 @@ class Staging:
         staged = StagedFile(inode, self._path(inode), fd, meta, etag)
         staged.base = base
         staged.exclusive = self._mark(inode) if is_exclusive else None
+        if is_unlinked:
+            staged.state = FileState.UNLINKED
         staged.charged = staged.free = staged.size()
         try:
             self.record(staged)
@@ -199,6 +205,25 @@ class Staging:
         """Put on record that a program relies on the file."""
         staged.close()
         self.record(staged)
+
+    def unlink(self, staged: StagedFile) -> None:
+        """Put on record that a file's name is gone: no process uploads it any more.
+
+        On a full disk it is without a record then: programs that have it open lose its content
+        with this process.
+
+        Raises:
+            OSError: the disk fails.
+        """
+        staged.state = FileState.UNLINKED
+        try:
+            self.record(staged)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            logger.warning("the record of %s is removed: %s", staged.path, error.strerror)
+            staging_record.remove(staged.fd, staged.path)
+            staged.has_record_file, staged.recorded = False, b""
 
     async def make_safe(self, staged: StagedFile) -> None:
         """Have a file survive a power cut, as fsync on a local disk does; also records `close`.
@@ -277,6 +302,8 @@ class Staging:
             staged.state = FileState.UNLINKED
         elif record["is_closed"]:
             staged.state = FileState.LEFTOVER if record["is_leftover"] else FileState.CLOSED
+        elif record.get("is_abandoned"):
+            staged.state = FileState.ABANDONED
         staged.is_meta_dirty = record["is_meta_dirty"]
         staged.sum = staged_sums.recall(fd)
         staged.is_rewrite = record["etag"] is not None
@@ -326,10 +353,17 @@ class Staging:
                 os.unlink(f"{staged.path}.json")
 
     def remove_if_empty(self) -> None:
-        """The mount has ended: remove the directory unless something is left in it."""
-        if not self._files:
-            (self.directory / "source").unlink(missing_ok=True)
-            try:
-                self.directory.rmdir()
-            except OSError as error:
-                logger.warning("%s is kept: %s", self.directory, error.strerror)
+        """The mount has ended: remove the directory unless something is left in it.
+
+        That may be removals or attributes alone. By `source` the next mount finds them.
+        """
+        if self._files:
+            return
+        try:
+            if remaining := sorted(set(os.listdir(self.directory)) - {SOURCE}):
+                logger.warning("%s is kept for the next mount: %s", self.directory, remaining)
+                return
+            (self.directory / SOURCE).unlink(missing_ok=True)
+            self.directory.rmdir()
+        except OSError as error:
+            logger.warning("%s is kept: %s", self.directory, error.strerror)

@@ -13,6 +13,7 @@ file. Where there is one, it counts.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -22,6 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import trio
+
 from fusefs.posix.metadata.object_metadata import Meta
 from fusefs.posix.nodes.inode import FileState, StagedFile
 
@@ -30,6 +33,8 @@ logger = logging.getLogger("fusefs.staging")
 # A change is known by a file's size and time from an earlier one only if the
 # clock that the file system reads has moved on; it ticks every 10 ms at least.
 TICK_NS = 20_000_000
+# The clock that file systems read, by its number in <linux/time.h>.
+CLOCK_REALTIME_COARSE = 5
 # Short as the name is, it fits with its value into the inode of ext4.
 ATTRIBUTE = "user.fusefs"
 # What a file system with blocks of 4 KiB takes beside other attributes, in bytes.
@@ -40,8 +45,6 @@ UNDECIDED = "*"
 _BRIEF = struct.Struct("<HIIQQ")
 # In the mode, where set-id bits would be: mode, owner or times are not in the bucket yet.
 _META_DIRTY = 0o2000
-# The states that a brief record stands for.
-_BRIEF_STATES = (FileState.OPEN, FileState.ABANDONED)
 
 
 def in_attribute(staged: StagedFile) -> bytes | None:
@@ -59,7 +62,7 @@ def brief(staged: StagedFile) -> bytes | None:
     """The record of a file of which there is not much to say; None for others."""
     meta = staged.meta
     if (
-        staged.state not in _BRIEF_STATES
+        staged.state is not FileState.OPEN
         or staged.base is not None
         or staged.begun_ns is not None
         or staged.upload is not None
@@ -67,6 +70,7 @@ def brief(staged: StagedFile) -> bytes | None:
         or meta.xattrs
         or meta.other
         or meta.mtime_ns is not None
+        or staged.attributes_alone() is not None
     ):
         return None
     size, mtime_ns = _clean_stamp(staged) or (0, 0)
@@ -98,9 +102,16 @@ def _attribute_of(fd: int) -> dict[str, Any] | None:
         "metadata": Meta(mode & ~_META_DIRTY, uid, gid).as_metadata(),
         "is_meta_dirty": bool(mode & _META_DIRTY),
         "uploaded": (size, mtime_ns) if mtime_ns else None,
-        **dict.fromkeys(("is_unlinked", "is_closed", "is_leftover"), False),
-        **dict.fromkeys(("begun_ns", "base", "upload")),
+        **dict.fromkeys(("is_unlinked", "is_closed", "is_leftover", "is_abandoned"), False),
+        **dict.fromkeys(("begun_ns", "base", "upload", "attributes")),
     }
+
+
+def may_tell_uploaded(record: bytes) -> bool:
+    """Whether a content may be the bucket's by a record; one that is not known may tell that."""
+    if record.startswith(b"{") or not record:
+        return b'"uploaded": null' not in record
+    return bool(_BRIEF.unpack_from(record)[-1])
 
 
 def _clean_stamp(staged: StagedFile) -> tuple[int, int] | None:
@@ -125,6 +136,8 @@ def full(staged: StagedFile) -> bytes:
             "is_meta_dirty": staged.is_meta_dirty,
             "is_closed": staged.is_closed,
             "is_leftover": staged.is_leftover,
+            "attributes": staged.attributes_alone(),
+            "is_abandoned": staged.state is FileState.ABANDONED,
             "uploaded": _clean_stamp(staged),
             "begun_ns": staged.begun_ns,
             "base": (*base.version, base.size) if base is not None else None,
@@ -160,9 +173,43 @@ def write(path: str, record: bytes, *, is_safe: bool = False) -> None:
     os.rename(unfinished, path + ".json")
 
 
-def on_record(directory: Path) -> set[Path]:
-    """The contents in a staging directory that may be on record, or whose records are there."""
-    return {path.with_suffix("") for path in directory.iterdir() if path.stem.isdecimal()}
+def remove(fd: int, path: str) -> None:
+    """Have a content without a record, which is of no meaning. Takes no room on the disk.
+
+    Raises:
+        OSError: the disk fails.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(f"{path}.json")
+    try:
+        os.removexattr(fd, ATTRIBUTE)
+    except OSError as error:
+        if error.errno not in (errno.ENODATA, errno.EOPNOTSUPP):
+            raise
+
+
+def on_record(directory: Path) -> list[Path]:
+    """The contents in a staging directory that may be on record, or whose records are there.
+
+    The last that was recorded comes first: of two with one name it has replaced the other.
+    """
+    changed_ns: dict[Path, int] = {}
+    for entry in os.scandir(directory):
+        content = Path(entry.path).with_suffix("")
+        if content.name.isdecimal():
+            changed_ns[content] = max(changed_ns.get(content, 0), entry.stat().st_ctime_ns)
+    return sorted(changed_ns, key=changed_ns.__getitem__, reverse=True)
+
+
+async def until_later(staged: StagedFile) -> None:
+    """Wait until what is put on record shows as later than a file's record, for a tick at most."""
+    last_ns = os.fstat(staged.fd).st_ctime_ns
+    with contextlib.suppress(FileNotFoundError):
+        last_ns = max(last_ns, os.stat(f"{staged.path}.json").st_ctime_ns)
+    for _ in range(TICK_NS // 1_000_000):
+        if time.clock_gettime_ns(CLOCK_REALTIME_COARSE) > last_ns:
+            return
+        await trio.sleep(0.001)
 
 
 def load(path: Path) -> tuple[int, dict[str, Any]] | None:

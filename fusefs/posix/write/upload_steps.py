@@ -10,7 +10,6 @@ are copied on the server.
 from __future__ import annotations
 
 import logging
-import mimetypes
 import os
 import time
 from collections.abc import Callable
@@ -375,5 +374,7 @@ def _is_content_of(info: ObjectInfo, staged: StagedFile) -> bool:
 
 def content_type(key: str) -> str | None:
     """What a browser would take an object for, by its name."""
+    import mimetypes  # it reads the system's tables, too: the first upload's time, not a start's
+
     name = key.rpartition("/")[2]
     return mimetypes.guess_type(name)[0] if "." in name else None

@@ -77,7 +77,8 @@ class Uploads:
 
     `landed` is called with what the bucket has of a file, `kept_apart` with what it was
     kept as because somebody else's object (or nothing) is under its key.
-    `set_aside` is called with an edited file whose rest is lost.
+    `set_aside` is called with an edited file whose rest is lost, and `found_done` with an
+    object that an earlier process has made of a file.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Uploads:
         landed: Callable[[StagedFile, ObjectInfo], None],
         kept_apart: Callable[[StagedFile, ObjectInfo, ObjectInfo | None], None],
         set_aside: Callable[[StagedFile, ObjectInfo | None], None],
+        found_done: Callable[[ObjectInfo], None],
         *,
         fails_on_conflict: bool,
         sends_ahead: bool,
@@ -101,6 +103,7 @@ class Uploads:
         self._landed = landed
         self._kept_apart = kept_apart
         self._set_aside = set_aside
+        self._found_done = found_done
         self._sends_ahead = sends_ahead
         self._attempts: dict[StagedFile, UploadAttempt] = {}
         self._aheads: dict[StagedFile, Ahead] = {}
@@ -290,6 +293,7 @@ class Uploads:
             theirs, info = await self._sender.keep_apart(staged)
             self._note_uploaded(staged, info, described)
             if theirs is info:
+                self._found_done(info)
                 self._landed(staged, info)
                 return
             self._kept_apart(staged, info, theirs)

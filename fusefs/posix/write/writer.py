@@ -13,6 +13,8 @@ import logging
 import os
 import stat
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from weakref import WeakValueDictionary
 
 import trio
@@ -33,6 +35,7 @@ from fusefs.posix.write.backlog import Backlog
 from fusefs.posix.write.exclusive import is_undecided
 from fusefs.posix.write.flush import WRITING, DiskAhead, Flusher
 from fusefs.posix.write.sparse_edit import Editor
+from fusefs.posix.write.staging_record import may_tell_uploaded
 from fusefs.posix.write.upload_steps import CREATED_BY, IN_PARTS, content_type
 from fusefs.store.errors import ConflictError, NotFoundError, StaleVersionError
 from fusefs.store.interface import IF_ABSENT, Condition, ObjectInfo
@@ -243,30 +246,51 @@ class Writer:
                 return staged
 
     async def _begin(self, inode: Inode, keep: int | None) -> None:
-        self._check_mode(inode)
+        was_current = inode.is_current
+        self._check_node(inode, was_current=was_current)
         # Held, and so kept in the table, by whoever is in here.
         lock = self._preparing.setdefault(inode.nodeid, trio.Lock())
         async with lock:
             if inode.staged is None:
-                await self._stage_content(inode, keep)
+                await self._stage_content(inode, keep, was_current=was_current)
 
-    def _check_mode(self, inode: Inode) -> None:
-        """Have a node that the kernel reads by itself be followed by a new one."""
+    @asynccontextmanager
+    async def not_staged(self, inode: Inode | None) -> AsyncIterator[None]:
+        """Have a node's file not be staged meanwhile; what is staged already stays.
+
+        An open for writing waits, and then is one of what the node stands for by then.
+        """
+        if inode is None:
+            yield
+            return
+        async with self._preparing.setdefault(inode.nodeid, trio.Lock()):
+            yield
+
+    def _check_node(self, inode: Inode, *, was_current: bool) -> None:
+        """Have a node that the kernel reads by itself be followed by a new one.
+
+        A node that was its name's at first, and has been followed by another one, is not written
+        to: the two would be uploaded under one key. One whose name was removed here may be.
+        """
         if inode.passthrough:
             self.inodes.supersede(inode)
             raise OSError(errno.ESTALE, "the node is open for passthrough")
+        if was_current and not inode.is_current and not inode.is_removed:
+            raise OSError(errno.ESTALE, "the name stands for something else now")
 
-    async def _stage_content(self, inode: Inode, keep: int | None) -> None:
+    async def _stage_content(self, inode: Inode, keep: int | None, *, was_current: bool) -> None:
         assert inode.info is not None
         async with self.deferred.taken(inode.info.key) as described:
-            staged = await self._staged_content(inode, keep)
+            staged = await self._staged_content(inode, keep, was_current=was_current)
             staged.before = described.meta if described is not None else inode.meta
             if described is not None:
                 staged.meta = described.meta.changed(mtime_ns=None)
                 staged.touch_meta()
                 self.staging.record(staged)
 
-    async def _staged_content(self, inode: Inode, keep: int | None) -> StagedFile:
+    async def _staged_content(
+        self, inode: Inode, keep: int | None, *, was_current: bool
+    ) -> StagedFile:
         assert inode.info is not None
         info = inode.info
         wanted = info.size if keep is None else min(keep, info.size)
@@ -278,7 +302,7 @@ class Writer:
                 os.ftruncate(fd, wanted)
                 # Of a large object the first bytes, which show that it is still there.
                 await self.editor.fill(base, fd, 0, wanted if wanted <= IN_PARTS else 1)
-                self._check_mode(inode)
+                self._check_node(inode, was_current=was_current)
             except BaseException:
                 os.close(fd)
                 raise
@@ -292,6 +316,8 @@ class Writer:
                 meta.changed(mtime_ns=None),
                 inode.info.etag,
                 base if base.lacks(0, wanted) else None,
+                # It may have been, or replaced, while its content was on its way.
+                is_unlinked=inode.is_removed,
             )
         except (StaleVersionError, NotFoundError):
             self._state.mark_stale(inode)
@@ -302,7 +328,10 @@ class Writer:
         if keep is None:
             staged.uploaded = staged.changes
         staged.is_rewrite = bool(staged.etag)
-        self.flusher.list_staged(inode)
+        if staged.is_unlinked:
+            self.inodes.renumber(inode)
+        else:
+            self.flusher.list_staged(inode)
         return staged
 
     # Changing
@@ -426,6 +455,9 @@ class Writer:
         staged = inode.staged
         if staged is not None:
             if meta.mtime_ns is not None:
+                if staged.is_content_dirty and may_tell_uploaded(staged.recorded):
+                    # With this time it could be taken for what was uploaded before.
+                    self.staging.record(staged)
                 os.utime(staged.fd, ns=(meta.mtime_ns, meta.mtime_ns))
             staged.meta = meta.changed(mtime_ns=None)
             staged.touch_meta()

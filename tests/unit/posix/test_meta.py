@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+from urllib.parse import quote
 
 import pytest
 from hypothesis import given
@@ -93,10 +94,18 @@ def test_a_file_is_a_file_or_a_link_whatever_its_mode_says(
         ("", None),
         ("nan", None),
         ("9" * 40, None),
+        ("--" + "9" * 30, None),
+        ("5.-5", None),
+        ("1_000", None),
     ],
 )
 def test_a_time_is_seconds_with_or_without_a_fraction(text: str, mtime_ns: int | None) -> None:
     assert object_metadata.read({"mtime": text}, FILE).mtime_ns == mtime_ns
+
+
+@pytest.mark.parametrize("text", ['{"user.\\ud800": "QQ=="}', '[[1, "QQ=="]]', "7", "null"])
+def test_extended_attributes_that_make_no_sense_are_none(text: str) -> None:
+    assert object_metadata.read({"xattr": quote(text)}, FILE).xattrs == ()
 
 
 def test_times_that_will_be_wrong_are_not_kept() -> None:

@@ -1,4 +1,4 @@
-"""Attributes that are changed through a handle which reads what its name no longer has."""
+"""Files that are open, or are just being opened, while their name gets something else."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import errno
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
+import trio
 
 from fusefs.posix.namespace.mutations import Mutations
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.types import NewAttributes
+from fusefs.store.interface import ObjectVersion
 from tests.support.semantics import states
 from tests.support.survival.mortal_mount import MortalMount, Process
 
@@ -234,3 +237,105 @@ async def test_all_nodes_of_a_removed_file_show_the_same(mount: MortalMount, end
         assert {shown(process, one)[1] for one in again} == {0o640}
         assert {shown(process, one)[4] for one in again} == {0}
     assert mount.store.contents() == ({"file": b"another file"} if end == "replaced" else {})
+
+
+def slow_download(
+    mount: MortalMount, monkeypatch: pytest.MonkeyPatch
+) -> tuple[trio.Event, trio.Event]:
+    """Set when the bytes of a download have come, and what it goes on at."""
+    come, goes_on = trio.Event(), trio.Event()
+    download = mount.store.download
+
+    async def slowly(version: ObjectVersion, *arguments: Any, **options: Any) -> None:
+        await download(version, *arguments, **options)
+        come.set()
+        await goes_on.wait()
+
+    monkeypatch.setattr(mount.store, "download", slowly)
+    return come, goes_on
+
+
+@pytest.mark.parametrize("call", ["open", "truncate"])
+@pytest.mark.parametrize("end", ["unlinked", "replaced"])
+async def test_what_is_removed_while_it_is_opened_to_be_written_stays_so(
+    mount: MortalMount, monkeypatch: pytest.MonkeyPatch, call: str, end: str
+) -> None:
+    mount.store.put("tmp", b"another file")
+    come, goes_on = slow_download(mount, monkeypatch)
+    handles: list[int] = []
+
+    async def change_file() -> None:
+        if call == "open":
+            handles.append(await process.open("file", os.O_RDWR))
+        else:
+            inode = await process.node("file")
+            await mutations(process).setattr(inode.nodeid, NewAttributes(size=2))
+
+    async with mount.serving() as process:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(change_file)
+            await come.wait()
+            if end == "unlinked":
+                await process.unlink("file")
+            else:
+                await process.rename("tmp", "file")
+            left = mount.store.contents()
+            goes_on.set()
+        for fh in handles:
+            await process.write(fh, 0, b"C")
+    async with mount.serving() as process:
+        for fh in handles:
+            assert await process.read(fh) == b"Content"
+            await process.close(fh)
+        assert await process.listing() == list(left)
+    assert mount.store.contents() == left
+
+
+async def test_what_somebody_else_has_replaced_while_it_is_opened_to_be_written_is_opened_anew(
+    mount: MortalMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    come, goes_on = slow_download(mount, monkeypatch)
+
+    async def open_file() -> None:
+        with pytest.raises(OSError, match="something else now") as caught:
+            await process.open("file", os.O_RDWR)
+        assert caught.value.errno == errno.ESTALE
+
+    async with mount.serving() as process, trio.open_nursery() as nursery:
+        nursery.start_soon(open_file)
+        await come.wait()
+        inode = await process.node("file")
+        mount.store.put("file", b"theirs")
+        process.operations.inodes.supersede(inode)
+        goes_on.set()
+    assert mount.store.contents()["file"] == b"theirs"
+
+
+@pytest.mark.parametrize("at", [("COPY", "new"), ("DELETE", "file")])
+async def test_what_is_opened_to_be_written_while_it_is_renamed_is_written_under_the_new_name(
+    mount: MortalMount, at: tuple[str, str]
+) -> None:
+    is_there, go_on = trio.Event(), trio.Event()
+
+    async def pause() -> None:
+        if mount.store.requests[-1] == at:
+            is_there.set()
+            await go_on.wait()
+
+    mount.store.pause = pause
+
+    async def save() -> None:
+        fh = await process.open("file", os.O_WRONLY | os.O_TRUNC)
+        await process.write(fh, 0, b"written")
+        await process.close(fh)
+
+    async with mount.serving() as process:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(process.rename, "file", "new")
+            await is_there.wait()
+            nursery.start_soon(save)
+            await trio.testing.wait_all_tasks_blocked()
+            go_on.set()
+        assert await process.load("new") == b"written"
+        assert await process.listing() == ["new"]
+    assert mount.store.contents() == {"new": b"written"}

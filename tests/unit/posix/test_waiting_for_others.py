@@ -17,6 +17,7 @@ from fusefs.posix.metadata.deferred_attributes import DeferredAttributes
 from fusefs.posix.metadata.object_metadata import Meta
 from fusefs.posix.namespace.removals import MANY, Removals
 from fusefs.store.errors import StoreError
+from fusefs.store.fencing import ChangeToken
 from fusefs.store.interface import DeleteFailure, ObjectInfo
 from fusefs.telemetry.stalls import CAUSES, STALLS, WaitCause, served, stage
 from tests.support.memory_store import MemoryStore
@@ -151,7 +152,7 @@ async def test_a_removal_that_failed_is_waited_for_by_itself(tmp_path: Path) -> 
 async def deferred(held: Held, directory: Path) -> AsyncIterator[DeferredAttributes]:
     """With attributes of the object `file` on their way into the bucket."""
 
-    async def copy(info: ObjectInfo, _meta: Meta) -> ObjectInfo:
+    async def copy(info: ObjectInfo, _meta: Meta, _token: ChangeToken) -> ObjectInfo:
         await held.pass_by()
         return info
 
@@ -160,7 +161,13 @@ async def deferred(held: Held, directory: Path) -> AsyncIterator[DeferredAttribu
 
     async with trio.open_nursery() as nursery:
         made = DeferredAttributes(
-            nursery, AttributeLog(directory), copy, landed, lambda _info: None
+            nursery,
+            AttributeLog(directory),
+            MemoryStore(),
+            copy,
+            landed,
+            lambda _info: None,
+            lambda _key: False,
         )
         with served():  # as the request that changes them, which does not wait
             made.put(ObjectInfo("file", 7, '"1"', 0), Meta(0o600, 0, 0))

@@ -11,7 +11,7 @@ import trio
 import trio.testing
 
 from fusefs.posix.types import NewAttributes
-from fusefs.posix.write import backlog
+from fusefs.posix.write import backlog, recovery
 from fusefs.store.errors import StoreError
 from tests.support.survival.mortal_mount import MortalMount
 from tests.support.waiting import eventually
@@ -64,6 +64,22 @@ async def test_the_last_close_does_not_wait_for_the_flush_interval(tmp_path: Pat
         await process.write(fh, 3, b" two")
         landed = landing(mount, "log", b"one two")
         await process.close(fh)
+        await eventually(landed.is_set)
+
+
+async def test_what_waits_for_the_flush_interval_is_uploaded_by_the_next_mount(
+    tmp_path: Path,
+) -> None:
+    mount = MortalMount(tmp_path)
+    async with mount.serving(flush_interval_s=1000.0) as process:
+        fh = await process.create("log", b"one")
+        await process.writer.flusher.flush(fh)
+        await process.write(fh, 3, b" two")
+        assert process.writer.flusher.flush(fh) is None  # a child that was forked has ended
+    mount.reboot()
+    async with mount.serving() as process:
+        landed = landing(mount, "log", b"one two")
+        recovery.adopt(process.writer)
         await eventually(landed.is_set)
 
 

@@ -17,6 +17,7 @@ import trio
 import trio.testing
 
 from fusefs.posix.namespace.rename_job import Renames
+from fusefs.posix.types import NewAttributes
 from fusefs.posix.write import backlog, flush
 from tests.support.survival.fate import Fate, fate_of_records
 from tests.support.survival.mortal_mount import DiedError, MortalMount, Process
@@ -166,3 +167,43 @@ async def test_a_rename_that_is_just_being_recorded_is_left_to_its_caller(
                 await trio.sleep(0.001)
         nursery.cancel_scope.cancel()
     assert list((tmp_path / "renames").iterdir()) == []
+
+
+@pytest.mark.parametrize("daemons", [1, 2])
+async def test_a_content_with_the_size_and_time_of_an_uploaded_one_is_uploaded_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, daemons: int
+) -> None:
+    """The process dies when the file has that time, and before anything else is done."""
+    mount, time_ns = MortalMount(tmp_path / "mount"), 10**18 + 7
+    utime = os.utime
+
+    async def set_time(process: Process) -> None:
+        assert process.operations.mutations is not None
+        inode = await process.node("file")
+        await answered(
+            process.operations.mutations.setattr(inode.nodeid, NewAttributes(mtime_ns=time_ns))
+        )
+
+    def die(fd: int, *, ns: tuple[int, int]) -> None:
+        utime(fd, ns=ns)
+        raise DiedError
+
+    async with mount.serving() as process:
+        fh = await process.create("file", b"first")
+        await set_time(process)
+        await answered(process.writer.flusher.fsync(fh))
+    try:
+        async with mount.serving() as process:
+            await process.write(fh, 0, b"again")
+            if daemons == 1:
+                monkeypatch.setattr(os, "utime", die)
+                await set_time(process)
+        async with mount.serving() as process:
+            monkeypatch.setattr(os, "utime", die)
+            await set_time(process)
+    except* DiedError:
+        pass
+    monkeypatch.setattr(os, "utime", utime)
+    async with mount.serving() as process:
+        await process.close(fh)
+    assert mount.store.contents() == {"file": b"again"}

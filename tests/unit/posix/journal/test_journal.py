@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import random
@@ -243,6 +244,89 @@ def test_a_resumed_log_goes_on_behind_its_last_good_record(
         resumed.close(remove=True)
 
 
+def no_room(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_log_goes_on_where_the_disk_is_full_by_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = filled(tmp_path / "journal")
+    monkeypatch.setattr(os, "posix_fallocate", no_room)
+    resumed, state = Journal.resume(tmp_path / "journal")
+    tell(resumed, state, ("count", 1, 7))
+    assert state.nodes.keys() == whole.nodes.keys()
+    assert replay(tmp_path / "journal").state == state
+    resumed.close(remove=True)
+
+
+def test_a_log_that_can_not_be_rewritten_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = filled(tmp_path / "journal")
+    log, _ = Journal.resume(tmp_path / "journal")
+    monkeypatch.setattr(os, "posix_fallocate", no_room)
+    log.begin_compaction()
+    log.table(90, 90, 1)
+    log.finish_compaction()
+    assert replay(tmp_path / "journal").state.nodes == whole.nodes
+    assert os.listdir(tmp_path) == ["journal"]
+    log.close(remove=True)
+
+
+# --- two mounts at one mountpoint -----------------------------------------------------
+
+
+def two_mounts(directory: Path) -> tuple[Journal, Journal]:
+    """The log of a mount that was detached, and that of the next one."""
+    old, young = (Journal(*journal.names(directory, number)) for number in (41, 52))
+    old.table(3, 1, 1)
+    young.table(7, 1, 2)
+    return old, young
+
+
+def mounts_found(directory: Path) -> list[int]:
+    """When what is found as 41, 52 and without a number was mounted."""
+    paths = [journal.find(directory, number)[0] for number in (41, 52, 0)]
+    return [replay(path).state.mounted_ns for path in paths]
+
+
+def test_each_mount_of_a_mountpoint_has_its_log(tmp_path: Path) -> None:
+    old, young = two_mounts(tmp_path)
+    assert mounts_found(tmp_path) == [1, 2, 2]
+    for log, mounted_ns in ((old, 1), (young, 2)):
+        log.begin_compaction()
+        log.table(9, 9, mounted_ns)
+        log.finish_compaction()
+    assert mounts_found(tmp_path) == [1, 2, 2]
+    assert sorted(os.listdir(tmp_path)) == ["journal", "journal.41", "journal.52"]
+    young.close(remove=False)
+    old.close(remove=True)
+    assert sorted(os.listdir(tmp_path)) == ["journal", "journal.52"]
+    resumed, _ = Journal.resume(*journal.find(tmp_path, 52))
+    resumed.close(remove=True)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_log_that_an_earlier_version_has_rewritten_is_found(tmp_path: Path) -> None:
+    """It knows the plain name alone."""
+    log = Journal(*journal.names(tmp_path, 52))
+    log.table(7, 1, 2)
+    log.close(remove=False)
+    earlier, _ = Journal.resume(tmp_path / "journal")
+    earlier.begin_compaction()
+    earlier.table(80, 1, 2)
+    earlier.finish_compaction()
+    earlier.close(remove=False)
+    found, _ = journal.find(tmp_path, 52)
+    assert replay(found).state.next_id == 80
+
+
+def test_a_log_of_an_earlier_version_is_found(tmp_path: Path) -> None:
+    Journal(tmp_path / "journal").close(remove=False)
+    assert journal.find(tmp_path, 52) == (tmp_path / "journal", None)
+
+
 def test_a_half_written_compaction_is_forgotten(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     whole = filled(path)
@@ -298,4 +382,15 @@ def test_a_full_disk_turns_the_journal_off_with_one_warning(
     assert "taken over" in caplog.text
     assert os.listdir(disk) == []
     assert not log.wants_compaction
+    log.close(remove=True)
+
+
+def test_a_rewrite_without_room_adds_nothing_to_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(tmp_path / "journal")
+    log, _ = Journal.resume(tmp_path / "journal")
+    monkeypatch.setattr(os, "posix_fallocate", no_room)
+    assert not log.begin_compaction()
+    assert not log.is_compacting
     log.close(remove=True)

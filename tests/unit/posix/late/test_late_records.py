@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -11,10 +13,10 @@ import pytest
 
 from fusefs.posix.directory.segment import ABSENT
 from fusefs.posix.late.request_log import PUT, Change
-from fusefs.posix.late.requests import LateRequests, Uncertain
+from fusefs.posix.late.requests import SETTLE_S, LateRequests, Uncertain, boottime
 from fusefs.posix.write import recovery
 from fusefs.store.interface import ObjectInfo
-from tests.support.survival.mortal_mount import MortalMount
+from tests.support.survival.mortal_mount import DiedError, MortalMount, close_all
 
 SOURCE = "aws/bucket"
 
@@ -69,6 +71,50 @@ def test_a_process_that_was_killed_while_it_took_over_loses_nothing(
     content.unlink()
     entry, expected = taken_over(tmp_path / "late" / next_one)
     assert (entry.key, expected) == ("key", b"expected")
+
+
+@pytest.mark.parametrize("next_one", ["2", "3"])
+def test_a_process_that_is_killed_before_it_has_the_record_leaves_the_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, next_one: str
+) -> None:
+    def die(*_: object) -> None:
+        raise DiedError
+
+    left_by_a_mount(tmp_path / "late" / "1")
+    with monkeypatch.context() as patch:
+        patch.setattr(LateRequests, "record", die)
+        with pytest.raises(DiedError):
+            requests_in(tmp_path / "late" / "2")
+    close_all(tmp_path)
+    entry, content = taken_over(tmp_path / "late" / next_one)
+    assert (entry.key, content) == ("key", b"expected")
+    contents = [path for path in tmp_path.rglob("1.*") if path.suffix != ".json"]
+    assert len(contents) == 1
+
+
+@pytest.mark.parametrize("next_one", ["2", "3"])
+def test_a_change_waits_as_long_where_a_second_process_is_killed(
+    tmp_path: Path, next_one: str
+) -> None:
+    """For a request that was under way when the first one was killed."""
+    first = requests_in(tmp_path / "late" / "1")
+    first.log.begin(Change(PUT, "key", ("1.1",)))
+    first.close(remove=False)
+    before = boottime()
+    second, _ = taken_over(tmp_path / "late" / "2")
+    assert second.settled_at >= before + SETTLE_S
+    third, _ = taken_over(tmp_path / "late" / next_one)
+    assert third.settled_at == second.settled_at
+
+
+def test_a_record_of_an_earlier_version_delays_nothing(tmp_path: Path) -> None:
+    left_by_a_mount(tmp_path / "late" / "1")
+    (record,) = (tmp_path / "late" / "1").glob("*.json")
+    plain = json.loads(record.read_text())
+    del plain["settled_at"]
+    record.write_text(json.dumps(plain))
+    entry, content = taken_over(tmp_path / "late" / "2")
+    assert (entry.settled_at, content) == (-math.inf, b"expected")
 
 
 def test_a_record_whose_content_is_gone_ends_no_mount(tmp_path: Path) -> None:

@@ -1,0 +1,86 @@
+"""What a killed process had sent, and the next one finds done: no late request undoes it.
+
+Before that the key was removed, and a DELETE of it has got no answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fusefs.posix.directory.segment import ABSENT
+from fusefs.posix.late.request_log import COPY, DELETE, PUT, Change
+from fusefs.posix.late.requests import LateRequests, Verdict
+from fusefs.posix.write import recovery
+from tests.support.survival.mortal_mount import DiedError, MortalMount
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[MortalMount]:
+    made = MortalMount(tmp_path)
+    yield made
+    if made.late is not None:
+        made.late.close(remove=False)
+
+
+def kill_after(mount: MortalMount, request: str, key: str) -> None:
+    def die(what: str, of: str) -> None:
+        if (what, of) == (request, key):
+            raise DiedError
+
+    mount.store.after = die
+
+
+def make_uncertain(mount: MortalMount, kind: str, key: str) -> LateRequests:
+    """As the next process finds a key whose last change was sent by the killed one."""
+    mount.store.after = lambda _what, _key: None
+    late = mount.late = LateRequests(mount.directory / "late", "test", (3600.0,))
+    late.expect(late.note(Change(DELETE, key)), ABSENT, None)
+    late.note(Change(kind, key, ("token",)))
+    return late
+
+
+def check(late: LateRequests, key: str) -> None:
+    """A late DELETE is repaired."""
+    entry = late.get(key)
+    assert entry is not None
+    assert entry.judge(ABSENT) is Verdict.UNDONE
+
+
+async def test_a_copy_of_a_renamed_directory(mount: MortalMount) -> None:
+    mount.store.put("old/file", b"content")
+    kill_after(mount, "COPY", "new/file")
+    try:
+        async with mount.serving() as process:
+            await process.rename("old", "new")
+    except* DiedError:
+        pass
+    late = make_uncertain(mount, COPY, "new/file")
+    mount.reboot()
+    async with mount.serving() as process:
+        for one in list(process.changes._renames._unfinished):
+            assert await process.changes._renames.finish(one)
+    assert mount.store.count("COPY") == 1
+    assert mount.store.contents() == {"new/file": b"content"}
+    check(late, "new/file")
+
+
+async def test_an_upload(mount: MortalMount) -> None:
+    try:
+        async with mount.serving() as process:
+            fh = await process.create("file", b"content")
+            process.writer.staging.close(next(iter(process.writer.staging)))
+            kill_after(mount, "PUT", "file")
+            await process.close(fh)
+    except* DiedError:
+        pass
+    late = make_uncertain(mount, PUT, "file")
+    mount.reboot()
+    async with mount.serving() as process:
+        assert recovery.adopt(process.writer) == 1
+        for staged in process.writer.staging:
+            await process.writer.uploads.wait(staged)
+    assert mount.store.contents() == {"file": b"content"}
+    check(late, "file")

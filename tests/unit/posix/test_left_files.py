@@ -1,0 +1,230 @@
+"""Closed files that earlier mounts have left: each is taken up once, the last of a name."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from fusefs.posix.nodes.inode import StagedFile
+from fusefs.posix.write import recovery
+from fusefs.posix.write.staging import Staging
+from fusefs.store.errors import StoreError
+from tests.support.survival.mortal_mount import DiedError, MortalMount, Process
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> MortalMount:
+    return MortalMount(tmp_path)
+
+
+def let_upload(mount: MortalMount, *, may: bool) -> None:
+    def before(what: str, _key: str) -> None:
+        if what == "PUT" and not may:
+            raise StoreError("not now")
+
+    mount.store.before = before
+
+
+async def leave(process: Process, path: str, data: bytes) -> None:
+    """A file that is closed, and not in the bucket."""
+    fh = await process.create(path, data)
+    with pytest.raises(OSError, match="not now"):
+        await process.close(fh)
+
+
+async def left_by_a_mount(mount: MortalMount, **files: bytes) -> None:
+    let_upload(mount, may=False)
+    async with mount.serving() as process:
+        for name, data in files.items():
+            await leave(process, name, data)
+    let_upload(mount, may=True)
+    mount.reboot()
+
+
+async def upload_all(process: Process) -> None:
+    for staged in process.writer.staging:
+        await process.writer.uploads.wait(staged)
+
+
+@pytest.mark.parametrize("size", [10, 3000])
+@pytest.mark.parametrize(
+    ("owner", "step"), [(Staging, "take_up"), (Staging, "record"), (Path, "unlink")]
+)
+async def test_a_mount_that_is_killed_while_it_takes_up_a_file_leaves_it_once(
+    mount: MortalMount, monkeypatch: pytest.MonkeyPatch, owner: type, step: str, size: int
+) -> None:
+    """Also where its record is too long for an attribute."""
+
+    def die(*_: object, **__: object) -> None:
+        raise DiedError
+
+    monkeypatch.setattr("fusefs.posix.write.staging_record.LONGEST", 2048 if size == 10 else 0)
+    await left_by_a_mount(mount, file=bytes(size))
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, step, die)
+        try:
+            async with mount.serving() as process:
+                recovery.adopt(process.writer)
+        except* DiedError:
+            pass
+    mount.reboot()
+    async with mount.serving() as process:
+        assert recovery.adopt(process.writer) == 1
+        await upload_all(process)
+        assert mount.store.contents() == {"file": bytes(size)}
+        await process.unlink("file")
+    mount.reboot()
+    async with mount.serving() as process:
+        assert recovery.adopt(process.writer) == 0
+        assert await process.listing() == []
+    own = mount.directory / "staging" / "4"
+    assert [path.name for path in own.parent.rglob("*")] == ["4", "source"]
+
+
+async def test_what_was_written_last_under_a_name_is_taken_up(mount: MortalMount) -> None:
+    await left_by_a_mount(mount, file=b"old")
+    await left_by_a_mount(mount, file=b"new")
+    for _ in range(2):
+        async with mount.serving() as process:
+            recovery.adopt(process.writer)
+            await upload_all(process)
+        mount.reboot()
+        assert mount.store.contents() == {"file": b"new"}
+    (kept,) = mount.directory.glob("staging/*/replaced-*")
+    assert kept.read_bytes() == b"old"
+
+
+async def test_a_mount_of_another_prefix_leaves_them_to_one_of_theirs(
+    mount: MortalMount, caplog: pytest.LogCaptureFixture
+) -> None:
+    mount.store.put("a/")
+    await left_by_a_mount(mount, **{"a/file": b"a", "file": b"b"})
+    mount.prefix = "a/"
+    async with mount.serving() as process:
+        assert recovery.adopt(process.writer) == 1
+        await upload_all(process)
+    assert mount.store.contents() == {"a/file": b"a"}
+    assert "file waits in" in caplog.text
+    mount.prefix = ""
+    mount.reboot()
+    async with mount.serving() as process:
+        assert recovery.adopt(process.writer) == 1
+        await upload_all(process)
+    assert mount.store.contents() == {"a/file": b"a", "file": b"b"}
+
+
+@pytest.mark.parametrize("is_mounted_anew", [True, False])
+@pytest.mark.parametrize("step", [0, 1, 2])
+async def test_a_file_that_is_renamed_over_another_leaves_one_of_both(
+    mount: MortalMount, monkeypatch: pytest.MonkeyPatch, step: int, *, is_mounted_anew: bool
+) -> None:
+    """Neither is in the bucket, and the process is killed before one of them is on record."""
+    record = Staging.record
+    left = step
+
+    def die(staging: Staging, staged: StagedFile) -> None:
+        nonlocal left
+        if not left:
+            raise DiedError
+        left -= 1
+        record(staging, staged)
+
+    let_upload(mount, may=False)
+    try:
+        async with mount.serving() as process:
+            await leave(process, "new", b"new")
+            await leave(process, "file", b"old")
+            monkeypatch.setattr(Staging, "record", die)
+            await process.rename("new", "file")
+            raise DiedError
+    except* DiedError:
+        pass
+    monkeypatch.undo()
+    let_upload(mount, may=True)
+    if is_mounted_anew:
+        mount.reboot()
+    async with mount.serving() as process:
+        if is_mounted_anew:
+            recovery.adopt(process.writer)
+        listed = await process.listing()
+        await upload_all(process)
+        assert await process.listing() == listed
+    contents = mount.store.contents()
+    is_renamed = contents == {"file": b"new"}
+    assert is_renamed or contents == {"file": b"old", "new": b"new"}
+    assert is_renamed or step < 2
+    assert listed == sorted(contents)
+
+
+@pytest.mark.parametrize("is_staged", [True, False])
+async def test_a_full_disk_keeps_no_file_from_being_replaced(
+    mount: MortalMount, monkeypatch: pytest.MonkeyPatch, *, is_staged: bool
+) -> None:
+    record = Staging.record
+
+    def fail(staging: Staging, staged: StagedFile) -> None:
+        if staged.is_unlinked:
+            raise OSError(errno.ENOSPC, "full")
+        record(staging, staged)
+
+    mount.store.put("other", b"other")
+    let_upload(mount, may=False)
+    async with mount.serving() as process:
+        if is_staged:
+            await leave(process, "new", b"other")
+        await leave(process, "file", b"old")
+        with monkeypatch.context() as patch:
+            patch.setattr(Staging, "record", fail)
+            await process.rename("new" if is_staged else "other", "file")
+    let_upload(mount, may=True)
+    mount.reboot()
+    async with mount.serving() as process:
+        recovery.adopt(process.writer)
+        await upload_all(process)
+        assert await process.load("file") == b"other"
+    assert mount.store.contents()["file"] == b"other"
+
+
+def is_full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "full")
+
+
+async def test_a_second_close_takes_place_on_a_full_disk(
+    mount: MortalMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was written is on its way into the bucket."""
+    async with mount.serving(flush_interval_s=60.0) as process:
+        fh = await process.create("file", b"1")
+        answer = process.writer.flusher.flush(fh)
+        assert answer is not None
+        await answer
+        await process.write(fh, 0, b"2")
+        with monkeypatch.context() as context:
+            context.setattr(Staging, "record", is_full)
+            assert process.writer.flusher.flush(fh) is None
+        await process.close(fh)
+        await upload_all(process)
+    assert mount.store.contents() == {"file": b"2"}
+
+
+async def test_a_full_disk_keeps_no_process_from_going_on_after_a_rename(
+    mount: MortalMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one before was killed when it had put the first of two records down."""
+
+    def die(*_: object) -> None:
+        raise DiedError
+
+    try:
+        async with mount.serving(is_local=True) as process:
+            await process.create("old", b"1")
+            await process.create("new", b"2")
+            monkeypatch.setattr(Staging, "unlink", die)
+            await process.rename("old", "new")
+    except* DiedError:
+        monkeypatch.undo()
+    monkeypatch.setattr(Staging, "record", is_full)
+    async with mount.serving(is_local=True) as process:
+        assert await process.listing() == ["new"]
