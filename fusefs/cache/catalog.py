@@ -255,7 +255,7 @@ class Catalog:
         except sqlite3.Error as error:
             logger.info("%s can't be read to its end: %s", path, error)
         self.record(rows)
-        known = {(row.st_ino, row.generation) for row in rows}
+        known = {(_signed(row.st_ino), row.generation) for row in rows}
         with self._transaction():
             self._db.executemany(
                 "INSERT OR IGNORE INTO sums VALUES (?, ?, ?, ?)",
@@ -287,7 +287,7 @@ class Catalog:
             parts = self._db.execute(
                 "SELECT sums FROM sums"
                 " WHERE st_ino = ? AND generation = ? AND part BETWEEN ? AND ?",
-                (st_ino, generation, start // SUMS_PART, (stop - 1) // SUMS_PART),
+                (_signed(st_ino), generation, start // SUMS_PART, (stop - 1) // SUMS_PART),
             ).fetchall()
         sums = [found for (packed,) in parts for found in checksums.unpack(packed)]
         return [found for found in sums if checksums.is_within(found, start, stop)]
@@ -310,9 +310,8 @@ class Catalog:
             updates = []
             for row in rows:
                 crc = self._checksum_of(row, row.ranges, is_synced=True)
-                updates.append(
-                    (self._boot_id, crc, row.name, row.generation, row.st_ino, row.ranges)
-                )
+                file = (row.name, row.generation, _signed(row.st_ino))
+                updates.append((self._boot_id, crc, *file, row.ranges))
             self._db.executemany(
                 "UPDATE files SET is_synced = 1, boot_id = ?, crc = ?"
                 " WHERE name = ? AND generation = ? AND st_ino = ? AND ranges = ?",
@@ -424,12 +423,13 @@ class Catalog:
     def _remove(self, name: str, generation: str, st_ino: int) -> None:
         size = self._db.execute(
             "SELECT bytes FROM files WHERE name = ? AND generation = ? AND st_ino = ?",
-            (name, generation, st_ino),
+            (name, generation, _signed(st_ino)),
         ).fetchone()
         if size is not None:
             self._db.execute("DELETE FROM files WHERE name = ?", (name,))
             self._db.execute(
-                "DELETE FROM sums WHERE st_ino = ? AND generation = ?", (st_ino, generation)
+                "DELETE FROM sums WHERE st_ino = ? AND generation = ?",
+                (_signed(st_ino), generation),
             )
             self._db.execute("UPDATE total SET bytes = bytes - ?", size)
 
@@ -457,7 +457,7 @@ class Catalog:
             (
                 row.name,
                 row.generation,
-                row.st_ino,
+                _signed(row.st_ino),
                 row.size,
                 packed,
                 ranges.total,
@@ -475,13 +475,13 @@ class Catalog:
     def _sums_of(self, row: Row, *, is_new: bool) -> Iterator[tuple[int, str, int, bytes]]:
         if is_new and len(row.sums) == 1:  # a small file
             part = row.sums[0].start // SUMS_PART
-            yield row.st_ino, row.generation, part, checksums.pack(row.sums)
+            yield _signed(row.st_ino), row.generation, part, checksums.pack(row.sums)
             return
         parts: dict[int, list[Sum]] = {}
         for found in row.sums:
             parts.setdefault(found.start // SUMS_PART, []).append(found)
         for part, sums in parts.items():
-            place = (row.st_ino, row.generation, part)
+            place = (_signed(row.st_ino), row.generation, part)
             if not is_new:
                 known = self._db.execute(
                     "SELECT sums FROM sums WHERE st_ino = ? AND generation = ? AND part = ?", place
@@ -571,7 +571,7 @@ def _row(values: tuple[Any, ...], *, is_checked: bool = True) -> Row:
         raise DamagedCatalogError(f"the row of {name!r} does not match its checksum")
     if not isfinite(used_at) or len(ranges) % 16 or RangeMap.unpack(ranges).total != total:
         raise DamagedCatalogError(f"the row of {name!r} is damaged")
-    return Row(name, generation, st_ino, size, ranges, used_at, bool(is_synced))
+    return Row(name, generation, st_ino % (1 << 64), size, ranges, used_at, bool(is_synced))
 
 
 def _checksum(
@@ -583,5 +583,13 @@ def _checksum(
     is_synced: bool,
     boot_id: str,
 ) -> int:
-    fields = f"{name}\0{generation}\0{st_ino}\0{size}\0{int(is_synced)}\0{boot_id}\0"
+    fields = f"{name}\0{generation}\0{_signed(st_ino)}\0{size}\0{int(is_synced)}\0{boot_id}\0"
     return zlib.crc32(ranges, zlib.crc32(fields.encode()))
+
+
+def _signed(st_ino: int) -> int:
+    """An inode number as SQLite keeps it, whose integers have a sign.
+
+    Some file systems number their files by hashes of 64 bits.
+    """
+    return st_ino - (1 << 64) if st_ino >= 1 << 63 else st_ino

@@ -65,6 +65,8 @@ class CatalogWriter:
         self._dirty: dict[str, CacheFile] = {}  # with ranges that the catalog does not have
         self._unsynced: dict[str, CacheFile] = {}
         self._used: dict[str, CacheFile] = {}
+        # Those whose rows are being written, but for those that were forgotten meanwhile.
+        self._recording: set[CacheFile] = set()
         # Rows to be removed or renamed, in this order.
         self._changes: list[Callable[[], object]] = []
         # The names of files that are to be retained, by key of the bucket `identity`.
@@ -76,12 +78,14 @@ class CatalogWriter:
 
     def arrived(self, file: CacheFile) -> None:
         """A file has new ranges."""
-        self._dirty[file.name] = file
-        self._unsynced[file.name] = file
+        if file.is_ours:  # else the name is another file's
+            self._dirty[file.name] = file
+            self._unsynced[file.name] = file
 
     def summed(self, file: CacheFile) -> None:
         """A file has new checksums."""
-        self._dirty[file.name] = file
+        if file.is_ours:
+            self._dirty[file.name] = file
 
     def recovered(self, file: CacheFile) -> None:
         """A file of the catalog may not survive a power cut."""
@@ -96,6 +100,7 @@ class CatalogWriter:
             del self._dirty[file.name]
         if self._unsynced.get(file.name) is file:
             del self._unsynced[file.name]
+        self._recording.discard(file)
         self._quota.uncommitted -= file.unrecorded
 
     def lost(self, file: CacheFile) -> None:
@@ -132,6 +137,7 @@ class CatalogWriter:
             files = [file for file in self._dirty.values() if file.generation and file.is_ours]
             changes, self._changes = self._changes, []
             self._dirty = {}
+            self._recording = set(files)
             rows = [file.row() for file in files]
             counted = [file.present.total for file in files]
             retaining, self._retaining = self._retaining, {}
@@ -148,8 +154,9 @@ class CatalogWriter:
                 return accepted, total, self._catalog.has_changed()
 
             answer = await self.in_catalog(update)
+            known, self._recording = self._recording, set()
             if answer is None:
-                self._dirty = {file.name: file for file in files if file.generation} | self._dirty
+                self._dirty = {file.name: file for file in files if file in known} | self._dirty
                 self._changes = changes + self._changes
                 self._retaining = retaining | self._retaining
                 return
@@ -157,28 +164,46 @@ class CatalogWriter:
             accepted, self._quota.committed, has_changed = answer
             self.has_neighbours = self.has_neighbours or has_changed
             for file, row, is_ours, bytes_now in zip(files, rows, accepted, counted, strict=True):
-                if file.generation != row.generation:
-                    continue  # evicted meanwhile
-                if is_ours:
-                    self._quota.uncommitted -= bytes_now - file.recorded
-                    file.recorded = bytes_now
-                    file.recorded_sums(len(row.sums))
-                else:
-                    file.is_ours = False
+                if file in known and file.generation == row.generation:
+                    self._was_recorded(file, row, bytes_now, is_ours=is_ours)
+                elif is_ours:
+                    # Dropped or evicted meanwhile, and its bytes were taken off then.
+                    remove = partial(self._catalog.remove, row.name, row.generation, row.st_ino)
+                    self._changes.append(remove)
 
-    async def remove(self, name: str, generation: str, st_ino: int) -> None:
-        """Remove a row now, after the pending removals and renames."""
+    def _was_recorded(self, file: CacheFile, row: Row, bytes_now: int, *, is_ours: bool) -> None:
+        """Note that the catalog has a row of a file, or with `is_ours` False has another's."""
+        if file.name != row.name:
+            # Renamed meanwhile. Recorded once more, it turns out whose the row of its name is.
+            self._dirty[file.name] = file
+            rename = partial(self._catalog.rename, row.name, row.generation, row.st_ino, file.name)
+            self._changes.append(rename)
+        elif not is_ours:
+            file.is_ours = False
+        if is_ours:
+            self._quota.uncommitted -= bytes_now - file.recorded
+            file.recorded = bytes_now
+            file.recorded_sums(len(row.sums))
+
+    async def remove(self, name: str, generation: str, st_ino: int, recorded: int) -> None:
+        """Remove a row now, of `recorded` bytes, after the pending removals and renames.
+
+        If the catalog can't be written, it goes with the next batch.
+        """
         async with self._counting:
+            remove = partial(self._catalog.remove, name, generation, st_ino)
             changes, self._changes = self._changes, []
 
             def update() -> int:
                 for change in changes:
                     change()
-                return self._catalog.remove(name, generation, st_ino)
+                return remove()
 
             total = await self.in_catalog(update)
             if total is None:
-                self._changes = changes + self._changes
+                self._changes = [*changes, remove, *self._changes]
+                # Else it would look as if nothing had become free, and all files would go.
+                self._quota.committed -= recorded
             else:
                 self._quota.committed = total
 

@@ -19,7 +19,9 @@ import re
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import trio
 
@@ -28,6 +30,8 @@ from fusefs.cache.integrity.probes import DirectReader
 from fusefs.linux import files
 
 logger = logging.getLogger("fusefs.cache")
+
+T = TypeVar("T")
 
 FORMAT_MARK = b"fusefs cache 1\n"
 _ANY_FORMAT = re.compile(rb"fusefs cache \d+\n")
@@ -51,16 +55,20 @@ class Disk:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Open the folder, or make it."""
+        """Open the folder, or make it.
+
+        The folders in it are made when they are needed: all of them would be most of the time
+        that it takes to open an empty cache.
+        """
         self._folder = folder
-        for index in range(FOLDERS):
-            (folder / f"{index:02x}").mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
 
     def create(self, name: str, size: int) -> tuple[int, str, int]:
         """Create an empty file of a new generation: (descriptor, generation, st_ino)."""
         generation = f"{random.getrandbits(32):08x}"
         path = self._path(name, generation)
-        fd = os.open(path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
+        create = partial(os.open, path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
+        fd = self._with_folder(name, create)
         try:
             fcntl.flock(fd, fcntl.LOCK_SH)
             os.ftruncate(fd, size)
@@ -74,12 +82,13 @@ class Disk:
         """Make a file of this disk a new generation of a name: (generation, st_ino)."""
         generation = f"{random.getrandbits(32):08x}"
         target = self._path(name, generation)
-        os.rename(path, target)
+        self._with_folder(name, partial(os.rename, path, target))
         return generation, os.stat(target).st_ino
 
     def rename(self, name: str, generation: str, new_name: str) -> None:
         """Give a file another name; it keeps its generation."""
-        os.rename(self._path(name, generation), self._path(new_name, generation))
+        paths = self._path(name, generation), self._path(new_name, generation)
+        self._with_folder(new_name, partial(os.rename, *paths))
 
     def open(self, name: str, generation: str, st_ino: int, size: int) -> int:
         """The descriptor of a file, or -1 if there is no such file of that inode and size."""
@@ -149,7 +158,10 @@ class Disk:
 
     def generation_of(self, name: str, st_ino: int) -> str | None:
         """The generation of the file of a name that has this inode."""
-        with os.scandir(self._folder / name[:2]) as entries:
+        with (
+            contextlib.suppress(FileNotFoundError),
+            os.scandir(self._folder / name[:2]) as entries,
+        ):
             for entry in entries:
                 base, _, generation = entry.name.partition(".")
                 if base == name and entry.inode() == st_ino:
@@ -158,8 +170,12 @@ class Disk:
 
     def listed(self, folder: int) -> list[tuple[str, str]]:
         """The (name, generation) of each file in one of the folders."""
-        entries = (entry.partition(".") for entry in os.listdir(self._folder / f"{folder:02x}"))
-        return [(name, generation) for name, _, generation in entries]
+        try:
+            entries = os.listdir(self._folder / f"{folder:02x}")
+        except FileNotFoundError:
+            return []
+        parts = (entry.partition(".") for entry in entries)
+        return [(name, generation) for name, _, generation in parts]
 
     def remove_orphan(
         self, name: str, generation: str, age_s: float, is_known: Callable[[], bool]
@@ -179,6 +195,15 @@ class Disk:
             logger.debug("%s stays: %s", path, error)
         finally:
             os.close(fd)
+
+    def _with_folder(self, name: str, make_file: Callable[[], T]) -> T:
+        """What `make_file` returns, which makes a file of this name; the folder may be missing."""
+        try:
+            return make_file()
+        except FileNotFoundError:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self._folder / name[:2])
+            return make_file()
 
     def _path(self, name: str, generation: str) -> str:
         # By hand: pathlib takes longer than the disk does.

@@ -35,7 +35,7 @@ from fusefs.cache.quota import Quota
 from fusefs.cache.readahead.path_meter import DownloadMeter, PathMeter
 from fusefs.cache.unkept import UnkeptBuffers
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
-from fusefs.store.interface import ObjectVersion, Priority, Store
+from fusefs.store.interface import ObjectVersion, Priority, Source
 from fusefs.telemetry.stalls import WaitCause, Work
 
 # What a random read brings at least: a request costs as much time as this many
@@ -56,8 +56,8 @@ class Download:
     """One range [start, stop) of one file that is being downloaded.
 
     `position` is up to where bytes have arrived; `demanded` counts the readers
-    that wait, `wanted` the prefetches that are interested. What was used since
-    `keep_used_since`, in seconds since the epoch, is not evicted for it. `on_end`
+    that wait, `wanted` the prefetches and jobs that are interested. For jobs what was
+    used since `keep_used_since`, in seconds since the epoch, is not evicted. `on_end`
     is called when it has ended.
     """
 
@@ -87,7 +87,7 @@ class Download:
         self.stop = stop
         self.position = self.waited_to = start
         self.since = time.monotonic()
-        self.keep_used_since = math.inf
+        self.keep_used_since: float | None = None
         self.demanded = 0
         self.wanted = 0
         self.is_done = False
@@ -96,6 +96,23 @@ class Download:
         self.on_end: Callable[[], None] = lambda: None
         self.cancel_scope = trio.CancelScope()
         self._waiters: list[tuple[int, trio.Event]] = []
+
+    def join(self, keep_used_since: float) -> None:
+        """A job wants it as well: what may be evicted for either is evicted for it."""
+        self.keep_used_since = max(keep_used_since, self._kept_since())
+
+    def kept_since(self) -> float:
+        """What was used since this time is not evicted for it, in seconds since the epoch.
+
+        -inf: it is fetched ahead, and has the room that there is for that alone.
+        """
+        return math.inf if self.demanded else self._kept_since()
+
+    def _kept_since(self) -> float:
+        """As `kept_since`, without those that wait for it."""
+        if self.keep_used_since is not None:
+            return self.keep_used_since
+        return -math.inf if self.file.rank is Rank.AHEAD else math.inf
 
     def advance(self, position: int) -> None:
         self.position = position
@@ -175,7 +192,7 @@ class Fetcher:
 
     def __init__(
         self,
-        store: Store,
+        source: Source,
         cache: FileCache,
         evictor: Evictor,
         nursery: trio.Nursery,
@@ -188,11 +205,15 @@ class Fetcher:
         self.most_small = most_small
         self.unkept = UnkeptBuffers(unkept)
         self.disk_latency = DiskLatency()
-        self._store = store
+        self._source = source
         self._cache = cache
         self._evictor = evictor
         self._nursery = nursery
         self._running: set[Download] = set()
+        # Whether what a download brings shows that the version is the current one.
+        self.proves_versions = True
+        # Called with a pinned file and the range of a download that has brought all of it.
+        self.on_fetched: Callable[[CacheFile, int, int], None] = lambda _file, _start, _stop: None
         # What readers have waited for, and so was not fetched ahead of them.
         self.waited_bytes = 0
         # The downloads of each file that has any.
@@ -257,6 +278,8 @@ class Fetcher:
             if download is None:
                 download = self._start(file, missing[0], self._free_until(file, *missing))
                 download.keep_used_since = keep_used_since
+            else:
+                download.join(keep_used_since)
             download.wanted += 1
             try:
                 await download.ended()
@@ -336,7 +359,7 @@ class Fetcher:
             def write(offset: int, chunk: memoryview) -> None:
                 data[offset - start : offset - start + len(chunk)] = chunk
 
-            await self._store.download(version, start, stop, write, in_loop=True)
+            await self._source.download(version, start, stop, write, in_loop=True)
         return data
 
     def describe(self) -> list[str]:
@@ -358,7 +381,7 @@ class Fetcher:
         )
 
     def _start(self, file: CacheFile, start: int, stop: int) -> Download:
-        download = Download(file, start, stop, self._store.hurry)
+        download = Download(file, start, stop, self._source.hurry)
         file.downloads += 1
         self._of.setdefault(file, []).append(download)
         self._cache.pin_again(file)
@@ -380,6 +403,8 @@ class Fetcher:
             if not file.downloads:
                 del self._of[file]
             download.finish(error)
+            if error is None:
+                self.on_fetched(file, download.start, download.stop)
             if download.wanted and file.last_use is None and file.is_complete and file.fd >= 0:
                 self._cache.keep_open(file)
             self._cache.unpin(file)
@@ -421,14 +446,15 @@ class Fetcher:
         return None
 
     async def _reserve(self, download: Download, size: int) -> bool:
-        is_of_job = download.keep_used_since < math.inf  # by a job, not by a guess
-        is_ahead = download.file.rank is Rank.AHEAD and not is_of_job
-        if is_ahead and not download.demanded:
-            if await self._evictor.reserve(size, is_ahead=True):
-                return True
-            if not download.demanded:  # by a reader that came meanwhile
+        since = download.kept_since()
+        while not await self._evictor.reserve(
+            size, keep_used_since=since, is_ahead=since == -math.inf
+        ):
+            refused, since = since, download.kept_since()
+            if since <= refused:
                 return False
-        return await self._evictor.reserve(size, keep_used_since=download.keep_used_since)
+            # A reader or a job has joined it meanwhile, for which more is evicted.
+        return True
 
     async def _stream(self, download: Download, sink: FileSink) -> None:
         file = download.file
@@ -436,7 +462,7 @@ class Fetcher:
             version = file.version
             assert version is not None
             try:
-                await self._store.download(
+                await self._source.download(
                     version,
                     download.position,
                     download.stop,

@@ -190,10 +190,12 @@ class FileCache:
         """Add a user of a file that is at hand."""
         if not file.pins:
             self._order.leave(file)
+            # Readers of a file that was dropped go on; the name may be its successor's by now.
+            if file.is_kept:
+                self._files.setdefault(file.name, file)
         file.pins += 1
         file.used_at = time.time()
         self._catalog_writer.used(file)
-        self._files[file.name] = file
 
     def opened(self, file: CacheFile) -> None:
         """Note that a program opens a pinned file: that is a use of it."""
@@ -374,12 +376,12 @@ class FileCache:
 
         `fd` is open for it, `present` has its ranges of the version, if it does not
         have all, and `crc` is the version's CRC32 if that is known. The caller writes
-        to it no more. Returns False if the version has a file already or the disk
-        fails; the file then stays at `path`.
+        to it no more. Returns False if the version has a file already, or one is being
+        created, or the disk fails; the file then stays at `path`.
         """
         file = self.pin(version)
         try:
-            if file.generation:
+            if file.generation or file.is_opening:
                 return False
             file.become(*self._disk.adopt(file.name, path), b"")
             for start, stop in present or ((0, file.size),):
@@ -475,6 +477,7 @@ class FileCache:
 
     async def learn(self) -> None:
         """Read from the catalog which files other mounts have recorded in this directory."""
+        await self.record()  # it may still have rows of files that were dropped
         rows = await self._catalog_writer.in_catalog(self._catalog.rows)
         others = [row for row in rows or [] if row.name not in self._files]
         known = {row.name: CacheFile.from_row(row) for row in others}
@@ -606,12 +609,13 @@ class FileCache:
         without a place in the order of eviction (`put_back`). Not cancelled halfway.
         """
         self._order.leave(file)
+        if file.is_opening:
+            return -1  # a rename has waited for the eviction before, and goes on next
         let_go = self.on_evict(file)
         generation, st_ino = file.generation, file.st_ino
         size, unread = file.present.total, file.unread
         fd: int | None = None
-        # No task holds the lock, for the file is not pinned; those that open it now wait.
-        file.opening.acquire_nowait()
+        file.opening.acquire_nowait()  # those that open it now wait
         try:
             with trio.CancelScope(shield=True):
                 if let_go is not None:
@@ -623,12 +627,13 @@ class FileCache:
                 except OSError as error:
                     self.warn(error.strerror or str(error))
                 if fd is not None:
+                    recorded = file.recorded
                     # Forgotten first: else what is recorded meanwhile could bring its row back.
                     if file.generation == generation:
                         self._catalog_writer.forget(file)
                         self._order.forget(file)
                         file.forget()
-                    await self._catalog_writer.remove(file.name, generation, st_ino)
+                    await self._catalog_writer.remove(file.name, generation, st_ino, recorded)
         finally:
             file.opening.release()
         if fd is None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-import sqlite3
 import time
 from pathlib import Path
 from typing import Any
@@ -54,8 +53,10 @@ class RememberedPages:
         self._ttl_s = ttl_s
         try:
             self._cache, self._left = self._open(directory)
-        except (sqlite3.DatabaseError, ValueError) as error:
-            logger.info("the remembered listings are damaged, forgetting them: %s", error)
+        except OSError:
+            raise
+        except Exception as error:  # a damaged key is whatever its bytes are taken for
+            logger.info("the remembered listings are damaged, forgetting them: %r", error)
             shutil.rmtree(directory)
             self._cache, self._left = self._open(directory)
         self._thread = trio.CapacityLimiter(1)
@@ -101,8 +102,8 @@ class RememberedPages:
                 await trio.to_thread.run_sync(
                     self._write, key, page, fetched_at, limiter=self._thread
                 )
-            except (sqlite3.Error, OSError) as error:
-                logger.info("a listing can't be remembered: %s", error)
+            except Exception as error:  # diskcache has errors of its own beside the database's
+                logger.info("a listing can't be remembered: %r", error)
 
     def close(self) -> None:
         self._cache.close()

@@ -1,11 +1,11 @@
 """Removes a cache directory that is no longer used, and nothing outside of it.
 
     python -m fusefs.cache.purge look DIRECTORY
-    python -m fusefs.cache.purge cache|all DIRECTORY
+    python -m fusefs.cache.purge all DIRECTORY
 
 `look` prints, as JSON, whether a mount uses the directory (`is_used`), and how
-many files were written there and never uploaded (`leftovers`); the caller keeps
-those. `cache` removes what can be fetched again, `all` everything.
+many files there have what was never uploaded (`leftovers`): contents, removals,
+attributes, renames; the caller keeps those. `all` removes everything.
 
 The caller runs it as the directory's owner, so it can't remove files of other
 users. It goes by descriptors from one directory into the next, follows no link,
@@ -39,39 +39,45 @@ def look(directory: Path) -> dict[str, object]:
         fd = os.open(staging, _FLAGS)
         is_used = is_used or not try_lock(fd)
         os.close(fd)
-        leftovers += sum(name.isdecimal() for name in os.listdir(staging))
+        leftovers += sum(map(_has_changes, _listed(staging)))
     for mount in _listed(directory / STATE):
-        leftovers += len(_listed(mount / "renames"))
+        leftovers += sum(path.suffix == ".json" for path in _listed(mount / "renames"))
     return {"is_used": is_used, "leftovers": leftovers}
 
 
-def remove(directory: Path, *, keeps_state: bool) -> None:
-    """Remove what is in a cache directory; what mounts left stays if `keeps_state`. Blocks.
+def _has_changes(path: Path) -> bool:
+    """Whether a file in a staging directory is more than what describes others."""
+    if path.name.isdecimal():
+        return True
+    is_about_others = path.name == "source" or path.suffix in (".json", ".new", ".safe")
+    return not is_about_others and path.lstat().st_size > 0
+
+
+def remove(directory: Path) -> None:
+    """Remove what is in a cache directory. Blocks.
 
     Raises:
         OSError: something can't be removed.
     """
     fd = os.open(directory, _FLAGS)
     try:
-        _empty(fd, os.fstat(fd).st_dev, _DEEPEST, but={STATE, "format"} if keeps_state else set())
+        _empty(fd, os.fstat(fd).st_dev, _DEEPEST)
     finally:
         os.close(fd)
 
 
-def _empty(directory: int, device: int, depth: int, but: set[str]) -> None:
+def _empty(directory: int, device: int, depth: int) -> None:
     """Remove what is in an open directory. What is on another device makes its rmdir fail."""
     with os.scandir(directory) as entries:
         content = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
     for name, is_directory in content:
-        if name in but:
-            continue
         if not is_directory:
             os.unlink(name, dir_fd=directory)
             continue
         fd = os.open(name, _FLAGS, dir_fd=directory)
         try:
             if depth and os.fstat(fd).st_dev == device:
-                _empty(fd, device, depth - 1, but=set())
+                _empty(fd, device, depth - 1)
         finally:
             os.close(fd)
         os.rmdir(name, dir_fd=directory)
@@ -99,7 +105,7 @@ def main() -> int:
         if what == "look":
             print(json.dumps(look(directory)))
         else:
-            remove(directory, keeps_state=what == "cache")
+            remove(directory)
     except OSError as error:
         print(f"{error.filename}: {error.strerror}", file=sys.stderr)
         return 1

@@ -11,6 +11,7 @@ import contextlib
 import inspect
 import json
 import logging
+import os
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -57,12 +58,16 @@ def _listening(path: Path) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
         with sockets.short_name(path) as name:
             listening.bind(name)
+        made = path.lstat()
         try:
             path.chmod(0o600)  # no process can connect before listen()
             listening.listen()
             yield listening
         finally:
-            path.unlink(missing_ok=True)
+            # The next mount on this mountpoint may have its own there by now.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(path.lstat(), made):
+                    path.unlink()
 
 
 async def _serve_client(stream: trio.SocketStream, answer: Answer) -> None:

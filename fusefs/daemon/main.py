@@ -26,8 +26,9 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -50,7 +51,7 @@ from fusefs.daemon.takeover import (
 )
 from fusefs.fuse.passthrough import NoPassthrough, PassthroughFiles
 from fusefs.fuse.session import RunningSession, Session, UnsupportedKernelError
-from fusefs.keeper import template
+from fusefs.keeper import early_start, template
 from fusefs.keeper.client import KeeperClient, KeeperError
 from fusefs.keeper.protocol import CANNOT_TAKE_OVER
 from fusefs.launch import registry
@@ -82,6 +83,9 @@ from fusefs.store.probing import Prober
 from fusefs.store.s3.store import S3Store
 from fusefs.telemetry.activity import ACTIVITY
 
+if TYPE_CHECKING:
+    from fusefs.cluster_cache.cluster_cache import ClusterCache
+
 logger = logging.getLogger("fusefs.daemon")
 
 USER_ERRORS = (
@@ -96,6 +100,8 @@ USER_ERRORS = (
 )
 INIT_TIMEOUT_S = 30
 COMPACT_EVERY_S = 10.0
+# How often a mount that was taken over tries to be found by commands.
+REGISTER_EVERY_S = 5.0
 # Called with warnings for the user when the mount answers.
 Ready = Callable[[list[str]], None]
 
@@ -111,6 +117,7 @@ class Daemon:
         self.backing: PassthroughFiles | NoPassthrough = NoPassthrough("not mounted yet")
         # None on a read-only mount.
         self.watched: WatchedStore | None = None
+        self.cluster_cache: ClusterCache | None = None
         self._handover: Handover | None = None
         self._is_unmounted = False
 
@@ -163,8 +170,10 @@ class Daemon:
         )
         self.directories.most_entries = self._budget.entries
         allowed = setup.s3_settings(self.settings)
+        if self.settings.cluster_cache is not None:
+            self.cluster_cache = self._make_cluster_cache(nursery)
         self.fetcher = Fetcher(
-            self.store,
+            self.store if self.cluster_cache is None else self.cluster_cache.tier,
             self.cache,
             self.evictor,
             nursery,
@@ -172,6 +181,10 @@ class Daemon:
             most_parts=allowed.max_streams,
             most_small=allowed.max_connections,
         )
+        if self.cluster_cache is not None:
+            self.fetcher.on_fetched = self.cluster_cache.filler.fetched
+            self.fetcher.proves_versions = False
+            nursery.start_soon(self.cluster_cache.run)
         self.scrub = Scrub(
             self.cache.files,
             self.cache.integrity,
@@ -188,7 +201,12 @@ class Daemon:
         )
         self.selector = Selector(self.store, self.settings.source.prefix)
         self.warmer = CacheWarmer(
-            self.store, self.cache, self.fetcher, self.settings, self.selector
+            self.store,
+            self.cache,
+            self.fetcher,
+            self.settings,
+            self.selector,
+            self.cluster_cache.filler if self.cluster_cache is not None else None,
         )
         self.local_copies = LocalCopies(
             self.cache,
@@ -197,6 +215,21 @@ class Daemon:
             self.settings.source.prefix,
             nursery,
             self._pending,
+        )
+
+    def _make_cluster_cache(self, nursery: trio.Nursery) -> ClusterCache:
+        # Most mounts have none: it need not be imported.
+        from fusefs.cluster_cache.cluster_cache import ClusterCache
+
+        access, key = setup.cluster_cache_settings(self.settings)
+        return ClusterCache(
+            self.settings,
+            access,
+            key,
+            self.store,
+            self.cache,
+            nursery,
+            lambda: self.fetcher.under_way > 0,
         )
 
     def _unsent(self, key: str) -> list[StagedFile]:
@@ -254,11 +287,9 @@ class Daemon:
         async with opened as session:
             self.session = session
             mountpoint = self.settings.mountpoint
-            registry.register(mountpoint, str(self.settings.source), os.getpid())
             try:
                 self._watch_rights(nursery)
-                socket = registry.mount_directory(mountpoint) / "status.sock"
-                await nursery.start(control_socket.serve, socket, partial(status.answer, self))
+                await self._register(nursery)
                 async with trio.open_nursery() as serving:
                     serving.start_soon(self._until_ended, session, serving)
                     await trio.to_thread.run_sync(mount.raise_read_ahead, mountpoint)
@@ -287,14 +318,48 @@ class Daemon:
                 if self._is_unmounted or self._handover is None:
                     registry.unregister(mountpoint, pid=os.getpid())
 
+    async def _register(self, nursery: trio.Nursery) -> None:
+        """Have commands find this mount: at once, or for one that is taken over later.
+
+        Raises:
+            OSError, MountsError: what a new mount needs for it is not there.
+        """
+        try:
+            await self._answer_commands(nursery)
+        except (OSError, registry.MountsError) as error:
+            if self._handover is None or self._handover.is_fresh:
+                raise
+            # Programs are served without that. The disk of /run may have room later.
+            logger.error("commands do not find this mount for now: %s", error)
+            nursery.start_soon(self._register_later, nursery)
+
+    async def _register_later(self, nursery: trio.Nursery) -> None:
+        while True:
+            await ACTIVITY.pause(REGISTER_EVERY_S, idle_s=REGISTER_EVERY_S)
+            with suppress(OSError, registry.MountsError):
+                await self._answer_commands(nursery)
+                logger.info("commands find this mount again")
+                return
+
+    async def _answer_commands(self, nursery: trio.Nursery) -> None:
+        mountpoint = self.settings.mountpoint
+        registry.register(mountpoint, str(self.settings.source), os.getpid())
+        socket = registry.mount_directory(mountpoint) / "status.sock"
+        await nursery.start(control_socket.serve, socket, partial(status.answer, self))
+
     def _warnings(self) -> list[str]:
         """Warnings for the user, though the mount works."""
-        source = self.settings.source
-        if not source.prefix or not self.store.is_prefix_empty:
-            return []
-        warning = f"there is nothing below {source} (yet): is the prefix meant?"
-        logger.warning("%s", warning)
-        return [warning]
+        settings, warnings = self.settings, []
+        if settings.source.prefix and self.store.is_prefix_empty:
+            warnings.append(f"there is nothing below {settings.source} (yet): is the prefix meant?")
+        if settings.cluster_cache is not None and settings.cluster_cache_key is None:
+            warnings.append(
+                f"whoever may write to {settings.cluster_cache} can change what is read here:"
+                " --cluster-cache-key prevents that"
+            )
+        for warning in warnings:
+            logger.warning("%s", warning)
+        return warnings
 
     def _is_gone(self) -> bool:
         """Whether the mount has ended. It may be out of this container's sight."""
@@ -305,7 +370,7 @@ class Daemon:
     def _watch_rights(self, nursery: trio.Nursery) -> None:
         """See to it that nothing is served from the cache once S3 refuses everything."""
         settings = self.settings
-        record = registry.mount_directory(settings.mountpoint) / "refused"
+        record = registry.directory_of(settings.mountpoint) / "refused"
         self.access_guard = AccessGuard(
             self.store, settings.source.prefix, settings.revoke_after, record, self._shut
         )
@@ -479,8 +544,7 @@ class Daemon:
         log = self._log
         while isinstance(log, Journal):
             await ACTIVITY.pause(COMPACT_EVERY_S, idle_s=2 * COMPACT_EVERY_S)
-            if log.wants_compaction:
-                log.begin_compaction()
+            if log.wants_compaction and log.begin_compaction():
                 await self.operations.write_all(log)
                 log.finish_compaction()
 
@@ -548,9 +612,12 @@ def main() -> int:
     # What a start makes stays: modules, boto3's models, perhaps a million restored nodes. To look
     # through them again and again takes a twentieth of a start, and more with many nodes.
     gc.disable()
-    if purpose := template.purpose():
+    is_early = early_start.was_early()
+    if not is_early and (purpose := template.purpose()):
         preloading.serve(purpose)
     try:
+        if is_early:
+            early_start.wait()
         run(
             setup.read_input(sys.stdin.read()),
             lambda warnings: tell({"ready": True, "pid": os.getpid(), "warnings": warnings}),

@@ -41,7 +41,7 @@ _busy = _LoopBusy()
 async def collect(parts: MountParts) -> dict[str, Any]:
     """The answer to the request `metrics`."""
     samples = _mount(parts) | _cache(parts) | _store(parts) | _warming(parts) | _process(parts)
-    samples |= _uploads(parts) | _stalls() | S3_REQUESTS.samples()
+    samples |= _uploads(parts) | _cluster_cache(parts) | _stalls() | S3_REQUESTS.samples()
     if parts.settings.session != SessionKind.PYFUSE3:
         samples |= await _keeper(parts.settings.mountpoint)
     return metrics.answer(samples)
@@ -104,6 +104,23 @@ def _store(parts: MountParts) -> Samples:
             value(connections.in_use, state="in_use"),
             value(connections.waiting, state="waiting"),
         ],
+    }
+
+
+def _cluster_cache(parts: MountParts) -> Samples:
+    if parts.cluster_cache is None:
+        return {}
+    found = parts.cluster_cache.describe()
+    return {
+        "cluster_cache_lookups_total": [
+            value(count, outcome=outcome) for outcome, count in found["lookups"].items()
+        ],
+        "cluster_cache_fills_total": [
+            value(count, outcome=outcome) for outcome, count in found["fills"].items()
+        ],
+        "cluster_cache_received_bytes_total": [value(found["read_bytes"])],
+        "cluster_cache_sent_bytes_total": [value(found["stored_bytes"])],
+        "cluster_cache_in_use": [value(found["state"] == "closed")],
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from fusefs.cache.downloader import Fetcher
 from fusefs.cache.file_cache import FileCache
@@ -20,6 +20,9 @@ from fusefs.posix.operations import Operations
 from fusefs.settings.mount import MountSettings
 from fusefs.store.s3.store import S3Store
 
+if TYPE_CHECKING:
+    from fusefs.cluster_cache.cluster_cache import ClusterCache
+
 
 class MountParts(Protocol):
     """The parts of one mount that its status and its metrics are read from."""
@@ -35,6 +38,7 @@ class MountParts(Protocol):
     operations: Operations
     forgetting: Forgetting
     watched: WatchedStore | None
+    cluster_cache: ClusterCache | None
     scrub: Scrub
     verifier: Verifier
     warmer: CacheWarmer

@@ -18,7 +18,7 @@ from fusefs.cache.quota import Quota
 from fusefs.daemon import log_handlers
 from fusefs.posix.mount_state import Rules
 from fusefs.settings.memory import MemoryBudget
-from fusefs.settings.mount import MountSettings
+from fusefs.settings.mount import MountSettings, SettingsError
 from fusefs.settings.types import Conflict, Durability, ExclusiveCreate
 from fusefs.store import customer_key
 from fusefs.store.s3.clients import S3Settings
@@ -107,6 +107,34 @@ def s3_settings(settings: MountSettings) -> S3Settings:
         dual_stack=settings.dual_stack,
         conditional_writes=settings.conditional_writes,
     )
+
+
+def cluster_cache_settings(settings: MountSettings) -> tuple[S3Settings, bytes]:
+    """How the bucket of the cluster cache is reached, and the key of its domain. Blocks.
+
+    Raises:
+        SettingsError: a file of a secret does not hold it.
+    """
+    from fusefs.cluster_cache import access
+
+    assert settings.cluster_cache is not None
+    try:
+        keys, key = access.credentials(settings), access.key(settings)
+    except access.AccessError as error:
+        raise SettingsError(f"cluster cache: {error}") from error
+    fitting = MemoryBudget.of(settings.memory_limit)
+    reached = S3Settings(
+        bucket=settings.cluster_cache.bucket,
+        endpoint_url=settings.cluster_cache_endpoint,
+        region=settings.region,
+        profile=settings.profile if keys is None else None,
+        keys=keys,
+        anonymous=settings.anonymous and keys is None,
+        max_connections=min(settings.max_connections, fitting.requests),
+        max_streams=min(settings.max_connections, fitting.streams),
+        ca_bundle=str(settings.ca_bundle) if settings.ca_bundle else None,
+    )
+    return reached, key
 
 
 def writing_rules(settings: MountSettings) -> Rules:

@@ -86,6 +86,10 @@ def answer(
             _check(path)
             copies = daemon.local_copies
             return copies.job(path, is_new=is_first, drops=True, is_forced=force).describe()
+        case {"command": "clear cluster cache", "start": bool(is_first)}:
+            if daemon.cluster_cache is None:
+                raise ControlError("the mount has no cluster cache")
+            return daemon.cluster_cache.clear(is_new=is_first)
     raise ControlError("no such command")
 
 
@@ -171,6 +175,7 @@ def collect(daemon: MountParts) -> dict[str, Any]:
         "passthrough": {"on": daemon.backing.is_on, "why": daemon.backing.why},
         "survival": dict(zip(("on", "why"), session.survival, strict=True)),
         "cache": _cache(daemon),
+        "cluster_cache": daemon.cluster_cache.describe() if daemon.cluster_cache else None,
         "integrity": _integrity(daemon),
         "access": {"is_shut": guard.is_shut, "refused_s": guard.refused_s},
         "s3": daemon.store.counters(),

@@ -22,20 +22,20 @@ import os
 import signal
 import socket
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import trio
 
-from fusefs.cache.disk import STATE, usable
+from fusefs.cache.disk import STATE, CacheDirectoryError, usable
 from fusefs.keeper import supervisor_protocol
 from fusefs.keeper.client import KeeperClient, KeeperError, Taken
 from fusefs.keeper.protocol import FRESH, PREPARE
 from fusefs.launch import launcher, registry
-from fusefs.linux import files, mount
-from fusefs.linux.fuse_connection import is_disconnected
+from fusefs.launch.preflight import LaunchError
+from fusefs.linux import files, fuse_connection, mount, mountinfo
 from fusefs.linux.mount import MountError, MountRequest
+from fusefs.posix.journal import journal
 from fusefs.posix.journal.journal import Journal
 from fusefs.posix.journal.replay import KernelState, UnusableJournalError, replay
 from fusefs.settings.mount import MountSettings
@@ -86,6 +86,8 @@ class Handover:
         self._supervisor: socket.socket | None = None
         self._has_resend = False
         self.fd = -1
+        # The number of the mount's connection, as far as it is known.
+        self._connection = 0
         self.taken: Taken | None = None
         # What another keeper has to know, and what is to be done when it is there.
         self.table: Callable[[], list[tuple[int, int]]] = list
@@ -103,6 +105,7 @@ class Handover:
             raise KeeperError("the daemon is started by `fusefs mount`, through a keeper")
         welcome = await keeper.hello()
         handover = cls(settings, keeper, welcome.task)
+        handover._connection = welcome.connection
         handover.is_privileged = welcome.is_privileged
         handover._supervisor = _from_supervisor()
         return handover
@@ -140,20 +143,24 @@ class Handover:
 
         Raises:
             TakeOverError: there is none.
+            CacheDirectoryError: it can't be read now.
         """
         try:
             return (self._directory / "cache").read_text()
-        except OSError as error:
+        except FileNotFoundError as error:
             raise TakeOverError(f"what the last daemon knew can't be read: {error}") from error
+        except OSError as error:
+            raise CacheDirectoryError(f"{self._directory} can't be read: {error}") from error
 
     async def take(self) -> None:
         """Get hold of a mount that exists; of an upgrade's, when its daemon has finished.
 
         Raises:
             TakeOverError: the journal can't be used.
+            CacheDirectoryError: it can't be read now.
         """
         if self._task == PREPARE:
-            await self._read(partial(replay, is_live=True))
+            await self._read(lambda path, _alias: replay(path, is_live=True))
             self.keeper.prepared()
         self.taken = await self.keeper.take()
         self.fd = self.taken.fd
@@ -187,18 +194,34 @@ class Handover:
 
         Raises:
             TakeOverError: the last daemon's can't be used.
-            CacheDirectoryError: the disk does not take a new one.
+            CacheDirectoryError: the disk does not take a new one, or can't be read now.
         """
         if self.taken is None:
             with usable(self._settings.cache_dir):
-                return Journal(self._directory / "journal"), None
+                return self._new_journal(), None
         return await self._read(Journal.resume)
 
-    async def _read(self, function: Callable[[Path], Result]) -> Result:
+    def _new_journal(self) -> Journal:
+        connection = (
+            fuse_connection.number_of(self.fd)
+            or mountinfo.connection_at(str(self._settings.mountpoint))
+            or 0
+        )
+        _remove_leftovers(self._directory, connection)
+        return Journal(*journal.names(self._directory, connection))
+
+    async def _read(self, function: Callable[[Path, Path | None], Result]) -> Result:
+        connection = fuse_connection.number_of(self.fd) or self._connection
+
+        def read() -> Result:
+            return function(*journal.find(self._directory, connection))
+
         try:
-            return await trio.to_thread.run_sync(function, self._directory / "journal")
-        except (OSError, UnusableJournalError) as error:
+            return await trio.to_thread.run_sync(read)
+        except (FileNotFoundError, UnusableJournalError) as error:
             raise TakeOverError(f"what the last daemon knew can't be read: {error}") from error
+        except OSError as error:  # the disk may take it the next time
+            raise CacheDirectoryError(f"the journal can't be gone on with: {error}") from error
 
     @property
     def namespace(self) -> int:
@@ -212,7 +235,7 @@ class Handover:
     @property
     def is_disconnected(self) -> bool:
         """Whether the mount is gone."""
-        return is_disconnected(self.fd)
+        return fuse_connection.is_disconnected(self.fd)
 
     async def keep(self, in_flight: Callable[[], int]) -> None:
         """Tick for the keeper, and have another one in its place when it is gone."""
@@ -244,7 +267,7 @@ class Handover:
                 await trio.to_thread.run_sync(
                     launcher.revive_keeper, self._settings, self.fd, its.fileno(), self.table()
                 )
-            except OSError as error:
+            except (OSError, LaunchError) as error:
                 logger.warning("no keeper can be started: %s", error)
         self._go_on(KeeperClient(ours))
 
@@ -258,6 +281,17 @@ class Handover:
         """Tell the keeper that requests are answered, and whether they can be sent again."""
         self._has_resend = has_resend
         self.keeper.serving(has_resend=has_resend)
+
+
+def _remove_leftovers(directory: Path, connection: int) -> None:
+    """Remove the journals of mounts that have ended without removing them. Blocks shortly."""
+    known = fuse_connection.numbers()
+    if connection not in known:
+        return  # what this namespace shows says nothing
+    for path in directory.glob("journal.*"):
+        number = path.name.split(".")[1]
+        if number.isdecimal() and int(number) not in known:
+            path.unlink(missing_ok=True)
 
 
 def _from_supervisor() -> socket.socket | None:

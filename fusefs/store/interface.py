@@ -283,29 +283,8 @@ class Upload(Protocol):
         """
 
 
-class Store(Protocol):
-    """One bucket. All methods raise `StoreError` (see store/errors.py).
-
-    `tokens` are those of the changes; see store/fencing.py.
-    """
-
-    tokens: TokenSource
-
-    async def list_page(
-        self, prefix: str, *, delimiter: str = "/", start_after: str = "", max_keys: int = 1000
-    ) -> ListPage:
-        """Return one page of the keys that start with `prefix`.
-
-        `start_after` is a full key and exclusive; a page's `last` continues the
-        listing. Cancelling abandons the request.
-        """
-
-    async def head(self, key: str) -> ObjectInfo:
-        """Return what HEAD tells about `key`.
-
-        Raises:
-            NotFoundError: there is no such object.
-        """
+class Source(Protocol):
+    """Where the bytes of objects come from."""
 
     async def download(
         self,
@@ -328,6 +307,34 @@ class Store(Protocol):
         Raises:
             StaleVersionError: the object is no longer this version.
             StoreError: S3 could not serve the range in the retry time.
+        """
+
+    def hurry(self) -> None:
+        """Look again at who waits for a connection: a priority has risen."""
+
+
+class Store(Source, Protocol):
+    """One bucket. All methods raise `StoreError` (see store/errors.py).
+
+    `tokens` are those of the changes; see store/fencing.py.
+    """
+
+    tokens: TokenSource
+
+    async def list_page(
+        self, prefix: str, *, delimiter: str = "/", start_after: str = "", max_keys: int = 1000
+    ) -> ListPage:
+        """Return one page of the keys that start with `prefix`.
+
+        `start_after` is a full key and exclusive; a page's `last` continues the
+        listing. Cancelling abandons the request.
+        """
+
+    async def head(self, key: str) -> ObjectInfo:
+        """Return what HEAD tells about `key`.
+
+        Raises:
+            NotFoundError: there is no such object.
         """
 
     async def put_file(
@@ -458,9 +465,6 @@ class Store(Protocol):
 
         `etags` are those of keys that are to be deleted as `delete` does with an ETag.
         """
-
-    def hurry(self) -> None:
-        """Look again at who waits for a connection: a priority has risen."""
 
     def counters(self) -> dict[str, int]:
         """Requests and bytes since the start, by the names that `status` shows.

@@ -186,15 +186,53 @@ class Integrity:
         Raises:
             OSError: `target` can't be written.
         """
+
+        def put(data: memoryview, at: int) -> None:
+            while data:
+                count = os.pwrite(target, data, at)
+                data, at = data[count:], at + count
+
+        return await self._pass_on(file, put, start, stop)
+
+    async def read(self, file: CacheFile, start: int, stop: int) -> bytearray | None:
+        """The bytes [start, stop) of a file that is pinned and open, if they are right.
+
+        If they are not, the file is dropped and the result is None. It is also None if
+        the file does not have all of them, or no checksum of some.
+        """
+        content = bytearray()
+
+        def put(data: memoryview, at: int) -> None:
+            nonlocal content
+            if not content:
+                content = bytearray(stop - start)  # it takes milliseconds: in the thread
+            content[at - start : at - start + len(data)] = data
+
+        is_right = await self._pass_on(file, put, start, stop, only_summed=True)
+        return content if is_right else None
+
+    async def _pass_on(
+        self,
+        file: CacheFile,
+        put: Callable[[memoryview, int], None],
+        start: int,
+        stop: int,
+        *,
+        only_summed: bool = False,
+    ) -> bool:
         run = file.present.run_at(start)
         if run is None or run[1] < stop:
             return False
         pending = [sum_ for sum_ in file.sums or () if checksums.is_within(sum_, start, stop)]
         place = (file.st_ino, file.generation)
+        # Not what the file has: the event loop goes on changing that.
+        wanted = RangeMap(iter([(start, stop)]))
 
         def work() -> OSError | Sum | None:
             sums = sums_in(self._catalog, *place, pending, start, stop)
-            return _copy(file.fd, target, sums, run, start, stop)
+            if only_summed and any(checksums.unsummed(wanted, sums)):
+                return OSError(errno.ENODATA, "there is no checksum of it")
+            return _copy(file.fd, put, sums, run, start, stop)
 
         fault = await trio.to_thread.run_sync(work, limiter=self._threads)
         if isinstance(fault, Sum) or (fault is not None and is_lost(fault)):
@@ -236,11 +274,16 @@ def examine(
 
 
 def _copy(
-    source: int, target: int, sums: list[Sum], run: tuple[int, int], start: int, stop: int
+    source: int,
+    put: Callable[[memoryview, int], None],
+    sums: list[Sum],
+    run: tuple[int, int],
+    start: int,
+    stop: int,
 ) -> OSError | Sum | None:
-    """Copy [start, stop) of a file that has the bytes of `run`; return what is wrong with them.
+    """Hand on [start, stop) of a file that has the bytes of `run`; return what is wrong with them.
 
-    What is compared is what is written: the file is read once.
+    What is compared is what is handed on: the file is read once.
     """
     for first, last, crc in _pieces(sums, run, start, stop):
         try:
@@ -253,10 +296,7 @@ def _copy(
         if crc is not None and crc32(view) != crc:
             return Sum(first, last, crc)
         view = view[max(0, start - first) : stop - first]
-        at = max(start, first)
-        while view:
-            count = os.pwrite(target, view, at)
-            view, at = view[count:], at + count
+        put(view, max(start, first))
     return None
 
 

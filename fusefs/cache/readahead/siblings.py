@@ -20,7 +20,6 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from typing import Protocol
 
 from fusefs.cache.downloader import Download, Fetcher, NotKeptError
@@ -66,10 +65,14 @@ class Listing(Files, Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Folder:
-    """The files of one folder; `unread` has those that were fetched ahead, by their keys."""
+    """The files of one folder; `unread` has those that were fetched ahead, by their keys.
+
+    `refused` comes before the others in `order`: the cache had no room for it.
+    """
 
     prefix: str
     order: Iterator[ObjectInfo]
+    refused: ObjectInfo | None = None
     missed: int = 0
     useful: int = 0
     wasted: int = 0  # evicted before they were opened
@@ -121,6 +124,7 @@ class Siblings:
         else:
             folder.missed += 1
             folder.order, folder.is_through = self._listing.files(prefix, info.key), False
+            folder.refused = None
         self._folders.move_to_end(prefix)
         if folder.missed >= self._misses_needed:
             self._waiting.pop(folder, None)
@@ -182,12 +186,13 @@ class Siblings:
                 return False
             if len(folder.unread) >= folder.most:
                 return True
-            info = next(folder.order, None)
+            info = folder.refused or next(folder.order, None)
+            folder.refused = None
             if info is None:
                 self._begin_next(folder)
                 return True
             if 0 < info.size <= SMALL and not self._start(folder, info):
-                folder.order = chain((info,), folder.order)
+                folder.refused = info
                 return False
         return True
 

@@ -21,10 +21,12 @@ over goes on with them. A list comes in pieces and is kept there as well, in a f
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import re
+import socket
 import sys
 import time
 from collections import deque
@@ -33,7 +35,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import trio
 
@@ -48,6 +50,9 @@ from fusefs.posix.metadata.head_cache import HeadCache
 from fusefs.settings.mount import MountSettings
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
 from fusefs.store.interface import ObjectInfo, Store
+
+if TYPE_CHECKING:
+    from fusefs.cluster_cache.filler import Filler
 
 logger = logging.getLogger("fusefs.daemon.jobs.cache_warmer")
 
@@ -69,6 +74,7 @@ MOST_WITH_NAMES = 100
 SPEED_OVER_S = 20
 
 
+T = TypeVar("T")
 _LIST_NAME = re.compile(r"[0-9a-f]{16,64}")
 
 
@@ -146,6 +152,8 @@ class WarmJob:
         self.left_out_files = 0
         self.left_out = 0
         self.failed_files = 0
+        # Blocks that the cluster cache did not take.
+        self.unshared = 0
         self.failed: list[str] = []
         self.error: str | None = None
         # How much had been fetched at which time of the monotonic clock.
@@ -223,6 +231,7 @@ class WarmJob:
             "limit_bytes": limit,
             "failed_files": self.failed_files,
             "failed": self.failed,
+            "unshared_blocks": self.unshared,
             "why": self.error,
             "eta_s": self._eta_s(),
         }
@@ -252,7 +261,11 @@ class CacheWarmer:
         fetcher: Fetcher,
         settings: MountSettings,
         selector: Selector,
+        filler: Filler | None = None,
     ) -> None:
+        self._filler = filler
+        # Where in a page or a file this node begins, as a share of it.
+        self._turn = _turn(settings) if filler is not None else 0.0
         self._store = store
         self._cache = cache
         self._fetcher = fetcher
@@ -400,6 +413,11 @@ class CacheWarmer:
         except OSError as error:
             logger.warning("the lists of the cache warmer can't be removed: %s", error)
 
+    def _is_used(self, list_name: str) -> bool:
+        """Whether a job that has not ended is of a list."""
+        jobs = self._jobs.values()
+        return any(job.spec.list_name == list_name and not job.has_ended for job in jobs)
+
     # One job
 
     async def _run(self, job: WarmJob) -> None:
@@ -409,14 +427,14 @@ class CacheWarmer:
             async with trio.open_nursery() as nursery, receive:
                 nursery.start_soon(self._list, job, send)
                 async for page in receive:
-                    for info in page:
+                    for info in self._in_turn(page):
                         await self._bring(job, nursery, info)
             if job.spec.is_pinned:
                 await self._finish_pin(job)
-        if job.spec.list_name:
+        job.end()
+        if job.spec.list_name and not self._is_used(job.spec.list_name):
             with suppress(OSError):  # a bad disk is no reason to end the mount
                 (self._lists / job.spec.list_name).unlink()
-        job.end()
         logger.info("warmed %r: %s", job.spec.title, job.describe(self._cache.quota.limit))
         await self._write()
 
@@ -498,7 +516,7 @@ class CacheWarmer:
         if not is_again:
             work.again = lambda: nursery.start_soon(self._bring_again, job, nursery, info.key)
         try:
-            for start in range(0, info.size, PART):
+            for start in self._in_turn(range(0, info.size, PART)):
                 await self._slots.acquire()
                 if work.is_over:
                     self._slots.release()
@@ -508,6 +526,14 @@ class CacheWarmer:
                 nursery.start_soon(self._part, work, start, stop)
         finally:
             self._let_go(work)
+
+    def _in_turn(self, items: Sequence[T]) -> list[T]:
+        """Items in their order, or from another one on for each node of a cluster cache.
+
+        Nodes that begin together then find in it what the others have fetched.
+        """
+        first = int(self._turn * len(items))
+        return [*items[first:], *items[:first]]
 
     def _retain(self, job: WarmJob, file: CacheFile) -> None:
         if job.spec.is_pinned:
@@ -526,6 +552,8 @@ class CacheWarmer:
             missing = await self._fetcher.fill(file, start, stop, since)
             work.arrived += stop - start
             job.arrived(stop - start, missing)
+            if self._filler is not None:
+                job.unshared += await self._filler.finish(file, start, stop)
         except NotKeptError:
             if file.is_kept:
                 job.is_full = True
@@ -556,6 +584,13 @@ class CacheWarmer:
             return
         job.found([info], is_last=job.is_listed)
         await self._bring(job, nursery, info, is_again=True)
+
+
+def _turn(settings: MountSettings) -> float:
+    """A number from 0 to 1 that differs from node to node."""
+    node = f"{socket.gethostname()}\0{settings.cache_dir}"
+    digest = hashlib.blake2b(node.encode(errors="surrogateescape"), digest_size=4).digest()
+    return int.from_bytes(digest, "big") / (1 << 32)
 
 
 class _Work:

@@ -21,6 +21,7 @@ from hashlib import blake2b
 
 import trio
 
+from fusefs.posix.directory.segment import LAST_CHARACTER
 from fusefs.posix.nodes import names
 from fusefs.store.errors import NotFoundError, StoreError
 from fusefs.store.interface import ListPage, ObjectInfo, Store
@@ -212,7 +213,8 @@ class Selector:
                     await self._level(below, parts[1:], deliver)
             if page.next_token is None:
                 return
-            after = page.last
+            # Not every server leaves a directory out that it is to go on behind.
+            after = page.last + (LAST_CHARACTER if page.last.endswith("/") else "")
 
     async def _flat(self, prefix: str, parts: Sequence[str], deliver: Deliver) -> None:
         """Deliver what matches parts of a pattern that begin with `**`."""

@@ -10,6 +10,7 @@ import importlib
 import logging
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, cast
@@ -52,13 +53,15 @@ _STATIC = ("env", "shared-credentials-file", "config-file", "explicit")
 class S3Settings:
     """Which bucket, where, as whom, and how patiently.
 
-    The only secret is `customer_key`, which does not show itself.
+    `keys` are fixed ones, by the names that the environment has for them, instead of those
+    that boto3 would find. They and `customer_key` are secrets, and do not show themselves.
     """
 
     bucket: str
     endpoint_url: str | None = None
     region: str | None = None
     profile: str | None = None
+    keys: Mapping[str, str] | None = field(default=None, repr=False)
     anonymous: bool = False
     addressing: str = "auto"
     max_connections: int = 32
@@ -108,8 +111,9 @@ class Clients:
         self._access_point = AccessPoint.parse(settings.bucket)
         is_special = self._access_point is not None or settings.fips or settings.dual_stack
         is_plain = is_plain and not is_special
-        has_keys = settings.anonymous or plain.has_keys(os.environ)
-        if is_plain and has_keys and settings.profile is None and not plain.has_files(os.environ):
+        is_found = settings.anonymous or plain.has_keys(os.environ)
+        is_found = is_found and settings.profile is None and not plain.has_files(os.environ)
+        if is_plain and (is_found or settings.keys is not None):
             configured = os.environ.get("AWS_CA_BUNDLE")
         else:
             core, _ = self._sessions()
@@ -184,6 +188,8 @@ class Clients:
         """botocore's session and boto3's above it, which are made if need be."""
         if self._core is None or self._session is None:
             self._core = _core_session()
+            if self._settings.keys is not None:
+                self._core.set_credentials(*plain.EnvironmentKeys(self._settings.keys).frozen)
             self._session = self._session_over(self._core)
         return self._core, self._session
 
@@ -193,8 +199,8 @@ class Clients:
             core.set_config_variable("ca_bundle", self._trust.path)
 
     def _find_credentials(self) -> Credentials | None:
-        if self._session is None:
-            return cast("Credentials", plain.EnvironmentKeys(os.environ))
+        if self._session is None or self._settings.keys is not None:
+            return cast("Credentials", plain.EnvironmentKeys(self._settings.keys or os.environ))
         return self._session.get_credentials()
 
     def _begin_plainly(self) -> bool:

@@ -47,7 +47,7 @@ from fusefs.store.s3.conditions import (
     condition_parameters,
     interpret,
 )
-from fusefs.store.s3.list_parser import nanoseconds, quoted
+from fusefs.store.s3.list_parser import nanoseconds, quoted, whole_seconds
 from fusefs.store.s3.requester import Requester
 
 if TYPE_CHECKING:
@@ -290,7 +290,7 @@ class _Copy:
         etag, moment = _ETAG.search(text), _LAST_MODIFIED.search(text)
         if etag is None or moment is None:
             raise head.no_etag()
-        mtime_ns = nanoseconds(moment[1]) // head.SECOND_NS * head.SECOND_NS
+        mtime_ns = nanoseconds(moment[1])
         return self._info(unescape(etag[1]), mtime_ns, answer.headers.get("x-amz-version-id"))
 
     def _through_boto(self, clients: Clients) -> ObjectInfo:
@@ -310,7 +310,7 @@ class _Copy:
         result = answer.get("CopyObjectResult", {})
         if not result.get("ETag"):
             raise head.no_etag()
-        mtime_ns = int(result["LastModified"].timestamp()) * head.SECOND_NS
+        mtime_ns = whole_seconds(result["LastModified"])
         return self._info(result["ETag"], mtime_ns, answer.get("VersionId"))
 
     def _info(self, etag: str, mtime_ns: int, version_id: str | None) -> ObjectInfo:

@@ -18,7 +18,7 @@ from fusefs.store.errors import (
 )
 from fusefs.store.fencing import ChangeToken
 from fusefs.store.interface import ObjectInfo, Urgency
-from fusefs.store.s3.list_parser import quoted
+from fusefs.store.s3.list_parser import quoted, whole_seconds
 from fusefs.store.s3.requester import Requester
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def parse_head(key: str, headers: Mapping[str, str]) -> ObjectInfo:
             key,
             int(headers["content-length"]),
             quoted(headers["etag"]),
-            int(modified.timestamp()) * SECOND_NS,
+            whole_seconds(modified),
             headers.get("x-amz-storage-class", "STANDARD"),
             headers.get("content-type", "binary/octet-stream"),
             headers.get("x-amz-version-id"),
@@ -151,7 +151,7 @@ def _parse_boto(key: str, answer: Mapping[str, Any]) -> ObjectInfo:
         key,
         answer["ContentLength"],
         quoted(answer["ETag"]),
-        int(answer["LastModified"].timestamp()) * SECOND_NS,
+        whole_seconds(answer["LastModified"]),
         answer.get("StorageClass", "STANDARD"),
         answer.get("ContentType", "binary/octet-stream"),
         answer.get("VersionId"),

@@ -6,7 +6,7 @@ import ssl
 from collections.abc import Mapping
 from typing import Any
 
-from fusefs.store.errors import AttemptError, Failure, UnreachableError
+from fusefs.store.errors import AttemptError, Failure, UnreachableError, UnsupportedError
 from fusefs.store.http.client import Direct
 from fusefs.store.http.exchange import Answer
 from fusefs.store.interface import ListPage
@@ -14,6 +14,7 @@ from fusefs.store.s3 import list_parser
 
 # How long a request is repeated whose answer is no listing.
 GARBLED_TIME_S = 3.0
+_STANDS_STILL = "this server's listings do not go on behind a key (start-after)"
 # The names of list_objects_v2's parameters in the query.
 _QUERY = {
     "Prefix": "prefix",
@@ -57,8 +58,9 @@ class Lister:
         try:
             answer = self._send(query)
             if answer is not None:
-                return list_parser.parse(answer.content)
-            return self._through_botocore(parameters)
+                page = list_parser.parse(answer.content)
+            else:
+                page = self._through_botocore(parameters)
         except list_parser.ListingError as error:
             # An answer that was cut is whole the next time; what the server itself writes
             # (a key with characters that XML has not) stays as it is.
@@ -69,6 +71,9 @@ class Lister:
                 longest_s=GARBLED_TIME_S,
             )
             raise AttemptError(failure) from error
+        if page.next_token is not None and page.last <= parameters.get("StartAfter", ""):
+            raise AttemptError(Failure(UnsupportedError, _STANDS_STILL))
+        return page
 
     def _send(self, query: Mapping[str, Any]) -> Answer | None:
         """The answer; None if botocore should send the request."""

@@ -43,6 +43,8 @@ _NOT_XML = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]"
     "|&#0*(?:[0-8]|1[124-9]|2[0-9]|3[01]);|&#[xX]0*(?:[0-8bcefBCEF]|1[0-9a-fA-F]);"
 )
+# Sizes and times are kept in 64 bits, one of them for the sign.
+MOST_64 = (1 << 63) - 1
 _NEEDED = ("Key", "Size", "ETag", "LastModified")
 _FIELDS = (*_NEEDED, "StorageClass")
 
@@ -159,7 +161,9 @@ def _objects_of(columns: dict[str, tuple[str, ...]], is_encoded: bool) -> list[O
     if any(mark in together for mark in "&%+"):
         keys = [_decode(unescape(key), is_encoded) for key in keys]
     classes = (sys.intern(text) or "STANDARD" for text in columns.get("StorageClass", ()))
-    sizes, etags = map(int, columns["Size"]), map(_etag, columns["ETag"])
+    sizes, etags = list(map(int, columns["Size"])), map(_etag, columns["ETag"])
+    _check_size(min(sizes))
+    _check_size(max(sizes))
     times = map(nanoseconds, columns["LastModified"])
     return list(map(ObjectInfo, keys, sizes, etags, times, chain(classes, repeat("STANDARD"))))
 
@@ -175,13 +179,20 @@ def _etag(text: str) -> str:
 
 def _object(element: ElementTree.Element, is_encoded: bool) -> ObjectInfo:
     fields = {child.tag.rpartition("}")[2]: child.text or "" for child in element}
+    size = int(fields.get("Size", ""))
+    _check_size(size)
     return ObjectInfo(
         _decode(fields.get("Key", ""), is_encoded),
-        int(fields.get("Size", "")),
+        size,
         quoted(fields.get("ETag", "")),
         nanoseconds(fields.get("LastModified", "")),
         fields.get("StorageClass") or "STANDARD",
     )
+
+
+def _check_size(size: int) -> None:
+    if not 0 <= size <= MOST_64:
+        raise ValueError(f"no object has {size} bytes")
 
 
 def quoted(etag: str) -> str:
@@ -208,7 +219,15 @@ def nanoseconds(text: str) -> int:
     moment = datetime.fromisoformat(text)
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=UTC)
-    return int(moment.timestamp()) * 1_000_000_000
+    return whole_seconds(moment)
+
+
+def whole_seconds(moment: datetime) -> int:
+    """A moment in ns since the epoch; years that 64 bits have no room for become the nearest.
+
+    Servers without a time say the year 1, or 9999.
+    """
+    return max(-MOST_64, min(MOST_64, int(moment.timestamp()) * 1_000_000_000))
 
 
 def _text(element: ElementTree.Element, name: str) -> str:

@@ -56,19 +56,19 @@ class FrozenKeys(NamedTuple):
 
 
 class EnvironmentKeys:
-    """The keys of the environment, with the interface of botocore's Credentials."""
+    """Keys as the environment has them, with the interface of botocore's Credentials."""
 
     method = "env"
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        self._keys = FrozenKeys(
+        self.frozen = FrozenKeys(
             environment["AWS_ACCESS_KEY_ID"],
             environment["AWS_SECRET_ACCESS_KEY"],
             environment.get("AWS_SESSION_TOKEN") or None,
         )
 
     def get_frozen_credentials(self) -> FrozenKeys:
-        return self._keys
+        return self.frozen
 
 
 def is_plain_endpoint(url: str | None, addressing: str, environment: Mapping[str, str]) -> bool:

@@ -68,6 +68,8 @@ _WRITES = {
 # Operations, by their names in the log, and what they count as.
 _COUNTERS = {
     "GET": "gets",
+    "CLUSTER GET": "gets",
+    "CLUSTER PUT": "puts",
     "HEAD": "heads",
     "LIST": "lists",
     "LIST PARTS": "lists",
@@ -198,10 +200,9 @@ class Requester:
             hedge=hedge,
         )
         async with self.connections.lease(priority, key):
-            answer, failure = await self._attempt_now(operation, key, send, condition)
+            answer, failure = await self.attempt_now(operation, key, send, condition)
         if answer is None and failure is None:
             return None
-        self.counted[_COUNTERS[operation]] += 1
         if failure is None:
             self.connections.note_success()
             self.last_answer = trio.current_time()
@@ -220,12 +221,12 @@ class Requester:
             await trio.sleep(RetryBudget(self.settings.retry_time_s).pause_s())
         return None
 
-    async def _attempt_now(
+    async def attempt_now(
         self,
         operation: str,
         key: str,
         send: Callable[..., Awaitable[Answer | None]],
-        condition: Strict,
+        condition: Strict = None,
     ) -> tuple[Answer | None, Failure | None]:
         """Make one attempt in the event loop: its answer, or why it failed.
 
@@ -235,10 +236,15 @@ class Requester:
         clock, code = RequestClock(operation), "none"
         try:
             answer = await send(begun=clock.first_byte)
-            code = "200" if answer is not None else ""
+            if answer is not None:
+                code = "200"
+                self.counted[_COUNTERS[operation]] += 1
+            else:
+                code = ""
             return answer, None
         except AttemptError as error:
             code = _code(error)
+            self.counted[_COUNTERS[operation]] += 1
             self._note_unanswered(operation, key, error.failure)
             return None, classify(operation, for_condition(error.failure, condition))
         except trio.Cancelled:

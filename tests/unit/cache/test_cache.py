@@ -13,7 +13,8 @@ import trio
 from fusefs.cache import file_cache as cache_files
 from fusefs.cache.disk import ORPHAN_AGE_S, is_unused
 from fusefs.cache.downloader import NotKeptError
-from tests.support.local_cache import cache_in, content, version
+from fusefs.cache.integrity.checksums import Sum
+from tests.support.local_cache import cache_in, content, recording, version
 from tests.support.waiting import eventually
 
 MIB = 1 << 20
@@ -65,6 +66,95 @@ async def test_a_file_cut_behind_our_back_is_fetched_again(tmp_path: Path) -> No
     async with cache_in(tmp_path) as parts:
         await parts.fetch(A)
         assert parts.bucket.requested == [("a", 0, MIB)]
+
+
+async def test_a_dropped_file_that_is_read_on_leaves_its_successor_alone(tmp_path: Path) -> None:
+    async with cache_in(tmp_path) as parts:
+        await parts.fetch(A)
+        held = parts.cache.pin(A)
+        parts.cache.discard(held)  # its bytes are wrong
+        await parts.fetch(A)
+        parts.cache.pin_again(held)
+        assert parts.fetcher.want(held, 0, MIB)
+        await parts.quiet()
+        await parts.fetch(A)
+        for _ in range(2):
+            parts.cache.unpin(held)
+        await parts.fetch(A)
+        assert len(parts.bucket.requested) == 2
+
+
+async def test_what_arrives_for_a_dropped_file_costs_its_successor_no_row(tmp_path: Path) -> None:
+    async with cache_in(tmp_path) as parts:
+        await parts.fetch(A)
+        await parts.cache.record()
+        held = parts.cache.pin(A)
+        parts.cache.discard(held)  # its bytes are wrong
+        await parts.fetch(A)
+        parts.cache.arrived(held, 0, 10, [Sum(0, 10, 0)])  # of a download that was under way
+        parts.cache.unpin(held)
+        await parts.cache.record()
+        assert parts.quota.used == MIB
+    async with cache_in(tmp_path) as parts:
+        await parts.fetch(A)
+        assert parts.bucket.requested == []
+        assert parts.quota.used == MIB
+
+
+async def test_what_was_uploaded_is_not_taken_while_its_version_is_fetched(tmp_path: Path) -> None:
+    staged = tmp_path / "staged"
+    staged.write_bytes(content(A))
+    async with cache_in(tmp_path / "cache") as parts:
+        parts.bucket.hold()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(parts.fetch, A)
+            await eventually(lambda: parts.bucket.requested != [])
+            with staged.open("rb") as file:
+                assert not parts.cache.adopt_uploaded(A, str(staged), file.fileno())
+            parts.bucket.let_go()
+        assert staged.exists()
+        await parts.fetch(A)
+        assert len(parts.files()) == len(parts.bucket.requested) == 1
+
+
+async def test_a_file_that_is_dropped_while_it_is_recorded_leaves_no_row(tmp_path: Path) -> None:
+    async with cache_in(tmp_path) as parts:
+        await parts.fetch(A)
+        file = parts.cache.find(A)
+        assert file is not None
+        async with recording(parts):
+            parts.cache.discard(file)
+        await parts.cache.record()
+        assert parts.cache._catalog.rows() == []
+        assert (parts.quota.committed, parts.quota.uncommitted) == (0, 0)
+
+
+async def test_of_a_file_that_is_dropped_meanwhile_nothing_unsummed_is_passed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with cache_in(tmp_path) as parts:
+        await parts.fetch(A)
+        file = parts.cache.pin(A)
+        assert await parts.cache.ensure_open(file)
+
+        def sums_in(*_: object) -> list[Sum]:
+            file.lose()
+            return []
+
+        monkeypatch.setattr("fusefs.cache.integrity.verify.sums_in", sums_in)
+        assert await parts.cache.integrity.read(file, 0, MIB) is None
+        parts.cache.unpin(file)
+
+
+async def test_a_dropped_file_is_not_learned_from_the_catalog(tmp_path: Path) -> None:
+    async with cache_in(tmp_path) as parts:
+        await parts.fetch(A)
+        await parts.cache.record()
+        file = parts.cache.find(A)
+        assert file is not None
+        parts.cache.discard(file)
+        await parts.cache.learn()
+        assert parts.cache.find(A) is None
 
 
 async def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path: Path) -> None:

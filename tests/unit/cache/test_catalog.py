@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusefs.cache.catalog import Catalog, Row
+from fusefs.cache.integrity.checksums import Sum
 from fusefs.cache.ranges import RangeMap
 
 BOOT, OTHER_BOOT = "boot-1", "boot-2"
@@ -68,6 +69,26 @@ def test_removing_a_row_takes_its_bytes_off_the_total(tmp_path: Path) -> None:
     assert table.remove("a", "g1", 7) == 5
     assert table.remove("a", "g1", 7) == 5
     assert table.find("a") is None
+
+
+def test_inode_numbers_may_have_64_bits(tmp_path: Path) -> None:
+    st_ino = (1 << 64) - 5
+    one = replace(row("a", (0, 10)), st_ino=st_ino, sums=(Sum(0, 10, 1),))
+    table = catalog(tmp_path)
+    for _ in range(2):
+        assert table.record([one]) == ([True], 10)
+    table.rename("a", "g1", st_ino, "b")
+    table.mark_synced([replace(one, name="b")])
+    table.close()
+    table = catalog(tmp_path, OTHER_BOOT)
+    assert table.rows() == [replace(one, name="b", is_synced=True, sums=())]
+    (tmp_path / "copy").mkdir()
+    copy = catalog(tmp_path / "copy")
+    copy._copy(tmp_path / "catalog.sqlite3")
+    for found in (table, copy):
+        assert found.sums(st_ino, "g1", 0, 10) == [Sum(0, 10, 1)]
+        assert found.remove("b", "g1", st_ino) == 0
+        assert found.sums(st_ino, "g1", 0, 10) == []
 
 
 def test_after_another_boot_only_synced_rows_count(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import sqlite3
+import time
 from pathlib import Path
 
 import pytest
@@ -175,6 +177,28 @@ async def test_an_evicted_file_leaves_neither_bytes_nor_row(tmp_path: Path) -> N
         assert parts.cache.evicted == 1
 
 
+async def test_a_catalog_that_cannot_be_written_costs_no_more_than_the_room_that_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        error = sqlite3.OperationalError("database or disk is full")
+        error.sqlite_errorcode = sqlite3.SQLITE_FULL
+        raise error
+
+    async with cache_in(tmp_path, limit=4 * MIB) as parts:
+        for key in "abcd":
+            await parts.fetch(version(key, MIB))
+        await parts.cache.record()
+        monkeypatch.setattr(parts.cache._catalog, "remove", fail)
+        await parts.fetch(version("e", MIB))
+        assert len(kept(parts, *"abcd")) == 3
+        assert parts.quota.used == 4 * MIB
+        monkeypatch.undo()
+        await parts.cache.record()
+        assert len(parts.cache._catalog.rows()) == 4
+        assert parts.quota.used == 4 * MIB
+
+
 async def test_a_mapped_file_counts_until_it_is_let_go(tmp_path: Path) -> None:
     async with cache_in(tmp_path) as parts:
         await parts.fetch(version("a", MIB))
@@ -235,6 +259,39 @@ async def test_many_streams_at_once_stay_within_the_limit(tmp_path: Path) -> Non
         await parts.quiet()
         assert parts.quota.reserved == 0
     assert worst <= limit
+
+
+async def test_a_reader_that_joins_a_job_has_the_room_of_a_reader(tmp_path: Path) -> None:
+    async with cache_in(tmp_path, limit=2 * MIB) as parts, trio.open_nursery() as nursery:
+        began = time.time()
+        for key in "ab":
+            await parts.fetch(version(key, MIB))
+        new = version("new", MIB)
+        file = parts.cache.pin(new)
+        async with parts.evictor._evicting:
+            nursery.start_soon(parts.fetcher.fill, file, 0, MIB, began)  # nothing older is there
+            await wait_all_tasks_blocked()
+            nursery.start_soon(parts.fetch, new)
+            await wait_all_tasks_blocked()
+        await eventually(lambda: file.is_complete)
+        parts.cache.unpin(file)
+
+
+async def test_a_job_that_joins_what_is_fetched_ahead_has_the_room_of_a_job(tmp_path: Path) -> None:
+    async with cache_in(tmp_path, limit=2 * MIB) as parts, trio.open_nursery() as nursery:
+        await parts.fetch(version("a", MIB))
+        held = parts.cache.pin(version("held", MIB - 10_000))
+        await parts.fetcher.wait_for(held, 0, held.size)
+        file = parts.cache.pin(version("new", 20_000))
+        async with parts.evictor._evicting:
+            assert parts.fetcher.want(file, 0, file.size)
+            await wait_all_tasks_blocked()
+            nursery.start_soon(parts.fetcher.fill, file, 0, file.size, time.time() + 1)
+            await wait_all_tasks_blocked()
+        await eventually(lambda: file.is_complete)
+        assert kept(parts, "a") == []
+        for used in (held, file):
+            parts.cache.unpin(used)
 
 
 async def test_a_cancelled_wait_for_room_takes_none(tmp_path: Path) -> None:

@@ -235,8 +235,7 @@ async def test_without_room_nothing_is_kept_and_nothing_leaks(tmp_path: Path) ->
 
 async def test_a_directory_that_takes_no_file_sends_readers_past_the_cache(tmp_path: Path) -> None:
     async with cache_in(tmp_path) as parts:
-        for folder in (tmp_path / "objects").iterdir():
-            folder.rmdir()
+        (tmp_path / "objects").rmdir()
         with pytest.raises(NotKeptError):
             await parts.read(version("a", MIB), 0, 10)
         assert parts.cache.warning is not None

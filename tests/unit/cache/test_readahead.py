@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -282,6 +283,24 @@ async def test_a_folder_that_was_fetched_whole_begins_the_next_one(tmp_path: Pat
             siblings.opened("d/", info, was_there=False)
             await parts.quiet()
         await eventually(lambda: any(key.startswith("e/") for key in requested_keys(parts)))
+        siblings.close()
+
+
+async def test_files_without_room_are_next_without_a_chain_of_them(tmp_path: Path) -> None:
+    """Each file that is refused comes first the next time; nothing grows with how many were."""
+    order = [ObjectInfo(f"d/{number:04}", 1000, '"1"', 0) for number in range(400)]
+    async with cache_in(tmp_path, limit=100_000) as parts:
+        for number in range(100):
+            await parts.fetch(version(f"before {number}", 1000))
+        siblings = Siblings(parts.fetcher, parts.cache, OneFolder(order))
+        for info in order[:300]:
+            was_there = parts.cache.find(info.version) is not None
+            siblings.opened("d/", info, was_there=was_there)
+            await parts.fetch(info.version)
+            await parts.quiet()
+        folder = siblings._folders["d/"]
+        assert inspect.isgenerator(folder.order)
+        assert folder.refused in order[300:]
         siblings.close()
 
 

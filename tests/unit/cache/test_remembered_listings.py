@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import trio
@@ -62,4 +64,31 @@ async def test_a_remembered_listing_that_makes_no_sense_is_forgotten(tmp_path: P
     memory._cache.set(memory._key("q/", ""), "no page")
     assert await memory.load("p/", "") is None
     assert await memory.load("q/", "") is None
+    memory.close()
+
+
+async def test_a_key_that_the_disk_has_changed_is_forgotten(tmp_path: Path) -> None:
+    await remembered(tmp_path, ("p/", "", page("p/a")))
+    with closing(sqlite3.connect(tmp_path / "cache.db")) as database, database:
+        (key,) = database.execute("SELECT key FROM Cache").fetchone()
+        damaged = bytes([*key[:5], key[5] ^ 0x40, *key[6:]])
+        database.execute("UPDATE Cache SET key = ?", (damaged,))
+    memory = RememberedPages(tmp_path, "store", 60)
+    assert await memory.load("p/", "") is None
+    memory.close()
+
+
+async def test_a_directory_that_another_mount_keeps_busy_ends_nothing(tmp_path: Path) -> None:
+    memory = RememberedPages(tmp_path, "store", 60)
+    memory._cache._timeout = 0.01  # else it waits for a minute
+    with closing(sqlite3.connect(tmp_path / "cache.db", isolation_level=None)) as other:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(memory.run)
+            other.execute("BEGIN IMMEDIATE")
+            memory.save("p/", "", page("p/a"))
+            await trio.sleep(0.2)
+            other.execute("ROLLBACK")
+            memory.save("q/", "", page("q/a"))
+            await eventually(lambda: len(memory._cache) == 1)
+            nursery.cancel_scope.cancel()
     memory.close()

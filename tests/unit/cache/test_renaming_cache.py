@@ -7,7 +7,7 @@ from pathlib import Path
 import trio
 
 from fusefs.store.errors import NotFoundError
-from tests.support.local_cache import CHUNK, cache_in, content, version
+from tests.support.local_cache import CHUNK, cache_in, content, recording, version
 from tests.support.waiting import eventually
 
 MIB = 1 << 20
@@ -43,6 +43,19 @@ async def test_a_restart_finds_it_under_the_new_key(tmp_path: Path) -> None:
         assert await parts.read(newest, 0, MIB) == content(OLD)
         assert await parts.read(newer, 0, MIB) == content(other)
         assert parts.bucket.requested == []
+
+
+async def test_a_restart_finds_what_was_renamed_while_it_was_recorded(tmp_path: Path) -> None:
+    async with cache_in(tmp_path) as parts:
+        await parts.fetch(OLD)
+        async with recording(parts):
+            assert await parts.cache.move(OLD, NEW)
+        await parts.cache.record()
+        assert parts.quota.used == MIB
+    async with cache_in(tmp_path) as parts:
+        assert await parts.read(NEW, 0, MIB) == content(OLD)
+        assert parts.bucket.requested == []
+        assert len(parts.cache) == 1
 
 
 async def test_what_is_missing_comes_from_the_new_key(tmp_path: Path) -> None:
@@ -105,6 +118,30 @@ async def test_a_move_waits_for_an_eviction(tmp_path: Path) -> None:
             assert await parts.cache.move(OLD, NEW)
         assert parts.files() == []
         assert parts.cache.find(NEW) is None
+
+
+async def test_a_file_stays_while_a_move_is_about_to_go_on(tmp_path: Path) -> None:
+    async with cache_in(tmp_path) as parts, cache_in(tmp_path) as other:
+        await parts.fetch(OLD)
+        await parts.cache.record()
+        held = other.cache.pin(OLD)
+        assert await other.cache.ensure_open(held)
+        file = parts.cache.find(OLD)
+        assert file is not None
+
+        async def evict() -> None:
+            await parts.cache.evict(file)
+            # The move has been given the lock, and did not run yet.
+            await parts.cache.evict(file)
+            parts.cache.put_back(file)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(evict)
+            await trio.lowlevel.checkpoint()
+            assert await parts.cache.move(OLD, NEW)
+        assert parts.cache.find(NEW) is file
+        assert parts.cache.next_victim() is file
+        other.cache.unpin(held)
 
 
 async def test_a_copy_that_has_a_file_in_use_keeps_it(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+from typing import cast
 from urllib.parse import quote_plus
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
@@ -10,7 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fusefs.store.errors import AttemptError, UnsupportedError
+from fusefs.store.http.client import Direct
+from fusefs.store.http.exchange import Answer
 from fusefs.store.s3 import list_parser
+from fusefs.store.s3.list import Lister, parameters
 from fusefs.store.s3.list_parser import ListingError, parse
 
 AWS = ("Key", "LastModified", "ETag", "Size", "StorageClass")
@@ -80,6 +86,12 @@ def test_fractions_of_a_second_are_left_out() -> None:
     """HEAD and GET tell whole seconds: an object has one time, whoever tells it."""
     body = document(entry(LastModified="2026-11-21T04:15:07.923Z"))
     assert parse(body).objects[0].mtime_ns == 1795234507 * 10**9
+
+
+@pytest.mark.parametrize("year", ["0001", "9999"])
+def test_a_time_that_stands_for_none_fits_64_bits(year: str) -> None:
+    body = document(entry(LastModified=f"{year}-01-01T00:00:00Z"))
+    struct.pack("q", parse(body).objects[0].mtime_ns)
 
 
 @pytest.mark.parametrize(
@@ -158,6 +170,9 @@ def test_a_missing_storage_class_is_the_standard_one() -> None:
         document()[:-5],
         document(entry())[:200],
         document(entry(Size="")),
+        document(entry(Size="-1")),
+        document(entry(), entry(Size=str(1 << 63)), entry()),
+        document(entry(Size=str(1 << 64)), entry(AWS[:-1])),
         document(entry(LastModified="soon")),
         document("<CommonPrefixes/>"),
     ],
@@ -210,3 +225,21 @@ def test_both_ways_of_reading_agree(
         )
     )
     assert parse(body) == list_parser._page(ElementTree.fromstring(body), None)
+
+
+class Repeating:
+    """A server whose answer is the same page, wherever it is to begin."""
+
+    def send(self, _method: str, *, query: object) -> Answer:
+        more = "<IsTruncated>true</IsTruncated>"
+        return Answer(200, {}, document(more, entry(Key="d/a"), entry(Key="d/b")))
+
+
+def test_a_listing_that_does_not_go_on_ends_with_an_error() -> None:
+    lister = Lister(None, cast(Direct, Repeating()), {})
+    assert lister.page(parameters("d/", "/", "", 1000)).next_token
+    assert lister.page(parameters("d/", "/", "d/a", 1000)).next_token
+    with pytest.raises(AttemptError) as raised:
+        lister.page(parameters("d/", "/", "d/b", 1000))
+    assert raised.value.failure.kind is UnsupportedError
+    assert not raised.value.failure.is_retryable

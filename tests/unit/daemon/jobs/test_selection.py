@@ -7,6 +7,7 @@ import pytest
 from fusefs.daemon.jobs.selection import Selected, Selector, Shard
 from fusefs.store.errors import NotFoundError, StoreError
 from tests.support.local_cache import Bucket
+from tests.support.memory_store import MemoryStore
 
 KEYS = [
     "p/a.tar",
@@ -66,6 +67,21 @@ async def test_what_a_path_or_pattern_stands_for(
     path: str, keys: list[str], roots: list[str]
 ) -> None:
     assert await select(path) == (keys, roots)
+
+
+async def test_a_pattern_finds_each_file_once_where_directories_end_a_page() -> None:
+    store = MemoryStore()
+    store.page_size = 1
+    keys = [f"d/{number}/{name}" for number in range(3) for name in "fg"]
+    for key in keys:
+        store.put(key, b"x")
+    found: list[str] = []
+
+    async def deliver(selected: Selected) -> None:
+        found.extend(info.key for info in selected.objects)
+
+    await Selector(store, "").select("d/*", deliver)
+    assert sorted(found) == keys
 
 
 async def test_the_root_is_everything_of_the_mount() -> None:
