@@ -6,6 +6,7 @@
 # make share   manual pages and shell completions, in build/share
 # make deb     a Debian package, in build/
 # make test-deb   that package in a fresh Debian: installed, upgraded under load, removed
+# make test-cluster-cache  a cluster cache whose parts fail, each in turn: ten minutes
 # make test-fsspec  pandas, pyarrow, datasets and zarr through fusefs:// (they are installed in .venv)
 # make sbom    what the image has of Python, as CycloneDX, in build/sbom.json
 # make test-wheel  the wheel in a fresh virtual environment, from the package index
@@ -20,7 +21,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	--config-settings editable_mode=compat
 SOURCES := setup.py fusefs csi tests examples packaging $(wildcard bench)
 
-.PHONY: setup share deb test-deb test-wheel test-fsspec sbom demo test test-ceph lint storm scale bench clean
+.PHONY: setup share deb test-deb test-wheel test-cluster-cache test-fsspec sbom demo test test-ceph lint storm scale bench clean
 
 setup: $(STAMP)
 
@@ -49,6 +50,9 @@ sbom: $(STAMP)
 
 test-wheel: $(STAMP)
 	$(BIN)/python -m pytest tests/packaging/in_venv.py
+
+test-cluster-cache: $(STAMP)
+	$(BIN)/python -m pytest -rP tests/mounted/cluster_cache/whole_cluster.py
 
 test-fsspec: $(STAMP)
 	$(INSTALL) -e '.[test-fsspec]'

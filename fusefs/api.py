@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fusefs import __version__
+from fusefs.cluster_cache.access import AccessError as ClusterCacheAccessError
+from fusefs.cluster_cache.access import read as check_cluster_cache
 from fusefs.exporter.asking import Target as MetricsTarget
 from fusefs.exporter.asking import target_at as metrics_target
 from fusefs.exporter.main import address_of
@@ -92,6 +94,7 @@ __all__ = [
     "WORD",
     "AccessDeniedError",
     "Addressing",
+    "ClusterCacheAccessError",
     "ControlError",
     "CredentialsError",
     "ExistsError",
@@ -121,6 +124,7 @@ __all__ = [
     "at_least",
     "build",
     "certificates_for",
+    "check_cluster_cache",
     "choice",
     "command_parser",
     "daemon_pid",

@@ -18,7 +18,7 @@ import pwd
 import sys
 from collections.abc import Callable, Sequence
 
-from fusefs.cli import main as command
+from fusefs import __main__ as program
 from fusefs.settings.mount import SETTINGS
 
 SUCCESS = 0
@@ -103,7 +103,7 @@ def _mount(arguments: Sequence[str]) -> int:
     with contextlib.suppress(KeyError):  # a user who is not in /etc/passwd
         os.environ.setdefault("HOME", pwd.getpwuid(os.geteuid()).pw_dir)
     os.environ.update(variables)
-    return FAILED if command.main(["mount", *paths, *flags]) else SUCCESS
+    return FAILED if program.main(["mount", *paths, *flags]) else SUCCESS
 
 
 def _umount(arguments: Sequence[str]) -> int:
@@ -111,7 +111,7 @@ def _umount(arguments: Sequence[str]) -> int:
     if len(paths) != 1:
         raise OptionError("usage: umount.fusefs MOUNTPOINT [-nlfvr]")
     flags = [flag for letter, flag in (("l", "--lazy"), ("f", "--force")) if letter in letters]
-    return FAILED if command.main(["umount", *flags, paths[0]]) else SUCCESS
+    return FAILED if program.main(["umount", *flags, paths[0]]) else SUCCESS
 
 
 def _parse(arguments: Sequence[str]) -> tuple[list[str], str, list[str]]:

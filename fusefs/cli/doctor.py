@@ -13,9 +13,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from fusefs.cli import sync
 from fusefs.diagnosis import doctor, findings
 from fusefs.diagnosis.findings import Finding
-from fusefs.launch import registry
 from fusefs.settings.mount import Layer, MountSettings, RawValue, build
 from fusefs.settings.sources import from_config, from_environment
 
@@ -50,7 +50,7 @@ def _findings(
         return doctor.check_machine(settings)
     if target.startswith(SCHEME):
         return doctor.check_source(settings, tries_permissions=tries_permissions)
-    mountpoint = registry.resolve(Path(target))
+    mountpoint = sync.mountpoint(target)
     return doctor.check_mount(mountpoint, settings, tries_permissions=tries_permissions)
 
 
@@ -70,7 +70,7 @@ def report(mountpoint: str | None, output: str | None, *, redacts: bool) -> int:
     from fusefs.diagnosis import report as archive
 
     path = Path(output or time.strftime("fusefs-report-%Y%m%d-%H%M%S.tar.gz"))
-    resolved = registry.resolve(Path(mountpoint)) if mountpoint is not None else None
+    resolved = sync.mountpoint(mountpoint) if mountpoint is not None else None
     archive.write(path, resolved, settings_of(None, {}, None), redacts=redacts)
     print(f"{os.path.abspath(path)}: please look through it before it leaves this machine")
     return 0

@@ -27,14 +27,16 @@ from fusefs.cli.parser import make_parser
 
 if TYPE_CHECKING:
     from fusefs.cli import warm
+    from fusefs.launch.early_keeper import EarlyKeeper
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status."""
+def main(arguments: Sequence[str] | None = None, keeper: EarlyKeeper | None = None) -> int:
+    """Run one command and return its exit status. A mount may use the keeper."""
     _prepare_streams()
     if arguments is None:
         arguments = sys.argv[1:]
     options = make_parser(arguments).parse_args(arguments)
+    options.early_keeper = keeper
     try:
         status = _COMMANDS[options.command](options)
         sys.stdout.flush()
@@ -78,6 +80,27 @@ def _complain(what: object) -> None:
     print(f"fusefs: {' '.join(str(what).split())}", file=sys.stderr)
 
 
+def _settings_error(sentence: str) -> Exception:
+    from fusefs.settings.mount import SettingsError
+
+    return SettingsError(sentence)
+
+
+def _path(text: str) -> Path:
+    """A path of the command line.
+
+    Raises:
+        SettingsError: it is empty.
+    """
+    if not text:  # from an unset variable of a script; not the working directory
+        raise _settings_error("the path is empty")
+    return Path(text)
+
+
+def _paths(texts: Sequence[str]) -> list[Path]:
+    return [_path(text) for text in texts]
+
+
 # --- streams and signals ------------------------------------------------------
 
 
@@ -99,7 +122,7 @@ def _prepare_streams() -> None:
 def _mount(options: argparse.Namespace) -> int:
     from fusefs.cli import mount
 
-    return mount.mount(options, _complain)
+    return mount.mount(options, _complain, options.early_keeper)
 
 
 def _profile(options: argparse.Namespace) -> int:
@@ -137,12 +160,6 @@ def _upgrade(options: argparse.Namespace) -> int:
     return 0
 
 
-def _settings_error(sentence: str) -> Exception:
-    from fusefs.settings.mount import SettingsError
-
-    return SettingsError(sentence)
-
-
 def _keeper(options: argparse.Namespace) -> int:
     from fusefs.keeper import fd_store
 
@@ -168,14 +185,14 @@ def _sync(options: argparse.Namespace) -> int:
             timeout_s = DURATION.read(options.timeout)
         except ValueError as error:
             raise _settings_error(f"--timeout: {error}") from None
-    sync.sync(Path(options.path), timeout_s, sync.progress_display())
+    sync.sync(_path(options.path), timeout_s, sync.progress_display())
     return 0
 
 
 def _warm(options: argparse.Namespace) -> int:
     from fusefs.cli import warm
 
-    paths = [Path(path) for path in options.paths]
+    paths = _paths(options.paths)
     if not paths and not options.manifest:
         raise _settings_error("PATH or --manifest is missing")
     if options.cancel:
@@ -184,7 +201,7 @@ def _warm(options: argparse.Namespace) -> int:
     shard = None
     if options.shard is not None:
         try:
-            shard = warm.shard(options.shard)
+            shard = warm.shard(options.shard, os.environ)
         except ValueError as error:
             raise _settings_error(f"--shard: {error}") from None
     if options.manifest is None:
@@ -218,21 +235,21 @@ def _fetch(orders: Sequence[warm.Order], *, is_waiting: bool) -> int:
 def _pin(options: argparse.Namespace) -> int:
     from fusefs.cli import warm
 
-    orders = warm.orders([Path(path) for path in options.paths], is_pinned=True)
+    orders = warm.orders(_paths(options.paths), is_pinned=True)
     return _fetch(orders, is_waiting=not options.no_wait)
 
 
 def _unpin(options: argparse.Namespace) -> int:
     from fusefs.cli import local_copies
 
-    local_copies.unpin([Path(path) for path in options.paths])
+    local_copies.unpin(_paths(options.paths))
     return 0
 
 
 def _drop(options: argparse.Namespace) -> int:
     from fusefs.cli import local_copies
 
-    paths = [Path(path) for path in options.paths]
+    paths = _paths(options.paths)
     are_dropped = [local_copies.drop(path, is_forced=options.force) for path in paths]
     return 0 if all(are_dropped) else 1
 
@@ -240,7 +257,7 @@ def _drop(options: argparse.Namespace) -> int:
 def _verify(options: argparse.Namespace) -> int:
     from fusefs.cli import verify
 
-    path = Path(options.path)
+    path = _path(options.path)
     return 0 if verify.report(path, verify.verify(path)) else 1
 
 
@@ -284,6 +301,16 @@ def _path_status(mountpoint: Path, below: str, *, is_json: bool) -> int:
     return 0
 
 
+def _cluster_cache(options: argparse.Namespace) -> int:
+    from fusefs.cli import cluster_cache
+
+    path = _path(options.path)
+    if options.action == "clear":
+        return 0 if cluster_cache.clear(path) else 1
+    cluster_cache.show(path, is_json=options.json)
+    return 0
+
+
 def _doctor(options: argparse.Namespace) -> int:
     from fusefs.cli import doctor, mount
     from fusefs.settings.sources import CONFIG_VARIABLE
@@ -320,6 +347,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "drop": _drop,
     "sync": _sync,
     "verify": _verify,
+    "cluster-cache": _cluster_cache,
     "doctor": _doctor,
     "profile": _profile,
     "report": _report,

@@ -50,6 +50,13 @@ def send(mountpoint: Path, lines: Iterable[str]) -> str:
     return name
 
 
+def has_line(path: str) -> bool:
+    """Whether a line of a list can stand for a path relative to the mountpoint."""
+    # Bytes that are not UTF-8 are surrogates here.
+    is_text = not any("\ud800" <= character <= "\udfff" for character in path)
+    return bool(path) and "\n" not in path and is_text
+
+
 class Manifest:
     """Reads the lines of one manifest as paths of one mount.
 
@@ -97,6 +104,8 @@ class Manifest:
             raise LineError(f"{text} is not in the mount {self.mountpoint}")
         if relative == ".":
             raise LineError(f"{text} is the whole mount: name it on the command line")
+        if not has_line(relative):
+            raise LineError(f"{text} is in {self._base!r}, which a line of a list cannot name")
         return relative
 
     def _through_links(self, text: str) -> str:

@@ -15,6 +15,7 @@ from typing import NoReturn
 from fusefs.cli.sync import mountpoint
 from fusefs.launch import control, launcher, preflight, users
 from fusefs.launch.control import CommandError
+from fusefs.launch.early_keeper import EarlyKeeper
 from fusefs.launch.mount_requests import keeper_request
 from fusefs.settings.mount import SETTINGS, MountSettings, RawValue, build
 from fusefs.settings.sources import CONFIG_VARIABLE, from_config, from_environment
@@ -24,7 +25,9 @@ SETTINGS_TIMEOUT_S = 15.0
 UPGRADE_TIMEOUT_S = 90.0
 
 
-def mount(options: argparse.Namespace, warn: Callable[[object], None]) -> int:
+def mount(
+    options: argparse.Namespace, warn: Callable[[object], None], keeper: EarlyKeeper | None = None
+) -> int:
     """Mount as the command line says, and return the exit status.
 
     Raises:
@@ -39,8 +42,8 @@ def mount(options: argparse.Namespace, warn: Callable[[object], None]) -> int:
         warn(f"warning: {warning}")
     with _signals_interrupt():
         if chosen.foreground:
-            return launcher.run_foreground(chosen)
-        launcher.start(chosen)
+            return launcher.run_foreground(chosen, keeper)
+        launcher.start(chosen, keeper=keeper)
     return 0
 
 

@@ -38,7 +38,10 @@ class _Command(NamedTuple):
 
 
 def make_parser(arguments: Sequence[str] | None = None) -> Parser:
-    """The parser for a command line; without one, for all of them, with the settings of each."""
+    """The parser for a command line; without one, for all of them, with the settings of each.
+
+    It has the command that comes first alone, and all of them where there is no such command.
+    """
     parser = Parser(
         prog="fusefs", description="Mount an S3 bucket as a file system with a local cache."
     )
@@ -47,7 +50,8 @@ def make_parser(arguments: Sequence[str] | None = None) -> Parser:
     commands = parser.add_subparsers(
         title="commands", required=True, metavar="COMMAND", prog="fusefs", dest="command"
     )
-    for command in _COMMANDS:
+    wanted = [command for command in _COMMANDS if arguments and command.name == arguments[0]]
+    for command in wanted or _COMMANDS:
         has_settings = arguments is None or command.name in arguments
         _add_command(commands, command, has_settings=has_settings)
     return parser
@@ -211,7 +215,7 @@ _COMMANDS = (
                 "--shard",
                 metavar="I/N",
                 help="fetch one of N disjoint parts of the files, of about equal numbers; I counts "
-                "from 0",
+                "from 0, and N alone takes it from $JOB_COMPLETION_INDEX",
             ),
         ),
         (
@@ -277,6 +281,18 @@ _COMMANDS = (
         "their checksums. A copy that differs is dropped and fetched again from the bucket; the "
         "command fails if that is not possible.",
         (_PATH,),
+    ),
+    _Command(
+        "cluster-cache",
+        "show the cluster cache of a mount, or remove what it holds of the mount's bucket",
+        "Show whether a mount's cluster cache is in use and what was found there, or remove all "
+        "blocks of the mount's bucket that were stored there with the mount's key. Blocks of other "
+        "versions of fusefs and of other keys stay: the store's lifecycle rules remove them.",
+        (
+            _argument("action", choices=("status", "clear"), help="what to do"),
+            _PATH,
+            _switch("--json", "print the status as JSON, for programs"),
+        ),
     ),
     _Command(
         "doctor",

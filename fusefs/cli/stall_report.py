@@ -48,6 +48,11 @@ _CAUSES = {
         "for room in the cache",
         "the cache is full: a larger --cache-size (or disk) evicts less",
     ),
+    "cluster_cache": (
+        "for the cluster cache",
+        "it answers late: fusefs cluster-cache status shows how it does, and docs/cluster-cache.md"
+        " says how large it should be",
+    ),
     "credentials": (
         "for credentials",
         "keys are looked up or refused: see the log, and what provides them",

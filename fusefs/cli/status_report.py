@@ -46,6 +46,7 @@ def render(status: Status) -> str:
         ("cache", status.get("cache"), _cache),
         ("pinned", (status.get("pins") or {}).get("paths") and status["pins"], _pins),
         ("hits", status.get("cache"), _hits),
+        ("cluster", status.get("cluster_cache"), cluster_cache),
         ("checksums", status.get("integrity"), _integrity),
         ("S3", status if status.get("s3") else None, _s3),
         ("conditions", status.get("conditions"), _conditions),
@@ -156,6 +157,32 @@ def _scrub(scrub: Status) -> str:
         case "off":
             return "; scrub off"
     return ""
+
+
+def cluster_cache(found: Status) -> str:
+    """Whether the cluster cache is in use, and what was found and stored there."""
+    lookups, fills = found["lookups"], found["fills"]
+    state = {"closed": "in use", "opening": "not reached yet"}.get(found["state"], "not in use")
+    why = f" ({found['why']})" if found["why"] else ""
+    of = sum(lookups[name] for name in ("hits", "misses"))
+    troubles = [
+        f"{lookups[name]:,} {label}"
+        for name, label in (
+            ("late", "late"),
+            ("failed", "without an answer"),
+            ("refused", "refused"),
+            ("bad", "damaged"),
+        )
+        if lookups[name]
+    ]
+    troubles += [f"{fills['failed']:,} not taken"] if fills["failed"] else []
+    troubles += [f"{fills['dropped']:,} not stored for lack of time"] if fills["dropped"] else []
+    return (
+        f"{found['place']}: {state}{why}; {lookups['hits']:,} of {of:,} lookups found a block,"
+        f" {human_size(found['read_bytes'])}; {fills['stored']:,} stored,"
+        f" {human_size(found['stored_bytes'])}, {found['queued_fills']:,} to come;"
+        f" {', '.join(troubles) or 'no errors'}"
+    )
 
 
 def _s3(status: Status) -> str:
@@ -274,6 +301,8 @@ def _renaming(job: Status) -> str:
 def warmth(job: Status) -> str:
     """The progress of a job of `fusefs warm`, or its result."""
     troubles = warming_troubles(job)
+    if job.get("unshared_blocks"):
+        troubles.append(f"the cluster cache did not take {job['unshared_blocks']:,} blocks")
     if job["state"] == "under way":
         return "; ".join([progress(job), *troubles])
     if job["state"] == "listing":

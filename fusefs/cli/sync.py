@@ -12,6 +12,7 @@ from typing import Any
 from fusefs.cli.status_report import human_size
 from fusefs.launch import control, registry
 from fusefs.launch.control import CommandError
+from fusefs.linux import mountinfo
 
 ANSWER_TIMEOUT_S = 5.0
 POLL_S = 0.2
@@ -39,7 +40,7 @@ def sync(path: Path, timeout_s: float, progress: Progress) -> None:
 def find(path: Path) -> tuple[Path, str]:
     """The mountpoint of the mount that contains `path`, and the path relative to it.
 
-    Makes no call to the mount's file system.
+    Of mounts in each other it is the innermost. Makes no call to their file systems.
 
     Raises:
         CommandError: `path` is in no registered mount.
@@ -49,9 +50,19 @@ def find(path: Path) -> tuple[Path, str]:
     for at in reversed((absolute, *absolute.parents)):
         mountpoint = registry.resolve(at)
         if registry.registration_of(mountpoint) is not None:
-            below = absolute.relative_to(at)
-            return mountpoint, "" if below == Path() else str(below)
+            found = mountpoint / absolute.relative_to(at)
+            inner = mountinfo.mount_above(found)
+            if inner is None or mountpoint not in inner.mountpoint.parents:
+                return mountpoint, _below(mountpoint, found)
+            if registry.registration_of(inner.mountpoint) is not None:
+                return inner.mountpoint, _below(inner.mountpoint, found)
+            break
     raise CommandError(f"{path} is not in a mount of fusefs; fusefs status lists them")
+
+
+def _below(mountpoint: Path, path: Path) -> str:
+    below = path.relative_to(mountpoint)
+    return "" if below == Path() else str(below)
 
 
 def mountpoint(path: str) -> Path:

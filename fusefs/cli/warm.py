@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,9 @@ ADDED = (
     "left_out_bytes",
     "failed_files",
 )
+
+# The number of a pod of an Indexed Job.
+JOB_INDEX = "JOB_COMPLETION_INDEX"
 
 Job = dict[str, Any]
 # The paths of a mount from which on they are sent as a list.
@@ -83,18 +86,26 @@ class Order:
 Ids = dict[Order, str]
 
 
-def shard(text: str) -> tuple[int, int]:
-    """Read `I/N`.
+def shard(text: str, environment: Mapping[str, str]) -> tuple[int, int]:
+    """Read `I/N`, or `N` in a pod of an Indexed Job, which knows its I.
+
+    Kubernetes sets JOB_COMPLETION_INDEX there
+    (https://kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode).
 
     Raises:
         ValueError: it is no such thing; the message says why.
     """
     parts = text.split("/")
+    if len(parts) == 1:
+        index = environment.get(JOB_INDEX)
+        if index is None:
+            raise ValueError(f"{text!r} has no number, and there is no ${JOB_INDEX}; write I/N")
+        parts = [index, *parts]
     if len(parts) != 2 or not all(part.isascii() and part.isdigit() for part in parts):
-        raise ValueError(f"{text!r} is not of the form I/N, as in 0/8")
+        raise ValueError(f"{'/'.join(parts)!r} is not of the form I/N, as in 0/8")
     number, count = map(int, parts)
     if number >= count:
-        raise ValueError(f"the shards of {text!r} are numbered from 0 to N-1")
+        raise ValueError(f"the shards of {'/'.join(parts)!r} are numbered from 0 to N-1")
     return number, count
 
 
@@ -114,20 +125,13 @@ def orders(
     found = []
     for mountpoint, parts in of.items():
         # A list has a line for each path, and none for the whole mount.
-        if len(parts) > MANY and all(map(_has_line, parts)):
+        if len(parts) > MANY and all(map(manifest.has_line, parts)):
             title = f"{len(parts):,} paths of {mountpoint}"
             name = manifest.send(mountpoint, parts)
             found.append(Order(mountpoint, title, shard, is_pinned, name))
         else:
             found += [Order(mountpoint, part, shard, is_pinned) for part in dict.fromkeys(parts)]
     return found
-
-
-def _has_line(below: str) -> bool:
-    """Whether a line of a list can stand for a path."""
-    # Bytes that are not UTF-8 are surrogates here.
-    is_text = not any("\ud800" <= character <= "\udfff" for character in below)
-    return bool(below) and "\n" not in below and is_text
 
 
 def manifest_order(

@@ -171,7 +171,8 @@ def _samples(
 
 def _with_volume(labels: Mapping[str, str], volume: str) -> dict[str, str]:
     """The labels of a sample, and of which mount it is, whatever the mount says."""
-    if not all(map(_NAME.fullmatch, labels)):
+    # Prometheus' own labels begin with "__": `__name__` would make a sample that of another metric.
+    if any(not _NAME.fullmatch(name) or name.startswith("__") for name in labels):
         raise ValueError(f"{labels} has other things than names of labels")
     return {name: _text(value) for name, value in {**labels, VOLUME: volume}.items()}
 

@@ -6,6 +6,7 @@ readable for everybody, as that runs as another user.
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 
@@ -61,7 +62,8 @@ def address_of(text: str) -> tuple[str, int]:
         SettingsError: it is none of these.
     """
     host, separator, port = text.rpartition(":")
-    if not separator or not port.isdecimal() or int(port) > 65535 or "/" in host:
+    is_port = re.fullmatch(r"[0-9]{1,5}", port) is not None and int(port) <= 65535
+    if not separator or not is_port or "/" in host:
         raise SettingsError(f"--listen: {text!r} is not like 127.0.0.1:9811 or :9811")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]

@@ -134,6 +134,7 @@ class FusefsFileSystem(AbstractFileSystem):
 
     def _entries(self, path: str) -> list[dict[str, Any]]:
         local = self.local_path(path)
+        places = PLACES.all()
         found = []
         try:
             entries = os.scandir(local)
@@ -141,8 +142,11 @@ class FusefsFileSystem(AbstractFileSystem):
             return [self.info(path)]
         with entries:
             for entry in entries:
+                name = f"{path}/{entry.name}"
+                if not any(place.has(name) for place in places):
+                    continue  # something else is mounted there
                 try:
-                    facts = _facts(f"{path}/{entry.name}", entry.stat())
+                    facts = _facts(name, entry.stat())
                 except FileNotFoundError:
                     continue  # it was removed meanwhile
                 found.append(facts)

@@ -34,16 +34,19 @@ class NotMountedError(OSError):
 class Place(NamedTuple):
     """A directory that shows the keys of a bucket that begin with a prefix.
 
-    `location` is the bucket and the prefix, and ends with a slash.
+    `location` is the bucket and the prefix, and ends with a slash. At and below the directories
+    `covered`, which end with a slash too, the files are those of other mounts.
     """
 
     location: str
     directory: str
     is_read_only: bool
+    covered: tuple[str, ...] = ()
 
     def has(self, path: str) -> bool:
         """Whether `bucket/key` is this place or below it."""
-        return f"{path}/".startswith(self.location)
+        is_below = f"{path}/".startswith(self.location)
+        return is_below and not f"{self.local(path)}/".startswith(self.covered)
 
     def local(self, path: str) -> str:
         """The file of `bucket/key`, which this place has."""
@@ -119,15 +122,20 @@ class Places:
 
 
 def _mounted() -> list[Place]:
-    """What the kernel's table shows, as far as this user may use it."""
+    """What the kernel's table shows, as far as this user may use it and nothing covers it."""
+    table = mountinfo.kernel_mounts()
     places = []
-    for mount in mountinfo.kernel_mounts():
+    for mount in table:
         is_usable = "allow_other" in mount.options.split(",") or mount.owner == os.geteuid()
-        if mount.is_fusefs and is_usable and mount.source.startswith(_SCHEME):
-            source = mount.source.removeprefix(_SCHEME).rstrip("/")
-            location = f"{source}/{mount.root.strip('/')}".rstrip("/") + "/"
-            is_read_only = mount.is_read_only or "ro" in mount.options.split(",")
-            places.append(Place(location, mount.path, is_read_only))
+        if not (mount.is_fusefs and is_usable and mount.source.startswith(_SCHEME)):
+            continue
+        if mountinfo.reached(mount.path, table) is not mount:
+            continue
+        source = mount.source.removeprefix(_SCHEME).rstrip("/")
+        location = f"{source}/{mount.root.strip('/')}".rstrip("/") + "/"
+        is_read_only = mount.is_read_only or "ro" in mount.options.split(",")
+        covered = tuple(f"{other.path}/" for other in table if other.parent == mount.number)
+        places.append(Place(location, mount.path, is_read_only, covered))
     return places
 
 

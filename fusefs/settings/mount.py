@@ -29,6 +29,7 @@ from fusefs.settings.types import (
     DURATION,
     DURATIONS,
     ID,
+    KMS_KEY,
     LIFETIME,
     MIB,
     MIN_FREE,
@@ -129,7 +130,7 @@ class MountSettings:
         otherwise="the bucket's",
     )
     kms_key: str | None = option(
-        WORD,
+        KMS_KEY,
         "S3",
         "KMS key of new objects: an id, an ARN or an alias (encryption aws:kms)",
         None,
@@ -180,6 +181,33 @@ class MountSettings:
         "Cache",
         "stop serving cached data after S3 has refused every request for this long",
         math.inf,
+    )
+
+    cluster_cache: MountSource | None = option(
+        SOURCE,
+        "Cluster cache",
+        "bucket near this machine in which several machines keep what they have read: looked"
+        " into after the local cache and before S3",
+        None,
+        otherwise="none",
+    )
+    cluster_cache_endpoint: str | None = option(
+        URL, "Cluster cache", "URL of its S3 endpoint", None, otherwise="AWS"
+    )
+    cluster_cache_credentials: Path | None = option(
+        PATH,
+        "Cluster cache",
+        "AWS credentials file with the keys for it, in the profile default",
+        None,
+        otherwise="the mount's own credentials",
+    )
+    cluster_cache_key: Path | None = option(
+        PATH,
+        "Cluster cache",
+        "file of the secret, 16 bytes or more, with which all machines sign what they store"
+        " there; without it, whoever may write there can change what is read here",
+        None,
+        otherwise="none",
     )
 
     metadata_ttl: float = option(
@@ -488,6 +516,7 @@ def _refuse_contradictions(settings: MountSettings, layer: Layer) -> None:
     if settings.customer_key and (settings.encryption or settings.kms_key):
         name = "encryption" if settings.encryption else "kms_key"
         raise SettingsError(f"{layer[name].origin}: S3 encrypts with the customer key already")
+    _refuse_cluster_cache(settings, layer)
     if settings.endpoint_url and settings.source.is_access_point:
         raise SettingsError(
             f"{layer['endpoint_url'].origin}: an access point's ARN is for AWS's own endpoints"
@@ -500,3 +529,27 @@ def _refuse_contradictions(settings: MountSettings, layer: Layer) -> None:
         if path is not None and path.is_relative_to(settings.mountpoint):
             origin = layer[name].origin if name in layer else name
             raise SettingsError(f"{origin}: {path} is below the mountpoint; choose another path")
+
+
+def _refuse_cluster_cache(settings: MountSettings, layer: Layer) -> None:
+    if settings.cluster_cache is None:
+        return
+    origin = layer["cluster_cache"].origin
+    if settings.cluster_cache.is_access_point:
+        raise SettingsError(f"{origin}: name a bucket, not an access point")
+    if _is_same_place(settings.cluster_cache, settings):
+        raise SettingsError(f"{origin}: is part of what is mounted; name another prefix or bucket")
+    if settings.customer_key:
+        raise SettingsError(
+            f"{origin}: what a customer key encrypts is stored nowhere else; drop one of the two"
+        )
+
+
+def _is_same_place(place: MountSource, settings: MountSettings) -> bool:
+    """Whether a cluster cache and what is mounted have keys in common."""
+    prefixes = place.prefix, settings.source.prefix
+    return (
+        place.bucket == settings.source.bucket
+        and settings.cluster_cache_endpoint == settings.endpoint_url
+        and (prefixes[0].startswith(prefixes[1]) or prefixes[1].startswith(prefixes[0]))
+    )

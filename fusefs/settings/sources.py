@@ -36,7 +36,7 @@ def from_config(path: Path) -> Layer:
         content = tomllib.loads(path.read_text())
     except OSError as error:
         raise SettingsError(f"{path}: cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # also of an integer with thousands of digits
         raise SettingsError(f"{path}: is not TOML: {error}") from error
     by_key = {setting.key: setting for setting in SETTINGS}
     layer = {}

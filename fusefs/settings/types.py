@@ -44,6 +44,9 @@ _SIZE_UNITS = {"": 1, "B": 1, "kB": 1000} | _DECIMAL | _BINARY
 _AMBIGUOUS = frozenset("KMGTP")
 _DURATION_UNITS = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
+# Offsets in files and SQLite's integers are smaller.
+_TOO_LARGE = 2**63
+
 _NUMBER_AND_UNIT = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
 
@@ -59,7 +62,10 @@ def parse_size(text: str) -> int:
         )
     if match is None or match[2] not in _SIZE_UNITS:
         raise ValueError(f"{text!r} is not a size; write it like 50GiB, 1.5TB or 4096 (bytes)")
-    return int(Decimal(match[1]) * _SIZE_UNITS[match[2]])
+    size = int(min(Decimal(match[1]), _TOO_LARGE) * _SIZE_UNITS[match[2]])
+    if size >= _TOO_LARGE:
+        raise ValueError("the size is too large; the most is 8191PiB")
+    return size
 
 
 def format_size(size: int) -> str:
@@ -383,6 +389,12 @@ def _parse_word(text: str) -> str:
     return text.strip()
 
 
+def _parse_kms_key(text: str) -> str:
+    if not re.fullmatch(r"[!-~]+", text.strip()):  # it goes into a header
+        raise ValueError(f"{text!r} is not a KMS key; write its id, its ARN or alias/NAME")
+    return text.strip()
+
+
 # --- types --------------------------------------------------------------------
 
 
@@ -436,6 +448,7 @@ def choice(values: type[E]) -> SettingType[E]:
 
 WORD = SettingType("NAME", _parse_word)
 URL = SettingType("URL", _parse_url)
+KMS_KEY = SettingType("KEY", _parse_kms_key)
 STORAGE_CLASS = SettingType("CLASS", _parse_storage_class)
 PATH = SettingType("PATH", _parse_path)
 SWITCH = SettingType("", _parse_switch, lambda value: "true" if value else "false")

@@ -87,6 +87,19 @@ METRICS: dict[str, Metric] = {
     "s3_connections": Metric(
         "gauge", "Connections of the budget: allowed, in use, and requests that wait.", ("state",)
     ),
+    "cluster_cache_lookups_total": Metric(
+        "counter", "Blocks that were looked for in the cluster cache.", ("outcome",)
+    ),
+    "cluster_cache_fills_total": Metric(
+        "counter", "Blocks that were to be stored in the cluster cache.", ("outcome",)
+    ),
+    "cluster_cache_received_bytes_total": Metric(
+        "counter", "Bytes of objects received from the cluster cache."
+    ),
+    "cluster_cache_sent_bytes_total": Metric(
+        "counter", "Bytes of objects stored in the cluster cache."
+    ),
+    "cluster_cache_in_use": Metric("gauge", "1 if blocks are looked for in it, 0 if it is out."),
     "upload_pending_files": Metric("gauge", "Written files that are not in the bucket yet."),
     "upload_pending_bytes": Metric("gauge", "Their bytes."),
     "upload_oldest_pending_seconds": Metric("gauge", "The age of the oldest of them; 0 for none."),

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 _LOOKS = frozenset(("HEAD", "LIST", "LIST PARTS", "LIST UPLOADS"))
 # What these take is for the most part the time of their bodies.
-_SENDS = frozenset(("PUT", "PUT PART"))
+_SENDS = frozenset(("PUT", "PUT PART", "CLUSTER PUT"))
 NOTHING = -1
 
 
@@ -64,6 +64,8 @@ def cause_of(operation: str) -> int:
     """The number of the cause that a request waits for until its answer begins."""
     if operation in _LOOKS:
         return WaitCause.METADATA
+    if operation == "CLUSTER GET":
+        return WaitCause.CLUSTER_CACHE
     return WaitCause.S3_TRANSFER if operation in _SENDS else WaitCause.S3_FIRST_BYTE
 
 

@@ -36,6 +36,7 @@ class WaitCause:
     requests than it has refused. `S3_FIRST_BYTE`, `S3_TRANSFER`: the start and the rest of an
     answer, or a body to be sent. `METADATA`: a listing or a HEAD. `CACHE_DISK`: the local disk.
     `CACHE_FULL`: room in the cache. `CREDENTIALS`: keys to be found or renewed.
+    `CLUSTER_CACHE`: an answer of the cluster cache.
 
     Plain numbers: members of an enumeration take twice as long to find things by.
     """
@@ -48,7 +49,8 @@ class WaitCause:
     CACHE_DISK = 5
     CACHE_FULL = 6
     CREDENTIALS = 7
-    ANY = 8
+    CLUSTER_CACHE = 8
+    ANY = 9
 
 
 # Their names, as metrics and status have them.
@@ -61,6 +63,7 @@ CAUSES = (
     "cache_disk",
     "cache_full",
     "credentials",
+    "cluster_cache",
     "any",
 )
 _ANY = WaitCause.ANY

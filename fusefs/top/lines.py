@@ -15,6 +15,7 @@ CAUSES = {
     "cache_disk": "cache disk",
     "cache_full": "cache room",
     "credentials": "credentials",
+    "cluster_cache": "cluster cache",
 }
 SOURCES = {"cache": "cache", "shared": "another mount", "s3": "S3"}
 # Less is noise of the clocks.

@@ -42,7 +42,7 @@ def test_every_command_has_a_page(share: Path) -> None:
     shown = subprocess.run(
         [Path(sys.prefix) / "bin/fusefs", "--help"], capture_output=True, text=True, check=True
     )
-    commands = re.findall(r"^    ([a-z]+)  ", shown.stdout, re.MULTILINE)
+    commands = re.findall(r"^    ([a-z-]+)(?:  |$)", shown.stdout, re.MULTILINE)
     assert "mount" in commands
     assert pages == {"fusefs.1", *(f"fusefs-{name}.1" for name in commands)}
 

@@ -10,16 +10,19 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import threading
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+import pytest
 import trio
 import trio.testing
 
 from fusefs.cache.cached_file import CacheFile
+from fusefs.cache.catalog import Row
 from fusefs.cache.downloader import Fetcher
 from fusefs.cache.evictor import Evictor
 from fusefs.cache.file_cache import FileCache
@@ -157,6 +160,28 @@ class Parts:
         """Wait until no download is under way."""
         await trio.testing.wait_all_tasks_blocked()  # those just started count as well
         await eventually(lambda: not self.fetcher.under_way)
+
+
+@asynccontextmanager
+async def recording(parts: Parts) -> AsyncIterator[None]:
+    """Rows of what has arrived are on their way to the catalog until the block ends."""
+    catalog = parts.cache._catalog
+    record, begun, go_on = catalog.record, threading.Event(), threading.Event()
+
+    def slow(rows: Iterable[Row]) -> tuple[list[bool], int]:
+        begun.set()
+        go_on.wait(LIMIT_S)
+        return record(rows)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(catalog, "record", slow)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(parts.cache.record)
+            await eventually(begun.is_set)
+            try:
+                yield
+            finally:
+                go_on.set()
 
 
 @asynccontextmanager

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import trio
 
 from fusefs.store.errors import ExistsError, NotFoundError, StaleVersionError, StoreError
-from fusefs.store.fencing import ChangeToken, TokenSource
+from fusefs.store.fencing import ChangeToken, TokenSource, stamped
 from fusefs.store.interface import (
     IF_ABSENT,
     ChunkWriter,
@@ -37,7 +37,7 @@ class Stored:
 class MemoryStore:
     """A bucket in memory. Each change is a second after the one before.
 
-    It has no tokens in its objects, and of conditions it knows IF_ABSENT and
+    It keeps tokens with copies of other metadata alone, and of conditions it knows IF_ABSENT and
     ETags of deletes.
 
     `before` and `after` are called around each request with its name and key,
@@ -177,6 +177,8 @@ class MemoryStore:
             if condition == IF_ABSENT and key in self.objects:
                 raise ExistsError(key)
             attributes = dict((found.info.metadata if metadata is None else metadata) or {})
+            if token is not None and metadata is not None:
+                attributes = stamped(attributes, token)
             if keeps_mtime:
                 seconds, rest = divmod(found.info.mtime_ns, SECOND_NS)
                 attributes.setdefault("mtime", f"{seconds}.{rest:09}")

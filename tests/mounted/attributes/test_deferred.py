@@ -6,21 +6,23 @@ import errno
 import os
 import signal
 import stat
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
 
-from fusefs.posix.metadata import attribute_log
-from fusefs.posix.metadata.attribute_log import AttributeLog, Recorded
+from fusefs.posix.metadata.attribute_log import AttributeLog
 from fusefs.posix.metadata.deferred_attributes import DEFER_S
 from fusefs.posix.namespace.mutations import Mutations
 from fusefs.posix.types import NewAttributes
 from fusefs.posix.write import recovery
+from fusefs.posix.write.staging import SOURCE
 from fusefs.store.errors import StoreError
 from fusefs.store.interface import ObjectInfo
-from tests.support.machine.disks import fill, small_disk
+from tests.support.held_copies import HeldCopies
 from tests.support.mounting import Mount, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, stored
@@ -106,6 +108,21 @@ async def test_a_rename_takes_them_along(mount: MortalMount, *, is_written: bool
         assert mount.store.count("COPY") == 1
         assert await shown(process, "new") == (0o600, 3, 4, TIME_NS)
     check(mount, "new")
+    assert mount.store.contents() == {"new": b"content"}
+
+
+async def test_a_rename_takes_along_what_is_changed_while_they_are_sent(mount: MortalMount) -> None:
+    """Though the object that was sent is another version than the one that was to be renamed."""
+    held = HeldCopies(mount.store)
+    async with mount.serving() as process, trio.open_nursery() as nursery:
+        await set_on(process, "file", mode=0o640)
+        process.writer.deferred.hurry("file")
+        await held.is_made.wait()
+        await set_on(process, "file", mode=0o600)
+        nursery.start_soon(process.rename, "file", "new")
+        await trio.testing.wait_all_tasks_blocked()
+        held.answer.set()
+    assert metadata_of(mount, "new")["mode"] == MODE
     assert mount.store.contents() == {"new": b"content"}
 
 
@@ -202,6 +219,78 @@ async def test_a_process_that_was_killed_loses_none(
     assert [path for path in mount.directory.rglob("attributes") if path.read_bytes()] == []
 
 
+async def test_what_the_end_of_a_mount_could_not_send_the_next_one_does(
+    mount: MortalMount,
+) -> None:
+    def fail(what: str, _key: str) -> None:
+        if what == "COPY":
+            raise StoreError("not now")
+
+    mount.store.before = fail
+    async with mount.serving() as process:
+        await describe(process, "file")
+        await process.writer.backlog.drain(1)
+    mount.store.before = lambda _what, _key: None
+    mount.reboot()
+    async with mount.serving() as process:
+        recovery.adopt(process.writer)
+        await process.writer.deferred.drain()
+    check(mount, "file")
+
+
+async def test_what_no_bucket_is_known_of_is_left_alone_and_reported(
+    mount: MortalMount, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with mount.serving() as process:
+        await describe(process, "file")
+        directory = process.writer.staging.directory
+    (directory / SOURCE).unlink()
+    mount.reboot()
+    async with mount.serving() as process:
+        recovery.adopt(process.writer)
+        assert f"{directory} has ['attributes'], which no mount sends" in caplog.text
+        (directory / SOURCE).write_text(process.writer.staging.source)
+    mount.reboot()
+    async with mount.serving() as process:
+        recovery.adopt(process.writer)
+        await process.writer.deferred.drain()
+    check(mount, "file")
+
+
+@pytest.mark.parametrize("time_ns", [TIME_NS, None])
+@pytest.mark.parametrize("is_written", [True, False])
+async def test_what_is_changed_of_an_open_file_is_sent_by_the_next_mount(
+    mount: MortalMount, time_ns: int | None, *, is_written: bool
+) -> None:
+    """Its content was never closed: it is kept where it is, if it is another one."""
+    async with mount.serving() as process:
+        before_ns = (await shown(process, "file"))[3]
+        fh = await process.open("file", os.O_RDWR)
+        if is_written:
+            await process.write(fh, 0, b"another")
+        set_ns = time.time_ns() if time_ns is None else time_ns
+        await set_on(process, "file", mode=0o600, uid=3, mtime_ns=set_ns)
+    mount.reboot()
+    async with mount.serving() as process:
+        recovery.adopt(process.writer)
+        expected_ns = before_ns if is_written else set_ns
+        assert await shown(process, "file") == (0o600, 3, 0, expected_ns)
+        await process.writer.deferred.drain()
+        assert metadata_of(mount, "file")["mode"] == MODE
+        await set_on(process, "file", mode=0o640)
+        await process.writer.deferred.drain()
+    mount.reboot()
+    async with mount.serving() as process:
+        recovery.adopt(process.writer)
+        await process.writer.deferred.drain()
+    assert metadata_of(mount, "file")["mode"] == str(stat.S_IFREG | 0o640)
+    assert mount.store.contents()["file"] == b"content"
+    left = [path for path in (mount.directory / "staging").rglob("[0-9]*") if path.is_file()]
+    contents = [path.read_bytes() for path in left if path.suffix != ".json"]
+    if is_written or time_ns is not None:  # else the content is too young to be known as clean
+        assert contents == ([b"another"] if is_written else [])
+
+
 @pytest.mark.parametrize("is_done", [True, False])
 async def test_a_process_that_was_killed_while_sending_loses_none(
     mount: MortalMount, *, is_done: bool
@@ -222,6 +311,73 @@ async def test_a_process_that_was_killed_while_sending_loses_none(
         assert await shown(process, "file") == (0o600, 3, 4, TIME_NS)
         await process.writer.deferred.drain()
     check(mount, "file")
+
+
+@pytest.mark.parametrize("is_renamed", [True, False])
+async def test_what_is_changed_while_a_process_is_killed_over_an_answer_is_sent(
+    mount: MortalMount, *, is_renamed: bool
+) -> None:
+    """The object is another version by then, which the next process knows for its forerunner's."""
+    held = HeldCopies(mount.store)
+    try:
+        async with mount.serving() as process:
+            await set_on(process, "file", mode=0o640)
+            process.writer.deferred.hurry("file")
+            await held.is_made.wait()
+            await set_on(process, "file", mode=0o600)
+            raise DiedError
+    except* DiedError:
+        pass
+    held.holds = False
+    mount.reboot()
+    async with mount.serving() as process:
+        recovery.adopt(process.writer)
+        if is_renamed:
+            await process.rename("file", "new")
+        await process.writer.deferred.drain()
+    assert metadata_of(mount, "new" if is_renamed else "file")["mode"] == MODE
+
+
+async def test_what_is_changed_after_a_request_without_an_answer_is_sent(
+    mount: MortalMount,
+) -> None:
+    HeldCopies(mount.store).holds = False
+    copy = mount.store.copy
+
+    async def fail(*arguments: Any, **options: Any) -> ObjectInfo:
+        await copy(*arguments, **options)
+        raise StoreError("no answer")
+
+    async with mount.serving() as process:
+        deferred = process.writer.deferred
+        mount.store.copy = fail  # type: ignore[method-assign]
+        for mode in (0o604, 0o640):
+            await set_on(process, "file", mode=mode)
+            with pytest.raises(StoreError, match="no answer"):
+                await deferred.flush("file")
+        mount.store.copy = copy  # type: ignore[method-assign]
+        await set_on(process, "file", mode=0o600)
+        await deferred.flush("file")
+    assert metadata_of(mount, "file")["mode"] == MODE
+
+
+async def test_what_somebody_else_has_replaced_is_given_up(mount: MortalMount) -> None:
+    """Also after a request without an answer."""
+
+    def fail(what: str, _key: str) -> None:
+        if what == "COPY":
+            raise StoreError("no answer")
+
+    async with mount.serving() as process:
+        await describe(process, "file")
+        mount.store.before = fail
+        with pytest.raises(StoreError, match="no answer"):
+            await process.writer.deferred.flush("file")
+        mount.store.before = lambda _what, _key: None
+        mount.store.put("file", b"somebody else's", mode="theirs")
+        await process.writer.deferred.flush("file")
+        assert len(process.writer.deferred) == 0
+    assert metadata_of(mount, "file")["mode"] == "theirs"
 
 
 @pytest.mark.parametrize("operation", ["COPY", "DELETE"])
@@ -328,6 +484,29 @@ async def test_a_full_disk_ends_nothing_when_a_change_is_sent(
     check(mount, "file")
 
 
+async def test_what_a_full_disk_does_not_take_with_a_rename_is_sent_at_once(
+    mount: MortalMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with mount.serving() as process:
+        await describe(process, "file")
+
+        def fill_and_change_again(what: str, key: str) -> None:
+            if (what, key) == ("COPY", "new"):
+                inode = process.operations.inodes.root.children["file"]  # type: ignore[index]
+                assert inode.info is not None
+                old = process.operations.head_cache.meta(inode)
+                process.writer.deferred.put(inode.info, old.changed(uid=5))
+                monkeypatch.setattr(AttributeLog, "append", is_full)
+
+        mount.store.before = fill_and_change_again
+        await process.rename("file", "new")
+        mount.store.before = lambda _what, _key: None
+        now = trio.current_time()
+        assert all(waiting.due <= now for waiting in process.writer.deferred.pending("new"))
+        await process.writer.deferred.drain()
+    assert metadata_of(mount, "new")["uid"] == "5"
+
+
 async def test_a_full_disk_ends_no_take_over(
     mount: MortalMount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -340,62 +519,45 @@ async def test_a_full_disk_ends_no_take_over(
     check(mount, "file")
 
 
+async def test_a_mount_that_meets_a_full_disk_leaves_them_to_the_next(
+    mount: MortalMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with mount.serving() as process:
+        await describe(process, "file")
+    mount.reboot()
+    with monkeypatch.context() as patch:
+        patch.setattr(AttributeLog, "append", is_full)
+        async with mount.serving() as process:
+            recovery.adopt(process.writer)
+            await process.writer.deferred.drain()
+    assert mount.store.count("COPY") == 0
+    mount.reboot()
+    async with mount.serving() as process:
+        recovery.adopt(process.writer)
+        await process.writer.deferred.drain()
+    check(mount, "file")
+
+
+async def test_a_mount_of_another_prefix_leaves_them_to_one_of_theirs(mount: MortalMount) -> None:
+    for key in ("a/file", "b/file"):
+        mount.store.put(key, b"content")
+    async with mount.serving() as process:
+        await describe(process, "a/file")
+        await describe(process, "b/file")
+    for prefix, sent in (("c/", []), ("b/", ["b/file"]), ("", ["a/file", "b/file"])):
+        mount.reboot()
+        mount.prefix = prefix
+        async with mount.serving() as process:
+            recovery.adopt(process.writer)
+            await process.writer.deferred.drain()
+        copied = sorted(key for what, key in mount.store.requests if what == "COPY")
+        assert copied == sent
+    check(mount, "a/file")
+    check(mount, "b/file")
+
+
 def is_full(_log: AttributeLog, _line: bytes) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-# --- the record ----------------------------------------------------------------------
-
-
-def recorded(key: str, uid: int) -> Recorded:
-    return Recorded(ObjectInfo(key, 3, '"etag"', 5), {"uid": str(uid)})
-
-
-def test_the_last_line_of_a_key_holds(tmp_path: Path) -> None:
-    log = AttributeLog(tmp_path)
-    for uid in range(3):
-        log.put(recorded("a", uid))
-        log.put(recorded("b", uid))
-    log.done(["b"])
-    assert attribute_log.load(tmp_path) == [recorded("a", 2)]
-    log.rewrite([recorded("c", 1)])
-    log.put(recorded("d", 1))
-    assert attribute_log.load(tmp_path) == [recorded("c", 1), recorded("d", 1)]
-    log.rewrite([])
-    assert (tmp_path / attribute_log.NAME).read_bytes() == b""
-    log.put(recorded("e", 1))
-    assert attribute_log.load(tmp_path) == [recorded("e", 1)]
-
-
-@pytest.mark.parametrize("torn", [b'["a", "e", 1', b"\0\0\0", b"7", b'["b", 1]', b"\xff"])
-def test_a_line_that_was_torn_is_passed_over(tmp_path: Path, torn: bytes) -> None:
-    log = AttributeLog(tmp_path)
-    log.put(recorded("a", 1))
-    with (tmp_path / attribute_log.NAME).open("ab") as file:
-        file.write(torn + b"\n")
-    log.put(recorded("c", 2))
-    assert attribute_log.load(tmp_path) == [recorded("a", 1), recorded("c", 2)]
-
-
-def test_a_line_that_a_full_disk_cuts_off_is_refused_and_spoils_no_other(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", 1) as disk:
-        log = AttributeLog(disk)
-        log.put(recorded("a", 1))
-        fill(disk)
-
-        def put_many() -> None:
-            for number in range(10_000):
-                log.put(recorded(f"b{number:06}", number))
-
-        with pytest.raises(OSError, match="No space") as refused:
-            put_many()
-        assert refused.value.errno == errno.ENOSPC
-        whole = attribute_log.load(disk)
-        assert (disk / attribute_log.NAME).read_bytes().endswith(b"\n")
-        (disk / "filler").unlink()
-        log.put(recorded("c", 2))
-        assert attribute_log.load(disk) == [*whole, recorded("c", 2)]
-        log.close(remove=True)
 
 
 # --- mounted -------------------------------------------------------------------------

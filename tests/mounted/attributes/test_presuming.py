@@ -18,7 +18,13 @@ from fusefs.posix.directory.segment import Segment
 from fusefs.posix.directory.walk import WALK_AFTER
 from fusefs.posix.journal.journal import NoJournal
 from fusefs.posix.metadata.head_cache import HeadCache
-from fusefs.posix.metadata.head_policy import EXPERIENCE, SAME_TIME_NS, SAMPLE, HeadPolicy
+from fusefs.posix.metadata.head_policy import (
+    EXPERIENCE,
+    MOST_CHANGED,
+    SAME_TIME_NS,
+    SAMPLE,
+    HeadPolicy,
+)
 from fusefs.posix.nodes.inode_table import Inode, InodeTable, Ownership
 from fusefs.settings.types import ObjectAttributes
 from tests.support.local_cache import Bucket as InMemory
@@ -69,6 +75,19 @@ def test_what_came_later_than_the_silent_ones_is_requested() -> None:
     heard_nothing(head_policy, "a/", SAMPLE, modified_ns=1000)
     assert head_policy.has_no_attributes("a/", 1000 + SAME_TIME_NS)
     assert not head_policy.has_no_attributes("a/", 1001 + SAME_TIME_NS)
+
+
+def test_after_changes_in_many_directories_each_object_is_requested(tmp_path: Path) -> None:
+    """Their names would take memory without end."""
+    head_policy = HeadPolicy(record=tmp_path / "changed")
+    heard_nothing(head_policy, "a/", SAMPLE)
+    for number in range(MOST_CHANGED + 2):
+        head_policy.changed(f"{number}/")
+    assert not head_policy.has_no_attributes("a/", 1)
+    assert not head_policy._changed
+    later = HeadPolicy(record=tmp_path / "changed")
+    heard_nothing(later, "a/", SAMPLE)
+    assert not later.has_no_attributes("a/", 1)
 
 
 def test_what_was_changed_here_is_requested_by_the_next_mount_too(tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
 import pickle
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
@@ -216,6 +218,35 @@ def test_named_place_that_is_unmounted_is_not_used(
         with pytest.raises(NotMountedError):
             fs.pipe_file("named/b", b"2")
     assert is_own_disk is False or not list(mount.path.iterdir())
+
+
+@pytest.mark.root
+def test_what_covers_a_mount_is_not_taken_for_it(mounter: Mounter, bucket: Bucket) -> None:
+    mount = mounter("--no-read-only")
+    fs = FusefsFileSystem()
+    fs.pipe({f"{bucket.name}/a": b"1", f"{bucket.name}/below/b": b"2"})
+    with _tmpfs(mount.path / "below"):
+        assert fs.find(bucket.name) == [f"{bucket.name}/a"]
+        with pytest.raises(NotMountedError):
+            fs.pipe_file(f"{bucket.name}/below/c", b"3")
+        assert not list((mount.path / "below").iterdir())
+    with _tmpfs(mount.path):
+        for name in ("a", "c"):
+            with pytest.raises(NotMountedError):
+                fs.pipe_file(f"{bucket.name}/{name}", b"3")
+        assert not list(mount.path.iterdir())
+    assert fs.find(bucket.name) == [f"{bucket.name}/a", f"{bucket.name}/below/b"]
+    assert [key for key in keys(bucket) if not key.endswith("/")] == ["a", "below/b"]
+
+
+@contextlib.contextmanager
+def _tmpfs(path: Path) -> Iterator[None]:
+    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", path], check=False).returncode:
+        pytest.skip("this container may not mount a tmpfs")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", path], check=True)
 
 
 class Versioned(MemoryFileSystem):

@@ -20,10 +20,11 @@ import trio
 from fusefs.posix.metadata.object_metadata import LONGEST_TARGET
 from fusefs.posix.namespace import removals
 from fusefs.posix.namespace.removals import MANY
-from fusefs.posix.types import Found
-from fusefs.posix.write import recovery
+from fusefs.posix.types import Found, NewAttributes
+from fusefs.posix.write import recovery, staging_record
 from fusefs.store.errors import AccessDeniedError, StoreError, UnsupportedError
 from fusefs.store.interface import DeleteFailure
+from tests.support.held_copies import HeldCopies
 from tests.support.mounting import Mount, Mounter, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys
@@ -74,20 +75,19 @@ class Held:
 
 
 @asynccontextmanager
-async def killed_after_removing(mount: MortalMount) -> AsyncIterator[list[str]]:
-    """A process that has removed all files, and dies before the bucket hears of most."""
+async def killed_after_removing(mount: MortalMount, count: int = COUNT) -> AsyncIterator[list[str]]:
+    """A process that has removed the first files, and dies before the bucket hears of most."""
     Held(mount)
     try:
         async with mount.serving() as process:
-            await remove(process)
-            assert await process.listing("a") == []
+            await remove(process, NAMES[:count])
+            assert await process.listing("a") == NAMES[count:]
             raise DiedError
     except* DiedError:
         pass
     del mount.store.delete_many  # type: ignore[method-assign]
-    left = sorted(mount.store.contents())
-    assert len(left) == COUNT - MANY
-    yield left
+    assert len(mount.store.contents()) == COUNT - MANY
+    yield [f"a/{name}" for name in NAMES[MANY:count]]
 
 
 # --- what is removed ------------------------------------------------------------------
@@ -127,6 +127,27 @@ async def test_the_first_file_of_each_directory_is_deleted_at_once(mount: Mortal
         await remove(process)
         await process.unlink("b/file")
         assert "b/file" not in mount.store.objects
+
+
+@pytest.mark.parametrize("how", ["unlink", "rename"])
+@pytest.mark.parametrize("is_killed", [True, False])
+async def test_a_directory_stays_whose_other_file_is_not_in_the_bucket_yet(
+    mount: MortalMount, how: str, *, is_killed: bool
+) -> None:
+    def fail(what: str, key: str) -> None:
+        if (what, key) == ("PUT", "d/new"):
+            raise StoreError("not now")
+
+    mount.store.put("d/old", b"x")
+    mount.store.before = fail
+    async with mount.serving(is_local=True) as process:
+        await process.save("d/new", b"content")
+        await (process.unlink("d/old") if how == "unlink" else process.rename("d/old", "other"))
+        if not is_killed:
+            process.operations._directories.moved("", "")  # no listing is known any more
+            assert await process.load("d/new") == b"content"
+    async with mount.serving(is_local=True) as process:
+        assert await process.load("d/new") == b"content"
 
 
 async def test_a_refusal_is_reported_to_the_program(mount: MortalMount) -> None:
@@ -201,6 +222,57 @@ async def test_the_directory_waits_for_its_removals(mount: MortalMount, how: str
     assert mount.store.contents() == {}
 
 
+@pytest.mark.parametrize("how", ["attributes", "upload"])
+async def test_the_version_that_was_waited_for_is_removed(mount: MortalMount, how: str) -> None:
+    """A file is removed while a copy or an upload of it is under way, which makes another ETag."""
+    held = HeldCopies(mount.store)
+    name = NAMES[-1]
+    async with mount.serving() as process:
+        inode = await process.node(f"a/{name}")
+        async with trio.open_nursery() as nursery:
+            if how == "attributes":
+                assert process.operations.mutations is not None
+                await process.operations.mutations.setattr(inode.nodeid, NewAttributes(mode=0o600))
+                process.writer.deferred.hurry(f"a/{name}")
+                await held.is_made.wait()
+            else:
+                fh = await process.open(f"a/{name}", os.O_WRONLY)
+                await process.write(fh, 0, b"other content")
+                hold(mount, "PUT", held.answer)
+                process.operations.release(fh)
+            await remove(process, NAMES[: 2 * MANY])
+            nursery.start_soon(remove, process, [name])
+            await trio.testing.wait_all_tasks_blocked()
+            held.answer.set()
+        await process.changes.fsync(await process.node("a"))
+    assert f"a/{name}" not in mount.store.contents()
+
+
+async def test_a_file_is_removed_while_its_last_handle_is_closed(mount: MortalMount) -> None:
+    go_on = trio.Event()
+    async with mount.serving() as process:
+        fh = await process.create("a/new", b"content")
+        await process.writer.flusher.fsync(fh)
+        async with trio.open_nursery() as nursery:
+            hold(mount, "DELETE", go_on)
+            nursery.start_soon(process.unlink, "a/new")
+            await trio.testing.wait_all_tasks_blocked()
+            process.operations.release(fh)
+            go_on.set()
+        assert list(process.writer.staging) == []
+    assert "a/new" not in mount.store.contents()
+
+
+def hold(mount: MortalMount, what: str, until_set: trio.Event) -> None:
+    """Have the bucket execute requests of a kind no sooner than that."""
+
+    def before(request: str, _key: str) -> None:
+        is_held = request == what
+        mount.store.pause = until_set.wait if is_held else trio.lowlevel.checkpoint
+
+    mount.store.before = before
+
+
 async def test_what_fails_stays_on_record_and_is_tried_again(mount: MortalMount) -> None:
     def fail(what: str, _key: str) -> None:
         if what in ("DELETED", "HEAD"):
@@ -233,6 +305,38 @@ async def test_a_store_without_deleteobjects_gets_a_request_for_each(mount: Mort
         await remove(process)
         await process.changes.fsync(await process.node("a"))
     assert mount.store.contents() == {}
+
+
+@pytest.mark.parametrize("has_failed", [True, False])
+async def test_a_file_that_is_staged_is_removed_on_a_full_disk(
+    mount: MortalMount, monkeypatch: pytest.MonkeyPatch, *, has_failed: bool
+) -> None:
+    def fail(what: str, key: str) -> None:
+        if what == "PUT":
+            raise StoreError(key)
+
+    def is_full(*_arguments: object, **_options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async with mount.serving() as process:
+        fh = await process.create("a/new", b"content")
+        if has_failed:
+            mount.store.before = fail
+            with pytest.raises(OSError, match="a/new"):
+                await process.close(fh)
+            mount.store.before = lambda _what, _key: None
+        fh = await process.open("a/new")
+        with monkeypatch.context() as patch:
+            patch.setattr(staging_record, "write", is_full)
+            patch.setattr(os, "setxattr", is_full)
+            await process.unlink("a/new")
+        assert "new" not in await process.listing("a")
+        assert await process.read(fh) == b"content"
+    mount.reboot()
+    async with mount.serving() as process:
+        recovery.adopt(process.writer)
+        assert process.writer.backlog.unsent("") == []
+    assert "a/new" not in mount.store.contents()
 
 
 async def test_a_full_disk_delays_nothing(
@@ -271,6 +375,28 @@ async def test_a_process_that_was_killed_loses_no_removal(
             assert await process.listing("a") == []
     assert mount.store.contents() == {}
     assert [path for path in mount.directory.rglob("removals") if path.read_bytes()] == []
+
+
+async def test_what_the_end_of_a_mount_could_not_delete_the_next_one_does(
+    mount: MortalMount,
+) -> None:
+    def fail(what: str, _key: str) -> None:
+        if what == "DELETED":
+            raise StoreError("not now")
+
+    async with mount.serving() as process:
+        await remove(process, NAMES[:MANY])
+        mount.store.before = fail
+        await remove(process, NAMES[MANY:])
+        await process.writer.backlog.drain(1)
+    mount.store.before = lambda _what, _key: None
+    mount.reboot()
+    async with mount.serving() as process:
+        recovery.adopt(process.writer)
+        await process.writer.removals.drain()
+        await process.writer.backlog.drain(1)
+    assert mount.store.contents() == {}
+    assert list((mount.directory / "staging").iterdir()) == []
 
 
 async def test_a_mount_that_removes_nothing_leaves_them_on_record(mount: MortalMount) -> None:
@@ -326,6 +452,73 @@ async def test_an_equal_file_that_is_made_anew_is_not_taken_for_the_old_one(
     async with mount.serving() as process:
         await process.writer.removals.flush_below("")
     assert mount.store.contents() == {f"a/{name}": name.encode()}
+
+
+async def test_what_an_earlier_process_has_removed_is_removed_once(mount: MortalMount) -> None:
+    """Its record ends with it: the third process does not remove what the second has made."""
+    async with killed_after_removing(mount, MANY + 1) as (key,):
+        name = key.removeprefix("a/")
+        try:
+            async with mount.serving() as process:
+                await process.writer.removals.flush_below("")
+                await process.save(key, name.encode())
+                mutations = process.operations.mutations
+                assert mutations is not None
+                inode = await process.node(key)
+                await mutations.setattr(inode.nodeid, NewAttributes(mode=0o600))
+                raise DiedError
+        except* DiedError:
+            pass
+        async with mount.serving() as process:
+            assert await process.listing("a") == NAMES[MANY:]
+            await process.writer.removals.flush_below("")
+            await process.writer.deferred.flush(key)
+    assert mount.store.contents()[key] == name.encode()
+    assert (mount.store.objects[key].info.metadata or {})["mode"] == str(stat.S_IFREG | 0o600)
+
+
+async def test_a_record_that_can_not_be_emptied_ends_all_the_same(
+    mount: MortalMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the last removal: the next process does not remove what was made since."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    async with killed_after_removing(mount, MANY + 1) as (key,):
+        try:
+            async with mount.serving() as process:
+                with monkeypatch.context() as patch:
+                    patch.setattr(os, "truncate", fail)
+                    await process.writer.removals.flush_below("")
+                await process.save(key, key.removeprefix("a/").encode())
+                raise DiedError
+        except* DiedError:
+            pass
+        async with mount.serving() as process:
+            await process.writer.removals.flush_below("")
+    assert key in mount.store.contents()
+
+
+async def test_what_is_made_anew_is_shown_by_the_next_process(mount: MortalMount) -> None:
+    """Also before the removal of its forerunner is in the bucket."""
+    Held(mount)
+    path = f"a/{NAMES[MANY]}"
+    try:
+        async with mount.serving() as process:
+            await remove(process, NAMES[: MANY + 1])
+            fh = await process.create(path, b"new")
+            raise DiedError
+    except* DiedError:
+        pass
+    async with mount.serving() as process:
+        for _ in range(2):
+            assert await process.listing("a") == NAMES[MANY:]
+            assert await process.load(path) == b"new"
+            await process.writer.removals.flush_below("")
+        await process.close(fh)
+        assert await process.load(path) == b"new"
+    assert mount.store.contents()[path] == b"new"
 
 
 async def test_a_removal_that_is_sent_again_is_done(mount: MortalMount) -> None:

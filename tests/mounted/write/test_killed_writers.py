@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import trio
+import trio.testing
 
 from fusefs.posix.types import NewAttributes
 from fusefs.posix.write import flush
@@ -18,7 +19,7 @@ from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, stored
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import PATIENCE_S, content, mounted, python
-from tests.support.survival.mortal_mount import MortalMount
+from tests.support.survival.mortal_mount import DiedError, MortalMount, Process
 from tests.support.waiting import until
 from tests.support.writing import WRITABLE, status, uploads
 
@@ -232,6 +233,71 @@ async def test_no_other_close_costs_a_look_at_the_process(tmp_path: Path) -> Non
         await close(fh)
         assert looks == [7]
     assert mount.store.contents() == {"new": NEW, "old": NEW + OLD[len(NEW) :]}
+
+
+@pytest.mark.parametrize("is_released", [True, False])
+async def test_the_old_object_stays_where_the_daemon_dies_as_well(
+    tmp_path: Path, *, is_released: bool
+) -> None:
+    mount = MortalMount(tmp_path / "mount")
+    mount.store.put("old", OLD)
+
+    async def look(_pid: int) -> bool:
+        return True
+
+    async with mount.serving() as process:
+        process.operations.notifier.was_killed = look
+        fh = await process.open("old", REWRITE)
+        await process.write(fh, 0, NEW)
+        answer = process.writer.flusher.flush(fh, 7)
+        assert answer is not None
+        await answer
+        if is_released:
+            process.operations.release(fh)
+    async with mount.serving() as process:
+        if not is_released:
+            process.operations.release(fh)
+        await trio.testing.wait_all_tasks_blocked()
+        assert list(process.writer.staging) == []
+        assert await process.load("old") == OLD
+    assert mount.store.contents() == {"old": OLD}
+
+
+async def test_a_program_that_closes_it_after_the_killed_one_decides_under_the_next_daemon(
+    tmp_path: Path,
+) -> None:
+    mount = MortalMount(tmp_path / "mount")
+    mount.store.put("old", OLD)
+    killed = 7
+
+    async def look(pid: int) -> bool:
+        return pid == killed
+
+    def die(what: str, _key: str) -> None:
+        if what == "PUT":
+            raise DiedError
+
+    async def flush_by(process: Process, pid: int, fh: int) -> None:
+        process.operations.notifier.was_killed = look
+        answer = process.writer.flusher.flush(fh, pid)
+        assert answer is not None
+        await answer
+
+    try:
+        async with mount.serving() as process:
+            mount.store.before = die
+            handles = [await process.open("old", os.O_RDWR) for _ in range(2)]
+            await process.write(handles[0], 0, NEW)
+            await flush_by(process, killed, handles[0])
+            await flush_by(process, killed + 1, handles[1])
+    except* DiedError:
+        pass
+    mount.store.before = lambda _what, _key: None
+    async with mount.serving() as process:
+        for fh in handles:
+            process.operations.release(fh)
+        await trio.testing.wait_all_tasks_blocked()
+    assert mount.store.contents() == {"old": NEW + OLD[len(NEW) :]}
 
 
 async def test_modes_that_change_at_once_do_not_bring_back_what_a_killed_program_wrote(

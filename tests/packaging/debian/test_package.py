@@ -257,9 +257,9 @@ def test_mounts_in_use_are_found_and_get_daemons_of_the_new_version(
     live = DEB / "live_mounts.py"
     mountpoint = tmp_path / "mnt"
     mountpoint.mkdir()
-    (tmp_path / "run").mkdir()
-    # Keys and paths are the mount's own: the package's scripts have no such environment.
-    own = {**bucket.server.environment, "FUSEFS_RUNTIME_DIRECTORY": str(tmp_path / "run")}
+    # Keys are the mount's own: the package's scripts have no such environment. Nor has a mount
+    # the variable by which they find it, but from its own command.
+    own = bucket.server.environment
     place = ("--endpoint-url", bucket.server.endpoint_url, "--cache-dir", tmp_path / "cache")
     source = f"s3://{bucket.name}/"
     bucket.put("file", b"content")

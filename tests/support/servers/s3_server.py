@@ -40,6 +40,7 @@ class ServerError(Exception):
 class S3Server:
     """A SeaweedFS with its data below `directory`, from `start` to `stop`."""
 
+    access_key = ACCESS_KEY
     secret_key = SECRET_KEY
 
     def __init__(self, directory: Path) -> None:
@@ -77,8 +78,8 @@ class S3Server:
     def environment(self) -> dict[str, str]:
         """What a program needs to read and write here, beside the endpoint."""
         return {
-            "AWS_ACCESS_KEY_ID": ACCESS_KEY,
-            "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+            "AWS_ACCESS_KEY_ID": self.access_key,
+            "AWS_SECRET_ACCESS_KEY": self.secret_key,
             "AWS_REGION": REGION,
             # Nothing of this machine's own configuration.
             "AWS_CONFIG_FILE": os.devnull,
@@ -97,19 +98,19 @@ class S3Server:
                 self._start()
             except ServerError:
                 # Another program may take a port after it was looked at.
-                if not attempts_left or self._process is None or self._process.poll() is None:
+                if not attempts_left or not self._has_ended():
                     raise
                 self.stop()
             else:
                 return
 
+    def _has_ended(self) -> bool:
+        """Whether it was started and has ended by itself."""
+        return self._process is not None and self._process.poll() is not None
+
     def _start(self) -> None:
         self.data.mkdir(parents=True, exist_ok=True)
-        credentials = [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}]
-        actions = ["Admin", "Read", "Write", "List", "Tagging"]
-        identities = [{"name": "owner", "credentials": credentials, "actions": actions}]
-        config = self._directory / "identities.json"
-        config.write_text(json.dumps({"identities": identities}))
+        config = self._write_identities()
         self._ports = free_ports()
         master, volume, filer, s3 = self._ports
         arguments = [
@@ -137,11 +138,23 @@ class S3Server:
         self._process = spawn(arguments, self._log, WEED_MASTER_VOLUME_GROWTH_COPY_1="1")
         self._wait_until_writable()
 
+    def _write_identities(self) -> Path:
+        """The configuration in which the gateway finds whose keys may do what."""
+        credentials = [{"accessKey": self.access_key, "secretKey": self.secret_key}]
+        actions = ["Admin", "Read", "Write", "List", "Tagging"]
+        identities = [{"name": "owner", "credentials": credentials, "actions": actions}]
+        config = self._directory / "identities.json"
+        config.write_text(json.dumps({"identities": identities}))
+        return config
+
     def stop(self) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
+        self._remove_sockets()
+
+    def _remove_sockets(self) -> None:
         # weed leaves its local sockets behind when it is killed.
         for port in self._ports:
             for near in (port, port + GRPC_DISTANCE):
@@ -159,8 +172,8 @@ class S3Server:
             "s3",
             endpoint_url=self.endpoint_url,
             region_name=REGION,
-            aws_access_key_id=ACCESS_KEY,
-            aws_secret_access_key=SECRET_KEY,
+            aws_access_key_id=self.access_key,
+            aws_secret_access_key=self.secret_key,
             config=Config(max_pool_connections=16, **options),
         )
         if not options:
@@ -212,11 +225,11 @@ def die_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def free_ports() -> list[int]:
-    """Four neighbouring ports that are free, with their gRPC counterparts."""
+def free_ports(count: int = 4) -> list[int]:
+    """Neighbouring ports that are free, with their gRPC counterparts."""
     for _ in range(100):
         first = random.randrange(20_000, 30_000)
-        ports = list(range(first, first + 4))
+        ports = list(range(first, first + count))
         if all(is_free(port) and is_free(port + GRPC_DISTANCE) for port in ports):
             return ports
     raise ServerError("no free ports for the S3 server")

@@ -204,13 +204,14 @@ class Kept:
         return connection_at(str(self.mountpoint))
 
     def upgrade(self, behaviour: dict[str, Any], command: list[str] | None = None) -> Any:
-        return self.ask(
-            {
-                "do": "upgrade",
-                "command": command or self.configuration["command"],
-                "settings": json.dumps(self.settings | {"behaviour": behaviour}),
-            }
-        )
+        request = {
+            "do": "upgrade",
+            "command": command or self.configuration["command"],
+            "settings": json.dumps(self.settings | {"behaviour": behaviour}),
+        }
+        # The daemon says that it is ready a moment before its keeper knows that it serves.
+        until(lambda: self.status()["is_serving"])
+        return self.ask(request)
 
     # --- ending ---
 

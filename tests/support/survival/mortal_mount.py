@@ -28,6 +28,7 @@ from fusefs.posix.directory.listings import Directories
 from fusefs.posix.journal.journal import Journal
 from fusefs.posix.journal.replay import KernelState
 from fusefs.posix.journal.restore import restore
+from fusefs.posix.late.requests import LateRequests
 from fusefs.posix.mount_state import MountState, Rules, Writing
 from fusefs.posix.nodes.handles import HandleTable
 from fusefs.posix.nodes.inode_table import Attributes, Inode, InodeTable, Ownership
@@ -197,6 +198,9 @@ class MortalMount:
         self.directory = directory
         self._cache = cache or directory / "cache"
         self.store = MemoryStore()
+        # What of the bucket the next process mounts.
+        self.prefix = ""
+        self.late: LateRequests | None = None
         self.backing: BackingFiles = NoPassthrough("no kernel")
         self._mounted_ns = 1
         self._uniques = itertools.count(2, 2)
@@ -228,7 +232,7 @@ class MortalMount:
                     downloader=Fetcher(self.store, cache, Evictor(cache), nursery),
                     backing=self.backing,
                     journal=journal,
-                    inodes=InodeTable("", journal, notifier),
+                    inodes=InodeTable(self.prefix, journal, notifier),
                     handles=HandleTable(journal),
                     owner=Ownership(0, 0, 0o644, 0o755),
                     mounted_ns=self._mounted_ns,
@@ -250,16 +254,9 @@ class MortalMount:
             cache._catalog.close()
             raise
         finally:
-            ended.callback(self._close_all)
+            ended.callback(close_all, self.directory / "staging")
             ended.close()
         await cache.aclose(sync=False)
-
-    def _close_all(self) -> None:
-        """Close the files that a process had open, as the kernel does at its end."""
-        for fd in Path("/proc/self/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):
-                if fd.readlink().is_relative_to(self.directory / "staging"):
-                    os.close(int(fd.name))
 
     def _journal(self) -> tuple[Journal, KernelState | None]:
         path = self.directory / "journal"
@@ -277,7 +274,16 @@ class MortalMount:
         async def make_room() -> None:
             pass
 
-        return Writing(Staging(staging, "test", cache=cache), renames, nursery, rules, make_room)
+        own = Staging(staging, "test", cache=cache)
+        return Writing(own, renames, nursery, rules, make_room, self.late)
+
+
+def close_all(directory: Path) -> None:
+    """Close what a process had open below a directory, as the kernel does at its end."""
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if fd.readlink().is_relative_to(directory):
+                os.close(int(fd.name))
 
 
 async def _answered(answer: Any) -> Any:

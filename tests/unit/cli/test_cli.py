@@ -132,6 +132,21 @@ def test_an_empty_mountpoint_is_not_the_working_directory(
     assert capsys.readouterr().err == "fusefs: the mountpoint: the path is empty\n"
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(["sync"], ["warm"], ["pin"], ["unpin"], ["drop"], ["verify"]),
+        *(["cluster-cache", "status"], ["doctor"], ["report"], ["warm", "--manifest", "list"]),
+    ],
+    ids=" ".join,
+)
+def test_an_empty_path_is_not_the_working_directory(
+    capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    assert run(*command, "") == 2
+    assert capsys.readouterr().err.endswith("the path is empty\n")
+
+
 # The daemon's answer
 
 

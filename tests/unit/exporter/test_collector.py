@@ -154,6 +154,7 @@ GAUGE: dict[str, Any] = ANSWER["metrics"]["cache_bytes"]
         {"cache_bytes": {**GAUGE, "samples": [{"value": 1}]}},
         {"cache_bytes": {**GAUGE, "samples": [{"labels": {'a="b",c': "d"}, "value": 1}]}},
         {"cache_bytes": {**GAUGE, "samples": [{"labels": {"a": 1}, "value": 1}]}},
+        {"cache_bytes": {**GAUGE, "samples": [{"labels": {"__name__": "up"}, "value": 1}]}},
         {"cache_bytes": {**GAUGE, "samples": GAUGE["samples"] * (MOST_SAMPLES + 1)}},
         {"cache bytes": GAUGE},
         {"cache_bytes": {**GAUGE, "type": []}},
@@ -194,7 +195,10 @@ def test_addresses_are_read(text: str, address: tuple[str, int]) -> None:
     assert main.address_of(text) == address
 
 
-@pytest.mark.parametrize("text", ["", "9811", "host", "host:http", "::1:9811", "h:70000", "a/b:1"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "9811", "host", "host:http", "::1:9811", "h:70000", "a/b:1", f":{'9' * 5000}", ":٣"],
+)
 def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises(SettingsError, match="--listen"):
         main.address_of(text)

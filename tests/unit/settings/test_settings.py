@@ -85,6 +85,12 @@ def test_a_size_with_half_a_unit_is_refused_with_both_readings(text: str) -> Non
         parse_size(text)
 
 
+@pytest.mark.parametrize("text", ["9" * 5000, f"{'9' * 5000}.5kB", "8192PiB", str(2**63)])
+def test_a_size_that_no_disk_has_is_refused(text: str) -> None:
+    with pytest.raises(SettingsError, match="the most is 8191PiB"):
+        settings_with(cache_size=text)
+
+
 @pytest.mark.parametrize("text", ["", "5s,", "5s,5s", "15s,5s", "soon", "-1s"])
 def test_times_that_do_not_grow_are_refused(text: str) -> None:
     with pytest.raises(SettingsError, match="write it like"):
@@ -208,6 +214,12 @@ def test_a_mount_that_an_older_version_gave_less_memory_goes_on() -> None:
     assert MountSettings.from_json(json.dumps(older)).memory_limit == 112 * MIB
 
 
+@pytest.mark.parametrize("key", ["", "ключ", "a b", "a\nb", "a\x7fb"])
+def test_a_kms_key_that_no_header_can_have_is_refused(key: str) -> None:
+    with pytest.raises(SettingsError, match="is not a KMS key"):
+        settings_with(kms_key=key)
+
+
 def test_an_endpoint_takes_no_credentials() -> None:
     with pytest.raises(SettingsError, match="no user or password"):
         settings_with(endpoint_url="http://key:secret@localhost:9000")
@@ -282,7 +294,9 @@ SAMPLES = {
     "N": "5",
     "PATH": "/some/where",
     "URL": "http://host:9000",
+    "s3://BUCKET[/PREFIX]": "s3://near/blocks",
     "NAME": "word",
+    "KEY": "alias/word",
     "MODE": "0640",
     "": "true",
 }
@@ -320,6 +334,11 @@ def test_help_shows_every_option_in_its_group(capsys: pytest.CaptureFixture[str]
 
 def test_an_empty_variable_is_unset() -> None:
     assert from_environment({"FUSEFS_CACHE_SIZE": ""}) == {}
+
+
+def test_a_file_with_a_number_of_thousands_of_digits_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="is not TOML: Exceeds the limit"):
+        from_config(config_file(tmp_path, f"cache-size = {'9' * 5000}"))
 
 
 def test_an_error_names_the_variable() -> None:
@@ -397,3 +416,17 @@ def test_every_setting_has_a_help_text_and_a_default_that_it_can_show() -> None:
     for setting in SETTINGS:
         assert setting.help, setting.name
         assert setting.default not in ("", "None"), setting.name
+
+
+def test_what_a_customer_key_encrypts_goes_into_no_cluster_cache() -> None:
+    with pytest.raises(SettingsError, match="stored nowhere else"):
+        settings_with(cluster_cache="s3://near", customer_key="/key")
+
+
+@pytest.mark.parametrize("place", ["s3://bucket", "s3://bucket/some", "s3://bucket/some/prefix/x"])
+def test_a_cluster_cache_is_no_part_of_what_is_mounted(place: str) -> None:
+    with pytest.raises(SettingsError, match="is part of what is mounted"):
+        settings_with(cluster_cache=place)
+    elsewhere = settings_with(cluster_cache=place, cluster_cache_endpoint="http://near:8333")
+    assert elsewhere.cluster_cache is not None
+    assert settings_with(cluster_cache="s3://bucket/other").cluster_cache is not None

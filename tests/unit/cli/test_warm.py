@@ -1,0 +1,35 @@
+"""`fusefs warm`: how its options are read."""
+
+from __future__ import annotations
+
+import pytest
+
+from fusefs.cli.warm import shard
+from tests.support.semantics import states
+
+
+@states(
+    "`fusefs warm --shard N` takes the number of its part from `$JOB_COMPLETION_INDEX`, which an "
+    "Indexed Job of Kubernetes sets."
+)
+def test_a_pod_of_an_indexed_job_knows_its_number() -> None:
+    assert shard("8", {"JOB_COMPLETION_INDEX": "3"}) == (3, 8)
+    assert shard("0/8", {"JOB_COMPLETION_INDEX": "3"}) == (0, 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "index", "why"),
+    [
+        ("8", None, r"there is no \$JOB_COMPLETION_INDEX; write I/N"),
+        ("3", "3", "'3/3' are numbered from 0 to N-1"),
+        ("8", "two", "'two/8' is not of the form I/N"),
+        ("", "1", "is not of the form I/N"),
+        ("1/2/3", None, "is not of the form I/N"),
+        ("-1/2", None, "is not of the form I/N"),
+        ("2/2", None, "are numbered from 0 to N-1"),
+    ],
+)
+def test_what_is_no_shard_is_refused(text: str, index: str | None, why: str) -> None:
+    environment = {} if index is None else {"JOB_COMPLETION_INDEX": index}
+    with pytest.raises(ValueError, match=why):
+        shard(text, environment)
