@@ -62,6 +62,7 @@ class Changes(Naming):
             writing.renames,
             writing.staging.source,
             state.inodes.prefix,
+            writing.staging.directory,
             writer.empty,
             self._mover.is_dated,
             self._switch,

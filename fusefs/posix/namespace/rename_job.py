@@ -1,6 +1,6 @@
 """Renames of directories: copies, then deletes, on record from the first to the last.
 
-    DIRECTORY/NUMBER.json       from where to where, of which bucket, and how far it is
+    DIRECTORY/NUMBER.json       from where to where, of which bucket, how far it is, and whose
     DIRECTORY/NUMBER.touched    what was changed meanwhile (touched_keys.py)
 
 - *copying*: the new prefix gets everything. If that fails, the copies are
@@ -13,13 +13,16 @@ the request again that the last one died over, or, after a crash of the machine,
 the next mount. Then what is copied is not copied again (prefix_copy.py),
 and what came into being under either name meanwhile stays: what this mount has
 changed is on record, and `until_ns` is when the youngest of what may be deleted
-was made, by the bucket's clock.
+was made, by the bucket's clock. A mount that was detached while programs used it
+finishes its own: two that do would take each other's failure for the end of the
+rename, and remove the only objects that are left.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -128,11 +131,11 @@ class Renaming:
 class Renames:
     """The renames of one mount's directories. Belongs to the event loop.
 
-    `source` says which bucket the mount is of and `prefix` what of it; `empty`
-    and `is_dated` are for `Copies`. `touched` gets to know what is renamed; changes
-    through `store` are not noted there. `switch` is called when everything is
-    copied: it has this mount's nodes go along. `ended` is called for what another
-    process had begun.
+    `source` says which bucket the mount is of and `prefix` what of it; `staging` is the
+    directory that its process has locked; `empty` and `is_dated` are for `Copies`.
+    `touched` gets to know what is renamed; changes through `store` are not noted there.
+    `switch` is called when everything is copied: it has this mount's nodes go along.
+    `ended` is called for what another process had begun.
     """
 
     def __init__(
@@ -142,6 +145,7 @@ class Renames:
         directory: Path,
         source: str,
         prefix: str,
+        staging: Path,
         empty: int,
         is_dated: IsDated,
         switch: Switch,
@@ -151,43 +155,77 @@ class Renames:
         self._touched = touched
         self._directory = directory
         self._source = source
+        self._prefix = prefix
+        self._staging = staging
         self._empty = empty
         self._is_dated = is_dated
         self._switch = switch
         self._ended = ended
-        self._unfinished = self._load(prefix)
+        self._unfinished: list[Renaming] = []
+        # Records of mounts that are out of sight and still served.
+        self._others: list[Path] = []
+        self._load()
         self._is_wanted = trio.Event()
 
-    def _load(self, prefix: str) -> list[Renaming]:
-        """What earlier processes have left unfinished."""
+    def _load(self) -> None:
+        """Take up what earlier processes have left unfinished."""
         self._directory.mkdir(mode=0o700, exist_ok=True)
         for path in self._directory.glob(f"*{TOUCHED}"):
             if not path.with_suffix(".json").exists():
                 path.unlink()  # its rename was just finished
-        found = []
         for path in sorted(self._directory.glob("*.json")):
-            try:
-                record = json.loads(path.read_text())
-                source = record["source"]
-                renaming = Renaming(
-                    path,
-                    record["old"],
-                    record["new"],
-                    phase=Phase(record["phase"]),
-                    has_replaced=record["has_replaced"],
-                    is_ours=False,
-                    until_ns=record.get("until_ns"),
-                )
-                is_here = renaming.old.startswith(prefix) and renaming.new.startswith(prefix)
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                logger.error("%s is damaged, a rename may be half done: %r", path, error)
-                continue
-            if source == self._source and is_here:
-                found.append(renaming)
-                self._touched.add(renaming.touched)
-            else:
-                logger.warning("%s: a rename of %s is not finished", path, source)
-        return found
+            self._load_one(path)
+
+    def _load_one(self, path: Path) -> None:
+        try:
+            record = json.loads(path.read_text())
+            source, mount = record["source"], str(record.get("mount", ""))
+            renaming = Renaming(
+                path,
+                record["old"],
+                record["new"],
+                phase=Phase(record["phase"]),
+                has_replaced=record["has_replaced"],
+                is_ours=False,
+                until_ns=record.get("until_ns"),
+            )
+            prefix = self._prefix
+            is_here = renaming.old.startswith(prefix) and renaming.new.startswith(prefix)
+        except FileNotFoundError:
+            return  # another mount has just finished it
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            logger.error("%s is damaged, a rename may be half done: %r", path, error)
+            return
+        if source != self._source or not is_here:
+            logger.warning("%s: a rename of %s is not finished", path, source)
+            return
+        if mount != self._staging.name:
+            if self._is_served(mount):
+                logger.info("%s is left to the mount that has begun it", path)
+                self._others.append(path)
+                return
+            self._note(renaming)  # so that the next mount leaves it to this one
+        self._unfinished.append(renaming)
+        self._touched.add(renaming.touched)
+
+    def _is_served(self, mount: str) -> bool:
+        """Whether another mount of this mountpoint has a process; "" for an unknown one."""
+        if not mount:
+            return False
+        try:
+            fd = os.open(self._staging.parent / mount, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            return not files.try_lock(fd)
+        finally:
+            os.close(fd)
+
+    def _look_at_others(self) -> None:
+        """Take up what mounts that have ended meanwhile left unfinished."""
+        others, self._others = self._others, []
+        for path in others:
+            self._load_one(path)
 
     def describe(self) -> list[dict[str, Any]]:
         """All that are not finished, as plain data: names, counts and seconds."""
@@ -307,10 +345,7 @@ class Renames:
         renaming.until_ns = copies.newest_source_ns()
         renaming.touched.phase = Phase.DELETING
         renaming.is_safe = False
-        try:
-            files.replace(renaming.path, self._as_json(renaming))
-        except OSError as error:
-            logger.error("%s still says that it is being copied: %s", renaming.path, error)
+        self._note(renaming)
 
     async def _record_undoing(self, renaming: Renaming) -> None:
         try:
@@ -357,6 +392,7 @@ class Renames:
         """Finish renames that no request waits for, until cancelled."""
         while True:
             self._is_wanted = trio.Event()
+            self._look_at_others()
             for renaming in list(self._unfinished):
                 if not renaming.lock.locked():
                     await self._finish_later(renaming)
@@ -375,6 +411,13 @@ class Renames:
 
     # Records
 
+    def _note(self, renaming: Renaming) -> None:
+        """Put on record what a rename is, if the disk takes it; not safe against a power cut."""
+        try:
+            files.replace(renaming.path, self._as_json(renaming))
+        except OSError as error:
+            logger.error("%s is an old record of a rename: %s", renaming.path, error)
+
     async def _record(self, renaming: Renaming, phase: Phase) -> None:
         """Put on record how far a rename is, safe against a power cut."""
         renaming.touched.phase = phase
@@ -389,6 +432,7 @@ class Renames:
         return json.dumps(
             {
                 "source": self._source,
+                "mount": self._staging.name,
                 "old": renaming.old,
                 "new": renaming.new,
                 "phase": str(renaming.phase),
