@@ -270,6 +270,28 @@ async def test_what_could_not_be_deleted_is_reported_with_its_reason(
     assert isinstance(failure.error, AccessDeniedError)
 
 
+@pytest.mark.parametrize("body", [b"", b"<html>Sign in</html>"], ids=["empty", "page"])
+async def test_an_answer_that_does_not_tell_of_deletes_is_no_success(
+    bucket: Bucket, faulty: FaultyS3, body: bytes
+) -> None:
+    for key in ("one", "two"):
+        bucket.put(key, b"x")
+    faulty.add("DELETE MANY", times=1, status=200, body=body)
+    async with opened(bucket, faulty.endpoint_url) as store:
+        assert await store.delete_many(["one", "two"]) == []
+        assert store.counters()["retries"] == 1
+    assert keys(bucket) == []
+
+
+async def test_many_deletes_have_the_md5_that_some_stores_demand(
+    bucket: Bucket, faulty: FaultyS3
+) -> None:
+    async with opened(bucket, faulty.endpoint_url) as store:
+        assert await store.delete_many(["one", "two"]) == []
+    [request] = faulty.requests("DELETE MANY")
+    assert len(request.headers["content-md5"]) == 24
+
+
 async def test_many_deletes_that_fail_together_are_reported_one_by_one(
     bucket: Bucket, faulty: FaultyS3
 ) -> None:
