@@ -12,7 +12,7 @@ from typing import Any
 from fusefs.cli.status_report import human_size
 from fusefs.launch import control, registry
 from fusefs.launch.control import CommandError
-from fusefs.linux import mountinfo
+from fusefs.linux import files, mountinfo
 
 ANSWER_TIMEOUT_S = 5.0
 POLL_S = 0.2
@@ -45,7 +45,7 @@ def find(path: Path) -> tuple[Path, str]:
     Raises:
         CommandError: `path` is in no registered mount.
     """
-    absolute = Path(os.path.abspath(path))
+    absolute = Path(os.path.normpath(files.absolute(path)))
     # From the top, so that no symbolic link inside a mount is read.
     for at in reversed((absolute, *absolute.parents)):
         mountpoint = registry.resolve(at)

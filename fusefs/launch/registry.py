@@ -45,7 +45,7 @@ def resolve(path: Path) -> Path:
     without its daemon. What does not exist is kept as written.
     """
     resolved = Path("/")
-    todo = list(reversed(Path(os.path.abspath("/")).joinpath(Path.cwd(), path).parts[1:]))
+    todo = list(reversed(files.absolute(path).parts[1:]))
     links = 0
     while todo:
         part = todo.pop()

@@ -3,8 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
+
+TYPE_CHECKING = False  # typing itself is not imported: it is large
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def absolute(path: Path) -> Path:
+    """`path` from the root on. Only a relative one needs the working directory.
+
+    Raises:
+        OSError: that is not there any more, as in a mount that has ended.
+    """
+    if path.is_absolute():
+        return path
+    try:
+        return path.cwd() / path
+    except FileNotFoundError:
+        text = "the working directory is not there any more; change to another"
+        raise OSError(errno.ENOENT, text, str(path)) from None
 
 
 def replace(
@@ -35,8 +55,9 @@ def replace(
     fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         with open(fd, "wb") as file:
+            os.fchmod(fd, mode)  # whatever the umask is
             if owner is not None:
-                os.fchown(file.fileno(), owner, owner)
+                os.fchown(fd, owner, owner)
             file.write(data)
             if is_durable:
                 file.flush()

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
+from fusefs.linux import files
+
 T = TypeVar("T")
 E = TypeVar("E", bound=enum.StrEnum)
 N = TypeVar("N", int, float)
@@ -371,7 +373,14 @@ def _parse_url(text: str) -> str:
 def _parse_path(text: str) -> Path:
     if not text:
         raise ValueError("the path is empty")
-    return Path(text).expanduser().absolute()
+    if "\0" in text:
+        raise ValueError(f"{text!r} is not a path: no name has a NUL")
+    try:
+        return files.absolute(Path(text).expanduser())
+    except RuntimeError:
+        raise ValueError(f"{text!r}: there is no such user, or no home directory") from None
+    except OSError as error:
+        raise ValueError(f"{text!r}: {error.strerror}") from None
 
 
 def _parse_storage_class(text: str) -> str:
@@ -384,9 +393,12 @@ def _parse_storage_class(text: str) -> str:
 
 
 def _parse_word(text: str) -> str:
-    if not text.strip():
+    word = text.strip()
+    if not word:
         raise ValueError("the value is empty")
-    return text.strip()
+    if not word.isprintable():
+        raise ValueError(f"{word!r} has characters that no name has")
+    return word
 
 
 def _parse_kms_key(text: str) -> str:

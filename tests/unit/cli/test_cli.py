@@ -147,6 +147,26 @@ def test_an_empty_path_is_not_the_working_directory(
     assert capsys.readouterr().err.endswith("the path is empty\n")
 
 
+def test_in_a_directory_that_is_gone_absolute_paths_can_be_named(
+    tmp_path: Path,
+    runtime: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    for command in ("umount", "status", "sync"):
+        assert run(command, "/") == 1
+        assert "fusefs: / is not " in capsys.readouterr().err
+        assert run(command, "here") == 1
+        why = "the working directory is not there any more; change to another"
+        assert capsys.readouterr().err == f"fusefs: here: {why}\n"
+    assert refusal(capsys, "s3://bucket", "/proc").startswith("fusefs: /proc is already a mount")
+    assert "the working" in refusal(capsys, "s3://bucket", "/", "--cache-dir", "here", status=2)
+
+
 # The daemon's answer
 
 

@@ -225,6 +225,20 @@ def test_an_endpoint_takes_no_credentials() -> None:
         settings_with(endpoint_url="http://key:secret@localhost:9000")
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("cache_dir", "/a\0b", "no name has a NUL"),
+        ("log_file", "~no-such-user/log", "there is no such user"),
+        ("user", "a\0b", "characters that no name has"),
+        ("region", "a\nb", "characters that no name has"),
+    ],
+)
+def test_what_no_path_or_name_can_be_is_refused(name: str, text: str, why: str) -> None:
+    with pytest.raises(SettingsError, match=f"^--{name}: .*{why}"):
+        settings_with(**{name: text})
+
+
 @pytest.mark.parametrize("prefix", ["a\0b", "\udcff", "x" * 1024])
 def test_a_prefix_that_no_key_can_have_is_refused(prefix: str) -> None:
     with pytest.raises(ValueError, match="is not an S3 key"):
