@@ -14,6 +14,7 @@ What the command line may be is in parser.py.
 from __future__ import annotations
 
 import argparse
+import codecs
 import contextlib
 import io
 import json
@@ -35,9 +36,9 @@ def main(arguments: Sequence[str] | None = None, keeper: EarlyKeeper | None = No
     _prepare_streams()
     if arguments is None:
         arguments = sys.argv[1:]
-    options = make_parser(arguments).parse_args(arguments)
-    options.early_keeper = keeper
     try:
+        options = _parsed(arguments)
+        options.early_keeper = keeper
         status = _COMMANDS[options.command](options)
         sys.stdout.flush()
         return status
@@ -54,6 +55,14 @@ def main(arguments: Sequence[str] | None = None, keeper: EarlyKeeper | None = No
         status = _status_of(error)
         _complain(error)
         return status
+
+
+def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    try:
+        return make_parser(arguments).parse_args(arguments)
+    except SystemExit:
+        sys.stdout.flush()  # of a help text, which may have lost its reader
+        raise
 
 
 def _status_of(error: Exception) -> int:
@@ -105,15 +114,26 @@ def _paths(texts: Sequence[str]) -> list[Path]:
 
 
 def _prepare_streams() -> None:
-    """Make the standard streams usable: names that are not UTF-8 can be printed.
+    """Make the standard streams usable: names can be printed, whatever they and the locale are.
 
     A closed stream is opened on /dev/null, or the next opened file would get its number.
     """
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r+"))
+    codecs.register_error("fusefs", _written)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="surrogateescape")
+        sys.stdout.reconfigure(errors="fusefs")
+
+
+def _written(error: UnicodeError) -> tuple[str | bytes, int]:
+    """What is written for a character that the stream's encoding lacks."""
+    assert isinstance(error, UnicodeEncodeError)
+    error.end = error.start + 1  # of several in a row each is judged by itself
+    try:
+        return codecs.lookup_error("surrogateescape")(error)  # a byte that is no text, as it is
+    except UnicodeError:
+        return codecs.backslashreplace_errors(error)
 
 
 # --- the commands -------------------------------------------------------------

@@ -124,23 +124,38 @@ def test_a_mount_is_shown_once_however_often_it_is_bound_elsewhere(
     assert [one["mountpoint"] for one in json.loads(capsys.readouterr().out)] == ["/mnt/a"]
 
 
-def test_a_reader_of_a_status_may_stop_reading() -> None:
+@pytest.mark.parametrize("is_buffered", [True, False])
+@pytest.mark.parametrize("arguments", [["status"], ["--version"], ["status", "--help"]])
+def test_a_reader_of_a_status_may_stop_reading(arguments: list[str], is_buffered: bool) -> None:
     ours, its = os.pipe()
     os.close(ours)
-    done = subprocess.run(STATUS_COMMAND, stdout=its, stderr=subprocess.PIPE, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "fusefs", *arguments],
+        env={**os.environ, "PYTHONUNBUFFERED": "" if is_buffered else "1"},
+        stdout=its,
+        stderr=subprocess.PIPE,
+        check=False,
+    )
     os.close(its)
-    assert (done.returncode, done.stderr) == (1, b"")
+    assert done.stderr == b""
+    assert done.returncode == 1 or "--help" in arguments
 
 
-def test_a_mountpoint_whose_name_is_no_text_is_shown_as_it_is() -> None:
-    script = "from fusefs.cli.main import _prepare_streams; _prepare_streams(); print('m\\udcff')"
+@pytest.mark.parametrize(
+    ("encoding", "shown"), [("utf-8", b"m\xff\xc3\xa4\n"), ("ascii", b"m\xff\\xe4\n")]
+)
+def test_a_name_is_shown_as_it_is_whatever_it_and_the_locale_are(
+    encoding: str, shown: bytes
+) -> None:
+    prepare = "from fusefs.cli.main import _prepare_streams; _prepare_streams()"
+    script = prepare + r"; print('m\udcff\xe4')"
     done = subprocess.run(
         [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
+        env={**os.environ, "PYTHONIOENCODING": f"{encoding}:strict"},
         capture_output=True,
         check=False,
     )
-    assert (done.stdout, done.stderr) == (b"m\xff\n", b"")
+    assert (done.stdout, done.stderr) == (shown, b"")
 
 
 @pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
