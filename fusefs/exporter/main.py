@@ -26,9 +26,9 @@ def run(listen: str | None, textfile: str | None) -> int:
     """Serve until a signal, or write the file and return; the result is the exit status.
 
     Raises:
-        CommandError: prometheus_client is missing.
+        CommandError: prometheus_client is missing, or the address can't be used.
         SettingsError: the address can't be read.
-        OSError: the address or the file can't be used.
+        OSError: the file can't be written.
     """
     try:
         from prometheus_client import generate_latest
@@ -44,7 +44,12 @@ def run(listen: str | None, textfile: str | None) -> int:
         files.replace(textfile, generate_latest(registry), mode=TEXTFILE_MODE)
         return 0
     assert listen is not None
-    end = serve(*address_of(listen), registry)
+    address = address_of(listen)
+    try:
+        end = serve(*address, registry)
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise CommandError(f"can't listen on {listen}: {why}; choose another --listen") from None
     ending = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ending.set())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from fusefs.exporter import asking, main
 from fusefs.exporter.asking import Answer, Target
 from fusefs.exporter.collector import MOST_SAMPLES, MountCollector, registry_of
+from fusefs.launch.control import CommandError
 from fusefs.settings.mount import SettingsError
 
 ANSWER: dict[str, Any] = {
@@ -202,3 +205,20 @@ def test_addresses_are_read(text: str, address: tuple[str, int]) -> None:
 def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises(SettingsError, match="--listen"):
         main.address_of(text)
+
+
+def test_an_address_that_cannot_be_used_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for host, why in (("127.0.0.1", "Address already in use"), ("a" * 64, "too long")):
+            with pytest.raises(CommandError, match=f"can't listen on {host}:{port}: .*{why}"):
+                main.run(f"{host}:{port}", None)
+
+
+def test_a_file_is_readable_for_its_collector_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        main.run(None, str(tmp_path / "fusefs.prom"))
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "fusefs.prom").stat().st_mode) == 0o644
