@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-_LABEL_WIDTH = 14
+_LABEL_WIDTH = 17  # of the longest, connection boto3, and a blank
 _LEVEL_WIDTH = 9
 
 

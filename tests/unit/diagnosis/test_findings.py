@@ -85,6 +85,11 @@ def test_the_validity_of_temporary_credentials_is_found() -> None:
     assert credentials.remaining_s(object()) is None
 
 
+@pytest.mark.parametrize("check", ["connection boto3", "may list uploads"])
+def test_the_longest_names_of_checks_stay_apart_from_what_was_found(check: str) -> None:
+    assert findings.ok(check, "allowed").as_text() == f"ok       {check} allowed"
+
+
 def test_only_a_problem_makes_the_command_fail() -> None:
     good = [
         findings.ok("a", "fine"),
