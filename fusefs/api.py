@@ -251,15 +251,18 @@ def certificates_for(endpoint_url: str | None, bundle: str | None, configured: s
 def make_s3_client(make: Callable[[dict[str, Any]], Any], certificates: Trust | None) -> Any:
     """A boto3 client that uses the proxies that mounts use, and refuses foreign redirects.
 
-    So a bucket that the client reaches is one that mounts reach. `make` makes it
+    So a bucket that the client reaches is one that mounts reach. Its DeleteObjects is one
+    that all stores take. `make` makes it
     with more parameters of botocore's `Config`.
 
     Raises:
         StoreError: a proxy of the environment cannot be used.
     """
+    from fusefs.store import many_deletes
     from fusefs.store.http import proxies, redirects
 
     path = certificates.path if certificates else None
     client = proxies.make_client(make, proxies.Proxies.of(os.environ), path)
     redirects.install(client)
+    many_deletes.install(client)
     return client

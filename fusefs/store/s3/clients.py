@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import trio
 
 from fusefs.settings.types import ConditionalWrites
+from fusefs.store import many_deletes
 from fusefs.store.customer_key import CustomerKey
 from fusefs.store.errors import NO_CREDENTIALS, AttemptError, UnreachableError, translate
 from fusefs.store.http import proxies, redirects, trust
@@ -26,7 +27,6 @@ from fusefs.store.http.client import Direct, unsigned_body
 from fusefs.store.http.pool import Network
 from fusefs.store.http.threads import Attempt
 from fusefs.store.s3 import list_parser, plain
-from fusefs.store.s3.body import sums_of
 from fusefs.store.s3.list import Lister
 from fusefs.store.s3.plain import DEFAULT_REGION, LazyClient
 from fusefs.store.s3.special_buckets import AccessPoint, customer_key_obstacle, obstacle
@@ -289,8 +289,7 @@ class Clients:
             settings.customer_key.install(client)
         for operation in ("PutObject", "UploadPart"):
             client.meta.events.register(f"before-sign.s3.{operation}", _leave_body_unsigned)
-        client.meta.events.register("before-sign.s3.DeleteObjects", _add_md5)
-        client.meta.events.register("before-parse.s3.DeleteObjects", _refuse_other_answers)
+        many_deletes.install(client)
         list_parser.install(client)
         self.direct.watch(client)
         return client
@@ -592,18 +591,3 @@ def _core_session() -> BotocoreSession:
 def _leave_body_unsigned(request: Any, **_: Any) -> None:
     """S3 compares the checksum that goes with each body, and the signature covers that."""
     request.context.update(unsigned_body())
-
-
-def _add_md5(request: Any, **_: Any) -> None:
-    """Without an MD5 many stores refuse DeleteObjects, which botocore sends with a CRC32 alone."""
-    body = request.body.encode() if isinstance(request.body, str) else request.body
-    request.headers["Content-MD5"] = sums_of((body,), with_md5=True).md5
-
-
-def _refuse_other_answers(response_dict: dict[str, Any], **_: Any) -> None:
-    """The answer to DeleteObjects names what failed: one that is none is no success.
-
-    botocore takes an empty one, or a proxy's page, for one in which nothing failed.
-    """
-    if response_dict["status_code"] == 200 and b"<DeleteResult" not in response_dict["body"]:
-        response_dict["status_code"] = 500
