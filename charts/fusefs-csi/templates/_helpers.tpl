@@ -9,7 +9,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- if .digest -}}
 {{ .repository }}@{{ .digest }}
 {{- else -}}
-{{ .repository }}:{{ .tag }}
+{{ .repository }}:{{ required (printf "%s: needs a tag or a digest" .repository) .tag }}
 {{- end -}}
 {{- end }}
 
@@ -20,7 +20,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{/* Environment variables of all containers of ours, such as those of a proxy. */}}
 {{- define "fusefs-csi.env" -}}
 {{- range $name, $value := .Values.env }}
-- {name: {{ $name }}, value: {{ $value | quote }}}
+- {name: {{ $name | quote }}, value: {{ $value | quote }}}
 {{- end }}
 {{- end }}
 
@@ -33,7 +33,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{/* Which nodes a pool's pods run on. */}}
 {{- define "fusefs-csi.nodes" -}}
 nodeSelector:
-  {{- merge (deepCopy (default dict .pool.nodeSelector)) .values.selector | toYaml | nindent 2 }}
+  {{- merge (deepCopy (default dict .pool.nodeSelector)) (default dict .values.selector) | toYaml | nindent 2 }}
 tolerations:
   {{- toYaml .values.tolerations | nindent 2 }}
 affinity:

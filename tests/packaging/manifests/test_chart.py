@@ -283,7 +283,7 @@ def test_pools_have_their_own_caches_and_flags(tmp_path: Path) -> None:
 
 
 def test_stores_become_the_file_that_the_driver_reads(tmp_path: Path) -> None:
-    given = {**MINIO, "region": 'odd "region" <'}
+    given = {**MINIO, "audience": 'odd "audience" <'}
     documents = chart(stores={"minio": {**MINIO, "region": "eu-west-9"}})
     [text] = (
         each["data"]["stores.toml"]
@@ -413,6 +413,15 @@ def test_the_program_understands_the_charts_arguments() -> None:
         ({"storageClass": []}, "storageClass"),
         ({"stores": {"minio": {"endpoint": "https://minio"}}}, "endpoint"),
         ({"stores": {"minio": {**MINIO, "sts-url": "https://sts"}}}, "audience"),
+        ({"stores": {"minio": {"region": "us-east-1"}}}, "endpoint-url"),
+        ({"stores": {"minio": {**MINIO, "region": ""}}}, "region"),
+        ({"stores": {"minio": {**MINIO, "ca-bundle": "/etc/fusefs-csi/ca.pem"}}}, "ca.pem"),
+        ({"certificates": {"stores.toml": ""}}, "stores.toml"),
+        ({"cache": {"minFree": "100Gi"}}, "minFree"),
+        ({"cache": {"minFree": "100%"}}, "minFree"),
+        ({"cache": {"hostPath": "/mnt/a, b"}}, "hostPath"),
+        ({"env": {"A B": "x"}}, "A B"),
+        ({"image": {"repository": "a", "tag": ""}}, "digest"),
         ({"clusterCaches": {"a": {"url": "s3://cache"}}}, "secretName"),
         ({"clusterCaches": {"a": {**CACHE, "url": "https://cache"}}}, "url"),
         ({"clusterCaches": {"a/b": CACHE}}, "a/b"),
@@ -420,6 +429,7 @@ def test_the_program_understands_the_charts_arguments() -> None:
         ({"networkPolicy": {"kind": "calico"}}, "kind"),
         ({"node": {"extraArgs": ["memory-limit=1GiB"]}}, "extraArgs"),
         ({"kubeletDir": "var/lib/kubelet"}, "kubeletDir"),
+        ({"kubeletDir": "/var/lib/kubelet #1"}, "kubeletDir"),
         ({"image": {"digest": "sha256:abc"}}, "digest"),
         ({"metrics": {"podMonitor": {"enabled": True}}}, "metrics.enabled"),
         ({"csiDriver": {"tokensInSecrets": True}}, "serviceAccountTokens"),
@@ -430,6 +440,35 @@ def test_the_program_understands_the_charts_arguments() -> None:
 def test_values_that_mean_nothing_are_refused(values: dict[str, Any], word: str) -> None:
     with pytest.raises(helm.HelmError, match=word):
         chart(**values)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("123", "kubernetes"), ("true", "cilium")])
+def test_a_name_that_looks_like_a_number_stays_a_name(name: str, kind: str) -> None:
+    documents = chart(
+        storageClasses=[{"name": name, "parameters": {"bucket": name}}],
+        networkPolicy={
+            "enabled": True,
+            "kind": kind,
+            "namespaces": [{"name": name, "ports": [8333]}],
+        },
+        clusterCaches={name: {**CACHE, "secretName": name}},
+        certificates={name: "text"},
+        env={"NO": name},
+        nodes={"selector": None},
+        nodePools=[{"name": name, "nodeSelector": {"pool": name}}],
+    )
+    for document in documents:
+        check(document, VERSIONS[0])
+    [named] = every(documents, "StorageClass")
+    assert name_of(named) == name
+
+
+@pytest.mark.parametrize("text", ["99.5%", "1.5TB", "4096", "7kB"])
+def test_free_space_that_the_chart_takes_is_taken_by_the_driver(text: str) -> None:
+    for pod in pod_templates(chart(cache={"minFree": text})):
+        for each in containers(pod):
+            if "fusefs-csi:" in each["image"]:
+                main.make_parser().parse_args(each["args"])
 
 
 def test_chart_and_manifests_name_the_same_versions() -> None:
