@@ -83,6 +83,6 @@ def fate(pid: int) -> int:
 
 
 def _signals(path: str) -> dict[str, int]:
-    with open(path) as file:
+    with open(path, errors="replace") as file:  # names of programs are bytes, and cut to 15
         pairs = (line.split(":", 1) for line in file if line.startswith(("Sig", "Shd")))
         return {name: int(mask, 16) for name, mask in pairs if name != "SigQ"}
