@@ -2,7 +2,8 @@
 
 It runs in the driver's container beside the driver and reads what the driver has on
 record, the kernel's table of mounts and the daemons' status. No mount is touched, and
-a daemon that does not answer within a second is listed as such.
+a daemon that does not answer within a second, or answers what is no status (a hostile one,
+or one of another version), is listed as such.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from csi.node.bind_mount import MountTable
 from csi.node.config import MOUNT_RECORDS, POD_RECORDS, RUNTIME
 from csi.node.mount_record import MountRecord, MountRecords
+from csi.node.mounts import read_count
 from csi.node.pod_records import PodRecord, PodRecords
 from fusefs.api import MIB, ControlError, daemon_request, use_runtime_directory
 
@@ -101,8 +103,7 @@ def _row(
     *,
     is_mounted: bool,
 ) -> Row:
-    writing = (status or {}).get("writing") or {}
-    return Row(
+    row = Row(
         namespace=pod.namespace,
         pod=pod.name,
         claim=pod.claim,
@@ -112,19 +113,29 @@ def _row(
         identity=record.who,
         mount=record.root,
         target=os.fspath(target) if target is not None else "",
-        state=_state(status, is_mounted=is_mounted),
-        cache_bytes=status["cache"]["used_bytes"] if status else None,
-        pending_files=writing.get("pending_files", 0) if status else None,
-        pending_bytes=writing.get("pending_bytes", 0) if status else None,
+        state="does not answer" if is_mounted else "not mounted",
     )
-
-
-def _state(status: dict[str, Any] | None, *, is_mounted: bool) -> str:
-    if not is_mounted:
-        return "not mounted"
     if status is None:
-        return "does not answer"
-    return "refused" if status["access"]["is_shut"] else "ok"
+        return row
+    try:
+        return replace(row, **_columns_of(status))
+    except (KeyError, TypeError, ValueError):
+        return replace(row, state="does not report its status")
+
+
+def _columns_of(status: dict[str, Any]) -> dict[str, Any]:
+    """What a row has of a daemon's status.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is no status.
+    """
+    writing = status["writing"] or {"pending_files": 0, "pending_bytes": 0}
+    return {
+        "state": "refused" if status["access"]["is_shut"] else "ok",
+        "cache_bytes": read_count(status["cache"], "used_bytes"),
+        "pending_files": read_count(writing, "pending_files"),
+        "pending_bytes": read_count(writing, "pending_bytes"),
+    }
 
 
 def _ask(record: MountRecord) -> dict[str, Any] | None:

@@ -390,6 +390,20 @@ def _run_mount_process(
     return answer
 
 
+def read_count(answer: dict[str, Any], name: str) -> int:
+    """A number of a daemon's answer, which may be a hostile one's.
+
+    Raises:
+        KeyError, TypeError, ValueError: there is none that counts anything.
+    """
+    count = answer[name]
+    if not isinstance(count, int):
+        raise TypeError(f"{name} is no number")
+    if not 0 <= count < 2**63:
+        raise ValueError(f"{name} is out of range")
+    return count
+
+
 def _refusal(why: str) -> type[CsiError]:
     """The CSI error for the reason why a mount could not be made."""
     for words, kind in _REFUSALS:

@@ -9,9 +9,11 @@ the daemon does not answer within a second, its last answer counts.
 
 from __future__ import annotations
 
+import contextlib
+
 from csi.generated import csi_pb2
 from csi.node.mount_record import MountRecord
-from csi.node.mounts import Mounts
+from csi.node.mounts import Mounts, read_count
 
 ENDLESS = 2**60
 
@@ -27,7 +29,9 @@ class Stats:
         """The usage of the volume of a record."""
         usage = self._mounts.ask(record, command="usage")
         if usage is not None:
-            self._last[record.key] = (int(usage["bytes"]), int(usage["files"]))
+            with contextlib.suppress(KeyError, TypeError, ValueError):  # a hostile daemon's
+                counts = read_count(usage, "bytes"), read_count(usage, "files")
+                self._last[record.key] = counts
         used, nodes = self._last.get(record.key, (0, 0))
         units = csi_pb2.VolumeUsage
         return csi_pb2.NodeGetVolumeStatsResponse(
