@@ -62,6 +62,40 @@ async def test_a_server_that_knows_no_ranges_is_read_from_the_start_alone(
             await download(store, info, 1 << 20, 3 << 20)
 
 
+@pytest.mark.parametrize("size", [1000, 300_000])
+@pytest.mark.parametrize("has_length", [True, False], ids=["length", "chunked"])
+@pytest.mark.parametrize("in_loop", [True, False])
+async def test_what_is_unpacked_on_the_way_is_not_taken_for_the_object(
+    bucket: Bucket, faulty: FaultyS3, size: int, has_length: bool, in_loop: bool
+) -> None:
+    """Google's store answers so, under the ETag of what is stored, and without a range."""
+    bucket.put("file.gz", BODY[:size])
+    async with opened(bucket, faulty) as store:
+        await store.check("")
+        info = await store.head("file.gz")
+        body, headers = BODY[: 2 * size], {"etag": info.etag}
+        if not has_length:
+            body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+            headers["transfer-encoding"] = "chunked"
+        faulty.add("GET", status=200, body=body, headers=headers)
+        with pytest.raises(StoreError, match="not the object as it is stored"):
+            await download(store, info, in_loop=in_loop)
+
+
+@pytest.mark.parametrize("in_loop", [True, False])
+async def test_an_object_may_come_in_chunks(
+    bucket: Bucket, faulty: FaultyS3, in_loop: bool
+) -> None:
+    bucket.put("file", BODY[:1000])
+    async with opened(bucket, faulty) as store:
+        await store.check("")
+        info = await store.head("file")
+        body = b"%x\r\n%b\r\n0\r\n\r\n" % (1000, BODY[:1000])
+        headers = {"etag": info.etag, "transfer-encoding": "chunked"}
+        faulty.add("GET", status=200, body=body, headers=headers, times=1)
+        assert await download(store, info, in_loop=in_loop) == BODY[:1000]
+
+
 async def test_what_has_come_before_a_break_is_not_requested_again(
     shared: Bucket, faulty: FaultyS3
 ) -> None:

@@ -52,6 +52,8 @@ CHUNK = 1 << 20
 SMALL = 256 << 10
 # For how long an object is fetched again that arrives with other bytes than S3 has.
 WRONG_BYTES_S = 10.0
+# The digits of the largest size that is one.
+LONGEST_SIZE = 19
 
 
 class Getter:
@@ -228,7 +230,8 @@ class MissingPart:
         Raises:
             AttemptError: it is not what was requested, or not all of it.
         """
-        self.check(answer.headers)
+        # Of what came in chunks only the bytes themselves tell how many they are.
+        self.check({**answer.headers, "content-length": str(len(answer.content))})
         self.verify(answer.headers, answer.content)
         chunk = memoryview(answer.content)[: self.size]
         self.write(chunk)
@@ -241,15 +244,23 @@ class MissingPart:
         Raises:
             AttemptError: they are not.
         """
-        self.compare(headers.get("etag"), _first_byte(headers.get("content-range")))
+        shown, length = headers.get("content-range"), headers.get("content-length", "")
+        self.compare(headers.get("etag"), _first_byte(shown), _size_of(shown, length))
 
-    def compare(self, etag: str | None, start: int) -> None:
-        """As `check`: some servers ignore If-Match, and some ignore ranges."""
+    def compare(self, etag: str | None, start: int, size: int | None) -> None:
+        """As `check`: some servers ignore If-Match, and some ignore ranges.
+
+        `size` is the whole object's as the answer has it, None where it does not tell. What is
+        stored compressed may be sent unpacked, with the ETag of what is stored: Google's does.
+        """
         if etag is None or quoted(etag) != self.version.etag:
             sentence = "the object has been replaced"
             raise AttemptError(Failure(StaleVersionError, sentence))
         if start != self.position:
             raise AttemptError(Failure(StoreError, "S3 sent another range than the requested one"))
+        if size is not None and size != self.version.size:
+            sentence = "what S3 sends is not the object as it is stored (is that compressed?)"
+            raise AttemptError(Failure(StoreError, sentence))
 
     def verify(self, headers: Mapping[str, str], content: bytes | bytearray) -> None:
         """Compare the checksums in an answer that is all of a small object.
@@ -387,7 +398,7 @@ class GetStream:
             if clients.confine_for(error):
                 return False
             raise
-        self._compare(answer.meta["e_tag"], answer.range[0])
+        self._compare(answer.meta["e_tag"], answer.range[0], answer.meta["size"])
         if answer.range[1] - self._part.position <= CHUNK:
             self._take(memoryview(answer.bytes()))  # a thread switch less than a stream of one
             return True
@@ -401,7 +412,8 @@ class GetStream:
         answer = clients.s3.get_object(
             **clients.request, **condition, Key=self._part.version.key, Range=self._part.range
         )
-        self._compare(answer["ETag"], _first_byte(answer.get("ContentRange")))
+        shown, length = answer.get("ContentRange"), str(answer.get("ContentLength", ""))
+        self._compare(answer["ETag"], _first_byte(shown), _size_of(shown, length))
         for chunk in answer["Body"].iter_chunks(CHUNK):
             self._take(memoryview(chunk))
 
@@ -453,9 +465,9 @@ class GetStream:
         self._part.check(headers)
         self._race.claim(self)
 
-    def _compare(self, etag: str | None, start: int) -> None:
+    def _compare(self, etag: str | None, start: int, size: int | None) -> None:
         first_byte()
-        self._part.compare(etag, start)
+        self._part.compare(etag, start, size)
         self._race.claim(self)
 
     def _take(self, chunk: memoryview) -> None:
@@ -468,6 +480,17 @@ class GetStream:
 def _first_byte(content_range: str | None) -> int:
     shown = re.match(r"bytes (\d+)-", content_range or "")
     return int(shown[1]) if shown else 0
+
+
+def _size_of(content_range: str | None, length: str) -> int | None:
+    """The size of the object of which an answer has a part, or else all, in `length` bytes.
+
+    None where a part is of something of unknown size; -1 where all comes without a length.
+    """
+    size = length if content_range is None else content_range.rpartition("/")[2]
+    if size.isdecimal() and len(size) <= LONGEST_SIZE:
+        return int(size)
+    return None if content_range is not None else -1
 
 
 def is_plain(key: str) -> bool:
