@@ -93,7 +93,8 @@ class Backlog:
                 nursery.cancel_scope.cancel()
         for staged in self._staging.pending:
             if staged in finished:
-                self._staging.close(staged)
+                staged.close()
+                self._staging.try_record(staged)
             logger.error("%s is not in the bucket; kept in %s", staged.key, staged.path)
         for entry in self._deferred.pending(""):
             logger.error("the attributes of %s are not in the bucket; kept on record", entry.key)

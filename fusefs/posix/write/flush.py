@@ -125,14 +125,7 @@ class Flusher:
         state = staged.state
         staged.stopped_writing(was_killed=was_killed)
         if staged.state is not state and staged.inode.staged is staged:
-            self._note_state(staged)
-
-    def _note_state(self, staged: StagedFile) -> None:
-        """Put on record whether a file is to be uploaded, if the disk takes it."""
-        try:
-            self._staging.record(staged)
-        except OSError as error:
-            logger.warning("the record of %s is an old one: %s", staged.key, error.strerror)
+            self._staging.try_record(staged)
 
     def _flush(self, handle: FileHandle, staged: StagedFile) -> Answer[None]:
         if not staged.is_content_dirty:
@@ -142,10 +135,8 @@ class Flusher:
         wait_s = handle.flushed_at + self._rules.flush_interval_s - now
         if wait_s > 0 and not self._rules.is_local:
             self.uploads.start(staged, wait_s)
-            try:
-                self._staging.close(staged)
-            except OSError as error:  # its upload is on its way in any case
-                logger.warning("the record of %s is an old one: %s", staged.key, error.strerror)
+            staged.close()
+            self._staging.try_record(staged)
             return None
         handle.flushed_at = now
         return waiting(self.upload(staged, is_closing=True))
@@ -187,7 +178,7 @@ class Flusher:
                 self._keep_attributes(staged, inode.info)
             # As with a file that is removed: programs that have it open read what was written.
             staged.state = FileState.UNLINKED
-            self._note_state(staged)
+            self._staging.try_record(staged)
             if inode.is_current:
                 assert inode.parent is not None
                 self._inodes.supersede(inode)
@@ -302,7 +293,7 @@ class Flusher:
         if inode is not None:
             if inode.staged is not None and inode.staged.etag == old.etag:
                 inode.staged.etag = new.etag
-                self._note_state(inode.staged)
+                self._staging.try_record(inode.staged)
             self._has(inode, new)
             return
         known = self._directories.lookup_now(self._directories.get(prefix), name)
@@ -342,7 +333,7 @@ class Flusher:
         self._has(staged.inode, info)
         self._settle(staged)
         if staged.inode.staged is staged:
-            self._staging.record(staged)
+            self._staging.try_record(staged)
 
     def _kept_apart(self, staged: StagedFile, info: ObjectInfo, theirs: ObjectInfo | None) -> None:
         """The content is in the bucket under another name than it was to have."""
@@ -415,7 +406,8 @@ class Flusher:
         if self._defer(staged):
             return
         if not staged.is_closed:
-            self._staging.close(staged)
+            staged.close()
+            self._staging.try_record(staged)
         attempt = self.uploads.start(staged, LATER_S if self._rules.is_local else 0.0)
         if not self._rules.is_local:
             attempt.hurry.set()  # it may be waiting for the flush interval to pass

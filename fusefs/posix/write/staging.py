@@ -191,6 +191,13 @@ class Staging:
             staged.has_record_file = True
             staged.recorded = record
 
+    def try_record(self, staged: StagedFile) -> None:
+        """As `record`, where what has happened does not depend on it: an earlier one may stay."""
+        try:
+            self.record(staged)
+        except OSError as error:
+            logger.warning("the record of %s is an old one: %s", staged.key, error.strerror)
+
     def _record_in_attribute(self, staged: StagedFile) -> bool:
         """Have a file's record in its attribute; False if it is to be in a file of its own."""
         record = None if staged.has_record_file else staging_record.in_attribute(staged)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
+import trio
+import trio.testing
+from trio.testing import MockClock
 
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.write import recovery
+from fusefs.posix.write.exclusive import OPEN_S
 from fusefs.posix.write.staging import Staging
 from fusefs.store.errors import StoreError
 from tests.support.survival.mortal_mount import DiedError, MortalMount, Process
@@ -207,6 +212,44 @@ async def test_a_second_close_takes_place_on_a_full_disk(
         await process.close(fh)
         await upload_all(process)
     assert mount.store.contents() == {"file": b"2"}
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+async def test_the_last_close_takes_place_on_a_full_disk(
+    mount: MortalMount, monkeypatch: pytest.MonkeyPatch, *, is_held: bool
+) -> None:
+    """Also of what was written through a mapping, which no close of a descriptor has kept."""
+    async with mount.serving() as process:
+        fh = await process.create("file", b"1")
+        staged = (await process.node("file")).staged
+        assert staged is not None
+        await process.writer.uploads.wait(staged)
+        with monkeypatch.context() as context:
+            context.setattr(Staging, "record", is_full)
+            if is_held:
+                async with process.writer.uploads.locked(staged):
+                    process.operations.release(fh)
+                    staged.touch()
+            else:
+                await process.write(fh, 0, b"2")
+                process.operations.release(fh)
+            await trio.testing.wait_all_tasks_blocked()
+        assert process.writer.staging.pending == []
+    assert mount.store.contents() == {"file": b"1" if is_held else b"2"}
+
+
+async def test_a_file_is_reserved_on_a_full_disk(
+    mount: MortalMount, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    async with mount.serving() as process:
+        await process.mkdir("made")
+        parent, caller = await process.node("made"), process.caller()
+        await process.listing("made")
+        made = process.writer.create(parent, "file", 0o644, os.O_RDWR | os.O_EXCL, caller)
+        assert isinstance(made, tuple)
+        monkeypatch.setattr(Staging, "record", is_full)
+        await trio.sleep(2 * OPEN_S)
+        assert mount.store.contents() == {"made/file": b""}
 
 
 async def test_a_full_disk_keeps_no_process_from_going_on_after_a_rename(
