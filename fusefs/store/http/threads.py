@@ -22,7 +22,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 import trio
 
-from fusefs.store.errors import AttemptError, translate
+from fusefs.store.errors import AttemptError, Failure, StoreError, translate
 
 T = TypeVar("T")
 
@@ -55,14 +55,16 @@ class Threads:
         """Call `work` in a thread and return its result.
 
         Cancelling leaves it running there, and its result is dropped.
+
+        Raises:
+            AttemptError: there is no thread, and the system starts none now.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         self._token = self._token or trio.lowlevel.current_trio_token()
         job = _Job(work, trio.lowlevel.current_task())
+        if self._busy >= self._count and self._count < self._maximum:
+            self._start()
         self._busy += 1
-        if self._busy > self._count and self._count < self._maximum:
-            self._count += 1
-            threading.Thread(target=self._work, name="fusefs-s3", daemon=True).start()
         self._jobs.put(job)
 
         def abandon(_raise_cancel: object) -> trio.lowlevel.Abort:
@@ -82,6 +84,21 @@ class Threads:
         for _ in range(self._count):
             self._jobs.put(None)
         self._count = 0
+
+    def _start(self) -> None:
+        """Start a thread; where the system has none to give, those that there are will do.
+
+        Raises:
+            AttemptError: there are none.
+        """
+        try:
+            threading.Thread(target=self._work, name="fusefs-s3", daemon=True).start()
+        except RuntimeError as error:  # of a control group, or of the user, there are too many
+            if not self._count:
+                failure = Failure(StoreError, f"no thread for S3: {error}", is_retryable=True)
+                raise AttemptError(failure) from error
+        else:
+            self._count += 1
 
     def _work(self) -> None:
         """The life of a thread."""
