@@ -27,6 +27,7 @@ from fusefs.store.interface import Priority, Urgency
 from fusefs.store.s3.clients import S3Settings
 from fusefs.store.s3.requester import Requester, list_work
 from fusefs.store.s3.store import S3Store
+from fusefs.telemetry.s3_requests import CLUSTER_REQUESTS
 
 if TYPE_CHECKING:
     from fusefs.store.s3.clients import Clients
@@ -62,7 +63,8 @@ class Remote:
 
     def __init__(self, settings: S3Settings, prefix: str) -> None:
         self._gets = Requester(
-            replace(settings, connect_timeout_s=GET_TIMEOUT_S, read_timeout_s=GET_TIMEOUT_S)
+            replace(settings, connect_timeout_s=GET_TIMEOUT_S, read_timeout_s=GET_TIMEOUT_S),
+            CLUSTER_REQUESTS,
         )
         self._store = S3Store(
             replace(
@@ -72,7 +74,8 @@ class Remote:
                 retry_time_s=PUT_TIMEOUT_S,
                 max_connections=PUTS,
                 max_streams=PUTS,
-            )
+            ),
+            CLUSTER_REQUESTS,
         )
         self._puts = self._store.requester
         self._prefix = prefix

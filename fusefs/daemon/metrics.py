@@ -19,7 +19,7 @@ from fusefs.launch.mount_requests import keeper_status
 from fusefs.settings.types import SessionKind
 from fusefs.telemetry import metrics
 from fusefs.telemetry.metrics import Sample, value
-from fusefs.telemetry.s3_requests import S3_REQUESTS
+from fusefs.telemetry.s3_requests import CLUSTER_REQUESTS, S3_REQUESTS
 from fusefs.telemetry.stalls import CAUSES, STALLS
 
 Samples = dict[str, list[Sample]]
@@ -41,7 +41,8 @@ _busy = _LoopBusy()
 async def collect(parts: MountParts) -> dict[str, Any]:
     """The answer to the request `metrics`."""
     samples = _mount(parts) | _cache(parts) | _store(parts) | _warming(parts) | _process(parts)
-    samples |= _uploads(parts) | _cluster_cache(parts) | _stalls() | S3_REQUESTS.samples()
+    samples |= _uploads(parts) | _cluster_cache(parts) | _stalls()
+    samples |= S3_REQUESTS.samples() | CLUSTER_REQUESTS.samples()
     if parts.settings.session != SessionKind.PYFUSE3:
         samples |= await _keeper(parts.settings.mountpoint)
     return metrics.answer(samples)

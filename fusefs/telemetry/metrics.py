@@ -93,6 +93,11 @@ METRICS: dict[str, Metric] = {
     "cluster_cache_fills_total": Metric(
         "counter", "Blocks that were to be stored in the cluster cache.", ("outcome",)
     ),
+    "cluster_cache_request_duration_seconds": Metric(
+        "histogram",
+        "Time from sending a request to the cluster cache to the end of its answer.",
+        ("operation", "code"),
+    ),
     "cluster_cache_received_bytes_total": Metric(
         "counter", "Bytes of objects received from the cluster cache."
     ),

@@ -25,9 +25,13 @@ NOTHING = -1
 
 
 class S3Requests:
-    """The times of one mount's requests to S3, from any thread."""
+    """The times of one mount's requests to one store, from any thread.
 
-    def __init__(self) -> None:
+    The names of their metrics begin with `prefix`.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
         self._lock = threading.Lock()
         # Of the first byte and of the whole, by operation and code.
         self._times: dict[tuple[str, str], tuple[Histogram, Histogram]] = {}
@@ -41,23 +45,25 @@ class S3Requests:
             times[1].observe(whole_s)
 
     def samples(self) -> dict[str, list[Sample]]:
-        """The samples of `s3_requests_total` and of both times."""
+        """The samples of `requests_total` and of both times."""
         totals, first_bytes, wholes = [], [], []
         with self._lock:
             for (operation, code), (first_byte, whole) in self._times.items():
-                labels = {"operation": operation.lower().replace(" ", "_"), "code": code}
+                name = operation.removeprefix("CLUSTER ").lower().replace(" ", "_")
+                labels = {"operation": name, "code": code}
                 totals.append(value(whole.count, **labels))
                 first_bytes.append(first_byte.sample(labels))
                 wholes.append(whole.sample(labels))
         return {
-            "s3_requests_total": totals,
-            "s3_first_byte_seconds": first_bytes,
-            "s3_request_duration_seconds": wholes,
+            f"{self._prefix}_requests_total": totals,
+            f"{self._prefix}_first_byte_seconds": first_bytes,
+            f"{self._prefix}_request_duration_seconds": wholes,
         }
 
 
-S3_REQUESTS = S3Requests()
-"""Those of this process, which serves one mount."""
+S3_REQUESTS = S3Requests("s3")
+CLUSTER_REQUESTS = S3Requests("cluster_cache")
+"""Those of this process, which serves one mount, to its bucket and to its cluster cache."""
 
 
 def cause_of(operation: str) -> int:
@@ -75,11 +81,21 @@ class RequestClock:
     A thread whose attempt was abandoned may use it after its end, which changes nothing.
     """
 
-    __slots__ = ("_began", "_cause", "_first_byte_s", "_is_aside", "_lock", "_operation", "_work")
+    __slots__ = (
+        "_began",
+        "_cause",
+        "_first_byte_s",
+        "_is_aside",
+        "_lock",
+        "_operation",
+        "_requests",
+        "_work",
+    )
 
-    def __init__(self, operation: str) -> None:
+    def __init__(self, operation: str, requests: S3Requests) -> None:
         """It is sent now, as a part of the current task's work."""
         self._operation = operation
+        self._requests = requests
         self._work = current()
         # Between the thread of an attempt and the event loop that gives it up.
         self._lock = threading.Lock()
@@ -125,7 +141,7 @@ class RequestClock:
             self._cause = NOTHING
         if code:
             first_byte_s = self._first_byte_s if self._first_byte_s >= 0 else whole_s
-            S3_REQUESTS.observe(self._operation, code, first_byte_s, whole_s)
+            self._requests.observe(self._operation, code, first_byte_s, whole_s)
 
 
 _thread = threading.local()

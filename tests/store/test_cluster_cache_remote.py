@@ -9,6 +9,7 @@ from fusefs.cluster_cache.remote import Remote
 from fusefs.store.errors import AttemptError
 from fusefs.store.interface import ObjectVersion, demanded
 from fusefs.store.s3.clients import ClientSource, S3Settings
+from fusefs.telemetry.s3_requests import CLUSTER_REQUESTS, S3_REQUESTS
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
 
@@ -60,3 +61,22 @@ async def test_expired_credentials_are_looked_for_anew(
         assert len(renewals) == 2
     finally:
         remote.close()
+
+
+@pytest.mark.usefixtures("as_owner")
+async def test_requests_to_the_cluster_cache_are_none_to_s3(bucket: Bucket) -> None:
+    before = S3_REQUESTS.samples()
+    remote = Remote(S3Settings(bucket.name, bucket.server.endpoint_url), "blocks/")
+    away = Remote(S3Settings(bucket.name, "http://127.0.0.1:9"), "blocks/")
+    try:
+        await remote.open()
+        assert await remote.put(BLOCK.name, BODY, overwrites=False)
+        with pytest.raises(AttemptError):
+            await away.open()
+    finally:
+        remote.close()
+        away.close()
+    assert S3_REQUESTS.samples() == before  # what is failing there is no alert about S3
+    durations = CLUSTER_REQUESTS.samples()["cluster_cache_request_duration_seconds"]
+    found = {(one["labels"]["operation"], one["labels"]["code"]) for one in durations}
+    assert found >= {("list", "200"), ("put", "200"), ("list", "none")}

@@ -43,7 +43,7 @@ from fusefs.store.s3 import list as listing
 from fusefs.store.s3.clients import Clients, ClientSource, S3Settings
 from fusefs.store.s3.conditions import for_condition
 from fusefs.telemetry.activity import ACTIVITY
-from fusefs.telemetry.s3_requests import RequestClock, cause_of, clocked
+from fusefs.telemetry.s3_requests import S3_REQUESTS, RequestClock, S3Requests, cause_of, clocked
 from fusefs.telemetry.stalls import WaitCause, stage
 
 logger = logging.getLogger("fusefs.store")
@@ -121,10 +121,11 @@ class RetryBudget:
 
 
 class Requester:
-    """Sends one bucket's requests. Belongs to the event loop."""
+    """Sends one bucket's requests, which `requests` counts. Belongs to the event loop."""
 
-    def __init__(self, settings: S3Settings) -> None:
+    def __init__(self, settings: S3Settings, requests: S3Requests = S3_REQUESTS) -> None:
         self.settings = settings
+        self._requests = requests
         # Of what is written here.
         self.storage_class = settings.write_options.storage_class or "STANDARD"
         self.connections = ConnectionBudget(settings.max_connections)
@@ -233,7 +234,7 @@ class Requester:
         Neither if it can't be made there. `send` takes what to call at the first byte
         as `begun`.
         """
-        clock, code = RequestClock(operation), "none"
+        clock, code = RequestClock(operation, self._requests), "none"
         try:
             answer = await send(begun=clock.first_byte)
             if answer is not None:
@@ -369,7 +370,7 @@ class Requester:
         Raises:
             AttemptError: it failed.
         """
-        clock, code = RequestClock(operation), "none"
+        clock, code = RequestClock(operation, self._requests), "none"
         try:
             result = await self._threads.run(clocked(clock, attempt.guarded(work)))
             code = "200"

@@ -45,6 +45,7 @@ from fusefs.store.s3.conditions import Fence
 from fusefs.store.s3.get import Getter
 from fusefs.store.s3.multipart import S3Upload
 from fusefs.store.s3.requester import Requester, list_work
+from fusefs.telemetry.s3_requests import S3_REQUESTS, S3Requests
 
 CHECK_TIME_S = 5.0
 
@@ -52,9 +53,10 @@ CHECK_TIME_S = 5.0
 class S3Store:
     """A bucket; see `fusefs.store.interface.Store` for the contract."""
 
-    def __init__(self, settings: S3Settings) -> None:
+    def __init__(self, settings: S3Settings, requests: S3Requests = S3_REQUESTS) -> None:
+        """`requests` counts those that are sent."""
         self.settings = settings
-        self.requester = Requester(settings)
+        self.requester = Requester(settings, requests)
         self.tokens = TokenSource()
         self.fence = Fence(self.head, settings.conditional_writes)
         # Whether `check` found nothing.
