@@ -28,7 +28,7 @@ from fusefs.top import lines
 from fusefs.top.rates import Rates, rates
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import ConsoleDimensions, RenderableType
 
 INTERVAL_S = 1.0
 KEY_WAIT_S = 0.1
@@ -66,7 +66,8 @@ def run(*, is_plain: bool, is_json: bool, count: int | None) -> int:
     Raises:
         CommandError: rich is missing, and the screen was wanted.
     """
-    if is_json or is_plain or not (sys.stdout.isatty() and sys.stdin.isatty()):
+    has_screen = sys.stdout.isatty() and sys.stdin.isatty() and not _is_dumb()
+    if is_json or is_plain or not has_screen:
         return _run_lines(is_json=is_json, count=count)
     try:
         from fusefs.top import screen
@@ -76,6 +77,11 @@ def run(*, is_plain: bool, is_json: bool, count: int | None) -> int:
         raise CommandError(MISSING) from None
     del screen  # the picture imports it again
     return _run_screen(count)
+
+
+def _is_dumb() -> bool:
+    """Whether the terminal, as an editor has, cannot move its cursor: rich draws nothing there."""
+    return os.environ.get("TERM", "").lower() in ("", "dumb", "unknown")
 
 
 def _run_lines(*, is_json: bool, count: int | None) -> int:
@@ -167,14 +173,16 @@ def _run_screen(count: int | None) -> int:
                 # The first sample is there after a second.
                 if background.number and (key or shown != background.number):
                     shown = background.number
-                    picture = _picture(view, mounts, live.console.width, background.error)
+                    picture = _picture(view, mounts, live.console.size, background.error)
                     live.update(picture, refresh=True)
     finally:
         background.end()
     return 0
 
 
-def _picture(view: View, mounts: list[Rates], width: int, error: str) -> RenderableType:
+def _picture(
+    view: View, mounts: list[Rates], size: ConsoleDimensions, error: str
+) -> RenderableType:
     from fusefs.top import screen
 
     if error:
@@ -182,7 +190,7 @@ def _picture(view: View, mounts: list[Rates], width: int, error: str) -> Rendera
     if view.is_detailed and view.chosen < len(mounts):
         mount = mounts[view.chosen]
         return screen.detail(mount, _status(mount))
-    return screen.overview(mounts, view.chosen, width)
+    return screen.overview(mounts, view.chosen, size.width, size.height)
 
 
 def _status(mount: Rates) -> dict[str, Any] | None:

@@ -13,8 +13,9 @@ from typing import Any
 
 from fusefs.exporter.asking import MALFORMED, Answer
 
-# Answers that say that something is wrong; 404 and 412 are answers like others.
-_FINE = ("200", "206", "404", "412", "304", "cancelled")
+# Answers of which nothing is wrong (404 and 412 are answers like others), or which are counted
+# as throttled.
+_NO_ERRORS = ("200", "206", "404", "412", "304", "cancelled", "503", "429")
 _Key = tuple[str, frozenset[tuple[str, str]]]
 
 
@@ -127,7 +128,7 @@ def _rates(before: Answer | None, after: Answer) -> Rates:
         s3_errors_s=sum(
             rate
             for code, rate in change.by("s3_requests_total", "code").items()
-            if code not in _FINE
+            if code not in _NO_ERRORS
         ),
         s3_throttled_s=change.rate("s3_throttled_total"),
         s3_retries_s=change.rate("s3_retries_total"),

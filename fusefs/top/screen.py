@@ -27,26 +27,35 @@ SMALL_BAR_WIDTH = 8
 MOST_OF_PATH = 32
 # Terminals with fewer columns get fewer of the table's.
 WIDE = 130
+# Lines of the screen besides mounts and causes: of the table, of the causes' frame, of the keys.
+_LINES_BESIDE = 8
 KEYS_OF_ALL = "up/down choose   enter look into it   q quit"
 KEYS_OF_ONE = "esc all mounts   q quit"
 
 
-def overview(mounts: Sequence[Rates], chosen: int, width: int) -> RenderableType:
-    """All mounts, a row for each, and what the chosen one waits for, in `width` characters."""
+def overview(mounts: Sequence[Rates], chosen: int, width: int, height: int = 50) -> RenderableType:
+    """The mounts, a row for each, and what the chosen one waits for, in `width` characters.
+
+    Of more mounts than `height` lines have room for it shows those around the chosen one.
+    """
     columns = [one for one in _COLUMNS if one.is_essential or width >= WIDE]
     table = Table(expand=True, pad_edge=False, box=box.SIMPLE_HEAD)
     for column in columns:
         is_first = column is columns[0]
         table.add_column(column.heading, justify="left" if is_first else "right", no_wrap=True)
-    for number, mount in enumerate(mounts):
+    causes = _causes(mounts[chosen]) if mounts and mounts[chosen].is_up else None
+    rows = max(1, height - _LINES_BESIDE - (len(_shown_causes(mounts[chosen])) if causes else 0))
+    first = max(0, min(chosen - rows // 2, len(mounts) - rows))
+    for number, mount in list(enumerate(mounts))[first : first + rows]:
         cells = [column.cell(mount) for column in columns] if mount.is_up else _silent(mount)
         table.add_row(*cells, style="reverse" if number == chosen else "")
     parts: list[RenderableType] = [table]
     if not mounts:
         parts.append(Text("no mounts"))
-    elif mounts[chosen].is_up:
-        parts.append(_causes(mounts[chosen]))
-    return Group(*parts, Text(KEYS_OF_ALL, style="dim"))
+    elif causes is not None:
+        parts.append(causes)
+    of_all = f"{first + 1} to {first + rows} of {len(mounts)}   " if len(mounts) > rows else ""
+    return Group(*parts, Text(f"{of_all}{KEYS_OF_ALL}", style="dim"))
 
 
 def _silent(mount: Rates) -> list[RenderableType]:
@@ -162,8 +171,7 @@ def _slowest(stalls: dict[str, Any]) -> list[Text]:
 def _causes(mount: Rates) -> RenderableType:
     """A bar for each cause that was waited for."""
     table = Table.grid(padding=(0, 1))
-    shown = [(cause, share) for cause, share in mount.causes if share >= lines.LEAST_SHARE]
-    for cause, share in [("any", mount.waited), *shown]:
+    for cause, share in [("any", mount.waited), *_shown_causes(mount)]:
         name = "waited" if cause == "any" else lines.CAUSES.get(cause, cause)
         waiting = mount.waiting.get(cause, 0.0)
         table.add_row(
@@ -173,6 +181,10 @@ def _causes(mount: Rates) -> RenderableType:
             f"{waiting:.1f} requests on average",
         )
     return Panel(table, title=Text(f"what {mount.volume} waits for"), title_align="left")
+
+
+def _shown_causes(mount: Rates) -> list[tuple[str, float]]:
+    return [(cause, share) for cause, share in mount.causes if share >= lines.LEAST_SHARE]
 
 
 def _operations(title: str, found: dict[str, Operation]) -> RenderableType:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 
 from fusefs.exporter.asking import Answer, Target
 from fusefs.launch.control import CommandError
@@ -35,8 +35,10 @@ def answer(taken: float, cached: float, s3: float, stalled: float, requests: int
         ],
         "s3_requests_total": [
             counter(requests, operation="get", code="200"),
-            counter(requests, operation="get", code="503"),
+            counter(requests, operation="get", code="500"),
+            counter(3 * requests, operation="get", code="503"),
         ],
+        "s3_throttled_total": [counter(3 * requests)],
         "prefetch_bytes_total": [counter(300, outcome="used"), counter(100, outcome="wasted")],
         "upload_pending_files": [counter(2)],
         "upload_pending_bytes": [counter(2048)],
@@ -66,7 +68,8 @@ def test_rates_are_what_happened_in_between() -> None:
     assert (found.read_s, found.read_from) == (4000, {"cache": 3000, "s3": 1000})
     assert found.stalled == {"any": 0.5, "s3_first_byte": 0.25, "cache_disk": 0}
     assert found.causes[0] == ("s3_first_byte", 0.25)
-    assert (found.s3_errors_s, found.wasted_share) == (10, 0.25)
+    assert (found.s3_errors_s, found.s3_throttled_s) == (10, 30)
+    assert found.wasted_share == 0.25
     assert found.requests["read"].per_s == 10
     assert found.requests["read"].mean_s == pytest.approx(0.01)
     assert found.source == "s3://bucket/"
@@ -171,6 +174,32 @@ def test_the_screen_shows_all_mounts_and_one_in_detail() -> None:
     assert "requests of programs" in text
 
 
+@pytest.mark.parametrize("chosen", [0, 37, 99])
+@pytest.mark.parametrize("height", [24, 45])
+def test_of_many_mounts_the_chosen_one_is_on_the_screen(chosen: int, height: int) -> None:
+    early, late = answer(10, 0, 0, 0, 0), answer(11, 3 << 20, 1 << 20, 0.4, 10)
+    mounts = [
+        rates(Answer(target, early.metrics, taken=10), Answer(target, late.metrics, taken=11))
+        for target in (Target(f"/data-{number:02}", Path()) for number in range(100))
+    ]
+    text = drawn(screen.overview(mounts, chosen, 80, height)).rstrip().splitlines()
+    assert len(text) <= height
+    assert sum(line.lstrip().startswith("/data-") for line in text) > height / 2
+    assert any(line.lstrip().startswith(f"/data-{chosen:02}") for line in text)
+    assert "of 100" in text[-1]
+
+
+@pytest.mark.parametrize("terminal", ["dumb", ""])
+def test_a_terminal_without_a_cursor_gets_lines(
+    monkeypatch: pytest.MonkeyPatch, terminal: str
+) -> None:
+    monkeypatch.setenv("TERM", terminal)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr(main, "_run_lines", lambda **_: 42)
+    assert main.run(is_plain=False, is_json=False, count=1) == 42
+
+
 def test_keys_choose_a_mount_and_look_into_it() -> None:
     view = View()
     for key, chosen in ((DOWN, 1), (DOWN, 1), (UP, 0), ("k", 0), ("j", 1)):
@@ -190,6 +219,7 @@ def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delitem(sys.modules, "fusefs.top.screen", raising=False)
     monkeypatch.delattr("fusefs.top.screen", raising=False)
     monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     with pytest.raises(CommandError, match=r"fusefs\[top\]"):
@@ -220,7 +250,8 @@ def test_a_sample_that_fails_is_shown_and_the_next_is_taken(
     background.end()
     monkeypatch.setattr(main.Sampler, "sample", fail)
     background._sample(sampler)
-    text = drawn(main._picture(View(), background.mounts, 150, background.error))
+    size = ConsoleDimensions(150, 45)
+    text = drawn(main._picture(View(), background.mounts, size, background.error))
     assert "ValueError: no [/such] thing" in text
     monkeypatch.setattr(main.Sampler, "sample", lambda _self: [])
     background._sample(sampler)
