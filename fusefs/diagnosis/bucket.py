@@ -21,7 +21,7 @@ import trio
 from fusefs.diagnosis.findings import Finding, advice, ok, problem, skipped
 from fusefs.settings.display import human_size
 from fusefs.store.capabilities import PROBE_NAME
-from fusefs.store.errors import NotFoundError, StoreError
+from fusefs.store.errors import ArchivedError, NotFoundError, StoreError
 from fusefs.store.interface import ObjectInfo, ObjectVersion
 from fusefs.store.probing import probe
 from fusefs.store.s3.clients import S3Settings
@@ -39,6 +39,8 @@ READERS = 16
 SLOW_BYTES_S = 100e6
 # Of smaller objects the latency alone would be measured.
 LEAST_MEASURED = 1 << 20
+# So many objects are tried until one is not archived.
+MOST_ARCHIVED = 8
 # What AWS calls the permissions.
 _ACTIONS = {
     "list": "s3:ListBucket",
@@ -105,12 +107,17 @@ async def _read_some(store: S3Store, prefix: str, add: Callable[[Finding], None]
     if not found:
         add(skipped("get", "there is no object to read"))
         return
-    largest = max(found, key=lambda info: info.size)
-    try:
-        add(await _latency(store, largest))
-        add(await _throughput(store, largest))
-    except StoreError as error:
-        add(_refused("get", error))
+    for info in sorted(found, key=lambda info: -info.size)[:MOST_ARCHIVED]:
+        try:
+            add(await _latency(store, info))
+            add(await _throughput(store, info))
+            return
+        except ArchivedError:
+            continue
+        except StoreError as error:
+            add(_refused("get", error))
+            return
+    add(skipped("get", "the largest objects of the first page are archived"))
 
 
 def _refused(what: str, error: StoreError) -> Finding:

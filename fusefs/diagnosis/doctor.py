@@ -87,4 +87,9 @@ def _check_bucket(settings: MountSettings, *, tries_permissions: bool) -> Iterat
             may_write=may_write,
         )
 
-    yield from trio.run(check)
+    try:
+        yield from trio.run(check)
+    except BaseExceptionGroup as group:  # as nurseries raise it
+        if group.subgroup(KeyboardInterrupt) is None:
+            raise
+        raise KeyboardInterrupt from None

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import email.utils
+import signal
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import trio
 
-from fusefs.diagnosis import network
+from fusefs.diagnosis import bucket as diagnosis
+from fusefs.diagnosis import doctor, network
 from fusefs.diagnosis.findings import Finding, Level
+from fusefs.settings.mount import RawValue, build
 from fusefs.store.s3.clients import S3Settings
 from tests.support.machine.surroundings import of_no_machine as of_no_machine
 from tests.support.servers.buckets import Bucket
@@ -67,3 +71,44 @@ def test_a_wrong_clock_is_found_also_where_access_is_denied(
     clock = found(shared, faulty.endpoint_url)["clock"]
     assert clock.level is level
     assert clock.figures["skew_seconds"] == pytest.approx(ahead_s, abs=20)
+
+
+@pytest.mark.usefixtures("as_owner")
+def test_an_interrupt_in_the_middle_of_reading_is_one(
+    shared: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def interrupted(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        await trio.sleep_forever()
+
+    monkeypatch.setattr(diagnosis, "_read", interrupted)
+    monkeypatch.setattr(diagnosis, "_latency", diagnosis._throughput)
+    shared.put("large", b"x" * diagnosis.LEAST_MEASURED)
+    texts = {
+        "source": f"s3://{shared.name}",
+        "mountpoint": "/nonexistent",
+        "endpoint_url": shared.server.endpoint_url,
+    }
+    settings = build({name: RawValue(text, name) for name, text in texts.items()})
+    with pytest.raises(KeyboardInterrupt):
+        list(doctor._check_bucket(settings, tries_permissions=False))
+
+
+@pytest.mark.usefixtures("as_owner")
+async def test_an_archived_object_says_nothing_about_permissions(
+    bucket: Bucket, faulty: FaultyS3
+) -> None:
+    bucket.put("archived", b"x" * 2 * diagnosis.LEAST_MEASURED)
+    bucket.put("readable", b"x" * diagnosis.LEAST_MEASURED)
+    settings = S3Settings(bucket.name, endpoint_url=faulty.endpoint_url)
+
+    async def look() -> dict[str, Level]:
+        findings = await diagnosis.check(settings, "", tries_permissions=False, may_write=False)
+        return {finding.check: finding.level for finding in findings}
+
+    faulty.add("GET", "archived", status=403, code="InvalidObjectState")
+    levels = await look()
+    assert Level.PROBLEM not in levels.values()
+    assert {"latency", "throughput"} <= levels.keys()
+    faulty.add("GET", "readable", status=403, code="InvalidObjectState")
+    assert (await look())["get"] is Level.SKIPPED
