@@ -105,14 +105,19 @@ class Interrupts:
         """Look at interrupted requests until cancelled."""
         while True:
             await self._has_some.wait()
-            for unique, (request, since) in list(self._interrupted.items()):
-                if await self._is_to_end(request, since):
-                    request.scope.cancel()
-                    self.forget(unique)
+            # Side by side, for a keeper that is stuck lets each look take seconds.
+            async with trio.open_nursery() as nursery:
+                for unique, (request, since) in self._interrupted.items():
+                    nursery.start_soon(self._look, unique, request, since)
             if not self._interrupted:
                 self._has_some = trio.Event()
             else:
                 await trio.sleep(LOOK_S)
+
+    async def _look(self, unique: int, request: Interruptible, since: float) -> None:
+        if await self._is_to_end(request, since):
+            request.scope.cancel()
+            self.forget(unique)
 
     async def _is_to_end(self, request: Interruptible, since: float) -> bool:
         found = await self._callers.find_fate(request.pid)

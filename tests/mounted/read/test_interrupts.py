@@ -15,7 +15,7 @@ from trio.testing import MockClock
 from fusefs.fuse.interrupts import GRACE_S, SAVING_GRACE_S, Callers, Interrupts
 from fusefs.fuse.protocol import Opcode
 from fusefs.keeper import protocol
-from fusefs.keeper.client import KeeperClient
+from fusefs.keeper.client import LOOK_LIMIT_S, KeeperClient
 from fusefs.linux import callers
 from fusefs.linux.callers import EXITS, IS_KILLED, LIVES, UNKNOWN, WAS_KILLED
 from fusefs.posix.types import Caller
@@ -115,6 +115,26 @@ async def test_without_knowing_whose_it_is_an_interrupted_request_ends_a_little_
 ) -> None:
     took_s = await ended_after(Seen(UNKNOWN), Request(opcode, pid=0))
     assert after_s <= took_s < after_s + 1
+
+
+async def test_a_keeper_that_does_not_answer_holds_no_request_up_behind_others(
+    autojump_clock: MockClock,
+) -> None:
+    class Stuck(Onlooker):
+        async def look(self, pid: int) -> int:
+            await trio.sleep(LOOK_LIMIT_S)
+            return UNKNOWN
+
+    seen, requests = Callers(), [Request() for _ in range(50)]
+    seen.keeper = Stuck(callers.namespace() + 1, UNKNOWN)
+    interrupts = Interrupts(seen)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(interrupts.run)
+        for unique, request in enumerate(requests):
+            interrupts.note(unique, request)
+        await trio.sleep(GRACE_S + 2 * LOOK_LIMIT_S)
+        assert all(request.scope.cancel_called for request in requests)
+        nursery.cancel_scope.cancel()
 
 
 async def test_a_request_that_was_answered_is_looked_at_no_more(autojump_clock: MockClock) -> None:
