@@ -3,8 +3,9 @@
 A domain stands for a store, a bucket and an identity; which one a volume's mount
 uses, `NodeService._plan` decides (csi/node/service.py). Its daemons run as one uid, which
 no other domain has, and share one cache directory with mode 0700, owned by that uid. The
-directory's owner is the only record of the uid, so the record cannot be lost without
-the cache that it protects.
+directory's owner is the record of the uid, so the record cannot be lost without the cache
+that it protects. Mounts may outlive it, as when the node gets another disk for its caches:
+no domain gets the uid that another's mounts have.
 
 A domain that no mount uses may be set aside (see `cache_gc`): its uid is reused only
 after the last of its files is gone.
@@ -20,7 +21,7 @@ import hmac
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,11 +59,21 @@ class Unused:
 
 
 class Domains:
-    """The domains below `directory`, with uids from `first` to `last`. Thread-safe."""
+    """The domains below `directory`, with uids from `first` to `last`. Thread-safe.
 
-    def __init__(self, directory: Path, first: int, last: int) -> None:
+    `of_mounts` returns the uids of all mounts on record, by the names of their domains.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        first: int,
+        last: int,
+        of_mounts: Callable[[], Mapping[str, int]] = dict,
+    ) -> None:
         """Raises OSError where the directory cannot be used."""
         self.directory = directory
+        self._of_mounts = of_mounts
         self.lacks_uids = False
         self._uids = range(first, last + 1)
         directory.mkdir(mode=0o711, parents=True, exist_ok=True)
@@ -79,10 +90,13 @@ class Domains:
 
         Raises:
             NoUidError: all uids are taken.
-            UnavailableError: the directory cannot be made.
+            UnavailableError: the directory cannot be made, or another domain's mounts have
+                its uid.
         """
         directory = self.directory / name
         with self._locked():
+            of_mounts = self._of_mounts()
+            of_others = {uid for domain, uid in of_mounts.items() if domain != name}
             try:
                 directory.mkdir(mode=0o700)
             except FileExistsError:
@@ -92,8 +106,13 @@ class Domains:
             uid = directory.lstat().st_uid
             # A directory of root was left by a crash between mkdir and chown.
             if uid == 0:
-                uid = self._free_uid()
+                uid = of_mounts.get(name) or self._free_uid(of_others)
                 os.chown(directory, uid, uid, follow_symlinks=False)
+            if uid in of_others:
+                raise UnavailableError(
+                    f"{directory} is user {uid}'s, as whom another identity's mounts run: they"
+                    " began on another disk, and have to end first"
+                )
             os.utime(directory, follow_symlinks=False)
         return Domain(name, uid, directory)
 
@@ -147,8 +166,8 @@ class Domains:
         """The directories that were set aside and still exist."""
         return [path for path in self.directory.iterdir() if path.name.endswith(_LEAVING)]
 
-    def _free_uid(self) -> int:
-        taken = set()
+    def _free_uid(self, of_mounts: Collection[int]) -> int:
+        taken = set(of_mounts)
         for entry in os.scandir(self.directory):
             if _NAME.match(entry.name):
                 with suppress(FileNotFoundError):  # it was set aside, and is gone by now

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from csi.errors import ResourceExhaustedError
 from csi.node.record_files import known_fields
-from fusefs.api import replace_file
+from fusefs.api import MountSettings, SettingsError, replace_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,14 @@ class MountRecord:
     settings: str
     drain_timeout_s: float
     environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def domain(self) -> str:
+        """The name of the cache domain (identities/cache_domains.py); "" if it cannot be read."""
+        try:
+            return MountSettings.from_json(self.settings, is_newer=True).cache_dir.name
+        except SettingsError:
+            return ""
 
 
 class MountRecords:
@@ -79,6 +87,10 @@ class MountRecords:
 
     def of_volume(self, volume_id: str) -> list[MountRecord]:
         return [record for record in self.all() if record.volume_id == volume_id]
+
+    def uids_of_domains(self) -> dict[str, int]:
+        """The users of all mounts, by the names of their cache domains, or else by key."""
+        return {record.domain or record.key: record.uid for record in self.all()}
 
     def remove(self, key: str) -> None:
         self._path(key).unlink(missing_ok=True)

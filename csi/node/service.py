@@ -124,9 +124,12 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         state = configuration.state_directory
         use_runtime_directory(state / RUNTIME)
         self._files = CredentialFiles(state / "credentials", configuration.pod_identity_agent)
-        self._domains = Domains(configuration.cache_directory, *configuration.uids)
+        records = MountRecords(state / MOUNT_RECORDS)
+        self._domains = Domains(
+            configuration.cache_directory, *configuration.uids, records.uids_of_domains
+        )
         self._mounts = Mounts(
-            MountRecords(state / MOUNT_RECORDS),
+            records,
             self._files,
             configuration.mounts_directory,
             FdStoreClient(configuration.descriptor_store),

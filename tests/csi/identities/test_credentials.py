@@ -9,9 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from csi.errors import CsiError, FailedPreconditionError, InvalidArgumentError
+from csi.errors import (
+    CsiError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    UnavailableError,
+)
 from csi.identities.cache_domains import Domains, NoUidError
 from csi.identities.credentials import ACCOUNT, NAMESPACE, TOKENS, CredentialFiles, Identity, choose
+from csi.node.mount_record import MountRecord, MountRecords
 from csi.volume.options import Options
 from csi.volume.stores import StoreSettings
 
@@ -164,6 +170,32 @@ def test_a_domain_that_was_half_made_is_finished(tmp_path: Path) -> None:
     name = domains.name_of("domain", "a")
     (tmp_path / name).mkdir(mode=0o700)
     assert domains.claim(name).uid == 2000
+
+
+def test_no_domain_gets_the_user_of_another_ones_mounts(tmp_path: Path) -> None:
+    mounts: dict[str, int] = {}
+    old, new = (Domains(tmp_path / disk, 2000, 2002, lambda: mounts) for disk in ("old", "new"))
+    first, later = (disk.name_of("domain") for disk in (old, new))
+    mounts[first] = old.claim(first).uid
+    # The disk of the caches is another one now, and the pods go on.
+    assert new.claim(later).uid not in mounts.values()
+    # A resumed mount has its user again, and so has the domain where its cache was removed.
+    assert new.claim(first).uid == mounts[first]
+    # And back again.
+    mounts[later] = mounts.pop(first)
+    with pytest.raises(UnavailableError, match="have to end first"):
+        old.claim(first)
+    mounts.clear()
+    assert old.claim(first).uid == 2000
+
+
+@pytest.mark.parametrize("settings", ["", "{}", "[]", '{"mountpoint": 7}'])
+def test_the_user_of_a_mount_whose_settings_cannot_be_read_is_taken_as_well(
+    settings: str, tmp_path: Path
+) -> None:
+    records = MountRecords(tmp_path)
+    records.write(MountRecord("key", "volume", "/root", "s3://b", "me", 7, "", settings, 0.0))
+    assert records.uids_of_domains() == {"key": 7}
 
 
 def test_names_depend_on_every_part_and_its_bounds(tmp_path: Path) -> None:
