@@ -96,8 +96,12 @@ class Disk:
             fd = os.open(self._path(name, generation), _FLAGS)
         except FileNotFoundError:
             return -1
-        fcntl.flock(fd, fcntl.LOCK_SH)
-        found = os.fstat(fd)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            found = os.fstat(fd)
+        except OSError:
+            os.close(fd)
+            raise
         # Between open and flock another mount may have unlinked it.
         if found.st_nlink and found.st_ino == st_ino and found.st_size == size:
             return fd
@@ -117,13 +121,16 @@ class Disk:
             return -1
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            # Others that wait for the lock see then that the file has gone.
+            fcntl.flock(fd, fcntl.LOCK_UN)
         except BlockingIOError:
             os.close(fd)
             return None
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-        # Others that wait for the lock see then that the file has gone.
-        fcntl.flock(fd, fcntl.LOCK_UN)
+        except OSError:
+            os.close(fd)  # and with it the lock, for which an open of the file would wait
+            raise
         if is_unused(fd):
             os.close(fd)
             return -1

@@ -1,0 +1,60 @@
+"""A cache disk that refuses something for a while: what it has is neither lost nor locked."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+
+from fusefs.cache import disk
+from tests.support.local_cache import cache_in, version
+
+MIB = 1 << 20
+A = version("a", MIB)
+
+
+def refuse(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
+
+
+async def test_a_file_that_cannot_be_unlinked_can_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unlink(*_: object) -> None:
+        raise refuse(errno.ENOSPC)  # as btrfs does when it is full
+
+    async with cache_in(tmp_path) as parts:
+        await parts.fetch(A)
+        file = parts.cache.find(A)
+        assert file is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(disk.os, "unlink", unlink)
+            assert not await parts.evictor.drop(file)
+        (path,) = parts.files()
+        with path.open("rb") as opened:
+            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)  # else an open would wait for ever
+        await parts.fetch(A)
+        assert len(parts.bucket.requested) == 1
+
+
+async def test_a_disk_without_locks_costs_no_descriptors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: object) -> None:
+        raise refuse(errno.ENOLCK)
+
+    async with cache_in(tmp_path) as parts:
+        await parts.fetch(A)
+        file = parts.cache.find(A)
+        assert file is not None
+        before = len(os.listdir("/proc/self/fd"))
+        with monkeypatch.context() as patch:
+            patch.setattr(disk.fcntl, "flock", flock)
+            assert not await parts.evictor.drop(file)
+            parts.cache.pin_again(file)
+            assert not await parts.cache.ensure_open(file)
+        assert len(os.listdir("/proc/self/fd")) == before
+        parts.cache.unpin(file)
