@@ -11,6 +11,7 @@ What fsspec's own base class does well above these methods (`find`, `glob`, `get
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import io
@@ -108,6 +109,16 @@ class FusefsFileSystem(AbstractFileSystem):
         path = self._strip_protocol(path)
         if not path or PLACES.find(path).location == f"{path}/":
             raise OSError(errno.EBUSY, "it is the root of a mount", path)
+
+    def _refuse_same(self, path1: str, source: Any, path2: str) -> None:
+        """See that `path2` is another file than `path1`, which is open as `source`."""
+        is_same = self._strip_protocol(path1) == self._strip_protocol(path2)
+        if not is_same and self._elsewhere(path1) is self._elsewhere(path2) is None:
+            with contextlib.suppress(FileNotFoundError):
+                found = os.stat(self.local_path(path2, for_writing=True))
+                is_same = os.path.samestat(found, os.fstat(source.fileno()))
+        if is_same:
+            raise shutil.SameFileError(errno.EINVAL, "it is the same file", path2)
 
     # --- looking ---
 
@@ -309,8 +320,10 @@ class FusefsFileSystem(AbstractFileSystem):
         if self.isdir(path1):
             self.makedirs(path2, exist_ok=True)
             return
-        with self.open(path1, "rb") as source, self.open(path2, "wb") as target:
-            shutil.copyfileobj(source, target, 1 << 20)
+        with self.open(path1, "rb") as source:
+            self._refuse_same(path1, source, path2)  # which "wb" would empty
+            with self.open(path2, "wb") as target:
+                shutil.copyfileobj(source, target, 1 << 20)
 
     def mv(
         self, path1: str, path2: str, recursive: bool = False, maxdepth: int | None = None, **_: Any

@@ -1,0 +1,39 @@
+"""What fsspec's calls must leave alone: other names, other mounts, what two write at once."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fusefs.fsspec import FusefsFileSystem
+from fusefs.fsspec.filesystem import UncommittedFile
+from tests.support import sharing
+from tests.support.servers.buckets import new_bucket
+from tests.support.servers.s3_server import S3Server
+
+
+@pytest.fixture(scope="module")
+def place(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """A bucket, and where it is mounted writable."""
+    bucket = new_bucket(s3)
+    directory = tmp_path_factory.mktemp("fsspec-stays")
+    options = ("--no-read-only", "--durability", "local")
+    with sharing.mounted(s3, f"s3://{bucket.name}/", directory, *options) as mount:
+        yield bucket.name, mount.path
+
+
+def test_file_that_is_copied_to_itself_stays(place: tuple[str, Path]) -> None:
+    name, path = place
+    (path / "weights").write_bytes(b"precious")
+    (path / "link").symlink_to("weights")
+    fs = FusefsFileSystem()
+    for copied in ("weights", "link"):
+        with pytest.raises(OSError, match="same file"):
+            fs.cp_file(f"{name}/{copied}", f"{name}/weights")
+    fs.copy(f"{name}/weights", f"{name}/other")
+    assert (path / "weights").read_bytes() == b"precious" == (path / "other").read_bytes()
