@@ -28,6 +28,7 @@ from fsspec.spec import AbstractFileSystem
 from fsspec.utils import tokenize
 
 from fusefs.fsspec.mounts import PLACES, NotMountedError
+from fusefs.linux import libc, mountinfo
 
 # Reads of one call that run at the same time: one thread waits for each.
 READS = 32
@@ -314,6 +315,7 @@ class FusefsFileSystem(AbstractFileSystem):
                 errno.EISDIR, "a directory is removed with recursive=True", path
             )
         self._refuse_root(path)
+        _refuse_mounts_below(local, path)
         shutil.rmtree(local)
 
     def cp_file(self, path1: str, path2: str, **_: Any) -> None:
@@ -336,6 +338,7 @@ class FusefsFileSystem(AbstractFileSystem):
         source = self.local_path(path1, for_writing=True)
         target = self.local_path(path2, for_writing=True)
         os.stat(source)
+        _refuse_mounts_below(source, path1)  # between two mounts, moving copies and removes
         os.makedirs(os.path.dirname(target), exist_ok=True)
         shutil.move(source, target)
 
@@ -398,6 +401,23 @@ def _stat(local: str) -> os.stat_result:
         return os.stat(local)
     except FileNotFoundError:
         return os.lstat(local)
+
+
+def _stat_entry(entry: os.DirEntry[str]) -> os.stat_result:
+    """What a directory's entry stands for; a link to a directory is the link itself.
+
+    What walks through directories would come to those above again, as often as there are links.
+    """
+    found = entry.stat()
+    is_followed = not (entry.is_symlink() and stat.S_ISDIR(found.st_mode))
+    return found if is_followed else entry.stat(follow_symlinks=False)
+
+
+def _refuse_mounts_below(local: str, path: str) -> None:
+    """See that nothing else is mounted in a directory: its files are not the bucket's."""
+    above = os.path.realpath(local) + "/"
+    if any(mount.path.startswith(above) for mount in mountinfo.kernel_mounts()):
+        raise OSError(errno.EBUSY, "something else is mounted in it", path)
 
 
 def _etag(local: str) -> str | None:

@@ -37,3 +37,23 @@ def test_file_that_is_copied_to_itself_stays(place: tuple[str, Path]) -> None:
             fs.cp_file(f"{name}/{copied}", f"{name}/weights")
     fs.copy(f"{name}/weights", f"{name}/other")
     assert (path / "weights").read_bytes() == b"precious" == (path / "other").read_bytes()
+
+
+def test_removal_of_a_directory_ends_before_what_is_mounted_in_it(
+    place: tuple[str, Path], tmp_path: Path
+) -> None:
+    name, path = place
+    (path / "run/scratch").mkdir(parents=True)
+    (path / "run/a").write_bytes(b"1")
+    (tmp_path / "foreign").write_bytes(b"of another disk")
+    if subprocess.run(["mount", "--bind", tmp_path, path / "run/scratch"]).returncode:
+        pytest.skip("this container may not mount")
+    try:
+        fs = FusefsFileSystem()
+        with pytest.raises(OSError, match="mounted"):
+            fs.rm(f"{name}/run", recursive=True)
+        assert (tmp_path / "foreign").read_bytes() == b"of another disk"
+    finally:
+        subprocess.run(["umount", path / "run/scratch"], check=True)
+    fs.rm(f"{name}/run", recursive=True)
+    assert not (path / "run").exists()
