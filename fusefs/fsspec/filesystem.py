@@ -34,6 +34,8 @@ from fusefs.linux import libc, mountinfo
 READS = 32
 FALLBACK = "FUSEFS_FALLBACK"
 _ETAG = "user.s3.etag"
+# Of an entry that was removed meanwhile, and of a link that leads nowhere.
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 T = TypeVar("T")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -158,10 +160,10 @@ class FusefsFileSystem(AbstractFileSystem):
                 if not any(place.has(name) for place in places):
                     continue  # something else is mounted there
                 try:
-                    facts = _facts(name, entry.stat())
-                except FileNotFoundError:
-                    continue  # it was removed meanwhile
-                found.append(facts)
+                    found.append(_facts(name, _stat_entry(entry)))
+                except OSError as error:
+                    if error.errno not in _GONE:
+                        raise
         return sorted(found, key=lambda one: str(one["name"]))
 
     def exists(self, path: str, **_: Any) -> bool:
@@ -399,7 +401,9 @@ def _stat(local: str) -> os.stat_result:
     """What a path stands for; a link that leads nowhere is the link itself."""
     try:
         return os.stat(local)
-    except FileNotFoundError:
+    except OSError as error:
+        if error.errno not in _GONE:
+            raise
         return os.lstat(local)
 
 

@@ -57,3 +57,27 @@ def test_removal_of_a_directory_ends_before_what_is_mounted_in_it(
         subprocess.run(["umount", path / "run/scratch"], check=True)
     fs.rm(f"{name}/run", recursive=True)
     assert not (path / "run").exists()
+
+
+def test_links_are_shown_and_those_to_directories_are_not_followed(
+    place: tuple[str, Path],
+) -> None:
+    name, path = place
+    (path / "links/below").mkdir(parents=True)
+    (path / "links/below/file").write_bytes(b"12")
+    for link, target in (
+        ("up", "."),
+        ("back", "."),
+        ("file", "below/file"),
+        ("nowhere", "missing"),
+        ("itself", "itself"),
+    ):
+        (path / "links" / link).symlink_to(target)
+    fs = FusefsFileSystem()
+    kinds = {one["name"].rpartition("/")[2]: one["type"] for one in fs.ls(f"{name}/links")}
+    assert kinds == {"below": "directory", "up": "other", "back": "other", "file": "file"}
+    found = [f"{name}/links/{one}" for one in ("back", "below/file", "file", "up")]
+    assert fs.find(f"{name}/links") == found
+    assert fs.exists(f"{name}/links/itself")
+    assert fs.info(f"{name}/links/up")["type"] == "directory"
+    assert fs.info(f"{name}/links/file")["size"] == 2
