@@ -24,6 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any, TypeVar, cast
 
+from fsspec.callbacks import DEFAULT_CALLBACK, Callback
+from fsspec.core import has_magic
 from fsspec.spec import AbstractFileSystem
 from fsspec.utils import tokenize
 
@@ -293,6 +295,32 @@ class FusefsFileSystem(AbstractFileSystem):
         os.rmdir(self.local_path(path, for_writing=True))
 
     @_or_elsewhere
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
+        with self.open(path, "xb" if mode == "create" else "wb", **kwargs) as file:
+            file.write(value)
+
+    def put_file(
+        self,
+        lpath: str,
+        rpath: str,
+        callback: Callback = DEFAULT_CALLBACK,
+        mode: str = "overwrite",
+        **kwargs: Any,
+    ) -> None:
+        if mode != "create":
+            super().put_file(lpath, rpath, callback=callback, **kwargs)
+        elif (other := self._elsewhere(rpath)) is not None:
+            other.put_file(lpath, rpath, callback=callback, mode=mode, **kwargs)
+        elif os.path.isdir(lpath):
+            self.makedirs(rpath)
+        else:
+            with open(lpath, "rb") as source, self.open(rpath, "xb", **kwargs) as target:
+                callback.set_size(os.fstat(source.fileno()).st_size)
+                while piece := source.read(1 << 20):
+                    target.write(piece)
+                    callback.relative_update(len(piece))
+
+    @_or_elsewhere
     def rm_file(self, path: str) -> None:
         os.remove(self.local_path(path, for_writing=True))
 
@@ -368,15 +396,17 @@ class UncommittedFile(io.BufferedWriter):
             FileExistsError: it was opened with "xb", and there is such a file.
         """
         self.close()
-        if self._is_exclusive and os.path.lexists(self._local):
-            self.discard()
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), self._local)
-        os.replace(self._temporary, self._local)
+        if self._is_exclusive:
+            libc.rename_new(self._temporary, self._local)
+        else:
+            os.replace(self._temporary, self._local)
 
     def discard(self) -> None:
         """Have it nowhere."""
-        self.close()
-        os.remove(self._temporary)
+        try:
+            self.close()
+        finally:
+            os.remove(self._temporary)
 
 
 def _facts(path: str, found: os.stat_result) -> dict[str, Any]:

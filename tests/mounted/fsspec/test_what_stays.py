@@ -81,3 +81,52 @@ def test_links_are_shown_and_those_to_directories_are_not_followed(
     assert fs.exists(f"{name}/links/itself")
     assert fs.info(f"{name}/links/up")["type"] == "directory"
     assert fs.info(f"{name}/links/file")["size"] == 2
+
+
+def test_of_two_that_create_a_file_one_gets_it(
+    place: tuple[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    name, path = place
+    fs = FusefsFileSystem()
+    (tmp_path / "mine").write_bytes(b"mine")
+    (path / "lock").write_bytes(b"the other's")
+    # The other one was not there yet when it was looked for.
+    monkeypatch.setattr(FusefsFileSystem, "exists", lambda *_args, **_named: False)
+    with pytest.raises(FileExistsError):
+        fs.pipe_file(f"{name}/lock", b"mine", mode="create")
+    with pytest.raises(FileExistsError):
+        fs.put_file(str(tmp_path / "mine"), f"{name}/lock", mode="create")
+    assert (path / "lock").read_bytes() == b"the other's"
+    fs.pipe_file(f"{name}/locks/new", b"mine", mode="create")
+    assert (path / "locks/new").read_bytes() == b"mine"
+
+
+def test_of_two_transactions_that_create_a_file_one_gets_it(
+    place: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, path = place
+    fs = FusefsFileSystem(skip_instance_cache=True)
+
+    def both() -> None:
+        with fs.transaction:
+            with fs.open(f"{name}/commits/one", "xb") as file:
+                file.write(b"mine")
+            (path / "commits/one").write_bytes(b"the other's")
+            monkeypatch.setattr(os.path, "lexists", lambda _path: False)
+
+    with pytest.raises(FileExistsError):
+        both()
+    monkeypatch.undo()
+    assert [one.name for one in (path / "commits").iterdir()] == ["one"]
+    assert (path / "commits/one").read_bytes() == b"the other's"
+
+
+def test_what_was_not_committed_goes_though_it_cannot_be_written(
+    tmp_path: Path,
+) -> None:
+    file = UncommittedFile(str(tmp_path / "new"), is_exclusive=False)
+    file.write(b"1")
+    os.close(file.fileno())  # what is buffered can't be written any more
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        file.discard()
+    assert not list(tmp_path.iterdir())
