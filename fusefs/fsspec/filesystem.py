@@ -198,6 +198,27 @@ class FusefsFileSystem(AbstractFileSystem):
             on_error = _raise_unless_missing
         return super().walk(path, maxdepth, topdown, on_error, **kwargs)
 
+    def expand_path(
+        self, path: Any, recursive: bool = False, maxdepth: int | None = None, **kwargs: Any
+    ) -> list[str]:
+        # A name with a wildcard in it means that file where it exists, and not those that match:
+        # what `find` and `ls` have given is removed, and nothing else.
+        given = [path] if isinstance(path, str | os.PathLike) else path
+        paths: list[str] = [self._strip_protocol(one) for one in given]
+        exact = [one for one in paths if has_magic(one) and self._is_mounted_file(one)]
+        found = set(exact)
+        if recursive:
+            for one in exact:
+                found.update(self.find(one, maxdepth=maxdepth, withdirs=True))
+        rest = [one for one in paths if one not in found]
+        if rest or not found:
+            found.update(super().expand_path(rest, recursive, maxdepth, **kwargs))
+        return sorted(found)
+
+    def _is_mounted_file(self, path: str) -> bool:
+        """Whether a mount has something of this very name."""
+        return any(place.has(path) for place in PLACES.all()) and self.exists(path)
+
     def created(self, path: str) -> datetime:
         return self.modified(path)  # an object has no other time
 
@@ -220,8 +241,10 @@ class FusefsFileSystem(AbstractFileSystem):
         if kwargs.get("version_id"):
             raise ValueError("a mount shows the latest version of each object alone")
         if mode == "rb":
-            return open(self.local_path(path), mode)
+            return MountedFile.of(self.local_path(path))
         local = self.local_path(path, for_writing=True)
+        if autocommit and "r" in mode:  # "r+b", which makes no file
+            return open(local, mode)
         if autocommit:
             return _with_parents(local, lambda: open(local, mode))
         if mode not in ("wb", "xb"):
@@ -290,11 +313,6 @@ class FusefsFileSystem(AbstractFileSystem):
         os.makedirs(self.local_path(path, for_writing=True), exist_ok=exist_ok)
 
     @_or_elsewhere
-    def rmdir(self, path: str) -> None:
-        self._refuse_root(path)
-        os.rmdir(self.local_path(path, for_writing=True))
-
-    @_or_elsewhere
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
         with self.open(path, "xb" if mode == "create" else "wb", **kwargs) as file:
             file.write(value)
@@ -319,6 +337,11 @@ class FusefsFileSystem(AbstractFileSystem):
                 while piece := source.read(1 << 20):
                     target.write(piece)
                     callback.relative_update(len(piece))
+
+    @_or_elsewhere
+    def rmdir(self, path: str) -> None:
+        self._refuse_root(path)
+        os.rmdir(self.local_path(path, for_writing=True))
 
     @_or_elsewhere
     def rm_file(self, path: str) -> None:
@@ -377,6 +400,20 @@ class FusefsFileSystem(AbstractFileSystem):
         local = self.local_path(path, for_writing=True)
         with _with_parents(local, lambda: open(local, "wb" if truncate else "ab")):
             os.utime(local)
+
+
+class MountedFile(io.BufferedReader):
+    """A file that is read."""
+
+    @classmethod
+    def of(cls, local: str) -> MountedFile:
+        raw = io.FileIO(local)
+        return cls(raw, max(os.fstat(raw.fileno()).st_blksize, io.DEFAULT_BUFFER_SIZE))
+
+    @property
+    def size(self) -> int:
+        """How many bytes it has; fsspec's file objects tell it."""
+        return os.fstat(self.fileno()).st_size
 
 
 class UncommittedFile(io.BufferedWriter):

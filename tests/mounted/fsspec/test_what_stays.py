@@ -39,6 +39,7 @@ def test_file_that_is_copied_to_itself_stays(place: tuple[str, Path]) -> None:
     assert (path / "weights").read_bytes() == b"precious" == (path / "other").read_bytes()
 
 
+@pytest.mark.root
 def test_removal_of_a_directory_ends_before_what_is_mounted_in_it(
     place: tuple[str, Path], tmp_path: Path
 ) -> None:
@@ -130,3 +131,40 @@ def test_what_was_not_committed_goes_though_it_cannot_be_written(
     with pytest.raises(OSError, match="Bad file descriptor"):
         file.discard()
     assert not list(tmp_path.iterdir())
+
+
+def test_files_have_a_size_and_blocks(place: tuple[str, Path]) -> None:
+    name, path = place
+    (path / "lines").write_bytes(b"one\ntwo\nthree\n")
+    fs = FusefsFileSystem()
+    with fs.open(f"{name}/lines") as file:
+        assert file.size == 14
+        assert isinstance(file, io.BufferedReader)
+    assert fs.read_block(f"{name}/lines", 1, 4, delimiter=b"\n") == b"two\n"
+    assert fs.read_block(f"{name}/lines", 4, None) == b"two\nthree\n"
+    assert fs.tail(f"{name}/lines", 6) == b"three\n"
+
+
+def test_name_with_a_wildcard_means_itself_where_there_is_such_a_file(
+    place: tuple[str, Path],
+) -> None:
+    name, path = place
+    (path / "wild").mkdir()
+    for odd in ("[1]", "1", "st*r", "star"):
+        (path / "wild" / odd).write_bytes(odd.encode())
+    fs = FusefsFileSystem()
+    assert fs.cat(f"{name}/wild/[1]") == b"[1]"
+    fs.rm(f"{name}/wild/[1]")
+    fs.rm([f"{name}/wild/st*r"])
+    assert sorted(one.name for one in (path / "wild").iterdir()) == ["1", "star"]
+    fs.rm(f"{name}/wild/s*r")
+    assert [one.name for one in (path / "wild").iterdir()] == ["1"]
+
+
+def test_file_that_is_missing_makes_no_directory(place: tuple[str, Path]) -> None:
+    name, path = place
+    fs = FusefsFileSystem()
+    for mode in ("r+b", "rb"):
+        with pytest.raises(FileNotFoundError):
+            fs.open(f"{name}/never/made", mode)
+    assert not (path / "never").exists()
