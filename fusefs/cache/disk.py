@@ -250,7 +250,8 @@ async def sweep_orphans(disk: Disk, catalog: Catalog, is_ours: Callable[[str, st
 def _remove(disk: Disk, catalog: Catalog, name: str, generation: str) -> None:
     def is_known() -> bool:
         row = catalog.find(name)
-        return row is not None and row.generation == generation
+        # One in memory knows nothing of what other mounts have here.
+        return catalog.is_in_memory or (row is not None and row.generation == generation)
 
     try:
         disk.remove_orphan(name, generation, ORPHAN_AGE_S, is_known)

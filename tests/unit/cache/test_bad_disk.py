@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ async def test_a_file_that_cannot_be_unlinked_can_be_opened(
         file = parts.cache.find(A)
         assert file is not None
         with monkeypatch.context() as patch:
-            patch.setattr(disk.os, "unlink", unlink)
+            patch.setattr(os, "unlink", unlink)
             assert not await parts.evictor.drop(file)
         (path,) = parts.files()
         with path.open("rb") as opened:
@@ -52,9 +53,20 @@ async def test_a_disk_without_locks_costs_no_descriptors(
         assert file is not None
         before = len(os.listdir("/proc/self/fd"))
         with monkeypatch.context() as patch:
-            patch.setattr(disk.fcntl, "flock", flock)
+            patch.setattr(fcntl, "flock", flock)
             assert not await parts.evictor.drop(file)
             parts.cache.pin_again(file)
             assert not await parts.cache.ensure_open(file)
         assert len(os.listdir("/proc/self/fd")) == before
         parts.cache.unpin(file)
+
+
+async def test_a_mount_whose_catalog_is_in_memory_removes_no_file_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "ORPHAN_AGE_S", 0.0)
+    async with cache_in(tmp_path) as damaged, cache_in(tmp_path) as other:
+        assert damaged.cache._catalog.go_on_in_memory(sqlite3.DatabaseError("damaged"), [])
+        await other.fetch(A)
+        await damaged.cache.sweep()
+        assert len(other.files()) == 1
