@@ -49,7 +49,10 @@ class Evictor:
             if self._quota.reserve(wanted):
                 return True
             if keep_used_since == math.inf and not is_ahead:
-                self._cache.warn_full()
+                self._cache.trouble.note(
+                    f"the cache {self._cache.directory} is too small for what is open: what does"
+                    " not fit is read from S3 each time"
+                )
             return False
 
     async def run(self) -> None:

@@ -45,6 +45,7 @@ from fusefs.cache.eviction_order import EvictionOrder
 from fusefs.cache.integrity.checksums import Sum
 from fusefs.cache.integrity.opening import create, open_or_create
 from fusefs.cache.integrity.scrub import UseMark
+from fusefs.cache.integrity.trouble import Trouble
 from fusefs.cache.integrity.unreadable import Probing
 from fusefs.cache.integrity.verify import Integrity
 from fusefs.cache.quota import Quota
@@ -127,7 +128,7 @@ class FileCache:
         self.on_discard: Callable[[CacheFile], None] = lambda _file: None
         # The names of such files: what the kernel has kept of them may be wrong as well.
         self.discarded: set[str] = set()
-        self.warning: str | None = None
+        self.trouble = Trouble()
         # Called before an eviction, to close the file in the kernel. Returns an event that
         # is set when the kernel has closed it; None if the kernel did not have it open.
         self.on_evict: Callable[[CacheFile], trio.Event | None] = lambda _file: None
@@ -684,17 +685,7 @@ class FileCache:
         await trio.sleep(2 * ORPHAN_AGE_S)
         await self.sweep()
 
-    def warn_full(self) -> None:
-        """Warn, once, that what is read does not fit beside what is in use."""
-        if self.warning is None:
-            self.warning = (
-                f"the cache {self.directory} is too small for what is open: what does not fit is"
-                " read from S3 each time"
-            )
-            logger.warning("%s", self.warning)
-
     def warn(self, why: str) -> None:
-        """Warn, once, that the cache does not work."""
-        if self.warning is None:
-            self.warning = f"the cache {self.directory} does not work, reading without it: {why}"
-            logger.warning("%s", self.warning)
+        """Warn that the cache does not work."""
+        sentence = f"the cache {self.directory} does not work, reading without it: {why}"
+        self.trouble.note(sentence)

@@ -294,7 +294,7 @@ def _cache(daemon: MountParts) -> dict[str, Any]:
         "passthrough_opens": counters.passthrough_opens,
         "passthrough_bytes": counters.passthrough_bytes,
         "evicted_files": daemon.cache.evicted,
-        "warning": daemon.cache.warning,
+        "warning": daemon.cache.trouble.recent,
     }
 
 

@@ -560,7 +560,7 @@ class CacheWarmer:
             elif not file.is_ours:
                 work.error = StaleVersionError("the cached copy was damaged, and was dropped")
             else:
-                work.error = StoreError(self._cache.warning or "the cache does not take it")
+                work.error = StoreError(self._cache.trouble.recent or "the cache does not take it")
         except StoreError as error:
             work.error = work.error or error
         finally:

@@ -6,11 +6,13 @@ import errno
 import fcntl
 import os
 import sqlite3
+import time
 from pathlib import Path
 
 import pytest
 
 from fusefs.cache import disk
+from fusefs.cache.integrity import trouble
 from tests.support.local_cache import cache_in, version
 
 MIB = 1 << 20
@@ -59,6 +61,23 @@ async def test_a_disk_without_locks_costs_no_descriptors(
             assert not await parts.cache.ensure_open(file)
         assert len(os.listdir("/proc/self/fd")) == before
         parts.cache.unpin(file)
+
+
+async def test_a_trouble_is_shown_for_an_hour_and_the_next_one_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = time.monotonic()
+    monkeypatch.setattr(trouble.time, "monotonic", lambda: now)
+    async with cache_in(tmp_path) as parts:
+        parts.cache.warn("No space left on device")
+        parts.cache.warn("No space left on device")
+        now += trouble.RECENT_S
+        assert parts.cache.trouble.recent is None  # it was full for a minute
+        parts.cache.warn("Input/output error")
+        assert "Input/output error" in (parts.cache.trouble.recent or "")
+        assert "No space" not in (parts.cache.trouble.recent or "")
+    logged = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert ["No space" in logged[0], "Input/output" in logged[1], len(logged)] == [True, True, 2]
 
 
 async def test_a_mount_whose_catalog_is_in_memory_removes_no_file_of_another(

@@ -66,9 +66,10 @@ async def test_when_open_files_fill_it_more_is_refused(tmp_path: Path) -> None:
         await parts.fetch(version("open", 2 * MIB))
         with pytest.raises(NotKeptError):
             await parts.fetch(version("a", MIB))
-        assert parts.cache.warning is not None
-        assert "too small for what is open" in parts.cache.warning
-        assert "does not work" not in parts.cache.warning
+        warning = parts.cache.trouble.recent
+        assert warning is not None
+        assert "too small for what is open" in warning
+        assert "does not work" not in warning
         parts.cache.unpin(file)
         await parts.fetch(version("a", MIB))
 
@@ -116,7 +117,7 @@ async def test_the_floor_of_free_inodes_is_kept(tmp_path: Path) -> None:
                 await parts.fetch(version(key, 10))
                 assert os.statvfs(disk).f_favail >= 40
             assert kept(parts, *keys[:20], size=10) == keys[:20]
-            assert parts.cache.warning is None
+            assert parts.cache.trouble.recent is None
             # Somebody else takes what is left.
             for number in range(os.statvfs(disk).f_favail - 20):
                 (disk / f"{number}").touch()

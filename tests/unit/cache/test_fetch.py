@@ -238,7 +238,7 @@ async def test_a_directory_that_takes_no_file_sends_readers_past_the_cache(tmp_p
         (tmp_path / "objects").rmdir()
         with pytest.raises(NotKeptError):
             await parts.read(version("a", MIB), 0, 10)
-        assert parts.cache.warning is not None
+        assert parts.cache.trouble.recent is not None
         assert parts.quota.reserved == 0
 
 
