@@ -68,14 +68,24 @@ class Reconciler(threading.Thread):
             if self._ending.is_set():
                 return
             if self._wait_for_turn(volume_id):
-                # Not from a pool: the interpreter waits for a pool's threads at exit.
-                threading.Thread(
-                    target=self._reconcile_volume,
-                    args=(volume_id, records),
-                    name="reconcile",
-                    daemon=True,
-                ).start()
+                self._start(volume_id, records)
         self._remove_leftovers()
+
+    def _start(self, volume_id: str, records: list[MountRecord]) -> None:
+        # Not from a pool: the interpreter waits for a pool's threads at exit.
+        thread = threading.Thread(
+            target=self._reconcile_volume, args=(volume_id, records), name="reconcile", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError:  # the container has as many threads as it may have
+            self._finish(volume_id)
+            raise
+
+    def _finish(self, volume_id: str) -> None:
+        with self._lock:
+            del self._in_progress[volume_id]
+            self._lock.notify()
 
     def _wait_for_turn(self, volume_id: str) -> bool:
         """Wait until few volumes are working; False if this volume is still in progress."""
@@ -99,9 +109,7 @@ class Reconciler(threading.Thread):
         except AbortedError:
             pass  # a call for this volume is under way
         finally:
-            with self._lock:
-                del self._in_progress[volume_id]
-                self._lock.notify()
+            self._finish(volume_id)
 
     def _try_reconcile(self, record: MountRecord) -> None:
         try:
@@ -128,9 +136,15 @@ class Reconciler(threading.Thread):
     def _remove_leftovers(self) -> None:
         """End mounts without a record, and remove their directories, as after a reboot."""
         for key in self._mounts.unknown():
-            if self._mounts.is_used(key, MountTable()):
-                continue  # unpublish ends it
             try:
-                self._mounts.end_key(key, time.monotonic())
+                # A publish call that makes this mount anew claims it before it writes the record.
+                with self._claims.claim(key):
+                    self._remove_leftover(key)
             except (AbortedError, OSError) as error:
                 log.info("tried again later: %s", error)
+
+    def _remove_leftover(self, key: str) -> None:
+        if self._mounts.records.read(key) is not None:
+            return  # the call came meanwhile
+        if not self._mounts.is_used(key, MountTable()):  # else unpublish ends it
+            self._mounts.end_key(key, time.monotonic())

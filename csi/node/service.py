@@ -170,12 +170,12 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             time.sleep(HELD_POLL_S)
 
     @contextmanager
-    def _claimed(self, volume_id: str, ends: float) -> Iterator[None]:
-        """Hold the claim of a volume, waiting until `ends` for the reconciler to release it."""
+    def _claimed(self, claim: str, ends: float) -> Iterator[None]:
+        """Hold the claim of a volume or mount, waiting until `ends` for it to be released."""
         with ExitStack() as stack:
             while True:
                 try:
-                    stack.enter_context(self._claims.claim(volume_id))
+                    stack.enter_context(self._claims.claim(claim))
                     break
                 except AbortedError:
                     if time.monotonic() + CLAIM_POLL_S > ends:
@@ -259,7 +259,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
     ) -> tuple[MountRecord, Warm] | None:
         if not publish.target.parent.is_dir():
             raise InvalidArgumentError(f"target_path: there is no {publish.target.parent}")
-        plan = self._plan(request, publish)
+        plan = self._plan(request, publish, ends)
         record, warm = plan.record, plan.warm
         if self._mounts.is_alive(record, MountTable()):
             self._mounts.records.write(record)  # it may have been lost
@@ -267,6 +267,8 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         else:
             self._begin(plan, ends)
         if self._warmups.blocks_publish(record, warm):
+            # With the claim: nothing uses the mount but this waiting target.
+            self._warmups.add_waiter(record.key, publish.target)
             return record, warm
         self._bind(record, publish)
         self._drains.reset(record)
@@ -313,7 +315,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         )
         return identity, location, options
 
-    def _plan(self, request: Request, publish: PublishRequest) -> _Plan:
+    def _plan(self, request: Request, publish: PublishRequest, ends: float) -> _Plan:
         """The mount that a volume needs, whether it is there or not, and what of it to warm."""
         identity, location, options = self._who(request, publish)
         store = location.store
@@ -347,7 +349,10 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             return _Plan(identity, known, options.warm, cache_secrets)
         self._warmups.forget(key)  # an earlier mount's
         store.check_address()
-        with self._mounts.records.one_more(self._configuration.most_volumes):
+        with (
+            self._claimed(key, ends),  # the reconciler may just remove what an earlier one left
+            self._mounts.records.one_more(self._configuration.most_volumes),
+        ):
             domain = self._domains.claim(name)
             settings = finished(
                 layer,

@@ -82,13 +82,26 @@ class Warmups:
         known = self._read(record.key)
         return known is None or not known.is_over
 
+    def add_waiter(self, key: str, target: Path) -> float:
+        """Record that a target waits; return when the first publish call of the mount began.
+
+        Raises:
+            OSError: it cannot be recorded.
+        """
+        now = time.monotonic()
+
+        def add(known: _Record) -> _Record:
+            return replace(known, waiting={**known.waiting, str(target): now})
+
+        return self._change(key, add).began
+
     def wait(self, record: MountRecord, warm: Warm, target: Path, ends: float) -> None:
         """Return when the mount is warm, or the volume's `warmTimeout` has passed.
 
         Raises:
             AbortedError: neither was so at `ends` (monotonic clock); it has the progress.
         """
-        began = self._note(record.key, target)
+        began = self.add_waiter(record.key, target)
         status = "is starting"
         while True:
             try:
@@ -107,7 +120,7 @@ class Warmups:
                 status = f"not done in {waited}, goes on in the background: {status}"
                 break
             if now + POLL_S > ends:
-                self._note(record.key, target)
+                self.add_waiter(record.key, target)
                 raise AbortedError(f"warming {status}")
             time.sleep(POLL_S)
         log.info("warming %s for %s: %s", record.source, record.volume_id, status)
@@ -135,15 +148,6 @@ class Warmups:
     def forget(self, key: str) -> None:
         """Remove the record of a mount that has ended."""
         self._path(key).unlink(missing_ok=True)
-
-    def _note(self, key: str, target: Path) -> float:
-        """Record that a target waits; return when the first publish call of the mount began."""
-        now = time.monotonic()
-
-        def add(known: _Record) -> _Record:
-            return replace(known, waiting={**known.waiting, str(target): now})
-
-        return self._change(key, add).began
 
     def _change(self, key: str, change: Callable[[_Record], _Record]) -> _Record:
         with self._lock:
