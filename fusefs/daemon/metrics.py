@@ -16,6 +16,7 @@ import fusefs
 from fusefs.daemon.mount_parts import MountParts
 from fusefs.launch.control import ControlError
 from fusefs.launch.mount_requests import keeper_status
+from fusefs.posix.write.backlog import OPEN
 from fusefs.settings.types import SessionKind
 from fusefs.telemetry import metrics
 from fusefs.telemetry.metrics import Sample, value
@@ -143,11 +144,13 @@ def _uploads(parts: MountParts) -> Samples:
         return {}
     unsent = writer.backlog.unsent("")
     now = trio.current_time()
+    # What a program has open, such as a log that is written to for days, is not late.
+    due = [staged for staged in unsent if writer.backlog.state(staged) != OPEN]
     return {
         "upload_pending_files": [value(len(unsent))],
         "upload_pending_bytes": [value(sum(staged.size() for staged in unsent))],
         "upload_oldest_pending_seconds": [
-            value(max((now - staged.since for staged in unsent), default=0.0))
+            value(max((now - staged.since for staged in due), default=0.0))
         ],
         "upload_failures_total": [value(writer.flusher.uploads.failures)],
     }

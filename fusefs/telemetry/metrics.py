@@ -107,7 +107,9 @@ METRICS: dict[str, Metric] = {
     "cluster_cache_in_use": Metric("gauge", "1 if blocks are looked for in it, 0 if it is out."),
     "upload_pending_files": Metric("gauge", "Written files that are not in the bucket yet."),
     "upload_pending_bytes": Metric("gauge", "Their bytes."),
-    "upload_oldest_pending_seconds": Metric("gauge", "The age of the oldest of them; 0 for none."),
+    "upload_oldest_pending_seconds": Metric(
+        "gauge", "The age of the oldest of them that no program has open; 0 for none."
+    ),
     "upload_failures_total": Metric("counter", "Uploads that failed; they are tried again."),
     "warm_done_bytes": Metric("gauge", "What jobs of fusefs warm under way have in the cache."),
     "warm_target_bytes": Metric("gauge", "What these jobs are to bring there, as far as listed."),

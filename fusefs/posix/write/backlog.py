@@ -20,8 +20,9 @@ logger = logging.getLogger("fusefs.writing")
 RETRY_S = 5.0
 # An end that takes longer says what it waits for.
 SLOW_S = 3.0
-# The state of a file that is on its way.
+# The states of a file that is on its way, and of one that is not to be yet.
 UPLOADING = "uploading"
+OPEN = "open"
 
 
 class Backlog:
@@ -61,7 +62,7 @@ class Backlog:
             return "waiting for credentials" if is_refused else UPLOADING
         if staged.error is not None:
             return "failed"
-        return "open" if staged.inode.served else "waiting"
+        return OPEN if staged.inode.served else "waiting"
 
     def hurry(self, key: str) -> None:
         """Have everything at or below a key uploaded now, also what is open."""

@@ -77,7 +77,11 @@ def test_what_is_written_is_pending_until_it_is_in_the_bucket(
     options = ("--no-read-only", "--durability", "local")
     one = mounter(*options, endpoint_url=faulty.endpoint_url)
     stalled = faulty.add("PUT", "a", stall=True)
-    (one.path / "a").write_bytes(b"x" * 1000)
+    with open(one.path / "a", "wb", buffering=0) as file:
+        file.write(b"x" * 1000)
+        metrics = metrics_of(one)
+        assert number(metrics, "upload_pending_files") == 1
+        assert number(metrics, "upload_oldest_pending_seconds") == 0  # as long as it is open
     metrics = metrics_of(one)
     faulty.remove(stalled)
     assert number(metrics, "upload_pending_files") == 1
