@@ -16,6 +16,7 @@ from fusefs.cli import sync
 from fusefs.launch import registry
 from fusefs.launch.control import CommandError
 from fusefs.launch.mount_requests import daemon_request
+from fusefs.linux import mountinfo
 
 ANSWER_TIMEOUT_S = 5.0
 # Bytes of a list in one request, which has at most 256 KiB: each is at most six in JSON.
@@ -70,6 +71,9 @@ class Manifest:
         self.mountpoint = mountpoint
         self._base = base
         self._source = registration.source
+        self._mounts = mountinfo.kernel_mounts()
+        below = f"{str(mountpoint).rstrip('/')}/"
+        self._has_nested = any(mount.path.startswith(below) for mount in self._mounts)
 
     def paths(self, lines: Iterable[bytes], refuse: Callable[[int, str], None]) -> Iterable[str]:
         """The path of each line, "" for those without; `refuse` gets numbers and reasons."""
@@ -102,11 +106,20 @@ class Manifest:
             relative = os.path.normpath(os.path.join(self._base, text))
         if relative == ".." or relative.startswith("../"):
             raise LineError(f"{text} is not in the mount {self.mountpoint}")
+        self._refuse_nested(text, relative)
         if relative == ".":
             raise LineError(f"{text} is the whole mount: name it on the command line")
         if not has_line(relative):
             raise LineError(f"{text} is in {self._base!r}, which a line of a list cannot name")
         return relative
+
+    def _refuse_nested(self, text: str, relative: str) -> None:
+        """Refuse a path on which another mount is, in this one."""
+        if not self._has_nested:
+            return
+        found = mountinfo.reached(str(self.mountpoint / relative), self._mounts)
+        if found is not None and found.mountpoint != self.mountpoint:
+            raise LineError(f"{text} is in the mount {found.mountpoint}, not in {self.mountpoint}")
 
     def _through_links(self, text: str) -> str:
         """As `sync.find`, for a path to the mountpoint by symbolic links."""

@@ -70,3 +70,16 @@ def test_a_line_below_a_directory_that_no_line_can_name_is_refused(base: str) ->
     ((number, why),) = refused
     assert number == 1
     assert why == f"file is in {base!r}, which a line of a list cannot name"
+
+
+@pytest.mark.usefixtures("nested")
+def test_lines_of_a_mount_in_the_mount_are_refused() -> None:
+    refused = []
+    reader = manifest.Manifest(Path("/mnt/a"), "b")
+    lines = [b"c/x", b"/mnt/a/b/c", b"/mnt/a/scratch/x", b"cc/x", b"/mnt/a/d", b"s3://outer/b/c/x"]
+    found = list(reader.paths(lines, lambda number, why: refused.append((number, why))))
+    assert found == ["", "", "", "b/cc/x", "d", "b/c/x"]
+    assert refused[0] == (1, "c/x is in the mount /mnt/a/b/c, not in /mnt/a")
+    assert [number for number, _ in refused] == [1, 2, 3]
+    inner = manifest.Manifest(Path("/mnt/a/b/c"), "")
+    assert list(inner.paths([b"x", b"/mnt/a/b/c/y"], pytest.fail)) == ["x", "y"]
