@@ -13,6 +13,9 @@ from typing import IO
 from fusefs.launch.preflight import LaunchError
 from fusefs.settings.mount import MountSettings
 
+# Bytes of a log's name, of which file systems allow 255; the end of a mountpoint says most.
+LONGEST_NAME = 200
+
 
 def path_of(settings: MountSettings) -> Path | None:
     """Where the log goes; None is standard error."""
@@ -28,8 +31,8 @@ def _default(mountpoint: Path) -> Path:
     else:
         state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
         directory = Path(state) / "fusefs"
-    name = "-".join(mountpoint.parts[1:]) or "root"
-    return directory / f"{name[-200:]}.log"
+    name = os.fsencode("-".join(mountpoint.parts[1:]) or "root")
+    return directory / f"{os.fsdecode(name[-LONGEST_NAME:])}.log"
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import pytest
 
 from csi.main import make_parser
 from fusefs.launch import log_location, preflight
+from fusefs.settings.mount import RawValue, build
 from tests.support.commands import run
 from tests.support.commands import runtime as runtime
 
@@ -224,6 +225,19 @@ def test_mount_shows_the_last_line_of_a_daemon_that_dies(
     assert capsys.readouterr().err == (
         "fusefs: the daemon ended while starting: RuntimeError: so it goes\n"
     )
+
+
+def test_a_mountpoint_with_a_long_name_has_a_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / ("\u30c7" * 80) / ("\u30fc" * 80)  # three bytes each
+    directory.mkdir(parents=True)
+    texts = {"source": "s3://bucket", "mountpoint": str(directory)}
+    settings = build({name: RawValue(text, name) for name, text in texts.items()})
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with log_location.opened(log_location.path_of(settings)) as log:
+        assert log.write(b"a line\n")
 
 
 def test_a_log_that_is_a_device_stays_everybody_s(tmp_path: Path) -> None:
