@@ -51,7 +51,8 @@ _PATTERNS = (
     re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"),  # JSON Web Tokens (RFC 7519)
     re.compile(r"(?i)(?<=bearer )[\w.~+/=-]{8,}"),
 )
-_PASSWORD = re.compile(r"(?<=://)[^/\s:@]*:[^/\s@]*(?=@)")
+# Up to the last @, since a password may have one, as it is written by hand.
+_PASSWORD = re.compile(r"(?<=://)[^/\s:@]*:[^/\s]*(?=@)")
 # AWS's key ids (AKIA…, ASIA…) are no secret, and name an account.
 _KEY_ID = re.compile(r"\b(A[KS]IA)[A-Z0-9]{12}([A-Z0-9]{4})\b")
 # Settings whose names are like those of secrets, and values that are none.

@@ -36,6 +36,7 @@ def test_a_known_secret_is_removed_wherever_it_stands(text: str) -> None:
         ("X-Amz-Security-Token=IQoJb3JpZ2lu", "IQoJb3JpZ2lu"),
         ("HTTPS_PROXY=http://user:pa55word@proxy:3128", "pa55word"),
         ("proxy http://user:p%40ss@proxy:3128/ refused", "p%40ss"),
+        ("proxy http://user:p@ss-word@proxy:3128/ refused", "ss-word"),
         ("jwt eyJhbGciOiJSUzI1.eyJzdWIiOiIxMjM0.c2lnbmF0dXJl end", "c2lnbmF0dXJl"),
         ("password='two words'", "two words"),
         (
