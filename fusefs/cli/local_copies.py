@@ -10,6 +10,7 @@ from fusefs.cli import polling, sync
 from fusefs.cli.status_report import human_size
 from fusefs.launch.control import CommandError
 from fusefs.launch.mount_requests import daemon_request
+from fusefs.settings.display import shown
 
 ANSWER_TIMEOUT_S = 5.0
 NAMED = 3
@@ -64,7 +65,7 @@ def drop(path: Path, *, is_forced: bool) -> bool:
         )
     if job["pending_files"]:
         texts.append(f"{_files(job, 'pending_')} not in the bucket yet")
-    print(f"{path}: {'; '.join(texts)}")
+    print(shown(f"{path}: {'; '.join(texts)}"))
     return not is_pinned and not job["in_use_files"]
 
 
@@ -93,7 +94,7 @@ def as_text(job: Job) -> str:
         rows.append(("arriving", f"{_files(job, 'downloading_')} to come"))
     if job["pending_files"]:
         rows.append(("pending", f"{_files(job, 'pending_')}, not in the bucket yet"))
-    return "\n".join([job["path"], *(f"  {label:<10}{text}" for label, text in rows)])
+    return "\n".join([shown(job["path"]), *(f"  {label:<10}{text}" for label, text in rows)])
 
 
 def _pinned(job: Job) -> str:

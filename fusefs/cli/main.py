@@ -86,7 +86,9 @@ def _status_of(error: Exception) -> int:
 
 
 def _complain(what: object) -> None:
-    print(f"fusefs: {' '.join(str(what).split())}", file=sys.stderr)
+    from fusefs.settings.display import shown
+
+    print(f"fusefs: {shown(' '.join(str(what).split()))}", file=sys.stderr)
 
 
 def _settings_error(sentence: str) -> Exception:
@@ -236,6 +238,7 @@ def _warm(options: argparse.Namespace) -> int:
 def _fetch(orders: Sequence[warm.Order], *, is_waiting: bool) -> int:
     """Have daemons do jobs of `fusefs warm` or `fusefs pin`."""
     from fusefs.cli import status_report, warm
+    from fusefs.settings.display import shown
 
     jobs = warm.start(orders)
     try:
@@ -248,7 +251,7 @@ def _fetch(orders: Sequence[warm.Order], *, is_waiting: bool) -> int:
         _complain("the job goes on; fusefs status shows its progress, fusefs warm --cancel ends it")
         return 130
     for order, job in ended.items():
-        print(f"{order.title}: {status_report.warmth(job)}")
+        print(shown(f"{order.title}: {status_report.warmth(job)}"))
     return 0 if all(warm.is_complete(job) for job in ended.values()) else 1
 
 

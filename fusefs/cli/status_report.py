@@ -14,6 +14,7 @@ from typing import Any
 from fusefs.cli import stall_report
 from fusefs.settings.display import human_duration as human_duration
 from fusefs.settings.display import human_size as human_size
+from fusefs.settings.display import shown
 
 Status = Mapping[str, Any]
 
@@ -89,8 +90,8 @@ def render_silent(status: Status) -> str:
 
 
 def _block(status: Status, rows: Iterable[tuple[str, str]]) -> str:
-    lines = [f"  {label:<{_LABEL_WIDTH}}{text}" for label, text in rows]
-    return "\n".join([str(status.get("mountpoint", "")), *lines])
+    lines = [f"  {label:<{_LABEL_WIDTH}}{shown(text)}" for label, text in rows]
+    return "\n".join([shown(str(status.get("mountpoint", ""))), *lines])
 
 
 def _session(status: Status) -> str:

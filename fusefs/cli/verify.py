@@ -8,6 +8,7 @@ from typing import Any
 from fusefs.cli import polling, sync
 from fusefs.cli.status_report import human_size
 from fusefs.launch.control import CommandError
+from fusefs.settings.display import shown
 
 
 def verify(path: Path) -> dict[str, Any]:
@@ -30,15 +31,15 @@ def report(path: Path, job: dict[str, Any]) -> bool:
     if job["why"]:
         raise CommandError(f"{path}: {job['why']}")
     for name in job["differed"]:
-        print(f"{name}: the cached copy differed; it was dropped and fetched again")
+        print(f"{shown(name)}: the cached copy differed; it was dropped and fetched again")
     for name in job["lost"]:
-        print(f"{name}: differs, and could not be fetched again")
+        print(f"{shown(name)}: differs, and could not be fetched again")
     more = job["differed_files"] + job["lost_files"] - len(job["differed"]) - len(job["lost"])
     if more:
         print(f"and {more:,} more")
     size = human_size(job["bytes"])
     print(
-        f"{path}: {job['files']:,} files with {size} in the cache compared,"
+        f"{shown(str(path))}: {job['files']:,} files with {size} in the cache compared,"
         f" {job['differed_files'] + job['lost_files']:,} differed"
     )
     return not job["lost_files"]

@@ -16,6 +16,7 @@ import stat
 from typing import TextIO
 
 from fusefs.linux import libc
+from fusefs.settings.display import shown
 from fusefs.settings.mount import MountSettings
 
 # A full log is cut by this many bytes, and has at most twice as many.
@@ -28,7 +29,8 @@ class BoundedHandler(logging.StreamHandler[TextIO]):
     """Writes to the descriptor of a file, and keeps the file below twice `part` bytes."""
 
     def __init__(self, fd: int, part: int = PART) -> None:
-        super().__init__(os.fdopen(fd, "w", closefd=False))
+        stream = os.fdopen(fd, "w", closefd=False, encoding="utf-8", errors="backslashreplace")
+        super().__init__(stream)
         self._fd = fd
         self._part = part
         self._lines = 0
@@ -58,12 +60,23 @@ class BoundedHandler(logging.StreamHandler[TextIO]):
             self.handleError(logging.makeLogRecord({}))
 
 
+class OneLineFormatter(logging.Formatter):
+    """Keeps each message on one line: the key of an object may have ends of lines, and more."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = shown(record.message)
+        return super().formatMessage(record)
+
+
 def set_up(settings: MountSettings) -> None:
     """Log to standard error, which the launcher opened."""
     is_ours = settings.log_file is None and not settings.foreground
     is_file = stat.S_ISREG(os.fstat(2).st_mode)
     handler = BoundedHandler(2) if is_ours and is_file else logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(OneLineFormatter())
     root = logging.getLogger()
     root.addHandler(handler)
     logging.getLogger("fusefs").setLevel(settings.log_level.upper())

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fusefs.settings.display import shown
+
 _LABEL_WIDTH = 17  # of the longest, connection boto3, and a blank
 _LEVEL_WIDTH = 9
 
@@ -45,7 +47,7 @@ class Finding:
 
     def as_text(self) -> str:
         """This as a line, and a second one with what to do."""
-        line = f"{self.level:<{_LEVEL_WIDTH}}{self.check:<{_LABEL_WIDTH}}{self.text}"
+        line = f"{self.level:<{_LEVEL_WIDTH}}{self.check:<{_LABEL_WIDTH}}{shown(self.text)}"
         if not self.advice:
             return line
         return f"{line}\n{' ' * (_LEVEL_WIDTH + _LABEL_WIDTH)}-> {self.advice}"

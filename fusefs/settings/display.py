@@ -1,8 +1,16 @@
-"""Sizes and times as text for people, with three or four digits."""
+"""Sizes and times as text for people, with three or four digits; texts of others on one line."""
 
 from __future__ import annotations
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
+
+# C0 and C1: ends of lines, and what terminals take for commands.
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
+
+
+def shown(text: str) -> str:
+    """`text` as one line without control characters, which keys of objects may have."""
+    return text if text.isprintable() else text.translate(_CONTROLS)
 
 
 def human_size(size: float) -> str:

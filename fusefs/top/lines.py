@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fusefs.settings.display import human_duration, human_size
+from fusefs.settings.display import human_duration, human_size, shown
 from fusefs.top.rates import Rates
 
 CAUSES = {
@@ -25,7 +25,7 @@ LEAST_SHARE = 0.005
 def line(mount: Rates) -> str:
     """One mount, without a line's end."""
     if not mount.is_up:
-        return f"{mount.volume}: {trouble(mount)} ({mount.why})"
+        return shown(f"{mount.volume}: {trouble(mount)} ({mount.why})")
     parts = [
         f"read {rate_text(mount.read_s)}{_origins(mount)}",
         f"sent to S3 {rate_text(mount.sent_s)}",
@@ -39,7 +39,7 @@ def line(mount: Rates) -> str:
         parts.append(f"fetched ahead and not read {mount.wasted_share:.0%}")
     if mount.warm_target_bytes:
         parts.append(warm_text(mount))
-    return f"{mount.volume}: {'; '.join(parts)}"
+    return shown(f"{mount.volume}: {'; '.join(parts)}")
 
 
 def trouble(mount: Rates) -> str:

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from fusefs.cli import stall_report
 from fusefs.exporter.asking import MALFORMED
-from fusefs.settings.display import human_duration, human_size
+from fusefs.settings.display import human_duration, human_size, shown
 from fusefs.top import lines
 from fusefs.top.rates import Operation, Rates
 
@@ -94,9 +94,9 @@ _COLUMNS = (
 
 def detail(mount: Rates, status: dict[str, Any] | None) -> RenderableType:
     """One mount; `status` is its daemon's, as far as it came."""
-    heading = Text(f"{mount.volume}  {mount.source}", style="bold")
+    heading = Text(shown(f"{mount.volume}  {mount.source}"), style="bold")
     if not mount.is_up:
-        why = Text(f"{lines.trouble(mount)}: {mount.why}", style="red")
+        why = Text(shown(f"{lines.trouble(mount)}: {mount.why}"), style="red")
         return Group(heading, why, Text(KEYS_OF_ONE, style="dim"))
     facts = Table.grid(padding=(0, 2))
     for label, text in _facts(mount):
@@ -161,7 +161,9 @@ def _facts(mount: Rates) -> list[tuple[str, RenderableType]]:
 def _slowest(stalls: dict[str, Any]) -> list[Text]:
     return [
         Text(
-            f"{wait['operation']} of {wait['key']} waited {human_duration(wait['waited_s'])}",
+            shown(
+                f"{wait['operation']} of {wait['key']} waited {human_duration(wait['waited_s'])}"
+            ),
             style="dim",
         )
         for wait in stall_report.slowest(stalls)
@@ -180,7 +182,7 @@ def _causes(mount: Rates) -> RenderableType:
             f"{share:.0%}",
             f"{waiting:.1f} requests on average",
         )
-    return Panel(table, title=Text(f"what {mount.volume} waits for"), title_align="left")
+    return Panel(table, title=Text(shown(f"what {mount.volume} waits for")), title_align="left")
 
 
 def _shown_causes(mount: Rates) -> list[tuple[str, float]]:
@@ -198,6 +200,7 @@ def _operations(title: str, found: dict[str, Operation]) -> RenderableType:
 
 def short(volume: str) -> str:
     """The end of a long path, which says more than its beginning."""
+    volume = shown(volume)
     return volume if len(volume) <= MOST_OF_PATH else f"…{volume[1 - MOST_OF_PATH :]}"
 
 

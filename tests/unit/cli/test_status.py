@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from fusefs.cli import status_report
+from fusefs.diagnosis import findings
 from fusefs.launch import registry
 from fusefs.linux import mountinfo
 from tests.support.commands import MOUNTINFO, run
@@ -183,6 +184,25 @@ def test_a_status_is_shown_for_people() -> None:
         "warning     the cache disk is full",
     ):
         assert part in text
+
+
+def test_the_key_of_an_object_gives_no_command_to_a_terminal() -> None:
+    key = "a\x1b[2J\n/mnt/other\n  daemon\x9b5m"
+    pending = {"key": key, "bytes": 1, "since_s": 1, "state": "failed", "error": f"no {key}"}
+    shares = {"10": {}, "60": {}, "300": {}}
+    slowest = [{"operation": "open", "key": key, "waited_s": 1.0, "ago_s": 1.0}]
+    status = {
+        **STATUS,
+        "mountpoint": "/mnt/a\nb",
+        "writing": {"pending": [pending], "pending_files": 1, "pending_bytes": 1},
+        "stalls": {"shares": shares, "slowest": slowest},
+    }
+    text = status_report.render(status)
+    assert text.replace("\n", "").isprintable()
+    assert all(line.startswith("  ") for line in text.splitlines()[1:])
+    assert "a\\x1b[2J\\x0a/mnt/other\\x0a  daemon\\x9b5m: failed" in text
+    finding = findings.problem("uploads", f"{key} can't be uploaded", "correct that")
+    assert finding.as_text().replace("\n", "", 1).isprintable()
 
 
 def test_what_is_written_and_renamed_is_shown_with_its_age() -> None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from fusefs.daemon.log_handlers import LOOK_EVERY, BoundedHandler
+from fusefs.daemon.log_handlers import LOOK_EVERY, BoundedHandler, OneLineFormatter
 from tests.support.machine.disks import small_disk
 
 PART = 1 << 18
@@ -67,3 +67,22 @@ def test_a_log_that_is_small_is_left_alone(tmp_path: Path) -> None:
     handler.close()
     os.close(fd)
     assert len(path.read_text().splitlines()) == 1000
+
+
+def test_a_message_is_one_line_whatever_a_key_has(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with open(path, "ab") as log:
+        handler = BoundedHandler(log.fileno())
+        handler.setFormatter(OneLineFormatter())
+        logger = logging.getLogger("fusefs.test_logs")
+        logger.addHandler(handler)
+        logger.propagate = False
+        logger.warning("GET failed: s3://bucket/%s", "a\n2026-01-01 ERROR \x1b[2J\udcff")
+        try:
+            raise ValueError("of several\nlines")
+        except ValueError:
+            logger.exception("a traceback keeps its lines")
+        logger.removeHandler(handler)
+    first, *rest = path.read_text().splitlines()
+    assert first.endswith(r"s3://bucket/a\x0a2026-01-01 ERROR \x1b[2J\udcff")
+    assert rest[-2:] == ["ValueError: of several", "lines"]
