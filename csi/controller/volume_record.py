@@ -116,27 +116,34 @@ class Records:
             RecordError: a record cannot be read; the message has its key.
             StoreError: a request failed.
         """
+        present: set[Listed] = set()
         for page in bucket.pages(FOLDER):
-            self._learn(bucket, [item for item in page if (bucket.url, item) not in self._known])
-            for item in page:
-                record = self._known.get((bucket.url, item))
-                if record is not None:
-                    yield item.key, record
+            present.update(page)
+            for item, record in self._read_page(bucket, page):
+                yield item.key, record
+        for url, item in list(self._known):
+            if url == bucket.url and item not in present:  # a volume that is deleted
+                self._known.pop((url, item), None)
 
-    def _learn(self, bucket: Bucket, items: list[Listed]) -> None:
+    def _read_page(self, bucket: Bucket, page: list[Listed]) -> list[tuple[Listed, Record]]:
+        """The records of a page of the listing, but for those that were removed meanwhile."""
+
         def read_one(item: Listed) -> bytes | None:
             try:
                 return bucket.get(item.key)
-            except NotFoundError:  # removed meanwhile
+            except NotFoundError:
                 return None
 
-        if not items:
-            return
+        # Another thread, whose listing was made before, may drop what is found here.
+        known = {item: self._known.get((bucket.url, item)) for item in page}
+        unknown = [item for item, record in known.items() if record is None]
         with ThreadPoolExecutor(READERS) as readers:
-            for item, body in zip(items, readers.map(read_one, items), strict=True):
+            for item, body in zip(unknown, readers.map(read_one, unknown), strict=True):
                 if body is None:
                     continue
                 try:
-                    self._known[bucket.url, item] = Record.from_json(body)
+                    record = Record.from_json(body)
                 except RecordError as error:
                     raise RecordError(f"{item.key} {error}") from error
+                known[item] = self._known[bucket.url, item] = record
+        return [(item, record) for item, record in known.items() if record is not None]
