@@ -247,7 +247,9 @@ class Naming:
     async def _delete_file(self, parent: Inode, name: str, entry: ObjectInfo) -> None:
         inode = self._current(parent, name)
         key = self._inodes.key(parent) + name
-        async with self._writer.deferred.taken(key), AsyncExitStack() as stack:
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self._writer.not_staged(inode))
+            await stack.enter_async_context(self._writer.deferred.taken(key))
             staged = await self._held(stack, inode)
             if staged is None or self._may_be_there(staged):
                 await self._delete(key, staged, self._file_now(parent, name, entry))

@@ -177,7 +177,7 @@ class Changes(Naming):
         old_key, new_key = self._inodes.key(parent) + name, self._inodes.key(to) + new_name
         inode, replaced = self._current(parent, name), self._current(to, new_name)
         async with AsyncExitStack() as stack:
-            await stack.enter_async_context(self._writer.not_staged(inode))
+            await stack.enter_async_context(self._writer.not_staged(inode, replaced))
             described = await stack.enter_async_context(self._writer.deferred.taken(old_key))
             await stack.enter_async_context(self._writer.deferred.taken(new_key))
             staged = await self._held(stack, inode)

@@ -14,7 +14,7 @@ import os
 import stat
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from weakref import WeakValueDictionary
 
 import trio
@@ -255,15 +255,17 @@ class Writer:
                 await self._stage_content(inode, keep, was_current=was_current)
 
     @asynccontextmanager
-    async def not_staged(self, inode: Inode | None) -> AsyncIterator[None]:
-        """Have a node's file not be staged meanwhile; what is staged already stays.
+    async def not_staged(self, *inodes: Inode | None) -> AsyncIterator[None]:
+        """Have the files of nodes not be staged meanwhile; what is staged already stays.
 
-        An open for writing waits, and then is one of what the node stands for by then.
+        An open for writing waits, and then is one of what the node stands for by then. In the
+        order of their numbers: changes of the same two names wait for each other.
         """
-        if inode is None:
-            yield
-            return
-        async with self._preparing.setdefault(inode.nodeid, trio.Lock()):
+        known = {inode.nodeid for inode in inodes if inode is not None}
+        async with AsyncExitStack() as stack:
+            for nodeid in sorted(known):
+                lock = self._preparing.setdefault(nodeid, trio.Lock())
+                await stack.enter_async_context(lock)
             yield
 
     def _check_node(self, inode: Inode, *, was_current: bool) -> None:

@@ -276,11 +276,13 @@ async def test_what_is_removed_while_it_is_opened_to_be_written_stays_so(
             nursery.start_soon(change_file)
             await come.wait()
             if end == "unlinked":
-                await process.unlink("file")
+                nursery.start_soon(process.unlink, "file")
             else:
-                await process.rename("tmp", "file")
-            left = mount.store.contents()
+                nursery.start_soon(process.rename, "tmp", "file")
+            await trio.testing.wait_all_tasks_blocked()
             goes_on.set()
+        left = {"tmp" if end == "unlinked" else "file": b"another file"}
+        assert mount.store.contents() == left
         for fh in handles:
             await process.write(fh, 0, b"C")
     async with mount.serving() as process:
@@ -339,3 +341,59 @@ async def test_what_is_opened_to_be_written_while_it_is_renamed_is_written_under
         assert await process.load("new") == b"written"
         assert await process.listing() == ["new"]
     assert mount.store.contents() == {"new": b"written"}
+
+
+@pytest.mark.parametrize(
+    ("end", "at"),
+    [
+        ("replaced", ("COPY", "file")),
+        ("replaced", ("DELETE", "tmp")),
+        ("removed", ("DELETE", "file")),
+    ],
+)
+@pytest.mark.parametrize("is_closed_first", [True, False])
+async def test_what_is_opened_to_be_written_while_its_name_goes_takes_no_name(
+    mount: MortalMount, end: str, at: tuple[str, str], *, is_closed_first: bool
+) -> None:
+    """The name is that of the file that replaces it, or gone."""
+    mount.store.put("tmp", b"another file")
+    is_there, go_on, is_closed = trio.Event(), trio.Event(), trio.Event()
+
+    async def pause() -> None:
+        if mount.store.requests[-1] == at:
+            is_there.set()
+            await go_on.wait()
+
+    mount.store.pause = pause
+
+    async def save() -> None:
+        try:
+            fh = await process.open("file", os.O_RDWR)
+        except OSError as error:
+            assert error.errno == errno.ESTALE
+        else:
+            await process.write(fh, 0, b"W")
+            if not is_closed_first:
+                await done.wait()
+            await process.close(fh)
+        is_closed.set()
+
+    async def end_name() -> None:
+        if end == "replaced":
+            await process.rename("tmp", "file")
+        else:
+            await process.unlink("file")
+        done.set()
+
+    async with mount.serving() as process:
+        done = trio.Event()
+        await process.load("file")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(end_name)
+            await is_there.wait()
+            nursery.start_soon(save)
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            go_on.set()
+        assert is_closed.is_set()
+    left = "file" if end == "replaced" else "tmp"
+    assert mount.store.contents() == {left: b"another file"}
