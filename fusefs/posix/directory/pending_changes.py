@@ -124,12 +124,14 @@ class LocalNames:
             for prefix in [known for known in self._recent if known.startswith(moved)]:
                 del self._recent[prefix]
         for prefix in [known for known in self._lasting if known.startswith(old)]:
-            self._lasting[new + prefix[len(old) :]] = {
+            target = new + prefix[len(old) :]
+            moved = {
                 name: replace(entry, key=new + entry.key[len(old) :])
                 if isinstance(entry, ObjectInfo)
                 else entry
                 for name, entry in self._lasting.pop(prefix).items()
             }
+            self._lasting[target] = moved | self._lasting.get(target, {})
 
 
 def _drop(changes: dict[str, dict[str, Kept]], prefix: str, name: str) -> None:

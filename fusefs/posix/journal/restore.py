@@ -44,6 +44,7 @@ async def restore(operations: Operations, state: KernelState, backing: Backing) 
             if operations.inodes.find(nodeid) is None:
                 path = writer.staging.directory / str(nodeid)
                 recovery.adopt_file(writer, path, may_be_open=False)
+        operations.mutations.changes.finish_switches()
         recovery.adopt_attributes(writer, writer.staging.directory)
         recovery.adopt_removals(writer, writer.staging.directory)
     backing_ids = {handle.backing_id for handle in state.handles.values()}

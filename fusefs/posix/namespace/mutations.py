@@ -26,9 +26,6 @@ from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.types import Answer, Caller, NewAttributes, Opened, waiting
 from fusefs.posix.write.writer import Writer
 
-# What S3 takes, in bytes of UTF-8.
-LONGEST_KEY = 1024
-
 
 class Mutations:
     """One method per request, as in `Operations`. Belongs to the event loop."""
@@ -210,7 +207,7 @@ class Mutations:
 
     async def mkdir(self, parent_id: int, name: bytes, mode: int, caller: Caller) -> Inode:
         parent = self._inodes.directory(parent_id)
-        made = self.changes.mkdir(parent, self._new_name(parent, name), mode, caller)
+        made = self.changes.mkdir(parent, self._new_name(parent, name, "/"), mode, caller)
         inode = await self._uncancelled.run(waiting(made), unwanted=self._inodes.drop_unknown)
         self._inodes.count(inode, time.monotonic())
         return inode
@@ -258,8 +255,11 @@ class Mutations:
         )
         await self._uncancelled.run(waiting(renamed))
 
-    def _new_name(self, parent: Inode, name: bytes) -> str:
-        """A name that an object may have; what no listing could show again is refused."""
+    def _new_name(self, parent: Inode, name: bytes, ending: str = "") -> str:
+        """A name that an object may have; what no listing could show again is refused.
+
+        `ending` is what its key has behind it.
+        """
         if len(name) > names.NAME_MAX:
             raise OSError(errno.ENAMETOOLONG, "a name has 255 bytes at most")
         text = names.decode(name)
@@ -267,7 +267,7 @@ class Mutations:
             raise OSError(errno.EINVAL, "a key cannot have this name")
         if names.is_private(self._inodes.key(parent), text):
             raise OSError(errno.EINVAL, "the name is kept for fusefs itself")
-        if len(self._inodes.key(parent).encode()) + len(name) > LONGEST_KEY:
+        if len(self._inodes.key(parent).encode()) + len(name) + len(ending) > names.LONGEST_KEY:
             raise OSError(errno.ENAMETOOLONG, "a key has 1,024 bytes at most")
         return text
 

@@ -10,6 +10,7 @@ while it was copied. What this mount has changed meanwhile is on record
 
 from __future__ import annotations
 
+import errno
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -20,6 +21,7 @@ from typing import TypeVar
 import trio
 
 from fusefs.posix.namespace.touched_keys import Touched
+from fusefs.posix.nodes import names
 from fusefs.store.errors import ExistsError, NotFoundError, StaleVersionError, StoreError
 from fusefs.store.interface import Condition, Expect, ObjectInfo, ObjectVersion, Store
 
@@ -174,11 +176,13 @@ class Copies:
 
         Raises:
             StoreError: something could not be copied; the rest may be.
+            OSError: a copy's key would be too long.
         """
         if listed is None:
             self.listed_at = time.monotonic()
             listed = await list_all(self._store, self.old)
         found = {info.key: info for info in listed if not self._is_taken(info)}
+        self._check_length(found)
         self.total = len(found)
         gone = self.made.keys() - found.keys()
         if not self._has_marker:
@@ -197,14 +201,27 @@ class Copies:
         """Whether this mount has changed what there is under the new key of a file."""
         return not _is_marker(info) and self._touched.has(self.target(info.key))
 
-    def check(self) -> None:
-        """See whether the rename may take place.
+    def check(self, staged: Iterable[str]) -> bool:
+        """See whether the rename may take place, where files of these keys are only here yet.
+
+        Tells whether that leaves more files under their old names, which `bring` sees to.
 
         Raises:
             ExistsError: programs have made files below the new prefix meanwhile.
+            OSError: a file's new key would be too long; the disk does not take a record.
         """
+        self._check_length(staged)
+        made = [key for key in staged if key.startswith(self.new) and not self._touched.has(key)]
+        for key in made:
+            self._touched.note(key)
         if self._is_strict and self._touched.has_files():
             raise ExistsError(f"files were made below {self.new} while it was being renamed to")
+        return bool(made)
+
+    def _check_length(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            if key.startswith(self.old) and len(self.target(key).encode()) > names.LONGEST_KEY:
+                raise OSError(errno.ENAMETOOLONG, f"{self.target(key)} has more than 1,024 bytes")
 
     def _is_copied(self, info: ObjectInfo) -> bool:
         source = self.sources.get(info.key)

@@ -104,25 +104,42 @@ class Mover:
 
     def move_directory(self, copies: Copies, uncached: set[ObjectVersion]) -> None:
         """Let everything below a prefix be below another one."""
-        old, new = copies.old, copies.new
+        for file in self._staging:
+            if file.key.startswith(copies.old):
+                _follow_copy(file, copies)
         moved = copies.by_version()
-        inode, to = self._inodes.at(old), self._inodes.at(_parent(new))
+        self._move_nodes(copies.old, copies.new, moved)
+        self._follow(moved, uncached)
+
+    def finish_move(self, old: str, new: str) -> None:
+        """Do what a killed process has left out of `move_directory`, before there are handles."""
+        inode, there = self._inodes.at(old), self._inodes.at(new)
+        if inode is not None and there is not None and there.children:
+            # The directory has its new name; it is files that the kernel does not know.
+            for child in list((inode.children or {}).values()):
+                if child.name not in there.children:
+                    self._inodes.move(child, there, child.name)
+            self._inodes.supersede(inode)
+        self._move_nodes(old, new, {})
+        for file in self._staging:
+            if file.key.startswith(new):
+                self._staging.try_record(file)
+
+    def _move_nodes(self, old: str, new: str, moved: Moved) -> None:
         staged = [file for file in self._staging if file.key.startswith(old)]
-        for file in staged:
-            _follow_copy(file, copies)
+        inode, to = self._inodes.at(old), self._inodes.at(_parent(new))
         if inode is not None and to is not None:
             self._inodes.move(inode, to, _name(new), moved)
         elif inode is not None:
             self._inodes.supersede(inode)
         for file in staged:
-            self._staging.record(file)
+            self._staging.try_record(file)
         for parent in (self._inodes.at(_parent(old)), to):
             if parent is not None:
                 self._inodes.entries_changed(parent)
         self._directories.moved(old, new)
         self._directories.changed(_parent(old), _name(old), ABSENT)
         self._directories.changed(_parent(new), _name(new), None)
-        self._follow(moved, uncached)
 
     def distrust(self, old: str, new: str) -> None:
         """Believe no listing that may have shown a directory's rename half done."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable
-from contextlib import AsyncExitStack, suppress
+from contextlib import AbstractContextManager, AsyncExitStack, suppress
 from typing import Any
 
 import trio
@@ -235,7 +235,7 @@ class Changes(Naming):
     def _record_renamed(self, staged: StagedFile | None, rival: StagedFile | None) -> None:
         """Put on record that a file has the name of another: at each moment one of both has it."""
         if staged is not None:
-            self._writer.staging.record(staged)
+            self._writer.staging.try_record(staged)
         if rival is not None:
             self._unlink_staged(rival)
 
@@ -375,7 +375,16 @@ class Changes(Naming):
         if not await self._renames.finish(renaming):
             raise OSError(errno.EIO, "the rename could not be done")
 
-    async def _switch(self, copies: Copies, switched: Callable[[], None]) -> None:
+    def finish_switches(self) -> None:
+        """Give what the kernel knows the names that a killed process was just giving it."""
+        for renaming in self._renames.switches:
+            self._mover.finish_move(renaming.old, renaming.new)
+            if self._late is not None:
+                self._late.renamed_below(renaming.old)
+
+    async def _switch(
+        self, copies: Copies, switching: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         """Everything below a prefix has been copied: let it be below the other one from now on.
 
         What was changed since it was listed is brought after.
@@ -408,15 +417,20 @@ class Changes(Naming):
                 if not may_delete:
                     await self._expect(copies)
                     # Where deleting is not allowed at all, nothing has been done yet.
-                    copies.check()
+                    if copies.check(self._staged_keys()):
+                        await copies.bring()
+                        continue
                     await copies.delete_marker()
                     may_delete = True
                 elif self._is_settled(copies, held):
-                    self._mover.move_directory(copies, uncached)
-                    switched()
+                    with switching():
+                        self._mover.move_directory(copies, uncached)
                     if self._late is not None:
                         self._late.renamed_below(copies.old)
                     return
+
+    def _staged_keys(self) -> list[str]:
+        return [staged.key for staged in self._writer.staging if not staged.is_unlinked]
 
     async def _expect(self, copies: Copies) -> None:
         """Have no late request undo what an earlier process had copied without an answer.

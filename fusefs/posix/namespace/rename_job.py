@@ -7,6 +7,10 @@
   removed (*undoing*) and the rename has not taken place.
 - *deleting*: everything is there under the new prefix, and the old objects go.
 
+In between, this mount's nodes and files get their new names, in one step of the loop.
+The record says *copying* until its end, but from its begin on also that it *switches*:
+the next process gives the new name to what a kill has left out (`switches`).
+
 At every moment each file is there under its old or its new name. A record that
 no request waits for is finished by the process that finds it: a daemon that gets
 the request again that the last one died over, or, after a crash of the machine,
@@ -24,7 +28,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,9 +50,9 @@ RETRY_S = 5.0
 IDLE_S = 60.0
 
 
-# Has this mount go along with a rename of which everything is copied; calls what is
-# given with it in the same step of the loop.
-Switch = Callable[[Copies, Callable[[], None]], Awaitable[None]]
+# Has this mount go along with a rename of which everything is copied, in one step of the
+# loop and in the context that is given with it.
+Switch = Callable[[Copies, Callable[[], AbstractContextManager[None]]], Awaitable[None]]
 TOUCHED = ".touched"
 
 
@@ -164,6 +169,8 @@ class Renames:
         self._unfinished: list[Renaming] = []
         # Records of mounts that are out of sight and still served.
         self._others: list[Path] = []
+        # Those in whose last step a process was killed: nodes may have the old names still.
+        self.switches: list[Renaming] = []
         self._load()
         self._is_wanted = trio.Event()
 
@@ -189,6 +196,7 @@ class Renames:
                 is_ours=False,
                 until_ns=record.get("until_ns"),
             )
+            is_switching = record.get("is_switching", False)
             prefix = self._prefix
             is_here = renaming.old.startswith(prefix) and renaming.new.startswith(prefix)
         except FileNotFoundError:
@@ -204,7 +212,12 @@ class Renames:
                 logger.info("%s is left to the mount that has begun it", path)
                 self._others.append(path)
                 return
-            self._note(renaming)  # so that the next mount leaves it to this one
+            # So that the next mount leaves it to this one.
+            self._note(renaming, is_switching=is_switching)
+        if is_switching:
+            renaming.touched.phase = Phase.DELETING
+            renaming.is_safe = False
+            self.switches.append(renaming)
         self._unfinished.append(renaming)
         self._touched.add(renaming.touched)
 
@@ -327,7 +340,7 @@ class Renames:
             renaming.copies = copies
         try:
             await copies.bring(listed)
-            await self._switch(copies, partial(self._switched, renaming, copies))
+            await self._switch(copies, partial(self._switching, renaming, copies))
         except (StoreError, OSError):
             # What another process may have deleted from cannot be taken back.
             if renaming.is_ours:
@@ -336,13 +349,16 @@ class Renames:
                 await self._undo(renaming, is_known=False)
             raise
 
-    def _switched(self, renaming: Renaming, copies: Copies) -> None:
+    @contextmanager
+    def _switching(self, renaming: Renaming, copies: Copies) -> Iterator[None]:
         """The rename takes place in this very step: what comes next is changed under the new name.
 
         That is on record before any of it can be acknowledged, and safe against a
         power cut before anything is deleted.
         """
         renaming.until_ns = copies.newest_source_ns()
+        self._note(renaming, is_switching=True)
+        yield
         renaming.touched.phase = Phase.DELETING
         renaming.is_safe = False
         self._note(renaming)
@@ -411,10 +427,10 @@ class Renames:
 
     # Records
 
-    def _note(self, renaming: Renaming) -> None:
+    def _note(self, renaming: Renaming, *, is_switching: bool = False) -> None:
         """Put on record what a rename is, if the disk takes it; not safe against a power cut."""
         try:
-            files.replace(renaming.path, self._as_json(renaming))
+            files.replace(renaming.path, self._as_json(renaming, is_switching=is_switching))
         except OSError as error:
             logger.error("%s is an old record of a rename: %s", renaming.path, error)
 
@@ -428,7 +444,7 @@ class Renames:
         """Write a record, whole or not at all. Blocks."""
         files.replace(path, text, is_durable=True)
 
-    def _as_json(self, renaming: Renaming) -> str:
+    def _as_json(self, renaming: Renaming, *, is_switching: bool = False) -> str:
         return json.dumps(
             {
                 "source": self._source,
@@ -438,6 +454,7 @@ class Renames:
                 "phase": str(renaming.phase),
                 "has_replaced": renaming.has_replaced,
                 "until_ns": renaming.until_ns,
+                "is_switching": is_switching,
             }
         )
 

@@ -322,10 +322,11 @@ class InodeTable:
             inode.streamed_generation = -1  # of another directory's listing
             for child in (inode.children or {}).values():
                 self._rename(child, key + child.name, copies)
-        else:
-            self.follow(inode, copies.get(inode.info.version), key)
+        # Before its key is on record: a file with another's number is one that was removed.
         if not self._ids_are_inos:
             inode.ino = stable_ino(key)
+        if inode.info is not None:
+            self.follow(inode, copies.get(inode.info.version), key)
         inode.packed = None
         self._log.node(inode)
 

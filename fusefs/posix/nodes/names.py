@@ -21,6 +21,8 @@ from __future__ import annotations
 from fusefs.store.capabilities import PROBE_NAME
 
 NAME_MAX = 255
+# What S3 takes, in bytes of UTF-8.
+LONGEST_KEY = 1024
 PRIVATE = ".fusefs"
 
 

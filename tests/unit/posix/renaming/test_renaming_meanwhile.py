@@ -325,6 +325,68 @@ async def test_files_that_are_made_under_the_new_name_end_a_rename(mount: Mortal
     assert mount.store.contents() == {"a/x": b"x", "a/y": b"y", "a/z": b"z", "b/z": b"other"}
 
 
+@states(
+    "The rename of a directory fails with EEXIST if programs put files below its new name"
+    " meanwhile."
+)
+async def test_a_file_that_is_open_under_the_new_name_ends_a_rename(mount: MortalMount) -> None:
+    stop = Stop(mount.store, "COPY", "b/z")
+    async with mount.serving() as process, trio.open_nursery() as nursery:
+        await process.listing()
+
+        async def rename() -> None:
+            with pytest.raises(ExistsError):
+                await process.rename("a", "b")
+            await process.close(fh)
+
+        nursery.start_soon(rename)
+        await stop.reached.wait()
+        await process.mkdir("b")
+        fh = await process.create("b/x", b"other")
+        stop.go_on.set()
+    assert mount.store.contents() == {"a/x": b"x", "a/y": b"y", "a/z": b"z", "b/x": b"other"}
+
+
+async def test_a_file_that_is_open_under_the_new_name_replaces_none_in_a_later_try(
+    mount: MortalMount,
+) -> None:
+    async with killed_while_copying(mount):
+        pass
+    mount.store.objects.pop("b/x")
+    async with mount.serving() as process:
+        await process.node("b")
+        fh = await process.create("b/x", b"other")
+        await process.create("b/new", b"")
+        await finish(process)
+        await process.close(fh)
+        assert sorted(await process.listing("b")) == ["new", "x", "y", "z"]
+    contents = {"a/x": b"x", "b/x": b"other", "b/y": b"y", "b/z": b"z"}
+    assert mount.store.contents() == contents
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+@states(
+    "A path that is longer than a key may be (1,024 bytes) is ENAMETOOLONG for whoever makes it."
+)
+async def test_a_directory_whose_files_would_have_too_long_keys_is_not_renamed(
+    mount: MortalMount, *, is_open: bool
+) -> None:
+    deep = "/".join(["d" * 255] * 3)
+    mount.store.put(f"{deep}/")
+    async with mount.serving() as process:
+        if is_open:
+            fh = await process.create("a/" + "n" * 255, b"open")
+        else:
+            mount.store.put("a/" + "n" * 255, b"open")
+        left = mount.store.contents() | {"a/" + "n" * 255: b"open"}
+        with pytest.raises(OSError, match="1,024") as caught:
+            await process.rename("a", f"{deep}/b")
+        assert caught.value.errno == errno.ENAMETOOLONG
+        if is_open:
+            await process.close(fh)
+    assert mount.store.contents() == left
+
+
 async def test_what_has_another_etag_is_not_copied_at_each_try(
     mount: MortalMount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
