@@ -125,13 +125,13 @@ class LocalNames:
                 del self._recent[prefix]
         for prefix in [known for known in self._lasting if known.startswith(old)]:
             target = new + prefix[len(old) :]
-            moved = {
+            along = {
                 name: replace(entry, key=new + entry.key[len(old) :])
                 if isinstance(entry, ObjectInfo)
                 else entry
                 for name, entry in self._lasting.pop(prefix).items()
             }
-            self._lasting[target] = moved | self._lasting.get(target, {})
+            self._lasting[target] = along | self._lasting.get(target, {})
 
 
 def _drop(changes: dict[str, dict[str, Kept]], prefix: str, name: str) -> None:
