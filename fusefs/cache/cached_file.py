@@ -46,11 +46,12 @@ class CacheFile:
 
     `pins` counts users, `downloads` those that are under way; `fd` is -1 while
     it is not open. `is_kept` turns False when the disk fails for the file: its
-    version is then read uncached. `is_ours` turns False when another mount
-    keeps the same version: this file then goes with its last user. `sums` are
-    the checksums that the catalog does not have yet; `is_checked` says that
-    this process has written the file or compared it with its checksums;
-    `is_retained` that it is not evicted (retention.py). `rank`, `last_use`
+    version is then read uncached. Where that says nothing about the file
+    (`is_passed_over`), it is kept again when its last user has gone. `is_ours`
+    turns False when another mount keeps the same version: this file then goes
+    with its last user. `sums` are the checksums that the catalog does not
+    have yet; `is_checked` says that this process has written the file or compared
+    it with its checksums; `is_retained` that it is not evicted (retention.py). `rank`, `last_use`
     and `ahead_since` belong to the order of eviction (eviction_order.py), which counts
     time in bytes fetched. `read` is what has been read since it was fetched; None: all.
     `used_at` is in seconds since the epoch, `written_at` in those of the
@@ -66,6 +67,7 @@ class CacheFile:
         "is_checked",
         "is_kept",
         "is_ours",
+        "is_passed_over",
         "is_retained",
         "last_use",
         "name",
@@ -96,6 +98,7 @@ class CacheFile:
         self.is_kept = True
         self.is_ours = True
         self.is_checked = True
+        self.is_passed_over = False
         self.is_retained = False
         self.rank: Rank | None = None
         self.last_use: int | None = None

@@ -67,6 +67,8 @@ KEEP_OPEN_S = 10.0
 MOST_KEPT_OPEN = 512
 # Versions whose names are known: as many as the kernel reads by itself (fuse/passthrough.py).
 MOST_NAMES = 16384
+# Errors of an open that say nothing about the file.
+_NOT_ITS_FAULT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EROFS, errno.ENOLCK}
 
 
 class FileCache:
@@ -215,6 +217,8 @@ class FileCache:
         if file.fd >= 0:
             os.close(file.fd)
             file.fd = -1
+        if file.is_passed_over:
+            file.is_kept, file.is_passed_over = True, False
         if file.present.total and file.is_kept and file.is_ours:
             self._settle(file)
             return
@@ -248,7 +252,7 @@ class FileCache:
         if file.generation:
             self._unlink(file)
             self._catalog_writer.lost(file)
-        file.is_kept = file.is_ours = False
+        file.is_kept = file.is_ours = file.is_passed_over = False
         file.lose()
         self.discarded.add(file.name)
         self.on_discard(file)
@@ -281,10 +285,11 @@ class FileCache:
             try:
                 found = await self._open_or_create(file)
             except sqlite3.Error as error:
-                self.disable(file, OSError(errno.EIO, f"its catalog can't be read ({error})"))
+                why = OSError(errno.EIO, f"its catalog can't be read ({error})")
+                self.disable(file, why, for_now=True)
                 return False
             except OSError as error:
-                self.disable(file, error)
+                self.disable(file, error, for_now=error.errno in _NOT_ITS_FAULT)
                 return False
             self.set_open(file, found)
             if found.fault is not None:
@@ -328,8 +333,12 @@ class FileCache:
         file.summed(sums)
         self._catalog_writer.summed(file)
 
-    def disable(self, file: CacheFile, error: OSError) -> None:
-        """Have a version read without a cache from now on: the disk failed for its file."""
+    def disable(self, file: CacheFile, error: OSError, *, for_now: bool = False) -> None:
+        """Have a version read without a cache: the disk failed for its file.
+
+        The file goes with its last user, or stays if it is `for_now`.
+        """
+        file.is_passed_over = for_now and (file.is_kept or file.is_passed_over)
         file.is_kept = False
         self.warn(error.strerror or str(error))
 

@@ -161,7 +161,7 @@ class Reader:
             if is_lost(error):
                 self._cache.integrity.drop(file, error)
             else:
-                self._cache.disable(file, error)
+                self._cache.disable(file, error, for_now=True)
             raise NotKeptError from error
 
     def _count(self, handle: FileHandle, offset: int, stop: int) -> None:

@@ -63,6 +63,33 @@ async def test_a_disk_without_locks_costs_no_descriptors(
         parts.cache.unpin(file)
 
 
+def busy() -> sqlite3.Error:
+    error = sqlite3.OperationalError("database is locked")
+    error.sqlite_errorcode = sqlite3.SQLITE_BUSY
+    return error
+
+
+@pytest.mark.parametrize("error", [refuse(errno.EMFILE), refuse(errno.EROFS), busy()])
+async def test_what_cannot_be_opened_for_now_stays_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    async with cache_in(tmp_path) as parts:
+        await parts.fetch(A)
+    async with cache_in(tmp_path) as parts:
+        with monkeypatch.context() as patch:
+            patch.setattr(disk.Disk, "open", fail)
+            file = parts.cache.pin(A)
+            assert not await parts.cache.ensure_open(file)
+            parts.cache.unpin(file)
+        await parts.cache.record()
+        await parts.fetch(A)
+        assert parts.bucket.requested == []
+        assert (parts.quota.used, len(parts.files())) == (MIB, 1)
+
+
 async def test_a_trouble_is_shown_for_an_hour_and_the_next_one_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
